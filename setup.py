@@ -1,0 +1,17 @@
+"""Package metadata. Tool configuration lives in pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="evenpipe",
+    version="0.1.0",
+    description="Pipeline parallelism with level memory and fewer bubbles for Megatron-core and DeepSpeed",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    package_dir={"": "plugin"},
+    packages=find_packages("plugin"),
+    package_data={"evenpipe": ["py.typed"]},
+    install_requires=["torch>=2.6", "numpy", "pydantic>=2", "rich", "matplotlib"],
+    extras_require={"megatron": ["megatron-core>=0.14,<0.17"]},
+    entry_points={"console_scripts": ["evenpipe = evenpipe.cli.main:main"]},
+)
