@@ -1,0 +1,52 @@
+"""Schedules as data: actions and notation, builders, passes, and the verifier. Pure Python."""
+
+from evenpipe.schedule.actions import (
+    ACCEPT,
+    BACKWARD,
+    COMPUTE,
+    EVICT,
+    FORWARD,
+    LOAD,
+    RETURN,
+    Action,
+    Kind,
+    Unit,
+    parse,
+)
+from evenpipe.schedule.bpipe import BALANCED_BOUNDS, balance
+from evenpipe.schedule.build import SCHEDULES, build
+from evenpipe.schedule.errors import ScheduleError
+from evenpipe.schedule.grid import format_grid
+from evenpipe.schedule.lower import Program, Step, lower
+from evenpipe.schedule.schedule import Schedule
+from evenpipe.schedule.topology import Link, LinkKind, Message, partner
+from evenpipe.schedule.verify import verify
+
+__all__ = [
+    "ACCEPT",
+    "BACKWARD",
+    "BALANCED_BOUNDS",
+    "COMPUTE",
+    "EVICT",
+    "FORWARD",
+    "LOAD",
+    "RETURN",
+    "SCHEDULES",
+    "Action",
+    "Kind",
+    "Link",
+    "LinkKind",
+    "Message",
+    "Program",
+    "Schedule",
+    "ScheduleError",
+    "Step",
+    "Unit",
+    "balance",
+    "build",
+    "format_grid",
+    "lower",
+    "parse",
+    "partner",
+    "verify",
+]

@@ -1,0 +1,128 @@
+"""The BPipe pass: evict and load between paired stages so that no stage holds more than a bound (BPipe §3)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from evenpipe.schedule.actions import ACCEPT, BACKWARD, EVICT, FORWARD, LOAD, RETURN, Action, Kind, Unit
+from evenpipe.schedule.clock import DURATION, boundaries
+from evenpipe.schedule.errors import ScheduleError
+from evenpipe.schedule.schedule import Schedule
+from evenpipe.schedule.topology import partner
+
+__all__ = ["BALANCED_BOUNDS", "balance"]
+
+#: Schedule name to ``bound(stages, chunks)``: μ_opt of §3.3, and of Appendix A for interleaved 1F1B.
+BALANCED_BOUNDS: dict[str, Callable[[int, int], int]] = {
+    "1f1b": lambda stages, chunks: -(-(stages + 2) // 2),
+    "interleaved": lambda stages, chunks: stages * chunks + 1,
+}
+
+
+class _Transfer(NamedTuple):
+    """An eviction or load that is issued just before the evictor's compute action ``slot``."""
+
+    slot: int
+    kind: Kind
+    unit: Unit
+
+
+def balance(schedule: Schedule, bound: int) -> Schedule:
+    """The same compute orders with transfers added, so that no stage holds more than ``bound`` live units.
+
+    Works on any compute orders. Raises :class:`ScheduleError` if an evictor cannot get below the bound.
+    """
+    stages = schedule.stages
+    ends = boundaries(schedule.actions, schedule.chunks)
+    rows = list(schedule.actions)
+    for evictor in range(stages // 2):
+        acceptor = partner(evictor, stages)
+        transfers = _plan(rows[evictor], ends[evictor], bound, evictor)
+        issued = [ends[evictor][transfer.slot - 1] if transfer.slot else 0 for transfer in transfers]
+        rows[evictor] = _insert(
+            rows[evictor],
+            [(transfer.slot, Action(transfer.kind, *transfer.unit)) for transfer in transfers],
+        )
+        # The acceptor's end of a transfer is issued at its last boundary between two compute actions that is not
+        # later than the evictor's, so that it is ready in time and can never be what the evictor waits for.
+        rows[acceptor] = _insert(
+            rows[acceptor],
+            [
+                (
+                    bisect_right(ends[acceptor], time),
+                    Action(ACCEPT if transfer.kind == EVICT else RETURN, *transfer.unit, evictor),
+                )
+                for transfer, time in zip(transfers, issued, strict=True)
+            ],
+        )
+    return replace(schedule, bound=bound, actions=tuple(rows))
+
+
+def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int) -> list[_Transfer]:
+    """Algorithm 1, generalised from 1F1B to any compute order; ``ends`` are the logical times at which actions end.
+
+    A cache of ``bound`` units (§3.4): in every slot, that is beside every compute action, evict what is needed
+    furthest in the future (Belady) if the next slot would not fit otherwise; load one decision before the backward
+    (line 17). A bubble is a decision too: then the load starts when the compute action before the bubble has ended.
+    """
+    needed = {action.unit: slot for slot, action in enumerate(row) if action.kind == BACKWARD}
+    resident: set[Unit] = set()
+    evicted: set[Unit] = set()
+    transfers: list[_Transfer] = []
+
+    def awaited(slot: int) -> Unit | None:
+        """The evicted unit whose backward is the compute action of ``slot``."""
+        if slot < len(row) and row[slot].kind == BACKWARD and row[slot].unit in evicted:
+            return row[slot].unit
+        return None
+
+    def arriving(slot: int) -> list[Unit | None]:
+        """What has to come in with ``slot``: its forward's unit and the next backward's, or its own backward's."""
+        if slot < len(row) and row[slot].kind == FORWARD:
+            return [row[slot].unit, awaited(slot + 1)]
+        return [awaited(slot)]
+
+    def count(units: list[Unit | None]) -> int:
+        return sum(unit is not None for unit in units)
+
+    for slot, action in enumerate(row):
+        complete = frozenset(resident)
+        incoming = arriving(slot)
+        no_bubble = slot + 1 < len(row) and ends[slot + 1] - ends[slot] == DURATION[row[slot + 1].kind]
+        if action.kind == BACKWARD and no_bubble and len(resident) + count(incoming) < bound:
+            incoming.append(awaited(slot + 1))
+        for unit in incoming:
+            if unit is None:
+                continue
+            resident.add(unit)
+            if unit in evicted:
+                evicted.discard(unit)
+                transfers.append(_Transfer(slot, LOAD, unit))
+        if len(resident) > bound:
+            raise ScheduleError(
+                f"bound={bound}: stage {stage} cannot hold fewer than {len(resident)} micro-batches at {action}; "
+                "use a larger bound"
+            )
+        leaves = {action.unit} if action.kind == BACKWARD else set()
+        while len(resident - leaves) + count(arriving(slot + 1)) > bound and complete & (resident - leaves):
+            furthest = max(complete & (resident - leaves), key=needed.__getitem__)
+            resident.discard(furthest)
+            evicted.add(furthest)
+            transfers.append(_Transfer(slot, EVICT, furthest))
+        resident -= leaves
+    return transfers
+
+
+def _insert(row: Sequence[Action], inserts: Sequence[tuple[int, Action]]) -> tuple[Action, ...]:
+    """``row`` with each action put before the compute action of its slot, in the given order."""
+    merged: list[Action] = []
+    pending = list(reversed(inserts))
+    for slot, action in enumerate(row):
+        while pending and pending[-1][0] <= slot:
+            merged.append(pending.pop()[1])
+        merged.append(action)
+    merged.extend(action for _, action in reversed(pending))
+    return tuple(merged)

@@ -1,0 +1,39 @@
+"""From a schedule's name to a verified schedule: builder, passes, proof."""
+
+from __future__ import annotations
+
+import difflib
+
+from evenpipe.schedule.bpipe import BALANCED_BOUNDS, balance
+from evenpipe.schedule.builders import BUILDERS
+from evenpipe.schedule.errors import ScheduleError
+from evenpipe.schedule.schedule import Schedule
+from evenpipe.schedule.verify import verify
+
+__all__ = ["SCHEDULES", "build"]
+
+#: The names that :func:`build` knows.
+SCHEDULES = tuple(BUILDERS)
+
+
+def build(name: str, stages: int, micro_batches: int, chunks: int = 1, bpipe: bool = False) -> Schedule:
+    """The verified schedule ``name`` for p ``stages`` and m ``micro_batches``, with v ``chunks`` where interleaved.
+
+    Raises :class:`ScheduleError` with one line that names the argument, for an unknown name, counts below 1, and
+    ``bpipe`` where it has nothing to balance.
+    """
+    if name not in BUILDERS:
+        close = difflib.get_close_matches(name, BUILDERS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(BUILDERS)}"
+        raise ScheduleError(f"schedule={name}: unknown schedule, {hint}")
+    for argument, value in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
+        if value < 1:
+            raise ScheduleError(f"{argument}={value}: must be at least 1")
+    schedule = BUILDERS[name](stages, micro_batches, chunks)
+    if bpipe:
+        if name not in BALANCED_BOUNDS:
+            raise ScheduleError(f"bpipe: {name} holds the same on every stage, so there is nothing to balance")
+        if stages < 2:
+            raise ScheduleError("bpipe: one stage has no partner to evict to; use at least 2 stages")
+        schedule = balance(schedule, BALANCED_BOUNDS[name](stages, chunks))
+    return verify(schedule)

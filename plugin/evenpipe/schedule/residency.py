@@ -1,0 +1,55 @@
+"""How many units one stage holds while it walks its actions, and when a departing one must be gone."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evenpipe.schedule.actions import ARRIVING, BACKWARD, FORWARD, LOAD, Action, Unit
+
+__all__ = ["Residency", "residency"]
+
+_ADDING = ARRIVING | {FORWARD}
+
+
+@dataclass(frozen=True)
+class Residency:
+    """``peak``: most live units at once. ``due``: per action, how many of the oldest departures must be complete first.
+
+    ``broken``: index of the first action that goes beyond the bound, or None.
+    """
+
+    peak: int
+    due: tuple[int, ...]
+    broken: int | None
+
+
+def residency(row: Sequence[Action], bound: int) -> Residency:
+    """Live units of one stage, with every departure completed as late as ``bound`` allows.
+
+    A transfer starts where it is listed and runs beside what follows. Its unit is live here until the transfer is
+    complete, which is waited for only where one more unit would break the bound (so Evict and Load together have the
+    time of a backward and a forward, BPipe Appendix B), or where the same unit comes back.
+    """
+    live = peak = 0
+    broken = None
+    leaving: deque[Unit] = deque()
+    due = []
+    for index, action in enumerate(row):
+        kind, waits = action.kind, 0
+        if kind in _ADDING:
+            comes_back = leaving.index(action.unit) + 1 if kind == LOAD and action.unit in leaving else 0
+            waits = max(comes_back, min(len(leaving), max(0, live + 1 - bound)))
+            for _ in range(waits):
+                leaving.popleft()
+            live += 1 - waits
+            peak = max(peak, live)
+            if live > bound and broken is None:
+                broken = index
+        elif kind == BACKWARD:
+            live -= 1
+        else:
+            leaving.append(action.unit)
+        due.append(waits)
+    return Residency(peak, tuple(due), broken)
