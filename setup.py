@@ -12,6 +12,9 @@ setup(
     packages=find_packages("plugin"),
     package_data={"evenpipe": ["py.typed"]},
     install_requires=["torch>=2.6", "numpy", "pydantic>=2", "rich", "matplotlib"],
-    extras_require={"megatron": ["megatron-core>=0.14,<0.17"]},
+    extras_require={
+        "megatron": ["megatron-core>=0.14,<0.17"],
+        "test": ["hypothesis", "import-linter", "mypy", "pytest", "pytest-timeout", "ruff"],
+    },
     entry_points={"console_scripts": ["evenpipe = evenpipe.cli.main:main"]},
 )

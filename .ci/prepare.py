@@ -1,0 +1,290 @@
+"""Builds .venv from the pins in requirements.txt, or leaves it alone when it fits them already.
+
+A virtual environment cannot be built aside and moved, so it is built in place and trusted only once its stamp stands,
+which is written last. Progress goes to standard error; with --releases the folders of the other megatron-core releases
+go to standard output, joined by the path separator.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+PINS = ROOT / ".ci" / "requirements.txt"
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "evenpipe-stamp.json"
+LOG = ROOT / "build" / "prepare.log"
+LOCK = ROOT / "build" / "prepare.lock"
+
+RELEASES = ("0.14.0", "0.15.3", "0.16.0")  # of megatron-core, which the tests run against besides the pinned one
+FIRST = ("pip", "setuptools")  # they install the rest: an old pip has other messages and no editable installs
+HEARTBEAT_S = 15.0
+
+# Settings that would send packages elsewhere or make pip silent.
+DISTURBING = ("PYTHONHOME", "PYTHONPATH", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_QUIET", "PIP_LOG", "PIP_REPORT")
+
+FETCHED = re.compile(r"\s*(?:Collecting|Processing|Downloading|Using cached) (\S+)")
+SOURCE_ARCHIVE = re.compile(r"([^/]+)\.(?:tar\.gz|zip)")
+WHEEL = re.compile(r"([^/]+?)-([^-/]+)-[^/]+\.whl")
+CULPRITS = (
+    re.compile(r"No matching distribution found for ([\w.\-\[\]=]+)"),
+    re.compile(r"Failed (?:to build|building wheel for) '?([\w.\-]+)"),
+)
+UNREACHABLE = re.compile(r"NewConnectionError|Connection refused|name resolution|ConnectTimeout|ProxyError|Max retries")
+BROKEN_OFF = re.compile(r"IncompleteRead|Read timed out|Connection reset|Connection broken|\b50[0234] Server Error")
+
+
+class Failure(Exception):
+    """What went wrong, in one line for the user."""
+
+
+def say(text: str) -> None:
+    print(f"evenpipe: {text}", file=sys.stderr, flush=True)
+
+
+def key(*parts: object) -> str:
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[IO[str]]:
+    """One preparation at a time. The installing child inherits the lock, so an orphan keeps it until it has ended."""
+    LOCK.parent.mkdir(exist_ok=True)
+    with LOCK.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another run is preparing .venv; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        os.set_inheritable(lock.fileno(), True)
+        yield lock
+
+
+@contextlib.contextmanager
+def heartbeat(current: list[str]) -> Iterator[None]:
+    """Repeats what is at work (current[-1]) while it stays silent."""
+    done = threading.Event()
+
+    def beat() -> None:
+        start = time.monotonic()
+        while not done.wait(HEARTBEAT_S):
+            say(f"  ... {current[-1]} ({time.monotonic() - start:.0f} s)")
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def intact(folder: Path) -> set[str]:
+    """Name-version, as pip spells it on disk, of every distribution in a folder whose files are all there."""
+    found = set()
+    for record in folder.glob("*.dist-info/RECORD"):
+        lines = record.read_text(errors="replace").splitlines()
+        names = (line.rsplit(",", 2)[0].strip('"') for line in lines)
+        if all(name.endswith(".pyc") or os.path.exists(folder / name) for name in names):
+            found.add(record.parent.name.removesuffix(".dist-info"))
+    return found
+
+
+def site_packages() -> Path:
+    return Path(sysconfig.get_path("purelib", "posix_prefix", {"base": str(VENV)}))
+
+
+def remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def has_compiler() -> bool:
+    """Asks the compiler itself: macOS has a c++ that only says how to get one."""
+    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+        with contextlib.suppress(OSError, ValueError):
+            if subprocess.run([*shlex.split(name), "--version"], capture_output=True).returncode == 0:
+                return True
+    return False
+
+
+def fail(what: str, output: list[str]) -> NoReturn:
+    """Names the package that cannot be installed, and why, from what pip said."""
+    text = "".join(output)
+    culprit = next((match[1] for pattern in CULPRITS if (match := pattern.search(text))), what)
+    if UNREACHABLE.search(text):
+        reason = "the package index cannot be reached"
+    elif "No matching distribution" in text:
+        reason = f"no release for Python {platform.python_version()} on {sysconfig.get_platform()} was found"
+    else:
+        errors = [line.strip() for line in output if line.lower().startswith("error:")]
+        reason = errors[-1][len("error:") :].strip() if errors else "pip ended with an error"
+    raise Failure(f"cannot install {culprit}: {reason}; the full log is {LOG}")
+
+
+def attempt(arguments: list[str]) -> tuple[int, str, list[str]]:
+    """Runs pip once; returns its exit status, what it was working on last, and its output."""
+    environment = {name: value for name, value in os.environ.items() if name not in DISTURBING}
+    command = [str(PYTHON), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
+    current, output = ["pip"], []
+    with (
+        LOG.open("a") as log,
+        subprocess.Popen(
+            command + arguments,
+            cwd=ROOT,
+            env=environment | {"PIP_USER": "0"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            close_fds=False,
+        ) as process,
+        heartbeat(current),
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", file=log, flush=True)
+            output.append(line)
+            if match := FETCHED.match(line):
+                name = match[1].split("#")[0].rsplit("/", 1)[-1]
+                wheel = WHEEL.fullmatch(name)
+                source = SOURCE_ARCHIVE.fullmatch(name)
+                shown = f"{wheel[1].replace('_', '-')}=={wheel[2]}" if wheel else source[1] if source else name
+                if shown.lower() != current[-1].lower():
+                    current.append(shown)
+                    say(f"  {shown}")
+                # Every pin without compiled parts has a wheel for all platforms. Some builds leave their compiled part
+                # out without a word when there is no compiler, so this is the moment to notice.
+                if source and not has_compiler():
+                    process.terminate()
+                    raise Failure(
+                        f"cannot install {source[1]}: it has no wheel for Python {platform.python_version()} on "
+                        f"{sysconfig.get_platform()} and no C++ compiler was found to build it: install one "
+                        f"(Debian, Ubuntu: apt install g++; macOS: xcode-select --install); the full log is {LOG}"
+                    )
+            elif line.startswith("Installing collected packages:"):
+                current.append(f"unpacking {line.count(',') + 1} packages")
+                say(f"  {current[-1]}")
+    return process.returncode, current[-1], output
+
+
+def install(what: str, *arguments: str) -> None:
+    """Installs with pip, saying on the way which package is at work; raises Failure."""
+    say(f"installing {what}")
+    status, last, output = attempt(list(arguments))
+    if status and BROKEN_OFF.search("".join(output)):
+        say("the download broke off; once more")
+        status, last, output = attempt(list(arguments))
+    if status:
+        fail(last, output)
+
+
+def create() -> None:
+    base = getattr(sys, "_base_executable", None) or sys.executable  # a venv made from .venv's own Python would lose it
+    say(f"creating .venv with Python {platform.python_version()} ({base})")
+    remove(VENV)
+    made = subprocess.run([base, "-m", "venv", str(VENV)], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    LOG.write_text(made.stdout + made.stderr)
+    if made.returncode:
+        remedy = "Debian, Ubuntu: apt install python3-venv"
+        raise Failure(f"{base} cannot create a virtual environment ({remedy}); the full log is {LOG}")
+
+
+def fill() -> None:
+    pins = [line.strip() for line in PINS.read_text().splitlines() if re.match(r"\w", line)]
+    named = {re.split(r"[^\w.\-]", pin)[0]: pin for pin in pins}
+    if first := [named[name] for name in FIRST if name in named]:
+        install("pip's own tools", *first)
+    if "torch" in named:  # its builds differ in what else they need, so this one resolves dependencies, within the pins
+        install("torch", named["torch"], "-c", str(PINS))
+    install(f"the pins of {PINS.relative_to(ROOT)}", "--no-deps", "-r", str(PINS))
+
+
+def read_stamp() -> dict[str, str | list[str]]:
+    """The stamp of a .venv whose Python runs and is this one; empty when there is no such."""
+    ask = [str(PYTHON), "-I", "-c", "import sys; print(sys.version)"]
+    try:
+        answer = subprocess.run(ask, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        stamp = json.loads(STAMP.read_text())
+    except (OSError, ValueError):
+        return {}
+    same = answer.returncode == 0 and answer.stdout.strip() == sys.version
+    return stamp if same and isinstance(stamp, dict) else {}
+
+
+def write_stamp(stamp: dict[str, str | list[str]]) -> None:
+    temporary = STAMP.with_suffix(".new")
+    temporary.write_text(json.dumps(stamp))
+    temporary.replace(STAMP)
+
+
+def prepare() -> None:
+    """Brings .venv up to the pins and the package into it."""
+    environment = key(PINS.read_text(), ROOT)
+    package = key(*(path.read_text() for path in (ROOT / "setup.py", ROOT / "pyproject.toml") if path.exists()))
+    stamp, present = read_stamp(), intact(site_packages())
+    if stamp.get("environment") != environment or not present.issuperset(stamp.get("holds", ())):
+        create()
+        fill()
+        present = intact(site_packages())
+        stamp = {"environment": environment, "holds": sorted(present)}
+        write_stamp(stamp)
+    if stamp.get("package") != package or not any(name.startswith("evenpipe-") for name in present):
+        install("evenpipe", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
+        write_stamp(stamp | {"package": package})
+        say(".venv is ready")
+
+
+def release(version: str) -> Path:
+    """The folder that holds one more megatron-core release, to be put in front of the import path."""
+    pin = f"megatron-core=={version}"
+    folder = VENV / "releases" / f"megatron-core-{version}"
+    if f"megatron_core-{version}" not in intact(folder):
+        partial = folder.with_suffix(".partial")
+        remove(partial)
+        remove(folder)
+        install(f"{pin} for the tests", "--no-deps", "--target", str(partial), pin)
+        partial.replace(folder)
+    return folder
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--releases", action="store_true", help="install other megatron-core releases too; print where")
+    arguments = parser.parse_args()
+    try:
+        with alone():
+            prepare()
+            folders = [str(release(version)) for version in RELEASES] if arguments.releases else []
+    except (Failure, OSError) as error:
+        say(str(error))
+        return 1
+    except KeyboardInterrupt:
+        say("interrupted; the next run starts over where needed")
+        return 130
+    if folders:
+        print(os.pathsep.join(folders))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
