@@ -1,0 +1,20 @@
+"""The patch registry: every upstream symbol that EvenPipe replaces or relies on, verified before use."""
+
+from evenpipe.upstream.errors import UpstreamError
+from evenpipe.upstream.expectation import ANY, Distribution, Expectation
+from evenpipe.upstream.patches import APPLIED, FITS, Patch, PatchSet, PatchState
+from evenpipe.upstream.symbols import BUILTIN, signature_of
+
+__all__ = [
+    "ANY",
+    "APPLIED",
+    "BUILTIN",
+    "FITS",
+    "Distribution",
+    "Expectation",
+    "Patch",
+    "PatchSet",
+    "PatchState",
+    "UpstreamError",
+    "signature_of",
+]

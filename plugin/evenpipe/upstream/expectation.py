@@ -1,0 +1,75 @@
+"""What EvenPipe expects of a package it calls or patches: its release and the signatures of its symbols."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module, metadata
+
+from evenpipe.upstream.errors import UpstreamError
+from evenpipe.upstream.symbols import locate, original_of, signature_of
+
+__all__ = ["ANY", "Distribution", "Expectation", "match_signature"]
+
+ANY = "*"
+"""The series of a symbol whose signature holds for every release of its distribution."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A package as its registry names it, and where its modules state their version.
+
+    `version_at` ("module:attribute") comes before the registry's metadata, since a source checkout on the path
+    shadows an installed package without touching its metadata.
+    """
+
+    name: str
+    version_at: str | None = None
+
+    def version(self) -> str:
+        """The version that an import would load. Raises UpstreamError when the package is absent."""
+        try:
+            if self.version_at is None:
+                return metadata.version(self.name)
+            module, _, attribute = self.version_at.partition(":")
+            return str(getattr(import_module(module), attribute))
+        except (ImportError, AttributeError) as error:
+            raise UpstreamError(f"{self.name} is not installed ({error}): install it in this environment") from error
+
+    def series(self, supported: Mapping[str, object]) -> str:
+        """The key of `supported` that the installed version belongs to: 0.16.1 belongs to "0.16".
+
+        Raises UpstreamError when it belongs to none.
+        """
+        version = self.version()
+        for series in supported:
+            if series == ANY or version == series or version.startswith(f"{series}."):
+                return series
+        known = ", ".join(supported)
+        raise UpstreamError(f"{self.name} {version}: unknown release, expected one of {known}: install one of these")
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """An upstream symbol that EvenPipe calls, and its recorded signature per supported series.
+
+    `symbol` is "module.path:attribute.path"; `versions` maps a series ("0.16", or ANY) to what `signature_of` returned
+    for it when it was recorded.
+    """
+
+    symbol: str
+    distribution: Distribution
+    versions: Mapping[str, str]
+
+    def verify(self) -> None:
+        """Raises UpstreamError for an unknown release, a missing symbol or a changed signature."""
+        series = self.distribution.series(self.versions)
+        found = signature_of(original_of(locate(self.symbol).value))
+        match_signature(self.symbol, self.distribution, found, self.versions[series])
+
+
+def match_signature(symbol: str, distribution: Distribution, found: str, expected: str) -> None:
+    """Raises UpstreamError unless the two signatures are equal."""
+    if found != expected:
+        raise UpstreamError(
+            f"{symbol}: {distribution.name} {distribution.version()} has signature {found}, expected {expected}: "
+            f"use an unmodified supported release, or remove the patch that changed it"
+        )
