@@ -1,0 +1,296 @@
+"""Pair-adjacent placement: the paper's figures, what holds for every size, and the groups that Megatron then builds."""
+
+import json
+import re
+import subprocess
+import sys
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evenpipe.runtime.placement import Coordinate, CrossingPair, Placement, SlotRow, place
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def drawn(placement: Placement) -> str:
+    """A line a node; a GPU is its stage, with .data and .tensor rank where there are several."""
+    cells = [
+        f"{c.pp}" + (f".{c.dp}" if placement.d > 1 else "") + (f".{c.tp}" if placement.t > 1 else "")
+        for c in placement.slots
+    ]
+    nodes = [cells[i : i + placement.gpus_per_node] for i in range(0, len(cells), placement.gpus_per_node)]
+    return "\n".join(" ".join(node) for node in nodes)
+
+
+def lines(text: str) -> str:
+    return "\n".join(" ".join(line.split()) for line in text.strip().splitlines())
+
+
+DRAWINGS = {
+    "figure 5(b): 16 stages on two nodes of 8": (
+        (16, 1, 1, 8),
+        """
+        0 15 1 14 2 13 3 12
+        4 11 5 10 6  9 7  8
+        """,
+    ),
+    "figure 6: 4 stages, 2-way tensor, 2-way data (stage.data.tensor)": (
+        (4, 2, 2, 8),
+        """
+        0.0.0 0.0.1  3.0.0 3.0.1  1.0.0 1.0.1  2.0.0 2.0.1
+        0.1.0 0.1.1  3.1.0 3.1.1  1.1.0 1.1.1  2.1.0 2.1.1
+        """,
+    ),
+    "an odd p's middle stages fill the places that pairs leave": (
+        (5, 1, 4, 4),
+        """
+        0.0 4.0 1.0 3.0
+        2.0 0.1 4.1 2.1
+        1.1 3.1 0.2 4.2
+        1.2 3.2 2.2 2.3
+        0.3 4.3 1.3 3.3
+        """,
+    ),
+    "an odd node's last place goes to a middle stage rather than half a pair": (
+        (3, 1, 3, 3),
+        """
+        0.0 2.0 1.0
+        0.1 2.1 1.1
+        0.2 2.2 1.2
+        """,
+    ),
+    "an odd node without middle stages cuts one pair in two nodes": (
+        (6, 1, 1, 3),
+        """
+        0 5 1
+        4 2 3
+        """,
+    ),
+    "nodes of one tensor group: partners on neighbouring nodes": (
+        (3, 2, 1, 2),
+        """
+        0.0 0.1
+        2.0 2.1
+        1.0 1.1
+        """,
+    ),
+    "a node that is not filled": ((3, 1, 1, 8), "0 2 1"),
+}
+
+
+@pytest.mark.parametrize("case", DRAWINGS)
+def test_drawing(case: str) -> None:
+    sizes, drawing = DRAWINGS[case]
+    assert drawn(place(*sizes)) == lines(drawing)
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    """p, t, d and GPUs per node that fill whole nodes or fit one."""
+    p, t, groups_per_node = draw(st.integers(1, 17)), draw(st.integers(1, 8)), draw(st.integers(1, 16))
+    filling = groups_per_node // gcd(p, groups_per_node)
+    fitting = groups_per_node // p
+    multiples = st.integers(1, 4).map(lambda n: n * filling)
+    d = draw(st.one_of(multiples, st.integers(1, fitting)) if fitting else multiples)
+    return p, t, d, t * groups_per_node
+
+
+@given(sizes())
+def test_every_coordinate_has_one_slot_and_every_rank_too(sizes: tuple[int, int, int, int]) -> None:
+    p, t, d, _ = sizes
+    placement = place(*sizes)
+    everywhere = {Coordinate(pp, dp, tp) for pp in range(p) for dp in range(d) for tp in range(t)}
+    assert len(placement.slots) == p * t * d
+    assert set(placement.slots) == everywhere
+    assert sorted(placement.rank_of_slot(g) for g in range(p * t * d)) == list(range(p * t * d))
+
+
+@given(sizes())
+def test_slot_0_stays_rank_0_since_it_may_host_the_rendezvous(sizes: tuple[int, int, int, int]) -> None:
+    assert place(*sizes).rank_of_slot(0) == 0
+
+
+@given(sizes())
+def test_a_tensor_group_is_consecutive_slots_of_one_node(sizes: tuple[int, int, int, int]) -> None:
+    _, t, _, gpus_per_node = sizes
+    slots = place(*sizes).slots
+    for first in range(0, len(slots), t):
+        assert slots[first : first + t] == tuple(slots[first]._replace(tp=tp) for tp in range(t))
+        assert first // gpus_per_node == (first + t - 1) // gpus_per_node
+
+
+@given(sizes())
+def test_partners_are_neighbours(sizes: tuple[int, int, int, int]) -> None:
+    p, t, _, _ = sizes
+    rows = place(*sizes).table()
+    for row in rows:
+        if row.partner is None:
+            assert 2 * row.pp == p - 1
+        else:
+            assert rows[row.partner][4:] == (p - 1 - row.pp, row.dp, row.tp, row.slot)
+            assert abs(row.partner - row.slot) == t
+
+
+@given(sizes())
+def test_as_few_pairs_as_possible_cross_nodes(sizes: tuple[int, int, int, int]) -> None:
+    """A node of an odd number of groups needs a middle stage or half a pair; any other node needs neither."""
+    p, t, d, gpus_per_node = sizes
+    placement = place(*sizes)
+    groups_per_node = gpus_per_node // t
+    odd_nodes = p * d // groups_per_node if groups_per_node % 2 and p * d > groups_per_node else 0
+    middles = d if p % 2 else 0
+    assert len(placement.crossing_pairs()) == max(0, (odd_nodes - middles + 1) // 2)
+
+
+@given(sizes())
+def test_a_node_has_at_most_one_end_of_a_cut_pair(sizes: tuple[int, int, int, int]) -> None:
+    nodes = [node for pair in place(*sizes).crossing_pairs() for node in (pair.evictor_node, pair.acceptor_node)]
+    assert len(nodes) == len(set(nodes))
+
+
+def test_crossing_pairs_name_both_ends() -> None:
+    assert place(6, 1, 1, 3).crossing_pairs() == (CrossingPair(0, 1, 4, 0, 1),)
+    assert place(4, 8, 1, 8).crossing_pairs() == (CrossingPair(0, 0, 3, 0, 1), CrossingPair(0, 1, 2, 2, 3))
+    assert place(4, 2, 2, 8).crossing_pairs() == ()
+
+
+def test_table_shows_a_row_a_slot() -> None:
+    assert place(3, 1, 2, 2).table() == (
+        SlotRow(slot=0, node=0, local=0, rank=0, pp=0, dp=0, tp=0, partner=1),
+        SlotRow(slot=1, node=0, local=1, rank=4, pp=2, dp=0, tp=0, partner=0),
+        SlotRow(slot=2, node=1, local=0, rank=2, pp=1, dp=0, tp=0, partner=None),
+        SlotRow(slot=3, node=1, local=1, rank=3, pp=1, dp=1, tp=0, partner=None),
+        SlotRow(slot=4, node=2, local=0, rank=1, pp=0, dp=1, tp=0, partner=5),
+        SlotRow(slot=5, node=2, local=1, rank=5, pp=2, dp=1, tp=0, partner=4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 1, 1, 8), "stages is 0: it must be at least 1"),
+        ((4, 1, 1, 0), "GPUs per node is 0: it must be at least 1"),
+        (
+            (4, 3, 2, 8),
+            "8 GPUs per node do not hold whole tensor-parallel groups of 3: "
+            "choose a tensor-parallel size that divides 8",
+        ),
+        (
+            (3, 2, 2, 8),
+            "3 stages x 2 tensor-parallel x 2 data-parallel = 12 GPUs do not fill nodes of 8: "
+            "choose a data-parallel size that is a multiple of 4, or other stages",
+        ),
+    ],
+)
+def test_sizes_that_cannot_be_placed_are_refused(sizes: tuple[int, int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        place(*sizes)
+
+
+def launched(rank: int, local_rank: int, world: int = 16, per_node: int = 8) -> dict[str, str]:
+    """What torchrun sets."""
+    values = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": per_node}
+    return {name: str(value) for name, value in values.items()}
+
+
+def test_apply_changes_rank_and_nothing_else() -> None:
+    environ = launched(rank=10, local_rank=2)
+    assert place(4, 2, 2, 8).apply(environ) == 14
+    assert environ == launched(rank=14, local_rank=2)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({}, "RANK is not set: start the processes with torchrun"),
+        (launched(3, 3, world=8), "WORLD_SIZE is 8 but the placement is for .* = 16 processes: start that many"),
+        (launched(3, 3, per_node=4), "LOCAL_WORLD_SIZE is 4 .* place for 4 GPUs per node"),
+        (launched(14, 2), "RANK 14 with LOCAL_RANK 2 does not count slots node by node"),
+    ],
+)
+def test_apply_refuses_a_launch_that_it_does_not_describe(environ: dict[str, str], message: str) -> None:
+    before = dict(environ)
+    with pytest.raises(ValueError, match=message):
+        place(4, 2, 2, 8).apply(environ)
+    assert environ == before
+
+
+# Real process groups: eight gloo processes on pretended nodes. Groups are written as slots, in the group's order.
+
+Seen = dict[str, Any]
+
+MEGATRON: dict[str, tuple[dict[str, Any], dict[str, list[list[int]]]]] = {
+    "4 stages, 2-way data, nodes of 4": (
+        {"p": 4, "t": 1, "d": 2, "gpus_per_node": 4, "placed": True},
+        {
+            "pipeline": [[0, 2, 3, 1], [4, 6, 7, 5]],
+            "tensor": [[g] for g in range(8)],
+            "data": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        },
+    ),
+    "4 stages, 2-way tensor, nodes of 4": (
+        {"p": 4, "t": 2, "d": 1, "gpus_per_node": 4, "placed": True},
+        {
+            "pipeline": [[0, 4, 6, 2], [1, 5, 7, 3]],
+            "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
+            "data": [[g] for g in range(8)],
+        },
+    ),
+    "8 stages, nodes of 4": (
+        {"p": 8, "t": 1, "d": 1, "gpus_per_node": 4, "placed": True},
+        {
+            "pipeline": [[0, 2, 4, 6, 7, 5, 3, 1]],
+            "tensor": [[g] for g in range(8)],
+            "data": [[g] for g in range(8)],
+        },
+    ),
+    "2 stages, 2-way tensor, 2-way data, nodes of 4": (
+        {"p": 2, "t": 2, "d": 2, "gpus_per_node": 4, "placed": True},
+        {
+            "pipeline": [[0, 2], [1, 3], [4, 6], [5, 7]],
+            "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
+            "data": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        },
+    ),
+}
+STANDARD = {"p": 4, "t": 1, "d": 2, "gpus_per_node": 4, "placed": False}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[list[Seen]]:
+    """``seen[case][slot]``: what each process of each case saw; one set of processes runs all cases."""
+    folder = tmp_path_factory.mktemp("placement")
+    (folder / "cases.json").write_text(json.dumps([case for case, _ in MEGATRON.values()] + [STANDARD]))
+    script = Path(__file__).with_name("groups_by_slot.py")
+    run = subprocess.run([sys.executable, script, folder], timeout=120, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    by_slot = [json.loads((folder / f"slot-{slot}.json").read_text()) for slot in range(8)]
+    return [list(case) for case in zip(*by_slot, strict=True)]
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_megatron_builds_the_expected_groups(name: str, seen: list[list[Seen]]) -> None:
+    case, groups = MEGATRON[name]
+    here = seen[list(MEGATRON).index(name)]
+    for kind, expected in groups.items():
+        assert sorted({tuple(process[kind]) for process in here}) == [tuple(group) for group in expected]
+    assert [process["local_rank"] for process in here] == [g % case["gpus_per_node"] for g in range(8)]
+    assert here[0]["rank"] == 0
+
+
+def pairs_on_one_node(pipeline: list[int], gpus_per_node: int) -> list[bool]:
+    p = len(pipeline)
+    return [pipeline[s] // gpus_per_node == pipeline[p - 1 - s] // gpus_per_node for s in range(p // 2)]
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_every_pair_of_megatrons_pipelines_shares_a_node(name: str, seen: list[list[Seen]]) -> None:
+    for process in seen[list(MEGATRON).index(name)]:
+        assert all(pairs_on_one_node(process["pipeline"], 4))
+
+
+def test_megatrons_own_order_puts_every_pair_on_two_nodes(seen: list[list[Seen]]) -> None:
+    for process in seen[-1]:
+        assert not any(pairs_on_one_node(process["pipeline"], 4))
