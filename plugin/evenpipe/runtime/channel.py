@@ -1,0 +1,158 @@
+"""Channel: one directed first-in-first-out link between two ranks, with a group of its own."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+__all__ = ["Channel", "Transfer", "open_channels"]
+
+
+class _Work(Protocol):
+    def wait(self) -> object: ...
+
+
+class _Group(Protocol):
+    """What a channel uses of `ProcessGroupGloo` and `ProcessGroupNCCL`."""
+
+    def rank(self) -> int: ...
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> _Work: ...
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> _Work: ...
+    def shutdown(self) -> None: ...
+    def _start_coalescing(self) -> None: ...
+    def _end_coalescing(self) -> _Work: ...
+
+
+LinkT = TypeVar("LinkT", bound=tuple[str, int, int])
+
+
+class Transfer:
+    """A message under way. Its tensors are kept alive until it has been waited for."""
+
+    __slots__ = ("_tensors", "_works")
+
+    def __init__(self, works: Sequence[_Work], tensors: Sequence[Tensor]) -> None:
+        self._works = works
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        """Wait until the message is through; waiting again does nothing.
+
+        On CPU (gloo) this blocks the host. On CUDA (NCCL) the current stream waits and the host goes on: work enqueued
+        later on the current stream may use, reuse or free the tensors. Raises RuntimeError if the peer is gone.
+        """
+        for work in self._works:
+            work.wait()
+        self._works = self._tensors = ()
+
+
+class Channel:
+    """A directed link `source` -> `target` (global ranks) over a two-rank `group` that nothing else uses.
+
+    In the group the source has rank 0 and the target rank 1. Messages arrive in the order they were sent; each is a
+    list of tensors whose number, sizes and dtypes the receiver must know. Empty tensors are skipped on both sides.
+    """
+
+    def __init__(self, source: int, target: int, group: _Group, device: torch.device | str) -> None:
+        self.source = source
+        self.target = target
+        self.device = torch.device(device)
+        self._group = group
+        self._is_source = group.rank() == 0
+
+    def send(self, tensors: Sequence[Tensor]) -> Transfer:
+        """Start sending `tensors`.
+
+        The message is taken from the memory the tensors have now: the caller may set their `.data`, but must not write
+        to that memory before the transfer has been waited for. A tensor that is not contiguous is copied. Raises
+        ValueError at the target's end.
+        """
+        if not self._is_source:
+            raise ValueError(f"channel {self.source} -> {self.target}: the target cannot send; open the opposite one")
+        aliases = [tensor.detach().contiguous() for tensor in tensors if tensor.numel()]
+        return self._start(self._group.send, 1, aliases)
+
+    def receive(self, buffers: Sequence[Tensor]) -> Transfer:
+        """Start receiving into `buffers`. Raises ValueError for one that is not contiguous, and at the source's end."""
+        if self._is_source:
+            raise ValueError(
+                f"channel {self.source} -> {self.target}: the source cannot receive; open the opposite one"
+            )
+        if not all(buffer.is_contiguous() for buffer in buffers):
+            raise ValueError("a channel receives into contiguous buffers only: pass one and copy from it")
+        return self._start(self._group.recv, 0, [buffer.detach() for buffer in buffers if buffer.numel()])
+
+    def close(self) -> None:
+        """Destroy the group, once every transfer has been waited for. The channel cannot be used afterwards."""
+        self._group.shutdown()
+
+    def _start(self, operation: "_Operation", peer: int, tensors: list[Tensor]) -> Transfer:
+        if not tensors:
+            return Transfer((), ())
+        if self.device.type == "cpu":
+            return Transfer([operation([tensor], peer, 0) for tensor in tensors], tensors)
+        # Coalesced, a message is one NCCL kernel, on the stream of this group's own communicator.
+        self._group._start_coalescing()
+        for tensor in tensors:
+            operation([tensor], peer, 0)
+        return Transfer([self._group._end_coalescing()], tensors)
+
+
+class _Operation(Protocol):
+    def __call__(self, tensors: list[Tensor], peer: int, tag: int, /) -> _Work: ...
+
+
+def open_channels(
+    links: Sequence[LinkT],
+    backend: str,
+    device: torch.device | str,
+    timeout: timedelta = dist.default_pg_timeout,
+) -> dict[LinkT, Channel]:
+    """Open a channel for every link (kind, source rank, target rank) that this rank is an end of, keyed by the link.
+
+    All ranks of a pipeline call it with the same list; other pipelines may open theirs at the same time. Every channel
+    has carried one message when this returns: NCCL makes a pair's communicator at its first operation and blocks both
+    ends in it, so the first operations happen here, in the one order of the list. Raises ValueError for a link from a
+    rank to itself and for a backend other than "gloo" and "nccl".
+    """
+    rank = dist.get_rank()
+    channels: dict[LinkT, Channel] = {}
+    for link in links:
+        kind, source, target = link
+        if source == target:
+            raise ValueError(f"link {kind} {source} -> {target} joins a rank to itself: leave it out")
+        if rank in (source, target):
+            channels[link] = Channel(source, target, _open_group(kind, source, target, backend, timeout), device)
+    for channel in channels.values():
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        transfer = channel.send([byte]) if rank == channel.source else channel.receive([byte])
+        transfer.wait()
+    return channels
+
+
+def _open_group(kind: str, source: int, target: int, backend: str, timeout: timedelta) -> _Group:
+    """Join source (rank 0) and target (rank 1) in a group of their own.
+
+    `new_group(use_local_synchronization=True)` cannot do this: it names a group after the number of groups that the
+    process has, so two ends that are in different numbers of groups never find each other; and without that option
+    every rank of every pipeline would have to make every group. Here both ends name the group after the link and the
+    number of times they opened it.
+    """
+    rank = int(dist.get_rank() == target)
+    root = PrefixStore(f"evenpipe/{kind}/{source}-{target}/", _get_default_store())
+    opened = root.add(f"opened/{rank}", 1)
+    store = PrefixStore(f"{opened}/", root)
+    if backend == "gloo":
+        return cast(_Group, dist.ProcessGroupGloo(store, rank, 2, timeout))
+    if backend == "nccl":
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        options.global_ranks_in_group = [source, target]
+        options.group_name = f"evenpipe-{kind}-{source}-{target}-{opened}"
+        return cast(_Group, dist.ProcessGroupNCCL(store, rank, 2, options))
+    raise ValueError(f"channels run over gloo or nccl, not {backend!r}: choose one of these as the backend")

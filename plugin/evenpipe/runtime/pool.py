@@ -1,0 +1,115 @@
+"""The acceptor's memory: a free list of preallocated slots, one for each micro-batch it keeps for its partner."""
+
+from collections.abc import Sequence
+
+import torch
+from evenpipe.runtime.counters import MemoryCounter
+from torch import Tensor
+
+__all__ = ["ALIGNMENT", "Slot", "SlotPool", "aligned_bytes"]
+
+# The CUDA allocator aligns its blocks to 512 bytes; parts aligned alike copy as fast as separate tensors would.
+ALIGNMENT = 512
+
+
+def aligned_bytes(sizes: Sequence[int]) -> int:
+    """Return the bytes that parts of `sizes` bytes take in a slot, each part rounded up to `ALIGNMENT`."""
+    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+
+
+class Slot:
+    """Memory for one accepted micro-batch, on loan from a `SlotPool`; `nbytes` is what was asked for."""
+
+    __slots__ = ("buffer", "nbytes")
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self.nbytes = 0
+
+    @property
+    def capacity(self) -> int:
+        """Bytes this slot can hold."""
+        return self.buffer.numel()
+
+    def parts(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Return one uint8 view per size, in order, every view starting at a multiple of `ALIGNMENT` (512) bytes.
+
+        Needs `aligned_bytes(sizes)` bytes. A slot that was acquired for the bare sum and is too small for the padding
+        gets new memory, so call this before anything is written to the slot; later calls with the same sizes return the
+        same memory.
+        """
+        needed = aligned_bytes(sizes)
+        if needed > self.capacity:
+            device = self.buffer.device
+            self.buffer = torch.empty(0, dtype=torch.uint8, device=device)  # free before allocating: both may not fit
+            self.buffer = torch.empty(needed, dtype=torch.uint8, device=device)
+        views = []
+        start = 0
+        for size in sizes:
+            views.append(self.buffer.narrow(0, start, size))
+            start += -(-size // ALIGNMENT) * ALIGNMENT
+        return views
+
+
+class SlotPool:
+    """Slots of device memory that are reused from one accepted micro-batch to the next.
+
+    In steady state (as many slots as are in use at once, each large enough) `acquire` and `release` call no allocator.
+    """
+
+    def __init__(self, device: torch.device | str, counter: MemoryCounter | None = None) -> None:
+        self.device = torch.device(device)
+        self.counter = counter if counter is not None else MemoryCounter()
+        self._free: list[Slot] = []
+        self._used: dict[int, Slot] = {}
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of memory the pool owns, in use or free."""
+        return sum(slot.capacity for slot in (*self._free, *self._used.values()))
+
+    @property
+    def in_use(self) -> int:
+        """Number of slots on loan."""
+        return len(self._used)
+
+    def reserve(self, count: int, nbytes: int) -> None:
+        """See to it that the pool owns at least `count` slots that hold `nbytes` each."""
+        large = sum(slot.capacity >= nbytes for slot in (*self._free, *self._used.values()))
+        small = [slot for slot in self._free if slot.capacity < nbytes]
+        for _ in range(count - large):
+            if small:
+                self._free.remove(small.pop())
+            self._free.append(self._allocate(nbytes))
+
+    def acquire(self, nbytes: int) -> Slot:
+        """Lend a slot that holds `nbytes`: the smallest free one that does, else a new one in place of a smaller one.
+
+        Raises ValueError for a negative size.
+        """
+        if nbytes < 0:
+            raise ValueError(f"a slot cannot hold {nbytes} bytes")
+        fitting = [slot for slot in self._free if slot.capacity >= nbytes]
+        if fitting:
+            slot = min(fitting, key=lambda free: free.capacity)
+            self._free.remove(slot)
+        else:
+            if self._free:
+                self._free.pop()
+            slot = self._allocate(nbytes)
+        slot.nbytes = nbytes
+        self._used[id(slot)] = slot
+        self.counter.add_accepted(nbytes)
+        self.counter.add_accepted_units(1)
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        """Take `slot` back for reuse by work enqueued later. Raises ValueError if it is not on loan from this pool."""
+        if self._used.pop(id(slot), None) is not slot:
+            raise ValueError("this slot is not on loan from this pool: it was released before, or acquired elsewhere")
+        self._free.append(slot)
+        self.counter.add_accepted(-slot.nbytes)
+        self.counter.add_accepted_units(-1)
+
+    def _allocate(self, nbytes: int) -> Slot:
+        return Slot(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
