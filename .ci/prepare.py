@@ -40,8 +40,8 @@ HEARTBEAT_S = 15.0
 DISTURBING = ("PYTHONHOME", "PYTHONPATH", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_QUIET", "PIP_LOG", "PIP_REPORT")
 
 FETCHED = re.compile(r"\s*(?:Collecting|Processing|Downloading|Using cached) (\S+)")
-SOURCE_ARCHIVE = re.compile(r"([^/]+)\.(?:tar\.gz|zip)")
-WHEEL = re.compile(r"([^/]+?)-([^-/]+)-[^/]+\.whl")
+SOURCE_ARCHIVE = re.compile(r"(.+)\.(?:tar\.gz|zip)")
+WHEEL = re.compile(r"([^-]+-[^-]+)-.+\.whl")
 CULPRITS = (
     re.compile(r"No matching distribution found for ([\w.\-\[\]=]+)"),
     re.compile(r"Failed (?:to build|building wheel for) '?([\w.\-]+)"),
@@ -60,6 +60,10 @@ def say(text: str) -> None:
 
 def key(*parts: object) -> str:
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
+
+
+def environment_key() -> str:
+    return key(PINS.read_text(), ROOT)
 
 
 @contextlib.contextmanager
@@ -132,6 +136,8 @@ def fail(what: str, output: list[str]) -> NoReturn:
     culprit = next((match[1] for pattern in CULPRITS if (match := pattern.search(text))), what)
     if UNREACHABLE.search(text):
         reason = "the package index cannot be reached"
+    elif "(from versions: none)" in text:
+        reason = "the package index shows no release of it; is the index right, and in reach?"
     elif "No matching distribution" in text:
         reason = f"no release for Python {platform.python_version()} on {sysconfig.get_platform()} was found"
     else:
@@ -166,12 +172,10 @@ def attempt(arguments: list[str]) -> tuple[int, str, list[str]]:
             output.append(line)
             if match := FETCHED.match(line):
                 name = match[1].split("#")[0].rsplit("/", 1)[-1]
-                wheel = WHEEL.fullmatch(name)
-                source = SOURCE_ARCHIVE.fullmatch(name)
-                shown = f"{wheel[1].replace('_', '-')}=={wheel[2]}" if wheel else source[1] if source else name
-                if shown.lower() != current[-1].lower():
-                    current.append(shown)
-                    say(f"  {shown}")
+                wheel, source = WHEEL.fullmatch(name), SOURCE_ARCHIVE.fullmatch(name)
+                current.append(wheel[1] if wheel else source[1] if source else name)
+                if wheel or source:
+                    say(f"  {current[-1]}")
                 # Every pin without compiled parts has a wheel for all platforms. Some builds leave their compiled part
                 # out without a word when there is no compiler, so this is the moment to notice.
                 if source and not has_compiler():
@@ -182,8 +186,7 @@ def attempt(arguments: list[str]) -> tuple[int, str, list[str]]:
                         f"(Debian, Ubuntu: apt install g++; macOS: xcode-select --install); the full log is {LOG}"
                     )
             elif line.startswith("Installing collected packages:"):
-                current.append(f"unpacking {line.count(',') + 1} packages")
-                say(f"  {current[-1]}")
+                current.append("unpacking")
     return process.returncode, current[-1], output
 
 
@@ -219,16 +222,16 @@ def fill() -> None:
     install(f"the pins of {PINS.relative_to(ROOT)}", "--no-deps", "-r", str(PINS))
 
 
-def read_stamp() -> dict[str, str | list[str]]:
-    """The stamp of a .venv whose Python runs and is this one; empty when there is no such."""
+def trusted_stamp() -> dict[str, str | list[str]]:
+    """What .venv was built from, if its Python runs and is this one, and nothing of it is lost; empty otherwise."""
     ask = [str(PYTHON), "-I", "-c", "import sys; print(sys.version)"]
     try:
         answer = subprocess.run(ask, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        stamp = json.loads(STAMP.read_text())
-    except (OSError, ValueError):
+        stamp: dict[str, str | list[str]] = json.loads(STAMP.read_text())
+        fits = stamp["environment"] == environment_key() and intact(site_packages()).issuperset(stamp["holds"])
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
-    same = answer.returncode == 0 and answer.stdout.strip() == sys.version
-    return stamp if same and isinstance(stamp, dict) else {}
+    return stamp if fits and answer.returncode == 0 and answer.stdout.strip() == sys.version else {}
 
 
 def write_stamp(stamp: dict[str, str | list[str]]) -> None:
@@ -239,16 +242,14 @@ def write_stamp(stamp: dict[str, str | list[str]]) -> None:
 
 def prepare() -> None:
     """Brings .venv up to the pins and the package into it."""
-    environment = key(PINS.read_text(), ROOT)
-    package = key(*(path.read_text() for path in (ROOT / "setup.py", ROOT / "pyproject.toml") if path.exists()))
-    stamp, present = read_stamp(), intact(site_packages())
-    if stamp.get("environment") != environment or not present.issuperset(stamp.get("holds", ())):
+    stamp = trusted_stamp()
+    if not stamp:
         create()
         fill()
-        present = intact(site_packages())
-        stamp = {"environment": environment, "holds": sorted(present)}
+        stamp = {"environment": environment_key(), "holds": sorted(intact(site_packages()))}
         write_stamp(stamp)
-    if stamp.get("package") != package or not any(name.startswith("evenpipe-") for name in present):
+    package = key(*(path.read_text() for path in (ROOT / "setup.py", ROOT / "pyproject.toml")))
+    if stamp.get("package") != package or not any(name.startswith("evenpipe-") for name in intact(site_packages())):
         install("evenpipe", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
         write_stamp(stamp | {"package": package})
         say(".venv is ready")
