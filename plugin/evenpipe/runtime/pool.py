@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from evenpipe.runtime.counters import MemoryCounter
 from torch import Tensor
+
+from evenpipe.runtime.counters import MemoryCounter
 
 __all__ = ["ALIGNMENT", "Slot", "SlotPool", "aligned_bytes"]
 

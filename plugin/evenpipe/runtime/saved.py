@@ -1,0 +1,159 @@
+"""What autograd holds in place of a saved tensor: a handle, on a storage, of one micro-batch's recording."""
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from evenpipe.runtime.counters import MemoryCounter
+
+__all__ = ["Geometry", "Recording", "SavedStorage", "SavedTensor"]
+
+
+class Geometry(NamedTuple):
+    """How a tensor lies in its storage: all that is kept of it while its storage is away."""
+
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Geometry":
+        """Describe `tensor`."""
+        return cls(tensor.dtype, tensor.device, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the tensor that lies so in `storage`."""
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+class SavedStorage:
+    """Memory that autograd saved. Its handles own it: it dies, and stops being counted, with the last of them.
+
+    `owners` finds it by the address of its storage, which stays valid for as long as it is listed there.
+    """
+
+    __slots__ = ("__weakref__", "counter", "device", "nbytes", "owners", "recording", "shared", "storage")
+    storage: torch.UntypedStorage | None
+
+    def __init__(
+        self,
+        storage: torch.UntypedStorage,
+        recording: int,
+        owners: "dict[int, weakref.ref[SavedStorage]]",
+        counter: MemoryCounter,
+    ) -> None:
+        self.recording = recording  # number of the first recording that saved it
+        self.shared = False  # whether another recording saved it too
+        self.owners = owners
+        self.counter = counter
+        self.device = storage.device
+        self.nbytes = storage.nbytes()
+        self._own(storage)
+
+    def view(self) -> Tensor:
+        """Return all bytes of the storage as a uint8 tensor."""
+        assert self.storage is not None
+        return Geometry(torch.uint8, self.device, 0, (self.nbytes,), (1,)).over(self.storage)
+
+    def drop(self) -> None:
+        """Let go of the memory and count it no more."""
+        if self.storage is not None:
+            # Forgotten before the memory is freed: after that its address may name another storage.
+            del self.owners[self.storage._cdata]
+            self.storage = None
+            self.counter.add_own(-self.nbytes)
+
+    def fill(self) -> torch.UntypedStorage:
+        """Allocate the memory again, contents undefined."""
+        storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        self._own(storage)
+        return storage
+
+    def _own(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.owners[storage._cdata] = weakref.ref(self)
+        self.counter.add_own(self.nbytes)
+
+    def __del__(self) -> None:
+        self.drop()
+
+
+class SavedTensor:
+    """The handle: an alias of the saved tensor, or its geometry while the storage is away.
+
+    An alias shares its tensor's version counter, by which autograd's in-place check goes on working.
+    """
+
+    __slots__ = ("__weakref__", "recording", "saved", "tensor", "version")
+
+    def __init__(self, alias: Tensor, saved: SavedStorage, recording: "Recording") -> None:
+        self.tensor: Tensor | Geometry = alias
+        self.version = alias._version
+        self.saved = saved
+        self.recording = recording
+
+    def unpack(self) -> Tensor:
+        """Return the saved tensor. Raises RuntimeError if it is away or was modified in place since it was saved."""
+        tensor = self.tensor
+        if isinstance(tensor, Geometry):
+            raise RuntimeError("saved activations are at the partner stage: they must be loaded before their backward")
+        if tensor._version != self.version:
+            raise RuntimeError(
+                f"a saved tensor of size {tuple(tensor.size())} was modified in place before its backward: it is at "
+                f"version {tensor._version}, expected {self.version}; set_detect_anomaly(True) names the operation"
+            )
+        return tensor
+
+    def drop(self) -> None:
+        """Keep the geometry only."""
+        if isinstance(self.tensor, Tensor):
+            self.tensor = Geometry.of(self.tensor)
+
+    def fill(self, storage: torch.UntypedStorage) -> None:
+        """Be an alias again, now of `storage`."""
+        if isinstance(self.tensor, Geometry):
+            self.tensor = self.tensor.over(storage)
+            self.version = self.tensor._version
+
+
+class Recording:
+    """One micro-batch's saved tensors. Its handles own it, so it dies when autograd has let go of the last one."""
+
+    __slots__ = ("__weakref__", "attached", "counter", "departing", "emptied", "handles", "number")
+
+    def __init__(self, number: int, counter: MemoryCounter) -> None:
+        self.number = number
+        self.counter = counter
+        self.handles: list[weakref.ref[SavedTensor]] = []
+        self.attached: list[weakref.ref[Tensor]] = []
+        self.departing: list[SavedStorage] = []
+        # From release to refill, and only then: the attached tensors that lost their memory.
+        self.emptied: list[tuple[weakref.ref[Tensor], Geometry, SavedStorage]] | None = None
+        counter.add_own_units(1)
+
+    @property
+    def away(self) -> bool:
+        """Whether the memory was released and not yet refilled."""
+        return self.emptied is not None
+
+    def by_storage(self) -> dict[SavedStorage, list[SavedTensor]]:
+        """Return the live handles, in the order they were saved, under their storages."""
+        handles: dict[SavedStorage, list[SavedTensor]] = {}
+        for reference in self.handles:
+            if (handle := reference()) is not None:
+                handles.setdefault(handle.saved, []).append(handle)
+        return handles
+
+    def attached_to(self, saved: SavedStorage) -> list[Tensor]:
+        """Return the attached tensors that lie in this storage."""
+        tensors = [tensor for reference in self.attached if (tensor := reference()) is not None]
+        return [tensor for tensor in tensors if tensor.untyped_storage() is saved.storage]
+
+    def __del__(self) -> None:
+        if not self.away:
+            self.counter.add_own_units(-1)
