@@ -1,0 +1,16 @@
+"""Simulate: what a schedule takes and holds, from stage times and link speeds, before anything runs."""
+
+from evenpipe.simulate.costs import Costs, SimulationError, Wire
+from evenpipe.simulate.result import MemoryPoint, Simulation, Span, StageResult
+from evenpipe.simulate.simulator import simulate
+
+__all__ = [
+    "Costs",
+    "MemoryPoint",
+    "Simulation",
+    "SimulationError",
+    "Span",
+    "StageResult",
+    "Wire",
+    "simulate",
+]

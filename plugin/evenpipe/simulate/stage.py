@@ -1,0 +1,103 @@
+"""One stage's clock: walk its steps in order, computing, starting transfers, and waiting where it must."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from evenpipe.schedule import ACCEPT, BACKWARD, COMPUTE, DEPARTING, EVICT, FORWARD, LOAD, Action, Message, Program
+from evenpipe.simulate.costs import Costs
+from evenpipe.simulate.memory import MemoryMeter
+from evenpipe.simulate.network import Network
+from evenpipe.simulate.result import Span
+
+__all__ = ["StageClock"]
+
+_TRANSFER_LINKS = frozenset(("evict", "load"))
+
+
+class StageClock:
+    """Time and memory of one stage; ``action`` is the last it came to."""
+
+    def __init__(
+        self, program: Program, stage: int, costs: Costs, network: Network, unit_bytes: Sequence[Sequence[int]] | None
+    ) -> None:
+        chunks = program.schedule.chunks
+        self.stage = stage
+        self.now_ms = 0.0
+        self.busy_ms = 0.0
+        self.meter = MemoryMeter(unit_bytes)
+        self.action: Action | None = None
+        self._steps = program.steps[stage]
+        self._drain = program.drain[stage]
+        self._forward_ms = costs.forward_ms[stage] / chunks
+        self._backward_ms = costs.backward_ms[stage] / chunks
+        self._waits_at = frozenset((EVICT, LOAD)) if costs.synchronous_transfers else frozenset()
+        self._network = network
+        self._spans: list[Span | Message] = []
+
+    def walk(self, met: deque[Message]) -> Iterator[Message]:
+        """Go to the end; yield a message to wait until it has met, and append to ``met`` what this stage made meet."""
+        network, flights, spans = self._network, self._network.flights, self._spans
+        for step in self._steps:
+            posts, completes, self.action, transfer, sent = step
+            for message in posts:
+                if network.post(message, self.now_ms):
+                    met.append(message)
+            for message in completes:
+                if message not in flights:
+                    yield message
+                self._complete(message)
+            start_ms = self.now_ms
+            self._act(self.action)
+            if sent is not None and network.send(sent, self.now_ms):
+                met.append(sent)
+            if self.action.kind in COMPUTE:
+                spans.append(Span(self.action, start_ms, self.now_ms))
+                continue
+            assert transfer is not None, "whatever does not compute moves something"
+            begin = network.send if self.action.kind in DEPARTING else network.post
+            if begin(transfer, self.now_ms):
+                met.append(transfer)
+            spans.append(transfer)
+            if self.action.kind in self._waits_at:
+                if transfer not in flights:
+                    yield transfer
+                self.now_ms = max(self.now_ms, flights[transfer].end_ms)
+        for message in self._drain:
+            if message not in flights:
+                yield message
+            self._complete(message)
+
+    def timeline(self) -> tuple[Span, ...]:
+        """The span of each action, in the order of the schedule; only after the walk."""
+        flights = self._network.flights
+        return tuple(
+            Span(step.action, *flights[span]) if isinstance(span, Message) else span
+            for step, span in zip(self._steps, self._spans, strict=True)
+        )
+
+    def _act(self, action: Action) -> None:
+        """Spend the time of a compute action; count the unit that comes or goes with the action."""
+        kind, _, chunk, evictor = action
+        if kind == FORWARD:
+            self.meter.add(self.stage, chunk, self.now_ms)
+            self.now_ms += self._forward_ms
+            self.busy_ms += self._forward_ms
+        elif kind == BACKWARD:
+            self.now_ms += self._backward_ms
+            self.busy_ms += self._backward_ms
+            self.meter.remove(self.stage, chunk, self.now_ms)
+        elif kind == LOAD:
+            self.meter.add(self.stage, chunk, self.now_ms)
+        elif kind == ACCEPT:
+            self.meter.add(evictor, chunk, self.now_ms)
+
+    def _complete(self, message: Message) -> None:
+        """Wait for a message that has met; a unit that departed with it is no longer live here."""
+        end_ms = self._network.flights[message].end_ms
+        if end_ms > self.now_ms:
+            self.now_ms = end_ms
+        (kind, source, target), _, chunk = message
+        if source == self.stage and kind in _TRANSFER_LINKS:
+            self.meter.remove(source if kind == "evict" else target, chunk, self.now_ms)
