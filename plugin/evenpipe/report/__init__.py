@@ -1,0 +1,17 @@
+"""Report: schedules, timelines and memory as a text grid, a picture, and a Perfetto trace."""
+
+from evenpipe.report.files import write_atomically
+from evenpipe.report.grid import timeline_grid
+from evenpipe.report.picture import draw_comparison, draw_timeline
+from evenpipe.report.timeline import StageMemory, Timeline
+from evenpipe.report.trace import perfetto_trace
+
+__all__ = [
+    "StageMemory",
+    "Timeline",
+    "draw_comparison",
+    "draw_timeline",
+    "perfetto_trace",
+    "timeline_grid",
+    "write_atomically",
+]

@@ -1,0 +1,67 @@
+"""A timeline in Chrome's trace-event format, for ui.perfetto.dev and chrome://tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from evenpipe.report.palette import NAMES
+from evenpipe.report.timeline import Timeline
+from evenpipe.schedule import COMPUTE
+from evenpipe.simulate import Span
+
+__all__ = ["perfetto_trace"]
+
+_COMPUTE_THREAD = 0
+
+
+def perfetto_trace(timeline: Timeline) -> dict[str, Any]:
+    """The JSON document ``evenpipe.trace/1``: a process a stage, with a compute thread and one for its transfers.
+
+    Transfers of a stage that overlap get further threads: slices of one thread have to nest. Times are microseconds,
+    names are the schedule notation.
+    """
+    events: list[dict[str, Any]] = []
+    for stage, spans in enumerate(timeline.stages):
+        events.append(_metadata("process_name", stage, name=f"stage {stage}"))
+        events.append(_metadata("process_sort_index", stage, sort_index=stage))
+        threads = {_COMPUTE_THREAD: "compute"}
+        compute = [(_COMPUTE_THREAD, span) for span in spans if span.action.kind in COMPUTE]
+        for thread, span in (*compute, *_lanes([span for span in spans if span.action.kind not in COMPUTE])):
+            lane = thread - _COMPUTE_THREAD
+            threads.setdefault(thread, "transfers" if lane == 1 else f"transfers {lane}")
+            events.append(_slice(stage, thread, span))
+        events.extend(_metadata("thread_name", stage, thread, name=name) for thread, name in threads.items())
+    return {
+        "format": "evenpipe.trace/1",
+        "displayTimeUnit": "ms",
+        "otherData": {"title": timeline.title},
+        "traceEvents": events,
+    }
+
+
+def _lanes(transfers: Sequence[Span]) -> Iterator[tuple[int, Span]]:
+    """Each transfer with the first thread after compute that is free when it starts."""
+    ends: list[float] = []
+    for span in sorted(transfers, key=lambda span: span.start_ms):
+        lane = next((lane for lane, end in enumerate(ends) if end <= span.start_ms), len(ends))
+        ends[lane : lane + 1] = [span.end_ms]
+        yield _COMPUTE_THREAD + 1 + lane, span
+
+
+def _slice(stage: int, thread: int, span: Span) -> dict[str, Any]:
+    action = span.action
+    return {
+        "ph": "X",
+        "name": str(action),
+        "cat": NAMES[action.kind],
+        "pid": stage,
+        "tid": thread,
+        "ts": span.start_ms * 1e3,
+        "dur": (span.end_ms - span.start_ms) * 1e3,
+        "args": {"micro_batch": action.micro_batch, "chunk": action.chunk},
+    }
+
+
+def _metadata(what: str, stage: int, thread: int = _COMPUTE_THREAD, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": stage, "tid": thread, "args": args}
