@@ -1,0 +1,1 @@
+"""The command line: ``main`` dispatches, each sub-command is one thin file."""

@@ -1,0 +1,38 @@
+"""The command ``evenpipe``: find the sub-command, run it, and turn bad input into one line and exit status 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from evenpipe import __version__
+from evenpipe.cli import schedule, simulate
+from evenpipe.cli.parser import Parser, UsageError
+
+__all__ = ["main"]
+
+#: Each has ``add_to(commands)``, which adds a parser whose default ``run`` takes the parsed arguments.
+_COMMANDS = (schedule, simulate)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's) and return its exit status.
+
+    Raises SystemExit with status 2 on bad input, after one line on standard error.
+    """
+    parser = Parser("evenpipe", description="Pipeline parallelism with level memory and fewer bubbles.")
+    parser.add_argument("--version", action="version", version=f"evenpipe {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.add_to(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        arguments.run(arguments)
+        sys.stdout.flush()
+    except UsageError as error:
+        arguments.parser.fail(str(error))
+    except BrokenPipeError:
+        # Whoever reads our output has seen enough (``| head``); the interpreter must not try to flush the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

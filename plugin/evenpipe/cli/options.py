@@ -1,0 +1,78 @@
+"""The options that choose a schedule, and those that write its picture and trace: what several commands share."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+from evenpipe.cli.parser import Parser, UsageError
+from evenpipe.cli.values import output_file, picture_file
+from evenpipe.report import StageMemory, Timeline, draw_comparison, perfetto_trace, write_atomically
+from evenpipe.schedule import SCHEDULES, Schedule, ScheduleError, build
+from evenpipe.simulate import Simulation
+
+__all__ = ["add_output_options", "add_schedule_options", "schedule_from", "title_of", "write_reports"]
+
+
+def add_schedule_options(parser: Parser) -> None:
+    """``--schedule --stages --micro-batches --chunks --bpipe``, for :func:`schedule_from`."""
+    group = parser.add_argument_group("schedule")
+    group.add_argument("--schedule", required=True, metavar="NAME", help=" | ".join(SCHEDULES))
+    group.add_argument("--stages", required=True, type=int, metavar="P", help="pipeline stages")
+    group.add_argument("--micro-batches", required=True, type=int, metavar="M", help="micro-batches in a batch")
+    group.add_argument("--chunks", type=int, default=1, metavar="V", help="model chunks a stage (interleaved only)")
+    group.add_argument("--bpipe", action="store_true", help="level the stages' memory by evicting to partner stages")
+
+
+def add_output_options(parser: Parser) -> None:
+    """``--json --picture --trace``, the last two for :func:`write_reports`."""
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    group.add_argument("--picture", type=picture_file, metavar="P.png", help="draw the timeline and peaks as a PNG")
+    group.add_argument("--trace", type=output_file, metavar="T.json", help="write a trace for ui.perfetto.dev")
+
+
+def schedule_from(arguments: Namespace) -> Schedule:
+    """The verified schedule that the options ask for; UsageError where there is none."""
+    try:
+        return build(
+            arguments.schedule, arguments.stages, arguments.micro_batches, arguments.chunks, bpipe=arguments.bpipe
+        )
+    except ScheduleError as error:
+        raise UsageError(_as_option(str(error).splitlines()[0])) from error
+
+
+def title_of(schedule: Schedule, bpipe: bool) -> str:
+    """What a picture of the schedule is called."""
+    chunks = f", {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+    name = f"{schedule.name} with BPipe" if bpipe else schedule.name
+    return f"{name}, {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches"
+
+
+def write_reports(arguments: Namespace, simulation: Simulation, title: str) -> None:
+    """Write the picture and the trace that were asked for; UsageError where one cannot be written."""
+    timeline = Timeline.of(simulation, title)
+    peaks = StageMemory("peak of saved activations", "live units", tuple(s.peak_live for s in simulation.stages))
+    _write("--picture", arguments.picture, lambda path: draw_comparison(path, [timeline], [peaks]))
+    _write("--trace", arguments.trace, lambda path: write_atomically(path, json.dumps(perfetto_trace(timeline))))
+
+
+def _write(option: str, path: Path | None, write: Callable[[Path], None]) -> None:
+    if path is None:
+        return
+    try:
+        write(path)
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror}; choose a path that can be written") from error
+
+
+def _as_option(message: str) -> str:
+    """A message about an argument of ``build`` ("micro_batches=0: ...") as one about the option that gave it."""
+    named = re.match(r"(schedule|stages|micro_batches|chunks|bpipe)(?:=([^:]*))?:", message)
+    if named is None:
+        return message
+    option = f"--{named[1].replace('_', '-')}"
+    return f"{option}{' ' + named[2] if named[2] else ''}:{message[named.end() :]}"

@@ -1,0 +1,34 @@
+"""The argument parser: bad input ends the process with status 2 and one line on standard error."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn, TypeAlias
+
+__all__ = ["Commands", "Parser", "UsageError"]
+
+
+class UsageError(Exception):
+    """Bad input found after parsing; the message is one line that names the argument and the remedy."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser without abbreviated options and without the usage text before an error.
+
+    The parsed arguments hold, as ``parser``, the parser of the sub-command they are for.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+        self.set_defaults(parser=self)
+
+    def error(self, message: str) -> NoReturn:
+        self.fail(f"{message} (see {self.prog} --help)")
+
+    def fail(self, message: str) -> NoReturn:
+        """End the process with status 2 and ``message`` on one line."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"

@@ -1,0 +1,72 @@
+"""``evenpipe schedule``: show what every stage would do."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from evenpipe.cli.options import add_output_options, add_schedule_options, schedule_from, title_of, write_reports
+from evenpipe.cli.parser import Commands
+from evenpipe.report import timeline_grid
+from evenpipe.schedule import Schedule, lower
+from evenpipe.simulate import Costs, Wire, simulate
+
+__all__ = ["add_to"]
+
+# A schedule has no times of its own; it is drawn with the usual ratios: a backward takes two forwards, a transfer half.
+_FORWARD_MS, _BACKWARD_MS, _TRANSFER_MS = 1.0, 2.0, 0.5
+
+
+def add_to(commands: Commands) -> None:
+    """Add the sub-command."""
+    text = "show which actions every stage carries out, in which order"
+    parser = commands.add_parser("schedule", help=text, description=f"{text.capitalize()}.")
+    add_schedule_options(parser)
+    add_output_options(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: Namespace) -> None:
+    schedule = schedule_from(arguments)
+    title = title_of(schedule, arguments.bpipe)
+    if arguments.picture or arguments.trace:
+        transfer = Wire(transmit_ms=_TRANSFER_MS)
+        costs = Costs(
+            forward_ms=(_FORWARD_MS * schedule.chunks,) * schedule.stages,
+            backward_ms=(_BACKWARD_MS * schedule.chunks,) * schedule.stages,
+            wires={"evict": transfer, "load": transfer},
+        )
+        write_reports(arguments, simulate(lower(schedule), costs), title)
+    if arguments.json:
+        print(json.dumps(_document(schedule, arguments.bpipe)))
+        return
+    console = Console()
+    console.print(title, style="bold", highlight=False)
+    console.print(timeline_grid(schedule, console.width))
+    console.print(_table(schedule))
+
+
+def _document(schedule: Schedule, bpipe: bool) -> dict[str, Any]:
+    return {
+        "format": "evenpipe.schedule/1",
+        "name": schedule.name,
+        "bpipe": bpipe,
+        "stages": schedule.stages,
+        "micro_batches": schedule.micro_batches,
+        "chunks": schedule.chunks,
+        "actions": [[str(action) for action in row] for row in schedule.actions],
+        "bound": schedule.bound,
+        "peak_live": list(schedule.peak_live),
+        "evictions": list(schedule.evictions),
+    }
+
+
+def _table(schedule: Schedule) -> Table:
+    table = Table("stage", "peak live", "evictions", caption=f"bound: {schedule.bound} live on every stage")
+    for stage, (peak, evictions) in enumerate(zip(schedule.peak_live, schedule.evictions, strict=True)):
+        table.add_row(str(stage), str(peak), str(evictions))
+    return table

@@ -1,0 +1,75 @@
+"""``evenpipe simulate``: show what a schedule would take and hold."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+
+from rich.console import Console
+from rich.table import Table
+
+from evenpipe.cli.options import add_output_options, add_schedule_options, schedule_from, title_of, write_reports
+from evenpipe.cli.parser import Commands, UsageError
+from evenpipe.cli.values import duration_ms, durations_ms
+from evenpipe.schedule import lower
+from evenpipe.simulate import Costs, Simulation, SimulationError, Wire, simulate
+
+__all__ = ["add_to"]
+
+
+def add_to(commands: Commands) -> None:
+    """Add the sub-command."""
+    text = "show the time, bubbles and peaks of a schedule"
+    parser = commands.add_parser("simulate", help=text, description=f"{text.capitalize()}.")
+    add_schedule_options(parser)
+    group = parser.add_argument_group("costs", "times of one micro-batch through one stage, all its chunks together")
+    group.add_argument(
+        "--forward-ms", type=durations_ms, default=(1.0,), metavar="T[,T...]", help="one, or one a stage (default 1)"
+    )
+    group.add_argument(
+        "--backward-ms", type=durations_ms, default=(2.0,), metavar="T[,T...]", help="one, or one a stage (default 2)"
+    )
+    group.add_argument("--link-ms", type=duration_ms, default=0.0, metavar="T", help="neighbour transfer (default 0)")
+    group.add_argument("--transfer-ms", type=duration_ms, default=0.0, metavar="T", help="evict or load (default 0)")
+    group.add_argument("--synchronous-transfers", action="store_true", help="evictors wait for evictions and loads")
+    add_output_options(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: Namespace) -> None:
+    schedule = schedule_from(arguments)
+    link, transfer = Wire(transmit_ms=arguments.link_ms), Wire(transmit_ms=arguments.transfer_ms)
+    costs = Costs(
+        forward_ms=_per_stage("--forward-ms", arguments.forward_ms, schedule.stages),
+        backward_ms=_per_stage("--backward-ms", arguments.backward_ms, schedule.stages),
+        wires={"forward": link, "backward": link, "evict": transfer, "load": transfer},
+        synchronous_transfers=arguments.synchronous_transfers,
+    )
+    try:
+        simulation = simulate(lower(schedule), costs)
+    except SimulationError as error:
+        raise UsageError(str(error)) from error
+    title = title_of(schedule, arguments.bpipe)
+    write_reports(arguments, simulation, title)
+    if arguments.json:
+        print(json.dumps(simulation.to_json()))
+        return
+    console = Console()
+    console.print(title, style="bold", highlight=False)
+    console.print(_table(simulation))
+
+
+def _per_stage(option: str, times: tuple[float, ...], stages: int) -> tuple[float, ...]:
+    if len(times) == 1:
+        return times * stages
+    if len(times) != stages:
+        raise UsageError(f"{option}: {len(times)} times for {stages} stages; give one, or one for each stage")
+    return times
+
+
+def _table(simulation: Simulation) -> Table:
+    caption = f"makespan {simulation.makespan_ms:,.6g} ms, bubble {simulation.bubble_fraction:.1%}"
+    table = Table("stage", "busy ms", "idle ms", "peak live", caption=caption)
+    for number, stage in enumerate(simulation.stages):
+        table.add_row(str(number), f"{stage.busy_ms:,.6g}", f"{stage.idle_ms:,.6g}", str(stage.peak_live))
+    return table

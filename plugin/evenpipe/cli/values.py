@@ -1,0 +1,46 @@
+"""Values that options take, checked while they are parsed."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from pathlib import Path
+
+__all__ = ["duration_ms", "durations_ms", "output_file", "picture_file"]
+
+
+def duration_ms(text: str) -> float:
+    """A finite number of milliseconds, at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; give milliseconds, such as 2.5") from None
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text} is no duration; give a finite number of milliseconds, at least 0")
+    return value
+
+
+def durations_ms(text: str) -> tuple[float, ...]:
+    """One duration, or several separated by commas."""
+    return tuple(duration_ms(part.strip()) for part in text.split(","))
+
+
+def output_file(text: str) -> Path:
+    """A path at which a file can be written, found out before any work is done."""
+    path = Path(text)
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {folder}; create it first")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; give the name of a file in it")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{text}: folder {folder} cannot be written; choose another")
+    return path
+
+
+def picture_file(text: str) -> Path:
+    """An output file whose name says that it is a PNG."""
+    if not text.lower().endswith(".png"):
+        raise argparse.ArgumentTypeError(f"{text}: pictures are PNG; give a name that ends with .png")
+    return output_file(text)
