@@ -1,0 +1,76 @@
+"""What is recorded of each supported megatron-core release is what that release has."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import megatron.core
+from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, installed_release, recorded
+from evenpipe.upstream import UpstreamError, signature_of
+from megatron.core.pipeline_parallel import schedules
+
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+OTHER_RELEASES = [Path(path) for path in os.environ.get("EVENPIPE_MEGATRON_RELEASES", "").split(os.pathsep) if path]
+
+
+def test_the_installed_release_is_supported_and_as_recorded() -> None:
+    release = installed_release()
+    assert megatron.core.__version__.startswith(f"{release.series}.")
+    assert release.signatures[f"{SCHEDULES}:backward_step"] == signature_of(schedules.backward_step)
+
+
+@pytest.mark.parametrize("path", OTHER_RELEASES, ids=str)
+def test_another_release_on_disk_is_supported_and_as_recorded(path: Path) -> None:
+    """Every signature is verified in a process of its own, which imports megatron from `path`."""
+    program = (
+        "import megatron.core; from evenpipe.megatron.supported import installed_release; "
+        "print(megatron.core.__file__, installed_release().series, megatron.core.__version__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env={**os.environ, "PYTHONPATH": str(path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    file, series, version = done.stdout.splitlines()[-1].split()
+    assert Path(file).is_relative_to(path)
+    assert version.startswith(f"{series}.")
+
+
+def test_the_schedules_take_what_their_release_says() -> None:
+    for release in RELEASES.values():
+        for kind in ("without_interleaving", "with_interleaving"):
+            signature = release.signatures[f"{SCHEDULES}:forward_backward_pipelining_{kind}"]
+            assert f"{release.process_groups_argument}=None" in signature
+            assert ("force_all_reduce" in signature) == release.takes_force_all_reduce
+        assert release.process_groups_class in release.signatures
+
+
+@pytest.mark.parametrize("version", ["0.13.1", "0.17.0", "0.160.0", "1.0.0"])
+def test_other_releases_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    message = f"megatron-core {version}: unknown release, expected one of 0.14, 0.15, 0.16: install one of these"
+    with pytest.raises(UpstreamError) as error:
+        installed_release()
+    assert str(error.value) == message
+
+
+def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedules, "backward_step", lambda input_tensor, output_tensor: None)
+    with pytest.raises(
+        UpstreamError, match=rf"^{SCHEDULES}:backward_step: .* \(input_tensor, output_tensor\), expected"
+    ):
+        installed_release()
+
+
+def test_a_symbol_is_recorded_for_the_series_that_have_it() -> None:
+    groups = "megatron.core.process_groups_config"
+    assert set(recorded(f"{SCHEDULES}:get_forward_backward_func")) == set(RELEASES)
+    assert set(recorded(f"{groups}:GradFinalizeProcessGroups")) == {"0.14"}
+    assert MEGATRON_CORE.series(recorded(f"{SCHEDULES}:backward_step")) == installed_release().series
