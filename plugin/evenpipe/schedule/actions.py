@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, cast
 
 __all__ = [
     "ACCEPT",
@@ -81,5 +81,5 @@ def parse(text: str) -> Action:
         raise ValueError(f"{text!r} is no action: expected F3, B3.1, E3, L3, A3@0 or R3@0")
     own, own_mb, own_chunk, guest, guest_mb, guest_chunk, evictor = match.groups()
     if own:
-        return Action(own, int(own_mb), int(own_chunk or 0))
-    return Action(guest, int(guest_mb), int(guest_chunk or 0), int(evictor))
+        return Action(cast(Kind, own), int(own_mb), int(own_chunk or 0))
+    return Action(cast(Kind, guest), int(guest_mb), int(guest_chunk or 0), int(evictor))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from evenpipe.schedule.actions import ACCEPT, ARRIVING, BACKWARD, COMPUTE, EVICT, LOAD, RETURN, Action
+from evenpipe.schedule.actions import ACCEPT, BACKWARD, COMPUTE, DEPARTING, EVICT, LOAD, RETURN, Action, Unit
 from evenpipe.schedule.residency import residency
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.topology import Link, Message, incoming, outgoing, partner
@@ -20,16 +19,18 @@ SENDS_IN_FLIGHT = 2
 
 
 class Step(NamedTuple):
-    """One action with the communication around it, in this order: post, complete, action, send.
+    """One action with the communication around it, in this order: post, complete, transfer or compute, send.
 
-    ``post``: receives to post before the action, at least one compute action ahead of their use.
+    ``post``: receives that compute needs, posted at least one compute action ahead of their use.
     ``complete``: messages, received or sent by this stage, that must be complete before the action.
-    ``send``: F and B send when they end, E and R when they start.
+    ``transfer``: what an E or R sends, or an L or A receives, from here on.
+    ``send``: what an F or B sends when it ends.
     """
 
     post: tuple[Message, ...]
     complete: tuple[Message, ...]
     action: Action
+    transfer: Message | None
     send: Message | None
 
 
@@ -52,50 +53,42 @@ def transfer(action: Action, stage: int, stages: int) -> Message:
     """What an E, L, A or R on ``stage`` moves between the two partners."""
     kind, micro_batch, chunk, evictor = action
     other = partner(stage, stages) if kind in (EVICT, LOAD) else evictor
-    link = {
-        EVICT: Link("evict", stage, other),
-        ACCEPT: Link("evict", other, stage),
-        LOAD: Link("load", other, stage),
-        RETURN: Link("load", stage, other),
-    }[kind]
-    return Message(link, micro_batch, chunk)
+    source, target = (stage, other) if kind in DEPARTING else (other, stage)
+    return Message(Link("evict" if kind in (EVICT, ACCEPT) else "load", source, target), micro_batch, chunk)
 
 
 def _lower_stage(schedule: Schedule, stage: int) -> tuple[tuple[Step, ...], tuple[Message, ...]]:
     stages, chunks, row = schedule.stages, schedule.chunks, schedule.actions[stage]
-    inputs = deque(incoming(action, stage, stages, chunks) for action in row if action.kind in COMPUTE)
+    inputs = [incoming(action, stage, stages, chunks) for action in row if action.kind in COMPUTE]
     due = residency(row, schedule.bound).due
     leaving: deque[Message] = deque()
-    arriving: set[Message] = set()
+    arriving: dict[Unit, Message] = {}
     sent: dict[Link, deque[Message]] = defaultdict(deque)
     steps = []
-    ahead = 2  # how many compute actions' receives may be posted now: the next one's and that of the one after it
+    posted = started = 0  # compute actions whose receives are posted; those that have started
     for action, waits in zip(row, due, strict=True):
-        post = [inputs.popleft() for _ in range(min(ahead, len(inputs)))]
-        ahead = 0
-        complete: list[Message | None] = [leaving.popleft() for _ in range(waits)]
-        if action.kind in COMPUTE:
-            ahead = 1
-            complete.append(incoming(action, stage, stages, chunks))
-            send = outgoing(action, stage, stages, chunks)
-            if send is not None:
-                sent[send.link].append(send)
-                if len(sent[send.link]) > SENDS_IN_FLIGHT:
-                    complete.append(sent[send.link].popleft())
-            source = transfer(Action(LOAD, *action.unit), stage, stages) if action.kind == BACKWARD else None
-        else:
-            message = transfer(action, stage, stages)
-            send = None if action.kind in ARRIVING else message
-            (leaving.append if send else arriving.add)(message)
-            post += [] if send else [message]
-            source = transfer(action._replace(kind=ACCEPT), stage, stages) if action.kind == RETURN else None
+        post = [message for message in inputs[posted : started + 2] if message is not None]
+        posted = started + 2
+        complete = [leaving.popleft() for _ in range(waits)]
         # A backward needs what was loaded for it, a return what was accepted before.
-        if source in arriving:
-            arriving.discard(source)
-            complete.append(source)
-        steps.append(Step(_present(post), _present(complete), action, send))
+        if arriving and action.kind in (BACKWARD, RETURN) and action.unit in arriving:
+            complete.append(arriving.pop(action.unit))
+        if action.kind in COMPUTE:
+            needed = inputs[started]
+            if needed is not None:
+                complete.append(needed)
+            started += 1
+            moved, send = None, outgoing(action, stage, stages, chunks)
+            if send is not None:
+                under_way = sent[send.link]
+                under_way.append(send)
+                if len(under_way) > SENDS_IN_FLIGHT:
+                    complete.append(under_way.popleft())
+        else:
+            moved, send = transfer(action, stage, stages), None
+            if action.kind in DEPARTING:
+                leaving.append(moved)
+            else:
+                arriving[action.unit] = moved
+        steps.append(Step(tuple(post), tuple(complete), action, moved, send))
     return tuple(steps), (*leaving, *(message for link in sent.values() for message in link))
-
-
-def _present(messages: Iterable[Message | None]) -> tuple[Message, ...]:
-    return tuple(message for message in messages if message is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal, NamedTuple
 
 from evenpipe.schedule.actions import FORWARD, Action
@@ -20,6 +21,9 @@ class Link(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.source}→{self.target}"
+
+
+_link = cache(Link)  # links are few and named by every message
 
 
 class Message(NamedTuple):
@@ -44,14 +48,14 @@ def outgoing(action: Action, stage: int, stages: int, chunks: int) -> Message | 
     kind, micro_batch, chunk, _ = action
     if kind == FORWARD:
         if stage < stages - 1:
-            return Message(Link("forward", stage, stage + 1), micro_batch, chunk)
+            return Message(_link("forward", stage, stage + 1), micro_batch, chunk)
         if chunk < chunks - 1:
-            return Message(Link("forward", stage, 0), micro_batch, chunk + 1)
+            return Message(_link("forward", stage, 0), micro_batch, chunk + 1)
         return None
     if stage > 0:
-        return Message(Link("backward", stage, stage - 1), micro_batch, chunk)
+        return Message(_link("backward", stage, stage - 1), micro_batch, chunk)
     if chunk > 0:
-        return Message(Link("backward", stage, stages - 1), micro_batch, chunk - 1)
+        return Message(_link("backward", stage, stages - 1), micro_batch, chunk - 1)
     return None
 
 
@@ -60,8 +64,8 @@ def incoming(action: Action, stage: int, stages: int, chunks: int) -> Message | 
     kind, micro_batch, chunk, _ = action
     if kind == FORWARD:
         if stage > 0:
-            return Message(Link("forward", stage - 1, stage), micro_batch, chunk)
-        return Message(Link("forward", stages - 1, stage), micro_batch, chunk) if chunk > 0 else None
+            return Message(_link("forward", stage - 1, stage), micro_batch, chunk)
+        return Message(_link("forward", stages - 1, stage), micro_batch, chunk) if chunk > 0 else None
     if stage < stages - 1:
-        return Message(Link("backward", stage + 1, stage), micro_batch, chunk)
-    return Message(Link("backward", 0, stage), micro_batch, chunk) if chunk < chunks - 1 else None
+        return Message(_link("backward", stage + 1, stage), micro_batch, chunk)
+    return Message(_link("backward", 0, stage), micro_batch, chunk) if chunk < chunks - 1 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from evenpipe.schedule import ACCEPT, BACKWARD, COMPUTE, DEPARTING, EVICT, FORWARD, LOAD, Action, Message, Program
+from evenpipe.schedule import ACCEPT, BACKWARD, DEPARTING, EVICT, FORWARD, LOAD, Action, Message, Program
 from evenpipe.simulate.costs import Costs
 from evenpipe.simulate.memory import MemoryMeter
 from evenpipe.simulate.network import Network
@@ -34,13 +34,14 @@ class StageClock:
         self._backward_ms = costs.backward_ms[stage] / chunks
         self._waits_at = frozenset((EVICT, LOAD)) if costs.synchronous_transfers else frozenset()
         self._network = network
-        self._spans: list[Span | Message] = []
+        self._times: list[tuple[float, float]] = []
 
     def walk(self, met: deque[Message]) -> Iterator[Message]:
         """Go to the end; yield a message to wait until it has met, and append to ``met`` what this stage made meet."""
-        network, flights, spans = self._network, self._network.flights, self._spans
+        network, flights, times = self._network, self._network.flights, self._times
         for step in self._steps:
-            posts, completes, self.action, transfer, sent = step
+            posts, completes, action, transfer, sent = step
+            self.action = action
             for message in posts:
                 if network.post(message, self.now_ms):
                     met.append(message)
@@ -49,18 +50,16 @@ class StageClock:
                     yield message
                 self._complete(message)
             start_ms = self.now_ms
-            self._act(self.action)
+            self._act(action)
+            times.append((start_ms, self.now_ms))
             if sent is not None and network.send(sent, self.now_ms):
                 met.append(sent)
-            if self.action.kind in COMPUTE:
-                spans.append(Span(self.action, start_ms, self.now_ms))
+            if transfer is None:
                 continue
-            assert transfer is not None, "whatever does not compute moves something"
-            begin = network.send if self.action.kind in DEPARTING else network.post
-            if begin(transfer, self.now_ms):
+            issue = network.send if action.kind in DEPARTING else network.post
+            if issue(transfer, start_ms):
                 met.append(transfer)
-            spans.append(transfer)
-            if self.action.kind in self._waits_at:
+            if action.kind in self._waits_at:
                 if transfer not in flights:
                     yield transfer
                 self.now_ms = max(self.now_ms, flights[transfer].end_ms)
@@ -73,8 +72,8 @@ class StageClock:
         """The span of each action, in the order of the schedule; only after the walk."""
         flights = self._network.flights
         return tuple(
-            Span(step.action, *flights[span]) if isinstance(span, Message) else span
-            for step, span in zip(self._steps, self._spans, strict=True)
+            Span(step.action, *(flights[step.transfer] if step.transfer else times))
+            for step, times in zip(self._steps, self._times, strict=True)
         )
 
     def _act(self, action: Action) -> None:

@@ -1,0 +1,37 @@
+"""The notation is one-to-one."""
+
+import pytest
+from evenpipe.schedule import Action, parse
+from hypothesis import given
+from hypothesis import strategies as st
+
+numbers = st.integers(0, 10**6)
+actions = st.one_of(
+    st.builds(Action, st.sampled_from("FBEL"), numbers, numbers),
+    st.builds(Action, st.sampled_from("AR"), numbers, numbers, numbers),
+)
+
+
+@given(actions)
+def test_parse_is_the_inverse_of_str(action):
+    assert parse(str(action)) == action
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("F3", Action("F", 3)),
+        ("B3.1", Action("B", 3, 1)),
+        ("A3@0", Action("A", 3, 0, 0)),
+        ("R12.2@5", Action("R", 12, 2, 5)),
+    ],
+)
+def test_notation(text, action):
+    assert parse(text) == action
+    assert str(action) == text
+
+
+@pytest.mark.parametrize("text", ["", "F", "X3", "F3.", "F3@0", "A3", "F-1", "F3 ", "B3.1.1"])
+def test_anything_else_is_refused(text):
+    with pytest.raises(ValueError, match="is no action"):
+        parse(text)

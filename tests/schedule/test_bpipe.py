@@ -1,0 +1,128 @@
+"""The BPipe pass is Algorithm 1 on 1F1B, Appendix A on interleaved 1F1B, and keeps its bound everywhere else."""
+
+import pytest
+from evenpipe.schedule import BACKWARD, COMPUTE, EVICT, FORWARD, LOAD, Action, Schedule, ScheduleError, balance, build, verify
+from hypothesis import given
+from hypothesis import strategies as st
+
+FIGURE_4 = """
+F0 F1 E1 F2 F3 E3 B0 L1 F4 B1 F5 E5 B2 L3 F6 B3 F7 B4 L5 B5 B6 B7
+F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7
+F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7
+"""
+
+
+def optimum(stages):
+    """μ_opt of §3.3."""
+    return -(-(stages + 2) // 2)
+
+
+def algorithm_1(p, s, m):
+    """The paper's Algorithm 1, line by line; the result lists T_i before C_i and leaves the bubbles out.
+
+    Line 22 reads C_{i-3}.idx, which is a bubble at the first steady eviction: a bubble carries the index of the last
+    forward before it, which gives the evictions of Figure 4.
+    """
+    compute = [(a.kind, a.micro_batch) for a in build("1f1b", p, m).actions[s]]
+    schedule, last_forward = [], None
+    for i, (kind, index) in enumerate(compute):
+        if kind == BACKWARD and i and (index == 0 or compute[i - 1][0] == BACKWARD):
+            schedule.append(("BUBBLE", last_forward))
+        if kind == FORWARD:
+            last_forward = index
+        schedule.append((kind, index))
+    mu_opt = optimum(p)  # 3
+    n_evict = min(p - s, m) - mu_opt  # 4
+    evicted, transfers = set(), {}  # 5, 6
+    for i, (kind, index) in enumerate(schedule):  # 7
+        if kind == FORWARD:  # 8
+            if mu_opt - 1 <= index < mu_opt - 1 + n_evict:  # 9
+                transfers[i] = (EVICT, schedule[i - 1][1])  # 11
+                evicted.add(schedule[i - 1][1])  # 12
+        elif kind == BACKWARD and index in evicted:  # 14, 16
+            transfers[i - 1] = (LOAD, index)  # 17
+            evicted.discard(index)  # 18
+            if schedule[i - 1][0] == FORWARD:  # 19
+                transfers[i - 2] = (EVICT, schedule[i - 3][1])  # 22
+                evicted.add(schedule[i - 3][1])  # 23
+    merged = []
+    for i, decision in enumerate(schedule):
+        merged += [transfers[i]] if i in transfers else []
+        merged += [decision] if decision[0] != "BUBBLE" else []
+    return merged
+
+
+@pytest.mark.parametrize("stages", range(2, 17))
+def test_reproduces_algorithm_1(stages):
+    for micro_batches in range(1, 3 * stages + 1):
+        schedule = build("1f1b", stages, micro_batches, bpipe=True)
+        for stage in range(stages // 2):
+            ours = [(action.kind, action.micro_batch) for action in schedule.actions[stage]]
+            assert ours == algorithm_1(stages, stage, micro_batches), (stage, micro_batches)
+
+
+def test_figure_4():
+    schedule = build("1f1b", 4, 8, bpipe=True)
+    assert str(schedule).splitlines()[:3] == FIGURE_4.strip().splitlines()
+    assert schedule.bound == 3
+    assert schedule.evictions == (3, 0, 0, 0)
+    # The innermost pair already satisfies the bound (§3.3): stage 2 holds its own two.
+    assert schedule.peak_live == (3, 3, 2, 3)
+
+
+@given(st.integers(2, 24), st.integers(1, 80))
+def test_1f1b_stays_within_the_optimum(stages, micro_batches):
+    schedule = build("1f1b", stages, micro_batches, bpipe=True)
+    assert schedule.bound == optimum(stages)
+    assert max(schedule.peak_live) <= optimum(stages)
+
+
+@given(st.integers(2, 24), st.integers(1, 80))
+def test_partners_that_satisfy_the_bound_do_not_trade(stages, micro_batches):
+    schedule = build("1f1b", stages, micro_batches, bpipe=True)
+    for stage, evictions in enumerate(schedule.evictions):
+        assert (evictions > 0) == (min(stages - stage, micro_batches) > optimum(stages))
+
+
+def test_figure_10():
+    """p=4, m=8, v=2: μ_opt is 9 and stage 0 evicts two (Appendix A)."""
+    schedule = build("interleaved", 4, 8, 2, bpipe=True)
+    assert schedule.bound == 9
+    assert schedule.evictions == (2, 0, 0, 0)
+    assert max(schedule.peak_live) == 9
+
+
+@given(st.integers(2, 9), st.integers(1, 5), st.integers(2, 5))
+def test_interleaved_meets_appendix_a(stages, groups, chunks):
+    schedule = build("interleaved", stages, stages * groups, chunks, bpipe=True)
+    assert schedule.bound == stages * chunks + 1
+    assert max(schedule.peak_live) <= stages * chunks + 1
+
+
+@given(st.integers(2, 10), st.integers(1, 30), st.data())
+def test_any_bound_that_leaves_room_for_a_pair_is_kept(stages, micro_batches, data):
+    """The pass takes any bound from the optimum up, and gives back the order itself once nothing has to move."""
+    plain = build("1f1b", stages, micro_batches)
+    bound = data.draw(st.integers(optimum(stages), stages + 2))
+    balanced = verify(balance(plain, bound))
+    assert max(balanced.peak_live) <= bound
+    if bound >= max(plain.peak_live):
+        assert balanced.actions == plain.actions
+
+
+def test_a_middle_stage_trades_with_nobody():
+    assert not any(action.kind in "ELAR" for action in build("1f1b", 9, 30, bpipe=True).actions[4])
+
+
+def test_a_load_starts_one_action_before_its_backward():
+    for row in build("1f1b", 16, 48, bpipe=True).actions:
+        for position, action in enumerate(row):
+            if action.kind == LOAD:
+                compute = [later for later in row[position:] if later.kind in COMPUTE]
+                assert Action(BACKWARD, *action.unit) in compute[:2]
+
+
+def test_an_impossible_bound_is_refused():
+    plain = Schedule.parse(["F0 F1 F2 B0 B1 B2", "F0 F1 F2 B0 B1 B2"])
+    with pytest.raises(ScheduleError, match="bound=1: stage 0 cannot hold fewer than 2"):
+        balance(plain, 1)

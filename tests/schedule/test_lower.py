@@ -1,0 +1,73 @@
+"""Lowering posts receives ahead and never waits for more than it must."""
+
+from evenpipe.schedule import BACKWARD, COMPUTE, DEPARTING, FORWARD, RETURN, build, lower
+from hypothesis import given
+from hypothesis import strategies as st
+
+shapes = st.one_of(
+    st.tuples(st.just("gpipe"), st.integers(1, 6), st.integers(1, 12), st.just(1), st.just(False)),
+    st.tuples(st.just("1f1b"), st.integers(2, 9), st.integers(1, 24), st.just(1), st.booleans()),
+    st.integers(2, 5).flatmap(
+        lambda p: st.tuples(
+            st.just("interleaved"), st.just(p), st.sampled_from([p, 2 * p, 3 * p]), st.integers(2, 4), st.booleans()
+        )
+    ),
+)
+
+
+@given(shapes)
+def test_every_receive_is_posted_at_least_one_compute_action_ahead(shape):
+    for steps in lower(build(*shape)).steps:
+        compute = [index for index, step in enumerate(steps) if step.action.kind in COMPUTE]
+        posted = {message: index for index, step in enumerate(steps) for message in step.post}
+        for number, index in enumerate(compute):
+            for message in steps[index].complete:
+                if message in posted:
+                    previous = compute[number - 1] if number else 0
+                    assert posted[message] <= previous
+
+
+@given(shapes)
+def test_what_is_started_is_completed_once(shape):
+    program = lower(build(*shape))
+    for steps, drain in zip(program.steps, program.drain, strict=True):
+        started = [m for step in steps for m in (*step.post, step.transfer, step.send) if m is not None]
+        completed = [m for step in steps for m in step.complete] + list(drain)
+        assert sorted(started) == sorted(completed)
+        assert len(set(started)) == len(started)
+
+
+@given(shapes)
+def test_the_live_count_that_is_carried_out_keeps_the_bound(shape):
+    program = lower(build(*shape))
+    for stage, steps in enumerate(program.steps):
+        live = peak = 0
+        departing = {step.transfer for step in steps if step.action.kind in DEPARTING}
+        for step in steps:
+            live -= sum(message in departing for message in step.complete)
+            live += step.action.kind in "FLA"
+            peak = max(peak, live)
+            live -= step.action.kind == BACKWARD
+        assert peak == program.schedule.peak_live[stage] <= program.schedule.bound
+
+
+@given(shapes)
+def test_a_return_waits_for_its_accept_and_a_backward_for_its_load(shape):
+    for steps in lower(build(*shape)).steps:
+        arrived = set()
+        for step in steps:
+            arrived |= {(m.link.kind, m.micro_batch, m.chunk) for m in step.complete}
+            if step.action.kind == RETURN:
+                assert ("evict", *step.action.unit) in arrived
+        evicted = {s.action.unit for s in steps if s.action.kind == "E"}
+        assert all(("load", *unit) in arrived for unit in evicted)
+
+
+def test_a_stage_keeps_few_results_alive_for_its_sends():
+    program = lower(build("gpipe", 2, 50))
+    outgoing = [step.send for step in program.steps[0] if step.action.kind == FORWARD]
+    done = set()
+    for step in program.steps[0]:
+        done |= set(step.complete)
+        if step.send in outgoing:
+            assert sum(message not in done for message in outgoing[: outgoing.index(step.send)]) <= 2
