@@ -5,6 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -180,9 +181,12 @@ class ActivationStore:
         storage = saved.storage
         if storage is None or saved.shared or saved.nbytes == 0 or self._device not in (None, saved.device):
             return False
-        in_python = sys.getrefcount(storage) - 2  # less this variable and the argument
-        alone = in_python == 1 and _use_count(storage) == 1 + len(aliases)
-        return alone and all(isinstance(alias, Tensor) and _can_be_rebuilt(alias) for alias in aliases)
+        if _use_count(storage) != 1 + len(aliases):
+            return False
+        del storage
+        if sys.getrefcount(saved.storage) != _references_of_one_holder():
+            return False
+        return all(isinstance(alias, Tensor) and _can_be_rebuilt(alias) for alias in aliases)
 
 
 def _unpack(packed: object) -> Tensor:
@@ -207,6 +211,16 @@ def _can_be_rebuilt(tensor: Tensor) -> bool:
     return _is_plain(tensor) and not (
         tensor.is_meta or tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
     )
+
+
+def _references_of_one_holder() -> int:
+    """Return what `sys.getrefcount` says of a storage that one object holds in Python.
+
+    Asked each time, because torch itself refers to a storage's Python wrapper in some releases and not in others.
+    """
+    tensor = torch.empty(0)
+    holder = SimpleNamespace(storage=tensor.untyped_storage())
+    return sys.getrefcount(holder.storage)
 
 
 def _use_count(storage: torch.UntypedStorage) -> int:
