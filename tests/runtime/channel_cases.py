@@ -1,0 +1,243 @@
+"""Four gloo processes that use channels, case by case, and write down for each case "ok" or what went wrong.
+
+Argument: a folder (rank-<rank>.json out). A script of its own, forked after the imports: they cost seconds each.
+"""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from evenpipe.runtime.channel import Channel, open_channels
+from torch import Tensor
+
+WORLD = 4
+LIMIT = timedelta(seconds=30)
+DOWN, UP = ("forward", 0, 1), ("backward", 1, 0)
+
+Link = tuple[str, int, int]
+
+
+def pipeline(ranks: Sequence[int]) -> list[Link]:
+    """Every link of a BPipe pipeline: neighbours both ways, and the pairs of the folded pipeline both ways."""
+    neighbours = list(pairwise(ranks))
+    pairs = [pair for pair in zip(ranks, reversed(ranks), strict=True) if pair[0] < pair[1]]
+    return [
+        *(("forward", a, b) for a, b in neighbours),
+        *(("backward", b, a) for a, b in neighbours),
+        *(("evict", a, b) for a, b in pairs),
+        *(("load", b, a) for a, b in pairs),
+    ]
+
+
+def opened(links: Sequence[Link]) -> dict[Link, Channel]:
+    return open_channels(links, "gloo", "cpu", LIMIT)
+
+
+def close(channels: dict[Link, Channel]) -> None:
+    for channel in channels.values():
+        channel.close()
+
+
+def number(value: int) -> Tensor:
+    return torch.tensor([value])
+
+
+def every_link_of_a_pipeline_carries_its_own_messages_in_order(rank: int) -> None:
+    """Fifty messages under way on every link of a four-stage pipeline at once, all posted before any is waited for."""
+    links = pipeline(range(4))
+    channels = opened(links)
+    assert set(channels) == {link for link in links if rank in link[1:]}
+    assert (len(channels), rank) in {(4, 0), (6, 1), (6, 2), (4, 3)}
+    transfers = []
+    inboxes: list[tuple[Link, int, Tensor]] = []
+    for i in range(50):
+        for link, channel in channels.items():
+            if rank == channel.source:
+                transfers.append(channel.send([number(1000 * links.index(link) + i)]))
+            else:
+                inboxes.append((link, i, number(-1)))
+                transfers.append(channel.receive([inboxes[-1][2]]))
+    for transfer in transfers:
+        transfer.wait()
+    assert all(inbox.item() == 1000 * links.index(link) + i for link, i, inbox in inboxes)
+    close(channels)
+
+
+def replicas_open_different_links_at_the_same_time(rank: int) -> None:
+    """Two pipelines of two stages; the second opens its links twice over, so that it makes more groups."""
+    mine = (0, 1) if rank < 2 else (2, 3)
+    for _ in range(1 if rank < 2 else 2):
+        channels = opened(pipeline(mine))
+        link = ("evict", *mine)
+        inbox = number(-1)
+        if rank == mine[0]:
+            channels[link].send([number(rank)]).wait()
+        else:
+            channels[link].receive([inbox]).wait()
+            assert inbox.item() == mine[0]
+        close(channels)
+
+
+def between_two(act: Callable[[int, dict[Link, Channel]], None]) -> Callable[[int], None]:
+    """Run `act` on ranks 0 and 1 with a channel each way."""
+
+    def case(rank: int) -> None:
+        if rank < 2:
+            channels = opened([DOWN, UP])
+            act(rank, channels)
+            close(channels)
+
+    case.__name__ = act.__name__
+    return case
+
+
+@between_two
+def data_may_be_swapped_while_sending(rank: int, channels: dict[Link, Channel]) -> None:
+    """The message once followed the tensor to its new memory: losses became NaN when outputs were deallocated early."""
+    size = 1 << 20
+    if rank == 0:
+        tensor = torch.arange(size, dtype=torch.float32).requires_grad_()
+        transfer = channels[DOWN].send([tensor])
+        tensor.data = torch.full((1,), torch.nan)
+        rubbish = [torch.full((size,), torch.nan) for _ in range(4)]  # would land in freed memory
+        channels[DOWN].send([number(0)]).wait()
+        transfer.wait()
+        assert len(rubbish) == 4
+    else:
+        inbox = torch.zeros(size)
+        first = channels[DOWN].receive([inbox])
+        channels[DOWN].receive([number(-1)]).wait()
+        first.wait()
+        assert torch.equal(inbox, torch.arange(size, dtype=torch.float32))
+
+
+@between_two
+def a_buffer_may_be_swapped_while_receiving(rank: int, channels: dict[Link, Channel]) -> None:
+    if rank == 0:
+        channels[DOWN].send([number(7)]).wait()
+    else:
+        memory = number(-1)
+        buffer = memory.detach()
+        transfer = channels[DOWN].receive([buffer])
+        buffer.data = number(-2)
+        transfer.wait()
+        assert (memory.item(), buffer.item()) == (7, -2)
+
+
+@between_two
+def transfers_may_be_waited_for_in_any_order_and_twice(rank: int, channels: dict[Link, Channel]) -> None:
+    inboxes = [torch.zeros(1000 * (i + 1)) for i in range(10)]
+    if rank == 0:
+        transfers = [channels[DOWN].send([torch.full_like(inbox, i)]) for i, inbox in enumerate(inboxes)]
+    else:
+        transfers = [channels[DOWN].receive([inbox]) for inbox in inboxes]
+    for i in (9, 0, 5, 5, 1, 8, 2, 9, 7, 3, 6, 4):
+        transfers[i].wait()
+        assert rank == 0 or bool((inboxes[i] == i).all())
+
+
+@between_two
+def a_message_is_any_list_of_tensors(rank: int, channels: dict[Link, Channel]) -> None:
+    """Mixed dtypes, a transposed tensor, a scalar, and empty tensors that take no part."""
+    message = [
+        torch.arange(6, dtype=torch.float32).reshape(2, 3).t(),
+        torch.zeros(0),
+        torch.tensor([1.5, -2.25], dtype=torch.bfloat16),
+        torch.tensor(True),
+        torch.zeros(3, 0),
+        torch.arange(5, dtype=torch.uint8),
+    ]
+    if rank == 0:
+        channels[DOWN].send(message).wait()
+        channels[DOWN].send([]).wait()
+        channels[DOWN].send([torch.zeros(0)]).wait()
+        channels[DOWN].send([number(1)]).wait()
+    else:
+        inbox = [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in message]
+        channels[DOWN].receive(inbox).wait()
+        assert all(torch.equal(got, sent) for got, sent in zip(inbox, message, strict=True))
+        last = number(-1)
+        channels[DOWN].receive([last]).wait()
+        assert last.item() == 1
+
+
+@between_two
+def a_link_has_one_direction(rank: int, channels: dict[Link, Channel]) -> None:
+    forbidden = channels[DOWN].receive if rank == 0 else channels[DOWN].send
+    with pytest.raises(ValueError, match="channel 0 -> 1: the "):
+        forbidden([number(0)])
+
+
+@between_two
+def buffers_must_be_contiguous(rank: int, channels: dict[Link, Channel]) -> None:
+    """A copy would be filled in place of the buffer."""
+    if rank == 1:
+        with pytest.raises(ValueError, match="contiguous buffers only"):
+            channels[DOWN].receive([torch.zeros(2, 3).t()])
+
+
+def closed_links_can_be_opened_again(rank: int) -> None:
+    for _ in range(3):
+        exchange(rank)
+
+
+@between_two
+def exchange(rank: int, channels: dict[Link, Channel]) -> None:
+    inbox = number(-1)
+    out, into = (DOWN, UP) if rank == 0 else (UP, DOWN)
+    receiving = channels[into].receive([inbox])
+    channels[out].send([number(rank)]).wait()
+    receiving.wait()
+    assert inbox.item() == 1 - rank
+
+
+def a_rank_has_no_link_to_itself(rank: int) -> None:
+    with pytest.raises(ValueError, match="leave it out"):
+        opened([("forward", rank, rank)])
+
+
+def an_unknown_backend_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match="gloo or nccl, not 'mpi'"):
+        open_channels([("forward", rank, (rank + 1) % WORLD)], "mpi", "cpu")
+
+
+CASES: tuple[Callable[[int], None], ...] = (
+    every_link_of_a_pipeline_carries_its_own_messages_in_order,
+    replicas_open_different_links_at_the_same_time,
+    data_may_be_swapped_while_sending,
+    a_buffer_may_be_swapped_while_receiving,
+    transfers_may_be_waited_for_in_any_order_and_twice,
+    a_message_is_any_list_of_tensors,
+    a_link_has_one_direction,
+    buffers_must_be_contiguous,
+    closed_links_can_be_opened_again,
+    a_rank_has_no_link_to_itself,
+    an_unknown_backend_is_refused,
+)
+
+
+def main(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=LIMIT)
+    outcome = {}
+    for case in CASES:
+        try:
+            case(rank)
+            outcome[case.__name__] = "ok"
+        except Exception:
+            outcome[case.__name__] = traceback.format_exc()
+    (folder / f"rank-{rank}.json").write_text(json.dumps(outcome))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    mp.start_processes(main, (Path(sys.argv[1]),), WORLD, start_method="fork")

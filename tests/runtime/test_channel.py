@@ -1,0 +1,42 @@
+"""Channels between four real gloo processes: order, ownership of what is under way, opening, closing, refusals."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("channel_cases.py")
+
+CASES = (
+    "every_link_of_a_pipeline_carries_its_own_messages_in_order",
+    "replicas_open_different_links_at_the_same_time",
+    "data_may_be_swapped_while_sending",
+    "a_buffer_may_be_swapped_while_receiving",
+    "transfers_may_be_waited_for_in_any_order_and_twice",
+    "a_message_is_any_list_of_tensors",
+    "a_link_has_one_direction",
+    "buffers_must_be_contiguous",
+    "closed_links_can_be_opened_again",
+    "a_rank_has_no_link_to_itself",
+    "an_unknown_backend_is_refused",
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """For each rank, what became of each case."""
+    folder = tmp_path_factory.mktemp("channels")
+    run = subprocess.run([sys.executable, SCRIPT, folder], timeout=200, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_channels(case: str, outcomes: list[dict[str, str]]) -> None:
+    assert [outcome[case] for outcome in outcomes] == ["ok"] * 4
+
+
+def test_every_case_is_listed_here(outcomes: list[dict[str, str]]) -> None:
+    assert tuple(outcomes[0]) == CASES

@@ -1,0 +1,131 @@
+"""The slot pool: aligned parts, reuse without the allocator, exact counting of what is accepted."""
+
+import pytest
+import torch
+from evenpipe.runtime.counters import MemoryCounter
+from evenpipe.runtime.pool import ALIGNMENT, Slot, SlotPool, aligned_bytes
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SIZES = st.lists(st.integers(0, 3000), max_size=8)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the calls that make new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.calls += func is torch.ops.aten.empty.memory_format
+        return func(*args, **(kwargs or {}))
+
+
+@given(SIZES)
+def test_parts_have_the_sizes_asked_for_are_aligned_and_do_not_overlap(sizes: list[int]) -> None:
+    pool = SlotPool("cpu")
+    slot = pool.acquire(sum(sizes))
+    parts = slot.parts(sizes)
+    assert [part.numel() for part in parts] == sizes
+    assert {part.dtype for part in parts} <= {torch.uint8}
+    for i, part in enumerate(parts):
+        part.fill_(i)
+    assert all(bool((part == i).all()) for i, part in enumerate(parts))
+    assert all((part.data_ptr() - slot.buffer.data_ptr()) % ALIGNMENT == 0 for part in parts if part.numel())
+    again = slot.parts(sizes)
+    assert [part.data_ptr() for part in again] == [part.data_ptr() for part in parts]
+
+
+def test_a_slot_of_the_aligned_size_never_grows() -> None:
+    sizes = [1, 512, 513, 0, 7]
+    assert aligned_bytes(sizes) == 512 + 512 + 1024 + 0 + 512
+    slot = SlotPool("cpu").acquire(aligned_bytes(sizes))
+    buffer = slot.buffer
+    slot.parts(sizes)
+    assert slot.buffer is buffer
+
+
+def test_steady_state_calls_no_allocator() -> None:
+    """Two micro-batches accepted at a time, of sizes that alternate and need padding."""
+    pool = SlotPool("cpu")
+    sizes = [[1000, 30], [2000, 1], [10] * 5]
+
+    def accept_a_few() -> None:
+        held: list[Slot] = []
+        for i in range(12):
+            if len(held) == 2:
+                pool.release(held.pop(0))
+            slot = pool.acquire(sum(sizes[i % 3]))
+            slot.parts(sizes[i % 3])
+            held.append(slot)
+        for slot in held:
+            pool.release(slot)
+
+    with Allocations() as first:
+        accept_a_few()
+    with Allocations() as second:
+        accept_a_few()
+    assert first.calls > 0
+    assert second.calls == 0
+
+
+def test_reserved_slots_are_there_when_needed() -> None:
+    pool = SlotPool("cpu")
+    pool.reserve(3, 4096)
+    assert pool.allocated_bytes == 3 * 4096
+    with Allocations() as allocations:
+        slots = [pool.acquire(4000) for _ in range(3)]
+    assert allocations.calls == 0
+    assert len({slot.buffer.data_ptr() for slot in slots}) == 3
+
+
+def test_reserving_counts_what_is_there_and_replaces_what_is_too_small() -> None:
+    pool = SlotPool("cpu")
+    pool.reserve(2, 100)
+    pool.reserve(2, 50)
+    assert pool.allocated_bytes == 200
+    pool.reserve(3, 1000)
+    assert pool.allocated_bytes == 3000
+
+
+def test_a_slot_too_small_is_replaced_not_kept_beside() -> None:
+    pool = SlotPool("cpu")
+    pool.release(pool.acquire(100))
+    pool.release(pool.acquire(1000))
+    assert pool.allocated_bytes == 1000
+
+
+def test_the_smallest_slot_that_fits_is_lent() -> None:
+    pool = SlotPool("cpu")
+    large, small = pool.acquire(1000), pool.acquire(100)
+    pool.release(large)
+    pool.release(small)
+    assert pool.acquire(90) is small
+    assert pool.acquire(90) is large
+
+
+def test_accepted_bytes_are_what_was_asked_for_not_what_is_reserved() -> None:
+    counter = MemoryCounter()
+    pool = SlotPool("cpu", counter)
+    pool.reserve(2, 4096)
+    assert counter.accepted_bytes == 0
+    slots = [pool.acquire(1000), pool.acquire(30)]
+    assert (counter.accepted_bytes, counter.accepted_units, pool.in_use) == (1030, 2, 2)
+    for slot in slots:
+        pool.release(slot)
+    assert (counter.accepted_bytes, counter.accepted_units, pool.in_use) == (0, 0, 0)
+    assert (counter.peak_bytes, counter.peak_units) == (1030, 2)
+
+
+def test_a_slot_is_released_once_and_where_it_came_from() -> None:
+    pool = SlotPool("cpu")
+    slot = pool.acquire(10)
+    with pytest.raises(ValueError, match="not on loan from this pool"):
+        SlotPool("cpu").release(slot)
+    pool.release(slot)
+    with pytest.raises(ValueError, match="not on loan from this pool"):
+        pool.release(slot)
+    with pytest.raises(ValueError, match="-1 bytes"):
+        pool.acquire(-1)

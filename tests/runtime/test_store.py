@@ -1,0 +1,623 @@
+"""The activation store: what it counts, what it moves, and that gradients cannot tell."""
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  (the field's name for it)
+from evenpipe.runtime.counters import MemoryCounter
+from evenpipe.runtime.store import ActivationStore
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+torch.set_num_threads(1)
+
+
+def evict(store: ActivationStore, key: object) -> list[Tensor]:
+    """Take a micro-batch's memory away, as a send to the partner does; return what the partner then has."""
+    views = store.shippable(key)
+    memory = [StorageWeakRef(view.untyped_storage()) for view in views]
+    copies = [view.clone() for view in views]
+    del views
+    store.release(key)
+    assert all(storage.expired() for storage in memory)
+    return copies
+
+
+def load(store: ActivationStore, key: object, copies: Sequence[Tensor]) -> None:
+    views = store.refill(key)
+    assert [view.numel() for view in views] == [copy.numel() for copy in copies]
+    for view, copy in zip(views, copies, strict=True):
+        view.copy_(copy)
+
+
+class InPlace(nn.Module):
+    """Modifies tensors in place before and after autograd saves others, and saves an output in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y.mul_(2.0)
+        y.relu_()
+        z = y + 1.0
+        z.add_(y)  # neither is needed for backward by anything before
+        return z.exp_()
+
+
+class Views(nn.Module):
+    """One storage, saved as slices, transposes and expanded views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        scores = torch.softmax(q @ k.transpose(-1, -2), dim=-1)
+        return (scores @ v) * q[:, :1].expand_as(v)
+
+
+class Checkpointed(nn.Module):
+    """Recomputed in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 8))
+        self.outer = nn.Linear(8, 8)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.outer(checkpoint(self.inner, torch.tanh(x), use_reentrant=self.reentrant))
+        return out
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(x, factor)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, factor = ctx.saved_tensors
+        assert ctx.saved_tensors[0].data_ptr() == x.data_ptr()
+        return grad * factor, (grad * x).sum(0)
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.linspace(1, 2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Scale.apply(x.sin(), self.factor)
+        return out
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.GELU(), nn.LayerNorm(8), nn.Dropout(0.3))
+
+
+def transformer_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp,
+    "transformer layer with dropout": lambda: nn.Sequential(nn.Unflatten(0, (2, 3)), transformer_layer()),
+    "relu saves its output": lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.ReLU()),
+    "in-place operations": InPlace,
+    "views": Views,
+    "checkpoint": lambda: Checkpointed(reentrant=False),
+    "reentrant checkpoint": lambda: Checkpointed(reentrant=True),
+    "custom function": Custom,
+    "bf16": lambda: mlp().to(torch.bfloat16),
+}
+
+
+def step(module: nn.Module, away: bool) -> list[Tensor]:
+    """Forward and backward of one micro-batch; return the output and every gradient, the input's first."""
+    torch.manual_seed(1)
+    module.zero_grad()
+    parameters = list(module.parameters())
+    x = torch.randn(6, 8).to(parameters[0].dtype).requires_grad_()
+    store = ActivationStore(parameters)
+    with store.recording("F0"):
+        y = module(x)
+    store.attach("F0", x)
+    if away:
+        before = store.counter.own_bytes
+        copies = evict(store, "F0")
+        assert copies
+        assert store.counter.own_bytes == before - sum(copy.numel() for copy in copies)
+        assert not store.resident("F0")
+        torch.randn(1000)  # takes the memory that was freed
+        load(store, "F0", copies)
+        assert store.resident("F0")
+        assert store.counter.own_bytes == before
+    y.float().square().sum().backward()
+    store.assert_empty()
+    assert store.counter.own_bytes == 0
+    gradients = [p.grad for p in (x, *parameters)]
+    return [y.detach(), *(g for g in gradients if g is not None)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_bitwise_the_same_after_a_round_trip(name: str) -> None:
+    torch.manual_seed(0)
+    module = MODELS[name]()
+    stayed, returned = step(module, away=False), step(module, away=True)
+    assert len(stayed) > 1
+    assert all(torch.equal(a, b) for a, b in zip(stayed, returned, strict=True))
+
+
+def test_gradients_are_those_of_plain_autograd() -> None:
+    torch.manual_seed(0)
+    module = mlp()
+    recorded = step(module, away=True)
+    torch.manual_seed(1)
+    module.zero_grad()
+    x = torch.randn(6, 8).requires_grad_()
+    module(x).square().sum().backward()
+    plain = [x.grad, *(p.grad for p in module.parameters())]
+    assert all(a is not None and torch.equal(a, b) for a, b in zip(plain, recorded[1:], strict=True))
+
+
+def test_bytes_are_those_of_the_storages_saved_counted_once() -> None:
+    """sin saves its input (x: 48 bytes), the product both factors (sin and cos: 48 each), cos its input (x again)."""
+    x = torch.randn(12).requires_grad_()
+    store = ActivationStore()
+    with store.recording(0):
+        y = (x.sin() * x.cos()).sum()
+    assert store.nbytes(0) == store.counter.own_bytes == 3 * 48
+    y.backward()
+    assert store.counter.own_bytes == 0
+    assert store.counter.peak_bytes == 3 * 48
+
+
+def test_a_view_holds_its_whole_storage() -> None:
+    x = torch.randn(100, 10)
+    w = nn.Parameter(torch.randn(10))
+    store = ActivationStore([w])
+    with store.recording(0):
+        y = x[:1] * w
+    assert store.counter.own_bytes == 100 * 10 * 4
+    del y
+    assert store.counter.own_bytes == 0
+
+
+def test_parameters_are_neither_counted_nor_moved() -> None:
+    linear = nn.Linear(8, 8)
+    store = ActivationStore(linear.parameters())
+    x = torch.randn(2, 8)
+    with store.recording(0):
+        y = linear(linear(x))
+    assert store.counter.own_bytes == 2 * (2 * 8 * 4)  # x and the first result
+    assert [view.numel() for view in store.shippable(0)] == [2 * 8 * 4]  # x is ours to keep
+    del y
+
+
+def test_parameters_are_recognised_after_their_data_was_exchanged() -> None:
+    """Wrappers that shard or flatten parameters set `.data` long after the store was made."""
+    linear = nn.Linear(8, 8, bias=False)
+    store = ActivationStore(linear.parameters())
+    linear.weight.data = torch.randn(64)[:64].view(8, 8)
+    with store.recording(0):
+        y = linear(torch.randn(2, 8).requires_grad_())
+    assert store.counter.own_bytes == 2 * 8 * 4
+    del y
+
+
+def test_backward_sees_a_parameter_s_present_data() -> None:
+    """As under plain autograd: a leaf saved as it is follows its `.data`."""
+    w = nn.Parameter(torch.tensor([2.0]))
+    x = torch.tensor([1.0], requires_grad=True)
+    store = ActivationStore([w])
+    with store.recording(0):
+        y = x * w
+    w.data = torch.tensor([5.0])
+    y.backward()
+    assert x.grad is not None
+    assert x.grad.item() == 5.0
+
+
+def test_what_others_hold_is_not_moved() -> None:
+    """A slice of the data set, a mask that the caller keeps, a module's buffer and a tensor kept on a ctx."""
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            y = x * 2
+            ctx.save_for_backward(y)
+            ctx.kept = y.detach()
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            return grad * ctx.saved_tensors[0]
+
+    data_set, mask, buffer = torch.randn(100, 4), torch.ones(4), torch.ones(4)
+    w = nn.Parameter(torch.randn(4))
+    store = ActivationStore([w])
+    with store.recording(0):
+        y = Keeps.apply(data_set[3:5] * w * mask * buffer).exp()
+    assert store.counter.own_bytes == 1600 + 16 + 16 + 32 + 32
+    assert [view.numel() for view in store.shippable(0)] == []
+    del y
+    assert store.counter.own_bytes == 0
+
+
+def test_python_references_to_a_storage_count_as_holders() -> None:
+    x = torch.randn(4, requires_grad=True)
+    store = ActivationStore()
+    with store.recording(0):
+        y = x.exp()
+        z = y * y
+    storage = y.untyped_storage()
+    del y
+    assert store.shippable(0) == []
+    del storage
+    assert len(store.shippable(0)) == 1
+    del z
+
+
+def test_a_mask_shared_by_micro_batches_counts_once_and_stays() -> None:
+    w = nn.Parameter(torch.randn(4))
+    store = ActivationStore([w])
+    mask = torch.ones(4)
+    outputs = []
+    for key in (0, 1):
+        with store.recording(key):
+            outputs.append(w * mask)
+    del mask  # now only autograd holds it, twice
+    assert store.counter.own_bytes == 16
+    assert store.shippable(0) == store.shippable(1) == []
+    store.release(0)
+    outputs[1].sum().backward()
+    assert (store.nbytes(0), store.counter.own_bytes) == (16, 16)
+    assert store.refill(0) == []
+    outputs[0].sum().backward()
+    assert store.counter.own_bytes == 0
+
+
+def test_memory_is_free_once_released_and_views_are_gone() -> None:
+    x = torch.randn(1000).requires_grad_()
+    store = ActivationStore()
+    with store.recording(0):
+        y = x.exp().exp().sum()
+    views = store.shippable(0)
+    memory = [StorageWeakRef(view.untyped_storage()) for view in views]
+    assert len(memory) == 2
+    store.release(0)
+    assert not any(storage.expired() for storage in memory)  # still under way
+    del views
+    assert all(storage.expired() for storage in memory)
+    del y
+
+
+def test_the_received_input_goes_with_its_micro_batch() -> None:
+    """Graph and caller keep the input's tensor alive, so its memory is free only if the tensor lets go of it."""
+    received = torch.randn(4, 8).requires_grad_()
+    values = received.detach().clone()
+    memory = StorageWeakRef(received.untyped_storage())
+    store = ActivationStore()
+    with store.recording(0):
+        y = received.sin()
+    assert store.shippable(0) == []
+    store.attach(0, received)
+    store.attach(0, received)  # saying it twice makes it no second holder
+    (copy,) = evict(store, 0)
+    assert received.numel() == 0
+    assert memory.expired()
+    load(store, 0, [copy])
+    assert torch.equal(received, values)
+    y.sum().backward()
+    assert received.grad is not None
+    assert torch.equal(received.grad, values.cos())
+
+
+def test_an_input_that_autograd_did_not_save_is_left_alone() -> None:
+    received = torch.randn(4).requires_grad_()
+    store = ActivationStore()
+    with store.recording(0):
+        y = (received + 1).exp()
+    store.attach(0, received)
+    z = y + 1
+    del y
+    evict(store, 0)
+    assert received.numel() == 4
+    del z
+
+
+def test_attaching_keeps_nothing_alive() -> None:
+    received = torch.randn(4).requires_grad_()
+    gone = weakref.ref(received)
+    store = ActivationStore()
+    with store.recording(0):
+        y = received.sin()
+    store.attach(0, received)
+    del received, y
+    assert gone() is None
+
+
+def test_backward_before_loading_is_refused() -> None:
+    x = torch.randn(4).requires_grad_()
+    store = ActivationStore()
+    with store.recording(0):
+        y = x.exp().exp().sum()
+    evict(store, 0)
+    with pytest.raises(RuntimeError, match="at the partner stage: they must be loaded before their backward"):
+        y.backward()
+
+
+def test_in_place_modification_of_a_saved_tensor_is_still_an_error() -> None:
+    """Saved-tensor hooks switch autograd's own check off; a wrong gradient would follow without a word."""
+    x = torch.randn(4).requires_grad_()
+    store = ActivationStore()
+    with store.recording(0):
+        a = x * 1.0
+        y = (a * a).sum()
+    a.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified in place before its backward"):
+        y.backward()
+
+
+def test_memory_goes_as_backward_goes() -> None:
+    """Handles die node by node, so half-way through backward only the rest is counted."""
+    x = torch.randn(25).requires_grad_()
+    store = ActivationStore()
+    seen: list[int] = []
+    with store.recording(0):
+        a = x.exp()
+        b = a.exp()
+        c = b.exp()
+    a.register_hook(lambda grad: seen.append(store.counter.own_bytes))
+    del a, b
+    c.sum().backward()
+    assert seen == [100]  # a, for its own node
+    store.assert_empty()
+    assert store.counter.own_bytes == 0
+    del c
+
+
+def test_a_graph_that_is_dropped_leaves_nothing_here_or_away() -> None:
+    for away in (False, True):
+        x = torch.randn(4).requires_grad_()
+        store = ActivationStore()
+        with store.recording(0):
+            y = x.exp().exp()
+        store.attach(0, x)
+        if away:
+            evict(store, 0)
+        assert store.leftover() == [0]
+        del y
+        store.assert_empty()
+        assert store.leftover() == []
+        assert (store.counter.own_bytes, store.counter.own_units) == (0, 0)
+
+
+def test_no_reference_cycles() -> None:
+    """Memory that waits for the cycle collector is memory that is not there when it is needed."""
+    gc.collect()
+    gc.disable()
+    try:
+        torch.manual_seed(0)
+        step(mlp(), away=True)
+        x = torch.randn(4).requires_grad_()
+        store = ActivationStore()
+        with store.recording(0):
+            y = x.exp().relu()
+        store.attach(0, y)
+        evict(store, 0)
+        freed = weakref.ref(store)
+        del x, y, store
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+def test_leftovers_are_named() -> None:
+    x = torch.randn(4).requires_grad_()
+    store = ActivationStore()
+    with store.recording("F3"):
+        y = x.exp()
+    with pytest.raises(RuntimeError, match="outlive the batch: 16 bytes of micro-batches F3"):
+        store.assert_empty()
+    store.discard_all()
+    assert store.leftover() == []
+    assert store.counter.own_bytes == 16  # the graph still holds it
+    del y
+    assert store.counter.own_bytes == 0
+    store.assert_empty()
+
+
+def test_tensor_subclasses_and_sparse_tensors_stay_as_they_are() -> None:
+    class Tagged(Tensor):
+        pass
+
+    w = nn.Parameter(torch.randn(4))
+    tagged = torch.ones(4).as_subclass(Tagged)
+    sparse = torch.eye(4).to_sparse()
+    dense = torch.randn(4, 2).requires_grad_()
+    store = ActivationStore([w])
+    with store.recording(0):
+        y = w * tagged
+        z = torch.sparse.mm(sparse, dense)
+    assert store.excluded_names == {"Tagged": 1, "Tensor": 1}
+    assert store.shippable(0) == []
+    (y.sum() + z.sum()).backward()
+    assert w.grad is not None
+    assert torch.equal(w.grad, torch.ones(4))
+
+
+@pytest.mark.parametrize("bit", ["conjugate", "negative"])
+def test_lazily_conjugated_and_negated_tensors_stay(bit: str) -> None:
+    """Geometry does not tell them from their base."""
+    x = torch.randn(4, dtype=torch.complex64).requires_grad_()
+    store = ActivationStore()
+    with store.recording(0):
+        lazy = (x * 1).conj() if bit == "conjugate" else (x * 1).conj().imag
+        assert lazy.is_conj() or lazy.is_neg()
+        y = lazy * lazy
+    del lazy
+    assert store.shippable(0) == []
+    y.abs().sum().backward()
+    assert x.grad is not None
+
+
+def test_only_the_given_device_is_moved() -> None:
+    x = torch.randn(4).requires_grad_()
+    store = ActivationStore(device="meta")
+    with store.recording(0):
+        y = x.exp().exp()
+    assert store.shippable(0) == []
+    del y
+
+
+def test_empty_storages_are_not_moved() -> None:
+    x = torch.randn(0).requires_grad_()
+    store = ActivationStore()
+    with store.recording(0):
+        y = x.exp().exp().sum()
+    assert store.shippable(0) == []
+    y.backward()
+
+
+def test_two_blocks_with_one_key_are_one_micro_batch() -> None:
+    x = torch.randn(4).requires_grad_()
+    store = ActivationStore()
+    with store.recording(0):
+        y = x.exp().exp()
+    with store.recording(0):
+        z = y.exp().exp()
+    del y
+    assert store.counter.own_units == 1
+    load(store, 0, evict(store, 0))
+    z.sum().backward()
+    store.assert_empty()
+
+
+def test_nothing_saved_means_nothing_live() -> None:
+    store = ActivationStore()
+    with store.recording(0), torch.no_grad():
+        torch.ones(4).exp()
+    assert (store.leftover(), store.counter.own_units, store.counter.peak_units) == ([], 0, 1)
+    assert store.shippable(0) == store.refill(0) == []
+    store.release(0)
+    assert store.resident(0)
+    assert store.nbytes(0) == 0
+
+
+def test_a_torch_that_cannot_tell_holders_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    x = torch.randn(4).requires_grad_()
+    store = ActivationStore()
+    with store.recording(0):
+        y = x.exp().exp()
+    with pytest.raises(RuntimeError, match="cannot tell who else holds saved memory"):
+        store.shippable(0)
+    del y
+
+
+def test_the_peak_is_the_hand_computed_sum() -> None:
+    """Three micro-batches of 800 bytes each; one is away while the third is made."""
+    counter = MemoryCounter()
+    store = ActivationStore(counter=counter)
+    outputs = []
+
+    def forward(key: int) -> None:
+        x = torch.randn(100).requires_grad_()
+        with store.recording(key):
+            outputs.append(x.sin().exp().sin().sum())
+        store.attach(key, x)
+
+    forward(0)
+    one = store.nbytes(0)
+    assert one == 2 * 400  # x for sin; exp's result, for exp and for the outer sin
+    forward(1)
+    copies = evict(store, 0)
+    assert counter.own_bytes == one
+    forward(2)
+    assert (counter.peak_bytes, counter.peak_units) == (2 * one, 2)
+    outputs[1].backward()
+    load(store, 0, copies)
+    outputs[2].backward()
+    outputs[0].backward()
+    assert (counter.peak_bytes, counter.peak_units, counter.evicted_bytes) == (2 * one, 2, one)
+    store.assert_empty()
+
+
+MICRO_BATCHES = 4
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_order_of_evictions_and_loads_gives_the_same_gradients(data: st.DataObject) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4), nn.Tanh())
+    mask = torch.ones(3, 4)
+    inputs = [torch.randn(3, 4) for _ in range(MICRO_BATCHES)]
+
+    def gradients(choose: Callable[[Sequence[str]], str] | None) -> list[Tensor]:
+        module.zero_grad()
+        store = ActivationStore(module.parameters())
+        received, outputs, away = [], [], dict[int, list[Tensor]]()
+        for key, values in enumerate(inputs):
+            received.append(values.clone().requires_grad_())
+            with store.recording(key):
+                outputs.append((module(received[-1]) * mask).square().sum())
+            store.attach(key, received[-1])
+        sizes = [store.nbytes(key) for key in range(MICRO_BATCHES)]
+        assert store.counter.own_bytes == sum(sizes)
+        todo = list(range(MICRO_BATCHES))
+        while (
+            choose is not None
+            and (move := choose(["stop", *(f"E{i}" for i in todo), *(f"B{i}" for i in todo)])) != "stop"
+        ):
+            key = int(move[1:])
+            if key in away:
+                load(store, key, away.pop(key))
+            elif move[0] == "E":
+                away[key] = evict(store, key)
+            if move[0] == "B":
+                outputs[key].backward()
+                todo.remove(key)
+            gone = sum(copy.numel() for copies in away.values() for copy in copies)
+            kept = mask.nbytes if todo else 0
+            assert store.counter.own_bytes == sum(sizes[i] - (mask.nbytes if i == 0 else 0) for i in todo) + kept - gone
+            assert store.counter.own_units == len(todo) - len(away)
+        for key in todo:
+            if key in away:
+                load(store, key, away.pop(key))
+            outputs[key].backward()
+        store.assert_empty()
+        return [x.grad for x in received if x.grad is not None]
+
+    plain = gradients(None)
+    shuffled = gradients(lambda moves: data.draw(st.sampled_from(moves)))
+    assert len(plain) == MICRO_BATCHES
+    assert all(torch.equal(a, b) for a, b in zip(plain, shuffled, strict=True))
+
+
+def test_softmax_and_dropout_of_a_real_layer_leave_completely() -> None:
+    """Everything that a transformer layer saved, but for its parameters, is exclusive: nothing is left on the stage."""
+    torch.manual_seed(0)
+    layer = transformer_layer()
+    x = torch.randn(2, 3, 8).requires_grad_()
+    store = ActivationStore(layer.parameters())
+    with store.recording(0):
+        y = layer(x)
+    store.attach(0, x)
+    y = F.mse_loss(y, torch.zeros(()).expand_as(y))
+    evict(store, 0)
+    assert store.counter.own_bytes == 0
+    del y
