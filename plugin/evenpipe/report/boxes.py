@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 
 from evenpipe.report.palette import COLOURS
 from evenpipe.report.timeline import Timeline
-from evenpipe.schedule import COMPUTE, EVICT, RETURN, Action, Kind
+from evenpipe.schedule import COMPUTE, DEPARTING, Action, Kind
 
 __all__ = ["draw_boxes"]
 
@@ -69,7 +69,7 @@ def _place(action: Action) -> tuple[float, float]:
     """(top, height) of an action's box within its stage's row."""
     if action.kind in COMPUTE:
         return _BOX
-    return _LEAVING if action.kind in (EVICT, RETURN) else _ARRIVING
+    return _LEAVING if action.kind in DEPARTING else _ARRIVING
 
 
 def _shade(kind: Kind, chunk: int, chunks: int) -> tuple[float, float, float]:

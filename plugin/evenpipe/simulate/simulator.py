@@ -43,15 +43,14 @@ def simulate(program: Program, costs: Costs, unit_bytes: Sequence[Sequence[int]]
     results = tuple(
         StageResult(
             busy_ms=clock.busy_ms,
-            idle_ms=makespan_ms - clock.busy_ms,
+            idle_ms=max(0.0, makespan_ms - clock.busy_ms),  # sums of the same times may round differently
             peak_live=clock.meter.peak_live,
             peak_bytes=clock.meter.peak_bytes,
             memory=tuple(clock.meter.curve),
         )
         for clock in clocks
     )
-    offered_ms = makespan_ms * stages
-    bubble_fraction = 1 - sum(clock.busy_ms for clock in clocks) / offered_ms if offered_ms else 0.0
+    bubble_fraction = sum(result.idle_ms for result in results) / (makespan_ms * stages) if makespan_ms else 0.0
     return Simulation(makespan_ms, bubble_fraction, results, tuple(clock.timeline() for clock in clocks))
 
 

@@ -1,0 +1,94 @@
+"""Links: sender and receiver meet, the wire carries one message at a time, in order."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from evenpipe.schedule import Link, Message, Schedule, lower
+from evenpipe.simulate import Costs, SimulationError, Wire, simulate
+from evenpipe.simulate.network import Flight, Network
+
+from tests.simulate.pipelines import run
+
+LINK = Link("forward", 0, 1)
+FIRST, SECOND = Message(LINK, 0, 0), Message(LINK, 1, 0)
+
+
+def network(wire: Wire) -> Network:
+    return Network(Costs(forward_ms=(1.0,) * 2, backward_ms=(1.0,) * 2, wires={"forward": wire}))
+
+
+@pytest.mark.parametrize(("sent", "posted"), [(1.0, 4.0), (4.0, 1.0)])
+def test_transmission_starts_when_both_ends_are_there(sent: float, posted: float) -> None:
+    net = network(Wire(latency_ms=0.5, transmit_ms=2.0))
+    assert not net.send(FIRST, sent)
+    assert net.post(FIRST, posted)
+    assert net.flights[FIRST] == Flight(4.0, 6.5)
+
+
+def test_the_wire_is_busy_for_the_transmission_but_not_for_the_latency() -> None:
+    net = network(Wire(latency_ms=10.0, transmit_ms=2.0))
+    for message in (FIRST, SECOND):
+        net.post(message, 0.0)
+        net.send(message, 0.0)
+    assert net.flights == {FIRST: Flight(0.0, 12.0), SECOND: Flight(2.0, 14.0)}
+
+
+def test_a_burst_of_forwards_queues_on_a_slow_link() -> None:
+    """GPipe on a link three times slower than a forward: arrivals are one transmission apart."""
+    simulation = run("gpipe", 2, 4, link=Wire(transmit_ms=3.0))
+    starts = [span.start_ms for span in simulation.timeline[1] if span.action.kind == "F"]
+    assert starts == [4.0, 7.0, 10.0, 13.0]
+
+
+def test_opposite_directions_do_not_share_a_wire() -> None:
+    there, back = Link("forward", 0, 1), Link("backward", 1, 0)
+    slow = Wire(transmit_ms=5.0)
+    costs = Costs(forward_ms=(1.0,) * 2, backward_ms=(1.0,) * 2, links={there: slow})
+    assert costs.wire(there) == slow
+    assert costs.wire(back) == Wire()
+
+
+def test_one_slow_link_differs_from_its_kind() -> None:
+    program = lower(Schedule.parse(["F0 B0"] * 3))
+    usual, slow = Wire(transmit_ms=1.0), Wire(transmit_ms=4.0)
+    costs = Costs((1.0,) * 3, (1.0,) * 3, wires={"forward": usual}, links={Link("forward", 1, 2): slow})
+    assert simulate(program, costs).timeline[2][0].start_ms == 1 + 1 + 1 + 4
+
+
+def test_bandwidth_is_in_gigabytes_a_second() -> None:
+    assert Wire.of(message_bytes=10_000_000, gbps=2.5, latency_ms=0.1) == Wire(latency_ms=0.1, transmit_ms=4.0)
+
+
+def test_ends_that_disagree_are_named() -> None:
+    program = lower(Schedule.parse(["F0 F1 B0 B1", "F1 F0 B0 B1"]))
+    with pytest.raises(SimulationError, match=r"link forward 0→1: unit 0\.0 is sent where 1\.0 is expected"):
+        simulate(program, Costs((1.0,) * 2, (1.0,) * 2))
+
+
+def test_a_deadlock_names_the_stuck_actions() -> None:
+    program = lower(Schedule.parse(["F0 B0 F1 B1", "F0 F1 B0 B1"]))
+    with pytest.raises(SimulationError, match=r"deadlock.*stage 0 at B0 waits for backward 1→0") as caught:
+        simulate(program, Costs((1.0,) * 2, (1.0,) * 2))
+    assert "stage 1 at F1 waits for forward 0→1" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("time", [-1.0, math.inf, math.nan])
+def test_a_time_that_is_none_is_refused(time: float) -> None:
+    with pytest.raises(SimulationError, match="forward_ms"):
+        Costs(forward_ms=(time,), backward_ms=(1.0,))
+    with pytest.raises(SimulationError, match="wire evict"):
+        Costs(forward_ms=(1.0,), backward_ms=(1.0,), wires={"evict": Wire(transmit_ms=time)})
+
+
+def test_costs_must_fit_the_schedule() -> None:
+    with pytest.raises(SimulationError, match="2 stages, the schedule has 1"):
+        simulate(lower(Schedule.parse(["F0 B0"])), Costs((1.0,) * 2, (1.0,) * 2))
+    with pytest.raises(SimulationError, match="2 forward and 1 backward"):
+        Costs(forward_ms=(1.0, 1.0), backward_ms=(1.0,))
+    with pytest.raises(SimulationError, match="gbps=0"):
+        Wire.of(message_bytes=1, gbps=0)
+    with pytest.raises(SimulationError, match="unit_bytes"):
+        run("1f1b", 2, 2, unit_bytes=[[1], [1, 1]])
