@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 numbers = st.integers(0, 10**6)
 actions = st.one_of(
-    st.builds(Action, st.sampled_from("FBEL"), numbers, numbers),
+    st.builds(Action, st.sampled_from("FBEL"), numbers, numbers, st.just(-1)),
     st.builds(Action, st.sampled_from("AR"), numbers, numbers, numbers),
 )
 

@@ -89,6 +89,6 @@ def test_interleaved_is_megatrons_order(stages, groups, chunks):
     ],
 )
 def test_bad_input_is_refused_in_one_line(arguments, message):
-    with pytest.raises(ScheduleError, match="^[^\n]*$") as refusal:
+    with pytest.raises(ScheduleError, match=r"^[^\n]*$") as refusal:
         build(*arguments)
     assert message in str(refusal.value)

@@ -6,9 +6,10 @@ from types import MappingProxyType
 
 from evenpipe.upstream import Distribution, Expectation
 
-__all__ = ["MEGATRON_CORE", "RELEASES", "CoreRelease", "installed_release", "recorded"]
+__all__ = ["MEGATRON_CORE", "RELEASES", "SCHEDULES", "CoreRelease", "installed_release", "recorded"]
 
 MEGATRON_CORE = Distribution("megatron-core", version_at="megatron.core:__version__")
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class CoreRelease:
     process_groups_class: str
     takes_force_all_reduce: bool
     signatures: Mapping[str, str]
+
+    @property
+    def backward_takes_pipeline_size(self) -> bool:
+        """Whether `backward_step` wants to know the number of stages."""
+        return "pipeline_model_parallel_size" in self.signatures[f"{SCHEDULES}:backward_step"]
 
 
 def installed_release() -> CoreRelease:
@@ -43,23 +49,22 @@ def recorded(symbol: str) -> Mapping[str, str]:
     return {series: release.signatures[symbol] for series, release in RELEASES.items() if symbol in release.signatures}
 
 
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
 _PROCESS_GROUPS = "megatron.core.process_groups_config"
 
 _EVERY_SERIES = {
-    f"{_SCHEDULES}:forward_step": (
+    f"{SCHEDULES}:forward_step": (
         "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, "
         "cp_group_size, collect_non_loss_data=False, checkpoint_activations_microbatch=None, "
         "is_first_microbatch=False, current_microbatch=None, vp_stage=None, is_last_stage=True)"
     ),
-    f"{_SCHEDULES}:deallocate_output_tensor": "(out, deallocate_pipeline_outputs=False)",
-    f"{_SCHEDULES}:get_tensor_shapes": (
+    f"{SCHEDULES}:deallocate_output_tensor": "(out, deallocate_pipeline_outputs=False)",
+    f"{SCHEDULES}:get_tensor_shapes": (
         "(*, seq_length, micro_batch_size, decoder_seq_length, config, tp_group, cp_group)"
     ),
-    f"{_SCHEDULES}:clear_embedding_activation_buffer": "(config, model, is_last_stage)",
-    f"{_SCHEDULES}:finish_embedding_wgrad_compute": "(config, embedding_module, is_last_stage, tp_group)",
-    f"{_SCHEDULES}:get_schedule_table": "(num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage)",
+    f"{SCHEDULES}:clear_embedding_activation_buffer": "(config, model, is_last_stage)",
+    f"{SCHEDULES}:finish_embedding_wgrad_compute": "(config, embedding_module, is_last_stage, tp_group)",
+    f"{SCHEDULES}:get_schedule_table": "(num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage)",
 }
 
 
@@ -71,7 +76,7 @@ def _pipelining(tail: str) -> dict[str, str]:
         f"adjust_tensor_shapes_fn=None, p2p_communicator=None, {tail})"
     )
     kinds = ("without_interleaving", "with_interleaving")
-    return {f"{_SCHEDULES}:forward_backward_pipelining_{kind}": signature for kind in kinds}
+    return {f"{SCHEDULES}:forward_backward_pipelining_{kind}": signature for kind in kinds}
 
 
 def _release(series: str, argument: str, groups: str, force_all_reduce: bool, own: Mapping[str, str]) -> CoreRelease:
@@ -87,8 +92,8 @@ RELEASES: Mapping[str, CoreRelease] = MappingProxyType(
             "GradFinalizeProcessGroups",
             False,
             {
-                f"{_SCHEDULES}:get_forward_backward_func": "()",
-                f"{_SCHEDULES}:backward_step": (
+                f"{SCHEDULES}:get_forward_backward_func": "()",
+                f"{SCHEDULES}:backward_step": (
                     "(input_tensor, output_tensor, output_tensor_grad, model_type, config, "
                     "pipeline_model_parallel_size=1)"
                 ),
@@ -103,8 +108,8 @@ RELEASES: Mapping[str, CoreRelease] = MappingProxyType(
             "ProcessGroupCollection",
             False,
             {
-                f"{_SCHEDULES}:get_forward_backward_func": "()",
-                f"{_SCHEDULES}:backward_step": "(input_tensor, output_tensor, output_tensor_grad, model_type, config)",
+                f"{SCHEDULES}:get_forward_backward_func": "()",
+                f"{SCHEDULES}:backward_step": "(input_tensor, output_tensor, output_tensor_grad, model_type, config)",
                 **_pipelining("pg_collection=None"),
                 _FINALIZE: "(model, num_tokens=None, pg_collection=None)",
                 f"{_PROCESS_GROUPS}:ProcessGroupCollection": "(**kwargs)",
@@ -116,8 +121,8 @@ RELEASES: Mapping[str, CoreRelease] = MappingProxyType(
             "ProcessGroupCollection",
             True,
             {
-                f"{_SCHEDULES}:get_forward_backward_func": "(pp_size=None, vp_size=None)",
-                f"{_SCHEDULES}:backward_step": "(input_tensor, output_tensor, output_tensor_grad, model_type, config)",
+                f"{SCHEDULES}:get_forward_backward_func": "(pp_size=None, vp_size=None)",
+                f"{SCHEDULES}:backward_step": "(input_tensor, output_tensor, output_tensor_grad, model_type, config)",
                 **_pipelining("pg_collection=None, force_all_reduce=False"),
                 _FINALIZE: "(model, num_tokens=None, pg_collection=None, force_all_reduce=False)",
                 f"{_PROCESS_GROUPS}:ProcessGroupCollection": "(**kwargs)",

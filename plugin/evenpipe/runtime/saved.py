@@ -124,13 +124,14 @@ class SavedTensor:
 class Recording:
     """One micro-batch's saved tensors. Its handles own it, so it dies when autograd has let go of the last one."""
 
-    __slots__ = ("__weakref__", "attached", "counter", "departing", "emptied", "handles", "number")
+    __slots__ = ("__weakref__", "attached", "counter", "departing", "emptied", "handles", "number", "sealed")
 
     def __init__(self, number: int, counter: MemoryCounter) -> None:
         self.number = number
         self.counter = counter
         self.handles: list[weakref.ref[SavedTensor]] = []
         self.attached: list[weakref.ref[Tensor]] = []
+        self.sealed: list[weakref.ref[SavedStorage]] = []  # what may depart
         self.departing: list[SavedStorage] = []
         # From release to refill, and only then: the attached tensors that lost their memory.
         self.emptied: list[tuple[weakref.ref[Tensor], Geometry, SavedStorage]] | None = None

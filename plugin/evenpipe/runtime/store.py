@@ -64,25 +64,35 @@ class ActivationStore:
         if recording is not None and all(known() is not tensor for known in recording.attached):
             recording.attached.append(weakref.ref(tensor))
 
-    def shippable(self, key: Hashable) -> list[Tensor]:
-        """Return uint8 views of all storages that only this micro-batch holds, in the order they were saved.
+    def seal(self, key: Hashable) -> tuple[int, ...]:
+        """Decide what of this micro-batch can move: all storages that nobody else holds. Return their sizes in bytes.
 
-        Whatever anybody else holds (another micro-batch, the data set, a module's buffer, a ctx attribute) is left out.
-        Begins the departure that `release` completes; the views themselves count as holders, so ask once. Raises
-        RuntimeError if this torch cannot tell who holds a storage.
+        Call it right after the forward pass, before its outputs are handed on: later on, who else holds a storage
+        depends on when messages get through, and every micro-batch has to be decided alike. Whatever anybody else
+        holds (another micro-batch, the data set, a module's buffer, a ctx attribute) is left out. Raises RuntimeError
+        if this torch cannot tell who holds a storage.
         """
         recording = self._recordings.get(key)
-        if recording is None or recording.away:
-            return []
-        recording.departing = [
+        if recording is None:
+            return ()
+        sealed = [
             saved
             for saved, handles in recording.by_storage().items()
             if self._may_depart(saved, [*(handle.tensor for handle in handles), *recording.attached_to(saved)])
         ]
+        recording.sealed = [weakref.ref(saved) for saved in sealed]
+        return tuple(saved.nbytes for saved in sealed)
+
+    def ship(self, key: Hashable) -> list[Tensor]:
+        """Return uint8 views of what `seal` decided on, in the order it was saved; `release` completes the departure."""
+        recording = self._recordings.get(key)
+        if recording is None or recording.away:
+            return []
+        recording.departing = [saved for reference in recording.sealed if (saved := reference()) is not None]
         return [saved.view() for saved in recording.departing]
 
     def release(self, key: Hashable) -> None:
-        """Drop the storages that `shippable` returned; their memory is free as soon as the caller drops the views."""
+        """Drop the storages that `ship` returned; their memory is free as soon as the caller drops the views."""
         recording = self._recordings.get(key)
         if recording is None or recording.away:
             return
@@ -100,7 +110,7 @@ class ActivationStore:
         self.counter.add_own_units(-1)
 
     def refill(self, key: Hashable) -> list[Tensor]:
-        """Allocate what `release` dropped and return uint8 views to receive into, in `shippable`'s order and sizes."""
+        """Allocate what `release` dropped and return uint8 views to receive into, in `ship`'s order and sizes."""
         recording = self._recordings.get(key)
         if recording is None or recording.emptied is None:
             return []

@@ -1,0 +1,111 @@
+"""When data-parallel gradients and parameters are synchronised during a batch, as Megatron's own schedules do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+from evenpipe.schedule import BACKWARD, FORWARD, Schedule, Unit
+
+__all__ = ["GradSync"]
+
+
+class GradSync:
+    """One batch on one stage.
+
+    The reduction of a chunk is enabled for its last backward only. With `config.grad_sync_func` all stages start a
+    chunk's reduction at the same time instead: stage s, which runs s actions ahead, waits for s more backwards.
+    """
+
+    def __init__(self, config: Any, model: Sequence[Any], schedule: Schedule, stage: int) -> None:
+        interleaved = schedule.chunks > 1
+        self._model = model
+        self._no_sync = _as_list(config.no_sync_func)
+        self._grad_sync = _per_chunk(config.grad_sync_func, model)
+        self._param_sync = _per_chunk(config.param_sync_func, model) if interleaved else None
+        self._lag = stage if interleaved else 0
+        row = schedule.actions[stage]
+        self._forwards = [action.unit for action in row if action.kind == FORWARD]
+        self._backwards = [action.unit for action in row if action.kind == BACKWARD]
+        self._last = schedule.micro_batches - 1
+        self._forward = self._backward = 0
+        self._synchronised: set[int] = set()
+        self._disabled: AbstractContextManager[Any] | None = None
+        # Without interleaving only the first stage, which ends last, reduces during its last backward; the others
+        # call grad_sync_func in the bubble that follows.
+        self._during_backward = self._grad_sync is None or (not interleaved and stage == 0)
+
+    def start(self) -> None:
+        """Before the batch."""
+        self._disable()
+        for chunk in range(min(2, len(self._model)) if self._param_sync is not None else 0):
+            self._synchronise_parameters(chunk)
+
+    def before_forward(self) -> None:
+        """Before each forward: gather the parameters of the chunk after the one that starts `stage` forwards on."""
+        ahead = self._forward + self._lag
+        self._forward += 1
+        if self._param_sync is None or ahead >= len(self._forwards) or self._forwards[ahead].micro_batch != 0:
+            return
+        chunk = self._forwards[ahead].chunk + 1
+        if 1 < chunk < len(self._model):
+            self._synchronise_parameters(chunk)
+
+    def before_backward(self) -> None:
+        """Before each backward."""
+        unit = self._backwards[self._backward]
+        if self._during_backward and unit.micro_batch == self._last:
+            self._enable()
+            self._synchronised.add(unit.chunk)
+
+    def after_backward(self) -> None:
+        """After each backward."""
+        behind = self._backward - self._lag
+        self._backward += 1
+        if len(self._model) == 1:
+            return
+        if self._grad_sync is not None and behind >= 0 and self._backwards[behind].micro_batch == self._last:
+            self._enable()
+            self._synchronise_gradients(self._backwards[behind])
+        self._disable()
+
+    def finish(self) -> None:
+        """After the batch: whatever has not been reduced yet."""
+        self._enable()
+        for chunk in range(len(self._model) if self._grad_sync is not None else 0):
+            if chunk not in self._synchronised:
+                self._synchronise_gradients(Unit(self._last, chunk))
+
+    def _synchronise_parameters(self, chunk: int) -> None:
+        assert self._param_sync is not None
+        self._param_sync[chunk](self._model[chunk].parameters())
+
+    def _synchronise_gradients(self, unit: Unit) -> None:
+        assert self._grad_sync is not None
+        self._grad_sync[unit.chunk](self._model[unit.chunk].parameters())
+        self._synchronised.add(unit.chunk)
+
+    def _disable(self) -> None:
+        if self._disabled is None:
+            stack = ExitStack()
+            for context in self._no_sync:
+                stack.enter_context(context())
+            self._disabled = stack
+
+    def _enable(self) -> None:
+        if self._disabled is not None:
+            self._disabled.__exit__(None, None, None)
+            self._disabled = None
+
+
+def _as_list(functions: Any) -> list[Callable[[], AbstractContextManager[Any]]]:
+    if isinstance(functions, list):
+        return functions
+    return [functions if functions is not None else nullcontext]
+
+
+def _per_chunk(function: Any, model: Sequence[Any]) -> list[Callable[[Any], Any]] | None:
+    if function is None or isinstance(function, list):
+        return function
+    return [function] * len(model)

@@ -1,0 +1,180 @@
+"""EvenPipe's forward-backward function for megatron-core, and the patch that puts it in Megatron's place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import get_model_config
+
+from evenpipe.megatron.process_groups import process_groups
+from evenpipe.megatron.refusals import refuse_unsupported
+from evenpipe.megatron.stage import Batch, MegatronStage
+from evenpipe.megatron.supported import MEGATRON_CORE, SCHEDULES, CoreRelease, installed_release, recorded
+from evenpipe.runtime.connections import connect
+from evenpipe.runtime.executor import Executor, Observer
+from evenpipe.schedule import Program, build, lower
+from evenpipe.upstream import Expectation, Patch, PatchSet
+
+__all__ = ["PipelineSchedule", "in_place_of_megatron"]
+
+
+class PipelineSchedule:
+    """A drop-in for Megatron's pipelining functions: same arguments, same results, EvenPipe's order and transfers.
+
+    `name` is the schedule of pipelines with one model chunk a stage ("1f1b" or "gpipe"); with more it is interleaved.
+    Keeps its links, pool and memory counter from batch to batch; one instance belongs to one model.
+    """
+
+    def __init__(self, name: str = "1f1b", bpipe: bool = False, observer: Observer | None = None) -> None:
+        self.name = name
+        self.bpipe = bpipe
+        self.executor: Executor | None = None
+        self._observer = observer
+        self._release: CoreRelease = installed_release()
+        self._programs: dict[int, Program] = {}
+
+    def program(self, stages: int, micro_batches: int, chunks: int) -> Program:
+        """What is carried out for so many micro-batches: verified when first asked for."""
+        if micro_batches not in self._programs:
+            name = "interleaved" if chunks > 1 else self.name
+            self._programs[micro_batches] = lower(build(name, stages, micro_batches, chunks, self.bpipe))
+        return self._programs[micro_batches]
+
+    def close(self) -> None:
+        """Destroy the links, once no batch is under way."""
+        if self.executor is not None:
+            self.executor.connections.close()
+            self.executor = None
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: P2PCommunicator | None = None,
+        **rest: Any,
+    ) -> list[Any]:
+        """One batch; the arguments are those of Megatron's `forward_backward_pipelining_*` functions.
+
+        Evaluation saves nothing for a backward, so there is nothing to level: it runs on Megatron's own schedule.
+        Raises ValueError for a configuration in which this schedule cannot be honoured.
+        """
+        chunks = list(model) if isinstance(model, list) else [model]
+        iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator]
+        if forward_only:
+            interleaved = len(chunks) > 1
+            stock = getattr(schedules, f"forward_backward_pipelining_with{'' if interleaved else 'out'}_interleaving")
+            losses: list[Any] = stock(
+                forward_step_func=forward_step_func,
+                data_iterator=data_iterator,
+                model=model,
+                num_microbatches=num_microbatches,
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length,
+                forward_only=True,
+                collect_non_loss_data=collect_non_loss_data,
+                first_val_step=first_val_step,
+                adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+                p2p_communicator=p2p_communicator,
+                **rest,
+            )
+            return losses
+        config = get_model_config(chunks[0])
+        refuse_unsupported(config, self.bpipe, len(chunks))
+        groups = process_groups(self._release, p2p_communicator, rest.get(self._release.process_groups_argument))
+        is_last = groups.pp.rank() == groups.pp.size() - 1
+        finalize = config.finalize_model_grads_func
+        embedding = schedules.clear_embedding_activation_buffer(config, model, is_last) if finalize else None
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+
+        shapes = schedules.get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
+        receive_shapes, send_shapes = shapes, shapes
+        if adjust_tensor_shapes_fn is not None:
+            receive_shapes, send_shapes = adjust_tensor_shapes_fn(receive_shapes, send_shapes)
+        batch = Batch(
+            forward_step_func,
+            iterators,
+            chunks,
+            config,
+            num_microbatches,
+            receive_shapes,
+            send_shapes,
+            groups.cp.size(),
+            collect_non_loss_data,
+        )
+        program = self.program(groups.pp.size(), num_microbatches, len(chunks))
+        executor = self._executor(groups.pp, chunks)
+        stage = MegatronStage(
+            batch, program.schedule, groups.pp.rank(), executor.device, self._release.backward_takes_pipeline_size
+        )
+        stage.start()
+        executor.run(program, stage)
+        stage.finish()
+
+        if finalize is not None:
+            schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
+            extra = {self._release.process_groups_argument: groups}
+            if self._release.takes_force_all_reduce:
+                extra["force_all_reduce"] = rest.get("force_all_reduce", False)
+            finalize(chunks, stage.tokens if config.calculate_per_token_loss else None, **extra)
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return stage.losses
+
+    def _executor(self, pipeline: dist.ProcessGroup, chunks: list[torch.nn.Module]) -> Executor:
+        if self.executor is None:
+            parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+            device = parameters[0].device
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            ranks = dist.get_process_group_ranks(pipeline)
+            connections = connect(ranks, len(chunks) > 1, self.bpipe, backend, device)
+            self.executor = Executor(pipeline.rank(), connections, device, parameters, self._observer)
+        return self.executor
+
+
+def in_place_of_megatron(schedule: PipelineSchedule) -> PatchSet:
+    """The patch under which `get_forward_backward_func` returns `schedule` wherever it would return a pipelined one."""
+    target = f"{SCHEDULES}:get_forward_backward_func"
+    patch = Patch(
+        name="schedule",
+        targets=(target, "megatron.core.pipeline_parallel:get_forward_backward_func"),
+        distribution=MEGATRON_CORE,
+        versions=recorded(target),
+        replacement=functools.partial(_choosing, schedule=schedule),
+        reason="Megatron has no other way to plug in a pipeline schedule",
+    )
+    called = [symbol for symbol in installed_release().signatures if symbol != target]
+    return PatchSet("schedule", [patch], [Expectation(symbol, MEGATRON_CORE, recorded(symbol)) for symbol in called])
+
+
+def _choosing(original: Callable[..., Any], schedule: PipelineSchedule) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        chosen = original(*args, **kwargs)
+        return chosen if chosen is schedules.forward_backward_no_pipelining else schedule
+
+    return get_forward_backward_func

@@ -1,0 +1,111 @@
+"""Megatron's forward and backward steps as the stage that EvenPipe's executor drives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_type
+from torch import Tensor
+
+from evenpipe.megatron.grad_sync import GradSync
+from evenpipe.schedule import BACKWARD, FORWARD, Kind, Schedule, Unit
+
+__all__ = ["Batch", "MegatronStage"]
+
+
+class Batch(NamedTuple):
+    """What one call of a forward-backward function is given, with one entry per model chunk in the lists."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterators: Sequence[Iterator[Any]]
+    model: Sequence[torch.nn.Module]
+    config: Any
+    num_microbatches: int
+    receive_shapes: Sequence[tuple[int, ...]]
+    send_shapes: Sequence[tuple[int, ...]]
+    context_parallel_size: int
+    collect_non_loss_data: bool
+
+
+class MegatronStage:
+    """One batch on one stage. `losses` is what the schedule function returns; `tokens` counts them on the device."""
+
+    def __init__(self, batch: Batch, schedule: Schedule, stage: int, device: torch.device, pipeline_argument: bool):
+        self.losses: list[Any] = []
+        self.tokens = torch.zeros([], dtype=torch.int, device=device)
+        self._batch = batch
+        self._is_last_stage = stage == schedule.stages - 1
+        self._interleaved = schedule.chunks > 1
+        self._sync = GradSync(batch.config, batch.model, schedule, stage)
+        self._device = device
+        self._backward_extra = {"pipeline_model_parallel_size": schedule.stages} if pipeline_argument else {}
+        self._model_type = get_model_type(batch.model[0])
+        kinds = [action.kind for action in schedule.actions[stage]]
+        self._outstanding = kinds[: kinds.index(BACKWARD)].count(FORWARD)
+        self._forwards = 0
+        self._inputs: dict[Unit, list[Tensor | None]] = {}
+        self._outputs: dict[Unit, list[Tensor]] = {}
+
+    def start(self) -> None:
+        """Before the first action."""
+        self._sync.start()
+
+    def finish(self) -> None:
+        """After the last action."""
+        self._sync.finish()
+
+    def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
+        """Tensors of Megatron's pipeline shapes (sequence, micro-batch size, hidden) and dtype."""
+        shapes = self._batch.receive_shapes if kind == FORWARD else self._batch.send_shapes
+        dtype = self._batch.config.pipeline_dtype
+        return [torch.empty(shape, dtype=dtype, device=self._device, requires_grad=True) for shape in shapes]
+
+    def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
+        """Megatron's `forward_step`; the output is handed over as an alias, since Megatron frees it right away."""
+        batch, config = self._batch, self._batch.config
+        self._sync.before_forward()
+        is_last = self._is_last_stage and unit.chunk == len(batch.model) - 1
+        given: list[Tensor | None] = [None] if inputs is None else list(inputs)
+        outputs, tokens = schedules.forward_step(
+            batch.forward_step_func,
+            batch.data_iterators[unit.chunk],
+            batch.model[unit.chunk],
+            batch.num_microbatches,
+            given,
+            self.losses,
+            config,
+            cp_group_size=batch.context_parallel_size,
+            collect_non_loss_data=batch.collect_non_loss_data,
+            checkpoint_activations_microbatch=self._recomputes_all(),
+            is_first_microbatch=unit.micro_batch == 0,
+            current_microbatch=unit.micro_batch,
+            vp_stage=unit.chunk if self._interleaved else None,
+            is_last_stage=is_last,
+        )
+        self.tokens += tokens
+        self._forwards += 1
+        self._inputs[unit], self._outputs[unit] = given, outputs
+        if is_last:
+            return []
+        handed_over = [output.detach() for output in outputs]
+        schedules.deallocate_output_tensor(outputs[0], config.deallocate_pipeline_outputs)
+        return handed_over
+
+    def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
+        """Megatron's `backward_step`."""
+        self._sync.before_backward()
+        given, outputs = self._inputs.pop(unit), self._outputs.pop(unit)
+        upstream: list[Tensor | None] = [None] * len(outputs) if gradients is None else list(gradients)
+        results = schedules.backward_step(
+            given, outputs, upstream, self._model_type, self._batch.config, **self._backward_extra
+        )
+        self._sync.after_backward()
+        return [result for result in results if result is not None]
+
+    def _recomputes_all(self) -> bool | None:
+        """Whether this forward recomputes all layers, where Megatron recomputes only some micro-batches' (or None)."""
+        partial = self._batch.config.num_microbatches_with_partial_activation_checkpoints
+        return None if partial is None else self._forwards % self._outstanding >= partial

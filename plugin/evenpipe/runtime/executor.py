@@ -1,0 +1,171 @@
+"""Carries out one stage's lowered program: compute, messages, evictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from evenpipe.runtime.channel import Transfer
+from evenpipe.runtime.connections import Connections
+from evenpipe.runtime.counters import MemoryCounter
+from evenpipe.runtime.layout import Layouts
+from evenpipe.runtime.pool import Slot, SlotPool, aligned_bytes
+from evenpipe.runtime.stage import Stage
+from evenpipe.runtime.store import ActivationStore
+from evenpipe.schedule import ACCEPT, BACKWARD, EVICT, FORWARD, LOAD, RETURN, Action, Kind, Message, Program, Step, Unit
+
+__all__ = ["Executor", "Observer"]
+
+
+class Observer(Protocol):
+    """Is told when actions start and end: compute when it does, a transfer when its completion has been waited for."""
+
+    def started(self, action: Action) -> None: ...
+    def ended(self, action: Action) -> None: ...
+
+
+class _Nobody:
+    def started(self, action: Action) -> None:
+        pass
+
+    def ended(self, action: Action) -> None:
+        pass
+
+
+class Executor:
+    """One stage's side of a pipeline, for any number of batches.
+
+    Holds what outlives a batch: the connections, the acceptor's pool, the layout of evicted micro-batches and the
+    memory counter. `parameters` are left out of what is saved and counted.
+    """
+
+    def __init__(
+        self,
+        stage_index: int,
+        connections: Connections,
+        device: torch.device,
+        parameters: Iterable[Tensor] = (),
+        observer: Observer | None = None,
+    ) -> None:
+        self.stage_index = stage_index
+        self.connections = connections
+        self.counter = MemoryCounter()
+        self.store = ActivationStore(parameters, self.counter, device)
+        self.pool = SlotPool(device, self.counter)
+        self.layouts = Layouts(connections.layouts) if connections.layouts is not None else None
+        self.observer: Observer = observer if observer is not None else _Nobody()
+
+    def run(self, program: Program, stage: Stage) -> None:
+        """Carry out one batch. Returns when nothing of it is under way and nothing evicted or accepted is left."""
+        batch = _Batch(self, program, stage)
+        for step in program.steps[self.stage_index]:
+            batch.take(step)
+        for message in program.drain[self.stage_index]:
+            batch.complete(message)
+        if self.pool.in_use:
+            raise RuntimeError(f"stage {self.stage_index} still holds {self.pool.in_use} accepted micro-batches")
+
+
+class _Batch:
+    """What is under way in one batch."""
+
+    def __init__(self, executor: Executor, program: Program, stage: Stage) -> None:
+        self.executor = executor
+        self.stage = stage
+        self.channels = executor.connections.channels
+        self.evicts = program.schedule.evictions[executor.stage_index] > 0
+        self.slots_needed = _most_accepted(program.steps[executor.stage_index])
+        self.under_way: dict[Message, Transfer] = {}
+        self.actions: dict[Message, Action] = {}
+        self.received: dict[Message, list[Tensor]] = {}
+        self.slots: dict[Unit, Slot] = {}
+        self.start_transfer = {EVICT: self.evict, LOAD: self.load, ACCEPT: self.accept, RETURN: self.give_back}
+
+    def take(self, step: Step) -> None:
+        """Post, complete, transfer or compute, send."""
+        action = step.action
+        for message in step.post:
+            kind: Kind = FORWARD if message.link.kind == "forward" else BACKWARD
+            buffers = self.stage.receive_buffers(kind, Unit(message.micro_batch, message.chunk))
+            self.received[message] = buffers
+            self.receive(message, buffers)
+        for message in step.complete:
+            self.complete(message)
+        self.executor.observer.started(action)
+        if step.transfer is not None:
+            self.actions[step.transfer] = action
+            self.start_transfer[action.kind](step.transfer, action.unit)
+            return
+        results = self.forward(action.unit, step) if action.kind == FORWARD else self.backward(action.unit, step)
+        self.executor.observer.ended(action)
+        if step.send is not None:
+            self.send(step.send, results)
+
+    def receive(self, message: Message, buffers: list[Tensor]) -> None:
+        self.under_way[message] = self.channels[message.link].receive(buffers)
+
+    def send(self, message: Message, tensors: list[Tensor]) -> None:
+        self.under_way[message] = self.channels[message.link].send(tensors)
+
+    def evict(self, message: Message, unit: Unit) -> None:
+        self.send(message, self.executor.store.ship(unit))
+
+    def load(self, message: Message, unit: Unit) -> None:
+        self.receive(message, self.executor.store.refill(unit))
+
+    def accept(self, message: Message, unit: Unit) -> None:
+        sizes = self.sizes(unit.chunk)
+        self.executor.pool.reserve(self.slots_needed, aligned_bytes(sizes))
+        self.slots[unit] = self.executor.pool.acquire(aligned_bytes(sizes))
+        self.receive(message, self.slots[unit].parts(sizes))
+
+    def give_back(self, message: Message, unit: Unit) -> None:
+        self.send(message, self.slots[unit].parts(self.sizes(unit.chunk)))
+
+    def complete(self, message: Message) -> None:
+        """Wait for `message`, and let go of what has left this stage with it."""
+        self.under_way.pop(message).wait()
+        action = self.actions.pop(message, None)
+        if action is None:
+            return
+        if action.kind == EVICT:
+            self.executor.store.release(action.unit)
+        elif action.kind == RETURN:
+            self.executor.pool.release(self.slots.pop(action.unit))
+        self.executor.observer.ended(action)
+
+    def forward(self, unit: Unit, step: Step) -> list[Tensor]:
+        store = self.executor.store
+        inputs = self.inputs(step)
+        with store.recording(unit):
+            outputs = self.stage.forward(unit, inputs)
+            for tensor in inputs or ():
+                store.attach(unit, tensor)
+        if self.evicts and self.executor.layouts is not None:
+            self.executor.layouts.tell(unit.chunk, store.seal(unit))
+        return outputs
+
+    def backward(self, unit: Unit, step: Step) -> list[Tensor]:
+        return self.stage.backward(unit, self.inputs(step))
+
+    def inputs(self, step: Step) -> list[Tensor] | None:
+        """What this step's compute received from its neighbour; None at the model's ends."""
+        messages = [message for message in step.complete if message in self.received]
+        return self.received.pop(messages[0]) if messages else None
+
+    def sizes(self, chunk: int) -> tuple[int, ...]:
+        assert self.executor.layouts is not None, "a schedule with transfers needs connections with bpipe"
+        return self.executor.layouts.sizes(chunk)
+
+
+def _most_accepted(steps: Iterable[Step]) -> int:
+    """How many slots an acceptor's pool needs: from the accept until the return is known to be complete."""
+    held = most = 0
+    for step in steps:
+        held -= sum(message.link.kind == "load" for message in step.complete)
+        held += step.action.kind == ACCEPT
+        most = max(most, held)
+    return most

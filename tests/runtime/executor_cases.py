@@ -1,0 +1,110 @@
+"""Eight gloo processes that carry out one schedule after the other and write down what came of each.
+
+Arguments: a folder (cases.json in, rank-<rank>.json out). A script of its own, forked after the imports.
+"""
+
+import json
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from evenpipe.runtime.connections import connect
+from evenpipe.runtime.executor import Executor
+from evenpipe.runtime.stage import ModuleStage
+from evenpipe.schedule import Schedule, lower, verify
+from torch import Tensor
+
+WORLD = 8
+ROWS, WIDTH = 8, 16  # tensors of multiples of 512 bytes, to which the pool aligns
+
+
+def chunk_module(place: int, saves_output: bool = False) -> torch.nn.Module:
+    """The piece of the model at `place`, counted from its start.
+
+    With `saves_output` it ends in a ReLU, which saves what is being sent to the next stage.
+    """
+    torch.manual_seed(place)
+    last = torch.nn.ReLU() if saves_output else torch.nn.Identity()
+    return torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.GELU(), torch.nn.Linear(2 * WIDTH, WIDTH), last
+    )
+
+
+def sample(micro_batch: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1000 + micro_batch))
+
+
+def loss(micro_batch: int, output: Tensor) -> Tensor:
+    return (output - 0.1 * micro_batch).square().mean()
+
+
+def gradients(module: torch.nn.Module) -> list[str]:
+    return [parameter.grad.numpy().tobytes().hex() for parameter in module.parameters()]
+
+
+def reference(places: int, micro_batches: int, saves_output: bool) -> tuple[list[str], list[list[str]]]:
+    """Losses and gradients without any pipeline."""
+    modules = [chunk_module(place, saves_output) for place in range(places)]
+    losses = []
+    for micro_batch in range(micro_batches):
+        value = sample(micro_batch)
+        for module in modules:
+            value = module(value)
+        result = loss(micro_batch, value)
+        result.backward()
+        losses.append(result.item().hex())
+    return losses, [gradients(module) for module in modules]
+
+
+def carry_out(case: dict, rank: int) -> dict:
+    """Run a schedule for `batches` batches; this rank's losses, gradients and memory after each."""
+    schedule = verify(Schedule.parse(case["rows"], bound=case["bound"]))
+    stages, chunks = schedule.stages, schedule.chunks
+    connections = connect(range(stages), chunks > 1, any(schedule.evictions), "gloo", torch.device("cpu"))
+    modules = [chunk_module(chunk * stages + rank, case["saves_output"]) for chunk in range(chunks)]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    executor = Executor(rank, connections, torch.device("cpu"), parameters)
+    program = lower(schedule)
+    batches = []
+    for _ in range(case["batches"]):
+        for parameter in parameters:
+            parameter.grad = None
+        executor.counter.reset_peak()
+        stage = ModuleStage(modules, torch.empty(ROWS, WIDTH), sample, loss, rank == stages - 1)
+        executor.run(program, stage)
+        memory = executor.counter.snapshot()
+        batches.append(
+            {
+                "losses": [stage.losses[i].item().hex() for i in sorted(stage.losses)],
+                "gradients": [gradients(module) for module in modules],
+                "memory": asdict(memory),
+                "leftover": [str(key) for key in executor.store.leftover()],
+                "pool_bytes": executor.pool.allocated_bytes,
+                "pool_addresses": sorted(slot.buffer.data_ptr() for slot in executor.pool._free),
+            }
+        )
+    connections.close()
+    return {"batches": batches}
+
+
+def work(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    results = {}
+    for name, case in json.loads((folder / "cases.json").read_text()).items():
+        if rank < len(case["rows"]):
+            try:
+                results[name] = carry_out(case, rank)
+            except Exception:
+                results[name] = {"error": traceback.format_exc()}
+        dist.barrier()
+    (folder / f"rank-{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    mp.start_processes(work, (Path(sys.argv[1]),), nprocs=WORLD, start_method="fork")

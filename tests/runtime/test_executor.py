@@ -1,0 +1,122 @@
+"""Real processes carry out schedules: same losses and gradients to the last bit, memory as promised, nothing left."""
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from evenpipe.schedule import Schedule, ScheduleError, build, verify
+
+sys.path.insert(0, str(Path(__file__).parent))
+from executor_cases import reference
+
+SCRIPT = Path(__file__).with_name("executor_cases.py")
+
+SCHEDULES = {
+    f"{name} p={p} m={m} v={v}{' bpipe' if bpipe else ''}": build(name, p, m, v, bpipe)
+    for name, p, m, v, bpipe in [
+        ("gpipe", 4, 3, 1, False),
+        ("1f1b", 2, 5, 1, False),
+        ("1f1b", 4, 8, 1, False),
+        ("1f1b", 4, 2, 1, True),
+        ("1f1b", 4, 4, 1, True),
+        ("1f1b", 4, 9, 1, True),
+        ("1f1b", 5, 11, 1, True),
+        ("1f1b", 8, 8, 1, True),
+        ("1f1b", 8, 20, 1, True),
+        ("interleaved", 2, 4, 2, False),
+        ("interleaved", 4, 8, 2, True),
+        ("interleaved", 4, 4, 3, True),
+    ]
+}
+
+
+def accepted_edits(count: int) -> dict[str, Schedule]:
+    """Schedules that differ from a valid one by one swap of two actions and that `verify` accepts."""
+    dice = random.Random(0)
+    found: dict[str, Schedule] = {}
+    bases = [build("1f1b", 4, 6, 1, True), build("gpipe", 3, 3), build("interleaved", 2, 4, 2, True)]
+    while len(found) < count:
+        base = dice.choice(bases)
+        stage = dice.randrange(base.stages)
+        row = list(base.actions[stage])
+        at, other = dice.randrange(len(row)), dice.randrange(len(row))
+        row[at], row[other] = row[other], row[at]
+        edited = replace(base, actions=(*base.actions[:stage], tuple(row), *base.actions[stage + 1 :]))
+        if edited != base:
+            try:
+                found[f"edited {base.name} stage {stage} steps {at} and {other}"] = verify(edited)
+            except ScheduleError:
+                continue
+    return found
+
+
+SAVES_OUTPUT = "1f1b p=4 m=8 bpipe, each stage saving what it sends"
+CASES = {**SCHEDULES, SAVES_OUTPUT: build("1f1b", 4, 8, bpipe=True), **accepted_edits(12)}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """For each rank and case, what came of every batch."""
+    folder = tmp_path_factory.mktemp("executor")
+    cases = {
+        name: {"rows": str(schedule).splitlines(), "bound": schedule.bound, "batches": 3, "saves_output": name == SAVES_OUTPUT}
+        for name, schedule in CASES.items()
+    }
+    (folder / "cases.json").write_text(json.dumps(cases))
+    run = subprocess.run([sys.executable, SCRIPT, folder], timeout=240, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(8)]
+
+
+def batches_of(outcomes, name):
+    """Per stage, the batches of one case."""
+    shares = [outcome[name] for outcome in outcomes if name in outcome]
+    errors = [share["error"] for share in shares if "error" in share]
+    assert not errors, errors[0]
+    return [share["batches"] for share in shares]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradients_are_those_without_a_pipeline(name, outcomes):
+    schedule = CASES[name]
+    losses, gradients = reference(schedule.stages * schedule.chunks, schedule.micro_batches, name == SAVES_OUTPUT)
+    for stage, batches in enumerate(batches_of(outcomes, name)):
+        for batch in batches:
+            assert batch["losses"] == (losses if stage == schedule.stages - 1 else [])
+            assert batch["gradients"] == [gradients[c * schedule.stages + stage] for c in range(schedule.chunks)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_many_micro_batches_are_live_as_the_schedule_says(name, outcomes):
+    schedule = CASES[name]
+    for stage, batches in enumerate(batches_of(outcomes, name)):
+        for batch in batches:
+            assert batch["memory"]["peak_units"] == schedule.peak_live[stage]
+            assert (batch["memory"]["evicted_bytes"] > 0) == (schedule.evictions[stage] > 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_stays_behind(name, outcomes):
+    for batches in batches_of(outcomes, name):
+        for batch in batches:
+            assert batch["leftover"] == []
+            assert batch["memory"]["own_bytes"] == batch["memory"]["accepted_bytes"] == 0
+
+
+@pytest.mark.parametrize("name", [name for name, schedule in SCHEDULES.items() if any(schedule.evictions)])
+def test_the_pool_allocates_nothing_after_the_first_batch(name, outcomes):
+    for batches in batches_of(outcomes, name):
+        assert len({tuple(batch["pool_addresses"]) for batch in batches}) == 1
+        assert len({batch["pool_bytes"] for batch in batches}) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name.startswith("1f1b")])
+def test_peak_bytes_are_peak_micro_batches_times_their_size(name, outcomes):
+    """Every stage but the last (which saves its loss) has micro-batches of one size, and all of it moves."""
+    per_micro_batch = batches_of(outcomes, "1f1b p=4 m=8 v=1")[1][0]["memory"]["peak_bytes"] / 3
+    for stage, batches in enumerate(batches_of(outcomes, name)[:-1]):
+        assert batches[-1]["memory"]["peak_bytes"] == SCHEDULES[name].peak_live[stage] * per_micro_batch
