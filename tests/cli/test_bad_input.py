@@ -1,0 +1,99 @@
+"""Bad input: status 2 and one line that names the argument and the remedy, nothing on standard output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from evenpipe.cli.main import main
+
+GOOD = {"--schedule": "1f1b", "--stages": "4", "--micro-batches": "8"}
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    captured = capsys.readouterr()
+    assert caught.value.code == 2
+    assert captured.out == ""
+    assert captured.err.endswith("\n")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def options(changes: dict[str, str], *flags: str) -> list[str]:
+    return [word for option in (GOOD | changes).items() for word in option] + list(flags)
+
+
+@pytest.mark.parametrize("command", ["schedule", "simulate"])
+@pytest.mark.parametrize(
+    ("changes", "flags", "said"),
+    [
+        ({"--schedule": "1fb1"}, [], ["--schedule 1fb1", "did you mean 1f1b?"]),
+        ({"--schedule": "zigzag"}, [], ["--schedule zigzag", "gpipe, 1f1b, interleaved"]),
+        ({"--stages": "0"}, [], ["--stages 0", "at least 1"]),
+        ({"--micro-batches": "-3"}, [], ["--micro-batches -3", "at least 1"]),
+        ({"--stages": "four"}, [], ["--stages", "'four'"]),
+        ({"--chunks": "2"}, [], ["--chunks 2", "only interleaved"]),
+        ({"--chunks": "0"}, [], ["--chunks 0", "at least 1"]),
+        ({"--schedule": "interleaved"}, [], ["--chunks 1", "at least 2"]),
+        ({"--schedule": "interleaved", "--chunks": "2", "--micro-batches": "6"}, [], ["--micro-batches 6", "multiple"]),
+        ({"--schedule": "gpipe"}, ["--bpipe"], ["--bpipe", "nothing to balance"]),
+        ({"--stages": "1"}, ["--bpipe"], ["--bpipe", "at least 2 stages"]),
+        ({"--picture": "/nowhere/p.png"}, [], ["--picture", "no folder /nowhere"]),
+        ({"--picture": "p.svg"}, [], ["--picture", ".png"]),
+        ({"--trace": "/"}, [], ["--trace", "is a folder"]),
+        ({}, ["--colour"], ["--colour", "--help"]),
+    ],
+)
+def test_schedules_and_outputs(
+    command: str, changes: dict[str, str], flags: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refusal(capsys, command, *options(changes, *flags))
+    for part in said:
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--forward-ms", "1,2,3", "3 times for 4 stages; give one, or one for each stage"),
+        ("--backward-ms", "1,2,3,4,5", "5 times for 4 stages"),
+        ("--forward-ms", "-1", "at least 0"),
+        ("--backward-ms", "nan", "finite"),
+        ("--forward-ms", "1,,2,3", "is no number"),
+        ("--link-ms", "inf", "finite"),
+        ("--transfer-ms", "soon", "'soon' is no number"),
+    ],
+)
+def test_times(option: str, value: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, "simulate", *options({option: value}))
+    assert option in line
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "COMMAND"),
+        (["frobnicate"], "'frobnicate'"),
+        (["schedule"], "--schedule"),
+        (["simulate", "--st", "4"], "--sta"),
+    ],
+)
+def test_incomplete_command_lines(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, *argv)
+    assert said in line
+    assert "--help" in line
+
+
+def test_a_disk_error_while_writing_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    line = refusal(capsys, "schedule", *options({"--trace": str(tmp_path / "t.json")}, "--json"))
+    assert "--trace" in line
+    assert "No space left on device" in line

@@ -1,0 +1,120 @@
+"""``evenpipe schedule`` and ``evenpipe simulate``: what they print and write."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evenpipe import __version__
+from evenpipe.cli.main import main
+
+BPIPE = ["--schedule", "1f1b", "--stages", "4", "--micro-batches", "8", "--bpipe"]
+INTERLEAVED = ["--schedule", "interleaved", "--stages", "4", "--micro-batches", "8", "--chunks", "2"]
+
+
+def json_of(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert main([*argv, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    document: dict[str, Any] = json.loads(captured.out)
+    return document
+
+
+def test_the_schedule_of_figure_4_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, "schedule", *BPIPE)
+    assert document["format"] == "evenpipe.schedule/1"
+    assert (document["stages"], document["micro_batches"]) == (4, 8)
+    assert document["actions"][0][:5] == ["F0", "F1", "E1", "F2", "F3"]
+    assert document["bound"] == 3
+    assert document["peak_live"] == [3, 3, 2, 3]
+    assert document["evictions"] == [3, 0, 0, 0]
+    assert (document["name"], document["chunks"], document["bpipe"]) == ("1f1b", 1, True)
+
+
+def test_an_interleaved_schedule_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, "schedule", *INTERLEAVED)
+    assert document["chunks"] == 2
+    assert "F0.1" in document["actions"][0]
+    assert document["peak_live"] == [11, 9, 7, 5]
+
+
+def test_a_simulation_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    times = ["--forward-ms", "10", "--backward-ms", "20,20,20,20", "--transfer-ms", "5"]
+    document = json_of(capsys, "simulate", *BPIPE, *times)
+    assert document["format"] == "evenpipe.simulation/1"
+    assert document["makespan_ms"] == (8 + 4 - 1) * 30.0
+    assert document["bubble_fraction"] == pytest.approx(3 / 11)
+    assert document["stages"][0] == {"busy_ms": 240.0, "idle_ms": 90.0, "peak_live": 3}
+    assert document["timeline"][0][:3] == [
+        {"action": "F0", "start_ms": 0.0, "end_ms": 10.0},
+        {"action": "F1", "start_ms": 10.0, "end_ms": 20.0},
+        {"action": "E1", "start_ms": 20.0, "end_ms": 25.0},
+    ]
+
+
+def test_links_and_synchronous_transfers_take_time(capsys: pytest.CaptureFixture[str]) -> None:
+    free = json_of(capsys, "simulate", *BPIPE, "--transfer-ms", "0.5")["makespan_ms"]
+    assert json_of(capsys, "simulate", *BPIPE, "--link-ms", "0.5")["makespan_ms"] > free
+    waiting = json_of(capsys, "simulate", *BPIPE, "--transfer-ms", "0.5", "--synchronous-transfers")
+    assert waiting["makespan_ms"] > free
+
+
+@pytest.mark.parametrize("command", ["schedule", "simulate"])
+@pytest.mark.parametrize("options", [BPIPE, INTERLEAVED])
+def test_picture_and_trace(
+    command: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture, trace = tmp_path / "p.png", tmp_path / "t.json"
+    json_of(capsys, command, *options, "--picture", str(picture), "--trace", str(trace))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(trace.read_text())["format"] == "evenpipe.trace/1"
+
+
+def test_text_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", *BPIPE]) == 0
+    text = capsys.readouterr().out
+    assert "stage 3" in text
+    assert "A1@0" in text
+    assert "bound: 3" in text
+    assert main(["simulate", *BPIPE]) == 0
+    text = capsys.readouterr().out
+    assert "makespan 33 ms, bubble 27.3%" in text
+
+
+def test_as_a_module_without_torch(tmp_path: Path) -> None:
+    """Looking at a schedule must not take the seconds that torch takes to import."""
+    code = f"""
+import sys
+from evenpipe.cli.main import main
+main({["schedule", *BPIPE, "--json", "--picture", str(tmp_path / "p.png")]!r})
+main({["simulate", *BPIPE, "--json"]!r})
+assert "torch" not in sys.modules and "matplotlib.pyplot" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    shown = subprocess.run([sys.executable, "-m", "evenpipe", "--version"], check=True, capture_output=True, text=True)
+    assert shown.stdout == f"evenpipe {__version__}\n"
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    """``evenpipe simulate ... --json | head`` once ended in a traceback."""
+    command = [sys.executable, "-m", "evenpipe", "simulate", *BPIPE, "--micro-batches", "2000", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(10)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 0
+
+
+@pytest.mark.parametrize("command", [[], ["schedule"], ["simulate"]])
+def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--help"])
+    assert caught.value.code == 0
+    assert "usage: evenpipe" in capsys.readouterr().out

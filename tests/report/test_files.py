@@ -1,0 +1,45 @@
+"""A file is written as a whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from evenpipe.report import write_atomically
+
+
+@pytest.mark.parametrize(("content", "written"), [("h\u00e9", "h\u00e9".encode()), (b"\x00\xff", b"\x00\xff")])
+def test_text_and_bytes(tmp_path: Path, content: str | bytes, written: bytes) -> None:
+    write_atomically(tmp_path / "file", content)
+    assert (tmp_path / "file").read_bytes() == written
+
+
+def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk in the middle of writing leaves the old content, and nothing beside it."""
+    target = tmp_path / "file"
+    target.write_text("old")
+
+    def half(self: Path, data: bytes) -> int:
+        with open(self, "wb") as file:
+            file.write(data[: len(data) // 2])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(OSError, match="no space left"):
+        write_atomically(target, "new and longer")
+    assert target.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_link_is_written_through(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to("real")
+    write_atomically(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "new"
+
+
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="missing"):
+        write_atomically(tmp_path / "missing" / "file", "x")

@@ -1,0 +1,55 @@
+"""The text grid looks like the papers' figures."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+from evenpipe.report import timeline_grid
+from evenpipe.report.palette import COLOURS
+from evenpipe.schedule import build
+
+
+def drawn(*args: object, width: int = 200) -> str:
+    lines = timeline_grid(build(*args), width).plain.splitlines()  # type: ignore[arg-type]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def test_1f1b() -> None:
+    assert drawn("1f1b", 3, 4) == dedent("""\
+        slot     0  1  2  3  4  5  6  7  8  9  10 11
+        stage 0  F0 F1 F2       B0 F3 B1    B2    B3
+        stage 1     F0 F1    B0 F2 B1 F3 B2    B3
+        stage 2        F0 B0 F1 B1 F2 B2 F3 B3
+
+        F forward  B backward""")
+
+
+def test_transfers_stand_under_the_compute_that_they_run_beside() -> None:
+    assert drawn("1f1b", 4, 4, 1, True) == dedent("""\
+        slot     0    1    2    3    4    5    6    7    8    9    10   11   12   13
+        stage 0  F0   F1   F2   F3                  B0        B1        B2        B3
+                           E1                                 L1
+        stage 1       F0   F1   F2             B0   F3   B1        B2        B3
+        stage 2            F0   F1        B0   F2   B1   F3   B2        B3
+        stage 3                 F0   B0   F1   B1   F2   B2   F3   B3
+                           A1@0                               R1@0
+
+        F forward  B backward  E evict  L load  A accept  R return""")
+
+
+def test_a_narrow_terminal_gets_blocks() -> None:
+    assert drawn("gpipe", 2, 2, width=20) == dedent("""\
+        slot     0  1  2
+        stage 0  F0 F1
+        stage 1     F0 F1
+
+        slot     3  4  5
+        stage 0     B0 B1
+        stage 1  B0 B1
+
+        F forward  B backward""")
+
+
+def test_kinds_differ_in_colour() -> None:
+    styles = {str(span.style) for span in timeline_grid(build("1f1b", 4, 8, bpipe=True)).spans}
+    assert all(any(colour in style for style in styles) for colour in COLOURS.values())

@@ -1,0 +1,62 @@
+"""Pictures show every stage of every timeline; what is drawn is looked at through its pixels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from evenpipe.report import StageMemory, Timeline, draw_comparison, draw_timeline
+from evenpipe.report.palette import COLOURS
+from evenpipe.schedule import build, lower
+from evenpipe.simulate import Costs, Wire, simulate
+from matplotlib.colors import to_rgb
+
+
+def timeline(name: str, p: int, m: int, chunks: int = 1, bpipe: bool = False) -> Timeline:
+    wire = Wire(transmit_ms=0.5)
+    costs = Costs((1.0,) * p, (2.0,) * p, wires={"evict": wire, "load": wire})
+    return Timeline.of(simulate(lower(build(name, p, m, chunks, bpipe)), costs), name)
+
+
+def pixels_of(path: Path, kind: str) -> int:
+    image = matplotlib.image.imread(path)[..., :3]
+    return int((np.abs(image - to_rgb(COLOURS[kind])).max(axis=-1) < 0.01).sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "chunks", "bpipe"),
+    [("gpipe", 4, 8, 1, False), ("1f1b", 8, 16, 1, True), ("interleaved", 4, 8, 2, True), ("1f1b", 1, 1, 1, False)],
+)
+def test_one_timeline(tmp_path: Path, name: str, p: int, m: int, chunks: int, bpipe: bool) -> None:
+    path = tmp_path / "timeline.png"
+    draw_timeline(path, timeline(name, p, m, chunks, bpipe))
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 8_000
+    present = {"F", "B"} | ({"E", "L", "A", "R"} if bpipe else set())
+    assert {kind for kind in COLOURS if pixels_of(path, kind)} == present
+
+
+def test_backwards_take_twice_the_area_of_forwards(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.png"
+    draw_timeline(path, timeline("gpipe", 4, 4))
+    assert pixels_of(path, "B") / pixels_of(path, "F") == pytest.approx(2, rel=0.15)
+
+
+def test_a_comparison_is_as_tall_as_its_parts(tmp_path: Path) -> None:
+    timelines = [timeline("1f1b", 4, 8), timeline("1f1b", 4, 8, bpipe=True)]
+    memory = [
+        StageMemory("1f1b", "MiB", (40.0, 30.0, 20.0, 10.0), (40.5, 30.5, 20.5, 12.0)),
+        StageMemory("1f1b with BPipe", "MiB", (30.0, 30.0, 20.0, 30.0)),
+    ]
+    heights = []
+    for count, bars in ((1, []), (2, []), (2, memory)):
+        draw_comparison(tmp_path / "comparison.png", timelines[:count], bars)
+        heights.append(matplotlib.image.imread(tmp_path / "comparison.png").shape[0])
+    assert heights == sorted(set(heights))
+
+
+def test_nothing_to_draw_is_drawn_empty(tmp_path: Path) -> None:
+    draw_comparison(tmp_path / "empty.png", [Timeline("empty", ((),))], [StageMemory("none", "MiB", (0.0,))])
+    assert (tmp_path / "empty.png").exists()
