@@ -51,6 +51,7 @@ class Executor:
         observer: Observer | None = None,
     ) -> None:
         self.stage_index = stage_index
+        self.device = device
         self.connections = connections
         self.counter = MemoryCounter()
         self.store = ActivationStore(parameters, self.counter, device)
