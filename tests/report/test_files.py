@@ -32,6 +32,14 @@ def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypat
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_a_reader_of_the_old_file_keeps_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    with open(tmp_path / "file") as reader:
+        write_atomically(tmp_path / "file", "new")
+        assert reader.read() == "old"
+    assert (tmp_path / "file").read_text() == "new"
+
+
 def test_a_link_is_written_through(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")

@@ -44,6 +44,14 @@ def test_backwards_take_twice_the_area_of_forwards(tmp_path: Path) -> None:
     assert pixels_of(path, "B") / pixels_of(path, "F") == pytest.approx(2, rel=0.15)
 
 
+def test_transfers_cover_no_compute(tmp_path: Path) -> None:
+    plain, levelled = tmp_path / "plain.png", tmp_path / "levelled.png"
+    draw_timeline(plain, timeline("1f1b", 4, 8))
+    draw_timeline(levelled, timeline("1f1b", 4, 8, bpipe=True))
+    for kind in ("F", "B"):
+        assert pixels_of(levelled, kind) == pixels_of(plain, kind)
+
+
 def test_a_comparison_is_as_tall_as_its_parts(tmp_path: Path) -> None:
     timelines = [timeline("1f1b", 4, 8), timeline("1f1b", 4, 8, bpipe=True)]
     memory = [
