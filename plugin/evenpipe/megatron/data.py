@@ -1,0 +1,108 @@
+"""Text to training samples: bytes are the tokens, and every sample is a function of where in the run it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from evenpipe.megatron.options import BUILTIN_TEXT, OptionsError, TrainOptions
+
+__all__ = ["MASK_TOKEN", "Corpus", "MicroBatch", "load", "sample_bytes"]
+
+MASK_TOKEN: Final = 256
+_MASKED_FRACTION: Final = 0.15
+_Tokens = npt.NDArray[np.int64]
+
+
+class MicroBatch(NamedTuple):
+    """What one forward step consumes; every array is [micro_batch_size, seq_length].
+
+    `counted` is 1 where the loss of a position counts, else 0.
+    """
+
+    tokens: _Tokens
+    labels: _Tokens
+    counted: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text as tokens, cut into samples for one model."""
+
+    text: npt.NDArray[np.uint8]
+    options: TrainOptions
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that can occur: 256 bytes, for BERT the mask as well."""
+        return 256 if self.options.model == "gpt" else MASK_TOKEN + 1
+
+    def micro_batch(self, iteration: int, micro_batch: int, replica: int) -> MicroBatch:
+        """The samples that data-parallel `replica` uses there: always the same for one seed."""
+        random = np.random.default_rng((self.options.seed, iteration, micro_batch, replica))
+        length = sample_bytes(self.options)
+        starts = random.integers(0, len(self.text) - length + 1, size=self.options.micro_batch_size)
+        text = np.stack([self.text[start : start + length] for start in starts]).astype(np.int64)
+        return _next_token(text) if self.options.model == "gpt" else _masked(text, random)
+
+    def micro_batches(self, iteration: int, replica: int) -> Iterator[MicroBatch]:
+        """Those of one iteration, in order."""
+        for micro_batch in range(self.options.micro_batches):
+            yield self.micro_batch(iteration, micro_batch, replica)
+
+
+def load(options: TrainOptions) -> Corpus:
+    """The corpus that `options.data` names.
+
+    Raises OptionsError when the file is missing, unreadable, empty or shorter than one sample.
+    """
+    text = _builtin() if options.data == BUILTIN_TEXT else _read(Path(options.data))
+    needed = sample_bytes(options)
+    if len(text) < needed:
+        raise OptionsError(
+            f"--data {options.data}: {len(text)} bytes, but one sample takes {needed}: "
+            "give a longer text or a smaller --seq-length"
+        )
+    return Corpus(np.frombuffer(text, dtype=np.uint8), options)
+
+
+def sample_bytes(options: TrainOptions) -> int:
+    """Bytes of text in one sample: a GPT sample carries the label of its last token too."""
+    return options.seq_length + 1 if options.model == "gpt" else options.seq_length
+
+
+def _builtin() -> bytes:
+    """English text that every Python carries: the language reference behind `help()`."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise OptionsError(f"--data {path}: {error.strerror or error}: give a readable text file, or builtin") from None
+    if not text:
+        raise OptionsError(f"--data {path}: the file is empty: give a text file, or builtin")
+    return text
+
+
+def _next_token(text: _Tokens) -> MicroBatch:
+    """GPT: predict each following byte."""
+    return MicroBatch(text[:, :-1].copy(), text[:, 1:].copy(), np.ones_like(text[:, 1:], dtype=np.float32))
+
+
+def _masked(text: _Tokens, random: np.random.Generator) -> MicroBatch:
+    """BERT: predict 15 % of the bytes; of those 80 % are hidden, 10 % replaced by another byte, 10 % left alone."""
+    chosen = random.random(text.shape) < _MASKED_FRACTION
+    chosen[:, 0] |= ~chosen.any(axis=1)
+    fate = random.random(text.shape)
+    tokens = np.where(chosen & (fate < 0.8), MASK_TOKEN, text)
+    tokens = np.where(chosen & (fate >= 0.9), random.integers(0, 256, size=text.shape), tokens)
+    return MicroBatch(tokens, text, chosen.astype(np.float32))
