@@ -1,0 +1,158 @@
+"""This process' share of a real megatron-core GPT or BERT: its model chunks, wrapped for data parallelism."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any, Final, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from evenpipe.megatron.options import TrainOptions
+
+__all__ = ["Replica", "build_replica"]
+
+_VOCABULARY_MULTIPLE: Final = 128
+_LAYER: Final = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.(.*)")
+_OUTPUT_PROJECTIONS: Final = ("linear_proj.weight", "linear_fc2.weight")
+
+
+class Replica(NamedTuple):
+    """The model chunks that this process trains, first chunk first, and the configuration that they share."""
+
+    config: TransformerConfig
+    chunks: list[DistributedDataParallel]
+
+
+def build_replica(options: TrainOptions, vocabulary: int, device: torch.device) -> Replica:
+    """Build, initialise and wrap this process' chunks. Needs Megatron's parallel state and random seeds.
+
+    `vocabulary` counts the tokens that occur; like Megatron, it is padded to a multiple of 128 × tensor-parallel.
+    Weights depend on the seed and their place in the whole model, not on how that is cut into stages and shards.
+    """
+    config = _config(options, device)
+    multiple = _VOCABULARY_MULTIPLE * options.tensor_parallel
+    padded = -(-vocabulary // multiple) * multiple
+    modules = [_module(options, config, padded, chunk) for chunk in range(options.chunks)]
+    for module in modules:
+        _initialise(module, config, options)
+        module.to(device)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=options.overlap_grad_reduce, bucket_size=None
+    )
+    chunks = [
+        DistributedDataParallel(config=config, ddp_config=ddp, module=module, disable_bucketing=chunk > 0)
+        for chunk, module in enumerate(modules)
+    ]
+    _synchronise_gradients(config, chunks, options)
+    return Replica(config, chunks)
+
+
+def _config(options: TrainOptions, device: torch.device) -> TransformerConfig:
+    """Megatron's configuration, without the fused kernels that need Apex or Transformer Engine."""
+    recompute: dict[str, Any] = {}
+    if options.recompute == "selective":
+        recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    elif options.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    interleaved = options.chunks > 1
+    return TransformerConfig(
+        num_layers=options.layers,
+        hidden_size=options.hidden,
+        num_attention_heads=options.heads,
+        hidden_dropout=options.dropout,
+        attention_dropout=options.dropout,
+        tensor_model_parallel_size=options.tensor_parallel,
+        pipeline_model_parallel_size=options.stages,
+        virtual_pipeline_model_parallel_size=options.chunks if interleaved else None,
+        pipeline_dtype=torch.float32,
+        params_dtype=torch.float32,
+        deallocate_pipeline_outputs=True,
+        # Batched point-to-point calls are silently wrong on two interleaved stages; Megatron-LM refuses them there.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        use_cpu_initialization=True,
+        deterministic_mode=device.type == "cuda",
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        **recompute,
+    )
+
+
+def _module(options: TrainOptions, config: TransformerConfig, vocabulary: int, chunk: int) -> torch.nn.Module:
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    shared: dict[str, Any] = {
+        "config": config,
+        "vocab_size": vocabulary,
+        "max_sequence_length": options.seq_length,
+        "pre_process": stage == 0 and chunk == 0,
+        "post_process": stage == options.stages - 1 and chunk == options.chunks - 1,
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": not options.untie_embeddings,
+        "vp_stage": chunk if options.chunks > 1 else None,
+    }
+    module: torch.nn.Module
+    if options.model == "gpt":
+        module = GPTModel(transformer_layer_spec=get_gpt_layer_local_spec(), **shared)
+    else:
+        module = BertModel(
+            num_tokentypes=0, transformer_layer_spec=bert_layer_local_spec, add_binary_head=False, **shared
+        )
+    return module
+
+
+def _initialise(module: torch.nn.Module, config: TransformerConfig, options: TrainOptions) -> None:
+    """Draw every matrix with Megatron's own distribution, from a generator of its own.
+
+    Drawing the whole matrix and keeping this rank's shard makes the result independent of the partition; vectors
+    (biases, norms) start as constants anyway.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        digest = hashlib.sha256(f"{options.seed} {_place(module, name, options)}".encode()).digest()
+        # The dimension along which Megatron cut the matrix into tensor-parallel shards; None: every rank has it whole.
+        cut: int | None = vars(parameter)["partition_dim"] if vars(parameter).get("tensor_model_parallel") else None
+        shape = [size * options.tensor_parallel if dim == cut else size for dim, size in enumerate(parameter.shape)]
+        whole = torch.empty(shape)
+        draw = config.output_layer_init_method if name.endswith(_OUTPUT_PROJECTIONS) else config.init_method
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(int.from_bytes(digest[:6], "big"))
+            draw(whole)
+        if cut is not None:
+            whole = whole.chunk(options.tensor_parallel, dim=cut)[parallel_state.get_tensor_model_parallel_rank()]
+        with torch.no_grad():
+            parameter.copy_(whole)
+
+
+def _place(module: torch.nn.Module, name: str, options: TrainOptions) -> str:
+    """The name of a parameter in the whole model: layers by their global number, tied embeddings by one name."""
+    match = _LAYER.fullmatch(name)
+    if match is not None:
+        block = getattr(module, "decoder" if options.model == "gpt" else "encoder")
+        return f"layer {block.layers[int(match[1])].layer_number} {match[2]}"
+    if name == "output_layer.weight" and not options.untie_embeddings:
+        return "embedding.word_embeddings.weight"
+    return name
+
+
+def _synchronise_gradients(
+    config: TransformerConfig, chunks: list[DistributedDataParallel], options: TrainOptions
+) -> None:
+    """Set the configuration's gradient functions as Megatron-LM's `train` does."""
+    config.finalize_model_grads_func = finalize_model_grads
+    if options.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        grad_sync = [chunk.start_grad_sync for chunk in chunks]
+        config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+        config.grad_sync_func = grad_sync if len(chunks) > 1 else grad_sync[0]
