@@ -1,0 +1,84 @@
+"""What carries out the pipeline schedule: Megatron's own functions, or EvenPipe's in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from evenpipe.megatron.follow import Follower, reporting_to
+from evenpipe.megatron.options import TrainOptions
+from evenpipe.megatron.recorder import Recorder
+from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
+from evenpipe.runtime.counters import MemoryCounter
+from evenpipe.schedule import FORWARD, Action
+from evenpipe.upstream import PatchSet
+
+__all__ = ["Engine", "engine_for"]
+
+
+class Engine(Protocol):
+    """One stage's side of the schedule, installed where `get_forward_backward_func` finds it."""
+
+    @property
+    def counter(self) -> MemoryCounter:
+        """What this stage holds, with peaks since the last `reset_peak`."""
+
+    def start_batch(self) -> None:
+        """A batch begins."""
+
+
+@contextmanager
+def engine_for(
+    options: TrainOptions, stage: int, chunks: Sequence[torch.nn.Module], recorder: Recorder
+) -> Iterator[Engine]:
+    """The engine that `options` name, active inside; it tells `recorder` of every action.
+
+    One stage is no pipeline: there Megatron's own loop, which is 1F1B, runs under either engine.
+    """
+    if options.engine == "evenpipe" and options.stages > 1:
+        engine = _EvenPipe(options, recorder)
+        with _applied(in_place_of_megatron(engine.schedule)):
+            yield engine
+        engine.schedule.close()
+    else:
+        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        follower = Follower(options.plan.actions[stage], parameters, recorder)
+        with _applied(reporting_to(follower)):
+            yield follower
+
+
+class _EvenPipe:
+    """EvenPipe's schedule function; the observer of its executor."""
+
+    def __init__(self, options: TrainOptions, recorder: Recorder) -> None:
+        self.schedule = PipelineSchedule(options.schedule, options.bpipe, observer=self)
+        self._recorder = recorder
+        self._before = MemoryCounter()
+
+    @property
+    def counter(self) -> MemoryCounter:
+        # The executor is made in the first batch.
+        return self._before if self.schedule.executor is None else self.schedule.executor.counter
+
+    def start_batch(self) -> None:
+        pass
+
+    def started(self, action: Action) -> None:
+        self._recorder.started(action)
+
+    def ended(self, action: Action) -> None:
+        self._recorder.ended(action)
+        if action.kind == FORWARD and self.schedule.executor is not None:
+            self._recorder.saved(action, self.schedule.executor.store.nbytes(action.unit))
+
+
+@contextmanager
+def _applied(patches: PatchSet) -> Iterator[None]:
+    patches.apply()
+    try:
+        yield
+    finally:
+        patches.revert()

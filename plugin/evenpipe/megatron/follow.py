@@ -1,0 +1,78 @@
+"""Follows Megatron's own schedules through the actions that they are expected to carry out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from evenpipe.megatron.recorder import Recorder
+from evenpipe.megatron.supported import MEGATRON_CORE, SCHEDULES, recorded
+from evenpipe.runtime.counters import MemoryCounter
+from evenpipe.runtime.store import ActivationStore
+from evenpipe.schedule import BACKWARD, FORWARD, Action, Kind
+from evenpipe.upstream import Patch, PatchSet
+
+__all__ = ["Follower", "reporting_to"]
+
+
+class Follower:
+    """Tells a recorder of each compute action of one stage, and counts what each forward saves, while somebody else's
+    schedule carries them out.
+
+    `expected` are the compute actions of one batch, in order; `parameters` are not counted as saved.
+    """
+
+    def __init__(self, expected: Sequence[Action], parameters: Iterable[torch.Tensor], recorder: Recorder) -> None:
+        self.counter = MemoryCounter()
+        self._store = ActivationStore(parameters, self.counter)
+        self._recorder = recorder
+        self._expected = tuple(expected)
+        self._next = 0
+
+    def start_batch(self) -> None:
+        """A batch begins."""
+        self._next = 0
+
+    @contextmanager
+    def act(self, kind: Kind) -> Iterator[None]:
+        """Around the next action. Raises RuntimeError when another kind of action was expected."""
+        action = self._expected[self._next] if self._next < len(self._expected) else None
+        if action is None or action.kind != kind:
+            raise RuntimeError(f"Megatron's schedule goes on with {kind} where {action or 'the end'} was expected")
+        self._next += 1
+        self._recorder.started(action)
+        with self._store.recording(action.unit) if kind == FORWARD else nullcontext():
+            yield
+        self._recorder.ended(action)
+        if kind == FORWARD:
+            self._recorder.saved(action, self._store.nbytes(action.unit))
+
+
+def reporting_to(follower: Follower) -> PatchSet:
+    """The patches under which Megatron's forward and backward steps report to `follower`."""
+    return PatchSet("follow", [_patch("forward_step", FORWARD, follower), _patch("backward_step", BACKWARD, follower)])
+
+
+def _patch(function: str, kind: Kind, follower: Follower) -> Patch:
+    target = f"{SCHEDULES}:{function}"
+    return Patch(
+        name=function,
+        targets=(target,),
+        distribution=MEGATRON_CORE,
+        versions=recorded(target),
+        replacement=functools.partial(_reporting, follower=follower, kind=kind),
+        reason="Megatron's schedules do not tell which micro-batch they are at, when, and what it saved",
+    )
+
+
+def _reporting(original: Callable[..., Any], follower: Follower, kind: Kind) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with follower.act(kind):
+            return original(*args, **kwargs)
+
+    return step

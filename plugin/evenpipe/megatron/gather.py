@@ -1,0 +1,99 @@
+"""Puts together what the processes of a run found."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from evenpipe.megatron.result import RunResult, StageMeasurement
+from evenpipe.simulate import Span
+
+__all__ = ["Coordinates", "Share", "combine", "digest", "gather"]
+
+
+class Coordinates(NamedTuple):
+    """A process in the run: pipeline stage, tensor-parallel rank, data-parallel replica; the order of digests."""
+
+    stage: int
+    shard: int
+    replica: int
+
+
+class Share(NamedTuple):
+    """What one process found. `losses` is empty but on the last stage; spans are in ms of a clock common to all."""
+
+    at: Coordinates
+    losses: tuple[float, ...]
+    weights: str
+    iteration_ms: tuple[float, ...]
+    measured: StageMeasurement
+    unit_bytes: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+
+def digest(chunks: Iterable[torch.nn.Module]) -> str:
+    """SHA-256 over the parameters of one process, by chunk and name; their names, shapes and bytes."""
+    sha = hashlib.sha256()
+    for number, chunk in enumerate(chunks):
+        for name, parameter in sorted(chunk.named_parameters()):
+            sha.update(f"{number} {name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+            sha.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def gather(share: Share, group: dist.ProcessGroup | None) -> list[Share] | None:
+    """Every process' share, in order of rank, on rank 0; None elsewhere. `group` must move host memory."""
+    world = dist.get_world_size()
+    shares: list[Share] | None = [share] * world if dist.get_rank() == 0 else None
+    dist.gather_object(share, shares, dst=0, group=group)
+    return shares
+
+
+def combine(shares: Sequence[Share]) -> RunResult:
+    """One result from all shares. Raises RuntimeError when data-parallel replicas ended with different weights."""
+    stages = 1 + max(share.at.stage for share in shares)
+    by_stage = [[share for share in shares if share.at.stage == stage] for stage in range(stages)]
+    last = [share for share in by_stage[-1] if share.at.shard == 0]
+    first_replica = sorted(share for share in shares if share.at.replica == 0 and share.at.shard == 0)
+    return RunResult(
+        losses=tuple(map(_mean, zip(*(share.losses for share in last), strict=True))),
+        weights_sha256=_weights(shares),
+        iteration_ms=tuple(map(max, zip(*(share.iteration_ms for share in shares), strict=True))),
+        stages=tuple(StageMeasurement(*map(max, zip(*(s.measured for s in row), strict=True))) for row in by_stage),
+        unit_bytes=tuple(share.unit_bytes for share in first_replica),
+        spans=_from_common_start([share.spans for share in first_replica]),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _weights(shares: Sequence[Share]) -> str:
+    sha = hashlib.sha256()
+    known: dict[tuple[int, int], str] = {}
+    for share in sorted(shares):
+        weights = known.setdefault(share.at[:2], share.weights)
+        if weights != share.weights:
+            raise RuntimeError(
+                f"stage {share.at.stage}, tensor-parallel rank {share.at.shard}: "
+                f"data-parallel replicas 0 and {share.at.replica} ended with different weights"
+            )
+        if share.at.replica == 0:
+            sha.update(weights.encode())
+    return sha.hexdigest()
+
+
+def _from_common_start(spans: Sequence[tuple[Span, ...]]) -> tuple[tuple[Span, ...], ...]:
+    start = min((span.start_ms for row in spans for span in row), default=0.0)
+    return tuple(
+        tuple(Span(s.action, s.start_ms - start, s.end_ms - start) for s in sorted(row, key=_start)) for row in spans
+    )
+
+
+def _start(span: Span) -> float:
+    return span.start_ms
