@@ -1,0 +1,185 @@
+"""Start the processes of training runs with torchrun's API; bring back results, or the failure that came first."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from evenpipe.megatron.journal import Failure, Iteration, JournalReader
+from evenpipe.megatron.options import TrainOptions
+from evenpipe.megatron.result import RunResult
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+__all__ = ["Progress", "StageFailed", "Stopped", "run_cases"]
+
+Progress = Callable[[Iteration], None]
+
+_POLL_SECONDS: Final = 0.05
+_AGENT_LOGGERS: Final = ("torch.distributed.elastic", "torch.multiprocessing")
+_PRELOAD: Final = "evenpipe.megatron.preload"
+
+
+class StageFailed(RuntimeError):
+    """A stage raised, or its process died; the message is one line. `details` is its traceback or what it printed."""
+
+    def __init__(self, message: str, details: str) -> None:
+        super().__init__(message)
+        self.details = details
+
+
+class Stopped(RuntimeError):
+    """A signal told the parent to end; the processes of the run have ended."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+
+def run_cases(cases: Sequence[TrainOptions], progress: Progress = lambda iteration: None) -> list[RunResult]:
+    """Train every case; consecutive cases of one world size share their processes. Results in the order of the cases.
+
+    `progress` is called from another thread, with the number of the case among all. All processes have ended when this
+    returns or raises. Raises StageFailed for the failure that came first, and Stopped when SIGINT, SIGTERM, SIGHUP or
+    SIGQUIT ends the run (in the main thread: others get no signals).
+    """
+    results: list[RunResult] = []
+
+    def numbered(done: Iteration) -> None:
+        progress(done._replace(case=len(results) + done.case))
+
+    for _, together in groupby(cases, key=lambda options: options.world_size):
+        results += _run_together(tuple(together), numbered)
+    return results
+
+
+def _run_together(cases: tuple[TrainOptions, ...], progress: Progress) -> list[RunResult]:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from evenpipe.megatron.entry import entry
+
+    world_size = cases[0].world_size
+    device_type = _device_type(world_size)
+    with tempfile.TemporaryDirectory(prefix="evenpipe-") as folder, _signals_restored(), _quiet():
+        journal = Path(folder, "journal")
+        journal.mkdir()
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world_size,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            start_method=_start_method(device_type),
+            logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder, "logs")), redirects=Std.ALL),
+        )
+        with _followed(journal, progress) as failures:
+            try:
+                returned = elastic_launch(config, entry)(cases, device_type, str(journal))
+            except SignalException as error:
+                raise Stopped(error.sigval) from None
+            except ChildFailedError as error:
+                agent_error = error
+            else:
+                return list(returned[0])
+        raise _first_failure(failures, agent_error, cases)
+
+
+def _device_type(world_size: int) -> str:
+    """ "cuda" with a GPU for every process, else "cpu"."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world_size else "cpu"
+
+
+def _start_method(device_type: str) -> str:
+    """A fork server imports torch and megatron-core once for all processes; CUDA needs processes of their own."""
+    if device_type == "cuda" or "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.set_forkserver_preload([_PRELOAD])
+    return "forkserver"
+
+
+@contextmanager
+def _followed(journal: Path, progress: Progress) -> Iterator[list[Failure]]:
+    """Read the journal from a thread: iterations go to `progress`; the list of failures is complete after the block."""
+    failures: list[Failure] = []
+    reader, done = JournalReader(journal), threading.Event()
+
+    def read() -> None:
+        for entry in reader.new_entries():
+            if isinstance(entry, Failure):
+                failures.append(entry)
+            else:
+                progress(entry)
+
+    def follow() -> None:
+        while not done.wait(_POLL_SECONDS):
+            read()
+        read()
+
+    thread = threading.Thread(target=follow, name="evenpipe-journal", daemon=True)
+    thread.start()
+    try:
+        yield failures
+    finally:
+        done.set()
+        thread.join()
+
+
+def _first_failure(
+    failures: Sequence[Failure], agent_error: ChildFailedError, cases: tuple[TrainOptions, ...]
+) -> StageFailed:
+    """What ended the run: the earliest error told, unless the agent saw a process die that had told none."""
+    rank, died = agent_error.get_first_failure()
+    told = sorted(failures)
+    if told and died.exitcode > 0:
+        return StageFailed(str(told[0]), told[0].traceback)
+    stage = rank // (cases[0].data_parallel * cases[0].tensor_parallel)
+    if died.exitcode < 0:
+        return StageFailed(f"stage {stage} failed: its process was killed by {signal.Signals(-died.exitcode).name}", "")
+    said = died.message["message"] if isinstance(died.message, dict) else died.message
+    return StageFailed(f"stage {stage} failed at start-up: {str(said).strip().partition(chr(10))[0]}", "")
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """The agent sets handlers for the signals that end it, and leaves them behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = [signal.getsignal(number) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, handlers, strict=True):
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The agent reports a failure in some forty lines; ours is one."""
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(_AGENT_LOGGERS)]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled

@@ -1,0 +1,123 @@
+"""The life of one training process, as torchrun's agent starts it: environment, cases one by one, failures told."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from evenpipe.megatron.cpu_mode import cpu_mode
+from evenpipe.megatron.journal import Failure, Iteration, append
+from evenpipe.megatron.options import TrainOptions
+from evenpipe.megatron.result import RunResult
+from evenpipe.megatron.whereabouts import Whereabouts
+from evenpipe.megatron.worker import run_case
+
+__all__ = ["run_cases"]
+
+_TIMEOUT: Final = timedelta(minutes=10)
+# The agent polls every 0.1 s. A process that dies without a word (out of memory, say) breaks its peers' connections at
+# once; they leave it this long to be noticed first.
+_NOTICE_SECONDS: Final = 0.5
+
+
+def run_cases(cases: tuple[TrainOptions, ...], device_type: str, journal: str) -> list[RunResult]:
+    """Run `cases` one after the other, each in a torch.distributed world of its own; results on rank 0 only.
+
+    Never raises: an error is told in the journal, and ends the process with status 1.
+    """
+    _environment(device_type)
+    rank = int(os.environ["RANK"])
+    whereabouts = Whereabouts(0)
+    try:
+        device = _device(device_type)
+        store = next(rendezvous("env://", timeout=_TIMEOUT))[0]
+        results = []
+        for number, options in enumerate(cases):
+            stage = rank // (options.data_parallel * options.tensor_parallel)
+            whereabouts = Whereabouts(stage, options.fault)
+
+            def tell(iteration: int, loss: float, ms: float, case: int = number) -> None:
+                append(Path(journal), rank, Iteration(case, iteration, loss, ms))
+
+            with _world(PrefixStore(f"case {number}", store), rank, options.world_size, device) as host_group:
+                result = run_case(options, device, whereabouts, tell, host_group)
+            if result is not None:
+                results.append(result)
+        return results
+    except BaseException as error:
+        append(Path(journal), rank, _failure(error, whereabouts))
+        time.sleep(_NOTICE_SECONDS)
+        # Not sys.exit: process groups wait for their peers when they are torn down.
+        os._exit(1)
+
+
+def _environment(device_type: str) -> None:
+    # A signal must end a process even while it waits for a peer, where Python's handlers do not run.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if device_type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    else:
+        # CPU mode is refused where CUDA is available, and too few GPUs are as good as none.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _device(device_type: str) -> torch.device:
+    """This process' device, made ready."""
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        torch.use_deterministic_algorithms(True)
+        return device
+    torch.set_num_threads(1)
+    cpu_mode().apply()
+    return torch.device("cpu")
+
+
+@contextmanager
+def _world(store: Store, rank: int, size: int, device: torch.device) -> Iterator[dist.ProcessGroup | None]:
+    """torch.distributed initialised inside; gives a group for host memory (None: the default group will do).
+
+    A world a case: nothing of a case, its process groups least of all, is left to the next one.
+    """
+    cuda = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=_TIMEOUT,
+        device_id=device if cuda else None,
+    )
+    yield dist.new_group(backend="gloo") if cuda else None
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+
+
+def _failure(error: BaseException, whereabouts: Whereabouts) -> Failure:
+    message = str(error).strip().partition("\n")[0]
+    return Failure(
+        clock=time.monotonic(),
+        stage=whereabouts.stage,
+        position=whereabouts.position,
+        error=f"{type(error).__name__}: {message}" if message else type(error).__name__,
+        traceback="".join(traceback.format_exception(error)),
+    )
