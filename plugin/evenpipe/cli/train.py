@@ -1,0 +1,121 @@
+"""``evenpipe train``: train a real GPT or BERT of megatron-core under a schedule, and measure it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from argparse import SUPPRESS, Namespace
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from evenpipe.cli.options import add_output_options, title_of
+from evenpipe.cli.parser import Commands, UsageError
+from evenpipe.cli.progress import training_progress
+from evenpipe.megatron import data
+from evenpipe.megatron.launch import StageFailed, Stopped, run_cases
+from evenpipe.megatron.options import OptionsError, TrainOptions, flag
+from evenpipe.megatron.predict import predict
+from evenpipe.megatron.result import RunResult
+from evenpipe.report import StageMemory, Timeline, draw_comparison, perfetto_trace, write_atomically
+from evenpipe.simulate import Simulation
+
+__all__ = ["add_to"]
+
+_MIB = 2**20
+
+
+def add_to(commands: Commands) -> None:
+    """Add the sub-command: a flag for every field of TrainOptions."""
+    text = "train a GPT or BERT of megatron-core under a schedule"
+    parser = commands.add_parser("train", help=text, description=f"{text.capitalize()}.")
+    group = parser.add_argument_group("run")
+    for name, field in TrainOptions.model_fields.items():
+        if field.annotation is bool:
+            group.add_argument(flag(name), action="store_true", default=SUPPRESS, help=field.description)
+        else:
+            # Values stay text here: TrainOptions reads and checks them, with one-line errors.
+            default = "" if field.default is None else f" (default {field.default})"
+            group.add_argument(
+                flag(name), default=SUPPRESS, metavar=name.upper()[:1], help=f"{field.description}{default}"
+            )
+    add_output_options(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: Namespace) -> None:
+    given = {name: value for name, value in vars(arguments).items() if name in TrainOptions.model_fields}
+    try:
+        options = TrainOptions.of(**given)
+        data.load(options)
+    except OptionsError as error:
+        raise UsageError(str(error)) from error
+    if find_spec("megatron") is None:
+        raise UsageError("megatron-core is not installed: pip install 'evenpipe[megatron]'")
+    result = _train(options)
+    prediction = predict(options.plan, result)
+    title = title_of(options.plan, options.bpipe)
+    _write_reports(arguments, result, prediction, title)
+    if arguments.json:
+        print(json.dumps(result.to_json()))
+        return
+    console = Console()
+    console.print(f"{options.model}, {title}, engine {options.engine}", style="bold", highlight=False)
+    console.print(_table(result, prediction))
+
+
+def _train(options: TrainOptions) -> RunResult:
+    """Run it. A failure ends the process: status 1 and the failure as the last line; 128 + n for signal n."""
+    try:
+        with training_progress([f"{options.engine}, {options.schedule}"], options.iterations) as show:
+            return run_cases([options], show)[0]
+    except StageFailed as failure:
+        print(failure.details, end="", file=sys.stderr)
+        print(f"evenpipe train: {failure}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except Stopped as stopped:
+        print(f"evenpipe train: {stopped}", file=sys.stderr)
+        raise SystemExit(128 + stopped.number) from None
+
+
+def _write_reports(arguments: Namespace, result: RunResult, prediction: Simulation, title: str) -> None:
+    measured = Timeline(f"{title}: measured", result.spans)
+    predicted = Timeline.of(prediction, f"{title}: predicted from its median times")
+    peaks = StageMemory(
+        "peak of saved activations",
+        "MiB",
+        tuple(stage.peak_bytes / _MIB for stage in prediction.stages),
+        tuple(stage.peak_saved_bytes / _MIB for stage in result.stages),
+    )
+    _write("--picture", arguments.picture, lambda path: draw_comparison(path, [predicted, measured], [peaks]))
+    _write("--trace", arguments.trace, lambda path: write_atomically(path, json.dumps(perfetto_trace(measured))))
+
+
+def _write(option: str, path: Path | None, write: Callable[[Path], None]) -> None:
+    if path is None:
+        return
+    try:
+        write(path)
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror}; choose a path that can be written") from error
+
+
+def _table(result: RunResult, prediction: Simulation) -> Table:
+    caption = (
+        f"loss {result.losses[0]:.4f} to {result.losses[-1]:.4f} ({result.losses[-1].hex()}), "
+        f"weights {result.weights_sha256[:16]}, {statistics.median(result.iteration_ms):,.0f} ms an iteration"
+    )
+    table = Table("stage", "peak live", "peak saved MiB", "predicted MiB", "evicted MiB", caption=caption)
+    for number, (stage, predicted) in enumerate(zip(result.stages, prediction.stages, strict=True)):
+        table.add_row(
+            str(number),
+            str(stage.peak_live),
+            f"{stage.peak_saved_bytes / _MIB:,.2f}",
+            f"{predicted.peak_bytes / _MIB:,.2f}",
+            f"{stage.evicted_bytes / _MIB:,.2f}",
+        )
+    return table
