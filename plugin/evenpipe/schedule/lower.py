@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from evenpipe.schedule.actions import ACCEPT, BACKWARD, COMPUTE, DEPARTING, EVICT, LOAD, RETURN, Action, Unit
-from evenpipe.schedule.residency import residency
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.topology import Link, Message, incoming, outgoing, partner
 
@@ -60,7 +59,7 @@ def transfer(action: Action, stage: int, stages: int) -> Message:
 def _lower_stage(schedule: Schedule, stage: int) -> tuple[tuple[Step, ...], tuple[Message, ...]]:
     stages, chunks, row = schedule.stages, schedule.chunks, schedule.actions[stage]
     inputs = [incoming(action, stage, stages, chunks) for action in row if action.kind in COMPUTE]
-    due = residency(row, schedule.bound).due
+    due = schedule.residencies[stage].due
     leaving: deque[Message] = deque()
     arriving: dict[Unit, Message] = {}
     sent: dict[Link, deque[Message]] = defaultdict(deque)

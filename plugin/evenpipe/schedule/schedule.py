@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from evenpipe.schedule.actions import EVICT, Action, parse
-from evenpipe.schedule.residency import residency
+from evenpipe.schedule.residency import Residency, residency
 
 __all__ = ["Schedule"]
 
@@ -46,6 +46,11 @@ class Schedule:
         return tuple(sum(action.kind == EVICT for action in row) for row in self.actions)
 
     @cached_property
+    def residencies(self) -> tuple[Residency, ...]:
+        """Per stage, what it holds on its way through its actions."""
+        return tuple(residency(row, self.bound) for row in self.actions)
+
+    @property
     def peak_live(self) -> tuple[int, ...]:
         """Per stage, the most units live at once, own plus accepted, those in flight counted on both sides."""
-        return tuple(residency(row, self.bound).peak for row in self.actions)
+        return tuple(held.peak for held in self.residencies)

@@ -9,7 +9,6 @@ from evenpipe.schedule.actions import ACCEPT, BACKWARD, DEPARTING, EVICT, FORWAR
 from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.grid import format_grid
 from evenpipe.schedule.lower import Program, lower
-from evenpipe.schedule.residency import residency
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.topology import Link, Message, partner
 
@@ -36,10 +35,10 @@ def verify(schedule: Schedule) -> Schedule:
             _check_stage(schedule, stage)
         program = lower(schedule)
         _check_links(program)
-        for stage, row in enumerate(schedule.actions):
-            broken = residency(row, schedule.bound).broken
-            if broken is not None:
-                raise _Fault(f"{row[broken]} makes more than {schedule.bound} live micro-batches", stage, broken)
+        for stage, held in enumerate(schedule.residencies):
+            if held.broken is not None:
+                action = schedule.actions[stage][held.broken]
+                raise _Fault(f"{action} makes more than {schedule.bound} live micro-batches", stage, held.broken)
         _check_progress(program)
     except _Fault as fault:
         stage, step = fault.mark

@@ -1,0 +1,92 @@
+"""``evenpipe demo``: one GPT under Megatron's 1F1B, EvenPipe's 1F1B and BPipe, side by side."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from evenpipe.cli.parser import Commands
+from evenpipe.cli.training import run_training
+from evenpipe.cli.values import picture_file
+from evenpipe.megatron.options import TrainOptions
+from evenpipe.megatron.predict import predict
+from evenpipe.megatron.result import RunResult
+from evenpipe.report import StageMemory, Timeline, draw_comparison
+
+__all__ = ["add_to"]
+
+_MIB = 2**20
+_MODEL = {
+    "layers": 8,
+    "hidden": 128,
+    "heads": 4,
+    "seq_length": 128,
+    "micro_batch_size": 4,
+    "stages": 4,
+    "micro_batches": 8,
+    "iterations": 10,
+}
+_CASES = {
+    "Megatron's 1F1B": {"engine": "megatron"},
+    "EvenPipe's 1F1B": {"engine": "evenpipe"},
+    "with BPipe": {"engine": "evenpipe", "bpipe": True},
+}
+
+
+def add_to(commands: Commands) -> None:
+    """Add the sub-command."""
+    text = "train a small GPT on four stages three ways, and compare losses, weights, memory and time"
+    parser = commands.add_parser("demo", help=text, description=f"{text.capitalize()}.")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+    parser.add_argument(
+        "--picture", type=picture_file, default=Path("demo.png"), metavar="P.png", help="default: demo.png"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: Namespace) -> None:
+    cases = [TrainOptions.of(**_MODEL, **case) for case in _CASES.values()]
+    results = run_training(cases, list(_CASES))
+    _draw(arguments.picture, cases, results)
+    if arguments.json:
+        runs = {name: result.to_json() for name, result in zip(_CASES, results, strict=True)}
+        print(json.dumps({"format": "evenpipe.demo/1", "runs": runs, "picture": str(arguments.picture)}))
+        return
+    console = Console()
+    console.print(_table(results))
+    console.print(f"timelines and memory: {arguments.picture}", highlight=False)
+
+
+def _draw(path: Path, cases: Sequence[TrainOptions], results: Sequence[RunResult]) -> None:
+    """The measured timelines, and per stage the predicted next to the measured peak."""
+    timelines, memory = [], []
+    for name, options, result in zip(_CASES, cases, results, strict=True):
+        timelines.append(Timeline(name, result.spans))
+        predicted = tuple(stage.peak_bytes / _MIB for stage in predict(options.plan, result).stages)
+        measured = tuple(stage.peak_saved_bytes / _MIB for stage in result.stages)
+        memory.append(StageMemory(f"{name}: peak saved", "MiB", predicted, measured))
+    draw_comparison(path, timelines, memory)
+
+
+def _table(results: Sequence[RunResult]) -> Table:
+    """One column a run; losses and weights against those of the first."""
+    first = results[0]
+    table = Table("", *_CASES, caption="bit-identical: equal to Megatron's in every bit, over all iterations")
+    table.add_row("last loss", *(f"{result.losses[-1]:.6f}" for result in results))
+    table.add_row("all losses", "reference", *(_sameness(r.losses == first.losses) for r in results[1:]))
+    table.add_row("final weights", "reference", *(_sameness(r.weights_sha256 == first.weights_sha256) for r in results[1:]))
+    for number in range(len(first.stages)):
+        peaks = [result.stages[number].peak_saved_bytes / _MIB for result in results]
+        table.add_row(f"stage {number}: peak saved", *(f"{peak:.2f} MiB" for peak in peaks))
+    table.add_row("median iteration", *(f"{statistics.median(result.iteration_ms[1:]):.0f} ms" for result in results))
+    return table
+
+
+def _sameness(same: bool) -> str:
+    return "[green]bit-identical[/]" if same else "[red]DIFFERENT[/]"

@@ -1,0 +1,35 @@
+"""Run training cases for a command: progress on standard error, and a failure's one line as the last."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from evenpipe.cli.parser import UsageError
+from evenpipe.cli.progress import training_progress
+from evenpipe.megatron.launch import StageFailed, Stopped, run_cases
+from evenpipe.megatron.options import TrainOptions
+from evenpipe.megatron.result import RunResult
+
+__all__ = ["run_training"]
+
+
+def run_training(cases: Sequence[TrainOptions], names: Sequence[str]) -> list[RunResult]:
+    """The results of `cases`, shown under `names` while they run.
+
+    A failure ends the process: status 1 and the failure as the last line; 128 + n for signal n. UsageError without
+    megatron-core.
+    """
+    if find_spec("megatron") is None:
+        raise UsageError("megatron-core is not installed: pip install 'evenpipe[megatron]'")
+    try:
+        with training_progress(list(names), cases[0].iterations) as show:
+            return run_cases(cases, show)
+    except StageFailed as failure:
+        print(failure.details, end="", file=sys.stderr)
+        print(f"evenpipe train: {failure}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except Stopped as stopped:
+        print(f"evenpipe train: {stopped}", file=sys.stderr)
+        raise SystemExit(128 + stopped.number) from None
