@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from evenpipe.cli.parser import Parser, UsageError
@@ -14,7 +16,15 @@ from evenpipe.report import StageMemory, Timeline, draw_comparison, perfetto_tra
 from evenpipe.schedule import SCHEDULES, Schedule, ScheduleError, build
 from evenpipe.simulate import Simulation
 
-__all__ = ["add_output_options", "add_schedule_options", "schedule_from", "title_of", "write_reports"]
+__all__ = [
+    "add_output_options",
+    "add_schedule_options",
+    "peaks_of",
+    "schedule_from",
+    "title_of",
+    "without_cycle_collector",
+    "write_reports",
+]
 
 
 def add_schedule_options(parser: Parser) -> None:
@@ -52,12 +62,30 @@ def title_of(schedule: Schedule, bpipe: bool) -> str:
     return f"{name}, {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches"
 
 
-def write_reports(arguments: Namespace, simulation: Simulation, title: str) -> None:
-    """Write the picture and the trace that were asked for; UsageError where one cannot be written."""
-    timeline = Timeline.of(simulation, title)
-    peaks = StageMemory("peak of saved activations", "live units", tuple(s.peak_live for s in simulation.stages))
-    _write("--picture", arguments.picture, lambda path: draw_comparison(path, [timeline], [peaks]))
-    _write("--trace", arguments.trace, lambda path: write_atomically(path, json.dumps(perfetto_trace(timeline))))
+def peaks_of(simulation: Simulation) -> StageMemory:
+    """The simulated peak of every stage, in live units."""
+    return StageMemory("peak of saved activations", "live units", tuple(s.peak_live for s in simulation.stages))
+
+
+def write_reports(arguments: Namespace, timelines: Sequence[Timeline], peaks: StageMemory) -> None:
+    """Write the picture of all timelines and the trace of the last, as asked for.
+
+    UsageError where one cannot be written.
+    """
+    _write("--picture", arguments.picture, lambda path: draw_comparison(path, timelines, [peaks]))
+    _write("--trace", arguments.trace, lambda path: write_atomically(path, json.dumps(perfetto_trace(timelines[-1]))))
+
+
+@contextmanager
+def without_cycle_collector() -> Iterator[None]:
+    """Pause it: schedules are millions of tuples without cycles, and walking them takes longer than making them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _write(option: str, path: Path | None, write: Callable[[Path], None]) -> None:

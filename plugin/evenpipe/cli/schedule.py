@@ -9,9 +9,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from evenpipe.cli.options import add_output_options, add_schedule_options, schedule_from, title_of, write_reports
+from evenpipe.cli.options import (
+    add_output_options,
+    add_schedule_options,
+    peaks_of,
+    schedule_from,
+    title_of,
+    without_cycle_collector,
+    write_reports,
+)
 from evenpipe.cli.parser import Commands
-from evenpipe.report import timeline_grid
+from evenpipe.report import Timeline, timeline_grid
 from evenpipe.schedule import Schedule, lower
 from evenpipe.simulate import Costs, Wire, simulate
 
@@ -30,6 +38,7 @@ def add_to(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
+@without_cycle_collector()
 def _run(arguments: Namespace) -> None:
     schedule = schedule_from(arguments)
     title = title_of(schedule, arguments.bpipe)
@@ -40,7 +49,8 @@ def _run(arguments: Namespace) -> None:
             backward_ms=(_BACKWARD_MS * schedule.chunks,) * schedule.stages,
             wires={"evict": transfer, "load": transfer},
         )
-        write_reports(arguments, simulate(lower(schedule), costs), title)
+        simulation = simulate(lower(schedule), costs)
+        write_reports(arguments, [Timeline.of(simulation, title)], peaks_of(simulation))
     if arguments.json:
         print(json.dumps(_document(schedule, arguments.bpipe)))
         return

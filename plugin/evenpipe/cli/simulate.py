@@ -8,9 +8,18 @@ from argparse import Namespace
 from rich.console import Console
 from rich.table import Table
 
-from evenpipe.cli.options import add_output_options, add_schedule_options, schedule_from, title_of, write_reports
+from evenpipe.cli.options import (
+    add_output_options,
+    add_schedule_options,
+    peaks_of,
+    schedule_from,
+    title_of,
+    without_cycle_collector,
+    write_reports,
+)
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import duration_ms, durations_ms
+from evenpipe.report import Timeline
 from evenpipe.schedule import lower
 from evenpipe.simulate import Costs, Simulation, SimulationError, Wire, simulate
 
@@ -36,6 +45,7 @@ def add_to(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
+@without_cycle_collector()
 def _run(arguments: Namespace) -> None:
     schedule = schedule_from(arguments)
     link, transfer = Wire(transmit_ms=arguments.link_ms), Wire(transmit_ms=arguments.transfer_ms)
@@ -50,7 +60,7 @@ def _run(arguments: Namespace) -> None:
     except SimulationError as error:
         raise UsageError(str(error)) from error
     title = title_of(schedule, arguments.bpipe)
-    write_reports(arguments, simulation, title)
+    write_reports(arguments, [Timeline.of(simulation, title)], peaks_of(simulation))
     if arguments.json:
         print(json.dumps(simulation.to_json()))
         return
