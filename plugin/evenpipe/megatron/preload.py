@@ -1,8 +1,12 @@
 """What the fork server imports once, so that every training process starts with it: torch and megatron-core."""
 
+import gc
 import warnings
 
 with warnings.catch_warnings():
     # megatron-core warns of every optional package that is missing; none is needed here.
     warnings.simplefilter("ignore")
     import evenpipe.megatron.process  # noqa: F401
+
+# What is imported stays: the collector need not walk it in every process (0.8 s a collection, 4 processes on 2 cores).
+gc.freeze()
