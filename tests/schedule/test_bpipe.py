@@ -1,7 +1,8 @@
 """The BPipe pass is Algorithm 1 on 1F1B, Appendix A on interleaved 1F1B, and keeps its bound everywhere else."""
 
 import pytest
-from evenpipe.schedule import BACKWARD, COMPUTE, EVICT, FORWARD, LOAD, Action, Schedule, ScheduleError, balance, build, verify
+from evenpipe.schedule import BACKWARD, COMPUTE, EVICT, FORWARD, LOAD, Action, Schedule, ScheduleError, balance, build, lower, verify
+from evenpipe.simulate import Costs, Wire, simulate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -120,6 +121,16 @@ def test_a_load_starts_one_action_before_its_backward():
             if action.kind == LOAD:
                 compute = [later for later in row[position:] if later.kind in COMPUTE]
                 assert Action(BACKWARD, *action.unit) in compute[:2]
+
+
+@pytest.mark.parametrize("stages", [4, 5, 6, 7, 8, 12, 16])
+def test_transfers_shorter_than_a_forward_cost_nothing(stages):
+    """An acceptor must not stand still until a return is through only because the next accept comes too early."""
+    times = Costs((1.0,) * stages, (2.0,) * stages, {"evict": Wire(0, 0.95), "load": Wire(0, 0.95)})
+    for micro_batches in (stages, 2 * stages, 5 * stages):
+        plain = simulate(lower(build("1f1b", stages, micro_batches)), times)
+        level = simulate(lower(build("1f1b", stages, micro_batches, bpipe=True)), times)
+        assert level.makespan_ms == pytest.approx(plain.makespan_ms)
 
 
 def test_an_impossible_bound_is_refused():

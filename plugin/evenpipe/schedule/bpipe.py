@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from evenpipe.schedule.acceptor import receive
 from evenpipe.schedule.actions import ACCEPT, BACKWARD, EVICT, FORWARD, LOAD, RETURN, Action, Kind, Unit
 from evenpipe.schedule.clock import DURATION, boundaries
 from evenpipe.schedule.errors import ScheduleError
@@ -46,18 +46,11 @@ def balance(schedule: Schedule, bound: int) -> Schedule:
             rows[evictor],
             [(transfer.slot, Action(transfer.kind, *transfer.unit)) for transfer in transfers],
         )
-        # The acceptor's end of a transfer is issued at its last boundary between two compute actions that is not
-        # later than the evictor's, so that it is ready in time and can never be what the evictor waits for.
-        rows[acceptor] = _insert(
-            rows[acceptor],
-            [
-                (
-                    bisect_right(ends[acceptor], time),
-                    Action(ACCEPT if transfer.kind == EVICT else RETURN, *transfer.unit, evictor),
-                )
-                for transfer, time in zip(transfers, issued, strict=True)
-            ],
-        )
+        accepting = [
+            (Action(ACCEPT if transfer.kind == EVICT else RETURN, *transfer.unit, evictor), time)
+            for transfer, time in zip(transfers, issued, strict=True)
+        ]
+        rows[acceptor] = _insert(rows[acceptor], receive(rows[acceptor], ends[acceptor], accepting, bound))
     return replace(schedule, bound=bound, actions=tuple(rows))
 
 

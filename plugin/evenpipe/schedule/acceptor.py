@@ -1,0 +1,52 @@
+"""The acceptor's half of the BPipe pass: where between its own compute actions it takes in and gives back."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from evenpipe.schedule.actions import ACCEPT, BACKWARD, FORWARD, Action
+from evenpipe.schedule.clock import DURATION
+
+__all__ = ["receive"]
+
+
+def receive(
+    row: Sequence[Action], ends: Sequence[int], transfers: Sequence[tuple[Action, int]], bound: int
+) -> list[tuple[int, Action]]:
+    """Put each ACCEPT or RETURN before one of the acceptor's compute actions (index into ``row``).
+
+    ``transfers`` come with the logical time at which the evictor issues its end; ``ends`` are the times at which the
+    actions of ``row`` end. The acceptor issues its end at the last boundary between two actions that is not later, so
+    that it is ready in time and can never be what the evictor waits for. If an accept had no room there before a
+    return is through, it moves on by one boundary: the evictor has until the end of its backward (Appendix B), while
+    the acceptor would otherwise stand still.
+    """
+    own = list(accumulate(((action.kind == FORWARD) - (action.kind == BACKWARD) for action in row), initial=0))
+    held: list[int] = []  # when the return of each unit that is here will be through
+    returning = {action.unit: time + DURATION[FORWARD] for action, time in transfers if action.kind != ACCEPT}
+    placed = []
+    for action, issued in transfers:
+        slot = bisect_right(ends, issued)
+        if action.kind == ACCEPT:
+            held = [time for time in held if time > _boundary(slot, ends)]
+            slot = next((s for s in (slot, slot + 1) if _has_room(s, row, ends, own, held, bound)), slot)
+            held.append(returning[action.unit])
+        placed.append((slot, action))
+    return placed
+
+
+def _has_room(
+    slot: int, row: Sequence[Action], ends: Sequence[int], own: Sequence[int], held: Sequence[int], bound: int
+) -> bool:
+    """Whether one unit more fits from just before the compute action ``slot`` on until it has ended."""
+    if slot >= len(row):
+        return False
+    here = sum(time > _boundary(slot, ends) for time in held)
+    return own[slot] + (row[slot].kind == FORWARD) + here + 1 <= bound
+
+
+def _boundary(slot: int, ends: Sequence[int]) -> int:
+    """The logical time just before the compute action ``slot``."""
+    return ends[slot - 1] if slot else 0
