@@ -12,7 +12,7 @@ prepare: ## make .venv fit the pins, and install the package into it
 	@.ci/prepare
 
 demo: prepare ## train a GPT on four pipeline stages, three ways; prints a table, writes a picture
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/evenpipe demo --picture demo.png
 
 test: ## run all tests; ARGS="-k bpipe" narrows them down
 	@releases=$$(.ci/prepare --releases) && \
@@ -30,4 +30,4 @@ boundaries: prepare ## which room may import which (import-linter)
 	@$(BIN)/lint-imports
 
 clean: ## remove what these targets made
-	rm -rf .venv build demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv build demo.png .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
