@@ -13,7 +13,7 @@ CASES = (
     "every_link_of_a_pipeline_carries_its_own_messages_in_order",
     "replicas_open_different_links_at_the_same_time",
     "data_may_be_swapped_while_sending",
-    "a_buffer_may_be_swapped_while_receiving",
+    "data_may_be_swapped_while_receiving",
     "transfers_may_be_waited_for_in_any_order_and_twice",
     "a_message_is_any_list_of_tensors",
     "a_link_has_one_direction",

@@ -297,6 +297,25 @@ def test_a_mask_shared_by_micro_batches_counts_once_and_stays() -> None:
     assert store.counter.own_bytes == 0
 
 
+def test_what_was_sealed_moves_whoever_holds_it_by_then() -> None:
+    """Messages under way hold memory for as long as they happen to take; what moves must not depend on it."""
+    x = torch.randn(4, requires_grad=True)
+    store = ActivationStore()
+    with store.recording(0):
+        y = x.exp()
+        z = y * y
+    assert (store.seal(0), store.ship(0)) == ((), [])
+    message = y.detach()
+    del y
+    assert store.seal(0) == ()
+    del message
+    assert store.seal(0) == (16,)
+    (view,) = store.ship(0)
+    (again,) = store.ship(0)
+    assert view.data_ptr() == again.data_ptr()
+    del z
+
+
 def test_memory_is_free_once_released_and_views_are_gone() -> None:
     x = torch.randn(1000).requires_grad_()
     store = ActivationStore()
@@ -467,6 +486,18 @@ def test_tensor_subclasses_and_sparse_tensors_stay_as_they_are() -> None:
     assert torch.equal(w.grad, torch.ones(4))
 
 
+def test_an_output_that_stays_as_it_is_does_not_hold_its_own_graph() -> None:
+    """Softmax saves its result; kept with its history, it would keep the node that keeps it, for ever."""
+    x = torch.eye(4).to_sparse().requires_grad_()
+    store = ActivationStore()
+    with store.recording(0):
+        y = torch.sparse.softmax(x, 1)
+    assert store.excluded_names == {"Tensor": 2}  # its input and its result
+    memory = StorageWeakRef(y.detach()._values().untyped_storage())
+    del y
+    assert memory.expired()
+
+
 @pytest.mark.parametrize("bit", ["conjugate", "negative"])
 def test_lazily_conjugated_and_negated_tensors_stay(bit: str) -> None:
     """Geometry does not tell them from their base."""
@@ -532,7 +563,7 @@ def test_a_torch_that_cannot_tell_holders_is_refused(monkeypatch: pytest.MonkeyP
     with store.recording(0):
         y = x.exp().exp()
     with pytest.raises(RuntimeError, match="cannot tell who else holds saved memory"):
-        shippable(store, 0)
+        store.seal(0)
     del y
 
 

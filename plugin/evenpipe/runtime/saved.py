@@ -37,7 +37,7 @@ class SavedStorage:
     `owners` finds it by the address of its storage, which stays valid for as long as it is listed there.
     """
 
-    __slots__ = ("__weakref__", "counter", "device", "nbytes", "owners", "recording", "shared", "storage")
+    __slots__ = ("__weakref__", "counter", "device", "nbytes", "owners", "recording", "storage")
     storage: torch.UntypedStorage | None
 
     def __init__(
@@ -48,7 +48,6 @@ class SavedStorage:
         counter: MemoryCounter,
     ) -> None:
         self.recording = recording  # number of the first recording that saved it
-        self.shared = False  # whether another recording saved it too
         self.owners = owners
         self.counter = counter
         self.device = storage.device

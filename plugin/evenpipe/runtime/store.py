@@ -50,7 +50,6 @@ class ActivationStore:
             self._recorded += 1
             recording = self._recordings[key] = Recording(self._recorded, self.counter)
         with saved_tensors_hooks(self._packer(recording), _unpack):
-            del recording  # from here on its handles alone own it (and the hook, while the block lasts)
             yield
 
     def attach(self, key: Hashable, tensor: Tensor) -> None:
@@ -84,7 +83,7 @@ class ActivationStore:
         return tuple(saved.nbytes for saved in sealed)
 
     def ship(self, key: Hashable) -> list[Tensor]:
-        """Return uint8 views of what `seal` decided on, in the order it was saved; `release` completes the departure."""
+        """Return uint8 views of what `seal` decided on, in the order it was saved; `release` ends the departure."""
         recording = self._recordings.get(key)
         if recording is None or recording.away:
             return []
@@ -178,8 +177,6 @@ class ActivationStore:
             saved = reference() if reference is not None else None
             if saved is None:
                 saved = SavedStorage(storage, number, owners, counter)
-            elif saved.recording != number:
-                saved.shared = True
             handle = SavedTensor(tensor.detach(), saved, recording)
             handles.append(weak(handle))
             return handle
@@ -189,7 +186,7 @@ class ActivationStore:
     def _may_depart(self, saved: SavedStorage, aliases: list[Tensor | Geometry]) -> bool:
         """Return whether nobody but `saved` and `aliases` holds the storage, and whether these can be rebuilt."""
         storage = saved.storage
-        if storage is None or saved.shared or saved.nbytes == 0 or self._device not in (None, saved.device):
+        if storage is None or saved.nbytes == 0 or self._device not in (None, saved.device):
             return False
         if _use_count(storage) != 1 + len(aliases):
             return False
