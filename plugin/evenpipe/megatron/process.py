@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -39,6 +41,7 @@ def run_cases(cases: tuple[TrainOptions, ...], device_type: str, journal: str) -
 
     Never raises: an error is told in the journal, and ends the process with status 1.
     """
+    _end_with_the_parent()
     _environment(device_type)
     rank = int(os.environ["RANK"])
     whereabouts = Whereabouts(0)
@@ -63,6 +66,19 @@ def run_cases(cases: tuple[TrainOptions, ...], device_type: str, journal: str) -
         time.sleep(_NOTICE_SECONDS)
         # Not sys.exit: process groups wait for their peers when they are torn down.
         os._exit(1)
+
+
+def _end_with_the_parent() -> None:
+    """A parent that is killed cannot end its processes; each of them sees to that itself."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="evenpipe-parent", daemon=True).start()
 
 
 def _environment(device_type: str) -> None:
