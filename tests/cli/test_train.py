@@ -1,0 +1,69 @@
+"""``evenpipe train``: one JSON document, pictures and traces, and bad input in one line before any process starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from evenpipe.cli.main import main
+
+TINY = {
+    "--stages": "2",
+    "--layers": "2",
+    "--hidden": "16",
+    "--heads": "2",
+    "--seq-length": "16",
+    "--micro-batches": "3",
+    "--iterations": "2",
+}
+
+
+def words(*flags: str, **changes: str) -> list[str]:
+    options = TINY | {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+    return ["train", *(word for option in options.items() for word in option), *flags]
+
+
+def test_json_is_one_document_and_all_there_is_on_standard_output(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture, trace = tmp_path / "p.png", tmp_path / "t.json"
+    assert main(words("--json", picture=str(picture), trace=str(trace))) == 0
+    captured = capsys.readouterr()
+    run = json.loads(captured.out)
+    assert run["format"] == "evenpipe.run/1"
+    assert [float.fromhex(text) for text in run["losses_hex"]] == run["losses"]
+    assert len(run["losses"]) == len(run["iteration_ms"]) == 2
+    assert len(bytes.fromhex(run["weights_sha256"])) == 32
+    keys = {"stage", "peak_live", "peak_saved_bytes", "evicted_bytes"}
+    assert [keys <= stage.keys() and stage["stage"] for stage in run["stages"]] == [0, 1]
+    assert [stage["peak_live"] for stage in run["stages"]] == [2, 1]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert sorted(names) == sorted(2 * ["F0", "F1", "F2", "B0", "B1", "B2"])
+    assert "iteration 2/2, loss" in captured.err
+
+
+def test_a_bad_option_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(b"x" * 16)
+    refused = {
+        ("--stages", "3"): "--layers 2: not divisible by --stages 3",
+        ("--micro-batches", "0"): "--micro-batches 0: must be",
+        ("--chunks", "2"): "--layers 2: not divisible by --stages 2 × --chunks 2",
+        ("--schedule", "zigzag"): "--schedule zigzag: must be",
+        ("--tensor-parallel", "4"): "--tensor-parallel 4: more ranks than --heads 2",
+        ("--stages", "1", "--bpipe"): "--bpipe: one stage has no partner",
+        ("--data", "no/such/file"): "--data no/such/file: No such file",
+        ("--data", str(tmp_path / "short")): "16 bytes, but one sample takes 17",
+        ("--picture", "p.jpg"): "p.jpg: pictures are PNG",
+        ("--colour", "red"): "--colour",
+    }
+    for flags, said in refused.items():
+        with pytest.raises(SystemExit) as caught:
+            main([*words(), *flags])
+        captured = capsys.readouterr()
+        assert caught.value.code == 2
+        assert captured.out == ""
+        assert captured.err.startswith("evenpipe train: error: ") or "--colour" in flags
+        assert said in captured.err
+        assert captured.err.count("\n") == 1

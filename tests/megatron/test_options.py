@@ -1,0 +1,86 @@
+"""Options of a training run: what is refused, and that the line says which flag and what to do."""
+
+import pickle
+
+import pytest
+from evenpipe.megatron.options import OptionsError, TrainOptions, flag
+from evenpipe.schedule import Action
+from pydantic import ValidationError
+
+REFUSED = [
+    ({"stages": 3}, "--layers 8: not divisible by --stages 3: make it a multiple of 3"),
+    (
+        {"schedule": "interleaved", "chunks": 3},
+        "--layers 8: not divisible by --stages 4 × --chunks 3: make it a multiple of 12",
+    ),
+    ({"stages": 0}, "--stages 0: must be greater than or equal to 1"),
+    ({"micro_batches": 0}, "--micro-batches 0: must be greater than or equal to 1"),
+    ({"stages": "four"}, "--stages four: must be a valid integer, unable to parse string as an integer"),
+    (
+        {"chunks": 2},
+        "--chunks 2: --schedule 1f1b has one model chunk a stage: use --schedule interleaved, or leave --chunks out",
+    ),
+    ({"schedule": "interleaved"}, "--chunks 1: interleaved needs at least 2 model chunks a stage"),
+    ({"schedule": "zigzag"}, "--schedule zigzag: must be 'gpipe', '1f1b' or 'interleaved'"),
+    ({"engine": "megatron", "bpipe": True}, "--bpipe: Megatron has no such schedule: use --engine evenpipe"),
+    (
+        {"engine": "megatron", "schedule": "gpipe"},
+        "--schedule gpipe: Megatron has no such schedule: use --engine evenpipe",
+    ),
+    (
+        {"schedule": "gpipe", "stages": 1},
+        "--schedule gpipe: one stage is no pipeline: use --schedule 1f1b, or at least 2 stages",
+    ),
+    ({"tensor_parallel": 8}, "--tensor-parallel 8: more ranks than --heads 4: use at most 4"),
+    ({"tensor_parallel": 3}, "--tensor-parallel 3: does not divide --heads 4: use a divisor of it"),
+    ({"hidden": 130}, "--hidden 130: not divisible by --heads 4: make it a multiple of 4"),
+    ({"dropout": 1.0}, "--dropout 1.0: must be less than 1"),
+    ({"fault_at": "1:Q3"}, "--fault-at 1:Q3: expected STAGE:ACTION such as 1:B3 or 0:E1"),
+    (
+        {"fault_at": "0:E1"},
+        "--fault-at 0:E1: no such action in this run: choose one that `evenpipe schedule` shows for that stage",
+    ),
+    (
+        {"fault_at": "1:B3", "iterations": 1},
+        "--fault-at 1:B3: raises in the 2nd iteration, but --iterations is 1: use at least 2",
+    ),
+    ({"colour": "red"}, "--colour: no such option: see evenpipe train --help"),
+]
+
+
+@pytest.mark.parametrize(("values", "line"), REFUSED, ids=[line.partition(":")[0] for _, line in REFUSED])
+def test_a_bad_option_is_refused_in_one_line_that_names_flag_and_remedy(values: dict[str, object], line: str) -> None:
+    with pytest.raises(OptionsError) as refusal:
+        TrainOptions.of(**values)
+    assert str(refusal.value) == line
+
+
+@pytest.mark.parametrize("values", [{"schedule": "gpipe"}, {"stages": 1}])
+def test_bpipe_is_refused_with_the_reason_where_it_cannot_be_honoured(values: dict[str, object]) -> None:
+    with pytest.raises(OptionsError, match=r"^--bpipe: .+") as refusal:
+        TrainOptions.of(bpipe=True, **values)
+    assert "\n" not in str(refusal.value)
+
+
+def test_values_may_be_text_as_on_the_command_line() -> None:
+    assert TrainOptions.of(stages="2", lr="0.5", bpipe=True) == TrainOptions.of(stages=2, lr=0.5, bpipe=True)
+
+
+def test_options_do_not_change_and_travel_to_other_processes() -> None:
+    options = TrainOptions.of(bpipe=True, fault_at="0:E1")
+    assert options.fault is not None
+    assert (options.fault.stage, options.fault.action) == (0, Action("E", 1))
+    with pytest.raises(ValidationError):
+        options.stages = 2  # type: ignore[misc]
+    travelled = pickle.loads(pickle.dumps(options))
+    assert travelled == options
+    assert travelled.plan == options.plan
+
+
+def test_world_size_counts_every_kind_of_parallelism() -> None:
+    assert TrainOptions.of(stages=2, data_parallel=3, tensor_parallel=2).world_size == 12
+
+
+def test_every_field_is_a_documented_flag() -> None:
+    for name, field in TrainOptions.model_fields.items():
+        assert field.description, flag(name)
