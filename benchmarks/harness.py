@@ -1,0 +1,113 @@
+"""What all benchmarks share: their flags, the processes they measure in, and the document they end with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+__all__ = ["Benchmark", "Tick", "positive", "progress_bar", "run_in_processes"]
+
+Tick = Callable[[], None]
+"""Says that one more unit of work is done."""
+
+
+def positive(text: str) -> int:
+    """The value of a flag that counts something."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return number
+
+
+class Benchmark:
+    """One run of a benchmark script; make it before the work, since it notes how busy the machine is."""
+
+    def __init__(self, name: str, description: str, repeats: int) -> None:
+        self.name = name
+        self.parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+        self.parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+        self.parser.add_argument(
+            "--repeats", type=positive, default=repeats, help=f"times that each variant is measured (default {repeats})"
+        )
+        self._load_before = os.getloadavg()[0]
+
+    def report(self, settings: dict[str, Any], results: list[dict[str, Any]], table: Table) -> None:
+        """Print the document `evenpipe.benchmark/1`, or `table`, as --json says."""
+        machine = {
+            "platform": platform.platform(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cpus": os.cpu_count(),
+            # Of one minute: before the benchmark, and at its end, its own load included.
+            "load_before": round(self._load_before, 2),
+            "load_after": round(os.getloadavg()[0], 2),
+        }
+        if self.parser.parse_args().json:
+            document = {"format": "evenpipe.benchmark/1", "name": self.name, "machine": machine}
+            print(json.dumps(document | {"settings": settings, "results": results}))
+            return
+        console = Console()
+        console.print(table)
+        console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine.items()))
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Tick]:
+    """A bar on standard error that a call of the result moves on by one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def run_in_processes(world: int, function: Callable[..., Any], *arguments: Any, tick: Tick) -> Any:
+    """Call `function(rank, *arguments, tick)` in `world` forked processes that form a gloo world; rank 0's result.
+
+    Only rank 0's ticks count. Raises what torch.multiprocessing raises when a process fails; no process is left then.
+    """
+    queue = mp.get_context("fork").SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="evenpipe-benchmark-") as folder:
+        entry = (world, folder, queue, function, arguments)
+        processes = mp.start_processes(_entry, entry, nprocs=world, join=False, daemon=True, start_method="fork")
+        result = None
+        ended = False
+        while not ended:
+            ended = processes.join(timeout=0.1)
+            while not queue.empty():
+                kind, value = queue.get()
+                if kind == "tick":
+                    tick()
+                else:
+                    result = value
+    return result
+
+
+def _entry(rank: int, world: int, folder: str, queue: Any, function: Callable[..., Any], arguments: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(Path(folder, "store")), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+    def tick() -> None:
+        if rank == 0:
+            queue.put(("tick", None))
+
+    result = function(rank, *arguments, tick)
+    if rank == 0:
+        queue.put(("result", result))
+    dist.barrier()
+    dist.destroy_process_group()

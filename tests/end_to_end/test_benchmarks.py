@@ -1,0 +1,65 @@
+"""The benchmark scripts run, and print one document whose figures are usable."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(script, *arguments):
+    """The script's standard output, standard error and exit status."""
+    return subprocess.run(
+        [sys.executable, BENCHMARKS / script, *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def document(script, *arguments):
+    finished = run(script, "--json", *arguments)
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout)
+
+
+def usable(value):
+    return math.isfinite(value) and value > 0
+
+
+def test_overlap_of_transfers():
+    shown = document(
+        "bpipe_overlap.py", "--stages", "4", "5", "--micro-batches", "6", "--repeats", "2", "--forward-ms", "10",
+        "--transfer-ms", "20", "--saved-mib", "0.1",
+    )  # fmt: skip
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "bpipe_overlap")
+    assert shown["machine"]["cpus"] >= 1
+    assert [(entry["stages"], entry["micro_batches"]) for entry in shown["results"]] == [(4, 6), (5, 6)]
+    for entry in shown["results"]:
+        for mode in ("none", "asynchronous", "synchronous"):
+            assert usable(entry[f"{mode}_ms"])
+            assert len(entry["batches_ms"][mode]) == 2
+            # Sleeping stages and wires are never faster than the simulator's; without a load they are hardly slower.
+            assert min(entry["batches_ms"][mode]) > 0.97 * entry[f"simulated_{mode}_ms"]
+        for prefix in ("", "simulated_"):
+            assert usable(entry[f"{prefix}asynchronous_ratio"])
+            assert usable(entry[f"{prefix}synchronous_ratio"])
+        assert entry["simulated_synchronous_ratio"] > 1.05
+
+
+def test_overhead():
+    shown = document("overhead.py", "--layers", "4", "--hidden", "32", "--seq-length", "32", "--repeats", "2")
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "overhead")
+    (entry,) = shown["results"]
+    assert (entry["stages"], entry["micro_batches"]) == (4, 8)
+    for variant in ("megatron", "evenpipe", "bpipe", "unobserved"):
+        assert usable(entry[f"{variant}_ms"])
+        assert len(entry["iterations_ms"][variant]) == 2
+    for ratio in ("evenpipe_ratio", "bpipe_ratio", "evenpipe_to_unobserved_ratio", "bpipe_to_unobserved_ratio"):
+        assert usable(entry[ratio])
+
+
+def test_settings_that_make_no_sense_are_refused():
+    finished = run("overhead.py", "--json", "--layers", "6")
+    assert finished.returncode == 2
+    assert "--layers 6: not divisible by --stages 4" in finished.stderr
+    assert finished.stdout == ""
