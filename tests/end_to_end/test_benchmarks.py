@@ -28,12 +28,12 @@ def usable(value):
 
 def test_overlap_of_transfers():
     shown = document(
-        "bpipe_overlap.py", "--stages", "4", "5", "--micro-batches", "6", "--repeats", "2", "--forward-ms", "10",
+        "bpipe_overlap.py", "--stages", "4", "5", "--micro-batches", "8", "--repeats", "2", "--forward-ms", "10",
         "--transfer-ms", "20", "--saved-mib", "0.1",
     )  # fmt: skip
     assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "bpipe_overlap")
     assert shown["machine"]["cpus"] >= 1
-    assert [(entry["stages"], entry["micro_batches"]) for entry in shown["results"]] == [(4, 6), (5, 6)]
+    assert [(entry["stages"], entry["micro_batches"]) for entry in shown["results"]] == [(4, 8), (5, 8)]
     for entry in shown["results"]:
         for mode in ("none", "asynchronous", "synchronous"):
             assert usable(entry[f"{mode}_ms"])
