@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from argparse import SUPPRESS, Namespace
-from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from evenpipe.cli.options import add_output_options, title_of
+from evenpipe.cli.options import add_output_options, title_of, write_reports
 from evenpipe.cli.parser import Commands, UsageError
-from evenpipe.cli.progress import training_progress
+from evenpipe.cli.training import run_training
 from evenpipe.megatron import data
-from evenpipe.megatron.launch import StageFailed, Stopped, run_cases
 from evenpipe.megatron.options import OptionsError, TrainOptions, flag
 from evenpipe.megatron.predict import predict
 from evenpipe.megatron.result import RunResult
-from evenpipe.report import StageMemory, Timeline, draw_comparison, perfetto_trace, write_atomically
+from evenpipe.report import StageMemory, Timeline
 from evenpipe.simulate import Simulation
 
 __all__ = ["add_to"]
@@ -54,9 +49,7 @@ def _run(arguments: Namespace) -> None:
         data.load(options)
     except OptionsError as error:
         raise UsageError(str(error)) from error
-    if find_spec("megatron") is None:
-        raise UsageError("megatron-core is not installed: pip install 'evenpipe[megatron]'")
-    result = _train(options)
+    [result] = run_training([options], [f"{options.engine}, {options.schedule}"])
     prediction = predict(options.plan, result)
     title = title_of(options.plan, options.bpipe)
     _write_reports(arguments, result, prediction, title)
@@ -68,20 +61,6 @@ def _run(arguments: Namespace) -> None:
     console.print(_table(result, prediction))
 
 
-def _train(options: TrainOptions) -> RunResult:
-    """Run it. A failure ends the process: status 1 and the failure as the last line; 128 + n for signal n."""
-    try:
-        with training_progress([f"{options.engine}, {options.schedule}"], options.iterations) as show:
-            return run_cases([options], show)[0]
-    except StageFailed as failure:
-        print(failure.details, end="", file=sys.stderr)
-        print(f"evenpipe train: {failure}", file=sys.stderr)
-        raise SystemExit(1) from None
-    except Stopped as stopped:
-        print(f"evenpipe train: {stopped}", file=sys.stderr)
-        raise SystemExit(128 + stopped.number) from None
-
-
 def _write_reports(arguments: Namespace, result: RunResult, prediction: Simulation, title: str) -> None:
     measured = Timeline(f"{title}: measured", result.spans)
     predicted = Timeline.of(prediction, f"{title}: predicted from its median times")
@@ -91,17 +70,7 @@ def _write_reports(arguments: Namespace, result: RunResult, prediction: Simulati
         tuple(stage.peak_bytes / _MIB for stage in prediction.stages),
         tuple(stage.peak_saved_bytes / _MIB for stage in result.stages),
     )
-    _write("--picture", arguments.picture, lambda path: draw_comparison(path, [predicted, measured], [peaks]))
-    _write("--trace", arguments.trace, lambda path: write_atomically(path, json.dumps(perfetto_trace(measured))))
-
-
-def _write(option: str, path: Path | None, write: Callable[[Path], None]) -> None:
-    if path is None:
-        return
-    try:
-        write(path)
-    except OSError as error:
-        raise UsageError(f"{option} {path}: {error.strerror}; choose a path that can be written") from error
+    write_reports(arguments, [predicted, measured], peaks)
 
 
 def _table(result: RunResult, prediction: Simulation) -> Table:

@@ -58,8 +58,12 @@ def run_cases(cases: Sequence[TrainOptions], progress: Progress = lambda iterati
     def numbered(done: Iteration) -> None:
         progress(done._replace(case=len(results) + done.case))
 
-    for _, together in groupby(cases, key=lambda options: options.world_size):
-        results += _run_together(tuple(together), numbered)
+    try:
+        for _, together in groupby(cases, key=lambda options: options.world_size):
+            results += _run_together(tuple(together), numbered)
+    except KeyboardInterrupt:
+        # Before the agent is there, whose handlers make a SignalException of it.
+        raise Stopped(signal.SIGINT) from None
     return results
 
 

@@ -1,10 +1,12 @@
 """What the fork server imports once, so that every training process starts with it: torch and megatron-core."""
 
+import contextlib
 import gc
+import io
 import warnings
 
-with warnings.catch_warnings():
-    # megatron-core warns of every optional package that is missing; none is needed here.
+# megatron-core warns of every optional package that is missing, in several ways; none of them is needed here.
+with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
     warnings.simplefilter("ignore")
     import evenpipe.megatron.process  # noqa: F401
 
