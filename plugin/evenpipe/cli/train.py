@@ -27,7 +27,7 @@ _MIB = 2**20
 def add_to(commands: Commands) -> None:
     """Add the sub-command: a flag for every field of TrainOptions."""
     text = "train a GPT or BERT of megatron-core under a schedule"
-    parser = commands.add_parser("train", help=text, description=f"{text.capitalize()}.")
+    parser = commands.add_parser("train", help=text, description=f"{text[0].upper()}{text[1:]}.")
     group = parser.add_argument_group("run")
     for name, field in TrainOptions.model_fields.items():
         if field.annotation is bool:
