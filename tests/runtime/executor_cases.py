@@ -19,7 +19,7 @@ from evenpipe.schedule import Schedule, lower, verify
 from torch import Tensor
 
 WORLD = 8
-ROWS, WIDTH = 8, 16  # tensors of multiples of 512 bytes, to which the pool aligns
+ROWS, WIDTH = 8, 16  # tensors of multiples of 64 bytes, to which the pool aligns
 
 
 def chunk_module(place: int, saves_output: bool = False) -> torch.nn.Module:

@@ -11,9 +11,18 @@ from hypothesis import strategies as st
 def test_a_peak_is_of_the_sum_not_the_sum_of_peaks() -> None:
     counter = MemoryCounter()
     counter.add_own(100)
+    counter.note_peak()
     counter.add_own(-90)
     counter.add_accepted(50)
     assert counter.snapshot() == MemorySnapshot(10, 50, 0, 0, peak_bytes=100, peak_units=0, evicted_bytes=0)
+
+
+def test_what_is_saved_and_dropped_before_a_forward_ends_is_no_peak() -> None:
+    counter = MemoryCounter()
+    counter.add_own(100)
+    counter.add_own(-90)
+    counter.note_peak()
+    assert counter.peak_bytes == 10
 
 
 def test_units_count_own_and_accepted_together() -> None:
@@ -46,6 +55,7 @@ def test_the_peak_is_the_largest_sum_ever_reached(changes: list[tuple[bool, int]
     counter, total, largest = MemoryCounter(), 0, 0
     for own, nbytes in changes:
         (counter.add_own if own else counter.add_accepted)(nbytes)
+        counter.note_peak()
         total += nbytes
         largest = max(largest, total)
     assert counter.peak_bytes == largest

@@ -48,18 +48,21 @@ class MemoryCounter:
         self.evicted_bytes = 0
 
     def add_own(self, nbytes: int) -> None:
-        """Count `nbytes` more of this stage's own saved activations (negative: fewer)."""
+        """Count `nbytes` more of this stage's own saved activations (negative: fewer); see `note_peak`."""
         self.own_bytes += nbytes
-        total = self.own_bytes + self.accepted_bytes
-        if total > self.peak_bytes:
-            self.peak_bytes = total
 
     def add_accepted(self, nbytes: int) -> None:
         """Count `nbytes` more held for another stage (negative: fewer)."""
         self.accepted_bytes += nbytes
-        total = self.own_bytes + self.accepted_bytes
-        if total > self.peak_bytes:
-            self.peak_bytes = total
+        self.note_peak()
+
+    def note_peak(self) -> None:
+        """What is saved now may be a peak.
+
+        Said when a forward or a load has saved all it saves: what an operation saves and drops again before that (as
+        dropout does inside a recomputed region) waits for no backward; it is workspace.
+        """
+        self.peak_bytes = max(self.peak_bytes, self.own_bytes + self.accepted_bytes)
 
     def add_own_units(self, units: int) -> None:
         """Count `units` more live micro-batches of this stage (negative: fewer)."""

@@ -51,6 +51,7 @@ class ActivationStore:
             recording = self._recordings[key] = Recording(self._recorded, self.counter)
         with saved_tensors_hooks(self._packer(recording), _unpack):
             yield
+        self.counter.note_peak()
 
     def attach(self, key: Hashable, tensor: Tensor) -> None:
         """Say that `tensor`, which outlives the forward pass, belongs to this micro-batch and may be emptied with it.
@@ -124,6 +125,7 @@ class ActivationStore:
             if (tensor := reference()) is not None and saved.storage is not None:
                 tensor.data = geometry.over(saved.storage)
         self.counter.add_own_units(1)
+        self.counter.note_peak()
         return [saved.view() for saved in departed]
 
     def resident(self, key: Hashable) -> bool:

@@ -1,0 +1,110 @@
+"""EvenPipe's schedules train real megatron-core models to the same bits as Megatron's own, in less memory."""
+
+import pytest
+from evenpipe.megatron.launch import run_cases
+from evenpipe.megatron.options import TrainOptions
+
+SMALL = {"hidden": 32, "heads": 4, "seq_length": 32, "iterations": 2}
+
+SETTINGS = {
+    "gpt p=2": {"stages": 2, "layers": 2, "micro_batches": 5},
+    "bert p=2": {"stages": 2, "layers": 2, "micro_batches": 4, "model": "bert"},
+    "interleaved p=2": {"stages": 2, "layers": 4, "micro_batches": 4, "schedule": "interleaved", "chunks": 2},
+    "gpt p=4": {"stages": 4, "layers": 4, "micro_batches": 8},
+    "bert p=4": {"stages": 4, "layers": 4, "micro_batches": 8, "model": "bert"},
+    "m < p": {"stages": 4, "layers": 4, "micro_batches": 3},
+    "m = p": {"stages": 4, "layers": 4, "micro_batches": 4},
+    "m not a multiple of p": {"stages": 4, "layers": 4, "micro_batches": 7},
+    "untied embeddings": {"stages": 4, "layers": 4, "untie_embeddings": True},
+    "dropout": {"stages": 4, "layers": 4, "dropout": 0.1},
+    "selective recomputation": {"stages": 4, "layers": 4, "recompute": "selective"},
+    "full recomputation": {"stages": 4, "layers": 4, "recompute": "full"},
+    "full recomputation with dropout": {"stages": 4, "layers": 4, "recompute": "full", "dropout": 0.1},
+    "bert, dropout, selective": {
+        "stages": 4, "layers": 4, "model": "bert", "dropout": 0.1, "recompute": "selective", "untie_embeddings": True,
+    },  # fmt: skip
+    "interleaved p=4": {"stages": 4, "layers": 8, "micro_batches": 8, "schedule": "interleaved", "chunks": 2},
+    "interleaved bert, full": {
+        "stages": 4, "layers": 8, "schedule": "interleaved", "chunks": 2, "model": "bert", "recompute": "full",
+    },  # fmt: skip
+    "TP2 x PP2": {"stages": 2, "layers": 2, "tensor_parallel": 2, "dropout": 0.1},
+    "DP2 x PP2, overlapped": {"stages": 2, "layers": 2, "data_parallel": 2, "overlap_grad_reduce": True},
+    "DP2 x PP2 interleaved, overlapped": {
+        "stages": 2, "layers": 4, "data_parallel": 2, "overlap_grad_reduce": True, "schedule": "interleaved",
+        "chunks": 2,
+    },  # fmt: skip
+    "no clipping": {"stages": 4, "layers": 4, "clip_grad": 0.0},
+    "gpt p=8": {"stages": 8, "layers": 8, "micro_batches": 18},
+    "bert p=8": {"stages": 8, "layers": 8, "micro_batches": 8, "model": "bert"},
+    "DP2 x PP4": {"stages": 4, "layers": 4, "data_parallel": 2, "overlap_grad_reduce": True},
+    "TP2 x PP4": {"stages": 4, "layers": 4, "tensor_parallel": 2},
+    "DP2 x PP4, dropout, full": {
+        "stages": 4, "layers": 4, "data_parallel": 2, "dropout": 0.1, "recompute": "full",
+    },  # fmt: skip
+}  # fmt: skip
+ENGINES = {
+    "megatron": {"engine": "megatron"},
+    "evenpipe": {"engine": "evenpipe"},
+    "bpipe": {"engine": "evenpipe", "bpipe": True},
+}
+
+
+def options(setting, engine):
+    return TrainOptions.of(**{**SMALL, **SETTINGS[setting], **ENGINES[engine]})
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Every setting under every engine; one set of processes a world size."""
+    cases = sorted(
+        ((options(setting, engine), setting, engine) for setting in SETTINGS for engine in ENGINES),
+        key=lambda case: case[0].world_size,
+    )
+    found = run_cases([case for case, _, _ in cases])
+    return {(setting, engine): result for (_, setting, engine), result in zip(cases, found, strict=True)}
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("engine", ["evenpipe", "bpipe"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_same_losses_and_weights_as_megatron(setting, engine, results):
+    reference, result = results[setting, "megatron"], results[setting, engine]
+    assert [loss.hex() for loss in result.losses] == [loss.hex() for loss in reference.losses]
+    assert result.weights_sha256 == reference.weights_sha256
+
+
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if "interleaved" not in name])
+def test_bpipe_keeps_the_optimum(setting, results):
+    """At most ⌈(p+2)/2⌉ micro-batches live, and so many of stage 0's bytes, on every stage but the last."""
+    case, plain, level = options(setting, "bpipe"), results[setting, "evenpipe"], results[setting, "bpipe"]
+    optimum = -(-(case.stages + 2) // 2)
+    assert max(stage.peak_live for stage in level.stages) <= optimum
+    held = min(case.stages, case.micro_batches)
+    allowed = min(optimum / held, 1.0) * plain.stages[0].peak_saved_bytes * 1.02
+    assert all(stage.peak_saved_bytes <= allowed for stage in level.stages[:-1])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_measured_peaks_are_the_schedules(setting, engine, results):
+    case, result = options(setting, engine), results[setting, engine]
+    assert tuple(stage.peak_live for stage in result.stages) == case.plan.peak_live
+    assert [stage.evicted_bytes > 0 for stage in result.stages] == [count > 0 for count in case.plan.evictions]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_predicted_peak_bytes_are_the_measured_ones(setting, engine, results):
+    predict = pytest.importorskip("evenpipe.megatron.predict").predict
+    case, result = options(setting, engine), results[setting, engine]
+    for predicted, measured in zip(predict(case.plan, result).stages, result.stages, strict=True):
+        assert predicted.peak_bytes == pytest.approx(measured.peak_saved_bytes, rel=0.02)
+
+
+def test_gpipe_trains_to_the_same_bits():
+    """GPipe back-propagates in the same order as 1F1B, so it must end in the same weights."""
+    same = {**SMALL, "stages": 4, "layers": 4, "micro_batches": 6}
+    first, second = run_cases([TrainOptions.of(**same), TrainOptions.of(**same, schedule="gpipe")])
+    assert first.losses == second.losses
+    assert first.weights_sha256 == second.weights_sha256
+    assert [stage.peak_live for stage in second.stages] == [6, 6, 6, 6]

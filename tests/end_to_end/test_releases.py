@@ -1,0 +1,28 @@
+"""Every supported megatron-core release trains to the same bits under EvenPipe as under its own schedules."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("release_cases.py")
+FOLDERS = [folder for folder in os.environ.get("EVENPIPE_MEGATRON_RELEASES", "").split(os.pathsep) if folder]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=[Path(folder).name for folder in FOLDERS])
+def test_a_release_trains_to_the_same_bits(folder):
+    environment = {**os.environ, "PYTHONPATH": folder}
+    run = subprocess.run([sys.executable, SCRIPT], env=environment, timeout=200, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    document = json.loads(run.stdout.splitlines()[-1])
+    assert document["version"] in folder
+    for setting, engines in document["results"].items():
+        assert engines["evenpipe"] == engines["bpipe"] == engines["megatron"], setting
+
+
+def test_releases_are_given_or_the_way_to_give_them_is_told():
+    if not FOLDERS:
+        pytest.skip("set EVENPIPE_MEGATRON_RELEASES to folders that hold other megatron-core releases (make test does)")
