@@ -133,7 +133,8 @@ class _Wire:
         self._channel.close()
 
     def _flight(self, transfer: Transfer) -> _Flight:
-        return _Flight(transfer, self._thread and self._thread.submit(self._carry, transfer), self._accelerator)
+        arrival = None if self._thread is None else self._thread.submit(self._carry, transfer)
+        return _Flight(transfer, arrival, self._accelerator)
 
     def _carry(self, transfer: Transfer) -> float:
         transfer.wait()

@@ -11,8 +11,9 @@ stages. Four variants take turns in the same processes, on the same model and da
     unobserved   Megatron's own 1F1B with nothing added
 
 A ratio is the median over repeats of the quotient of two iterations of the same repeat, so that it does not matter how
-busy the machine was in different ones. EvenPipe always knows what its stages hold, so that `unobserved` is what a user
-would have without it.
+busy the machine was in different ones. Beside it stands that of the processor time of all stages: nearly the same where
+stages share few processors, and hardly disturbed by whatever else runs there. EvenPipe always knows what its stages
+hold, so `unobserved` is what a user would have without it.
 """
 
 from __future__ import annotations
@@ -52,11 +53,18 @@ with warnings.catch_warnings():
 WARM_UP: Final = 2
 # Ratio's name: its numerator and denominator.
 RATIOS: Final = {
-    "evenpipe_ratio": ("evenpipe", "megatron"),
-    "bpipe_ratio": ("bpipe", "megatron"),
-    "evenpipe_to_unobserved_ratio": ("evenpipe", "unobserved"),
-    "bpipe_to_unobserved_ratio": ("bpipe", "unobserved"),
+    "evenpipe": ("evenpipe", "megatron"),
+    "bpipe": ("bpipe", "megatron"),
+    "evenpipe_to_unobserved": ("evenpipe", "unobserved"),
+    "bpipe_to_unobserved": ("bpipe", "unobserved"),
 }
+
+
+class Iteration(NamedTuple):
+    """One iteration: time on the slowest stage, and processor time of all stages together."""
+
+    ms: float
+    cpu_ms: float
 
 
 class Variant(NamedTuple):
@@ -102,8 +110,8 @@ def installed(patches: PatchSet | None) -> Iterator[None]:
     patches.revert()
 
 
-def measure(rank: int, options: TrainOptions, repeats: int, tick: Tick) -> dict[str, list[float]]:
-    """In each process: milliseconds of every iteration after the warm-up, per variant."""
+def measure(rank: int, options: TrainOptions, repeats: int, tick: Tick) -> dict[str, list[Iteration]]:
+    """In each process: every iteration after the warm-up, per variant."""
     warnings.simplefilter("ignore")
     cpu_mode().apply()
     cpu = torch.device("cpu")
@@ -114,44 +122,51 @@ def measure(rank: int, options: TrainOptions, repeats: int, tick: Tick) -> dict[
     optimizer = _optimizer(options, replica)
     parameters = [parameter for chunk in replica.chunks for parameter in chunk.parameters()]
 
-    def iteration_ms(variant: Variant, number: int) -> float:
+    def iterate(variant: Variant, number: int) -> Iteration:
         engine, recorder, patches = variant
         trainer = _Trainer(options, replica, optimizer, engine, recorder, corpus, cpu, Whereabouts(rank))
         with installed(patches):
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             _step(trainer, number)
-            took = torch.tensor((time.perf_counter() - start) * 1e3, dtype=torch.float64)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
+            seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        took = torch.tensor([seconds, cpu_seconds], dtype=torch.float64) * 1e3
+        dist.all_reduce(took[:1], dist.ReduceOp.MAX)
+        dist.all_reduce(took[1:], dist.ReduceOp.SUM)
         tick()
-        return took.item()
+        return Iteration(*took.tolist())
 
     turns = list(variants(options, rank, parameters).items())
-    times: dict[str, list[float]] = {name: [] for name, _ in turns}
+    iterations: dict[str, list[Iteration]] = {name: [] for name, _ in turns}
     for number in range(WARM_UP + repeats):
         for name, variant in turns:
-            times[name].append(iteration_ms(variant, number))
+            iterations[name].append(iterate(variant, number))
         turns.reverse()
-    return {name: iterations[WARM_UP:] for name, iterations in times.items()}
+    return {name: measured[WARM_UP:] for name, measured in iterations.items()}
 
 
-def result(options: TrainOptions, times: dict[str, list[float]]) -> dict[str, Any]:
-    """The entry of the document: medians, median ratios, and every iteration."""
+def result(options: TrainOptions, iterations: dict[str, list[Iteration]]) -> dict[str, Any]:
+    """The entry of the document: medians, median ratios, and every iteration's time."""
     entry: dict[str, Any] = {"stages": options.stages, "micro_batches": options.micro_batches}
-    entry |= {f"{name}_ms": median(iterations) for name, iterations in times.items()}
-    for ratio, (above, below) in RATIOS.items():
-        entry[ratio] = median(a / b for a, b in zip(times[above], times[below], strict=True))
-    return entry | {"iterations_ms": times}
+    for unit, infix in (("ms", ""), ("cpu_ms", "_cpu")):
+        values = {name: [getattr(one, unit) for one in measured] for name, measured in iterations.items()}
+        entry |= {f"{name}_{unit}": median(all_values) for name, all_values in values.items()}
+        for ratio, (above, below) in RATIOS.items():
+            entry[f"{ratio}{infix}_ratio"] = median(a / b for a, b in zip(values[above], values[below], strict=True))
+    return entry | {"iterations_ms": {name: [one.ms for one in measured] for name, measured in iterations.items()}}
 
 
 def table(entry: dict[str, Any]) -> Table:
     """The same for people."""
-    shown = Table("variant", "ms", "× megatron", "× unobserved")
+    shown = Table("variant", "ms", "× megatron", "× unobserved", "cpu ms", "× megatron", "× unobserved")
     for name in entry["iterations_ms"]:
-        ratios = [entry.get(f"{name}{which}_ratio") for which in ("", "_to_unobserved")]
-        shown.add_row(
-            name, f"{entry[f'{name}_ms']:,.1f}", *("" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
-        )
+        row = []
+        for unit, infix in (("ms", ""), ("cpu_ms", "_cpu")):
+            row.append(f"{entry[f'{name}_{unit}']:,.1f}")
+            for against in ("", "_to_unobserved"):
+                ratio = entry.get(f"{name}{against}{infix}_ratio")
+                row.append("" if ratio is None else f"{ratio:.3f}")
+        shown.add_row(name, *row)
     return shown
 
 
@@ -174,8 +189,8 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     with progress_bar(f"{options.stages} stages", 4 * (WARM_UP + arguments.repeats)) as tick:
-        times = run_in_processes(options.stages, measure, options, arguments.repeats, tick=tick)
-    entry = result(options, times)
+        iterations = run_in_processes(options.stages, measure, options, arguments.repeats, tick=tick)
+    entry = result(options, iterations)
     benchmark.report(shape | {"repeats": arguments.repeats}, [entry], table(entry))
 
 

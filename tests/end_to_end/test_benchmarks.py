@@ -54,8 +54,10 @@ def test_overhead():
     for variant in ("megatron", "evenpipe", "bpipe", "unobserved"):
         assert usable(entry[f"{variant}_ms"])
         assert len(entry["iterations_ms"][variant]) == 2
-    for ratio in ("evenpipe_ratio", "bpipe_ratio", "evenpipe_to_unobserved_ratio", "bpipe_to_unobserved_ratio"):
-        assert usable(entry[ratio])
+        assert usable(entry[f"{variant}_cpu_ms"])
+    for ratio in ("evenpipe", "bpipe", "evenpipe_to_unobserved", "bpipe_to_unobserved"):
+        assert usable(entry[f"{ratio}_ratio"])
+        assert usable(entry[f"{ratio}_cpu_ratio"])
 
 
 def test_settings_that_make_no_sense_are_refused():
