@@ -21,27 +21,45 @@ SETTINGS = {
     "full recomputation": {"stages": 4, "layers": 4, "recompute": "full"},
     "full recomputation with dropout": {"stages": 4, "layers": 4, "recompute": "full", "dropout": 0.1},
     "bert, dropout, selective": {
-        "stages": 4, "layers": 4, "model": "bert", "dropout": 0.1, "recompute": "selective", "untie_embeddings": True,
-    },  # fmt: skip
+        "stages": 4,
+        "layers": 4,
+        "model": "bert",
+        "dropout": 0.1,
+        "recompute": "selective",
+        "untie_embeddings": True,
+    },
     "interleaved p=4": {"stages": 4, "layers": 8, "micro_batches": 8, "schedule": "interleaved", "chunks": 2},
     "interleaved bert, full": {
-        "stages": 4, "layers": 8, "schedule": "interleaved", "chunks": 2, "model": "bert", "recompute": "full",
-    },  # fmt: skip
+        "stages": 4,
+        "layers": 8,
+        "schedule": "interleaved",
+        "chunks": 2,
+        "model": "bert",
+        "recompute": "full",
+    },
     "TP2 x PP2": {"stages": 2, "layers": 2, "tensor_parallel": 2, "dropout": 0.1},
     "DP2 x PP2, overlapped": {"stages": 2, "layers": 2, "data_parallel": 2, "overlap_grad_reduce": True},
     "DP2 x PP2 interleaved, overlapped": {
-        "stages": 2, "layers": 4, "data_parallel": 2, "overlap_grad_reduce": True, "schedule": "interleaved",
+        "stages": 2,
+        "layers": 4,
+        "data_parallel": 2,
+        "overlap_grad_reduce": True,
+        "schedule": "interleaved",
         "chunks": 2,
-    },  # fmt: skip
+    },
     "no clipping": {"stages": 4, "layers": 4, "clip_grad": 0.0},
     "gpt p=8": {"stages": 8, "layers": 8, "micro_batches": 18},
     "bert p=8": {"stages": 8, "layers": 8, "micro_batches": 8, "model": "bert"},
     "DP2 x PP4": {"stages": 4, "layers": 4, "data_parallel": 2, "overlap_grad_reduce": True},
     "TP2 x PP4": {"stages": 4, "layers": 4, "tensor_parallel": 2},
     "DP2 x PP4, dropout, full": {
-        "stages": 4, "layers": 4, "data_parallel": 2, "dropout": 0.1, "recompute": "full",
-    },  # fmt: skip
-}  # fmt: skip
+        "stages": 4,
+        "layers": 4,
+        "data_parallel": 2,
+        "dropout": 0.1,
+        "recompute": "full",
+    },
+}
 ENGINES = {
     "megatron": {"engine": "megatron"},
     "evenpipe": {"engine": "evenpipe"},

@@ -63,7 +63,12 @@ def outcomes(tmp_path_factory):
     """For each rank and case, what came of every batch."""
     folder = tmp_path_factory.mktemp("executor")
     cases = {
-        name: {"rows": str(schedule).splitlines(), "bound": schedule.bound, "batches": 3, "saves_output": name == SAVES_OUTPUT}
+        name: {
+            "rows": str(schedule).splitlines(),
+            "bound": schedule.bound,
+            "batches": 3,
+            "saves_output": name == SAVES_OUTPUT,
+        }
         for name, schedule in CASES.items()
     }
     (folder / "cases.json").write_text(json.dumps(cases))

@@ -1,7 +1,20 @@
 """The BPipe pass is Algorithm 1 on 1F1B, Appendix A on interleaved 1F1B, and keeps its bound everywhere else."""
 
 import pytest
-from evenpipe.schedule import BACKWARD, COMPUTE, EVICT, FORWARD, LOAD, Action, Schedule, ScheduleError, balance, build, lower, verify
+from evenpipe.schedule import (
+    BACKWARD,
+    COMPUTE,
+    EVICT,
+    FORWARD,
+    LOAD,
+    Action,
+    Schedule,
+    ScheduleError,
+    balance,
+    build,
+    lower,
+    verify,
+)
 from evenpipe.simulate import Costs, Wire, simulate
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,5 +1,7 @@
 """Builders give the orders that the papers draw and Megatron runs."""
 
+from time import process_time
+
 import pytest
 from evenpipe.schedule import FORWARD, Schedule, ScheduleError, Unit, build
 from hypothesis import given
@@ -92,3 +94,9 @@ def test_bad_input_is_refused_in_one_line(arguments, message):
     with pytest.raises(ScheduleError, match=r"^[^\n]*$") as refusal:
         build(*arguments)
     assert message in str(refusal.value)
+
+
+def test_64_stages_and_4096_micro_batches_are_built_and_verified_in_less_than_10_s():
+    start = process_time()
+    build("1f1b", 64, 4096, bpipe=True)
+    assert process_time() - start < 10

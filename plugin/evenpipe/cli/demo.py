@@ -7,6 +7,7 @@ import statistics
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +23,7 @@ from evenpipe.report import StageMemory, Timeline, draw_comparison
 __all__ = ["add_to"]
 
 _MIB = 2**20
-_MODEL = {
+_MODEL: dict[str, Any] = {
     "layers": 8,
     "hidden": 128,
     "heads": 4,
@@ -32,7 +33,7 @@ _MODEL = {
     "micro_batches": 8,
     "iterations": 10,
 }
-_CASES = {
+_CASES: dict[str, dict[str, Any]] = {
     "Megatron's 1F1B": {"engine": "megatron"},
     "EvenPipe's 1F1B": {"engine": "evenpipe"},
     "with BPipe": {"engine": "evenpipe", "bpipe": True},
@@ -79,8 +80,10 @@ def _table(results: Sequence[RunResult]) -> Table:
     first = results[0]
     table = Table("", *_CASES, caption="bit-identical: equal to Megatron's in every bit, over all iterations")
     table.add_row("last loss", *(f"{result.losses[-1]:.6f}" for result in results))
-    table.add_row("all losses", "reference", *(_sameness(r.losses == first.losses) for r in results[1:]))
-    table.add_row("final weights", "reference", *(_sameness(r.weights_sha256 == first.weights_sha256) for r in results[1:]))
+    losses = [_sameness(result.losses == first.losses) for result in results[1:]]
+    weights = [_sameness(result.weights_sha256 == first.weights_sha256) for result in results[1:]]
+    table.add_row("all losses", "reference", *losses)
+    table.add_row("final weights", "reference", *weights)
     for number in range(len(first.stages)):
         peaks = [result.stages[number].peak_saved_bytes / _MIB for result in results]
         table.add_row(f"stage {number}: peak saved", *(f"{peak:.2f} MiB" for peak in peaks))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from evenpipe.cli.parser import Parser, UsageError
@@ -22,7 +20,6 @@ __all__ = [
     "peaks_of",
     "schedule_from",
     "title_of",
-    "without_cycle_collector",
     "write_reports",
 ]
 
@@ -74,18 +71,6 @@ def write_reports(arguments: Namespace, timelines: Sequence[Timeline], peaks: St
     """
     _write("--picture", arguments.picture, lambda path: draw_comparison(path, timelines, [peaks]))
     _write("--trace", arguments.trace, lambda path: write_atomically(path, json.dumps(perfetto_trace(timelines[-1]))))
-
-
-@contextmanager
-def without_cycle_collector() -> Iterator[None]:
-    """Pause it: schedules are millions of tuples without cycles, and walking them takes longer than making them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _write(option: str, path: Path | None, write: Callable[[Path], None]) -> None:

@@ -15,7 +15,6 @@ from evenpipe.cli.options import (
     peaks_of,
     schedule_from,
     title_of,
-    without_cycle_collector,
     write_reports,
 )
 from evenpipe.cli.parser import Commands
@@ -38,7 +37,6 @@ def add_to(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
-@without_cycle_collector()
 def _run(arguments: Namespace) -> None:
     schedule = schedule_from(arguments)
     title = title_of(schedule, arguments.bpipe)

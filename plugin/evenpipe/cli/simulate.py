@@ -14,7 +14,6 @@ from evenpipe.cli.options import (
     peaks_of,
     schedule_from,
     title_of,
-    without_cycle_collector,
     write_reports,
 )
 from evenpipe.cli.parser import Commands, UsageError
@@ -45,7 +44,6 @@ def add_to(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
-@without_cycle_collector()
 def _run(arguments: Namespace) -> None:
     schedule = schedule_from(arguments)
     link, transfer = Wire(transmit_ms=arguments.link_ms), Wire(transmit_ms=arguments.transfer_ms)

@@ -16,6 +16,7 @@ from evenpipe.schedule.actions import (
 )
 from evenpipe.schedule.bpipe import BALANCED_BOUNDS, balance
 from evenpipe.schedule.build import SCHEDULES, build
+from evenpipe.schedule.collector import without_cycle_collector
 from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.grid import format_grid
 from evenpipe.schedule.lower import Program, Step, lower
@@ -51,4 +52,5 @@ __all__ = [
     "parse",
     "partner",
     "verify",
+    "without_cycle_collector",
 ]

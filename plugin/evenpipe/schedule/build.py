@@ -6,6 +6,7 @@ import difflib
 
 from evenpipe.schedule.bpipe import BALANCED_BOUNDS, balance
 from evenpipe.schedule.builders import BUILDERS
+from evenpipe.schedule.collector import without_cycle_collector
 from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.verify import verify
@@ -16,6 +17,7 @@ __all__ = ["SCHEDULES", "build"]
 SCHEDULES = tuple(BUILDERS)
 
 
+@without_cycle_collector()
 def build(name: str, stages: int, micro_batches: int, chunks: int = 1, bpipe: bool = False) -> Schedule:
     """The verified schedule ``name`` for p ``stages`` and m ``micro_batches``, with v ``chunks`` where interleaved.
 

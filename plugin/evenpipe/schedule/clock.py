@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from evenpipe.schedule.actions import BACKWARD, COMPUTE, FORWARD, Action
 from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.topology import Message, incoming, outgoing
 
 __all__ = ["DURATION", "boundaries"]
 
@@ -22,27 +21,33 @@ def boundaries(rows: Sequence[Sequence[Action]], chunks: int) -> list[list[int]]
     stages = len(rows)
     compute = [[action for action in row if action.kind in COMPUTE] for row in rows]
     ends: list[list[int]] = [[] for _ in rows]
-    arrived: dict[Message | None, int] = {None: 0}
-    waiting: dict[Message | None, int] = {}
+    # Results are named by the action that takes them: (stage, kind, micro-batch, chunk).
+    arrived: dict[tuple[int, str, int, int], int] = {}
+    waiting: dict[tuple[int, str, int, int], int] = {}
     runnable = list(range(stages))
     while runnable:
         stage = runnable.pop()
         row, done = compute[stage], ends[stage]
+        last = done[-1] if done else 0
         while len(done) < len(row):
-            action = row[len(done)]
-            need = incoming(action, stage, stages, chunks)
-            if need not in arrived:
-                waiting[need] = stage
-                break
-            start = max(done[-1] if done else 0, arrived[need])
-            end = start + DURATION[action.kind]
-            done.append(end)
-            result = outgoing(action, stage, stages, chunks)
-            if result is not None:
-                arrived[result] = end
-                if result in waiting:
-                    runnable.append(waiting.pop(result))
+            kind, micro_batch, chunk, _ = row[len(done)]
+            step = 1 if kind == FORWARD else -1
+            position, end_of_model = chunk * stages + stage, (0 if kind == FORWARD else chunks * stages - 1)
+            if position != end_of_model:
+                mine = (stage, kind, micro_batch, chunk)
+                if mine not in arrived:
+                    waiting[mine] = stage
+                    break
+                last = max(last, arrived.pop(mine))
+            last += DURATION[kind]
+            done.append(last)
+            following, taker = divmod(position + step, stages)
+            theirs = (taker, kind, micro_batch, following)
+            arrived[theirs] = last
+            if theirs in waiting:
+                runnable.append(waiting.pop(theirs))
     for stage, (row, done) in enumerate(zip(compute, ends, strict=True)):
         if len(done) < len(row):
-            raise ScheduleError(f"stage {stage} waits for ever before {row[len(done)]}: the compute orders form a circle")
+            stuck = row[len(done)]
+            raise ScheduleError(f"stage {stage} waits for ever before {stuck}: the compute orders form a circle")
     return ends

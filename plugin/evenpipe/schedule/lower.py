@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from evenpipe.schedule.actions import ACCEPT, BACKWARD, COMPUTE, DEPARTING, EVICT, LOAD, RETURN, Action, Unit
+from evenpipe.schedule.collector import without_cycle_collector
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.topology import Link, Message, incoming, outgoing, partner
 
@@ -42,6 +43,7 @@ class Program:
     drain: tuple[tuple[Message, ...], ...]
 
 
+@without_cycle_collector()
 def lower(schedule: Schedule) -> Program:
     """``schedule`` with its communication. The schedule must have passed :func:`evenpipe.schedule.verify`."""
     lowered = [_lower_stage(schedule, stage) for stage in range(schedule.stages)]

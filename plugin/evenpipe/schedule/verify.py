@@ -117,15 +117,13 @@ def _check_links(program: Program) -> None:
         theirs, ours = sent[link], received[link]
         if theirs == ours:
             continue
-        index, (out, into) = next(
-            (i, pair) for i, pair in enumerate(zip_longest(theirs, ours)) if pair[0] != pair[1]
-        )
+        index, (out, into) = next((i, pair) for i, pair in enumerate(zip_longest(theirs, ours)) if pair[0] != pair[1])
         reason = (
             f"the ends of link {link} disagree on message {index}: "
             f"stage {link.source} sends {_unit_name(out)}, stage {link.target} receives {_unit_name(into)}"
         )
         steps = program.steps[link.target]
-        use = (index for index, step in enumerate(steps) if into is not None and into in (step.transfer, *step.complete))
+        use = (at for at, step in enumerate(steps) if into is not None and into in (step.transfer, *step.complete))
         raise _Fault(reason, link.target, next(use, len(steps) - 1))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from evenpipe.schedule import Message, Program
+from evenpipe.schedule import Message, Program, without_cycle_collector
 from evenpipe.simulate.costs import Costs, SimulationError
 from evenpipe.simulate.network import Network
 from evenpipe.simulate.result import Simulation, StageResult
@@ -14,6 +14,7 @@ from evenpipe.simulate.stage import StageClock
 __all__ = ["simulate"]
 
 
+@without_cycle_collector()
 def simulate(program: Program, costs: Costs, unit_bytes: Sequence[Sequence[int]] | None = None) -> Simulation:
     """Run one batch of ``program`` on the clock; time and memory are linear in the number of actions.
 
