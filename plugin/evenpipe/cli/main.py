@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 
 from evenpipe import __version__
-from evenpipe.cli import schedule, simulate, train
+from evenpipe.cli import demo, schedule, simulate, train
 from evenpipe.cli.parser import Parser, UsageError
 
 __all__ = ["main"]
 
 #: Each has ``add_to(commands)``, which adds a parser whose default ``run`` takes the parsed arguments.
-_COMMANDS = (schedule, simulate, train)
+_COMMANDS = (schedule, simulate, train, demo)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
