@@ -13,7 +13,7 @@ The wire between partners is emulated as well: the tensor is small (1 MiB), and 
 the moment that both ends are ready and the wire is free. Tensors for which gloo itself takes so long have some 32 MiB,
 and each end's processor copies for about 8 ms; at eight stages that is 40 % of two processors, and the figures would
 say how copies and sleepers share them. The copy engines of accelerators take no compute time from anybody. To measure
-real bytes all the same: --saved-mib 32 --transfer-ms 0.
+real bytes all the same: --saved-mib 32 --transfer-ms 0 (of which the simulator then knows nothing).
 
 Beside each figure stands what the simulator predicts for it, with free links between neighbours.
 """
