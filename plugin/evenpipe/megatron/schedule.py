@@ -52,7 +52,24 @@ class PipelineSchedule:
             self.executor.connections.close()
             self.executor = None
 
-    def __call__(
+    def __call__(self, *, forward_only: bool = False, **arguments: Any) -> list[Any]:
+        """One batch; the arguments and the result are those of Megatron's `forward_backward_pipelining_*` functions.
+
+        Evaluation saves nothing for a backward, so there is nothing to level: it runs on Megatron's own schedule.
+        Raises ValueError for a configuration in which this schedule cannot be honoured.
+        """
+        if not forward_only:
+            return self._train(**arguments)
+        chunked = isinstance(arguments["model"], list) and len(arguments["model"]) > 1
+        stock = (
+            schedules.forward_backward_pipelining_with_interleaving
+            if chunked
+            else schedules.forward_backward_pipelining_without_interleaving
+        )
+        losses: list[Any] = stock(forward_only=True, **arguments)
+        return losses
+
+    def _train(
         self,
         *,
         forward_step_func: Callable[..., Any],
@@ -62,42 +79,23 @@ class PipelineSchedule:
         seq_length: int,
         micro_batch_size: int,
         decoder_seq_length: int | None = None,
-        forward_only: bool = False,
         collect_non_loss_data: bool = False,
         first_val_step: bool | None = None,
         adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
         p2p_communicator: P2PCommunicator | None = None,
-        **rest: Any,
+        force_all_reduce: bool = False,
+        **groups_given: Any,
     ) -> list[Any]:
-        """One batch; the arguments are those of Megatron's `forward_backward_pipelining_*` functions.
-
-        Evaluation saves nothing for a backward, so there is nothing to level: it runs on Megatron's own schedule.
-        Raises ValueError for a configuration in which this schedule cannot be honoured.
-        """
         chunks = list(model) if isinstance(model, list) else [model]
         iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator]
-        if forward_only:
-            interleaved = len(chunks) > 1
-            stock = getattr(schedules, f"forward_backward_pipelining_with{'' if interleaved else 'out'}_interleaving")
-            losses: list[Any] = stock(
-                forward_step_func=forward_step_func,
-                data_iterator=data_iterator,
-                model=model,
-                num_microbatches=num_microbatches,
-                seq_length=seq_length,
-                micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length,
-                forward_only=True,
-                collect_non_loss_data=collect_non_loss_data,
-                first_val_step=first_val_step,
-                adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
-                p2p_communicator=p2p_communicator,
-                **rest,
-            )
-            return losses
         config = get_model_config(chunks[0])
         refuse_unsupported(config, self.bpipe, len(chunks))
-        groups = process_groups(self._release, p2p_communicator, rest.get(self._release.process_groups_argument))
+        given = groups_given.pop(self._release.process_groups_argument, None)
+        if groups_given:
+            raise TypeError(
+                f"unexpected argument {next(iter(groups_given))}: megatron-core {self._release.series} has none"
+            )
+        groups = process_groups(self._release, p2p_communicator, given)
         is_last = groups.pp.rank() == groups.pp.size() - 1
         finalize = config.finalize_model_grads_func
         embedding = schedules.clear_embedding_activation_buffer(config, model, is_last) if finalize else None
@@ -139,7 +137,7 @@ class PipelineSchedule:
             schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
             extra = {self._release.process_groups_argument: groups}
             if self._release.takes_force_all_reduce:
-                extra["force_all_reduce"] = rest.get("force_all_reduce", False)
+                extra["force_all_reduce"] = force_all_reduce
             finalize(chunks, stage.tokens if config.calculate_per_token_loss else None, **extra)
         if config.timers is not None:
             config.timers("forward-backward").stop()
