@@ -6,8 +6,10 @@ import argparse
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,26 +80,27 @@ def run_in_processes(world: int, function: Callable[..., Any], *arguments: Any, 
     Only rank 0's ticks count. Raises what torch.multiprocessing raises when a process fails; no process is left then.
     """
     queue = mp.get_context("fork").SimpleQueue()
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    entry = (world, store.port, queue, function, arguments)
-    processes = mp.start_processes(_entry, entry, nprocs=world, join=False, daemon=True, start_method="fork")
     result = None
-    ended = False
-    while not ended:
-        ended = processes.join(timeout=0.1)
-        while not queue.empty():
-            kind, value = queue.get()
-            if kind == "tick":
-                tick()
-            else:
-                result = value
+    # They meet over a file: a store with threads in this process could be forked in the middle of something.
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        entry = (world, folder, queue, function, arguments)
+        processes = mp.start_processes(_entry, entry, nprocs=world, join=False, daemon=True, start_method="fork")
+        ended = False
+        while not ended:
+            ended = processes.join(timeout=0.1)
+            while not queue.empty():
+                kind, value = queue.get()
+                if kind == "tick":
+                    tick()
+                else:
+                    result = value
     return result
 
 
-def _entry(rank: int, world: int, port: int, queue: Any, function: Callable[..., Any], arguments: Any) -> None:
+def _entry(rank: int, world: int, folder: str, queue: Any, function: Callable[..., Any], arguments: Any) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.TCPStore("localhost", port)
+    store = dist.FileStore(str(Path(folder, "store")), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
     def tick() -> None:
