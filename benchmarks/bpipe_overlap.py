@@ -27,12 +27,13 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 from emulation import Accelerator, clock_ms, emulated_stage, over_wires
+from harness import Benchmark, Tick, positive, progress_bar, run_in_processes
+from rich.table import Table
+
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import EVICT, LOAD, Message, Program, ScheduleError, Step, build, lower
 from evenpipe.simulate import Costs, Wire, simulate
-from harness import Benchmark, Tick, positive, progress_bar, run_in_processes
-from rich.table import Table
 
 MICRO_BATCHES: Final = {4: 12, 8: 16}
 # Long enough for every process to have left the broadcast of the start.

@@ -7,10 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import torch
+from torch import Tensor
+
 from evenpipe.runtime.channel import Channel, Transfer
 from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.stage import ModuleStage
-from torch import Tensor
 
 __all__ = ["Accelerator", "clock_ms", "emulated_stage", "over_wires"]
 

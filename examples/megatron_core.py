@@ -15,7 +15,7 @@ from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
 
 if not torch.cuda.is_available():
     cpu_mode().apply()
-schedule = PipelineSchedule("1f1b", bpipe=True)
+schedule = PipelineSchedule("1f1b", bpipe=True, measure=True)
 in_place_of_megatron(schedule).apply()  # get_forward_backward_func() returns it from here on
 # ----------------------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from evenpipe.cli.main import main
 
 GOOD = {"--schedule": "1f1b", "--stages": "4", "--micro-batches": "8"}

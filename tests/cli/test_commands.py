@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from evenpipe import __version__
 from evenpipe.cli.main import main
 

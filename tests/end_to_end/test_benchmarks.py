@@ -51,13 +51,13 @@ def test_overhead():
     assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "overhead")
     (entry,) = shown["results"]
     assert (entry["stages"], entry["micro_batches"]) == (4, 8)
-    for variant in ("megatron", "evenpipe", "bpipe", "unobserved"):
+    for variant in ("megatron", "evenpipe", "bpipe", "measured"):
         assert usable(entry[f"{variant}_ms"])
         assert len(entry["iterations_ms"][variant]) == 2
         assert usable(entry[f"{variant}_cpu_ms"])
-    for ratio in ("evenpipe", "bpipe", "evenpipe_to_unobserved", "bpipe_to_unobserved"):
-        assert usable(entry[f"{ratio}_ratio"])
-        assert usable(entry[f"{ratio}_cpu_ratio"])
+        assert usable(entry[f"{variant}_ratio"])
+        assert usable(entry[f"{variant}_cpu_ratio"])
+    assert entry["megatron_ratio"] == 1.0
 
 
 def test_settings_that_make_no_sense_are_refused():

@@ -3,10 +3,11 @@
 import math
 
 import pytest
-from evenpipe.megatron.launch import run_cases
-from evenpipe.megatron.options import TrainOptions
-from evenpipe.megatron.predict import predict
-from evenpipe.megatron.result import RunResult
+
+from evenpipe.megatron.trainer.launch import run_cases
+from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.trainer.predict import predict
+from evenpipe.megatron.trainer.result import RunResult
 
 TINY = {
     "engine": "megatron",

@@ -13,10 +13,11 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.tensor_parallel import random
+
 from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.upstream import FITS, PatchSet, UpstreamError
 from evenpipe.upstream.symbols import locate
-from megatron.core.tensor_parallel import random
 
 WORKER = Path(__file__).with_name("train_tiny_gpt.py")
 PROCESSES = 4

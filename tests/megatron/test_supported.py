@@ -10,9 +10,10 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import megatron.core
+from megatron.core.pipeline_parallel import schedules
+
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, installed_release, recorded
 from evenpipe.upstream import UpstreamError, signature_of
-from megatron.core.pipeline_parallel import schedules
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 OTHER_RELEASES = [Path(path) for path in os.environ.get("EVENPIPE_MEGATRON_RELEASES", "").split(os.pathsep) if path]

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import torch
+
 from evenpipe.megatron.cpu_mode import cpu_mode
 
 VOCABULARY, SEQUENCE, MICRO_BATCH, MICRO_BATCHES, ITERATIONS = 64, 16, 2, 8, 2

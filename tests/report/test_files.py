@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from evenpipe.report import write_atomically
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
+
 from evenpipe.report import StageMemory, Timeline, draw_comparison, draw_timeline
 from evenpipe.report.palette import COLOURS
 from evenpipe.schedule import build, lower
 from evenpipe.simulate import Costs, Wire, simulate
-from matplotlib.colors import to_rgb
 
 
 def timeline(name: str, p: int, m: int, chunks: int = 1, bpipe: bool = False) -> Timeline:

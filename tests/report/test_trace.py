@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+
 from evenpipe.report import Timeline, perfetto_trace
 from evenpipe.schedule import build, lower, parse
 from evenpipe.simulate import Costs, Span, Wire, simulate

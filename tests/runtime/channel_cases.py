@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from evenpipe.runtime.channel import Channel, open_channels
 from torch import Tensor
+
+from evenpipe.runtime.channel import Channel, open_channels
 
 WORLD = 4
 LIMIT = timedelta(seconds=30)

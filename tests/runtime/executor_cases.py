@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
+
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import ModuleStage
 from evenpipe.schedule import Schedule, lower, verify
-from torch import Tensor
 
 WORLD = 8
 ROWS, WIDTH = 8, 16  # tensors of multiples of 64 bytes, to which the pool aligns

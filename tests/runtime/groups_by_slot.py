@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from evenpipe.runtime.placement import place
 from megatron.core import parallel_state
+
+from evenpipe.runtime.placement import place
 
 WORLD = 8
 

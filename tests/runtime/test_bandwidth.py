@@ -1,6 +1,7 @@
 """Bandwidth that transfers need: the paper's numbers (appendix B) and the lines a user reads."""
 
 import pytest
+
 from evenpipe.runtime.bandwidth import Links, ModelShape, Recompute, bandwidth_warnings, required_gbps, transfer_bytes
 from evenpipe.runtime.placement import place
 

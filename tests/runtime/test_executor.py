@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from evenpipe.schedule import Schedule, ScheduleError, build, verify
 
 sys.path.insert(0, str(Path(__file__).parent))

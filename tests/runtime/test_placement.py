@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evenpipe.runtime.placement import Coordinate, CrossingPair, Placement, SlotRow, place
 from hypothesis import given
 from hypothesis import strategies as st
+
+from evenpipe.runtime.placement import Coordinate, CrossingPair, Placement, SlotRow, place
 
 
 def drawn(placement: Placement) -> str:

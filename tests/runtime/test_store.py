@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (the field's name for it)
-from evenpipe.runtime.counters import MemoryCounter
-from evenpipe.runtime.store import ActivationStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+
+from evenpipe.runtime.counters import MemoryCounter
+from evenpipe.runtime.store import ActivationStore
 
 torch.set_num_threads(1)
 

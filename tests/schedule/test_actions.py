@@ -1,9 +1,10 @@
 """The notation is one-to-one."""
 
 import pytest
-from evenpipe.schedule import Action, parse
 from hypothesis import given
 from hypothesis import strategies as st
+
+from evenpipe.schedule import Action, parse
 
 numbers = st.integers(0, 10**6)
 actions = st.one_of(

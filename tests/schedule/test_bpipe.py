@@ -1,6 +1,9 @@
 """The BPipe pass is Algorithm 1 on 1F1B, Appendix A on interleaved 1F1B, and keeps its bound everywhere else."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from evenpipe.schedule import (
     BACKWARD,
     COMPUTE,
@@ -16,8 +19,6 @@ from evenpipe.schedule import (
     verify,
 )
 from evenpipe.simulate import Costs, Wire, simulate
-from hypothesis import given
-from hypothesis import strategies as st
 
 FIGURE_4 = """
 F0 F1 E1 F2 F3 E3 B0 L1 F4 B1 F5 E5 B2 L3 F6 B3 F7 B4 L5 B5 B6 B7

@@ -3,9 +3,10 @@
 from time import process_time
 
 import pytest
-from evenpipe.schedule import FORWARD, Schedule, ScheduleError, Unit, build
 from hypothesis import given
 from hypothesis import strategies as st
+
+from evenpipe.schedule import FORWARD, Schedule, ScheduleError, Unit, build
 
 PIPEDREAM_FLUSH = """
 F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7

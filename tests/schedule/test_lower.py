@@ -1,8 +1,9 @@
 """Lowering posts receives ahead and never waits for more than it must."""
 
-from evenpipe.schedule import BACKWARD, COMPUTE, DEPARTING, FORWARD, RETURN, build, lower
 from hypothesis import given
 from hypothesis import strategies as st
+
+from evenpipe.schedule import BACKWARD, COMPUTE, DEPARTING, FORWARD, RETURN, build, lower
 
 shapes = st.one_of(
     st.tuples(st.just("gpipe"), st.integers(1, 6), st.integers(1, 12), st.just(1), st.just(False)),

@@ -4,10 +4,11 @@ import re
 from dataclasses import replace
 
 import pytest
-from evenpipe.schedule import Action, Schedule, ScheduleError, build, lower, verify
-from evenpipe.simulate import Costs, Wire, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from evenpipe.schedule import Action, Schedule, ScheduleError, build, lower, verify
+from evenpipe.simulate import Costs, Wire, simulate
 
 
 def refused(rows, bound=None):

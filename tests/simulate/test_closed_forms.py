@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from evenpipe.simulate import Wire
 
+from evenpipe.simulate import Wire
 from tests.simulate.pipelines import run
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 2), (3, 7), (4, 2), (4, 8), (5, 5), (8, 3), (8, 16), (16, 32)]

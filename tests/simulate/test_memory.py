@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from evenpipe.schedule import build
 from evenpipe.simulate import Wire
-
 from tests.simulate.pipelines import run
 
 

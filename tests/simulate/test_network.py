@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+
 from evenpipe.schedule import Link, Message, Schedule, lower
 from evenpipe.simulate import Costs, SimulationError, Wire, simulate
 from evenpipe.simulate.network import Flight, Network
-
 from tests.simulate.pipelines import run
 
 LINK = Link("forward", 0, 1)

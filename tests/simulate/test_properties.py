@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from evenpipe.schedule import Schedule, build, lower
-from evenpipe.simulate import Costs, Wire, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from evenpipe.schedule import Schedule, build, lower
+from evenpipe.simulate import Costs, Wire, simulate
 
 ROUNDING_MS = 1e-9
 TIMES = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 3.0, 10.0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import process_time
 
 import pytest
+
 from evenpipe.schedule import Program, build, lower
 from evenpipe.simulate import Costs, Wire, simulate
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from evenpipe.simulate import Wire
 
+from evenpipe.simulate import Wire
 from tests.simulate.pipelines import run
 
 

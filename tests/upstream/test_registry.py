@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
 from evenpipe.upstream import ANY, APPLIED, BUILTIN, FITS, Distribution, Expectation, Patch, PatchSet, UpstreamError
 
 ENGINE = Distribution("old-engine", version_at="old_engine:__version__")

@@ -15,9 +15,9 @@ from rich.table import Table
 from evenpipe.cli.parser import Commands
 from evenpipe.cli.training import run_training
 from evenpipe.cli.values import picture_file
-from evenpipe.megatron.options import TrainOptions
-from evenpipe.megatron.predict import predict
-from evenpipe.megatron.result import RunResult
+from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.trainer.predict import predict
+from evenpipe.megatron.trainer.result import RunResult
 from evenpipe.report import StageMemory, Timeline, draw_comparison
 
 __all__ = ["add_to"]

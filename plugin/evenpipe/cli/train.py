@@ -12,10 +12,10 @@ from rich.table import Table
 from evenpipe.cli.options import add_output_options, title_of, write_reports
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.training import run_training
-from evenpipe.megatron import data
-from evenpipe.megatron.options import OptionsError, TrainOptions, flag
-from evenpipe.megatron.predict import predict
-from evenpipe.megatron.result import RunResult
+from evenpipe.megatron.trainer import data
+from evenpipe.megatron.trainer.options import OptionsError, TrainOptions, flag
+from evenpipe.megatron.trainer.predict import predict
+from evenpipe.megatron.trainer.result import RunResult
 from evenpipe.report import StageMemory, Timeline
 from evenpipe.simulate import Simulation
 

@@ -28,14 +28,18 @@ class PipelineSchedule:
     """A drop-in for Megatron's pipelining functions: same arguments, same results, EvenPipe's order and transfers.
 
     `name` is the schedule of pipelines with one model chunk a stage ("1f1b" or "gpipe"); with more it is interleaved.
-    Keeps its links, pool and memory counter from batch to batch; one instance belongs to one model.
+    Keeps its links, pool and memory counter from batch to batch; one instance belongs to one model. With `measure`,
+    `executor.counter` knows exactly what this stage holds, and held at most.
     """
 
-    def __init__(self, name: str = "1f1b", bpipe: bool = False, observer: Observer | None = None) -> None:
+    def __init__(
+        self, name: str = "1f1b", bpipe: bool = False, observer: Observer | None = None, measure: bool = False
+    ) -> None:
         self.name = name
         self.bpipe = bpipe
         self.executor: Executor | None = None
         self._observer = observer
+        self._measure = measure
         self._release: CoreRelease = installed_release()
         self._programs: dict[int, Program] = {}
 
@@ -105,7 +109,8 @@ class PipelineSchedule:
         shapes = schedules.get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
+            # With several model chunks Megatron goes by `seq_length` alone.
+            decoder_seq_length=decoder_seq_length if len(chunks) == 1 else None,
             config=config,
             tp_group=groups.tp,
             cp_group=groups.cp,
@@ -150,7 +155,7 @@ class PipelineSchedule:
             backend = "nccl" if device.type == "cuda" else "gloo"
             ranks = dist.get_process_group_ranks(pipeline)
             connections = connect(ranks, len(chunks) > 1, self.bpipe, backend, device)
-            self.executor = Executor(pipeline.rank(), connections, device, parameters, self._observer)
+            self.executor = Executor(pipeline.rank(), connections, device, parameters, self._observer, self._measure)
         return self.executor
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from evenpipe.megatron.result import RunResult, StageMeasurement
+from evenpipe.megatron.trainer.result import RunResult, StageMeasurement
 from evenpipe.simulate import Span
 
 __all__ = ["Coordinates", "Share", "combine", "digest", "gather"]

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import torch
 
-from evenpipe.megatron.follow import Follower, reporting_to
-from evenpipe.megatron.options import TrainOptions
-from evenpipe.megatron.recorder import Recorder
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
+from evenpipe.megatron.trainer.follow import Follower, reporting_to
+from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.trainer.recorder import Recorder
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.schedule import FORWARD, Action
 from evenpipe.upstream import PatchSet
@@ -54,7 +54,7 @@ class _EvenPipe:
     """EvenPipe's schedule function; the observer of its executor."""
 
     def __init__(self, options: TrainOptions, recorder: Recorder) -> None:
-        self.schedule = PipelineSchedule(options.schedule, options.bpipe, observer=self)
+        self.schedule = PipelineSchedule(options.schedule, options.bpipe, observer=self, measure=True)
         self._recorder = recorder
         self._before = MemoryCounter()
 

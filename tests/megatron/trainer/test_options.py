@@ -3,9 +3,10 @@
 import pickle
 
 import pytest
-from evenpipe.megatron.options import OptionsError, TrainOptions, flag
-from evenpipe.schedule import Action
 from pydantic import ValidationError
+
+from evenpipe.megatron.trainer.options import OptionsError, TrainOptions, flag
+from evenpipe.schedule import Action
 
 REFUSED = [
     ({"stages": 3}, "--layers 8: not divisible by --stages 3: make it a multiple of 3"),

@@ -14,9 +14,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from evenpipe.megatron.journal import Failure, Iteration, JournalReader
-from evenpipe.megatron.options import TrainOptions
-from evenpipe.megatron.result import RunResult
+from evenpipe.megatron.trainer.journal import Failure, Iteration, JournalReader
+from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.trainer.result import RunResult
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -27,7 +27,7 @@ Progress = Callable[[Iteration], None]
 
 _POLL_SECONDS: Final = 0.05
 _AGENT_LOGGERS: Final = ("torch.distributed.elastic", "torch.multiprocessing")
-_PRELOAD: Final = "evenpipe.megatron.preload"
+_PRELOAD: Final = "evenpipe.megatron.trainer.preload"
 
 
 class StageFailed(RuntimeError):
@@ -72,7 +72,7 @@ def _run_together(cases: tuple[TrainOptions, ...], progress: Progress) -> list[R
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from evenpipe.megatron.entry import entry
+    from evenpipe.megatron.trainer.entry import entry
 
     world_size = cases[0].world_size
     device_type = _device_type(world_size)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evenpipe.megatron.data import MASK_TOKEN, load, sample_bytes
-from evenpipe.megatron.options import OptionsError, TrainOptions
+
+from evenpipe.megatron.trainer.data import MASK_TOKEN, load, sample_bytes
+from evenpipe.megatron.trainer.options import OptionsError, TrainOptions
 
 
 @pytest.mark.parametrize("model", ["gpt", "bert"])

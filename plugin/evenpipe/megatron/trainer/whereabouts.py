@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evenpipe.megatron.options import Fault
+from evenpipe.megatron.trainer.options import Fault
 from evenpipe.schedule import Action
 
 __all__ = ["Whereabouts"]

@@ -15,7 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from evenpipe.megatron.options import TrainOptions
+from evenpipe.megatron.trainer.options import TrainOptions
 
 __all__ = ["Replica", "build_replica"]
 

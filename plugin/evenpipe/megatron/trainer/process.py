@@ -22,11 +22,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.megatron.cpu_mode import cpu_mode
-from evenpipe.megatron.journal import Failure, Iteration, append
-from evenpipe.megatron.options import TrainOptions
-from evenpipe.megatron.result import RunResult
-from evenpipe.megatron.whereabouts import Whereabouts
-from evenpipe.megatron.worker import run_case
+from evenpipe.megatron.trainer.journal import Failure, Iteration, append
+from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.trainer.result import RunResult
+from evenpipe.megatron.trainer.whereabouts import Whereabouts
+from evenpipe.megatron.trainer.worker import run_case
 
 __all__ = ["run_cases"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from evenpipe.megatron.whereabouts import Whereabouts
+from evenpipe.megatron.trainer.whereabouts import Whereabouts
 from evenpipe.schedule import Action
 from evenpipe.simulate import Span
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import median
 
-from evenpipe.megatron.result import RunResult
+from evenpipe.megatron.trainer.result import RunResult
 from evenpipe.schedule import BACKWARD, FORWARD, Kind, Schedule, lower
 from evenpipe.simulate import Costs, Simulation, Span, simulate
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from evenpipe.megatron.recorder import Recorder
 from evenpipe.megatron.supported import MEGATRON_CORE, SCHEDULES, recorded
+from evenpipe.megatron.trainer.recorder import Recorder
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import BACKWARD, FORWARD, Action, Kind
