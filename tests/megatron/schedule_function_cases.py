@@ -1,0 +1,252 @@
+"""Four gloo processes that call Megatron's pipelining functions and EvenPipe's, and write down what came of it.
+
+Argument: a folder (rank-<rank>.json out). A script of its own, forked after the imports.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+WORLD = 4
+PLAIN = ("megatron", "1f1b")
+ENGINES = (*PLAIN, "bpipe")
+
+
+class Layout(NamedTuple):
+    """How four processes divide the model: the rest of them is data-parallel."""
+
+    stages: int
+    chunks: int = 1
+    tensor: int = 1
+
+
+PP1, PP4, PP4_V2 = Layout(1), Layout(4), Layout(4, 2)
+PP2, PP2_V3, TP2_PP2 = Layout(2), Layout(2, 3), Layout(2, tensor=2)
+BOUND = {"PP1": PP1, "PP4": PP4, "PP4 V2": PP4_V2}  # the layouts in which the patch is looked at
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the function with an optimizer step after it, or an evaluation without.
+
+    `loss`: "pair" (loss, report), "triple" (loss, tokens, report) or "none" (no loss function). `arguments` are added
+    to those that every call has, or replace them. `groups` are given explicitly: both, or one of them.
+    """
+
+    evaluate: bool = False
+    micro_batches: int = 8
+    sequence: int = 8
+    loss: str = "pair"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    groups: tuple[str, ...] = ()
+    model_as_list: bool = False
+    iterator_as_list: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny GPT and the calls that are made for it.
+
+    `config`, `ddp` and `optimizer` are settings of Megatron's; without `ddp` the modules stay bare, without
+    synchronisation of gradients. `synchronise` names what of DDP's the configuration refers to.
+    """
+
+    layout: Layout = PP4
+    calls: tuple[Call, ...] = (Call(), Call(micro_batches=4))
+    config: Mapping[str, Any] = field(default_factory=dict)
+    ddp: Mapping[str, Any] | None = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    bf16: bool = False
+    loss_scale: float | None = None
+    synchronise: tuple[str, ...] = ()
+    timers: bool = False
+    engines: tuple[str, ...] = ENGINES
+
+
+def halved(receive: list[Any], send: list[Any]) -> tuple[list[Any], list[Any]]:
+    """For `adjust_tensor_shapes_fn`: half the sequence."""
+    return [(s // 2, b, h) for s, b, h in receive], [(s // 2, b, h) for s, b, h in send]
+
+
+EVALUATION = Call(evaluate=True)
+COLLECTION = Call(evaluate=True, arguments={"collect_non_loss_data": True, "first_val_step": True})
+OUTPUTS = Call(evaluate=True, loss="none", micro_batches=3)
+TOKENS = (Call(loss="triple"), Call(loss="triple", micro_batches=4))
+GIVEN = Call(groups=("communicator", "groups"), arguments={"force_all_reduce": True}, micro_batches=4)
+PARTIAL = {
+    "num_microbatches_with_partial_activation_checkpoints": 1,
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+SHARDED = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+GATHERED = {**SHARDED, "overlap_grad_reduce": True, "bucket_size": 500}
+REDUCED = {"overlap_grad_reduce": True, "bucket_size": 500}
+# Parameters are gathered ahead from the second batch on.
+SEVERAL = (Call(micro_batches=4), Call(), EVALUATION, Call(micro_batches=4))
+
+CASES = {
+    "bare modules": Case(ddp=None),
+    "lists of one": Case(
+        calls=(Call(model_as_list=True, iterator_as_list=True), Call(model_as_list=True), Call(iterator_as_list=True))
+    ),
+    "loss of tokens": Case(calls=TOKENS),
+    "loss per token": Case(calls=TOKENS, config={"calculate_per_token_loss": True}),
+    "outputs kept": Case(config={"deallocate_pipeline_outputs": False}),
+    "scaled loss": Case(loss_scale=128.0),
+    "bf16": Case(bf16=True),
+    "timers": Case(timers=True),
+    "given groups": Case(calls=(GIVEN, GIVEN)),
+    "given only a communicator": Case(calls=(Call(groups=("communicator",)),)),
+    "given only groups": Case(calls=(Call(groups=("groups",)),)),
+    "partial recomputation": Case(config=PARTIAL, engines=PLAIN),
+    "partial recomputation with BPipe": Case(calls=(Call(),), config=PARTIAL, engines=("bpipe",)),
+    "adjusted shapes": Case(calls=(Call(arguments={"seq_length": 16, "adjust_tensor_shapes_fn": halved}),)),
+    "length of the decoder": Case(calls=(Call(arguments={"seq_length": 16, "decoder_seq_length": 8}),)),
+    "evaluation between batches": Case(calls=(EVALUATION, Call(), EVALUATION, Call(micro_batches=4), OUTPUTS)),
+    "collection between batches": Case(calls=(Call(), COLLECTION, Call(micro_batches=4))),
+    "other numbers of micro-batches": Case(calls=(Call(micro_batches=2), Call(), Call(micro_batches=5))),
+    "other lengths": Case(
+        calls=(Call(), Call(sequence=12, micro_batches=4), Call(sequence=4, micro_batches=4)), engines=PLAIN
+    ),
+    "interleaved, bare modules": Case(PP4_V2, ddp=None),
+    "interleaved, loss per token": Case(PP4_V2, calls=TOKENS, config={"calculate_per_token_loss": True}),
+    "interleaved, bf16": Case(PP4_V2, bf16=True),
+    "interleaved, timers": Case(PP4_V2, timers=True),
+    "interleaved, given groups": Case(PP4_V2, calls=(GIVEN, GIVEN)),
+    "interleaved, given only a communicator": Case(PP4_V2, calls=(Call(groups=("communicator",)),)),
+    "interleaved, partial recomputation": Case(PP4_V2, config=PARTIAL, engines=PLAIN),
+    "interleaved, length of the decoder": Case(PP4_V2, calls=(Call(arguments={"decoder_seq_length": 4}),)),
+    "interleaved, evaluation between batches": Case(
+        PP4_V2, calls=(EVALUATION, Call(), COLLECTION, Call(micro_batches=4))
+    ),
+    "interleaved, other numbers of micro-batches": Case(PP4_V2, calls=(Call(micro_batches=4), Call())),
+    "interleaved, other lengths": Case(PP4_V2, calls=(Call(), Call(sequence=12)), engines=PLAIN),
+    "overlapped reduction": Case(PP2, ddp=REDUCED, synchronise=("no_sync",)),
+    "aligned reduction": Case(PP2, ddp=REDUCED, synchronise=("no_sync", "grad_sync")),
+    "distributed optimizer": Case(
+        PP2, SEVERAL, ddp=GATHERED, optimizer=SHARDED, synchronise=("no_sync", "grad_sync", "param_sync")
+    ),
+    "interleaved, overlapped reduction": Case(PP2_V3, ddp=REDUCED, synchronise=("no_sync",)),
+    "interleaved, aligned reduction": Case(PP2_V3, ddp=REDUCED, synchronise=("no_sync", "grad_sync")),
+    "interleaved, distributed optimizer": Case(
+        PP2_V3, SEVERAL, ddp=GATHERED, optimizer=SHARDED, synchronise=("no_sync", "grad_sync", "param_sync")
+    ),
+    "sequence parallel": Case(TP2_PP2, config={"sequence_parallel": True}),
+}
+OTHER_LENGTH = Case(calls=(Call(), Call(sequence=12)))
+
+
+@contextmanager
+def chosen_by(engine: str) -> Iterator[Callable[..., Any]]:
+    """`get_forward_backward_func` under an engine."""
+    from megatron.core import pipeline_parallel
+
+    from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
+
+    if engine == "megatron":
+        yield pipeline_parallel.get_forward_backward_func
+        return
+    schedule = PipelineSchedule(bpipe=engine == "bpipe")
+    patches = in_place_of_megatron(schedule)
+    patches.apply()
+    try:
+        yield pipeline_parallel.get_forward_backward_func
+    finally:
+        patches.revert()
+    schedule.close()
+
+
+def carry_out(case: Case, engine: str) -> dict[str, Any]:
+    """All calls of a case: what each returned and did, and the weights in the end; or the error that ended it."""
+    from tiny_pipeline import Pipeline
+
+    pipeline = Pipeline(case)
+    calls: list[Any] = []
+    with chosen_by(engine) as get:
+        for index, call in enumerate(case.calls):
+            try:
+                calls.append(pipeline.call(get(), call, index))
+            except (ValueError, RuntimeError) as error:
+                calls.append({"error": f"{type(error).__name__}: {error}"})
+                break
+    return {"calls": calls, "weights": pipeline.weights(), "timers": pipeline.timers()}
+
+
+def bindings() -> dict[str, list[str]]:
+    """The names of what both bindings of `get_forward_backward_func` return, under the patch and after it."""
+    from megatron.core import pipeline_parallel
+    from megatron.core.pipeline_parallel import schedules
+
+    def returned() -> list[str]:
+        found = (pipeline_parallel.get_forward_backward_func(), schedules.get_forward_backward_func())
+        return [getattr(function, "__name__", type(function).__name__) for function in found]
+
+    with chosen_by("1f1b"):
+        inside = returned()
+    return {"inside": inside, "outside": returned()}
+
+
+@contextmanager
+def laid_out(layout: Layout) -> Iterator[None]:
+    """Megatron's parallel state for a layout."""
+    from megatron.core import parallel_state
+
+    virtual = layout.chunks if layout.chunks > 1 else None
+    parallel_state.initialize_model_parallel(layout.tensor, layout.stages, virtual)
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+def work(rank: int, folder: Path) -> None:
+    """One process."""
+    import torch.distributed as dist
+
+    from evenpipe.megatron.cpu_mode import cpu_mode
+
+    cpu_mode().apply()
+    store = dist.FileStore(str(folder / "store"), WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    found: dict[str, Any] = {"cases": {}, "bindings": {}}
+    try:
+        for layout, cases in groupby(CASES.items(), key=lambda item: item[1].layout):
+            with laid_out(layout):
+                for name, case in cases:
+                    found["cases"][name] = {engine: carry_out(case, engine) for engine in case.engines}
+                    dist.barrier()
+        for name, layout in BOUND.items():
+            with laid_out(layout):
+                found["bindings"][name] = bindings()
+        # Last, because the stage that finds the other length leaves the rest waiting for it: it exits, they fail.
+        with laid_out(OTHER_LENGTH.layout):
+            found["other length"] = carry_out(OTHER_LENGTH, "bpipe")["calls"]
+    except BaseException:
+        found["failure"] = traceback.format_exc()
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    os._exit(0)
+
+
+def main() -> None:
+    """Fork, once everything is imported."""
+    import torch
+    import torch.multiprocessing as mp
+
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks for it where tensors are sharded
+    import tiny_pipeline  # noqa: F401
+
+    import evenpipe.megatron.schedule  # noqa: F401
+
+    torch.set_num_threads(1)
+    mp.start_processes(work, (Path(sys.argv[1]),), nprocs=WORLD, start_method="fork")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""EvenPipe's function does what Megatron's pipelining functions do with the same arguments, to the last bit."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from schedule_function_cases import BOUND, CASES, WORLD
+
+SCRIPT = Path(__file__).with_name("schedule_function_cases.py")
+COMPARED = [
+    pytest.param(name, engine, id=f"{name}: {engine}")
+    for name, case in CASES.items()
+    for engine in case.engines[1:]
+    if "given only" not in name
+]
+STOCK = {
+    "PP1": "forward_backward_no_pipelining",
+    "PP4": "forward_backward_pipelining_without_interleaving",
+    "PP4 V2": "forward_backward_pipelining_with_interleaving",
+}
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each process wrote down."""
+    folder = tmp_path_factory.mktemp("schedule_function")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", SCRIPT, folder], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
+    assert not [report["failure"] for report in found if "failure" in report]
+    return found
+
+
+def calls(ranks: list[dict[str, Any]], name: str, engine: str, what: str) -> list[list[Any]]:
+    """Per rank, `what` of each call."""
+    return [[call.get(what) for call in rank["cases"][name][engine]["calls"]] for rank in ranks]
+
+
+@pytest.mark.parametrize(("name", "engine"), COMPARED)
+def test_losses_gradients_and_weights_are_megatrons(ranks: list[dict[str, Any]], name: str, engine: str) -> None:
+    assert not any(map(any, calls(ranks, name, "megatron", "error")))
+    for what in ("error", "losses", "gradients"):
+        assert calls(ranks, name, engine, what) == calls(ranks, name, "megatron", what)
+    for rank in ranks:
+        assert rank["cases"][name][engine]["weights"] == rank["cases"][name]["megatron"]["weights"]
+
+
+@pytest.mark.parametrize(("name", "engine"), COMPARED)
+def test_everything_is_called_in_megatrons_order(ranks: list[dict[str, Any]], name: str, engine: str) -> None:
+    """Forwards, with what they are told, and backwards; what synchronises gradients and parameters; the finalizing."""
+    assert calls(ranks, name, engine, "events") == calls(ranks, name, "megatron", "events")
+
+
+def test_the_cases_reach_what_they_are_for(ranks: list[dict[str, Any]]) -> None:
+    """Nothing above holds of two empty records."""
+
+    def events(name: str) -> list[str]:
+        return [event for rank in calls(ranks, name, "megatron", "events") for call in rank for event in call]
+
+    interleaved = events("interleaved, distributed optimizer")
+    assert {"no_sync2 enter", "no_sync2 exit", "F2.7", "B2.7"} <= set(interleaved)
+    assert any(event.startswith("param_sync2") for event in interleaved)
+    assert any(event.startswith("grad_sync2") for event in interleaved)
+    assert {"recomputes True", "recomputes False"} <= set(events("partial recomputation"))
+    assert any(" given " in event and event.endswith("True") for event in events("given groups"))
+    assert any("torch.int32" in event for event in events("loss per token"))
+    last = calls(ranks, "collection between batches", "megatron", "losses")[-1]
+    assert [set(call[1]) for call in last] == [{"lm loss", "alias"}, {"output"}, {"lm loss", "alias"}]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "given only" in name])
+def test_a_communicator_without_groups_or_groups_without_one_are_refused(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    for error in calls(ranks, name, "megatron", "error"):
+        assert error[0].startswith("ValueError: Invalid combination")
+    for engine in CASES[name].engines[1:]:
+        line = "ValueError: p2p_communicator and pg_collection belong together: give both or neither"
+        assert calls(ranks, name, engine, "error") == [[line]] * WORLD
+
+
+def test_bpipe_refuses_partial_recomputation(ranks: list[dict[str, Any]]) -> None:
+    for error in calls(ranks, "partial recomputation with BPipe", "bpipe", "error"):
+        assert error[0].startswith("ValueError: num_microbatches_with_partial_activation_checkpoints ")
+
+
+def test_bpipe_names_the_cause_when_micro_batches_change_their_size(ranks: list[dict[str, Any]]) -> None:
+    """The first stage, which evicts, finds out before it sends anything on."""
+    first, second = ranks[0]["other length"]
+    assert "error" not in first
+    assert second["error"].startswith("RuntimeError: a micro-batch saved ")
+    assert "BPipe needs micro-batches of one size; turn it off, or whatever makes them differ" in second["error"]
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.timers])
+def test_no_timer_is_left_running(ranks: list[dict[str, Any]], name: str) -> None:
+    """Megatron's timers refuse to start while they run, and to stop while they do not."""
+    for engine in CASES[name].engines:
+        for rank in ranks:
+            assert rank["cases"][name][engine]["timers"] == {
+                "forward-backward": {"running": False, "used": True},
+                "forward-compute": {"running": False, "used": True},
+                "backward-compute": {"running": False, "used": True},
+            }
+
+
+@pytest.mark.parametrize("layout", BOUND)
+def test_both_bindings_are_replaced_only_for_pipelines_and_only_under_the_patch(
+    ranks: list[dict[str, Any]], layout: str
+) -> None:
+    inside = STOCK[layout] if layout == "PP1" else "PipelineSchedule"
+    for rank in ranks:
+        assert rank["bindings"][layout] == {"inside": [inside] * 2, "outside": [STOCK[layout]] * 2}
