@@ -14,6 +14,9 @@ pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
 from schedule_function_cases import BOUND, CASES, WORLD
 
+from evenpipe.megatron.supported import installed_release
+
+RELEASE = installed_release()
 SCRIPT = Path(__file__).with_name("schedule_function_cases.py")
 COMPARED = [
     pytest.param(name, engine, id=f"{name}: {engine}")
@@ -72,12 +75,13 @@ def test_the_cases_reach_what_they_are_for(ranks: list[dict[str, Any]]) -> None:
     def events(name: str) -> list[str]:
         return [event for rank in calls(ranks, name, "megatron", "events") for call in rank for event in call]
 
+    forced = "True" if RELEASE.takes_force_all_reduce else "None"
     interleaved = events("interleaved, distributed optimizer")
     assert {"no_sync2 enter", "no_sync2 exit", "F2.7", "B2.7"} <= set(interleaved)
     assert any(event.startswith("param_sync2") for event in interleaved)
     assert any(event.startswith("grad_sync2") for event in interleaved)
     assert {"recomputes True", "recomputes False"} <= set(events("partial recomputation"))
-    assert any(" given " in event and event.endswith("True") for event in events("given groups"))
+    assert any(" given " in event and event.endswith(forced) for event in events("given groups"))
     assert any("torch.int32" in event for event in events("loss per token"))
     last = calls(ranks, "collection between batches", "megatron", "losses")[-1]
     assert [set(call[1]) for call in last] == [{"lm loss", "alias"}, {"output"}, {"lm loss", "alias"}]
@@ -89,8 +93,9 @@ def test_a_communicator_without_groups_or_groups_without_one_are_refused(
 ) -> None:
     for error in calls(ranks, name, "megatron", "error"):
         assert error[0].startswith("ValueError: Invalid combination")
+    argument = RELEASE.process_groups_argument
     for engine in CASES[name].engines[1:]:
-        line = "ValueError: p2p_communicator and pg_collection belong together: give both or neither"
+        line = f"ValueError: p2p_communicator and {argument} belong together: give both or neither"
         assert calls(ranks, name, engine, "error") == [[line]] * WORLD
 
 

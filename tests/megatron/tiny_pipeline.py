@@ -194,9 +194,11 @@ class Pipeline:
         return self.config.num_microbatches_with_partial_activation_checkpoints is not None
 
     def _given(self, call: Call) -> dict[str, Any]:
-        """The groups that a call is to be given: the global ones, in an object of its own."""
+        """What a call is given besides: the global groups, in an object of its own."""
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         given: dict[str, Any] = {}
+        if call.force_all_reduce and _RELEASE.takes_force_all_reduce:
+            given["force_all_reduce"] = True
         if "communicator" in call.groups:
             given["p2p_communicator"] = P2PCommunicator(pp_group=pipeline, config=self.config)
         if "groups" in call.groups:
@@ -235,7 +237,7 @@ class Pipeline:
         output = model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous())
         if output.requires_grad:
             output.register_hook(lambda gradient: self.events.append(f"B{chunk}.{number}"))
-        return output, {"pair": _pair, "triple": partial(_triple, counted), "none": None}[call.loss]
+        return output, _pair if call.loss == "pair" else partial(_triple, counted)
 
     @staticmethod
     def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
