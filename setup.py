@@ -5,7 +5,7 @@ from setuptools import find_packages, setup
 setup(
     name="evenpipe",
     version="0.1.0",
-    description="Pipeline parallelism with level memory and fewer bubbles for Megatron-core and DeepSpeed",
+    description="Pipeline parallelism with level memory for megatron-core",
     license="Apache-2.0",
     python_requires=">=3.10",
     package_dir={"": "plugin"},

@@ -4,6 +4,7 @@ import pytest
 
 from evenpipe.megatron.trainer.launch import run_cases
 from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.trainer.predict import predict
 
 SMALL = {"hidden": 32, "heads": 4, "seq_length": 32, "iterations": 2}
 
@@ -114,7 +115,6 @@ def test_measured_peaks_are_the_schedules(setting, engine, results):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_predicted_peak_bytes_are_the_measured_ones(setting, engine, results):
-    predict = pytest.importorskip("evenpipe.megatron.trainer.predict").predict
     case, result = options(setting, engine), results[setting, engine]
     for predicted, measured in zip(predict(case.plan, result).stages, result.stages, strict=True):
         assert predicted.peak_bytes == pytest.approx(measured.peak_saved_bytes, rel=0.02)

@@ -1,5 +1,6 @@
 """What EvenPipe's schedules cannot honour is refused before a batch, in one line that names the setting."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from evenpipe.megatron.refusals import refuse_unsupported
 from evenpipe.megatron.supported import installed_release
 
+PLAIN = SimpleNamespace(ddp_config=SimpleNamespace(overlap_grad_reduce=False))
 ALWAYS: dict[str, Any] = {
     "overlap_moe_expert_parallel_comm": True,
     "variable_seq_lengths": True,
@@ -19,6 +21,7 @@ ALWAYS: dict[str, Any] = {
     "fine_grained_activation_offloading": True,
 }
 WITH_BPIPE: dict[str, Any] = {
+    "num_moe_experts": 4,
     "cpu_offloading": True,
     "num_microbatches_with_partial_activation_checkpoints": 1,
     "distribute_saved_activations": True,
@@ -45,32 +48,51 @@ def config(**settings: Any) -> TransformerConfig:
 @pytest.mark.parametrize("bpipe", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_megatrons_defaults_pass(bpipe: bool, chunks: int) -> None:
-    refuse_unsupported(config(virtual=chunks if chunks > 1 else None), bpipe, chunks)
+    refuse_unsupported(config(virtual=chunks if chunks > 1 else None), bpipe, [PLAIN] * chunks, bpipe)
 
 
 @pytest.mark.parametrize("bpipe", [False, True])
 @pytest.mark.parametrize(("setting", "value"), ALWAYS.items())
 def test_a_setting_that_breaks_the_schedule_is_refused(setting: str, value: object, bpipe: bool) -> None:
     with pytest.raises(ValueError, match=rf"^{setting}\b.*: (turn it off|set it to none)") as refusal:
-        refuse_unsupported(config(**{setting: value}), bpipe, 1)
+        refuse_unsupported(config(**{setting: value}), bpipe, [PLAIN], bpipe)
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(("setting", "value"), WITH_BPIPE.items())
 def test_a_setting_that_breaks_only_bpipe_is_refused_with_bpipe_only(setting: str, value: object) -> None:
-    refuse_unsupported(config(**{setting: value}), False, 1)
+    refuse_unsupported(config(**{setting: value}), False, [PLAIN], False)
     with pytest.raises(ValueError, match=rf"^{setting}\b.*, or (turn BPipe off|BPipe)$") as refusal:
-        refuse_unsupported(config(**{setting: value}), True, 1)
+        refuse_unsupported(config(**{setting: value}), True, [PLAIN], True)
     assert "\n" not in str(refusal.value)
 
 
 def test_interleaving_is_refused_in_groups_other_than_the_pipeline() -> None:
     grouped = config(virtual=2, microbatch_group_size_per_vp_stage=8)
     with pytest.raises(ValueError, match="microbatch_group_size_per_vp_stage=8: ") as refusal:
-        refuse_unsupported(grouped, False, 2)
+        refuse_unsupported(grouped, False, [PLAIN] * 2, False)
     assert "pipeline_model_parallel_size=4" in str(refusal.value)
     assert "\n" not in str(refusal.value)
-    refuse_unsupported(grouped, False, 1)
+    refuse_unsupported(grouped, False, [PLAIN], False)
+
+
+def test_fused_gradients_are_refused_only_where_they_are_reduced_early_and_recorded() -> None:
+    """Autograd hands recorded weights back without `grad_added_to_main_grad`, which DDP's reduction then misses."""
+    fused, early = (
+        config(gradient_accumulation_fusion=True),
+        SimpleNamespace(ddp_config=SimpleNamespace(overlap_grad_reduce=True)),
+    )
+    for model, records in (([PLAIN], True), ([early], False)):
+        refuse_unsupported(fused, False, model, records)
+    refuse_unsupported(config(), False, [early], True)
+    with pytest.raises(
+        ValueError, match=r"^gradient_accumulation_fusion with overlap_grad_reduce .*: turn one of them"
+    ):
+        refuse_unsupported(fused, True, [early], True)
+
+
+def test_experts_of_one_capacity_go_with_bpipe() -> None:
+    refuse_unsupported(config(num_moe_experts=4, moe_pad_expert_input_to_capacity=True), True, [PLAIN], True)
 
 
 def test_every_refused_setting_is_one_of_megatrons() -> None:

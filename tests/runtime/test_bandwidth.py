@@ -62,8 +62,8 @@ def test_a_slow_link_within_the_node_is_reported() -> None:
         (100, "12.50 GB/s, enough: hiding a transfer behind one forward needs 12.12 GB/s"),
         (
             80,
-            "10.00 GB/s, below the 12.12 GB/s that hide a transfer behind one forward but enough for the steady phase, "
-            "where a backward and a forward hide an eviction and a load (8.08 GB/s); "
+            "10.00 GB/s, below the 12.12 GB/s that hide a transfer behind one forward, above the 8.08 GB/s that hide "
+            "two behind a backward and a forward: evictions are hidden, a part of each load is not; "
             "choose a tensor-parallel size that divides 4, so that pairs stay on a node, or recompute more",
         ),
         (

@@ -137,6 +137,22 @@ def test_a_load_starts_one_action_before_its_backward():
                 assert Action(BACKWARD, *action.unit) in compute[:2]
 
 
+@pytest.mark.parametrize("stages", range(2, 17))
+def test_an_acceptor_has_memory_for_its_guests_beside_its_own_peak(stages):
+    """Its pool stays allocated while its own micro-batches come and go, so the two together keep the bound."""
+    for micro_batches in range(1, 3 * stages + 1):
+        schedule = build("1f1b", stages, micro_batches, bpipe=True)
+        for steps in lower(schedule).steps[(stages + 1) // 2 :]:
+            own = own_most = guests = guests_most = 0
+            for step in steps:
+                guests -= sum(message.link.kind == "load" for message in step.complete)
+                guests += step.action.kind == "A"
+                own += step.action.kind == FORWARD
+                own_most, guests_most = max(own_most, own), max(guests_most, guests)
+                own -= step.action.kind == BACKWARD
+            assert own_most + guests_most <= schedule.bound
+
+
 @pytest.mark.parametrize("stages", [4, 5, 6, 7, 8, 12, 16])
 def test_transfers_shorter_than_a_forward_cost_nothing(stages):
     """An acceptor must not stand still until a return is through only because the next accept comes too early."""

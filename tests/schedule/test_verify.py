@@ -69,6 +69,13 @@ def test_a_micro_batch_out_of_range():
         verify(replace(schedule, micro_batches=1))
 
 
+def test_rows_that_do_not_fit_the_number_of_stages():
+    schedule = build("1f1b", 4, 8)
+    for stages in (2, 3, 5):
+        with pytest.raises(ScheduleError, match=f"4 rows of actions, {stages} stages"):
+            verify(replace(schedule, stages=stages))
+
+
 def test_the_grid_marks_the_step():
     first, *grid = refused(["F0 F1 B0 B1", "F0 B1 F1 B0"]).splitlines()
     assert first == "schedule parsed, stage 1, step 1: B1 comes before its forward"

@@ -53,15 +53,17 @@ def add_to(commands: Commands) -> None:
 
 def _run(arguments: Namespace) -> None:
     cases = [TrainOptions.of(**_MODEL, **case) for case in _CASES.values()]
-    results = run_training(cases, list(_CASES))
+    results = run_training("demo", cases, list(_CASES))
     _draw(arguments.picture, cases, results)
     if arguments.json:
         runs = {name: result.to_json() for name, result in zip(_CASES, results, strict=True)}
         print(json.dumps({"format": "evenpipe.demo/1", "runs": runs, "picture": str(arguments.picture)}))
-        return
-    console = Console()
-    console.print(_table(results))
-    console.print(f"timelines and memory: {arguments.picture}", highlight=False)
+    else:
+        console = Console()
+        console.print(_table(results))
+        console.print(f"timelines and memory: {arguments.picture}", highlight=False)
+    if len({(result.losses, result.weights_sha256) for result in results}) > 1:
+        raise SystemExit("evenpipe demo: losses or weights differ: please report this, with the output above")
 
 
 def _draw(path: Path, cases: Sequence[TrainOptions], results: Sequence[RunResult]) -> None:

@@ -49,7 +49,7 @@ def _run(arguments: Namespace) -> None:
         data.load(options)
     except OptionsError as error:
         raise UsageError(str(error)) from error
-    [result] = run_training([options], [f"{options.engine}, {options.schedule}"])
+    [result] = run_training("train", [options], [f"{options.engine}, {options.schedule}"])
     prediction = predict(options.plan, result)
     title = title_of(options.plan, options.bpipe)
     _write_reports(arguments, result, prediction, title)

@@ -15,8 +15,8 @@ from evenpipe.megatron.trainer.result import RunResult
 __all__ = ["run_training"]
 
 
-def run_training(cases: Sequence[TrainOptions], names: Sequence[str]) -> list[RunResult]:
-    """The results of `cases`, shown under `names` while they run.
+def run_training(command: str, cases: Sequence[TrainOptions], names: Sequence[str]) -> list[RunResult]:
+    """The results of `cases`, shown under `names` while they run, for the sub-command `command`.
 
     A failure ends the process: status 1 and the failure as the last line; 128 + n for signal n. UsageError without
     megatron-core.
@@ -28,8 +28,8 @@ def run_training(cases: Sequence[TrainOptions], names: Sequence[str]) -> list[Ru
             return run_cases(cases, show)
     except StageFailed as failure:
         print(failure.details, end="", file=sys.stderr)
-        print(f"evenpipe train: {failure}", file=sys.stderr)
+        print(f"evenpipe {command}: {failure}", file=sys.stderr)
         raise SystemExit(1) from None
     except Stopped as stopped:
-        print(f"evenpipe train: {stopped}", file=sys.stderr)
+        print(f"evenpipe {command}: {stopped}", file=sys.stderr)
         raise SystemExit(128 + stopped.number) from None

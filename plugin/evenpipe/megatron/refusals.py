@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["refuse_unsupported"]
 
 
-def refuse_unsupported(config: Any, bpipe: bool, chunks: int) -> None:
-    """Raise ValueError with one line that names the setting, why it does not go together, and what to do."""
+def refuse_unsupported(config: Any, bpipe: bool, model: Sequence[Any], records: bool) -> None:
+    """Raise ValueError with one line that names the setting, why it does not go together, and what to do.
+
+    `model` are the chunks of this stage; `records`: what autograd saves is recorded, for BPipe or to be measured.
+    """
+    chunks = len(model)
     always = {
         "overlap_moe_expert_parallel_comm": "fuses forwards and backwards of different micro-batches",
         "variable_seq_lengths": "hides the shape of what is received, which EvenPipe posts ahead",
@@ -34,6 +39,19 @@ def refuse_unsupported(config: Any, bpipe: bool, chunks: int) -> None:
         raise ValueError(
             "cuda_graph_impl=transformer_engine keeps saved activations in memory of its own, which BPipe cannot move: "
             "set it to none, or turn BPipe off"
+        )
+    if bpipe and getattr(config, "num_moe_experts", None) and not config.moe_pad_expert_input_to_capacity:
+        raise ValueError(
+            "num_moe_experts makes micro-batches differ in what they save: set moe_pad_expert_input_to_capacity, or "
+            "turn BPipe off"
+        )
+    overlaps = any(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False) for chunk in model)
+    if records and overlaps and config.gradient_accumulation_fusion:
+        # Autograd hands a recorded weight back without the attributes by which the fused kernel tells that it has
+        # added its gradient, and the reduction then takes the gradient for missing.
+        raise ValueError(
+            "gradient_accumulation_fusion with overlap_grad_reduce cannot be recorded: turn one of them off, or "
+            "BPipe and measure"
         )
     group = getattr(config, "microbatch_group_size_per_vp_stage", None)
     if chunks > 1 and group not in (None, config.pipeline_model_parallel_size):

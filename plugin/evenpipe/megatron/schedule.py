@@ -41,14 +41,16 @@ class PipelineSchedule:
         self._observer = observer
         self._measure = measure
         self._release: CoreRelease = installed_release()
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[tuple[int, int, int], Program] = {}
+        self._model: list[torch.nn.Module] | None = None
 
     def program(self, stages: int, micro_batches: int, chunks: int) -> Program:
         """What is carried out for so many micro-batches: verified when first asked for."""
-        if micro_batches not in self._programs:
+        shape = (stages, micro_batches, chunks)
+        if shape not in self._programs:
             name = "interleaved" if chunks > 1 else self.name
-            self._programs[micro_batches] = lower(build(name, stages, micro_batches, chunks, self.bpipe))
-        return self._programs[micro_batches]
+            self._programs[shape] = lower(build(name, *shape, self.bpipe))
+        return self._programs[shape]
 
     def close(self) -> None:
         """Destroy the links, once no batch is under way."""
@@ -92,14 +94,18 @@ class PipelineSchedule:
     ) -> list[Any]:
         chunks = list(model) if isinstance(model, list) else [model]
         iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator]
-        config = get_model_config(chunks[0])
-        refuse_unsupported(config, self.bpipe, len(chunks))
-        given = groups_given.pop(self._release.process_groups_argument, None)
-        if groups_given:
-            raise TypeError(
-                f"unexpected argument {next(iter(groups_given))}: megatron-core {self._release.series} has none"
-            )
-        groups = process_groups(self._release, p2p_communicator, given)
+        config, release = get_model_config(chunks[0]), self._release
+        refuse_unsupported(config, self.bpipe, chunks, self.bpipe or self._measure)
+        given = groups_given.pop(release.process_groups_argument, None)
+        unknown = [
+            *groups_given,
+            *(["force_all_reduce"] if force_all_reduce and not release.takes_force_all_reduce else []),
+        ]
+        if unknown:
+            raise TypeError(f"unexpected argument {unknown[0]}: megatron-core {release.series} has none")
+        if len(chunks) > 1 and (adjust_tensor_shapes_fn is not None or len(iterators) != len(chunks)):
+            raise ValueError("interleaved: give one data iterator for each model chunk, and no adjust_tensor_shapes_fn")
+        groups = process_groups(release, p2p_communicator, given)
         is_last = groups.pp.rank() == groups.pp.size() - 1
         finalize = config.finalize_model_grads_func
         embedding = schedules.clear_embedding_activation_buffer(config, model, is_last) if finalize else None
@@ -132,7 +138,7 @@ class PipelineSchedule:
         program = self.program(groups.pp.size(), num_microbatches, len(chunks))
         executor = self._executor(groups.pp, chunks)
         stage = MegatronStage(
-            batch, program.schedule, groups.pp.rank(), executor.device, self._release.backward_takes_pipeline_size
+            batch, program.schedule, groups.pp.rank(), executor.device, release.backward_takes_pipeline_size
         )
         stage.start()
         executor.run(program, stage)
@@ -140,8 +146,8 @@ class PipelineSchedule:
 
         if finalize is not None:
             schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
-            extra = {self._release.process_groups_argument: groups}
-            if self._release.takes_force_all_reduce:
+            extra = {release.process_groups_argument: groups}
+            if release.takes_force_all_reduce:
                 extra["force_all_reduce"] = force_all_reduce
             finalize(chunks, stage.tokens if config.calculate_per_token_loss else None, **extra)
         if config.timers is not None:
@@ -149,9 +155,14 @@ class PipelineSchedule:
         return stage.losses
 
     def _executor(self, pipeline: dist.ProcessGroup, chunks: list[torch.nn.Module]) -> Executor:
+        if self._model is not None and any(
+            ours is not theirs for ours, theirs in zip(self._model, chunks, strict=True)
+        ):
+            raise ValueError("this PipelineSchedule belongs to another model: make one for each model")
         if self.executor is None:
+            self._model = chunks
             parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-            device = parameters[0].device
+            device = next((parameter.device for parameter in parameters), torch.device(torch.cuda.current_device()))
             backend = "nccl" if device.type == "cuda" else "gloo"
             ranks = dist.get_process_group_ranks(pipeline)
             connections = connect(ranks, len(chunks) > 1, self.bpipe, backend, device)
@@ -169,6 +180,7 @@ def in_place_of_megatron(schedule: PipelineSchedule) -> PatchSet:
         versions=recorded(target),
         replacement=functools.partial(_choosing, schedule=schedule),
         reason="Megatron has no other way to plug in a pipeline schedule",
+        rebinds=True,
     )
     called = [symbol for symbol in installed_release().signatures if symbol != target]
     return PatchSet("schedule", [patch], [Expectation(symbol, MEGATRON_CORE, recorded(symbol)) for symbol in called])

@@ -106,8 +106,8 @@ def _verdict(gbps: float, strict: float) -> str:
         return f"enough: hiding a transfer behind one forward needs {strict:.2f} GB/s"
     if gbps >= relaxed:
         return (
-            f"below the {strict:.2f} GB/s that hide a transfer behind one forward but enough for the steady phase, "
-            f"where a backward and a forward hide an eviction and a load ({relaxed:.2f} GB/s)"
+            f"below the {strict:.2f} GB/s that hide a transfer behind one forward, above the {relaxed:.2f} GB/s that "
+            "hide two behind a backward and a forward: evictions are hidden, a part of each load is not"
         )
     return f"too slow: training waits for transfers, which need {relaxed:.2f} to {strict:.2f} GB/s"
 

@@ -21,7 +21,7 @@ __all__ = ["Executor", "Observer"]
 
 
 class Observer(Protocol):
-    """Is told when actions start and end: compute when it does, a transfer when its completion has been waited for."""
+    """Is told when compute starts and ends, when a transfer is under way and when it has been waited for."""
 
     def started(self, action: Action) -> None: ...
     def ended(self, action: Action) -> None: ...
@@ -61,9 +61,16 @@ class Executor:
         self.layouts = Layouts(connections.layouts) if connections.layouts is not None else None
         self.observer: Observer = observer if observer is not None else _Nobody()
         self.measure = measure
+        self._broken = False
 
     def run(self, program: Program, stage: Stage) -> None:
-        """Carry out one batch. Returns when nothing of it is under way and nothing evicted or accepted is left."""
+        """Carry out one batch. Returns when nothing of it is under way and nothing evicted or accepted is left.
+
+        Raises what the stage raises; the links then hold half of a batch, so every later run raises RuntimeError.
+        """
+        if self._broken:
+            raise RuntimeError(f"stage {self.stage_index} failed in an earlier batch: start the processes anew")
+        self._broken = True
         batch = _Batch(self, program, stage)
         for step in program.steps[self.stage_index]:
             batch.take(step)
@@ -71,6 +78,7 @@ class Executor:
             batch.complete(message)
         if self.pool.in_use:
             raise RuntimeError(f"stage {self.stage_index} still holds {self.pool.in_use} accepted micro-batches")
+        self._broken = False
 
 
 class _Batch:
@@ -98,11 +106,12 @@ class _Batch:
             self.receive(message, buffers)
         for message in step.complete:
             self.complete(message)
-        self.executor.observer.started(action)
         if step.transfer is not None:
             self.actions[step.transfer] = action
             self.start_transfer[action.kind](step.transfer, action.unit)
+            self.executor.observer.started(action)
             return
+        self.executor.observer.started(action)
         results = self.forward(action.unit, step) if action.kind == FORWARD else self.backward(action.unit, step)
         self.executor.observer.ended(action)
         if step.send is not None:

@@ -37,6 +37,7 @@ class Layouts:
                     "turn it off, or whatever makes them differ (variable sequence lengths, partial recomputation)"
                 )
             return
+        assert chunk == len(self._sizes), "chunks have their first forward in order"
         self._sizes.append(tuple(sizes))
         message = [torch.tensor([len(sizes)]), torch.tensor(sizes, dtype=torch.int64)]
         self._sending.append(self._channel.send(message))

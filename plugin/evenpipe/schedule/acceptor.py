@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 
-from evenpipe.schedule.actions import ACCEPT, BACKWARD, FORWARD, Action
+from evenpipe.schedule.actions import ACCEPT, FORWARD, Action
 from evenpipe.schedule.clock import DURATION
+from evenpipe.schedule.residency import own_peak
 
 __all__ = ["receive"]
 
@@ -23,7 +23,7 @@ def receive(
     return is through, it moves on by one boundary: the evictor has until the end of its backward (Appendix B), while
     the acceptor would otherwise stand still.
     """
-    own = list(accumulate(((action.kind == FORWARD) - (action.kind == BACKWARD) for action in row), initial=0))
+    room = bound - own_peak(row)
     held: list[int] = []  # when the return of each unit that is here will be through
     returning = {action.unit: time + DURATION[FORWARD] for action, time in transfers if action.kind != ACCEPT}
     placed = []
@@ -31,20 +31,11 @@ def receive(
         slot = bisect_right(ends, issued)
         if action.kind == ACCEPT:
             held = [time for time in held if time > _boundary(slot, ends)]
-            slot = next((s for s in (slot, slot + 1) if _has_room(s, row, ends, own, held, bound)), slot)
+            later = [slot, slot + 1] if slot < len(row) else [slot]
+            slot = next((s for s in later if sum(time > _boundary(s, ends) for time in held) < room), slot)
             held.append(returning[action.unit])
         placed.append((slot, action))
     return placed
-
-
-def _has_room(
-    slot: int, row: Sequence[Action], ends: Sequence[int], own: Sequence[int], held: Sequence[int], bound: int
-) -> bool:
-    """Whether one unit more fits from just before the compute action ``slot`` on until it has ended."""
-    if slot >= len(row):
-        return False
-    here = sum(time > _boundary(slot, ends) for time in held)
-    return own[slot] + (row[slot].kind == FORWARD) + here + 1 <= bound
 
 
 def _boundary(slot: int, ends: Sequence[int]) -> int:

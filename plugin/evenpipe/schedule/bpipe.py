@@ -33,7 +33,8 @@ class _Transfer(NamedTuple):
 def balance(schedule: Schedule, bound: int) -> Schedule:
     """The same compute orders with transfers added, so that no stage holds more than ``bound`` live units.
 
-    Works on any compute orders. Raises :class:`ScheduleError` if an evictor cannot get below the bound.
+    Works on any compute orders. Raises :class:`ScheduleError` if an evictor cannot get below the bound; whether every
+    acceptor and the middle stage do, :func:`evenpipe.schedule.verify` decides.
     """
     stages = schedule.stages
     ends = boundaries(schedule.actions, schedule.chunks)

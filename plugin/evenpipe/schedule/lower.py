@@ -63,7 +63,7 @@ def _lower_stage(schedule: Schedule, stage: int) -> tuple[tuple[Step, ...], tupl
     inputs = [incoming(action, stage, stages, chunks) for action in row if action.kind in COMPUTE]
     due = schedule.residencies[stage].due
     leaving: deque[Message] = deque()
-    arriving: dict[Unit, Message] = {}
+    arriving: dict[tuple[Unit, int], Message] = {}  # by the unit and its evictor: own and accepted ones have like names
     sent: dict[Link, deque[Message]] = defaultdict(deque)
     steps = []
     posted = started = 0  # compute actions whose receives are posted; those that have started
@@ -72,8 +72,8 @@ def _lower_stage(schedule: Schedule, stage: int) -> tuple[tuple[Step, ...], tupl
         posted = started + 2
         complete = [leaving.popleft() for _ in range(waits)]
         # A backward needs what was loaded for it, a return what was accepted before.
-        if arriving and action.kind in (BACKWARD, RETURN) and action.unit in arriving:
-            complete.append(arriving.pop(action.unit))
+        if arriving and action.kind in (BACKWARD, RETURN) and (action.unit, action.evictor) in arriving:
+            complete.append(arriving.pop((action.unit, action.evictor)))
         if action.kind in COMPUTE:
             needed = inputs[started]
             if needed is not None:
@@ -90,6 +90,6 @@ def _lower_stage(schedule: Schedule, stage: int) -> tuple[tuple[Step, ...], tupl
             if action.kind in DEPARTING:
                 leaving.append(moved)
             else:
-                arriving[action.unit] = moved
+                arriving[action.unit, action.evictor] = moved
         steps.append(Step(tuple(post), tuple(complete), action, moved, send))
     return tuple(steps), (*leaving, *(message for link in sent.values() for message in link))

@@ -30,6 +30,10 @@ def verify(schedule: Schedule) -> Schedule:
     their backward, each transfer at its right partner, (3) both ends of every link agree on the order, (4) no stage
     goes beyond the bound, and (5) no stage waits for ever.
     """
+    if len(schedule.actions) != schedule.stages:
+        raise ScheduleError(
+            f"schedule {schedule.name}: {len(schedule.actions)} rows of actions, {schedule.stages} stages"
+        )
     try:
         for stage in range(schedule.stages):
             _check_stage(schedule, stage)

@@ -1,7 +1,9 @@
 """Replace upstream symbols: all of a set or none, only where they are known to fit, and reversibly."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from evenpipe.upstream.errors import UpstreamError
@@ -21,7 +23,8 @@ class Patch:
 
     `targets` are "module.path:attribute.path": the first is where the symbol is defined, the others are re-bindings
     made by `from x import f`, which would go on calling the original. `versions` maps a supported series (or ANY) to
-    the recorded signature of the original. `replacement(original)` makes a new function or class at each call.
+    the recorded signature of the original. `replacement(original)` makes a new function or class at each call. With
+    `rebinds`, whatever other loaded module holds the original under any name gets the replacement too.
     """
 
     name: str
@@ -30,6 +33,7 @@ class Patch:
     versions: Mapping[str, str]
     replacement: Callable[[Any], Any]
     reason: str
+    rebinds: bool = False
 
 
 class Mark(NamedTuple):
@@ -138,6 +142,8 @@ class PatchSet:
     def _bind(self, patch: Patch) -> tuple[_Binding, ...]:
         slots = _fitting_slots(patch)
         original = slots[0].value
+        if patch.rebinds:
+            slots = (*slots, *(slot for slot in _slots_that_hold(original) if slot not in slots))
         after = patch.replacement(original)
         setattr(after, MARK, Mark(f"{self.name}/{patch.name}", original))
         return tuple(_Binding(slot, vars(slot.owner).get(slot.name, _INHERITED), after) for slot in slots)
@@ -173,6 +179,17 @@ def _fitting_slots(patch: Patch) -> tuple[Slot, ...]:
                 f"remove the other patch"
             )
     return slots
+
+
+def _slots_that_hold(value: Any) -> list[Slot]:
+    """Every name in a loaded module that is bound to `value`, such as a script's `from x import f` made earlier."""
+    return [
+        Slot(module, name)
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType)
+        for name, held in list(vars(module).items())
+        if held is value
+    ]
 
 
 def _named(slot: Slot) -> str:

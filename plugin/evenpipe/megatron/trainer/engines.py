@@ -42,7 +42,7 @@ def engine_for(
         engine = _EvenPipe(options, recorder)
         with _applied(in_place_of_megatron(engine.schedule)):
             yield engine
-        engine.schedule.close()
+        engine.schedule.close()  # not after a failure: the process ends, and its peers may wait at the other ends
     else:
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         follower = Follower(options.plan.actions[stage], parameters, recorder)

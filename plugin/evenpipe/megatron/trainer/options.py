@@ -56,7 +56,7 @@ class TrainOptions(BaseModel):
     lr: float = Field(1e-3, gt=0, description="learning rate of Adam")
     clip_grad: float = Field(1.0, ge=0, description="clip the gradient to this norm; 0 does not clip")
 
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = Field("1f1b", description=" | ".join(SCHEDULES))
+    schedule: str = Field("1f1b", description=" | ".join(SCHEDULES))
     engine: Literal["evenpipe", "megatron"] = Field(
         "evenpipe", description="who carries the schedule out: evenpipe | megatron (its own functions)"
     )
@@ -81,10 +81,6 @@ class TrainOptions(BaseModel):
     def world_size(self) -> int:
         """Processes: stages × data-parallel × tensor-parallel."""
         return self.stages * self.data_parallel * self.tensor_parallel
-
-    @property
-    def layers_per_chunk(self) -> int:
-        return self.layers // (self.stages * self.chunks)
 
     @cached_property
     def plan(self) -> Schedule:
