@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  (the field's name for it)
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -661,3 +662,18 @@ def test_softmax_and_dropout_of_a_real_layer_leave_completely() -> None:
     evict(store, 0)
     assert store.counter.own_bytes == 0
     del y
+
+
+def test_a_collective_under_way_keeps_no_recording_alive() -> None:
+    """Its work carries the hooks of the block it was started in, and once made a finished micro-batch count as live."""
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    store = ActivationStore()
+    x = torch.ones(4, requires_grad=True)
+    with store.recording(0):
+        work = group.allreduce([torch.ones(4)])
+        y = x.exp()
+    work.wait()
+    y.sum().backward()
+    del y
+    assert (store.leftover(), store.counter.own_units) == ([], 0)
+    del work

@@ -161,10 +161,16 @@ class ActivationStore:
         self._recordings.clear()
 
     def _packer(self, recording: Recording) -> Callable[[Tensor], object]:
-        """Return the hook that records into `recording`. It runs for every saved tensor, so it is kept short."""
+        """Return the hook that records into `recording`. It runs for every saved tensor, so it is kept short.
+
+        It must not own the recording: a collective started inside the block carries the hooks in force along, and lets
+        go of them whenever its thread gets to it.
+        """
         owners, handles, number, counter = self._owners, recording.handles, recording.number, self.counter
         excluded = {tensor.untyped_storage()._cdata for tensor in self._excluded}
         parameter, strided, weak = torch.nn.Parameter, torch.strided, weakref.ref
+        recorded_by = weakref.ref(recording)
+        del recording
 
         def pack(tensor: Tensor) -> object:
             kind = type(tensor)
@@ -179,6 +185,8 @@ class ActivationStore:
             saved = reference() if reference is not None else None
             if saved is None:
                 saved = SavedStorage(storage, number, owners, counter)
+            recording = recorded_by()
+            assert recording is not None, "the block that installed this hook keeps the recording"
             handle = SavedTensor(tensor.detach(), saved, recording)
             handles.append(weak(handle))
             return handle
