@@ -7,6 +7,7 @@ go to standard output, joined by the path separator.
 
 import argparse
 import contextlib
+import csv
 import fcntl
 import hashlib
 import json
@@ -100,14 +101,21 @@ def heartbeat(current: list[str]) -> Iterator[None]:
 
 
 def intact(folder: Path) -> set[str]:
-    """Name-version, as pip spells it on disk, of every distribution in a folder whose files are all there."""
+    """Name-version, as pip spells it on disk, of every distribution in a folder whose files are all there, whole."""
     found = set()
     for record in folder.glob("*.dist-info/RECORD"):
-        lines = record.read_text(errors="replace").splitlines()
-        names = (line.rsplit(",", 2)[0].strip('"') for line in lines)
-        if all(name.endswith(".pyc") or os.path.exists(folder / name) for name in names):
+        entries = csv.reader(record.read_text(errors="replace").splitlines())
+        if all(row[0].endswith(".pyc") or whole(folder / row[0], row[-1]) for row in entries if row):
             found.add(record.parent.name.removesuffix(".dist-info"))
     return found
+
+
+def whole(path: Path, size: str) -> bool:
+    """Whether a file is there with the size that was recorded, if one was."""
+    with contextlib.suppress(OSError):
+        found = path.stat().st_size
+        return not size or found == int(size)
+    return False
 
 
 def site_packages() -> Path:

@@ -144,6 +144,7 @@ DAMAGES: dict[str, Callable[[Checkout], object]] = {
     "python deleted": lambda c: (c.root / ".venv/bin/python").unlink(),
     "python broken": lambda c: replace(c.root / ".venv/bin/python", "#!/nowhere\n", 0o755),
     "a package's file deleted": lambda c: (c.site / "probe.py").unlink(),
+    "a package's file cut short": lambda c: replace(c.site / "probe.py", ""),
     "a package uninstalled": lambda c: shutil.rmtree(c.site / "probe-1.0.dist-info"),
     "a package of another version": lambda c: (c.site / "probe-1.0.dist-info").rename(c.site / "probe-2.0.dist-info"),
 }

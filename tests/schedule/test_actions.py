@@ -32,7 +32,7 @@ def test_notation(text, action):
     assert str(action) == text
 
 
-@pytest.mark.parametrize("text", ["", "F", "X3", "F3.", "F3@0", "A3", "F-1", "F3 ", "B3.1.1"])
+@pytest.mark.parametrize("text", ["", "F", "X3", "F3.", "F3@0", "A3", "F-1", "F3 ", "B3.1.1", "F03", "F3.0", "F٣"])
 def test_anything_else_is_refused(text):
     with pytest.raises(ValueError, match="is no action"):
         parse(text)

@@ -69,6 +69,16 @@ def test_a_micro_batch_out_of_range():
         verify(replace(schedule, micro_batches=1))
 
 
+@pytest.mark.parametrize("rows", [[], [""], ["", ""]])
+def test_nothing_is_no_schedule(rows):
+    with pytest.raises(ScheduleError, match="are no pipeline"):
+        verify(Schedule.parse(rows))
+
+
+def test_a_bound_of_zero_is_a_bound():
+    assert "makes more than 0 live" in refused(["F0 B0"], bound=0)
+
+
 def test_rows_that_do_not_fit_the_number_of_stages():
     schedule = build("1f1b", 4, 8)
     for stages in (2, 3, 5):

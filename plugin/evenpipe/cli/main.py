@@ -35,4 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever reads our output has seen enough (``| head``); the interpreter must not try to flush the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        arguments.parser.fail(
+            f"cannot write the output: {error.strerror or error}; free some space, or write elsewhere"
+        )
     return 0

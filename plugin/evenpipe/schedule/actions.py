@@ -68,7 +68,9 @@ class Action(NamedTuple):
         return f"{self.kind}{self.micro_batch}{chunk}{evictor}"
 
 
-_NOTATION = re.compile(r"([FBEL])(\d+)(?:\.(\d+))?|([AR])(\d+)(?:\.(\d+))?@(\d+)")
+_NOTATION = re.compile(
+    r"([FBEL])(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?|([AR])(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?@(0|[1-9][0-9]*)"
+)
 
 
 def parse(text: str) -> Action:

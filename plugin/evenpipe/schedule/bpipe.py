@@ -10,6 +10,7 @@ from evenpipe.schedule.acceptor import receive
 from evenpipe.schedule.actions import ACCEPT, BACKWARD, EVICT, FORWARD, LOAD, RETURN, Action, Kind, Unit
 from evenpipe.schedule.clock import DURATION, boundaries
 from evenpipe.schedule.errors import ScheduleError
+from evenpipe.schedule.residency import own_peak
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.topology import partner
 
@@ -62,35 +63,31 @@ def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int) ->
     furthest in the future (Belady) if the next slot would not fit otherwise; load one decision before the backward
     (line 17). A bubble is a decision too: then the load starts when the compute action before the bubble has ended.
     """
+    if own_peak(row) <= bound:
+        return []
     needed = {action.unit: slot for slot, action in enumerate(row) if action.kind == BACKWARD}
     resident: set[Unit] = set()
     evicted: set[Unit] = set()
     transfers: list[_Transfer] = []
 
-    def awaited(slot: int) -> Unit | None:
-        """The evicted unit whose backward is the compute action of ``slot``."""
-        if slot < len(row) and row[slot].kind == BACKWARD and row[slot].unit in evicted:
-            return row[slot].unit
-        return None
+    def awaited(slot: int) -> list[Unit]:
+        """The evicted unit whose backward is the compute action of ``slot``, if it is one."""
+        if not evicted or slot >= len(row) or row[slot].kind != BACKWARD:
+            return []
+        return [row[slot].unit] if row[slot].unit in evicted else []
 
-    def arriving(slot: int) -> list[Unit | None]:
+    def arriving(slot: int) -> list[Unit]:
         """What has to come in with ``slot``: its forward's unit and the next backward's, or its own backward's."""
         if slot < len(row) and row[slot].kind == FORWARD:
-            return [row[slot].unit, awaited(slot + 1)]
-        return [awaited(slot)]
-
-    def count(units: list[Unit | None]) -> int:
-        return sum(unit is not None for unit in units)
+            return [row[slot].unit, *awaited(slot + 1)]
+        return awaited(slot)
 
     for slot, action in enumerate(row):
-        complete = frozenset(resident)
+        leaving = int(action.kind == BACKWARD)
         incoming = arriving(slot)
-        no_bubble = slot + 1 < len(row) and ends[slot + 1] - ends[slot] == DURATION[row[slot + 1].kind]
-        if action.kind == BACKWARD and no_bubble and len(resident) + count(incoming) < bound:
-            incoming.append(awaited(slot + 1))
+        if leaving and evicted and len(resident) + len(incoming) < bound and not _bubble_before(slot + 1, row, ends):
+            incoming += awaited(slot + 1)
         for unit in incoming:
-            if unit is None:
-                continue
             resident.add(unit)
             if unit in evicted:
                 evicted.discard(unit)
@@ -100,14 +97,23 @@ def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int) ->
                 f"bound={bound}: stage {stage} cannot hold fewer than {len(resident)} micro-batches at {action}; "
                 "use a larger bound"
             )
-        leaves = {action.unit} if action.kind == BACKWARD else set()
-        while len(resident - leaves) + count(arriving(slot + 1)) > bound and complete & (resident - leaves):
-            furthest = max(complete & (resident - leaves), key=needed.__getitem__)
+        while len(resident) - leaving + len(arriving(slot + 1)) > bound:
+            # Only what was complete before this slot can leave in it.
+            candidates = resident.difference(incoming, [action.unit])
+            if not candidates:
+                break
+            furthest = max(candidates, key=needed.__getitem__)
             resident.discard(furthest)
             evicted.add(furthest)
             transfers.append(_Transfer(slot, EVICT, furthest))
-        resident -= leaves
+        if leaving:
+            resident.discard(action.unit)
     return transfers
+
+
+def _bubble_before(slot: int, row: Sequence[Action], ends: Sequence[int]) -> bool:
+    """Whether the stage waits before the compute action of ``slot``."""
+    return slot < len(row) and ends[slot] - ends[slot - 1] > DURATION[row[slot].kind]
 
 
 def _insert(row: Sequence[Action], inserts: Sequence[tuple[int, Action]]) -> tuple[Action, ...]:

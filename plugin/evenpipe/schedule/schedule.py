@@ -35,7 +35,7 @@ class Schedule:
         micro_batches = 1 + max((unit.micro_batch for unit in units), default=-1)
         chunks = 1 + max((unit.chunk for unit in units), default=0)
         schedule = cls(name, len(actions), micro_batches, chunks, len(units), actions)
-        return replace(schedule, bound=bound or max(schedule.peak_live, default=0))
+        return replace(schedule, bound=max(schedule.peak_live, default=0) if bound is None else bound)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.actions)

@@ -30,6 +30,11 @@ def verify(schedule: Schedule) -> Schedule:
     their backward, each transfer at its right partner, (3) both ends of every link agree on the order, (4) no stage
     goes beyond the bound, and (5) no stage waits for ever.
     """
+    if schedule.stages < 1 or schedule.micro_batches < 1:
+        raise ScheduleError(
+            f"schedule {schedule.name}: {schedule.stages} stages and {schedule.micro_batches} micro-batches "
+            "are no pipeline"
+        )
     if len(schedule.actions) != schedule.stages:
         raise ScheduleError(
             f"schedule {schedule.name}: {len(schedule.actions)} rows of actions, {schedule.stages} stages"
@@ -53,18 +58,18 @@ def verify(schedule: Schedule) -> Schedule:
 
 def _check_stage(schedule: Schedule, stage: int) -> None:
     """Compute is complete and in order; what a backward needs is resident; transfers belong here."""
-    forwarded: set[Unit] = set()
-    backwarded: set[Unit] = set()
-    evicted: set[Unit] = set()
-    loaded: set[Unit] = set()
-    accepted: set[Unit] = set()
-    returned: set[Unit] = set()
+    forwarded: set[tuple[int, int]] = set()
+    backwarded: set[tuple[int, int]] = set()
+    evicted: set[tuple[int, int]] = set()
+    loaded: set[tuple[int, int]] = set()
+    accepted: set[tuple[int, int]] = set()
+    returned: set[tuple[int, int]] = set()
     micro_batches, chunks, other = schedule.micro_batches, schedule.chunks, partner(stage, schedule.stages)
     row = schedule.actions[stage]
     for step, action in enumerate(row):
-        kind, unit = action.kind, action.unit
+        kind, unit = action.kind, action[1:3]  # a plain tuple, equal to the unit: there are millions
         fault = None
-        if not (unit.micro_batch < micro_batches and unit.chunk < chunks):
+        if not (unit[0] < micro_batches and unit[1] < chunks):
             fault = f"is not one of {micro_batches} micro-batches × {chunks} chunks"
         elif kind == FORWARD:
             fault = "is a second forward" if unit in forwarded else None
@@ -98,8 +103,8 @@ def _check_stage(schedule: Schedule, stage: int) -> None:
             raise _Fault(f"{action} {fault}", stage, step)
     end = len(row) - 1
     if len(backwarded) < micro_batches * chunks:
-        unit = next(u for c in range(chunks) for i in range(micro_batches) if (u := Unit(i, c)) not in backwarded)
-        raise _Fault(f"{Action(BACKWARD if unit in forwarded else FORWARD, *unit)} is missing", stage, end)
+        lost = next(u for c in range(chunks) for i in range(micro_batches) if (u := Unit(i, c)) not in backwarded)
+        raise _Fault(f"{Action(BACKWARD if lost in forwarded else FORWARD, *lost)} is missing", stage, end)
     if accepted != returned:
         raise _Fault(f"{Action(RETURN, *min(accepted - returned), other)} is missing", stage, end)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -41,6 +42,8 @@ def simulate(program: Program, costs: Costs, unit_bytes: Sequence[Sequence[int]]
         raise SimulationError(f"link {message.link}: unit {message.micro_batch}.{message.chunk} has only one end")
 
     makespan_ms = max((clock.now_ms for clock in clocks), default=0.0)
+    if not math.isfinite(makespan_ms):
+        raise SimulationError("the times add up to more than a number can hold: give shorter ones")
     results = tuple(
         StageResult(
             busy_ms=clock.busy_ms,

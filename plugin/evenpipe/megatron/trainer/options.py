@@ -15,6 +15,10 @@ __all__ = ["BUILTIN_TEXT", "Fault", "OptionsError", "TrainOptions", "flag"]
 BUILTIN_TEXT: Final = "builtin"
 
 
+#: Beyond any machine's GPUs; a typing error should not start a thousand processes.
+MOST_PROCESSES: Final = 256
+
+
 class OptionsError(ValueError):
     """Options that cannot be run; one line that names the flag and what to do."""
 
@@ -94,6 +98,17 @@ class TrainOptions(BaseModel):
             return None
         stage, _, action = self.fault_at.partition(":")
         return Fault(int(stage), parse(action))
+
+    @model_validator(mode="after")
+    def _one_machine_can_run_it(self) -> TrainOptions:
+        if self.world_size > MOST_PROCESSES:
+            raise ValueError(
+                f"--stages {self.stages}: with --data-parallel {self.data_parallel} and --tensor-parallel "
+                f"{self.tensor_parallel} {self.world_size} processes on this machine: use at most {MOST_PROCESSES}"
+            )
+        if not self.data:
+            raise ValueError(f"--data: no file named: give a text file, or {BUILTIN_TEXT}")
+        return self
 
     @model_validator(mode="after")
     def _model_fits_its_ranks(self) -> TrainOptions:
