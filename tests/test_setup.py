@@ -24,11 +24,12 @@ OLD_PYTHONS = [
 
 def write_wheel(folder: str | Path, name: str, version: str) -> str:
     info, file = f"{name}-{version}.dist-info", f"{name}-{version}-py3-none-any.whl"
+    module = f"version = {version!r}"
     with zipfile.ZipFile(f"{folder}/{file}", "w") as wheel:
-        wheel.writestr(f"{name}.py", f"version = {version!r}")
+        wheel.writestr(f"{name}.py", module)
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
+        wheel.writestr(f"{info}/RECORD", f"{name}.py,,{len(module)}\n")
     return file
 
 
