@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from evenpipe.report import StageMemory, Timeline, draw_comparison, draw_timeline
+from evenpipe.report import StageMemory, Timeline, draw_comparison
 from evenpipe.report.palette import COLOURS
 from evenpipe.schedule import build, lower
 from evenpipe.simulate import Costs, Wire, simulate
@@ -32,7 +32,7 @@ def pixels_of(path: Path, kind: str) -> int:
 )
 def test_one_timeline(tmp_path: Path, name: str, p: int, m: int, chunks: int, bpipe: bool) -> None:
     path = tmp_path / "timeline.png"
-    draw_timeline(path, timeline(name, p, m, chunks, bpipe))
+    draw_comparison(path, [timeline(name, p, m, chunks, bpipe)])
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 8_000
     present = {"F", "B"} | ({"E", "L", "A", "R"} if bpipe else set())
@@ -41,14 +41,14 @@ def test_one_timeline(tmp_path: Path, name: str, p: int, m: int, chunks: int, bp
 
 def test_backwards_take_twice_the_area_of_forwards(tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
-    draw_timeline(path, timeline("gpipe", 4, 4))
+    draw_comparison(path, [timeline("gpipe", 4, 4)])
     assert pixels_of(path, "B") / pixels_of(path, "F") == pytest.approx(2, rel=0.15)
 
 
 def test_transfers_cover_no_compute(tmp_path: Path) -> None:
     plain, levelled = tmp_path / "plain.png", tmp_path / "levelled.png"
-    draw_timeline(plain, timeline("1f1b", 4, 8))
-    draw_timeline(levelled, timeline("1f1b", 4, 8, bpipe=True))
+    draw_comparison(plain, [timeline("1f1b", 4, 8)])
+    draw_comparison(levelled, [timeline("1f1b", 4, 8, bpipe=True)])
     for kind in ("F", "B"):
         assert pixels_of(levelled, kind) == pixels_of(plain, kind)
 

@@ -149,10 +149,8 @@ def step(module: nn.Module, away: bool) -> list[Tensor]:
         copies = evict(store, "F0")
         assert copies
         assert store.counter.own_bytes == before - sum(copy.numel() for copy in copies)
-        assert not store.resident("F0")
         torch.randn(1000)  # takes the memory that was freed
         load(store, "F0", copies)
-        assert store.resident("F0")
         assert store.counter.own_bytes == before
     y.float().square().sum().backward()
     store.assert_empty()
@@ -461,9 +459,6 @@ def test_leftovers_are_named() -> None:
         y = x.exp()
     with pytest.raises(RuntimeError, match="outlive the batch: 16 bytes of micro-batches F3"):
         store.assert_empty()
-    store.discard_all()
-    assert store.leftover() == []
-    assert store.counter.own_bytes == 16  # the graph still holds it
     del y
     assert store.counter.own_bytes == 0
     store.assert_empty()
@@ -554,7 +549,6 @@ def test_nothing_saved_means_nothing_live() -> None:
     assert (store.leftover(), store.counter.own_units, store.counter.peak_units) == ([], 0, 1)
     assert shippable(store, 0) == store.refill(0) == []
     store.release(0)
-    assert store.resident(0)
     assert store.nbytes(0) == 0
 
 

@@ -2,7 +2,7 @@
 
 from evenpipe.report.files import write_atomically
 from evenpipe.report.grid import timeline_grid
-from evenpipe.report.picture import draw_comparison, draw_timeline
+from evenpipe.report.picture import draw_comparison
 from evenpipe.report.timeline import StageMemory, Timeline
 from evenpipe.report.trace import perfetto_trace
 
@@ -10,7 +10,6 @@ __all__ = [
     "StageMemory",
     "Timeline",
     "draw_comparison",
-    "draw_timeline",
     "perfetto_trace",
     "timeline_grid",
     "write_atomically",

@@ -17,7 +17,7 @@ from evenpipe.report.files import write_atomically
 from evenpipe.report.palette import COLOURS, NAMES
 from evenpipe.report.timeline import StageMemory, Timeline
 
-__all__ = ["draw_comparison", "draw_timeline"]
+__all__ = ["draw_comparison"]
 
 _DPI = 150
 # The page in inches: panels of fixed size under each other, so that what fits into a box is known before drawing.
@@ -25,11 +25,6 @@ _WIDTH, _LEFT, _RIGHT = 14.0, 0.85, 0.25
 _HEAD, _TITLE, _AXIS = 0.08, 0.36, 0.34
 _ROW, _TALLEST = 0.42, 9.0
 _BARS, _GAP = 1.9, 0.3
-
-
-def draw_timeline(path: str | os.PathLike[str], timeline: Timeline) -> None:
-    """Write a PNG of one timeline; OSError when ``path`` cannot be written."""
-    draw_comparison(path, [timeline])
 
 
 def draw_comparison(

@@ -35,15 +35,8 @@ class Slot:
     def parts(self, sizes: Sequence[int]) -> list[Tensor]:
         """Return one uint8 view per size, in order, every view starting at a multiple of `ALIGNMENT` (64) bytes.
 
-        Needs `aligned_bytes(sizes)` bytes. A slot that was acquired for the bare sum and is too small for the padding
-        gets new memory, so call this before anything is written to the slot; later calls with the same sizes return the
-        same memory.
+        Needs a slot of `aligned_bytes(sizes)`; the same sizes give the same memory again.
         """
-        needed = aligned_bytes(sizes)
-        if needed > self.capacity:
-            device = self.buffer.device
-            self.buffer = torch.empty(0, dtype=torch.uint8, device=device)  # free before allocating: both may not fit
-            self.buffer = torch.empty(needed, dtype=torch.uint8, device=device)
         views = []
         start = 0
         for size in sizes:

@@ -128,11 +128,6 @@ class ActivationStore:
         self.counter.note_peak()
         return [saved.view() for saved in departed]
 
-    def resident(self, key: Hashable) -> bool:
-        """Return whether a backward pass could run now: False from `release` to `refill`."""
-        recording = self._recordings.get(key)
-        return recording is None or not recording.away
-
     def nbytes(self, key: Hashable) -> int:
         """Return the live bytes that this micro-batch was the first to save."""
         recording = self._recordings.get(key)
@@ -153,12 +148,6 @@ class ActivationStore:
                 f"saved activations outlive the batch: {self.counter.own_bytes} bytes of micro-batches {keys}; "
                 "run their backward or drop every tensor of their graphs"
             )
-
-    def discard_all(self) -> None:
-        """Forget every micro-batch. Memory that a graph still holds is counted until the graph lets go of it."""
-        for recording in self._recordings.values():
-            recording.departing = []
-        self._recordings.clear()
 
     def _packer(self, recording: Recording) -> Callable[[Tensor], object]:
         """Return the hook that records into `recording`. It runs for every saved tensor, so it is kept short.
