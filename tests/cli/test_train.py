@@ -36,7 +36,7 @@ def test_json_is_one_document_and_all_there_is_on_standard_output(
     assert [float.fromhex(text) for text in run["losses_hex"]] == run["losses"]
     assert len(run["losses"]) == len(run["iteration_ms"]) == 2
     assert len(bytes.fromhex(run["weights_sha256"])) == 32
-    keys = {"stage", "peak_live", "peak_saved_bytes", "evicted_bytes"}
+    keys = {"stage", "peak_live", "peak_saved_bytes", "predicted_peak_bytes", "evicted_bytes"}
     assert [keys <= stage.keys() and stage["stage"] for stage in run["stages"]] == [0, 1]
     assert [stage["peak_live"] for stage in run["stages"]] == [2, 1]
     assert picture.read_bytes().startswith(b"\x89PNG")

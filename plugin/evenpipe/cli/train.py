@@ -54,7 +54,10 @@ def _run(arguments: Namespace) -> None:
     title = title_of(options.plan, options.bpipe)
     _write_reports(arguments, result, prediction, title)
     if arguments.json:
-        print(json.dumps(result.to_json()))
+        document = result.to_json()
+        for stage, predicted in zip(document["stages"], prediction.stages, strict=True):
+            stage["predicted_peak_bytes"] = predicted.peak_bytes
+        print(json.dumps(document))
         return
     console = Console()
     console.print(f"{options.model}, {title}, engine {options.engine}", style="bold", highlight=False)
