@@ -155,14 +155,12 @@ class PipelineSchedule:
         return stage.losses
 
     def _executor(self, pipeline: dist.ProcessGroup, chunks: list[torch.nn.Module]) -> Executor:
-        if self._model is not None and any(
-            ours is not theirs for ours, theirs in zip(self._model, chunks, strict=True)
-        ):
+        if self._model is not None and [*map(id, self._model)] != [*map(id, chunks)]:
             raise ValueError("this PipelineSchedule belongs to another model: make one for each model")
         if self.executor is None:
             self._model = chunks
             parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-            device = next((parameter.device for parameter in parameters), torch.device(torch.cuda.current_device()))
+            device = parameters[0].device if parameters else torch.device(torch.cuda.current_device())
             backend = "nccl" if device.type == "cuda" else "gloo"
             ranks = dist.get_process_group_ranks(pipeline)
             connections = connect(ranks, len(chunks) > 1, self.bpipe, backend, device)
