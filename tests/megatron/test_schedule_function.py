@@ -131,3 +131,14 @@ def test_both_bindings_are_replaced_only_for_pipelines_and_only_under_the_patch(
     inside = STOCK[layout] if layout == "PP1" else "PipelineSchedule"
     for rank in ranks:
         assert rank["bindings"][layout] == {"inside": [inside] * 2, "outside": [STOCK[layout]] * 2}
+
+
+def test_a_schedule_function_belongs_to_one_model() -> None:
+    """Its links, pool and excluded parameters are those of the model that it trained first."""
+    from evenpipe.megatron.schedule import PipelineSchedule
+
+    schedule = PipelineSchedule("1f1b")
+    schedule._model = [torch.nn.Linear(2, 2)]
+    for other in ([torch.nn.Linear(2, 2)], [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]):
+        with pytest.raises(ValueError, match="belongs to another model"):
+            schedule._executor(None, other)  # type: ignore[arg-type]

@@ -8,8 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from evenpipe.schedule import Schedule, ScheduleError, build, verify
+from evenpipe.runtime.connections import Connections
+from evenpipe.runtime.executor import Executor
+from evenpipe.runtime.stage import ModuleStage
+from evenpipe.schedule import Schedule, ScheduleError, build, lower, verify
 
 sys.path.insert(0, str(Path(__file__).parent))
 from executor_cases import reference
@@ -126,3 +130,19 @@ def test_peak_bytes_are_peak_micro_batches_times_their_size(name, outcomes):
     per_micro_batch = batches_of(outcomes, "1f1b p=4 m=8 v=1")[1][0]["memory"]["peak_bytes"] / 3
     for stage, batches in enumerate(batches_of(outcomes, name)[:-1]):
         assert batches[-1]["memory"]["peak_bytes"] == SCHEDULES[name].peak_live[stage] * per_micro_batch
+
+
+def test_after_a_failure_no_other_batch_is_carried_out():
+    """Links and slots hold half of the failed batch; going on would pair messages of different micro-batches."""
+
+    def loss(micro_batch, output):
+        if micro_batch == 1:
+            raise ArithmeticError("no loss")
+        return output.sum()
+
+    stage = ModuleStage([torch.nn.Linear(4, 4)], torch.empty(2, 4), lambda _: torch.ones(2, 4), loss, is_last=True)
+    executor = Executor(0, Connections({}, None), torch.device("cpu"))
+    with pytest.raises(ArithmeticError):
+        executor.run(lower(build("1f1b", 1, 3)), stage)
+    with pytest.raises(RuntimeError, match="stage 0 failed in an earlier batch"):
+        executor.run(lower(build("1f1b", 1, 1)), stage)

@@ -300,3 +300,30 @@ def test_a_set_is_refused_when_a_symbol_that_it_calls_has_changed(engine: OldEng
 def test_an_expectation_still_holds_for_a_symbol_that_a_set_has_replaced(engine: OldEngine) -> None:
     PatchSet("test", [patch(*STEP_EVERYWHERE)]).apply()
     Expectation("old_engine.core:step", ENGINE, STEP).verify()
+
+
+def test_names_imported_earlier_are_bound_again_where_that_is_asked_for(engine: OldEngine) -> None:
+    """A script's `from old_engine.core import step` would otherwise go on with the original, unnoticed."""
+    script = ModuleType("a_script")
+    script.go = engine.core.step  # type: ignore[attr-defined]
+    sys.modules["a_script"] = script
+    try:
+        for rebinds in (False, True):
+            original = engine.core.step
+            patch = Patch(
+                "step",
+                ("old_engine.core:step",),
+                ENGINE,
+                STEP,
+                lambda original: lambda *a, **k: "ours",
+                "test",
+                rebinds,
+            )
+            patches = PatchSet("test", [patch])
+            patches.apply()
+            names = (script.go, engine.loop.step)  # type: ignore[attr-defined]
+            assert all((name is original) is not rebinds for name in names)
+            patches.revert()
+            assert script.go is engine.loop.step is original  # type: ignore[attr-defined]
+    finally:
+        del sys.modules["a_script"]
