@@ -613,10 +613,10 @@ def test_any_order_of_evictions_and_loads_gives_the_same_gradients(data: st.Data
             store.attach(key, received[-1])
         sizes = [store.nbytes(key) for key in range(MICRO_BATCHES)]
         assert store.counter.own_bytes == sum(sizes)
-        todo = list(range(MICRO_BATCHES))
+        remaining = list(range(MICRO_BATCHES))
         while (
             choose is not None
-            and (move := choose(["stop", *(f"E{i}" for i in todo), *(f"B{i}" for i in todo)])) != "stop"
+            and (move := choose(["stop", *(f"E{i}" for i in remaining), *(f"B{i}" for i in remaining)])) != "stop"
         ):
             key = int(move[1:])
             if key in away:
@@ -625,12 +625,15 @@ def test_any_order_of_evictions_and_loads_gives_the_same_gradients(data: st.Data
                 away[key] = evict(store, key)
             if move[0] == "B":
                 outputs[key].backward()
-                todo.remove(key)
+                remaining.remove(key)
             gone = sum(copy.numel() for copies in away.values() for copy in copies)
-            kept = mask.nbytes if todo else 0
-            assert store.counter.own_bytes == sum(sizes[i] - (mask.nbytes if i == 0 else 0) for i in todo) + kept - gone
-            assert store.counter.own_units == len(todo) - len(away)
-        for key in todo:
+            kept = mask.nbytes if remaining else 0
+            assert (
+                store.counter.own_bytes
+                == sum(sizes[i] - (mask.nbytes if i == 0 else 0) for i in remaining) + kept - gone
+            )
+            assert store.counter.own_units == len(remaining) - len(away)
+        for key in remaining:
             if key in away:
                 load(store, key, away.pop(key))
             outputs[key].backward()

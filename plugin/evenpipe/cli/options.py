@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from evenpipe.cli.parser import Parser, UsageError
 from evenpipe.cli.values import output_file, picture_file
+from evenpipe.megatron.trainer.options import in_flags
 from evenpipe.report import StageMemory, Timeline, draw_comparison, perfetto_trace, write_atomically
 from evenpipe.schedule import SCHEDULES, Schedule, ScheduleError, build
 from evenpipe.simulate import Simulation
@@ -49,7 +49,7 @@ def schedule_from(arguments: Namespace) -> Schedule:
             arguments.schedule, arguments.stages, arguments.micro_batches, arguments.chunks, bpipe=arguments.bpipe
         )
     except ScheduleError as error:
-        raise UsageError(_as_option(str(error).splitlines()[0])) from error
+        raise UsageError(in_flags(error)) from error
 
 
 def title_of(schedule: Schedule, bpipe: bool) -> str:
@@ -80,12 +80,3 @@ def _write(option: str, path: Path | None, write: Callable[[Path], None]) -> Non
         write(path)
     except OSError as error:
         raise UsageError(f"{option} {path}: {error.strerror}; choose a path that can be written") from error
-
-
-def _as_option(message: str) -> str:
-    """A message about an argument of ``build`` ("micro_batches=0: ...") as one about the option that gave it."""
-    named = re.match(r"(schedule|stages|micro_batches|chunks|bpipe)(?:=([^:]*))?:", message)
-    if named is None:
-        return message
-    option = f"--{named[1].replace('_', '-')}"
-    return f"{option}{' ' + named[2] if named[2] else ''}:{message[named.end() :]}"

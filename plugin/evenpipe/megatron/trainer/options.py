@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from evenpipe.schedule import SCHEDULES, Action, Schedule, ScheduleError, build, parse
 
-__all__ = ["BUILTIN_TEXT", "Fault", "OptionsError", "TrainOptions", "flag"]
+__all__ = ["BUILTIN_TEXT", "Fault", "OptionsError", "TrainOptions", "flag", "in_flags"]
 
 BUILTIN_TEXT: Final = "builtin"
 
@@ -147,7 +147,7 @@ class TrainOptions(BaseModel):
         try:
             _ = self.plan
         except ScheduleError as error:
-            raise ValueError(_in_flags(error)) from None
+            raise ValueError(in_flags(error)) from None
         return self
 
     @model_validator(mode="after")
@@ -178,7 +178,7 @@ def flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _in_flags(error: ScheduleError) -> str:
+def in_flags(error: ScheduleError) -> str:
     """The first line of `error`, with `chunks=1:` written as the user wrote it: `--chunks 1:`."""
     line = str(error).partition("\n")[0]
     return re.sub(r"^(\w+)(?:=(\S+))?:", lambda m: " ".join(filter(None, (flag(m[1]), m[2]))) + ":", line)
