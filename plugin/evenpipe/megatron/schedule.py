@@ -29,17 +29,24 @@ class PipelineSchedule:
 
     `name` is the schedule of pipelines with one model chunk a stage ("1f1b" or "gpipe"); with more it is interleaved.
     Keeps its links, pool and memory counter from batch to batch; one instance belongs to one model. With `measure`,
-    `executor.counter` knows exactly what this stage holds, and held at most.
+    which may change between batches, `executor.counter` knows exactly what this stage holds, and held at most.
+    `connected` is called once, by all stages of the pipeline, when `executor` and its links have been made.
     """
 
     def __init__(
-        self, name: str = "1f1b", bpipe: bool = False, observer: Observer | None = None, measure: bool = False
+        self,
+        name: str = "1f1b",
+        bpipe: bool = False,
+        observer: Observer | None = None,
+        measure: bool = False,
+        connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
     ) -> None:
         self.name = name
         self.bpipe = bpipe
+        self.measure = measure
         self.executor: Executor | None = None
         self._observer = observer
-        self._measure = measure
+        self._connected = connected
         self._release: CoreRelease = installed_release()
         self._programs: dict[tuple[int, int, int], Program] = {}
         self._model: list[torch.nn.Module] | None = None
@@ -95,7 +102,7 @@ class PipelineSchedule:
         chunks = list(model) if isinstance(model, list) else [model]
         iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator]
         config, release = get_model_config(chunks[0]), self._release
-        refuse_unsupported(config, self.bpipe, chunks, self.bpipe or self._measure)
+        refuse_unsupported(config, self.bpipe, chunks, self.bpipe or self.measure)
         given = groups_given.pop(release.process_groups_argument, None)
         unknown = [
             *groups_given,
@@ -164,7 +171,9 @@ class PipelineSchedule:
             backend = "nccl" if device.type == "cuda" else "gloo"
             ranks = dist.get_process_group_ranks(pipeline)
             connections = connect(ranks, len(chunks) > 1, self.bpipe, backend, device)
-            self.executor = Executor(pipeline.rank(), connections, device, parameters, self._observer, self._measure)
+            self.executor = Executor(pipeline.rank(), connections, device, parameters, self._observer, self.measure)
+            self._connected(self)
+        self.executor.measure = self.measure
         return self.executor
 
 
