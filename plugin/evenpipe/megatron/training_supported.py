@@ -1,0 +1,97 @@
+"""What EvenPipe replaces in megatron.training, and its signature in each release of Megatron-LM."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from evenpipe.upstream import Distribution
+
+__all__ = ["MEGATRON_LM", "TRAINING"]
+
+MEGATRON_LM = Distribution("Megatron-LM", version_at="megatron.core:__version__")
+"""megatron.training states no version; it travels with megatron.core, in a checkout and, from 0.17 on, in the wheel."""
+
+_SERIES = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19")
+
+
+def _since(changes: Mapping[str, str]) -> Mapping[str, str]:
+    """The signature in every series, from the series in which it changed."""
+    signatures = {}
+    current = changes[_SERIES[0]]
+    for series in _SERIES:
+        current = changes.get(series, current)
+        signatures[series] = current
+    return MappingProxyType(signatures)
+
+
+_STEP = "forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func"
+_EVALUATE = (
+    "forward_step_func, data_iterator, model, process_non_loss_data_func, config, verbose=False, "
+    "non_loss_data_func=None, eval_iters=None"
+)
+_LOG = (
+    "loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter, grad_norm, "
+    "params_norm, num_zeros_in_grad, max_attention_logit, pg_collection=None, is_first_iteration=False"
+)
+_INITIALIZE = (
+    "allow_no_cuda=False, skip_mpu_initialization=False, get_embedding_ranks=None, get_position_embedding_ranks=None"
+)
+
+TRAINING: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "megatron.training.arguments:add_megatron_arguments": _since({"0.14": "(parser)"}),
+        "megatron.training.arguments:parse_args": _since(
+            {"0.14": "(extra_args_provider=None, ignore_unknown_args=False)"}
+        ),
+        "megatron.training.arguments:validate_args": _since({"0.14": "(args, defaults={})"}),
+        "megatron.training.global_vars:set_global_variables": _since({"0.14": "(args, build_tokenizer=True)"}),
+        "megatron.training.initialize:initialize_megatron": _since(
+            {
+                "0.14": (
+                    f"(extra_args_provider=None, args_defaults={{}}, ignore_unknown_args=False, {_INITIALIZE}, "
+                    "parsed_args=None, store=None)"
+                ),
+                "0.18": f"({_INITIALIZE}, store=None)",
+                "0.19": (
+                    f"({_INITIALIZE}, store=None, skip_model_parallel_init=False, seed_pp_group=None, "
+                    "seed_dp_group=None, seed_tp_group=None, seed_ep_group=None, seed_etp_group=None, "
+                    "skip_random_seed=False)"
+                ),
+            }
+        ),
+        "megatron.training.initialize:_compile_dependencies": _since({"0.14": "()"}),
+        "megatron.training.initialize:set_jit_fusion_options": _since({"0.14": "()", "0.19": "(tp_size=None)"}),
+        "megatron.training.training:setup_model_and_optimizer": _since(
+            {
+                "0.14": (
+                    "(model_provider_func, model_type, no_wd_decay_cond=None, scale_lr_cond=None, lr_mult=1.0, "
+                    "checkpointing_context=None)"
+                ),
+                "0.16": "(model_provider_func, model_type, checkpointing_context=None)",
+                "0.19": (
+                    "(model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, "
+                    "pg_collection=None)"
+                ),
+            }
+        ),
+        "megatron.training.training:train_step": _since(
+            {
+                "0.14": f"({_STEP})",
+                "0.16": f"({_STEP}, iteration=None)",
+                "0.19": f"({_STEP}, iteration=None, pg_collection=None, p2p_communicator=None)",
+            }
+        ),
+        "megatron.training.training:evaluate": _since(
+            {"0.14": f"({_EVALUATE})", "0.19": f"({_EVALUATE}, pg_collection=None, p2p_communicator=None)"}
+        ),
+        "megatron.training.training:training_log": _since(
+            {
+                "0.14": (
+                    "(loss_dict, total_loss_dict, learning_rate, decoupled_learning_rate, iteration, loss_scale, "
+                    "report_memory_flag, skipped_iter, grad_norm, params_norm, num_zeros_in_grad)"
+                ),
+                "0.16": f"({_LOG})",
+                "0.18": f"({_LOG}, seqlen_squared_sum_in_batch=None, total_real_tokens_in_batch=None)",
+            }
+        ),
+    }
+)
