@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from evenpipe import __version__
-from evenpipe.cli import demo, schedule, simulate, train
 from evenpipe.cli.parser import Parser, UsageError
 
 __all__ = ["main"]
 
-#: Each has ``add_to(commands)``, which adds a parser whose default ``run`` takes the parsed arguments.
-_COMMANDS = (schedule, simulate, train, demo)
+#: Modules of this room; each has ``add_to(commands)``, which adds a parser whose default ``run`` takes the arguments.
+_COMMANDS = ("schedule", "simulate", "train", "demo", "run")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,9 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("evenpipe", description="Pipeline parallelism with level memory and fewer bubbles.")
     parser.add_argument("--version", action="version", version=f"evenpipe {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        command.add_to(commands)
-    arguments = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    # `run` is started in every process of a job: it must not wait for what other commands import.
+    for name in words[:1] if words[:1] and words[0] in _COMMANDS else _COMMANDS:
+        import_module(f"evenpipe.cli.{name}").add_to(commands)
+    arguments = parser.parse_args(words)
     try:
         arguments.run(arguments)
         sys.stdout.flush()

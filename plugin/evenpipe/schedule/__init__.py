@@ -15,7 +15,7 @@ from evenpipe.schedule.actions import (
     parse,
 )
 from evenpipe.schedule.bpipe import BALANCED_BOUNDS, balance
-from evenpipe.schedule.build import SCHEDULES, build
+from evenpipe.schedule.build import SCHEDULES, build, named
 from evenpipe.schedule.collector import without_cycle_collector
 from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.grid import format_grid
@@ -49,6 +49,7 @@ __all__ = [
     "build",
     "format_grid",
     "lower",
+    "named",
     "parse",
     "partner",
     "verify",

@@ -11,10 +11,19 @@ from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.verify import verify
 
-__all__ = ["SCHEDULES", "build"]
+__all__ = ["SCHEDULES", "build", "named"]
 
 #: The names that :func:`build` knows.
 SCHEDULES = tuple(BUILDERS)
+
+
+def named(name: str) -> str:
+    """``name``, if there is such a schedule. Raises :class:`ScheduleError` with what may have been meant."""
+    if name not in BUILDERS:
+        close = difflib.get_close_matches(name, BUILDERS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(BUILDERS)}"
+        raise ScheduleError(f"schedule={name}: unknown schedule, {hint}")
+    return name
 
 
 @without_cycle_collector()
@@ -24,10 +33,7 @@ def build(name: str, stages: int, micro_batches: int, chunks: int = 1, bpipe: bo
     Raises :class:`ScheduleError` with one line that names the argument, for an unknown name, counts below 1, and
     ``bpipe`` where it has nothing to balance.
     """
-    if name not in BUILDERS:
-        close = difflib.get_close_matches(name, BUILDERS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(BUILDERS)}"
-        raise ScheduleError(f"schedule={name}: unknown schedule, {hint}")
+    named(name)
     for argument, value in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
         if value < 1:
             raise ScheduleError(f"{argument}={value}: must be at least 1")

@@ -1,0 +1,68 @@
+"""``evenpipe run``: a script of Megatron-LM, unmodified, with EvenPipe's flags."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import traceback
+from argparse import Namespace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from evenpipe.cli.parser import Commands, UsageError
+
+__all__ = ["add_to"]
+
+_RERUN = "evenpipe.megatron.script.rerun"
+
+
+def add_to(commands: Commands) -> None:
+    """Add the sub-command."""
+    parser = commands.add_parser(
+        "run",
+        help="run a training script of Megatron-LM, unmodified, with EvenPipe's flags",
+        usage="torchrun ... -m evenpipe run [-h] [--cpu] SCRIPT [FLAGS...]",
+        description="Run a training script of Megatron-LM, unmodified. Its flags are Megatron's own, and those of the "
+        "group EvenPipe that `evenpipe run SCRIPT --help` shows; without any of them the run is stock.",
+    )
+    parser.add_argument("--cpu", action="store_true", help="train on CPU and gloo, to try a configuration without GPUs")
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="such as pretrain_gpt.py")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAGS", help="the script's own")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: Namespace) -> None:
+    script: Path = arguments.script
+    try:
+        with io.open_code(str(script)) as file:
+            source = file.read()
+    except OSError as error:
+        raise UsageError(f"{script}: {error.strerror}: name the script to run, such as pretrain_gpt.py") from None
+    if arguments.cpu:
+        os.environ["EVENPIPE_CPU"] = "1"
+    # As `python SCRIPT FLAGS` would have it; the script's spawned children start with the module that the
+    # specification names.
+    sys.argv = [str(script), *arguments.flags]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(script.resolve().parent)
+    import evenpipe.megatron  # noqa: F401
+
+    main = ModuleType("__main__")
+    main.__file__ = str(script)
+    main.__spec__ = ModuleSpec(_RERUN, loader=None)
+    sys.modules["__main__"] = main
+    try:
+        exec(compile(source, str(script), "exec"), vars(main))
+    except Exception as error:
+        _die(error)
+
+
+def _die(error: Exception) -> None:
+    """End at once: process groups and data loaders would wait for peers when they are torn down."""
+    traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

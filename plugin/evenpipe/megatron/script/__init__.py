@@ -1,0 +1,5 @@
+"""The drop-in for Megatron-LM's own scripts: flags in Megatron's parser, EvenPipe's schedule where they ask for it."""
+
+from evenpipe.megatron.script.install import install
+
+__all__ = ["install"]

@@ -1,0 +1,107 @@
+"""Whether EvenPipe's settings go together with each other and with Megatron's arguments."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import NamedTuple
+
+from evenpipe.config import EvenPipeConfig
+from evenpipe.megatron.refusals import refused_settings
+from evenpipe.megatron.script.errors import ArgumentError
+from evenpipe.megatron.script.flags import flag
+
+__all__ = ["check"]
+
+
+class _Rule(NamedTuple):
+    """What must not hold, and the line for when it does."""
+
+    broken: bool
+    line: str
+
+
+def check(config: EvenPipeConfig, args: Namespace) -> None:
+    """Raise ArgumentError, with one line that names both flags, for the first thing that does not go together.
+
+    `args` are Megatron's arguments, parsed and validated.
+    """
+    for rule in (*_among_ours(config), *(_with_megatrons(config, args) if config.active else ())):
+        if rule.broken:
+            raise ArgumentError(rule.line)
+    if config.active:
+        asked = _asked(config)
+        for refusal in refused_settings(args, config.bpipe):
+            setting = f"--{refusal.setting.replace('_', '-')}{refusal.value}"
+            raise ArgumentError(f"{asked}: {setting} {refusal.reason}: {refusal.remedy}")
+
+
+def _among_ours(config: EvenPipeConfig) -> tuple[_Rule, ...]:
+    schedule, bpipe, trace = flag("schedule"), flag("bpipe"), flag("trace")
+    return (
+        _Rule(
+            config.trace is not None and not config.active,
+            f"{trace} {config.trace}: there is no EvenPipe schedule to trace: add {schedule} 1f1b or {bpipe}",
+        ),
+        _Rule(
+            config.trace_iteration is not None and config.trace is None,
+            f"{flag('trace_iteration')} {config.trace_iteration}: nothing is traced without {trace}: name its file",
+        ),
+        _Rule(
+            bool(config.pair_adjacent) and not config.bpipe,
+            f"{flag('pair_adjacent')}: only {bpipe} exchanges anything within a pair: add {bpipe}, or leave it out",
+        ),
+        _Rule(
+            config.bpipe and config.schedule == "gpipe",
+            f"{bpipe}: with {schedule} gpipe all stages hold the same, so there is nothing to level: use 1f1b",
+        ),
+    )
+
+
+def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...]:
+    asked, schedule = _asked(config), flag("schedule")
+    stages = args.pipeline_model_parallel_size
+    chunks = args.virtual_pipeline_model_parallel_size
+    batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    return (
+        _Rule(
+            stages < 2,
+            f"{asked}: --pipeline-model-parallel-size {stages} is no pipeline: use at least 2 stages",
+        ),
+        _Rule(
+            chunks is not None and config.schedule == "gpipe",
+            f"{schedule} gpipe: has one model chunk a stage, but --num-layers-per-virtual-pipeline-stage, "
+            f"--num-virtual-stages-per-pipeline-rank or the layout gives it {chunks}: use 1f1b, or no virtual stages",
+        ),
+        _Rule(
+            chunks is None and config.schedule == "interleaved",
+            f"{schedule} interleaved: needs --num-layers-per-virtual-pipeline-stage or "
+            "--num-virtual-stages-per-pipeline-rank: give one of them, or use 1f1b",
+        ),
+        _Rule(
+            chunks is not None and args.rampup_batch_size is None and batches % stages != 0,
+            f"{asked}: --global-batch-size {args.global_batch_size} makes {batches} micro-batches, but interleaved "
+            f"stages take groups of --pipeline-model-parallel-size {stages}: make it a multiple of "
+            f"{stages * args.micro_batch_size * args.data_parallel_size}",
+        ),
+        _Rule(
+            getattr(args, "use_megatron_fsdp", False) or getattr(args, "use_custom_fsdp", False),
+            f"{asked}: --use-megatron-fsdp gathers weights in Megatron's own order of micro-batches: leave one out",
+        ),
+        _Rule(
+            getattr(args, "inprocess_restart", False),
+            f"{asked}: --inprocess-restart would go on with links that hold half of a batch: leave one out, and let "
+            "torchrun restart the processes (--max-restarts)",
+        ),
+        _Rule(
+            config.trace_iteration is not None
+            and args.train_iters is not None
+            and config.trace_iteration > args.train_iters,
+            f"{flag('trace_iteration')} {config.trace_iteration}: comes after --train-iters {args.train_iters}: "
+            "choose an earlier one",
+        ),
+    )
+
+
+def _asked(config: EvenPipeConfig) -> str:
+    """The flag that asked for EvenPipe, as the user wrote it."""
+    return flag("bpipe") if config.schedule is None else f"{flag('schedule')} {config.schedule}"

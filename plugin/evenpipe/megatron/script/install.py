@@ -1,0 +1,103 @@
+"""Wires EvenPipe into Megatron-LM's scripts: its flags into their parser, and a start once arguments are known."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import Any
+
+from evenpipe.megatron.script.ending import end_job
+from evenpipe.megatron.training_supported import MEGATRON_LM, TRAINING
+from evenpipe.upstream import Patch, PatchSet, UpstreamError
+from evenpipe.upstream.imports import when_imported
+
+__all__ = ["install", "script_patches"]
+
+_ARGUMENTS = "megatron.training.arguments:add_megatron_arguments"
+_GLOBALS = "megatron.training.global_vars:set_global_variables"
+
+
+def install() -> None:
+    """Prepare this process for a script of Megatron-LM; nothing of Megatron or torch is imported for it.
+
+    Each patch is applied right after its module has been imported. A release of Megatron that EvenPipe does not know
+    ends the job there, with one line.
+    """
+    if os.environ.get("EVENPIPE_CPU") == "1":
+        _cpu_mode()
+    elif _help_is_asked_for():
+        when_imported("megatron.core", _cpu_mode_without_gpu)
+    for patches in script_patches():
+        when_imported(patches.list()[0].targets[0].partition(":")[0], functools.partial(_apply, patches))
+
+
+def script_patches() -> tuple[PatchSet, ...]:
+    """The sets that `install` applies; each is there for one module."""
+    flags = Patch(
+        name="flags",
+        targets=(_ARGUMENTS,),
+        distribution=MEGATRON_LM,
+        versions=TRAINING[_ARGUMENTS],
+        replacement=_with_our_flags,
+        reason="Megatron's parser has no way to add flags from outside of the script",
+        rebinds=True,
+    )
+    start = Patch(
+        name="start",
+        targets=(_GLOBALS,),
+        distribution=MEGATRON_LM,
+        versions=TRAINING[_GLOBALS],
+        replacement=_starting_first,
+        reason="the first place that has all arguments, from flags, YAML or a checkpoint, before anything is started",
+        rebinds=True,
+    )
+    return PatchSet("flags", [flags]), PatchSet("start", [start])
+
+
+def _apply(patches: PatchSet) -> None:
+    try:
+        patches.apply()
+    except UpstreamError as error:
+        end_job(str(error))
+
+
+def _with_our_flags(original: Callable[[ArgumentParser], ArgumentParser]) -> Callable[..., ArgumentParser]:
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
+        from evenpipe.megatron.script.flags import add_flags
+
+        return add_flags(original(parser))
+
+    return add_megatron_arguments
+
+
+def _starting_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def set_global_variables(args: Namespace, *more: Any, **others: Any) -> Any:
+        from evenpipe.megatron.script.start import start
+
+        start(args)
+        return original(args, *more, **others)
+
+    return set_global_variables
+
+
+def _help_is_asked_for() -> bool:
+    return not {"-h", "--help"}.isdisjoint(sys.argv[1:])
+
+
+def _cpu_mode_without_gpu() -> None:
+    """Megatron's scripts stop for want of a GPU before they get to their parser; `--help` needs none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        _cpu_mode()
+
+
+def _cpu_mode() -> None:
+    from evenpipe.megatron.cpu_mode import install_cpu_mode
+
+    install_cpu_mode()

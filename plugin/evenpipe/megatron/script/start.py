@@ -1,0 +1,37 @@
+"""What happens in a script of Megatron-LM once its arguments are known: EvenPipe is checked, placed and plugged in."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from evenpipe.config import EvenPipeConfig
+from evenpipe.megatron.script.checks import check
+from evenpipe.megatron.script.ending import end_job
+from evenpipe.megatron.script.errors import ArgumentError
+from evenpipe.megatron.script.flags import config_from
+from evenpipe.upstream import UpstreamError
+
+__all__ = ["start"]
+
+
+def start(args: Namespace) -> None:
+    """Plug in what the EvenPipe flags in `args` ask for; without any, leave everything as it is.
+
+    Changes RANK and `args.rank` where ranks are placed, so torch.distributed must not have been started yet. What does
+    not go together ends the job with one line.
+    """
+    try:
+        config = config_from(args)
+        check(config, args)
+        if config.active:
+            _plug_in(config, args)
+    except (ArgumentError, UpstreamError) as error:
+        end_job(str(error))
+
+
+def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
+    # Imported here: a run without EvenPipe's flags does not pay for it.
+    from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
+
+    name = config.schedule if config.schedule not in (None, "interleaved") else "1f1b"
+    in_place_of_megatron(PipelineSchedule(name, config.bpipe)).apply()
