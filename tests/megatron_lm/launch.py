@@ -1,0 +1,160 @@
+"""Start a script of a Megatron-LM checkout with torchrun on CPU, and read what it printed and saved."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["LAYOUTS", "Run", "differences", "gpt_flags", "launch", "model_flags", "start", "torchrun"]
+
+MODEL = (
+    *("--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--seq-length", "64", "--max-position-embeddings", "64", "--micro-batch-size", "1", "--global-batch-size", "8"),
+    *("--lr", "1e-3", "--lr-decay-style", "constant", "--clip-grad", "1.0", "--seed", "1234"),
+    *("--hidden-dropout", "0", "--attention-dropout", "0"),
+    *("--log-interval", "1", "--eval-interval", "1000", "--eval-iters", "1", "--num-workers", "0"),
+)
+"""Eight layers, eight micro-batches of one sample (four with two replicas); no dropout."""
+
+LAYOUTS = {
+    "PP2": (2, ("--pipeline-model-parallel-size", "2")),
+    "PP4": (4, ("--pipeline-model-parallel-size", "4")),
+    "PP4xVPP2": (4, ("--pipeline-model-parallel-size", "4", "--num-layers-per-virtual-pipeline-stage", "1")),
+    "DP2xPP2 distributed optimizer": (
+        4,
+        (
+            *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"),
+            *("--overlap-grad-reduce", "--overlap-param-gather"),
+        ),
+    ),
+    "TP2xPP2": (4, ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel")),
+}
+"""Processes and flags of each."""
+
+
+class Run(NamedTuple):
+    """A finished job: `lines` are what Megatron logged of each iteration, as printed, without times."""
+
+    returncode: int
+    output: str
+
+    @property
+    def lines(self) -> list[str]:
+        kept = re.compile(r"(iteration\s+\d+/|lm loss:|sop loss:|loss scale:|grad norm:|number of (skipped|nan) )")
+        found = []
+        for line in self.output.splitlines():
+            if re.search(r"iteration\s+\d+/\s*\d+ \|", line):
+                found.append(" | ".join(part.strip() for part in line.split("|") if kept.search(part)))
+        return found
+
+    def losses_from(self, iteration: int) -> list[str]:
+        """The lines of `iteration` and after."""
+        return [line for line in self.lines if int(re.findall(r"iteration\s+(\d+)/", line)[0]) >= iteration]
+
+
+def gpt_flags(iterations: int) -> list[str]:
+    """A small GPT on mock data."""
+    data = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "512")
+    return [*MODEL, *data, "--train-iters", str(iterations)]
+
+
+def model_flags(script: str, iterations: int, bert_data: Sequence[str]) -> list[str]:
+    """A small model for pretrain_gpt.py or pretrain_bert.py."""
+    return gpt_flags(iterations) if "gpt" in script else [*MODEL, *bert_data, "--train-iters", str(iterations)]
+
+
+def torchrun(processes: int, *agent: str) -> list[str]:
+    """The command before a script, or before `-m`."""
+    where = agent or ("--standalone",)
+    return [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", str(processes)]
+
+
+def start(command: Sequence[str], checkout: Path, environment: dict[str, str] | None = None) -> "subprocess.Popen[str]":
+    """Start `command` in `checkout`, in a process group of its own."""
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
+    # The checkout's own megatron.core, not one that happens to be installed, is what is tested.
+    given["PYTHONPATH"] = os.pathsep.join(filter(None, (str(checkout), given.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        command,
+        cwd=checkout,
+        env=given,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def launch(
+    checkout: Path, script: str, processes: int, flags: Sequence[str], timeout: float = 240, check: bool = True
+) -> Run:
+    """Run `script` of `checkout` to its end with `evenpipe run --cpu`; without EvenPipe's flags that is stock."""
+    job = start([*torchrun(processes), "-m", "evenpipe", "run", "--cpu", script, *flags], checkout)
+    try:
+        output, _ = job.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        output, _ = job.communicate()
+        raise AssertionError(f"no end after {timeout} s:\n{output[-4000:]}") from None
+    if check:
+        assert job.returncode == 0, output[-6000:]
+    return Run(job.returncode, output)
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """Tensors by name that differ between two checkpoint folders of the same format ("torch" or "torch_dist")."""
+    first, second = _tensors(one), _tensors(other)
+    assert first, f"no tensors in {one}"
+    names = sorted(first.keys() | second.keys())
+    return [name for name in names if name not in first or name not in second or not _same(first[name], second[name])]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    if any(folder.glob("*.distcp")):
+        return _distributed_tensors(folder)
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.rglob("*.pt")):
+        content = torch.load(path, map_location="cpu", weights_only=False)
+        if isinstance(content, dict):
+            content.pop("args", None)
+            # The state of random generators, of which stock runs with other timing draw no less or more: not weights.
+            content.pop("rng_state", None)
+        _collect(f"{path.relative_to(folder)}", content, found)
+    return found
+
+
+def _distributed_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    reader = FileSystemReader(str(folder))
+    metadata = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    _load_state_dict(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def _collect(name: str, value: object, found: dict[str, torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found[name] = value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _collect(f"{name}/{key}", item, found)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            _collect(f"{name}/{number}", item, found)

@@ -1,0 +1,32 @@
+"""A run goes on from a checkpoint as if it had not stopped, whoever saved it and whoever loads it."""
+
+import pytest
+
+from tests.megatron_lm.launch import LAYOUTS, differences, gpt_flags, launch
+
+SCRIPT = "pretrain_gpt.py"
+STOPS, ENDS = 2, 4
+
+
+@pytest.mark.parametrize("layout", ["PP2", "DP2xPP2 distributed optimizer"])
+@pytest.mark.parametrize("format_", ["torch", "torch_dist"])
+def test_saved_by_one_and_resumed_by_the_other(megatron_lm, format_, layout, tmp_path):
+    processes, parallel = LAYOUTS[layout]
+    flags = [*gpt_flags(ENDS), *parallel, "--ckpt-format", format_, "--save-interval", str(STOPS)]
+
+    def train(folder, *more):
+        return launch(megatron_lm, SCRIPT, processes, [*flags, "--save", str(tmp_path / folder), *more])
+
+    whole = train("whole")
+    stock = train("stock", "--exit-interval", str(STOPS))
+    ours = train("ours", "--exit-interval", str(STOPS), "--bpipe")
+    assert stock.lines == ours.lines == whole.lines[:STOPS]
+    resumed = {
+        "stock, then BPipe": train("stock-ours", "--load", str(tmp_path / "stock"), "--bpipe"),
+        "BPipe, then stock": train("ours-stock", "--load", str(tmp_path / "ours")),
+    }
+    for name, run in resumed.items():
+        assert run.lines == whole.losses_from(STOPS + 1), name
+    last = f"iter_{ENDS:07d}"
+    for folder in ("stock-ours", "ours-stock"):
+        assert differences(tmp_path / "whole" / last, tmp_path / folder / last) == [], folder

@@ -1,0 +1,68 @@
+"""A stage that dies ends the whole job at once, with its own error."""
+
+import os
+import signal
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.megatron_lm.launch import gpt_flags, start, torchrun
+
+FLAGS = [*gpt_flags(50), "--pipeline-model-parallel-size", "4", "--bpipe"]
+RAISES = """
+    import functools
+    import os
+    import megatron.core.pipeline_parallel.schedules as schedules
+
+    original, calls = schedules.forward_step, []
+
+    @functools.wraps(original)
+    def forward_step(*args, **kwargs):
+        calls.append(1)
+        if os.environ["RANK"] == "2" and len(calls) == 13:
+            print("FAILS NOW", flush=True)
+            {how}
+        return original(*args, **kwargs)
+
+    schedules.forward_step = forward_step
+    exec(compile(open({script!r}).read(), {script!r}, "exec"))
+"""
+
+
+@pytest.mark.parametrize("how", ["raise RuntimeError('stage two is broken')", "os.kill(os.getpid(), 9)"])
+def test_a_stage_that_dies_ends_the_job_within_15_seconds(megatron_lm, how, tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text(textwrap.dedent(RAISES).format(how=how, script=str(megatron_lm / "pretrain_gpt.py")))
+    job = start([*torchrun(4), "-m", "evenpipe", "run", "--cpu", str(script), *FLAGS], megatron_lm)
+    try:
+        failed_at, lines = None, []
+        for line in job.stdout:
+            lines.append(line)
+            if "FAILS NOW" in line:
+                failed_at = time.monotonic()
+        status = job.wait(timeout=60)
+        ended_at = time.monotonic()
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    output = "".join(lines)
+    assert failed_at is not None, output[-4000:]
+    assert ended_at - failed_at < 15
+    assert status != 0
+    if "raise" in how:
+        assert "RuntimeError: stage two is broken" in output
+    assert not _left_behind(job.pid), output[-2000:]
+
+
+def _left_behind(group: int) -> list[int]:
+    """Processes of the group that are still there."""
+    return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if _group_of(path) == group]
+
+
+def _group_of(stat: Path) -> int:
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[2])
+    except OSError:
+        return -1

@@ -1,0 +1,106 @@
+"""EvenPipe's flags in Megatron's parser: help, refusals in one line, nothing without them."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.megatron_lm.launch import gpt_flags, start
+
+SCRIPT = "pretrain_gpt.py"
+PP4 = ("--pipeline-model-parallel-size", "4")
+VIRTUAL = (*PP4, "--num-layers-per-virtual-pipeline-stage", "1")
+
+WRONG = {
+    "one stage": (("--bpipe",), ("--bpipe", "--pipeline-model-parallel-size")),
+    "misspelt": (("--evenpipe-schedule", "1f1", *PP4), ("--evenpipe-schedule 1f1", "did you mean 1f1b?")),
+    "nothing to level": (("--evenpipe-schedule", "gpipe", "--bpipe", *PP4), ("--bpipe", "--evenpipe-schedule gpipe")),
+    "gpipe has one chunk": (
+        ("--evenpipe-schedule", "gpipe", *VIRTUAL),
+        ("--evenpipe-schedule gpipe", "--num-layers-per-virtual-pipeline-stage"),
+    ),
+    "interleaved without chunks": (
+        ("--evenpipe-schedule", "interleaved", *PP4),
+        ("--evenpipe-schedule interleaved", "--num-layers-per-virtual-pipeline-stage"),
+    ),
+    "uneven groups": (
+        ("--bpipe", *VIRTUAL, "--global-batch-size", "6"),
+        ("--bpipe", "--global-batch-size 6", "--pipeline-model-parallel-size 4"),
+    ),
+    "placed for nothing": (("--pair-adjacent", *PP4), ("--pair-adjacent", "--bpipe")),
+    "traces nothing": (("--evenpipe-trace", "t.json", *PP4), ("--evenpipe-trace", "--evenpipe-schedule")),
+    "iteration of no trace": (
+        ("--bpipe", *PP4, "--evenpipe-trace-iteration", "3"),
+        ("--evenpipe-trace-iteration 3", "--evenpipe-trace"),
+    ),
+    "traced too late": (
+        ("--bpipe", *PP4, "--evenpipe-trace", "t.json", "--evenpipe-trace-iteration", "30"),
+        ("--evenpipe-trace-iteration 30", "--train-iters 3"),
+    ),
+    "no number": (
+        ("--bpipe", *PP4, "--evenpipe-trace", "t.json", "--evenpipe-trace-iteration", "soon"),
+        ("--evenpipe-trace-iteration soon",),
+    ),
+    "nowhere to write": (
+        ("--bpipe", *PP4, "--evenpipe-trace", "/no/such/folder/t.json"),
+        ("--evenpipe-trace /no/such/folder/t.json",),
+    ),
+    "another order of ranks": (
+        ("--bpipe", "--pair-adjacent", "--use-tp-pp-dp-mapping", *PP4),
+        ("--pair-adjacent", "--use-tp-pp-dp-mapping"),
+    ),
+    "activations elsewhere": (
+        (
+            *("--bpipe", *PP4, "--distribute-saved-activations", "--recompute-granularity", "full"),
+            *("--recompute-method", "uniform", "--tensor-model-parallel-size", "1"),
+        ),
+        ("--bpipe", "--distribute-saved-activations"),
+    ),
+}
+
+
+def alone(megatron_lm, flags, world=4):
+    """The script in one process that takes itself for rank 0 of `world`: arguments are checked before peers are met."""
+    environment = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    job = start([sys.executable, "-m", "evenpipe", "run", "--cpu", SCRIPT, *flags], megatron_lm, environment)
+    output, _ = job.communicate(timeout=120)
+    return job.returncode, output
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_flags_get_one_line_that_names_them(megatron_lm, case):
+    wrong, named = WRONG[case]
+    status, output = alone(megatron_lm, [*gpt_flags(3), *wrong])
+    said = [line for line in output.splitlines() if line.startswith("evenpipe: error: ")]
+    assert status == 2, output[-3000:]
+    assert len(said) == 1, output[-3000:]
+    assert all(name in said[0] for name in named), said
+    assert "Traceback" not in output
+
+
+def test_help_needs_no_gpu_and_starts_nothing(megatron_lm):
+    job = start([sys.executable, "-m", "evenpipe", "run", SCRIPT, "--help"], megatron_lm)
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, output[-3000:]
+    assert "EvenPipe:" in output
+    assert "--bpipe" in output
+    assert "--pipeline-model-parallel-size" in output
+
+
+def test_an_unknown_release_is_refused_by_name(megatron_lm, tmp_path):
+    subprocess.run(["cp", "-r", str(megatron_lm), str(tmp_path / "copy")], check=True)
+    info = tmp_path / "copy" / "megatron" / "core" / "package_info.py"
+    text = info.read_text()
+    minor = next(line for line in text.splitlines() if line.startswith("MINOR"))
+    info.write_text(text.replace(minor, "MINOR = 77"))
+    status, output = alone(tmp_path / "copy", gpt_flags(3))
+    assert status == 2
+    assert "evenpipe: error: Megatron-LM 0.77" in output
+    assert "expected one of 0.14" in output

@@ -1,0 +1,69 @@
+"""Unmodified scripts under EvenPipe print the losses and gradient norms of stock runs and end with the same weights."""
+
+import re
+
+import pytest
+
+from tests.megatron_lm.launch import LAYOUTS, differences, launch, model_flags
+
+ITERATIONS = 3
+VARIANTS = {"EvenPipe's 1F1B": ("--evenpipe-schedule", "1f1b"), "BPipe": ("--bpipe",)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("script", ["pretrain_gpt.py", "pretrain_bert.py"])
+def test_a_script_trains_to_the_same_bits(megatron_lm, script, layout, bert_data, tmp_path):
+    if not (megatron_lm / script).exists():
+        pytest.skip(f"{megatron_lm.name} has no {script}")
+    processes, parallel = LAYOUTS[layout]
+    flags = [*model_flags(script, ITERATIONS, bert_data), *parallel, "--save-interval", str(ITERATIONS)]
+    flags += ["--ckpt-format", "torch"]
+    stock = launch(megatron_lm, script, processes, [*flags, "--save", str(tmp_path / "stock")])
+    assert len(stock.lines) == ITERATIONS, stock.output[-4000:]
+    assert all("lm loss" in line and "grad norm" in line for line in stock.lines)
+    for variant, ours in VARIANTS.items():
+        run = launch(megatron_lm, script, processes, [*flags, *ours, "--save", str(tmp_path / variant)])
+        assert run.lines == stock.lines, variant
+        last = f"iter_{ITERATIONS:07d}"
+        assert differences(tmp_path / "stock" / last, tmp_path / variant / last) == [], variant
+        if layout == "PP4":
+            assert _peak_live(run.output) == ([4, 3, 2, 1] if variant != "BPipe" else [3, 3, 2, 3])
+
+
+def _peak_live(output: str) -> list[int]:
+    return [int(peak) for peak in re.findall(r"peak live: ([\d ]+)", output)[-1].split()]
+
+
+MIXTURES = {
+    "bf16, full recomputation": (
+        "PP2",
+        ("--bf16", "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+    ),
+    "bf16, attention recomputed, distributed optimizer": (
+        "DP2xPP2 distributed optimizer",
+        ("--bf16", "--recompute-granularity", "selective"),
+    ),
+    "fp16": ("PP2", ("--fp16", "--initial-loss-scale", "65536")),
+    "untied, uneven layout": (
+        "PP4",
+        (
+            "--untie-embeddings-and-output-weights",
+            *("--pipeline-model-parallel-layout", "Et|tt|ttt|ttL"),
+        ),
+    ),
+    "block recomputation": (
+        "PP4",
+        ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_what_users_combine_trains_to_the_same_bits(megatron_lm, mixture):
+    layout, more = MIXTURES[mixture]
+    processes, parallel = LAYOUTS[layout]
+    flags = [*model_flags("pretrain_gpt.py", ITERATIONS, []), *parallel, *more]
+    stock = launch(megatron_lm, "pretrain_gpt.py", processes, flags)
+    ours = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, "--bpipe"])
+    assert len(stock.lines) == ITERATIONS
+    assert ours.lines == stock.lines
