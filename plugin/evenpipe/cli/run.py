@@ -43,8 +43,8 @@ def _run(arguments: Namespace) -> None:
         raise UsageError(f"{script}: {error.strerror}: name the script to run, such as pretrain_gpt.py") from None
     if arguments.cpu:
         os.environ["EVENPIPE_CPU"] = "1"
-    # As `python SCRIPT FLAGS` would have it; the script's spawned children start with the module that the
-    # specification names.
+    # As `python SCRIPT FLAGS` would have it, but that the script's spawned children start with the module _RERUN.
+    os.environ["EVENPIPE_SCRIPT"] = str(script.resolve())
     sys.argv = [str(script), *arguments.flags]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(script.resolve().parent)

@@ -1,0 +1,83 @@
+"""What does not go together is refused in one line that names both flags."""
+
+from argparse import Namespace
+
+import pytest
+
+from evenpipe.config import EvenPipeConfig
+from evenpipe.megatron.script.checks import check
+from evenpipe.megatron.script.errors import ArgumentError
+
+
+def megatrons(**others):
+    """Arguments as Megatron-LM leaves them after its own validation."""
+    values = {
+        "pipeline_model_parallel_size": 4,
+        "virtual_pipeline_model_parallel_size": None,
+        "global_batch_size": 8,
+        "micro_batch_size": 1,
+        "data_parallel_size": 1,
+        "rampup_batch_size": None,
+        "train_iters": 10,
+        "num_experts": None,
+        "moe_pad_expert_input_to_capacity": False,
+    }
+    return Namespace(**values | others)
+
+
+REFUSED = {
+    "one stage": ({"bpipe": True}, {"pipeline_model_parallel_size": 1}, "--bpipe: --pipeline-model-parallel-size 1 "),
+    "gpipe, virtual": (
+        {"schedule": "gpipe"},
+        {"virtual_pipeline_model_parallel_size": 2},
+        "--evenpipe-schedule gpipe: .*--num-layers-per-virtual-pipeline-stage",
+    ),
+    "interleaved, not virtual": (
+        {"schedule": "interleaved"},
+        {},
+        "--evenpipe-schedule interleaved: needs --num-layers-per-virtual-pipeline-stage",
+    ),
+    "uneven groups": (
+        {"bpipe": True},
+        {"virtual_pipeline_model_parallel_size": 2, "global_batch_size": 12, "data_parallel_size": 2},
+        "--bpipe: --global-batch-size 12 makes 6 .*--pipeline-model-parallel-size 4: make it a multiple of 8$",
+    ),
+    "sharded weights": ({"bpipe": True}, {"use_megatron_fsdp": True}, "--bpipe: --use-megatron-fsdp "),
+    "restart inside": ({"schedule": "1f1b"}, {"inprocess_restart": True}, "1f1b: --inprocess-restart "),
+    "gpipe levelled": ({"schedule": "gpipe", "bpipe": True}, {}, "--bpipe: with --evenpipe-schedule gpipe "),
+    "no trace": ({"bpipe": True, "trace_iteration": 3}, {}, "--evenpipe-trace-iteration 3: .*--evenpipe-trace: "),
+    "no schedule": ({"trace": "t.json"}, {}, "--evenpipe-trace t.json: .*--evenpipe-schedule 1f1b or --bpipe"),
+    "no pairs": ({"pair_adjacent": True, "schedule": "1f1b"}, {}, "--pair-adjacent: .*--bpipe"),
+    "late": (
+        {"bpipe": True, "trace": "t.json", "trace_iteration": 11},
+        {},
+        "--evenpipe-trace-iteration 11: comes after --train-iters 10",
+    ),
+    "graphs": ({"schedule": "1f1b"}, {"enable_cuda_graph": True}, "--evenpipe-schedule 1f1b: --enable-cuda-graph "),
+    "offloading": ({"bpipe": True}, {"cpu_offloading": True}, "--bpipe: --cpu-offloading "),
+    "experts": ({"bpipe": True}, {"num_experts": 8}, "--bpipe: --num-experts makes micro-batches differ"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    ours, theirs, said = REFUSED[case]
+    with pytest.raises(ArgumentError, match=said) as error:
+        check(EvenPipeConfig.of(**ours), megatrons(**theirs))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {"pipeline_model_parallel_size": 1, "enable_cuda_graph": True}),
+        ({"bpipe": True}, {}),
+        ({"schedule": "1f1b"}, {"cpu_offloading": True, "num_experts": 8}),
+        ({"bpipe": True}, {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 4}),
+        ({"bpipe": True}, {"virtual_pipeline_model_parallel_size": 2, "rampup_batch_size": ["2", "2", "100"]}),
+        ({"bpipe": True, "trace": "t.json", "trace_iteration": 10}, {}),
+        ({"bpipe": True, "trace": "t.json", "trace_iteration": 10}, {"train_iters": None}),
+    ],
+)
+def test_accepted(ours, theirs):
+    check(EvenPipeConfig.of(**ours), megatrons(**theirs))

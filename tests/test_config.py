@@ -1,0 +1,27 @@
+"""The settings that every front end shares."""
+
+import pytest
+
+from evenpipe.config import ConfigError, EvenPipeConfig
+
+
+def test_nothing_asked_for_is_a_run_without_evenpipe():
+    assert not EvenPipeConfig().active
+    assert EvenPipeConfig.of(bpipe=True).active
+    assert EvenPipeConfig.of(schedule="1f1b").active
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("schedule", "1f2b", "1f2b: unknown schedule, did you mean 1f1b?"),
+        ("schedule", "zigzag", "zigzag: unknown schedule, choose one of gpipe, 1f1b, interleaved"),
+        ("bpipe", "perhaps", "perhaps: must be a valid boolean, unable to interpret input"),
+        ("trace_iteration", "0", "0: must be greater than or equal to 1"),
+    ],
+)
+def test_a_wrong_value_is_one_line_that_starts_with_it(setting, value, said):
+    with pytest.raises(ConfigError) as error:
+        EvenPipeConfig.of(**{setting: value})
+    assert error.value.setting == setting
+    assert str(error.value) == said
