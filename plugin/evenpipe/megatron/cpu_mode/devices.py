@@ -1,0 +1,104 @@
+"""CUDA devices and their tensors, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from evenpipe.megatron.cpu_mode.patching import patch
+from evenpipe.upstream import BUILTIN, Patch
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["device_patches"]
+
+_FACTORIES = ("tensor", "empty", "zeros", "ones", "empty_like")
+
+
+def device_patches() -> list[Patch]:
+    """What is asked of a CUDA device happens on the CPU, which is the only device."""
+    on_cpu = "megatron-core asks for device='cuda'; without CUDA the tensor has to be made on the CPU"
+    return [
+        patch(
+            "torch.cuda:current_device",
+            lambda original: lambda: _cpu(),
+            "megatron-core allocates buffers on the current CUDA device; without CUDA that is the CPU",
+            "()",
+        ),
+        patch(
+            "torch.cuda:device_count",
+            lambda original: lambda: 1,
+            "Megatron sets up its process groups and seeds only where there is a device; the CPU is one",
+            "()",
+        ),
+        patch(
+            "torch.cuda:set_device",
+            lambda original: lambda device: None,
+            "Megatron chooses a CUDA device for each process; the CPU is there for all of them",
+            "(device)",
+        ),
+        patch(
+            "torch.cuda:synchronize",
+            lambda original: lambda device=None: None,
+            "megatron-core waits for the device after communication; CPU work is done when its call returns",
+            "(device=None)",
+        ),
+        *(patch(f"torch:{name}", _on_cpu, on_cpu, BUILTIN) for name in _FACTORIES),
+        patch(
+            "torch:Tensor.cuda",
+            lambda original: lambda self, *args, **kwargs: self,
+            "megatron-core moves tensors and modules to the GPU; without CUDA they are where they belong",
+            BUILTIN,
+        ),
+        patch(
+            "torch:Tensor.to",
+            _on_cpu,
+            "megatron-core moves tensors to a CUDA device by name; without CUDA they go to the CPU",
+            BUILTIN,
+        ),
+        patch(
+            "torch:Tensor.type",
+            _cuda_type_name,
+            "megatron-core's optimizers tell precisions apart by type names such as torch.cuda.HalfTensor",
+            BUILTIN,
+        ),
+    ]
+
+
+def _cpu() -> torch.device:
+    import torch
+
+    return torch.device("cpu")
+
+
+def _is_cuda(device: object) -> bool:
+    import torch
+
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.partition(":")[0] == "cuda"
+
+
+def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Any argument that names a CUDA device names the CPU instead."""
+    cpu = _cpu()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(cpu if _is_cuda(argument) else argument for argument in args)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = cpu
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`tensor.type()` says torch.cuda.FloatTensor for torch.FloatTensor, and `tensor.type(name)` knows both names."""
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(item.replace("torch.cuda.", "torch.", 1) if isinstance(item, str) else item for item in args)
+        result = original(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    return type_name

@@ -1,0 +1,23 @@
+"""The environment in which Megatron trains on CPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import MutableMapping
+
+__all__ = ["set_environment"]
+
+
+def set_environment(environ: MutableMapping[str, str]) -> None:
+    """Set what CPU runs need and the user has not set."""
+    # Megatron-LM asks for it with tensor parallelism, whatever the device.
+    environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # Megatron compiles its small fused functions at their first call: minutes, and a C++ compiler, for nothing on CPU.
+    environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if sys.platform == "linux" and _one_machine(environ):
+        # gloo otherwise listens where the host's name leads, which need not be reachable from the host itself.
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _one_machine(environ: MutableMapping[str, str]) -> bool:
+    return environ.get("LOCAL_WORLD_SIZE", "1") == environ.get("WORLD_SIZE", "1")

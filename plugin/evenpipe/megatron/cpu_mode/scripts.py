@@ -1,0 +1,111 @@
+"""What Megatron-LM's scripts need on CPU beyond megatron-core: their start, their arguments, their layers."""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from evenpipe.megatron.cpu_mode.arguments import adapt_arguments
+from evenpipe.megatron.cpu_mode.patching import no_gpu, patch
+from evenpipe.megatron.training_supported import TRAINING
+from evenpipe.upstream import PatchSet
+
+__all__ = ["script_patches"]
+
+_ARGUMENTS = "megatron.training.arguments"
+_INITIALIZE = "megatron.training.initialize"
+_BERT_LAYERS = "megatron.core.models.bert.bert_layer_specs"
+
+
+def script_patches() -> dict[str, PatchSet]:
+    """By module, what is to be replaced in it before anybody imports names from it."""
+    parse = f"{_ARGUMENTS}:parse_args"
+    start, compiling, warming = (
+        f"{_INITIALIZE}:{name}" for name in ("initialize_megatron", "_compile_dependencies", "set_jit_fusion_options")
+    )
+    patches = {
+        _ARGUMENTS: [
+            patch(
+                parse,
+                _adapting,
+                "Megatron's defaults name NCCL, Transformer Engine and fused kernels, which need a GPU",
+                TRAINING[parse],
+            )
+        ],
+        _INITIALIZE: [
+            patch(start, _allowing_no_cuda, "Megatron-LM stops where it finds no CUDA device", TRAINING[start]),
+            patch(
+                compiling,
+                _compiling_no_kernels,
+                "Megatron-LM builds CUDA kernels at start, and dataset helpers that its wheel has already",
+                TRAINING[compiling],
+            ),
+            patch(
+                warming,
+                lambda original: lambda *args, **kwargs: None,
+                "Megatron-LM warms up fused CUDA kernels; on CPU nothing is fused",
+                TRAINING[warming],
+            ),
+        ],
+        _BERT_LAYERS: [
+            patch(
+                f"{_BERT_LAYERS}:get_bert_layer_with_transformer_engine_spec",
+                _local_layers,
+                "pretrain_bert.py imports Transformer Engine's layers by name, whatever --transformer-impl says",
+                "()",
+            )
+        ],
+    }
+    return {module: PatchSet(f"cpu-mode {module}", items, guard=no_gpu) for module, items in patches.items()}
+
+
+def _adapting(original: Callable[..., Namespace]) -> Callable[..., Namespace]:
+    """`parse_args`, which scripts call up to three times, with arguments for the CPU; what they are is said once."""
+    said: set[str] = set()
+
+    @functools.wraps(original)
+    def parse_args(*args: Any, **kwargs: Any) -> Namespace:
+        parsed = original(*args, **kwargs)
+        changed = " ".join(adapt_arguments(parsed))
+        if changed and changed not in said and parsed.rank == 0:
+            said.add(changed)
+            print(f"evenpipe: CPU mode: {changed}", flush=True)
+        return parsed
+
+    return parse_args
+
+
+def _allowing_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "allow_no_cuda": True})
+
+    return initialize_megatron
+
+
+def _compiling_no_kernels(original: Callable[..., None]) -> Callable[..., None]:
+    """Only the dataset helpers, and these only where they are missing, as Megatron-LM does it: by rank 0."""
+
+    def compile_dependencies() -> None:
+        import torch
+        from megatron.core.datasets.utils import compile_helpers
+
+        from evenpipe.megatron.cpu_mode.modules import have_dataset_helpers
+
+        if not have_dataset_helpers():
+            if torch.distributed.get_rank() == 0:
+                compile_helpers()
+            torch.distributed.barrier()
+
+    return compile_dependencies
+
+
+def _local_layers(original: Callable[[], Any]) -> Callable[[], Any]:
+    def get_bert_layer_with_transformer_engine_spec() -> Any:
+        from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+
+        return bert_layer_local_spec
+
+    return get_bert_layer_with_transformer_engine_spec
