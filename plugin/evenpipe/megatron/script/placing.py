@@ -1,0 +1,131 @@
+"""Pair-adjacent ranks: the two stages that trade activations become neighbours on one node."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, MutableMapping
+from math import lcm
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from evenpipe.config import EvenPipeConfig
+from evenpipe.megatron.script.errors import ArgumentError
+from evenpipe.megatron.script.flags import flag
+from evenpipe.runtime.placement import Placement, place
+
+__all__ = ["place_process", "why_not_placed"]
+
+
+def place_process(args: Namespace, config: EvenPipeConfig, environ: MutableMapping[str, str]) -> Placement | None:
+    """Give this process the rank that its place asks for: in RANK of `environ` and in `args.rank`.
+
+    To be called once, before torch.distributed is started, in all processes alike, with Megatron's validated arguments
+    and the environment that torchrun made. LOCAL_RANK, and so the device, stays. None, with nothing changed, where
+    ranks are not to be placed or, unless the flag asks for it, cannot be: :func:`why_not_placed` tells.
+
+    Raises:
+        ArgumentError: --pair-adjacent is given, and cannot be had.
+    """
+    try:
+        placement = _placement(args, config, environ)
+    except _NotPlacedError as obstacle:
+        if config.pair_adjacent:
+            raise ArgumentError(f"{flag('pair_adjacent')}: {obstacle}") from None
+        return None
+    args.rank = placement.apply(environ)
+    return placement
+
+
+def why_not_placed(args: Namespace, config: EvenPipeConfig, environ: Mapping[str, str]) -> str | None:
+    """Why :func:`place_process` places nothing in the environment that torchrun made; None where it does."""
+    try:
+        _placement(args, config, environ)
+    except _NotPlacedError as obstacle:
+        return str(obstacle)
+    return None
+
+
+class _NotPlacedError(Exception):
+    """Ranks are not to be placed, or cannot be: why, and what to do."""
+
+
+class _Launch(NamedTuple):
+    """What torchrun says of this process, by the lower-case names of its variables."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    group_rank: int
+    group_world_size: int
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> _Launch:
+        missing = [name.upper() for name in cls._fields if name.upper() not in environ]
+        if missing:
+            raise _NotPlacedError(f"{missing[0]} is not set: start the processes with torchrun, or set what it sets")
+        return cls(*(int(environ[name.upper()]) for name in cls._fields))
+
+    @property
+    def counts_node_by_node(self) -> bool:
+        """Whether every node has as many processes, as far as this one can tell, numbered one node after the other."""
+        full = self.group_world_size * self.local_world_size == self.world_size
+        return full and self.group_rank * self.local_world_size + self.local_rank == self.rank
+
+
+def _placement(args: Namespace, config: EvenPipeConfig, environ: Mapping[str, str]) -> Placement:
+    _refuse(args, config)
+    launch = _Launch.of(environ)
+    if not launch.counts_node_by_node:
+        raise _NotPlacedError(
+            f"WORLD_SIZE {launch.world_size} is not {launch.group_world_size} nodes of {launch.local_world_size}, "
+            "numbered one after the other: start as many processes, --nproc-per-node, on every node"
+        )
+    stages, per_node = args.pipeline_model_parallel_size, launch.local_world_size
+    talking, tensor = _talking(args), args.tensor_model_parallel_size
+    if launch.world_size % (stages * talking):
+        raise _NotPlacedError(
+            f"WORLD_SIZE {launch.world_size} is not --pipeline-model-parallel-size {stages} times whole groups of "
+            f"{talking} tensor-, context- and expert-parallel ranks: choose other sizes"
+        )
+    # Asked for, pairs come before context- and expert-parallel ranks; nobody is to be surprised by that.
+    for group in (talking, tensor) if config.pair_adjacent else (talking,):
+        if launch.group_world_size == 1 or (per_node % group == 0 and per_node >= 2 * group):
+            return place(stages, group, launch.world_size // (stages * group), per_node)
+    if config.pair_adjacent or talking == tensor:
+        raise _NotPlacedError(
+            f"a node of {per_node} processes does not hold two whole groups of --tensor-model-parallel-size {tensor}"
+        )
+    raise _NotPlacedError(
+        f"a node of {per_node} processes does not hold two whole groups of {talking} tensor-, context- and expert-"
+        f"parallel ranks; {flag('pair_adjacent')} spreads such groups over nodes"
+    )
+
+
+def _refuse(args: Namespace, config: EvenPipeConfig) -> None:
+    """Raise for what does not go together with placed ranks, whatever the sizes."""
+    if not config.bpipe:
+        raise _NotPlacedError(f"without {flag('bpipe')} there are no pairs: add it, or leave this out")
+    if config.pair_adjacent is False:
+        raise _NotPlacedError(f"{flag('pair_adjacent').replace('--', '--no-')} is given")
+    if args.use_tp_pp_dp_mapping:
+        raise _NotPlacedError("--use-tp-pp-dp-mapping numbers ranks in an order of its own: leave one of them out")
+    if args.async_save and args.use_persistent_ckpt_worker:
+        # The worker synchronises the device rank % device_count before it writes what it copied from another one.
+        raise _NotPlacedError(
+            "--use-persistent-ckpt-worker takes a rank for the number of a GPU, and would write unfinished copies: "
+            "leave one of them out"
+        )
+    if dist.is_initialized():
+        raise _NotPlacedError("torch.distributed has been started before Megatron's arguments are known")
+
+
+def _talking(args: Namespace) -> int:
+    """How many ranks, consecutive in Megatron's order, exchange something in every layer: best left on one node."""
+    dense = args.tensor_model_parallel_size * args.context_parallel_size * getattr(args, "gtp_weight_remat_size", 1)
+    if args.num_experts is None:
+        return int(dense)
+    expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    experts = expert_tensor * args.expert_model_parallel_size * getattr(args, "expert_gtp_weight_remat_size", 1)
+    return lcm(dense, experts)
