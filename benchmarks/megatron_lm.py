@@ -1,9 +1,9 @@
 """What EvenPipe's flags cost an unmodified pretrain_gpt.py of Megatron-LM: at its start, and in every iteration.
 
 Measured: seconds from the launch of torchrun to the first line in the log, that of iteration 10, and the time of an
-iteration as the following lines give it, each for ten of them. On: a small GPT on CPU over gloo, one process for each of
-its (by default two) stages, from the checkout that MEGATRON_LM names. Jobs with and without EvenPipe's flags take turns;
-each time their order is reversed.
+iteration as the following lines give it, each for ten. On: a small GPT on CPU over gloo, one process for each of
+its (by default two) stages, from the checkout that MEGATRON_LM names. Jobs with and without EvenPipe's flags take
+turns; each time their order is reversed.
 
     stock        no flag of EvenPipe
     evenpipe     --evenpipe-schedule 1f1b
@@ -56,7 +56,7 @@ def job(checkout: Path, shape: dict[str, int], flags: tuple[str, ...]) -> Job:
         *("--max-position-embeddings", str(shape["seq_length"]), "--micro-batch-size", "1", "--global-batch-size", "8"),
         *("--train-iters", str(shape["iterations"]), "--lr", "1e-3", "--lr-decay-style", "constant"),
         *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "512", "--num-workers", "0"),
-        *("--log-interval", str(LOG_INTERVAL), "--eval-iters", "0", *flags),
+        *("--log-interval", str(LOG_INTERVAL), "--eval-iters", "0", "--eval-interval", "1000", *flags),
     ]
     path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
