@@ -91,6 +91,8 @@ PARTIAL = {
 SHARDED = {"use_distributed_optimizer": True, "overlap_param_gather": True}
 GATHERED = {**SHARDED, "overlap_grad_reduce": True, "bucket_size": 500}
 REDUCED = {"overlap_grad_reduce": True, "bucket_size": 500}
+FUSED = {"gradient_accumulation_fusion": True}
+MEASURED = ("megatron", "measured")
 # Parameters are gathered ahead from the second batch on.
 SEVERAL = (Call(micro_batches=4), Call(), EVALUATION, Call(micro_batches=4))
 
@@ -141,6 +143,16 @@ CASES = {
     "interleaved, distributed optimizer": Case(
         PP2_V3, SEVERAL, ddp=GATHERED, optimizer=SHARDED, synchronise=("no_sync", "grad_sync", "param_sync")
     ),
+    "fused gradients": Case(config=FUSED, ddp=REDUCED, synchronise=("no_sync",), bf16=True),
+    "fused gradients, distributed optimizer": Case(
+        PP2,
+        SEVERAL,
+        config=FUSED,
+        ddp=GATHERED,
+        optimizer=SHARDED,
+        synchronise=("no_sync", "grad_sync", "param_sync"),
+        engines=MEASURED,
+    ),
     "sequence parallel": Case(TP2_PP2, config={"sequence_parallel": True}),
 }
 OTHER_LENGTH = Case(calls=(Call(), Call(sequence=12)))
@@ -156,7 +168,7 @@ def chosen_by(engine: str) -> Iterator[Callable[..., Any]]:
     if engine == "megatron":
         yield pipeline_parallel.get_forward_backward_func
         return
-    schedule = PipelineSchedule(bpipe=engine == "bpipe")
+    schedule = PipelineSchedule(bpipe=engine == "bpipe", measure=engine == "measured")
     patches = in_place_of_megatron(schedule)
     patches.apply()
     try:
@@ -241,6 +253,9 @@ def main() -> None:
     import torch.multiprocessing as mp
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks for it where tensors are sharded
+    import fused_kernel
+
+    fused_kernel.install()
     import tiny_pipeline  # noqa: F401
 
     import evenpipe.megatron.schedule  # noqa: F401

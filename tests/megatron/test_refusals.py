@@ -10,6 +10,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from evenpipe.megatron.refusals import refuse_unsupported
+from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
 from evenpipe.megatron.supported import installed_release
 
 PLAIN = SimpleNamespace(ddp_config=SimpleNamespace(overlap_grad_reduce=False))
@@ -76,8 +77,7 @@ def test_interleaving_is_refused_in_groups_other_than_the_pipeline() -> None:
     refuse_unsupported(config(microbatch_group_size_per_vp_stage=8), False, [PLAIN], False)
 
 
-def test_fused_gradients_are_refused_only_where_they_are_reduced_early_and_recorded() -> None:
-    """Autograd hands recorded weights back without `grad_added_to_main_grad`, which DDP's reduction then misses."""
+def test_fused_gradients_that_are_reduced_early_are_recorded_only_with_the_patch() -> None:
     fused, early = (
         config(gradient_accumulation_fusion=True),
         SimpleNamespace(ddp_config=SimpleNamespace(overlap_grad_reduce=True)),
@@ -85,10 +85,14 @@ def test_fused_gradients_are_refused_only_where_they_are_reduced_early_and_recor
     for model, records in (([PLAIN], True), ([early], False)):
         refuse_unsupported(fused, False, model, records)
     refuse_unsupported(config(), False, [early], True)
-    with pytest.raises(
-        ValueError, match=r"^gradient_accumulation_fusion with overlap_grad_reduce .*: turn one of them"
-    ):
+    with pytest.raises(ValueError, match=r"^gradient_accumulation_fusion with overlap_grad_reduce .*: apply in_place"):
         refuse_unsupported(fused, True, [early], True)
+    patches = in_place_of_megatron(PipelineSchedule())
+    patches.apply()
+    try:
+        refuse_unsupported(fused, True, [early], True)
+    finally:
+        patches.revert()
 
 
 def test_experts_of_one_capacity_go_with_bpipe() -> None:

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-__all__ = ["Refusal", "refuse_unsupported", "refused_settings"]
+from evenpipe.megatron.fusion import knows_parameters
+
+__all__ = ["Refusal", "recordable", "refuse_unsupported", "refused_settings"]
 
 
 class Refusal(NamedTuple):
@@ -77,6 +79,12 @@ def refused_settings(settings: Any, bpipe: bool) -> Iterator[Refusal]:
         )
 
 
+def recordable(settings: Any, overlap_grad_reduce: bool) -> bool:
+    """Whether what autograd saves can be recorded under `settings`, Megatron's configuration or arguments."""
+    # The reduction takes a fused gradient for missing, if its function did not get the parameter itself back.
+    return knows_parameters() or not (overlap_grad_reduce and settings.gradient_accumulation_fusion)
+
+
 def refuse_unsupported(config: Any, bpipe: bool, model: Sequence[Any], records: bool) -> None:
     """Raise ValueError with one line that names the setting, why it does not go together, and what to do.
 
@@ -85,10 +93,8 @@ def refuse_unsupported(config: Any, bpipe: bool, model: Sequence[Any], records: 
     for setting, value, reason, remedy in refused_settings(config, bpipe):
         raise ValueError(f"{setting}{value} {reason}: {remedy}")
     overlaps = any(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False) for chunk in model)
-    if records and overlaps and config.gradient_accumulation_fusion:
-        # Autograd hands a recorded weight back without the attributes by which the fused kernel tells that it has
-        # added its gradient, and the reduction then takes the gradient for missing.
+    if records and not recordable(config, overlaps):
         raise ValueError(
-            "gradient_accumulation_fusion with overlap_grad_reduce cannot be recorded: turn one of them off, or "
-            "BPipe and measure"
+            "gradient_accumulation_fusion with overlap_grad_reduce is recorded under EvenPipe's patches only: apply "
+            "in_place_of_megatron(schedule), or turn one of them off"
         )

@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
+from evenpipe.megatron.fusion import parameters_themselves
 from evenpipe.megatron.process_groups import process_groups
 from evenpipe.megatron.refusals import refuse_unsupported
 from evenpipe.megatron.stage import Batch, MegatronStage
@@ -178,7 +179,7 @@ class PipelineSchedule:
 
 
 def in_place_of_megatron(schedule: PipelineSchedule) -> PatchSet:
-    """The patch under which `get_forward_backward_func` returns `schedule` wherever it would return a pipelined one."""
+    """The patches under which `get_forward_backward_func` returns `schedule` where it would return a pipelined one."""
     target = f"{SCHEDULES}:get_forward_backward_func"
     patch = Patch(
         name="schedule",
@@ -190,7 +191,8 @@ def in_place_of_megatron(schedule: PipelineSchedule) -> PatchSet:
         rebinds=True,
     )
     called = [symbol for symbol in installed_release().signatures if symbol != target]
-    return PatchSet("schedule", [patch], [Expectation(symbol, MEGATRON_CORE, recorded(symbol)) for symbol in called])
+    expectations = [Expectation(symbol, MEGATRON_CORE, recorded(symbol)) for symbol in called]
+    return PatchSet("schedule", [patch, parameters_themselves()], expectations)
 
 
 def _choosing(original: Callable[..., Any], schedule: PipelineSchedule) -> Callable[..., Any]:

@@ -1,0 +1,140 @@
+"""Megatron's fused linear layers tell the parameter that its gradient is in `main_grad`, recorded or not."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("megatron.core")
+
+sys.path.insert(0, str(Path(__file__).parent))
+import fused_kernel
+
+from evenpipe.megatron.fusion import knows_parameters, parameters_themselves
+from evenpipe.runtime.store import ActivationStore
+from evenpipe.upstream import PatchSet
+
+ONE = SimpleNamespace(size=lambda: 1)
+
+
+@pytest.fixture
+def patched() -> Iterator[PatchSet]:
+    patches = PatchSet("fusion", [parameters_themselves()])
+    patches.apply()
+    yield patches
+    patches.revert()
+
+
+@pytest.fixture
+def fused_linear(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor, nn.Parameter], Tensor]:
+    """Megatron's fused linear layer, on one process."""
+    from megatron.core.tensor_parallel import layers
+
+    fused_kernel.install()
+    monkeypatch.setattr(layers, fused_kernel.NAME, sys.modules[fused_kernel.NAME], raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+
+    def linear(x: Tensor, weight: nn.Parameter) -> Tensor:
+        function = layers.LinearWithGradAccumulationAndAsyncCommunication
+        extra = (1,) if "gtp_remat_size" in function.forward.__code__.co_varnames else ()
+        out: Tensor = function.apply(x, weight, None, True, False, False, None, None, ONE, *extra)
+        return out
+
+    return linear
+
+
+class Sees(torch.autograd.Function):
+    """Keeps what its backward finds in `saved_tensors` under `found`."""
+
+    found: tuple[Any, ...] = ()
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors, None)
+        return torch.stack([tensor.sum() for tensor in tensors]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        Sees.found = ctx.saved_tensors
+        return tuple(torch.ones(2) * gradient for _ in ctx.saved_tensors[:-1])
+
+
+def weight_of_ddp() -> nn.Parameter:
+    """A weight (3, 4) with what Megatron's data-parallel wrapper puts on it."""
+    weight = nn.Parameter(torch.randn(3, 4))
+    weight.main_grad = torch.zeros(3, 4)  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    return weight
+
+
+def recorded(*tensors: Tensor, parameters: tuple[Tensor, ...] = ()) -> None:
+    """What `Sees` finds of `tensors`, if its forward was recorded."""
+    with ActivationStore(parameters).recording(0):
+        y = Sees.apply(*tensors)
+    y.backward()
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_fused_gradient_is_announced_and_has_a_placeholder(fused_linear: Callable[..., Tensor]) -> None:
+    """Without the placeholder, no stream waits for the kernel before the reduction that the parameter's hook starts."""
+    weight, x = weight_of_ddp(), torch.randn(5, 2, 4)
+    seen: list[tuple[bool, bool]] = []
+    accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    accumulator.register_hook(lambda *_: seen.append((weight.grad is not None, weight.grad_added_to_main_grad)))
+    with ActivationStore([weight]).recording(0):
+        y = fused_linear(x, weight)
+    y.sum().backward()
+    assert seen == [(True, True)]
+    assert torch.allclose(weight.main_grad, x.sum((0, 1)).expand(3, 4))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_tied_weight_gets_a_placeholder_of_zeros(fused_linear: Callable[..., Tensor]) -> None:
+    """Its other use gives a real gradient, to which autograd adds the placeholder."""
+    weight = weight_of_ddp()
+    weight.zero_out_wgrad = True  # type: ignore[attr-defined]
+    with ActivationStore([weight]).recording(0):
+        y = fused_linear(torch.randn(5, 2, 4), weight).sum() + nn.functional.embedding(torch.tensor([1]), weight).sum()
+    y.backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.tensor([[0.0], [1.0], [0.0]]).expand(3, 4))
+    assert weight.grad_added_to_main_grad
+
+
+@pytest.mark.usefixtures("patched")
+def test_parameters_come_back_themselves_and_nothing_else_does() -> None:
+    class Marked(Tensor):
+        """As FP8 parameters, whose type hooks return changed or not."""
+
+    plain, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
+    marked = nn.Parameter(torch.ones(2).as_subclass(Marked))
+    received = torch.ones(2, requires_grad=True)
+    computed = received * 2
+    recorded(plain, plain, frozen, marked, received, computed, parameters=(plain, frozen, marked))
+    assert all(a is b for a, b in zip(Sees.found, (plain, plain, frozen, marked), strict=False))
+    assert Sees.found[4] is not received
+    assert torch.equal(Sees.found[4], received)
+    assert torch.equal(Sees.found[5], computed)
+    assert Sees.found[6] is None
+
+
+@pytest.mark.usefixtures("patched")
+def test_what_was_not_recorded_is_as_ever() -> None:
+    plain, received = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    Sees.apply(plain, received).backward()
+    assert Sees.found[0] is plain
+    assert Sees.found[1] is received
+
+
+def test_the_patch_can_be_taken_off(patched: PatchSet) -> None:
+    assert knows_parameters()
+    patched.revert()
+    assert not knows_parameters()
+    parameter = nn.Parameter(torch.ones(2))
+    recorded(parameter, parameters=(parameter,))
+    assert Sees.found[0] is not parameter
