@@ -5,8 +5,10 @@ Arguments: a folder (cases.json in, rank-<rank>.json out). A script of its own, 
 
 import json
 import sys
+import time
 import traceback
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -14,8 +16,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from evenpipe.runtime.connections import connect
+from evenpipe.runtime.channel import Channel, Transfer
+from evenpipe.runtime.connections import Connections, connect
 from evenpipe.runtime.executor import Executor
+from evenpipe.runtime.figures import StageFigures, per_stage
+from evenpipe.runtime.gather import gather_text
 from evenpipe.runtime.stage import ModuleStage
 from evenpipe.schedule import Schedule, lower, verify
 
@@ -43,6 +48,46 @@ def loss(micro_batch: int, output: Tensor) -> Tensor:
     return (output - 0.1 * micro_batch).square().mean()
 
 
+class SlowTransfer(Transfer):
+    """Takes `ms` from its start, at least."""
+
+    __slots__ = ("_arrives",)
+
+    def __init__(self, transfer: Transfer, ms: float) -> None:
+        super().__init__([transfer], [])
+        self._arrives = time.monotonic() + ms / 1e3
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._arrives - time.monotonic()))
+        super().wait()
+
+
+class SlowChannel:
+    """`channel`, at the end of a link on which a message takes `ms`."""
+
+    def __init__(self, channel: Channel, ms: float) -> None:
+        self._channel = channel
+        self._ms = ms
+
+    def send(self, tensors: Sequence[Tensor]) -> Transfer:
+        return SlowTransfer(self._channel.send(tensors), self._ms)
+
+    def receive(self, buffers: Sequence[Tensor]) -> Transfer:
+        return SlowTransfer(self._channel.receive(buffers), self._ms)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def slowed(connections: Connections, kinds: Sequence[str], ms: float) -> Connections:
+    """`connections` with slow links of these kinds."""
+    channels = {
+        link: SlowChannel(channel, ms) if link.kind in kinds else channel
+        for link, channel in connections.channels.items()
+    }
+    return replace(connections, channels=channels)
+
+
 def gradients(module: torch.nn.Module) -> list[str]:
     return [parameter.grad.numpy().tobytes().hex() for parameter in module.parameters()]
 
@@ -62,19 +107,22 @@ def reference(places: int, micro_batches: int, saves_output: bool) -> tuple[list
 
 
 def carry_out(case: dict, rank: int) -> dict:
-    """Run a schedule for `batches` batches; this rank's losses, gradients and memory after each."""
+    """Run a schedule once for each of `measure`; this rank's losses, gradients, memory and waits after each."""
     schedule = verify(Schedule.parse(case["rows"], bound=case["bound"]))
     stages, chunks = schedule.stages, schedule.chunks
     connections = connect(range(stages), chunks > 1, any(schedule.evictions), "gloo", torch.device("cpu"))
+    connections = slowed(connections, case["slow"], case["ms"])
     modules = [chunk_module(chunk * stages + rank, case["saves_output"]) for chunk in range(chunks)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
     executor = Executor(rank, connections, torch.device("cpu"), parameters)
     program = lower(schedule)
     batches = []
-    for _ in range(case["batches"]):
+    for measure in case["measure"]:
         for parameter in parameters:
             parameter.grad = None
         executor.counter.reset_peak()
+        executor.measure = measure
+        start = time.monotonic()
         stage = ModuleStage(modules, torch.empty(ROWS, WIDTH), sample, loss, rank == stages - 1)
         executor.run(program, stage)
         memory = executor.counter.snapshot()
@@ -83,6 +131,8 @@ def carry_out(case: dict, rank: int) -> dict:
                 "losses": [stage.losses[i].item().hex() for i in sorted(stage.losses)],
                 "gradients": [gradients(module) for module in modules],
                 "memory": asdict(memory),
+                "ms": (time.monotonic() - start) * 1e3,
+                "exposed_ms": executor.exposed.total_ms(),
                 "leftover": [str(key) for key in executor.store.leftover()],
                 "pool_bytes": executor.pool.allocated_bytes,
                 "pool_addresses": sorted(slot.buffer.data_ptr() for slot in executor.pool._free),
@@ -90,6 +140,12 @@ def carry_out(case: dict, rank: int) -> dict:
         )
     connections.close()
     return {"batches": batches}
+
+
+def maxima(rank: int) -> list[StageFigures]:
+    """Two ranks a stage, each with the larger of some figures."""
+    mine = StageFigures(rank, 2**50 + rank, 100 - rank, rank / 8)
+    return list(per_stage(mine, rank % 4, 4, torch.device("cpu")))
 
 
 def work(rank: int, folder: Path) -> None:
@@ -104,6 +160,8 @@ def work(rank: int, folder: Path) -> None:
             except Exception:
                 results[name] = {"error": traceback.format_exc()}
         dist.barrier()
+    results["maxima"] = maxima(rank)
+    results["texts"] = [gather_text(f"{word} of {rank}") for word in ("first", "second")]
     (folder / f"rank-{rank}.json").write_text(json.dumps(results))
 
 

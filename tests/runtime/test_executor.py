@@ -62,6 +62,15 @@ def accepted_edits(count: int) -> dict[str, Schedule]:
 SAVES_OUTPUT = "1f1b p=4 m=8 bpipe, each stage saving what it sends"
 CASES = {**SCHEDULES, SAVES_OUTPUT: build("1f1b", 4, 8, bpipe=True), **accepted_edits(12)}
 
+NOW_AND_THEN = (True, False, True)
+SLOW_MS = 60.0
+WATCHED = {
+    "measured now and then": (build("1f1b", 4, 8), {"measure": NOW_AND_THEN}),
+    "measured now and then, bpipe": (build("1f1b", 4, 8, bpipe=True), {"measure": NOW_AND_THEN}),
+    "slow pairs": (build("1f1b", 4, 8, bpipe=True), {"slow": ["evict", "load"], "ms": SLOW_MS}),
+    "slow neighbours": (build("1f1b", 4, 8), {"slow": ["forward", "backward"], "ms": SLOW_MS / 10}),
+}
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
@@ -71,10 +80,13 @@ def outcomes(tmp_path_factory):
         name: {
             "rows": str(schedule).splitlines(),
             "bound": schedule.bound,
-            "batches": 3,
+            "measure": (True, True, True),
             "saves_output": name == SAVES_OUTPUT,
+            "slow": [],
+            "ms": 0.0,
+            **settings,
         }
-        for name, schedule in CASES.items()
+        for name, (schedule, settings) in ({name: (schedule, {}) for name, schedule in CASES.items()} | WATCHED).items()
     }
     (folder / "cases.json").write_text(json.dumps(cases))
     run = subprocess.run([sys.executable, SCRIPT, folder], timeout=240, capture_output=True, text=True)
@@ -130,6 +142,45 @@ def test_peak_bytes_are_peak_micro_batches_times_their_size(name, outcomes):
     per_micro_batch = batches_of(outcomes, "1f1b p=4 m=8 v=1")[1][0]["memory"]["peak_bytes"] / 3
     for stage, batches in enumerate(batches_of(outcomes, name)[:-1]):
         assert batches[-1]["memory"]["peak_bytes"] == SCHEDULES[name].peak_live[stage] * per_micro_batch
+
+
+@pytest.mark.parametrize("name", ["measured now and then", "measured now and then, bpipe"])
+def test_measuring_is_switched_from_batch_to_batch(name, outcomes):
+    """What one batch records is gone before the next; a measured batch has the figures of any other."""
+    schedule, _ = WATCHED[name]
+    for stage, (first, second, third) in enumerate(batches_of(outcomes, name)):
+        assert first["memory"] == third["memory"]
+        assert first["memory"]["peak_units"] == schedule.peak_live[stage]
+        for batch in (first, second, third):
+            assert batch["leftover"] == []
+            assert batch["memory"]["own_bytes"] == batch["memory"]["own_units"] == 0
+        if not schedule.evictions[stage] and not any(schedule.evictions):
+            assert second["memory"]["peak_bytes"] == second["memory"]["peak_units"] == 0
+        assert second["exposed_ms"] == first["exposed_ms"]  # of the last batch that was measured
+
+
+def test_waits_for_the_partner_are_told_and_no_others(outcomes):
+    """Each message of a pair takes longer than all the compute beside it, so the trading stages stand still."""
+    schedule, _ = WATCHED["slow pairs"]
+    for stage, batches in enumerate(batches_of(outcomes, "slow pairs")):
+        trades = bool(schedule.evictions[stage] or schedule.evictions[3 - stage])
+        for batch in batches:
+            if trades:
+                assert SLOW_MS * 0.8 < batch["exposed_ms"] < batch["ms"]
+            else:
+                assert batch["exposed_ms"] == 0
+    for batches in batches_of(outcomes, "slow neighbours"):
+        assert all(batch["ms"] > SLOW_MS / 10 and batch["exposed_ms"] == 0 for batch in batches)
+
+
+def test_figures_of_a_stage_are_the_largest_of_its_processes(outcomes):
+    largest = [[4 + stage, 2**50 + 4 + stage, 100 - stage, (4 + stage) / 8] for stage in range(4)]
+    assert [outcome["maxima"] for outcome in outcomes] == [largest] * 8
+
+
+def test_texts_arrive_in_order_of_rank(outcomes):
+    everybodys = [[f"{word} of {rank}" for rank in range(8)] for word in ("first", "second")]
+    assert [outcome["texts"] for outcome in outcomes] == [everybodys] + [[None, None]] * 7
 
 
 def test_after_a_failure_no_other_batch_is_carried_out():

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from evenpipe.runtime.channel import Transfer
+from evenpipe.runtime.clock import Clock, clock_for
 from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.layout import Layouts
 from evenpipe.runtime.pool import Slot, SlotPool, aligned_bytes
 from evenpipe.runtime.stage import Stage
+from evenpipe.runtime.stopwatch import Stopwatch
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import ACCEPT, BACKWARD, EVICT, FORWARD, LOAD, RETURN, Action, Kind, Message, Program, Step, Unit
 
 __all__ = ["Executor", "Observer"]
 
 
-class Observer(Protocol):
-    """Is told when compute starts and ends, when a transfer is under way and when it has been waited for."""
+class Observer:
+    """Is told what a stage does, and takes no notice: to be overridden."""
 
-    def started(self, action: Action) -> None: ...
-    def ended(self, action: Action) -> None: ...
+    def batch_started(self, clock: Clock) -> None:
+        """Nothing of the batch is under way yet. `clock` times this stage's compute."""
 
-
-class _Nobody:
     def started(self, action: Action) -> None:
-        pass
+        """Compute starts, or a transfer is under way."""
 
     def ended(self, action: Action) -> None:
-        pass
+        """Compute has ended, or a transfer has been waited for."""
+
+    def batch_ended(self) -> None:
+        """Nothing of the batch is under way any more. Not said of a batch that failed."""
 
 
 class Executor:
@@ -40,7 +42,8 @@ class Executor:
 
     Holds what outlives a batch: the connections, the acceptor's pool, the layout of evicted micro-batches and the
     memory counter. `parameters` are left out of what is saved and counted. Without `measure`, own activations are
-    recorded (some 2 µs a saved tensor) on evicting stages only, and the counter knows of nothing else.
+    recorded (some 2 µs a saved tensor) on evicting stages only, and the counter knows of nothing else. `exposed` has
+    how long compute waited for evictions and loads, on either side, in the last batch that was measured.
     """
 
     def __init__(
@@ -59,8 +62,10 @@ class Executor:
         self.store = ActivationStore(parameters, self.counter, device)
         self.pool = SlotPool(device, self.counter)
         self.layouts = Layouts(connections.layouts) if connections.layouts is not None else None
-        self.observer: Observer = observer if observer is not None else _Nobody()
+        self.observer = observer if observer is not None else Observer()
         self.measure = measure
+        self.clock = clock_for(device)
+        self.exposed = Stopwatch(self.clock)
         self._broken = False
 
     def run(self, program: Program, stage: Stage) -> None:
@@ -71,6 +76,9 @@ class Executor:
         if self._broken:
             raise RuntimeError(f"stage {self.stage_index} failed in an earlier batch: start the processes anew")
         self._broken = True
+        self.observer.batch_started(self.clock)
+        if self.measure:
+            self.exposed.restart()
         batch = _Batch(self, program, stage)
         for step in program.steps[self.stage_index]:
             batch.take(step)
@@ -78,6 +86,7 @@ class Executor:
             batch.complete(message)
         if self.pool.in_use:
             raise RuntimeError(f"stage {self.stage_index} still holds {self.pool.in_use} accepted micro-batches")
+        self.observer.batch_ended()
         self._broken = False
 
 
@@ -94,6 +103,7 @@ class _Batch:
         self.actions: dict[Message, Action] = {}
         self.received: dict[Message, list[Tensor]] = {}
         self.slots: dict[Unit, Slot] = {}
+        self.wait_exposed: Callable[[Transfer], None] = executor.exposed.wait if executor.measure else Transfer.wait
         self.start_transfer = {EVICT: self.evict, LOAD: self.load, ACCEPT: self.accept, RETURN: self.give_back}
 
     def take(self, step: Step) -> None:
@@ -140,10 +150,12 @@ class _Batch:
 
     def complete(self, message: Message) -> None:
         """Wait for `message`, and let go of what has left this stage with it."""
-        self.under_way.pop(message).wait()
+        transfer = self.under_way.pop(message)
         action = self.actions.pop(message, None)
         if action is None:
+            transfer.wait()
             return
+        self.wait_exposed(transfer)
         if action.kind == EVICT:
             self.executor.store.release(action.unit)
         elif action.kind == RETURN:

@@ -13,6 +13,7 @@ from evenpipe.megatron.trainer.follow import Follower, reporting_to
 from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.megatron.trainer.recorder import Recorder
 from evenpipe.runtime.counters import MemoryCounter
+from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import FORWARD, Action
 from evenpipe.upstream import PatchSet
 
@@ -50,7 +51,7 @@ def engine_for(
             yield follower
 
 
-class _EvenPipe:
+class _EvenPipe(Observer):
     """EvenPipe's schedule function; the observer of its executor."""
 
     def __init__(self, options: TrainOptions, recorder: Recorder) -> None:

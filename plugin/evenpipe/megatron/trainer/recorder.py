@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 from evenpipe.megatron.trainer.whereabouts import Whereabouts
+from evenpipe.runtime.clock import HostClock
+from evenpipe.runtime.spans import SpanRecorder
 from evenpipe.schedule import Action
 from evenpipe.simulate import Span
 
@@ -20,14 +20,13 @@ class Recorder:
 
     def __init__(self, whereabouts: Whereabouts) -> None:
         self._whereabouts = whereabouts
-        self._spans: list[Span] = []
-        self._started: dict[Action, float] = {}
+        self._recorder = SpanRecorder(HostClock())
         self._unit_bytes: dict[int, int] = {}
 
     @property
     def spans(self) -> tuple[Span, ...]:
         """What has ended in this batch, in the order of the ends; milliseconds."""
-        return tuple(self._spans)
+        return tuple(Span(*span) for span in self._recorder.since(0.0))
 
     @property
     def unit_bytes(self) -> tuple[int, ...]:
@@ -36,16 +35,16 @@ class Recorder:
 
     def start_batch(self) -> None:
         """Forget the batch before."""
-        self._spans.clear()
+        self._recorder.clear()
 
     def started(self, action: Action) -> None:
         """`action` starts. Raises RuntimeError where a failure is to be rehearsed."""
         self._whereabouts.act(action)
-        self._started[action] = time.monotonic() * 1e3
+        self._recorder.started(action)
 
     def ended(self, action: Action) -> None:
         """`action` has ended; a transfer, when its completion has been waited for."""
-        self._spans.append(Span(action, self._started.pop(action), time.monotonic() * 1e3))
+        self._recorder.ended(action)
 
     def saved(self, action: Action, nbytes: int) -> None:
         """The forward `action` has saved `nbytes` for its backward."""
