@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.report import write_atomically
+from evenpipe.report import check_writable, write_atomically
 
 
 @pytest.mark.parametrize(("content", "written"), [("h\u00e9", "h\u00e9".encode()), (b"\x00\xff", b"\x00\xff")])
@@ -52,3 +52,18 @@ def test_a_link_is_written_through(tmp_path: Path) -> None:
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="missing"):
         write_atomically(tmp_path / "missing" / "file", "x")
+
+
+def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
+    assert check_writable(tmp_path / "file") is None
+    assert check_writable(tmp_path) == "is a folder: name a file in it"
+    missing = tmp_path / "missing"
+    assert check_writable(missing / "file") == f"there is no folder {missing}: make it, or name another"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that nobody can write to")
+def test_a_folder_that_takes_no_files() -> None:
+    line = check_writable(Path("/proc/self/file"))
+    assert line is not None
+    assert line.startswith(f"nothing can be written to the folder /proc/{os.getpid()} (")

@@ -66,3 +66,12 @@ def test_slices_of_one_thread_never_overlap() -> None:
     for events in threads.values():
         for before, after in pairwise(sorted(events, key=lambda event: event["ts"])):
             assert before["ts"] + before["dur"] <= after["ts"]
+
+
+def test_rows_have_the_names_that_the_timeline_gives_them() -> None:
+    trace = perfetto_trace(Timeline("", ((), ()), ("stage 0 (rank 7)", "stage 0 (rank 3)")))
+    processes = [event for event in trace["traceEvents"] if event["name"] == "process_name"]
+    assert [(event["pid"], event["args"]["name"]) for event in processes] == [
+        (0, "stage 0 (rank 7)"),
+        (1, "stage 0 (rank 3)"),
+    ]

@@ -11,15 +11,23 @@ __all__ = ["StageMemory", "Timeline"]
 
 @dataclass(frozen=True)
 class Timeline:
-    """One batch in time: per stage, the span of each of its actions, in milliseconds from a common start."""
+    """One batch in time: per stage, the span of each of its actions, in milliseconds from a common start.
+
+    With `names`, one for each row, a trace has rows of other things than the stages of one pipeline.
+    """
 
     title: str
     stages: tuple[tuple[Span, ...], ...]
+    names: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, simulation: Simulation, title: str) -> Timeline:
         """A simulation's timeline."""
         return cls(title, simulation.timeline)
+
+    def name(self, row: int) -> str:
+        """What a row is called."""
+        return f"stage {row}" if self.names is None else self.names[row]
 
     @property
     def duration_ms(self) -> float:

@@ -19,11 +19,11 @@ def perfetto_trace(timeline: Timeline) -> dict[str, Any]:
     """The JSON document ``evenpipe.trace/1``: a process a stage, with a compute thread and one for its transfers.
 
     Transfers of a stage that overlap get further threads: slices of one thread have to nest. Times are microseconds,
-    names are the schedule notation.
+    names of slices are the schedule notation, names of processes those of the timeline's rows.
     """
     events: list[dict[str, Any]] = []
     for stage, spans in enumerate(timeline.stages):
-        events.append(_metadata("process_name", stage, name=f"stage {stage}"))
+        events.append(_metadata("process_name", stage, name=timeline.name(stage)))
         events.append(_metadata("process_sort_index", stage, sort_index=stage))
         threads = {_COMPUTE_THREAD: "compute"}
         compute = [(_COMPUTE_THREAD, span) for span in spans if span.action.kind in COMPUTE]
