@@ -30,4 +30,6 @@ def make_bert_data(folder: Path) -> list[str]:
         *("--vocab-file", str(vocabulary)),
         *("--tokenizer-type", "BertWordPieceLowerCase"),
         *("--split", "90,8,2"),
+        # A short sample can have no masked token, and then its loss is 0 / 0.
+        *("--short-seq-prob", "0"),
     ]
