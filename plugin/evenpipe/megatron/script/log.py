@@ -1,0 +1,122 @@
+"""Megatron's log, TensorBoard and Weights & Biases gain what each stage held, moved and waited for."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from megatron.core import parallel_state
+
+from evenpipe.megatron.schedule import PipelineSchedule
+from evenpipe.megatron.training_supported import MEGATRON_LM, TRAINING
+from evenpipe.runtime.figures import StageFigures, per_stage
+from evenpipe.upstream import Patch, PatchSet
+
+__all__ = ["TrainingLog", "log_line"]
+
+_TRAINING_LOG = "megatron.training.training:training_log"
+_MIB = 1 << 20
+
+
+class _Column(NamedTuple):
+    """A figure in the log: its name there and in TensorBoard, decimals, and its value in the unit that these name."""
+
+    title: str
+    tag: str
+    decimals: int
+    value: Callable[[StageFigures], float]
+
+
+_COLUMNS = (
+    _Column("peak live", "peak-live", 0, lambda figures: figures.peak_live),
+    _Column("peak saved MiB", "peak-saved-MiB", 1, lambda figures: figures.peak_bytes / _MIB),
+    _Column("evicted MiB", "evicted-MiB", 1, lambda figures: figures.evicted_bytes / _MIB),
+    _Column("transfers exposed ms", "transfers-exposed-ms", 1, lambda figures: figures.exposed_ms),
+)
+
+
+class TrainingLog:
+    """Measures the iterations that Megatron logs, and those only: the others pay nothing.
+
+    `args` are Megatron's. Make it before the first batch, and apply what it patches::
+
+        TrainingLog(schedule, args).patches().apply()
+
+    `schedule.measure` is the log's from then on. An iteration that is logged right after one that Megatron was told to
+    skip has not been measured, and gets no line.
+    """
+
+    def __init__(self, schedule: PipelineSchedule, args: Namespace) -> None:
+        self._schedule = schedule
+        self._args = args
+        # Some releases log the first iteration of a run, whatever its number, which is not known before it ends.
+        schedule.measure = True
+
+    def patches(self) -> PatchSet:
+        """The patch of Megatron's `training_log`, which is called after every iteration that was not skipped."""
+        patch = Patch(
+            name="log",
+            targets=(_TRAINING_LOG,),
+            distribution=MEGATRON_LM,
+            versions=TRAINING[_TRAINING_LOG],
+            replacement=self._followed_by_ours,
+            reason="Megatron's log and its writers take no figures from outside of the function",
+            rebinds=True,
+        )
+        return PatchSet("log", [patch])
+
+    def _followed_by_ours(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def training_log(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            given = signature.bind(*args, **kwargs).arguments
+            self._iteration_ended(given["iteration"], given.get("is_first_iteration", False))
+            return result
+
+        return training_log
+
+    def _iteration_ended(self, iteration: int, is_first: bool) -> None:
+        executor = self._schedule.executor
+        if executor is None:
+            return
+        if executor.measure and (is_first or self._is_logged(iteration)):
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            stages = parallel_state.get_pipeline_model_parallel_world_size()
+            _tell(iteration, per_stage(StageFigures.of(executor), stage, stages, executor.device))
+        self._schedule.measure = self._is_logged(iteration + 1)
+        if self._schedule.measure:
+            executor.counter.reset_peak()
+
+    def _is_logged(self, iteration: int) -> bool:
+        return bool(iteration % self._args.log_interval == 0)
+
+
+def log_line(iteration: int, stages: Sequence[StageFigures]) -> str:
+    """One line in the style of Megatron's, values in the order of stages."""
+    columns = [
+        f"{title}: {' '.join(f'{value(figures):.{decimals}f}' for figures in stages)}"
+        for title, _, decimals, value in _COLUMNS
+    ]
+    return f" [evenpipe] iteration {iteration} | {' | '.join(columns)} |"
+
+
+def _tell(iteration: int, stages: Sequence[StageFigures]) -> None:
+    from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_last
+
+    print_rank_last(log_line(iteration, stages))
+    scalars = {
+        f"evenpipe/{column.tag}/stage-{stage}": column.value(figures)
+        for column in _COLUMNS
+        for stage, figures in enumerate(stages)
+    }
+    # Megatron has these on its last rank only.
+    if (tensorboard := get_tensorboard_writer()) is not None:
+        for tag, value in scalars.items():
+            tensorboard.add_scalar(tag, value, iteration)
+    if (wandb := get_wandb_writer()) is not None:
+        wandb.log(scalars, iteration)
