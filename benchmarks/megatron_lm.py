@@ -55,7 +55,7 @@ def job(checkout: Path, shape: dict[str, int], flags: tuple[str, ...]) -> Job:
         ),
         *("--max-position-embeddings", str(shape["seq_length"]), "--micro-batch-size", "1", "--global-batch-size", "8"),
         *("--train-iters", str(shape["iterations"]), "--lr", "1e-3", "--lr-decay-style", "constant"),
-        *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "512", "--num-workers", "0"),
+        *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "8192", "--num-workers", "0"),
         *("--log-interval", str(LOG_INTERVAL), "--eval-iters", "0", "--eval-interval", "1000", *flags),
     ]
     path = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))

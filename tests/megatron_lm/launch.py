@@ -60,7 +60,7 @@ class Run(NamedTuple):
 
 def gpt_flags(iterations: int) -> list[str]:
     """A small GPT on mock data."""
-    data = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "512")
+    data = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "8192")
     return [*MODEL, *data, "--train-iters", str(iterations)]
 
 

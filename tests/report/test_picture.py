@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from evenpipe.report import StageMemory, Timeline, draw_comparison
+from evenpipe.report import StageMemory, Timeline
 from evenpipe.report.palette import COLOURS
+from evenpipe.report.picture import draw_comparison
 from evenpipe.schedule import build, lower
 from evenpipe.simulate import Costs, Wire, simulate
 

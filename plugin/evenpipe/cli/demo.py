@@ -18,7 +18,8 @@ from evenpipe.cli.values import picture_file
 from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.megatron.trainer.predict import predict
 from evenpipe.megatron.trainer.result import RunResult
-from evenpipe.report import StageMemory, Timeline, draw_comparison
+from evenpipe.report import StageMemory, Timeline
+from evenpipe.report.picture import draw_comparison
 
 __all__ = ["add_to"]
 

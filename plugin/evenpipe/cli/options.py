@@ -10,7 +10,8 @@ from pathlib import Path
 from evenpipe.cli.parser import Parser, UsageError
 from evenpipe.cli.values import output_file, picture_file
 from evenpipe.megatron.trainer.options import in_flags
-from evenpipe.report import StageMemory, Timeline, draw_comparison, perfetto_trace, write_atomically
+from evenpipe.report import StageMemory, Timeline, perfetto_trace, write_atomically
+from evenpipe.report.picture import draw_comparison
 from evenpipe.schedule import SCHEDULES, Schedule, ScheduleError, build
 from evenpipe.simulate import Simulation
 

@@ -9,6 +9,7 @@ from evenpipe.config import EvenPipeConfig
 from evenpipe.megatron.refusals import refused_settings
 from evenpipe.megatron.script.errors import ArgumentError
 from evenpipe.megatron.script.flags import flag
+from evenpipe.report import check_writable
 
 __all__ = ["check"]
 
@@ -25,6 +26,8 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
 
     `args` are Megatron's arguments, parsed and validated.
     """
+    if config.trace is not None and (obstacle := check_writable(config.trace)) is not None:
+        raise ArgumentError(f"{flag('trace')} {config.trace}: {obstacle}")
     for rule in (*_among_ours(config), *(_with_megatrons(config, args) if config.active else ())):
         if rule.broken:
             raise ArgumentError(rule.line)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from argparse import Namespace
 
 from evenpipe.config import EvenPipeConfig
+from evenpipe.megatron.apex import wrong_apex
 from evenpipe.megatron.script.checks import check
 from evenpipe.megatron.script.ending import end_job
 from evenpipe.megatron.script.errors import ArgumentError
@@ -32,6 +35,17 @@ def start(args: Namespace) -> None:
 def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
     # Imported here: a run without EvenPipe's flags does not pay for it.
     from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
+    from evenpipe.megatron.script.log import TrainingLog
+    from evenpipe.megatron.script.placing import place_process
+    from evenpipe.megatron.script.trace import IterationTrace
 
-    name = config.schedule if config.schedule not in (None, "interleaved") else "1f1b"
-    in_place_of_megatron(PipelineSchedule(name, config.bpipe)).apply()
+    placement = place_process(args, config, os.environ)
+    schedule = PipelineSchedule(
+        config.schedule if config.schedule not in (None, "interleaved") else "1f1b",
+        config.bpipe,
+        observer=IterationTrace(config.trace, config.trace_iteration, args) if config.trace is not None else None,
+    )
+    for patches in (in_place_of_megatron(schedule), TrainingLog(schedule, args).patches()):
+        patches.apply()
+    if args.rank == 0 and (apex := wrong_apex()) is not None:
+        print(f"evenpipe: warning: {apex}", file=sys.stderr, flush=True)
