@@ -128,6 +128,13 @@ def test_an_applied_set_says_so_and_applying_it_again_changes_nothing(engine: Ol
     assert engine.core.step(0) == "replaced step"
 
 
+def test_what_another_instance_of_a_set_applied_is_applied(engine: OldEngine) -> None:
+    PatchSet("test", [patch(*STEP_EVERYWHERE)]).apply()
+    same, other = (PatchSet(name, [patch(*STEP_EVERYWHERE)]) for name in ("test", "other"))
+    assert [state.state for state in same.check()] == [APPLIED]
+    assert "already replaced by test/step" in other.check()[0].state
+
+
 REFUSALS = {
     "an unknown release": (
         patch("old_engine.core:step", series="1.1"),

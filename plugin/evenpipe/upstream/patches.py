@@ -89,9 +89,10 @@ class PatchSet:
         return self._patches
 
     def check(self) -> tuple[PatchState, ...]:
-        """Dry run: the state of every patch; imports the modules concerned and changes nothing."""
-        if self.applied:
-            return tuple(PatchState(patch, APPLIED) for patch in self._patches)
+        """Dry run: the state of every patch; imports the modules concerned and changes nothing.
+
+        What another instance of this set has applied is applied, too.
+        """
         return tuple(PatchState(patch, self._state(patch)) for patch in self._patches)
 
     def apply(self) -> None:
@@ -128,6 +129,9 @@ class PatchSet:
 
     def _state(self, patch: Patch) -> str:
         try:
+            mark = getattr(locate(patch.targets[0]).value, MARK, None)
+            if mark is not None and mark.owner == self._label(patch):
+                return APPLIED
             self._permit()
             _fitting_slots(patch)
         except UpstreamError as error:
@@ -145,8 +149,11 @@ class PatchSet:
         if patch.rebinds:
             slots = (*slots, *(slot for slot in _slots_that_hold(original) if slot not in slots))
         after = patch.replacement(original)
-        setattr(after, MARK, Mark(f"{self.name}/{patch.name}", original))
+        setattr(after, MARK, Mark(self._label(patch), original))
         return tuple(_Binding(slot, vars(slot.owner).get(slot.name, _INHERITED), after) for slot in slots)
+
+    def _label(self, patch: Patch) -> str:
+        return f"{self.name}/{patch.name}"
 
     def _restore(self) -> None:
         while self._bindings:

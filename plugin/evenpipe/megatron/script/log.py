@@ -6,16 +6,16 @@ import functools
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.core import parallel_state
-
-from evenpipe.megatron.schedule import PipelineSchedule
 from evenpipe.megatron.training_supported import MEGATRON_LM, TRAINING
 from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.upstream import Patch, PatchSet
 
-__all__ = ["TrainingLog", "log_line"]
+if TYPE_CHECKING:
+    from evenpipe.megatron.schedule import PipelineSchedule
+
+__all__ = ["TrainingLog", "log_line", "log_patch"]
 
 _TRAINING_LOG = "megatron.training.training:training_log"
 _MIB = 1 << 20
@@ -38,6 +38,19 @@ _COLUMNS = (
 )
 
 
+def log_patch(replacement: Callable[[Any], Any]) -> Patch:
+    """The patch of Megatron's `training_log`, which is called after every iteration that was not skipped."""
+    return Patch(
+        name="log",
+        targets=(_TRAINING_LOG,),
+        distribution=MEGATRON_LM,
+        versions=TRAINING[_TRAINING_LOG],
+        replacement=replacement,
+        reason="Megatron's log and its writers take no figures from outside of the function",
+        rebinds=True,
+    )
+
+
 class TrainingLog:
     """Measures the iterations that Megatron logs, and those only: the others pay nothing.
 
@@ -56,17 +69,8 @@ class TrainingLog:
         schedule.measure = True
 
     def patches(self) -> PatchSet:
-        """The patch of Megatron's `training_log`, which is called after every iteration that was not skipped."""
-        patch = Patch(
-            name="log",
-            targets=(_TRAINING_LOG,),
-            distribution=MEGATRON_LM,
-            versions=TRAINING[_TRAINING_LOG],
-            replacement=self._followed_by_ours,
-            reason="Megatron's log and its writers take no figures from outside of the function",
-            rebinds=True,
-        )
-        return PatchSet("log", [patch])
+        """What calls this object after every iteration."""
+        return PatchSet("log", [log_patch(self._followed_by_ours)])
 
     def _followed_by_ours(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -84,6 +88,8 @@ class TrainingLog:
         executor = self._schedule.executor
         if executor is None:
             return
+        from megatron.core import parallel_state
+
         if executor.measure and (is_first or self._is_logged(iteration)):
             stage = parallel_state.get_pipeline_model_parallel_rank()
             stages = parallel_state.get_pipeline_model_parallel_world_size()
