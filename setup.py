@@ -13,7 +13,7 @@ setup(
     package_data={"evenpipe": ["py.typed"]},
     install_requires=["torch>=2.6", "numpy", "pydantic>=2", "rich", "matplotlib"],
     extras_require={
-        "megatron": ["megatron-core>=0.14,<0.17"],
+        "megatron": ["megatron-core>=0.14,<0.20"],
         "test": ["hypothesis", "import-linter", "mypy", "pytest", "pytest-timeout", "ruff"],
     },
     entry_points={"console_scripts": ["evenpipe = evenpipe.cli.main:main"]},

@@ -1,5 +1,6 @@
 """What EvenPipe's schedules cannot honour is refused before a batch, in one line that names the setting."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,28 +8,42 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from evenpipe.megatron.refusals import refuse_unsupported
-from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
+from evenpipe.megatron.refusals import refuse_unsupported, refused_settings
+from evenpipe.megatron.saved_tensors import keeping_identity
 from evenpipe.megatron.supported import installed_release
+from evenpipe.upstream import PatchSet
 
-PLAIN = SimpleNamespace(ddp_config=SimpleNamespace(overlap_grad_reduce=False))
-ALWAYS: dict[str, Any] = {
-    "overlap_moe_expert_parallel_comm": True,
-    "variable_seq_lengths": True,
-    "enable_cuda_graph": True,
-    "cuda_graph_impl": "local",
-    "fine_grained_activation_offloading": True,
-}
-WITH_BPIPE: dict[str, Any] = {
-    "num_moe_experts": 4,
-    "cpu_offloading": True,
-    "num_microbatches_with_partial_activation_checkpoints": 1,
-    "distribute_saved_activations": True,
-    "external_cuda_graph": True,
-    "cuda_graph_impl": "transformer_engine",
-}
+PLAIN = SimpleNamespace(ddp_config=DistributedDataParallelConfig())
+ALWAYS: list[tuple[str, Any]] = [
+    ("overlap_moe_expert_parallel_comm", True),
+    ("variable_seq_lengths", True),
+    ("enable_cuda_graph", True),
+    ("cuda_graph_impl", "local"),
+    ("cuda_graph_impl", "full_iteration"),
+    ("fine_grained_activation_offloading", True),
+    ("moe_paged_stash", True),
+]
+WITH_BPIPE: list[tuple[str, Any]] = [
+    ("num_moe_experts", 4),
+    ("cpu_offloading", True),
+    ("num_microbatches_with_partial_activation_checkpoints", 1),
+    ("distribute_saved_activations", True),
+    ("external_cuda_graph", True),
+    ("cuda_graph_impl", "transformer_engine"),
+]
+FIRST_SERIES = {"cuda_graph_impl": "0.15", "fine_grained_activation_offloading": "0.16", "moe_paged_stash": "0.18"}
+
+
+@pytest.fixture(autouse=True)
+def patches() -> Iterator[PatchSet]:
+    """Those under which anything may be recorded."""
+    patches = PatchSet("saved tensors", [keeping_identity()])
+    patches.apply()
+    yield patches
+    patches.revert()
 
 
 def config(**settings: Any) -> TransformerConfig:
@@ -53,14 +68,14 @@ def test_megatrons_defaults_pass(bpipe: bool, chunks: int) -> None:
 
 
 @pytest.mark.parametrize("bpipe", [False, True])
-@pytest.mark.parametrize(("setting", "value"), ALWAYS.items())
+@pytest.mark.parametrize(("setting", "value"), ALWAYS)
 def test_a_setting_that_breaks_the_schedule_is_refused(setting: str, value: object, bpipe: bool) -> None:
     with pytest.raises(ValueError, match=rf"^{setting}\b.*: (turn it off|set it to none)") as refusal:
         refuse_unsupported(config(**{setting: value}), bpipe, [PLAIN], bpipe)
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(("setting", "value"), WITH_BPIPE.items())
+@pytest.mark.parametrize(("setting", "value"), WITH_BPIPE)
 def test_a_setting_that_breaks_only_bpipe_is_refused_with_bpipe_only(setting: str, value: object) -> None:
     refuse_unsupported(config(**{setting: value}), False, [PLAIN], False)
     with pytest.raises(ValueError, match=rf"^{setting}\b.*, or (turn BPipe off|BPipe)$") as refusal:
@@ -77,22 +92,21 @@ def test_interleaving_is_refused_in_groups_other_than_the_pipeline() -> None:
     refuse_unsupported(config(microbatch_group_size_per_vp_stage=8), False, [PLAIN], False)
 
 
-def test_fused_gradients_that_are_reduced_early_are_recorded_only_with_the_patch() -> None:
-    fused, early = (
-        config(gradient_accumulation_fusion=True),
-        SimpleNamespace(ddp_config=SimpleNamespace(overlap_grad_reduce=True)),
-    )
-    for model, records in (([PLAIN], True), ([early], False)):
-        refuse_unsupported(fused, False, model, records)
-    refuse_unsupported(config(), False, [early], True)
-    with pytest.raises(ValueError, match=r"^gradient_accumulation_fusion with overlap_grad_reduce .*: apply in_place"):
-        refuse_unsupported(fused, True, [early], True)
-    patches = in_place_of_megatron(PipelineSchedule())
-    patches.apply()
-    try:
-        refuse_unsupported(fused, True, [early], True)
-    finally:
-        patches.revert()
+def test_nothing_is_recorded_without_the_patches(patches: PatchSet) -> None:
+    """Recorded weights would lose fused gradients, and recomputed regions those of their inputs, without a word."""
+    patches.revert()
+    refuse_unsupported(config(), False, [PLAIN], False)
+    for bpipe in (False, True):
+        with pytest.raises(ValueError, match=r"^activations are recorded .*: apply in_place_of_megatron"):
+            refuse_unsupported(config(), bpipe, [PLAIN], True)
+
+
+def test_parameters_that_come_and_go_are_refused() -> None:
+    sharded = SimpleNamespace(ddp_config=DistributedDataParallelConfig(use_megatron_fsdp=True))
+    with pytest.raises(ValueError, match=r"^use_megatron_fsdp .*: turn it off, or EvenPipe's schedule$"):
+        refuse_unsupported(config(), False, [PLAIN, sharded], False)
+    arguments = config(use_megatron_fsdp=True)
+    assert [refusal.setting for refusal in refused_settings(arguments, False)] == ["use_megatron_fsdp"]
 
 
 def test_experts_of_one_capacity_go_with_bpipe() -> None:
@@ -100,7 +114,6 @@ def test_experts_of_one_capacity_go_with_bpipe() -> None:
 
 
 def test_every_refused_setting_is_one_of_megatrons() -> None:
-    if installed_release().series != "0.16":
-        pytest.skip("the newest supported series has all of them")
-    for setting in {**ALWAYS, **WITH_BPIPE}:
-        assert hasattr(config(), setting)
+    series = installed_release().series
+    for setting, _ in (*ALWAYS, *WITH_BPIPE):
+        assert hasattr(config(), setting) == (series >= FIRST_SERIES.get(setting, "0.14")), setting

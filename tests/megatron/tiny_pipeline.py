@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 VOCABULARY, HIDDEN, LONGEST, MICRO_BATCH = 32, 16, 16, 2
 _RELEASE = installed_release()
-GROUPS = ("tp", "pp", "cp", "embd", "pos_embd", "dp_cp")
 
 
 class ShardedNorm(torch.nn.LayerNorm):
@@ -153,7 +152,7 @@ class Pipeline:
 
     def _finalize(self, model: list[Any], num_tokens: Any = None, **arguments: Any) -> None:
         groups = arguments[_RELEASE.process_groups_argument]
-        ranks = {name: _ranks(getattr(groups, name)) for name in GROUPS}
+        ranks = {name: _ranks(group) for name, group in sorted(vars(groups).items())}
         given = "given" if groups is self._groups else "global"
         forced = arguments.get("force_all_reduce")
         self.events.append(f"finalize {len(model)} {described(num_tokens)} {given} {ranks} {forced}")

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from evenpipe.megatron.fusion import knows_parameters
+from evenpipe.megatron.saved_tensors import keeps_identity
 
-__all__ = ["Refusal", "recordable", "refuse_unsupported", "refused_settings"]
+__all__ = ["Refusal", "refuse_unsupported", "refused_settings"]
 
 
 class Refusal(NamedTuple):
@@ -23,9 +23,11 @@ class Refusal(NamedTuple):
 _ALWAYS = MappingProxyType(
     {
         "overlap_moe_expert_parallel_comm": "fuses forwards and backwards of different micro-batches",
+        "use_megatron_fsdp": "gathers and frees parameters, which would be taken for activations",
         "variable_seq_lengths": "hides the shape of what is received, which EvenPipe posts ahead",
         "enable_cuda_graph": "captures Megatron's own order of micro-batches",
         "fine_grained_activation_offloading": "is started anew after each batch by Megatron's own schedules only",
+        "moe_paged_stash": "is started anew before each batch by Megatron's own schedules only",
     }
 )
 _WITH_BPIPE = MappingProxyType(
@@ -47,8 +49,9 @@ def refused_settings(settings: Any, bpipe: bool) -> Iterator[Refusal]:
         if getattr(settings, setting, False):
             yield Refusal(setting, "", reason, "turn it off, or EvenPipe's schedule")
     captured_by = getattr(settings, "cuda_graph_impl", "none")
-    if captured_by == "local":
-        yield Refusal("cuda_graph_impl", "=local", "captures Megatron's own order of micro-batches", "set it to none")
+    if captured_by in ("local", "full_iteration"):
+        order = "captures Megatron's own order of micro-batches"
+        yield Refusal("cuda_graph_impl", f"={captured_by}", order, "set it to none")
     group, stages = getattr(settings, "microbatch_group_size_per_vp_stage", None), settings.pipeline_model_parallel_size
     if settings.virtual_pipeline_model_parallel_size is not None and group not in (None, stages):
         yield Refusal(
@@ -79,12 +82,6 @@ def refused_settings(settings: Any, bpipe: bool) -> Iterator[Refusal]:
         )
 
 
-def recordable(settings: Any, overlap_grad_reduce: bool) -> bool:
-    """Whether what autograd saves can be recorded under `settings`, Megatron's configuration or arguments."""
-    # The reduction takes a fused gradient for missing, if its function did not get the parameter itself back.
-    return knows_parameters() or not (overlap_grad_reduce and settings.gradient_accumulation_fusion)
-
-
 def refuse_unsupported(config: Any, bpipe: bool, model: Sequence[Any], records: bool) -> None:
     """Raise ValueError with one line that names the setting, why it does not go together, and what to do.
 
@@ -92,9 +89,10 @@ def refuse_unsupported(config: Any, bpipe: bool, model: Sequence[Any], records: 
     """
     for setting, value, reason, remedy in refused_settings(config, bpipe):
         raise ValueError(f"{setting}{value} {reason}: {remedy}")
-    overlaps = any(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False) for chunk in model)
-    if records and not recordable(config, overlaps):
+    if any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in model):
+        raise ValueError(f"use_megatron_fsdp {_ALWAYS['use_megatron_fsdp']}: turn it off, or EvenPipe's schedule")
+    if records and not keeps_identity():
         raise ValueError(
-            "gradient_accumulation_fusion with overlap_grad_reduce is recorded under EvenPipe's patches only: apply "
-            "in_place_of_megatron(schedule), or turn one of them off"
+            "activations are recorded under EvenPipe's patches only, or gradients would be lost: apply "
+            "in_place_of_megatron(schedule), or turn BPipe and measure off"
         )

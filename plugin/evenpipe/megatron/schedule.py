@@ -12,9 +12,9 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
-from evenpipe.megatron.fusion import parameters_themselves
 from evenpipe.megatron.process_groups import process_groups
 from evenpipe.megatron.refusals import refuse_unsupported
+from evenpipe.megatron.saved_tensors import keeping_identity
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import MEGATRON_CORE, SCHEDULES, CoreRelease, installed_release, recorded
 from evenpipe.runtime.connections import connect
@@ -114,7 +114,8 @@ class PipelineSchedule:
         if len(chunks) > 1 and (adjust_tensor_shapes_fn is not None or len(iterators) != len(chunks)):
             raise ValueError("interleaved: give one data iterator for each model chunk, and no adjust_tensor_shapes_fn")
         groups = process_groups(release, p2p_communicator, given)
-        is_last = groups.pp.rank() == groups.pp.size() - 1
+        pipeline = groups.pp if p2p_communicator is None else p2p_communicator.pp_group
+        is_last = pipeline.rank() == pipeline.size() - 1
         finalize = config.finalize_model_grads_func
         embedding = schedules.clear_embedding_activation_buffer(config, model, is_last) if finalize else None
         if config.timers is not None:
@@ -143,11 +144,9 @@ class PipelineSchedule:
             groups.cp.size(),
             collect_non_loss_data,
         )
-        program = self.program(groups.pp.size(), num_microbatches, len(chunks))
-        executor = self._executor(groups.pp, chunks)
-        stage = MegatronStage(
-            batch, program.schedule, groups.pp.rank(), executor.device, release.backward_takes_pipeline_size
-        )
+        program = self.program(pipeline.size(), num_microbatches, len(chunks))
+        executor = self._executor(pipeline, chunks)
+        stage = MegatronStage(batch, program.schedule, pipeline.rank(), executor.device, release)
         stage.start()
         executor.run(program, stage)
         stage.finish()
@@ -192,7 +191,7 @@ def in_place_of_megatron(schedule: PipelineSchedule) -> PatchSet:
     )
     called = [symbol for symbol in installed_release().signatures if symbol != target]
     expectations = [Expectation(symbol, MEGATRON_CORE, recorded(symbol)) for symbol in called]
-    return PatchSet("schedule", [patch, parameters_themselves()], expectations)
+    return PatchSet("schedule", [patch, keeping_identity()], expectations)
 
 
 def _choosing(original: Callable[..., Any], schedule: PipelineSchedule) -> Callable[..., Any]:

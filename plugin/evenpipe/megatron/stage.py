@@ -11,6 +11,7 @@ from megatron.core.utils import get_model_type
 from torch import Tensor
 
 from evenpipe.megatron.grad_sync import GradSync
+from evenpipe.megatron.supported import CoreRelease
 from evenpipe.schedule import BACKWARD, FORWARD, Kind, Schedule, Unit
 
 __all__ = ["Batch", "MegatronStage"]
@@ -33,7 +34,7 @@ class Batch(NamedTuple):
 class MegatronStage:
     """One batch on one stage. `losses` is what the schedule function returns; `tokens` counts them on the device."""
 
-    def __init__(self, batch: Batch, schedule: Schedule, stage: int, device: torch.device, pipeline_argument: bool):
+    def __init__(self, batch: Batch, schedule: Schedule, stage: int, device: torch.device, release: CoreRelease):
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device=device)
         self._batch = batch
@@ -41,8 +42,11 @@ class MegatronStage:
         self._interleaved = schedule.chunks > 1
         self._sync = GradSync(batch.config, batch.model, schedule, stage)
         self._device = device
-        self._backward_extra = {"pipeline_model_parallel_size": schedule.stages} if pipeline_argument else {}
-        self._model_type = get_model_type(batch.model[0])
+        self._backward_arguments: dict[str, Any] = {"config": batch.config}
+        if release.backward_takes("model_type"):
+            self._backward_arguments["model_type"] = get_model_type(batch.model[0])
+        if release.backward_takes("pipeline_model_parallel_size"):
+            self._backward_arguments["pipeline_model_parallel_size"] = schedule.stages
         kinds = [action.kind for action in schedule.actions[stage]]
         self._outstanding = kinds[: kinds.index(BACKWARD)].count(FORWARD)
         self._forwards = 0
@@ -99,9 +103,7 @@ class MegatronStage:
         self._sync.before_backward()
         given, outputs = self._inputs.pop(unit), self._outputs.pop(unit)
         upstream: list[Tensor | None] = [None] * len(outputs) if gradients is None else list(gradients)
-        results = schedules.backward_step(
-            given, outputs, upstream, self._model_type, self._batch.config, **self._backward_extra
-        )
+        results = schedules.backward_step(given, outputs, upstream, **self._backward_arguments)
         self._sync.after_backward()
         return [result for result in results if result is not None]
 

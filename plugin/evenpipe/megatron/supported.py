@@ -1,15 +1,103 @@
 """The releases of megatron-core that EvenPipe works with, and what it relies on in each of them."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from evenpipe.upstream import Distribution, Expectation
 
-__all__ = ["MEGATRON_CORE", "RELEASES", "SCHEDULES", "CoreRelease", "installed_release", "recorded"]
+__all__ = ["MEGATRON_CORE", "RELEASES", "SCHEDULES", "CoreRelease", "installed_release", "recorded", "since"]
 
 MEGATRON_CORE = Distribution("megatron-core", version_at="megatron.core:__version__")
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+_SERIES = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19")
+
+
+def since(changes: Mapping[str, str | None]) -> Mapping[str, str]:
+    """A signature in every series that has it, from the series in which it changed; None: it is no longer there."""
+    signatures = {}
+    current = None
+    for series in _SERIES:
+        current = changes.get(series, current)
+        if current is not None:
+            signatures[series] = current
+    return MappingProxyType(signatures)
+
+
+_FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
+_PROCESS_GROUPS = "megatron.core.process_groups_config"
+_PIPELINING = (
+    "*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
+    "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
+    "adjust_tensor_shapes_fn=None, p2p_communicator=None"
+)
+_TENSOR_SHAPES = "*, seq_length, micro_batch_size, decoder_seq_length, config"
+
+_SIGNATURES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        f"{SCHEDULES}:get_forward_backward_func": since(
+            {
+                "0.14": "()",
+                "0.16": "(pp_size=None, vp_size=None)",
+                "0.19": "(pp_size=None, vp_size=None, schedule_pg_collection=None)",
+            }
+        ),
+        f"{SCHEDULES}:forward_step": since(
+            {
+                "0.14": (
+                    "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, "
+                    "config, cp_group_size, collect_non_loss_data=False, checkpoint_activations_microbatch=None, "
+                    "is_first_microbatch=False, current_microbatch=None, vp_stage=None, is_last_stage=True)"
+                )
+            }
+        ),
+        f"{SCHEDULES}:backward_step": since(
+            {
+                "0.14": (
+                    "(input_tensor, output_tensor, output_tensor_grad, model_type, config, "
+                    "pipeline_model_parallel_size=1)"
+                ),
+                "0.15": "(input_tensor, output_tensor, output_tensor_grad, model_type, config)",
+                "0.17": "(input_tensor, output_tensor, output_tensor_grad, config)",
+            }
+        ),
+        **{
+            f"{SCHEDULES}:forward_backward_pipelining_{kind}": since(
+                {
+                    "0.14": f"({_PIPELINING}, grad_finalize_pgs=None)",
+                    "0.15": f"({_PIPELINING}, pg_collection=None)",
+                    "0.16": f"({_PIPELINING}, pg_collection=None, force_all_reduce=False)",
+                }
+            )
+            for kind in ("without_interleaving", "with_interleaving")
+        },
+        f"{SCHEDULES}:deallocate_output_tensor": since({"0.14": "(out, deallocate_pipeline_outputs=False)"}),
+        f"{SCHEDULES}:get_tensor_shapes": since(
+            {
+                "0.14": f"({_TENSOR_SHAPES}, tp_group, cp_group)",
+                "0.17": f"({_TENSOR_SHAPES}, tp_group=None, cp_group=None)",
+            }
+        ),
+        f"{SCHEDULES}:clear_embedding_activation_buffer": since({"0.14": "(config, model, is_last_stage)"}),
+        f"{SCHEDULES}:finish_embedding_wgrad_compute": since(
+            {"0.14": "(config, embedding_module, is_last_stage, tp_group)"}
+        ),
+        f"{SCHEDULES}:get_schedule_table": since(
+            {"0.14": "(num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage)"}
+        ),
+        _FINALIZE: since(
+            {
+                "0.14": "(model, num_tokens=None, grad_finalize_pgs=None)",
+                "0.15": "(model, num_tokens=None, pg_collection=None)",
+                "0.16": "(model, num_tokens=None, pg_collection=None, force_all_reduce=False)",
+            }
+        ),
+        f"{_PROCESS_GROUPS}:GradFinalizeProcessGroups": since({"0.14": "()", "0.15": None}),
+        f"{_PROCESS_GROUPS}:ProcessGroupCollection": since({"0.15": "(**kwargs)"}),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -17,20 +105,46 @@ class CoreRelease:
     """One series of megatron-core, as far as its schedules are concerned.
 
     `process_groups_argument` is the name under which schedules take an instance of `process_groups_class`
-    ("module:class") and pass it on to `config.finalize_model_grads_func`; `takes_force_all_reduce` tells whether both
-    also take `force_all_reduce`. `signatures` maps "module:attribute" to the recorded signature.
+    ("module:class") and pass it on to `config.finalize_model_grads_func`; `process_groups` are the attributes that they
+    set in it when they are given none. `signatures` maps "module:attribute" to the recorded signature.
     """
 
     series: str
     process_groups_argument: str
     process_groups_class: str
-    takes_force_all_reduce: bool
-    signatures: Mapping[str, str]
+    process_groups: tuple[str, ...]
 
     @property
-    def backward_takes_pipeline_size(self) -> bool:
-        """Whether `backward_step` wants to know the number of stages."""
-        return "pipeline_model_parallel_size" in self.signatures[f"{SCHEDULES}:backward_step"]
+    def signatures(self) -> Mapping[str, str]:
+        found = {symbol: recorded.get(self.series) for symbol, recorded in _SIGNATURES.items()}
+        return MappingProxyType({symbol: signature for symbol, signature in found.items() if signature is not None})
+
+    @property
+    def takes_force_all_reduce(self) -> bool:
+        """Whether the schedules and what finalizes gradients take `force_all_reduce`."""
+        return _takes(_SIGNATURES[_FINALIZE][self.series], "force_all_reduce")
+
+    def backward_takes(self, argument: str) -> bool:
+        """Whether `backward_step` has a parameter of that name."""
+        return _takes(_SIGNATURES[f"{SCHEDULES}:backward_step"][self.series], argument)
+
+
+def _takes(signature: str, argument: str) -> bool:
+    return re.search(rf"\b{argument}\b", signature) is not None
+
+
+_GROUPS = ("tp", "pp", "cp", "embd", "pos_embd", "dp_cp")
+_GRAD_FINALIZE = ("grad_finalize_pgs", f"{_PROCESS_GROUPS}:GradFinalizeProcessGroups")
+_COLLECTION = ("pg_collection", f"{_PROCESS_GROUPS}:ProcessGroupCollection")
+
+RELEASES: Mapping[str, CoreRelease] = MappingProxyType(
+    {
+        "0.14": CoreRelease("0.14", *_GRAD_FINALIZE, _GROUPS),
+        **{series: CoreRelease(series, *_COLLECTION, _GROUPS) for series in ("0.15", "0.16", "0.17")},
+        "0.18": CoreRelease("0.18", *_COLLECTION, (*_GROUPS, "tp_dp_cp")),
+        "0.19": CoreRelease("0.19", *_COLLECTION, (*_GROUPS, "tp_dp_cp", "dp")),
+    }
+)
 
 
 def installed_release() -> CoreRelease:
@@ -46,87 +160,4 @@ def installed_release() -> CoreRelease:
 
 def recorded(symbol: str) -> Mapping[str, str]:
     """The recorded signature of `symbol` in every series that has it; what a Patch or an Expectation asks for."""
-    return {series: release.signatures[symbol] for series, release in RELEASES.items() if symbol in release.signatures}
-
-
-_FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
-_PROCESS_GROUPS = "megatron.core.process_groups_config"
-
-_EVERY_SERIES = {
-    f"{SCHEDULES}:forward_step": (
-        "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, "
-        "cp_group_size, collect_non_loss_data=False, checkpoint_activations_microbatch=None, "
-        "is_first_microbatch=False, current_microbatch=None, vp_stage=None, is_last_stage=True)"
-    ),
-    f"{SCHEDULES}:deallocate_output_tensor": "(out, deallocate_pipeline_outputs=False)",
-    f"{SCHEDULES}:get_tensor_shapes": (
-        "(*, seq_length, micro_batch_size, decoder_seq_length, config, tp_group, cp_group)"
-    ),
-    f"{SCHEDULES}:clear_embedding_activation_buffer": "(config, model, is_last_stage)",
-    f"{SCHEDULES}:finish_embedding_wgrad_compute": "(config, embedding_module, is_last_stage, tp_group)",
-    f"{SCHEDULES}:get_schedule_table": "(num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage)",
-}
-
-
-def _pipelining(tail: str) -> dict[str, str]:
-    """Signatures of the two pipelining schedules, which differ between series in their last arguments."""
-    signature = (
-        "(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
-        "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
-        f"adjust_tensor_shapes_fn=None, p2p_communicator=None, {tail})"
-    )
-    kinds = ("without_interleaving", "with_interleaving")
-    return {f"{SCHEDULES}:forward_backward_pipelining_{kind}": signature for kind in kinds}
-
-
-def _release(series: str, argument: str, groups: str, force_all_reduce: bool, own: Mapping[str, str]) -> CoreRelease:
-    signatures = MappingProxyType({**_EVERY_SERIES, **own})
-    return CoreRelease(series, argument, f"{_PROCESS_GROUPS}:{groups}", force_all_reduce, signatures)
-
-
-RELEASES: Mapping[str, CoreRelease] = MappingProxyType(
-    {
-        "0.14": _release(
-            "0.14",
-            "grad_finalize_pgs",
-            "GradFinalizeProcessGroups",
-            False,
-            {
-                f"{SCHEDULES}:get_forward_backward_func": "()",
-                f"{SCHEDULES}:backward_step": (
-                    "(input_tensor, output_tensor, output_tensor_grad, model_type, config, "
-                    "pipeline_model_parallel_size=1)"
-                ),
-                **_pipelining("grad_finalize_pgs=None"),
-                _FINALIZE: "(model, num_tokens=None, grad_finalize_pgs=None)",
-                f"{_PROCESS_GROUPS}:GradFinalizeProcessGroups": "()",
-            },
-        ),
-        "0.15": _release(
-            "0.15",
-            "pg_collection",
-            "ProcessGroupCollection",
-            False,
-            {
-                f"{SCHEDULES}:get_forward_backward_func": "()",
-                f"{SCHEDULES}:backward_step": "(input_tensor, output_tensor, output_tensor_grad, model_type, config)",
-                **_pipelining("pg_collection=None"),
-                _FINALIZE: "(model, num_tokens=None, pg_collection=None)",
-                f"{_PROCESS_GROUPS}:ProcessGroupCollection": "(**kwargs)",
-            },
-        ),
-        "0.16": _release(
-            "0.16",
-            "pg_collection",
-            "ProcessGroupCollection",
-            True,
-            {
-                f"{SCHEDULES}:get_forward_backward_func": "(pp_size=None, vp_size=None)",
-                f"{SCHEDULES}:backward_step": "(input_tensor, output_tensor, output_tensor_grad, model_type, config)",
-                **_pipelining("pg_collection=None, force_all_reduce=False"),
-                _FINALIZE: "(model, num_tokens=None, pg_collection=None, force_all_reduce=False)",
-                f"{_PROCESS_GROUPS}:ProcessGroupCollection": "(**kwargs)",
-            },
-        ),
-    }
-)
+    return _SIGNATURES[symbol]

@@ -3,25 +3,13 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from evenpipe.megatron.supported import since
 from evenpipe.upstream import Distribution
 
 __all__ = ["MEGATRON_LM", "TRAINING"]
 
 MEGATRON_LM = Distribution("Megatron-LM", version_at="megatron.core:__version__")
 """megatron.training states no version; it travels with megatron.core, in a checkout and, from 0.17 on, in the wheel."""
-
-_SERIES = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19")
-
-
-def _since(changes: Mapping[str, str]) -> Mapping[str, str]:
-    """The signature in every series, from the series in which it changed."""
-    signatures = {}
-    current = changes[_SERIES[0]]
-    for series in _SERIES:
-        current = changes.get(series, current)
-        signatures[series] = current
-    return MappingProxyType(signatures)
-
 
 _STEP = "forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func"
 _EVALUATE = (
@@ -38,13 +26,13 @@ _INITIALIZE = (
 
 TRAINING: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "megatron.training.arguments:add_megatron_arguments": _since({"0.14": "(parser)"}),
-        "megatron.training.arguments:parse_args": _since(
+        "megatron.training.arguments:add_megatron_arguments": since({"0.14": "(parser)"}),
+        "megatron.training.arguments:parse_args": since(
             {"0.14": "(extra_args_provider=None, ignore_unknown_args=False)"}
         ),
-        "megatron.training.arguments:validate_args": _since({"0.14": "(args, defaults={})"}),
-        "megatron.training.global_vars:set_global_variables": _since({"0.14": "(args, build_tokenizer=True)"}),
-        "megatron.training.initialize:initialize_megatron": _since(
+        "megatron.training.arguments:validate_args": since({"0.14": "(args, defaults={})"}),
+        "megatron.training.global_vars:set_global_variables": since({"0.14": "(args, build_tokenizer=True)"}),
+        "megatron.training.initialize:initialize_megatron": since(
             {
                 "0.14": (
                     f"(extra_args_provider=None, args_defaults={{}}, ignore_unknown_args=False, {_INITIALIZE}, "
@@ -58,9 +46,9 @@ TRAINING: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 ),
             }
         ),
-        "megatron.training.initialize:_compile_dependencies": _since({"0.14": "()"}),
-        "megatron.training.initialize:set_jit_fusion_options": _since({"0.14": "()", "0.19": "(tp_size=None)"}),
-        "megatron.training.training:setup_model_and_optimizer": _since(
+        "megatron.training.initialize:_compile_dependencies": since({"0.14": "()"}),
+        "megatron.training.initialize:set_jit_fusion_options": since({"0.14": "()", "0.19": "(tp_size=None)"}),
+        "megatron.training.training:setup_model_and_optimizer": since(
             {
                 "0.14": (
                     "(model_provider_func, model_type, no_wd_decay_cond=None, scale_lr_cond=None, lr_mult=1.0, "
@@ -73,17 +61,17 @@ TRAINING: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 ),
             }
         ),
-        "megatron.training.training:train_step": _since(
+        "megatron.training.training:train_step": since(
             {
                 "0.14": f"({_STEP})",
                 "0.16": f"({_STEP}, iteration=None)",
                 "0.19": f"({_STEP}, iteration=None, pg_collection=None, p2p_communicator=None)",
             }
         ),
-        "megatron.training.training:evaluate": _since(
+        "megatron.training.training:evaluate": since(
             {"0.14": f"({_EVALUATE})", "0.19": f"({_EVALUATE}, pg_collection=None, p2p_communicator=None)"}
         ),
-        "megatron.training.training:training_log": _since(
+        "megatron.training.training:training_log": since(
             {
                 "0.14": (
                     "(loss_dict, total_loss_dict, learning_rate, decoupled_learning_rate, iteration, loss_scale, "

@@ -1,5 +1,6 @@
 """What EvenPipe expects of a package it calls or patches: its release and the signatures of its symbols."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
@@ -35,13 +36,14 @@ class Distribution:
             raise UpstreamError(f"{self.name} is not installed ({error}): install it in this environment") from error
 
     def series(self, supported: Mapping[str, object]) -> str:
-        """The key of `supported` that the installed version belongs to: 0.16.1 belongs to "0.16".
+        """The key of `supported` that the installed version belongs to: 0.16.1 and 0.16.1+abc belong to "0.16".
 
-        Raises UpstreamError when it belongs to none.
+        Raises UpstreamError when it belongs to none, as pre-releases (0.17.0rc1, 0.17.0.dev0) do: they may lack what
+        their series is recorded with.
         """
         version = self.version()
         for series in supported:
-            if series == ANY or version == series or version.startswith(f"{series}."):
+            if series == ANY or re.fullmatch(rf"{re.escape(series)}(\.\d+)*(\.post\d+)?(\+.+)?", version):
                 return series
         known = ", ".join(supported)
         raise UpstreamError(f"{self.name} {version}: unknown release, expected one of {known}: install one of these")
