@@ -1,7 +1,8 @@
-"""Megatron's fused linear layers tell the parameter that its gradient is in `main_grad`, recorded or not."""
+"""Recorded autograd functions find the leaves themselves: fused gradients and recomputed regions depend on it."""
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
 import fused_kernel
 
-from evenpipe.megatron.fusion import knows_parameters, parameters_themselves
+from evenpipe.megatron.cpu_mode import cpu_mode
+from evenpipe.megatron.saved_tensors import keeping_identity, keeps_identity
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.upstream import PatchSet
 
@@ -24,10 +26,18 @@ ONE = SimpleNamespace(size=lambda: 1)
 
 @pytest.fixture
 def patched() -> Iterator[PatchSet]:
-    patches = PatchSet("fusion", [parameters_themselves()])
+    patches = PatchSet("fusion", [keeping_identity()])
     patches.apply()
     yield patches
     patches.revert()
+
+
+@pytest.fixture
+def cpu() -> Iterator[None]:
+    mode = cpu_mode()
+    mode.apply()
+    yield
+    mode.revert()
 
 
 @pytest.fixture
@@ -61,7 +71,7 @@ class Sees(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         Sees.found = ctx.saved_tensors
-        return tuple(torch.ones(2) * gradient for _ in ctx.saved_tensors[:-1])
+        return tuple(torch.ones_like(tensor) * gradient for tensor in ctx.saved_tensors[:-1])
 
 
 def weight_of_ddp() -> nn.Parameter:
@@ -106,21 +116,63 @@ def test_a_tied_weight_gets_a_placeholder_of_zeros(fused_linear: Callable[..., T
     assert weight.grad_added_to_main_grad
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA")
+@pytest.mark.usefixtures("patched", "cpu")
+def test_a_region_that_is_recomputed_without_its_output_passes_its_gradient_on() -> None:
+    """0.14 and 0.15 look for the gradient of the region's input in what they find in `saved_tensors` once more."""
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    norm, linear, x = nn.LayerNorm(8), nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+    leaves = [x, norm.weight, linear.weight]
+
+    def gradients(recorded: bool) -> list[Tensor | None]:
+        store = ActivationStore([*norm.parameters(), *linear.parameters()])
+        with store.recording(0) if recorded else nullcontext():
+            region = CheckpointWithoutOutput(fp8=None)
+            y = linear(region.checkpoint(norm, x * 2))
+            region.discard_output_and_register_recompute(y)
+            z = y.exp().sum()
+        z.backward()
+        found = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        return found
+
+    for plain, other in zip(gradients(recorded=False), gradients(recorded=True), strict=True):
+        assert plain is not None
+        assert other is not None
+        assert torch.equal(plain, other)
+
+
 @pytest.mark.usefixtures("patched")
-def test_parameters_come_back_themselves_and_nothing_else_does() -> None:
+def test_leaves_come_back_themselves() -> None:
     class Marked(Tensor):
         """As FP8 parameters, whose type hooks return changed or not."""
 
     plain, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
-    marked = nn.Parameter(torch.ones(2).as_subclass(Marked))
-    received = torch.ones(2, requires_grad=True)
-    computed = received * 2
-    recorded(plain, plain, frozen, marked, received, computed, parameters=(plain, frozen, marked))
-    assert all(a is b for a, b in zip(Sees.found, (plain, plain, frozen, marked), strict=False))
-    assert Sees.found[4] is not received
-    assert torch.equal(Sees.found[4], received)
-    assert torch.equal(Sees.found[5], computed)
+    marked, received = nn.Parameter(torch.ones(2).as_subclass(Marked)), torch.ones(2, requires_grad=True)
+    recorded(plain, plain, frozen, marked, received, received * 2, parameters=(plain, frozen, marked))
+    assert all(a is b for a, b in zip(Sees.found, (plain, plain, frozen, marked, received), strict=False))
+    assert torch.equal(Sees.found[5], torch.full((2,), 2.0))
     assert Sees.found[6] is None
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_received_input_comes_back_with_its_values() -> None:
+    received = torch.arange(3.0).requires_grad_()
+    store = ActivationStore()
+    with store.recording(0):
+        y = Sees.apply(received)
+    store.attach(0, received)
+    store.seal(0)
+    copies = [view.clone() for view in store.ship(0)]
+    store.release(0)
+    assert received.numel() == 0
+    for view, copy in zip(store.refill(0), copies, strict=True):
+        view.copy_(copy)
+    y.backward()
+    assert Sees.found[0] is received
+    assert torch.equal(received, torch.arange(3.0))
 
 
 @pytest.mark.usefixtures("patched")
@@ -132,9 +184,9 @@ def test_what_was_not_recorded_is_as_ever() -> None:
 
 
 def test_the_patch_can_be_taken_off(patched: PatchSet) -> None:
-    assert knows_parameters()
+    assert keeps_identity()
     patched.revert()
-    assert not knows_parameters()
+    assert not keeps_identity()
     parameter = nn.Parameter(torch.ones(2))
     recorded(parameter, parameters=(parameter,))
     assert Sees.found[0] is not parameter
