@@ -15,7 +15,6 @@ from megatron.core.utils import get_model_config
 from evenpipe.megatron.process_groups import process_groups
 from evenpipe.megatron.refusals import refuse_unsupported
 from evenpipe.megatron.saved_tensors import keeping_identity
-from evenpipe.megatron.saved_tensors import keeping_identity
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import MEGATRON_CORE, SCHEDULES, CoreRelease, installed_release, recorded
 from evenpipe.runtime.connections import connect
