@@ -1,0 +1,13 @@
+"""What is recorded of megatron.training is what the checkout has."""
+
+from evenpipe.megatron.supported import RELEASES
+from evenpipe.megatron.training_supported import TRAINING
+from evenpipe.upstream.source import literal_in, signature_in
+
+
+def test_every_recorded_signature_is_the_checkouts(megatron_lm):
+    release = [literal_in(megatron_lm, f"megatron.core.package_info:{part}") for part in ("MAJOR", "MINOR")]
+    series = ".".join(map(str, release))
+    assert series in RELEASES
+    found = {symbol: signature_in(megatron_lm, symbol) for symbol in TRAINING}
+    assert found == {symbol: versions[series] for symbol, versions in TRAINING.items()}
