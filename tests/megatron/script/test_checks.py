@@ -12,6 +12,7 @@ from evenpipe.megatron.script.errors import ArgumentError
 def megatrons(**others):
     """Arguments as Megatron-LM leaves them after its own validation."""
     values = {
+        "rank": 0,
         "pipeline_model_parallel_size": 4,
         "virtual_pipeline_model_parallel_size": None,
         "global_batch_size": 8,
@@ -53,6 +54,11 @@ REFUSED = {
         {},
         "--evenpipe-trace-iteration 11: comes after --train-iters 10",
     ),
+    "nowhere": (
+        {"bpipe": True, "trace": "/no/folder/t.json"},
+        {},
+        "--evenpipe-trace /no/folder/t.json: there is no folder /no/folder: make it",
+    ),
     "graphs": ({"schedule": "1f1b"}, {"enable_cuda_graph": True}, "--evenpipe-schedule 1f1b: --enable-cuda-graph "),
     "offloading": ({"bpipe": True}, {"cpu_offloading": True}, "--bpipe: --cpu-offloading "),
     "experts": ({"bpipe": True}, {"num_experts": 8}, "--bpipe: --num-experts makes micro-batches differ"),
@@ -76,6 +82,7 @@ def test_refused(case):
         ({"bpipe": True}, {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 4}),
         ({"bpipe": True}, {"virtual_pipeline_model_parallel_size": 2, "rampup_batch_size": ["2", "2", "100"]}),
         ({"bpipe": True, "trace": "t.json", "trace_iteration": 10}, {}),
+        ({"bpipe": True, "trace": "/no/folder/of/this/node/t.json"}, {"rank": 8}),
         ({"bpipe": True, "trace": "t.json", "trace_iteration": 10}, {"train_iters": None}),
     ],
 )

@@ -26,7 +26,8 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
 
     `args` are Megatron's arguments, parsed and validated.
     """
-    if config.trace is not None and (obstacle := check_writable(config.trace)) is not None:
+    # Rank 0 writes the trace; the other nodes need not have its folder.
+    if config.trace is not None and args.rank == 0 and (obstacle := check_writable(config.trace)) is not None:
         raise ArgumentError(f"{flag('trace')} {config.trace}: {obstacle}")
     for rule in (*_among_ours(config), *(_with_megatrons(config, args) if config.active else ())):
         if rule.broken:
