@@ -34,6 +34,7 @@ LOG = ROOT / "build" / "prepare.log"
 LOCK = ROOT / "build" / "prepare.lock"
 
 RELEASES = ("0.14.0", "0.15.3", "0.16.0")  # of megatron-core, which the tests run against besides the pinned one
+NEWER = ("0.17.1", "0.18.2", "0.19.0")  # need Python 3.12, and triton, which the CUDA build of torch brings along
 FIRST = ("pip", "setuptools")  # they install the rest: an old pip has other messages and no editable installs
 HEARTBEAT_S = 15.0
 
@@ -276,6 +277,12 @@ def release(version: str) -> Path:
     return folder
 
 
+def releases() -> tuple[str, ...]:
+    """The other megatron-core releases that this Python and what is in .venv can import."""
+    triton = any(site_packages().glob("triton-*.dist-info"))
+    return (*RELEASES, *(NEWER if triton and sys.version_info >= (3, 12) else ()))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--releases", action="store_true", help="install other megatron-core releases too; print where")
@@ -283,7 +290,7 @@ def main() -> int:
     try:
         with alone():
             prepare()
-            folders = [str(release(version)) for version in RELEASES] if arguments.releases else []
+            folders = [str(release(version)) for version in releases()] if arguments.releases else []
     except (Failure, OSError) as error:
         say(str(error))
         return 1

@@ -217,6 +217,18 @@ def test_a_package_without_a_release_for_this_platform(checkout: Checkout, tmp_p
     assert line.startswith("evenpipe: cannot install megatron-core==0.14.0: no release for Python 3.")
 
 
+def test_newer_releases_are_for_a_newer_python_and_a_torch_that_brings_triton(checkout: Checkout) -> None:
+    prepare = checkout.script()
+    assert prepare.releases() == prepare.RELEASES
+    triton = checkout.site / "triton-3.7.1.dist-info"
+    triton.mkdir()
+    try:
+        newer = prepare.NEWER if sys.version_info >= (3, 12) else ()
+        assert prepare.releases() == (*prepare.RELEASES, *newer)
+    finally:
+        triton.rmdir()
+
+
 def test_a_package_that_must_be_compiled_without_a_compiler(checkout: Checkout, tmp_path: Path) -> None:
     source = tmp_path / "megatron_core-0.14.0"
     source.mkdir()
