@@ -12,8 +12,9 @@ from evenpipe.cli.parser import Parser, UsageError
 
 __all__ = ["main"]
 
-#: Modules of this room; each has ``add_to(commands)``, which adds a parser whose default ``run`` takes the arguments.
-_COMMANDS = ("schedule", "simulate", "train", "demo", "run")
+#: Modules of this room; each has ``add_to(commands)``, which adds a parser whose default ``run`` takes the arguments
+#: and returns the exit status, if it is not 0.
+_COMMANDS = ("schedule", "simulate", "train", "demo", "run", "patches")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,8 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in words[:1] if words[:1] and words[0] in _COMMANDS else _COMMANDS:
         import_module(f"evenpipe.cli.{name}").add_to(commands)
     arguments = parser.parse_args(words)
+    status = None
     try:
-        arguments.run(arguments)
+        status = arguments.run(arguments)
         sys.stdout.flush()
     except UsageError as error:
         arguments.parser.fail(str(error))
@@ -42,4 +44,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.parser.fail(
             f"cannot write the output: {error.strerror or error}; free some space, or write elsewhere"
         )
-    return 0
+    return status or 0

@@ -1,8 +1,7 @@
-"""EvenPipe's forward-backward function for megatron-core, and the patch that puts it in Megatron's place."""
+"""EvenPipe's forward-backward function for megatron-core."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,15 +11,14 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
+from evenpipe.megatron.choice import in_place_of_megatron
 from evenpipe.megatron.process_groups import process_groups
 from evenpipe.megatron.refusals import refuse_unsupported
-from evenpipe.megatron.saved_tensors import keeping_identity
 from evenpipe.megatron.stage import Batch, MegatronStage
-from evenpipe.megatron.supported import MEGATRON_CORE, SCHEDULES, CoreRelease, installed_release, recorded
+from evenpipe.megatron.supported import CoreRelease, installed_release
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.schedule import Program, build, lower
-from evenpipe.upstream import Expectation, Patch, PatchSet
 
 __all__ = ["PipelineSchedule", "in_place_of_megatron"]
 
@@ -175,29 +173,3 @@ class PipelineSchedule:
             self._connected(self)
         self.executor.measure = self.measure
         return self.executor
-
-
-def in_place_of_megatron(schedule: PipelineSchedule) -> PatchSet:
-    """The patches under which `get_forward_backward_func` returns `schedule` where it would return a pipelined one."""
-    target = f"{SCHEDULES}:get_forward_backward_func"
-    patch = Patch(
-        name="schedule",
-        targets=(target, "megatron.core.pipeline_parallel:get_forward_backward_func"),
-        distribution=MEGATRON_CORE,
-        versions=recorded(target),
-        replacement=functools.partial(_choosing, schedule=schedule),
-        reason="Megatron has no other way to plug in a pipeline schedule",
-        rebinds=True,
-    )
-    called = [symbol for symbol in installed_release().signatures if symbol != target]
-    expectations = [Expectation(symbol, MEGATRON_CORE, recorded(symbol)) for symbol in called]
-    return PatchSet("schedule", [patch, keeping_identity()], expectations)
-
-
-def _choosing(original: Callable[..., Any], schedule: PipelineSchedule) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        chosen = original(*args, **kwargs)
-        return chosen if chosen is schedules.forward_backward_no_pipelining else schedule
-
-    return get_forward_backward_func

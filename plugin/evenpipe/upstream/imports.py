@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["when_imported"]
+__all__ = ["forget_all", "when_imported"]
 
 Action = Callable[[], None]
 
@@ -28,6 +28,11 @@ def when_imported(module: str, action: Action) -> None:
         finder = _Finder()
         sys.meta_path.insert(0, finder)
     finder.actions.setdefault(module, []).append(action)
+
+
+def forget_all() -> None:
+    """Act on no import any more, for a process that wants to look at modules as they are."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
 
 
 class _Finder(MetaPathFinder):
