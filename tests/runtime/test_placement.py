@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenpipe.runtime.placement import Coordinate, CrossingPair, Placement, SlotRow, place
+from evenpipe.runtime.placement import Coordinate, Placement, place
 
 
 def drawn(placement: Placement) -> str:
@@ -122,16 +122,28 @@ def test_a_tensor_group_is_consecutive_slots_of_one_node(sizes: tuple[int, int, 
         assert first // gpus_per_node == (first + t - 1) // gpus_per_node
 
 
+def pairs_of(placement: Placement) -> list[tuple[int, int]]:
+    """The slots of an evictor and its acceptor, pipeline by pipeline."""
+    slot_of = {coordinate: slot for slot, coordinate in enumerate(placement.slots)}
+    return [
+        (slot, slot_of[coordinate._replace(pp=placement.p - 1 - coordinate.pp)])
+        for coordinate, slot in slot_of.items()
+        if 2 * coordinate.pp < placement.p - 1
+    ]
+
+
+def cut_nodes(placement: Placement) -> list[tuple[int, int]]:
+    """The two nodes of every pair of tensor groups that is cut by a node's end."""
+    nodes = [(a // placement.gpus_per_node, b // placement.gpus_per_node) for a, b in pairs_of(placement)]
+    return [(a, b) for a, b in nodes[:: placement.t] if a != b]
+
+
 @given(sizes())
 def test_partners_are_neighbours(sizes: tuple[int, int, int, int]) -> None:
-    p, t, _, _ = sizes
-    rows = place(*sizes).table()
-    for row in rows:
-        if row.partner is None:
-            assert 2 * row.pp == p - 1
-        else:
-            assert rows[row.partner][4:] == (p - 1 - row.pp, row.dp, row.tp, row.slot)
-            assert abs(row.partner - row.slot) == t
+    p, t, d, _ = sizes
+    pairs = pairs_of(place(*sizes))
+    assert len(pairs) == p // 2 * t * d
+    assert all(abs(a - b) == t for a, b in pairs)
 
 
 @given(sizes())
@@ -142,30 +154,13 @@ def test_as_few_pairs_as_possible_cross_nodes(sizes: tuple[int, int, int, int]) 
     groups_per_node = gpus_per_node // t
     odd_nodes = p * d // groups_per_node if groups_per_node % 2 and p * d > groups_per_node else 0
     middles = d if p % 2 else 0
-    assert len(placement.crossing_pairs()) == max(0, (odd_nodes - middles + 1) // 2)
+    assert len(cut_nodes(placement)) == max(0, (odd_nodes - middles + 1) // 2)
 
 
 @given(sizes())
 def test_a_node_has_at_most_one_end_of_a_cut_pair(sizes: tuple[int, int, int, int]) -> None:
-    nodes = [node for pair in place(*sizes).crossing_pairs() for node in (pair.evictor_node, pair.acceptor_node)]
+    nodes = [node for pair in cut_nodes(place(*sizes)) for node in pair]
     assert len(nodes) == len(set(nodes))
-
-
-def test_crossing_pairs_name_both_ends() -> None:
-    assert place(6, 1, 1, 3).crossing_pairs() == (CrossingPair(0, 1, 4, 0, 1),)
-    assert place(4, 8, 1, 8).crossing_pairs() == (CrossingPair(0, 0, 3, 0, 1), CrossingPair(0, 1, 2, 2, 3))
-    assert place(4, 2, 2, 8).crossing_pairs() == ()
-
-
-def test_table_shows_a_row_a_slot() -> None:
-    assert place(3, 1, 2, 2).table() == (
-        SlotRow(slot=0, node=0, local=0, rank=0, pp=0, dp=0, tp=0, partner=1),
-        SlotRow(slot=1, node=0, local=1, rank=4, pp=2, dp=0, tp=0, partner=0),
-        SlotRow(slot=2, node=1, local=0, rank=2, pp=1, dp=0, tp=0, partner=None),
-        SlotRow(slot=3, node=1, local=1, rank=3, pp=1, dp=1, tp=0, partner=None),
-        SlotRow(slot=4, node=2, local=0, rank=1, pp=0, dp=1, tp=0, partner=5),
-        SlotRow(slot=5, node=2, local=1, rank=5, pp=2, dp=1, tp=0, partner=4),
-    )
 
 
 @pytest.mark.parametrize(

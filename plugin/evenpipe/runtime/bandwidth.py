@@ -1,13 +1,20 @@
-"""The bandwidth that evicting and loading activations needs, compared with the links it has (BPipe, appendix B)."""
+"""The bandwidth that evicting and loading activations needs (BPipe, appendix B), compared with what links carry."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from evenpipe.runtime.placement import Placement
-
-__all__ = ["Links", "ModelShape", "Recompute", "bandwidth_warnings", "required_gbps", "transfer_bytes"]
+__all__ = [
+    "MeasuredPair",
+    "ModelShape",
+    "Recompute",
+    "bandwidth_warnings",
+    "forward_flops",
+    "required_gbps",
+    "transfer_bytes",
+]
 
 Recompute = Literal["none", "selective", "full"]
 """What the backward recomputes: nothing, the attention of each layer, or each layer (Megatron's names)."""
@@ -23,102 +30,90 @@ class ModelShape:
     sequence_length: int
 
 
-@dataclass(frozen=True)
-class Links:
-    """Bandwidths of one direction in GB/s (10^9 bytes/s): between two GPUs of a node, and of a node's whole network."""
+class MeasuredPair(NamedTuple):
+    """An evictor and its acceptor (stages), and the GB/s (10^9 bytes/s) of the slower direction between them."""
 
-    intra_node_gbps: float
-    inter_node_gbps: float
+    evictor: int
+    acceptor: int
+    crosses_nodes: bool
+    gbps: float
 
 
-def transfer_bytes(shape: ModelShape, p: int, t: int, b: int, recompute: Recompute) -> float:
+def transfer_bytes(
+    shape: ModelShape, p: int, t: int, b: float, recompute: Recompute, *, sequence_parallel: bool
+) -> float:
     """Bytes that one GPU saves for one micro-batch of size b, in 16-bit precision; one eviction moves all of them.
 
-    p stages, t tensor-parallel. With L, H, h, l of ``shape``:
-    none: Llbh/(pt) * (34 + 5Hl/h) (Eq. 4); selective: 34 Llbh/(pt) (Eq. 5); full: 2 Llbh/p (Eq. 6).
+    p stages, t tensor-parallel. With L, H, h, l of ``shape``, and with sequence parallelism:
+    none: Llbh/(pt) * (34 + 5Hl/h) (Eq. 4); selective: 34 Llbh/(pt) (Eq. 5); full: 2 Llbh/(pt).
+    Without it, 34/t is 10 + 24/t (Korthikanti et al., 2022, Eq. 2), and full is 2 Llbh/p (Eq. 6).
 
     Raises:
         ValueError: an unknown recompute scope.
     """
     llbh = shape.layers * shape.sequence_length * b * shape.hidden
-    if recompute == "none":
-        return llbh / (p * t) * (34 + 5 * shape.heads * shape.sequence_length / shape.hidden)
-    if recompute == "selective":
-        return 34 * llbh / (p * t)
+    shared = t if sequence_parallel else 1
     if recompute == "full":
-        return 2 * llbh / p
-    raise ValueError(f"recompute scope {recompute!r} is unknown: choose none, selective or full")
+        return 2 * llbh / (p * shared)
+    if recompute not in ("none", "selective"):
+        raise ValueError(f"recompute scope {recompute!r} is unknown: choose none, selective or full")
+    attention = 5 * shape.heads * shape.sequence_length / shape.hidden if recompute == "none" else 0
+    return llbh / p * (10 / shared + (24 + attention) / t)
 
 
-def required_gbps(
-    shape: ModelShape, p: int, t: int, b: int, forward_ms: float, recompute: Recompute, *, relaxed: bool = False
-) -> float:
-    """GB/s (10^9 bytes/s) that one GPU needs so that transfers stay hidden behind compute.
+def forward_flops(shape: ModelShape, p: int, t: int, b: float) -> float:
+    """Floating-point operations of one stage's forward of a micro-batch of size b, on one GPU.
+
+    L/p layers of 24 b l h^2 + 4 b l^2 h (Narayanan et al., 2021, appendix), over t tensor-parallel GPUs.
+    """
+    h, l = shape.hidden, shape.sequence_length  # noqa: E741
+    return shape.layers / p * (24 * b * l * h**2 + 4 * b * l**2 * h) / t
+
+
+def required_gbps(nbytes: float, forward_ms: float, *, relaxed: bool = False) -> float:
+    """GB/s (10^9 bytes/s) that transfers of ``nbytes`` need to stay hidden behind compute.
 
     Strict: one transfer within one forward of f = ``forward_ms`` (Eq. 7-9: bytes / f). Relaxed: an eviction and a load
     within one backward and one forward, a backward taking 2f (Eq. 10-12: 2 bytes / 3f).
 
     Raises:
-        ValueError: an unknown recompute scope, or a forward time that is not positive.
+        ValueError: a forward time that is not positive.
     """
     if forward_ms <= 0:
-        raise ValueError(f"forward time is {forward_ms} ms: give the measured time of one micro-batch's forward")
-    strict = transfer_bytes(shape, p, t, b, recompute) / (forward_ms / 1e3) / 1e9
+        raise ValueError(f"forward time is {forward_ms} ms: give the time of one micro-batch's forward")
+    strict = nbytes / (forward_ms / 1e3) / 1e9
     return strict * 2 / 3 if relaxed else strict
 
 
 def bandwidth_warnings(
-    placement: Placement, shape: ModelShape, b: int, forward_ms: float, recompute: Recompute, links: Links
+    pairs: Sequence[MeasuredPair], strict: float, *, across_nodes: str, within_nodes: str
 ) -> tuple[str, ...]:
-    """What a user should know about the links that evictions use, one line each; empty when all is well.
+    """What a user should know about links slower than ``strict`` GB/s, a line for each kind; empty when all is well.
 
-    Pairs that cross nodes are always reported, with the node's bandwidth divided by the GPUs that share it set against
-    the bandwidth needed; pairs within a node only when their link is too slow.
-
-    Raises:
-        ValueError: as :func:`required_gbps`.
+    ``across_nodes`` and ``within_nodes`` say what to do about pairs of that kind.
     """
-    strict = required_gbps(shape, placement.p, placement.t, b, forward_ms, recompute)
-    pairs = placement.d * (placement.p // 2)
-    crossing = placement.crossing_pairs()
-    warnings = []
-    if crossing:
-        sharing = placement.t  # a node has at most one end of one cut pair
-        share = links.inter_node_gbps / sharing
-        stages = ", ".join(f"{s}-{a}" for s, a in sorted({(pair.evictor, pair.acceptor) for pair in crossing}))
-        verdict = _verdict(share, strict)
-        remedy = "" if share >= strict else f"; {_remedy(placement, recompute)}"
-        warnings.append(
-            f"{len(crossing)} of {pairs} evictor-acceptor pairs cross nodes (stages {stages}): "
-            f"{links.inter_node_gbps:g} GB/s shared by {sharing} GPUs gives each {share:.2f} GB/s, {verdict}{remedy}"
-        )
-    if len(crossing) < pairs and links.intra_node_gbps < strict:
-        warnings.append(
-            f"evictor-acceptor pairs within a node have {links.intra_node_gbps:.2f} GB/s, "
-            f"{_verdict(links.intra_node_gbps, strict)}; {_more_recompute(recompute)}"
-        )
-    return tuple(warnings)
+    kinds = (("cross nodes", True, across_nodes), ("share a node", False, within_nodes))
+    lines = []
+    for kind, crosses, remedy in kinds:
+        slow = [pair for pair in pairs if pair.crosses_nodes is crosses and pair.gbps < strict]
+        if slow:
+            lines.append(
+                f"{len(slow)} of {len(pairs)} evictor-acceptor pairs {kind} and have slow links (stages "
+                f"{_names(slow)}): {min(pair.gbps for pair in slow):.2f} GB/s, {_verdict(slow, strict)}; {remedy}"
+            )
+    return tuple(lines)
 
 
-def _verdict(gbps: float, strict: float) -> str:
+def _names(pairs: Sequence[MeasuredPair], most: int = 4) -> str:
+    stages = [f"{evictor}-{acceptor}" for evictor, acceptor in sorted({pair[:2] for pair in pairs})]
+    return ", ".join(stages[:most]) + (f" and {len(stages) - most} more" if len(stages) > most else "")
+
+
+def _verdict(slow: Sequence[MeasuredPair], strict: float) -> str:
     relaxed = strict * 2 / 3
-    if gbps >= strict:
-        return f"enough: hiding a transfer behind one forward needs {strict:.2f} GB/s"
-    if gbps >= relaxed:
+    if all(pair.gbps >= relaxed for pair in slow):
         return (
             f"below the {strict:.2f} GB/s that hide a transfer behind one forward, above the {relaxed:.2f} GB/s that "
             "hide two behind a backward and a forward: evictions are hidden, a part of each load is not"
         )
-    return f"too slow: training waits for transfers, which need {relaxed:.2f} to {strict:.2f} GB/s"
-
-
-def _remedy(placement: Placement, recompute: Recompute) -> str:
-    if placement.gpus_per_node % 2:
-        return _more_recompute(recompute)
-    half = placement.gpus_per_node // 2
-    stay = f"choose a tensor-parallel size that divides {half}, so that pairs stay on a node"
-    return f"{stay}, or {_more_recompute(recompute)}"
-
-
-def _more_recompute(recompute: Recompute) -> str:
-    return "use a faster link" if recompute == "full" else "recompute more"
+    return f"so that training may wait for transfers, which need {relaxed:.2f} to {strict:.2f} GB/s"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
-__all__ = ["Coordinate", "CrossingPair", "Placement", "SlotRow", "place"]
+__all__ = ["Coordinate", "Placement", "place"]
 
 
 class Coordinate(NamedTuple):
@@ -19,34 +19,12 @@ class Coordinate(NamedTuple):
     tp: int
 
 
-class CrossingPair(NamedTuple):
-    """An evictor and its acceptor (stages) of pipeline ``dp`` that live on different nodes."""
-
-    dp: int
-    evictor: int
-    acceptor: int
-    evictor_node: int
-    acceptor_node: int
-
-
-class SlotRow(NamedTuple):
-    """One line of a placement's table; ``partner`` is the slot that this one exchanges activations with."""
-
-    slot: int
-    node: int
-    local: int
-    rank: int
-    pp: int
-    dp: int
-    tp: int
-    partner: int | None
-
-
 @dataclass(frozen=True)
 class Placement:
     """``slots[g]`` is the coordinate that runs on physical slot g = node * gpus_per_node + local; see :func:`place`.
 
-    p stages, t tensor-parallel, d data-parallel (context-parallel ranks, if any, count as data-parallel).
+    p stages, t tensor-parallel, d data-parallel. More ranks that are to stay together count as tensor-parallel, if
+    Megatron's order has them next to each other (context-parallel ones, say), and as data-parallel otherwise.
     """
 
     p: int
@@ -59,26 +37,6 @@ class Placement:
         """The rank that Megatron's default order (tp-cp-ep-dp-pp, tensor fastest) gives to slot g's coordinate."""
         pp, dp, tp = self.slots[g]
         return tp + self.t * (dp + self.d * pp)
-
-    def crossing_pairs(self) -> tuple[CrossingPair, ...]:
-        """The pairs (s, p-1-s) whose two stages are on two nodes, pipeline by pipeline; no node is in two of them."""
-        node_of = {(c.dp, c.pp): g // self.gpus_per_node for g, c in enumerate(self.slots)}
-        pairs = (
-            CrossingPair(dp, s, self.p - 1 - s, node_of[dp, s], node_of[dp, self.p - 1 - s])
-            for dp in range(self.d)
-            for s in range(self.p // 2)
-        )
-        return tuple(pair for pair in pairs if pair.evictor_node != pair.acceptor_node)
-
-    def table(self) -> tuple[SlotRow, ...]:
-        """One row a slot, in slot order, for reports."""
-        slot_of = {coordinate: g for g, coordinate in enumerate(self.slots)}
-        rows = []
-        for g, c in enumerate(self.slots):
-            partner = slot_of[c._replace(pp=self.p - 1 - c.pp)]
-            node, local = divmod(g, self.gpus_per_node)
-            rows.append(SlotRow(g, node, local, self.rank_of_slot(g), *c, None if partner == g else partner))
-        return tuple(rows)
 
     def apply(self, environ: MutableMapping[str, str]) -> int:
         """Replace RANK, so far this process's slot, by the rank of the coordinate placed there; return the new rank.

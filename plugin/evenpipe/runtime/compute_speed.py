@@ -1,0 +1,43 @@
+"""How fast a device computes, measured by a matrix product."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import torch
+
+__all__ = ["matrix_flops"]
+
+_LONG_ENOUGH_SECONDS: Final = 0.005
+# A GPU is busy with fewer; a CPU takes seconds for more.
+_FIRST_ROWS_ON_CPU: Final = 16
+
+
+def matrix_flops(device: torch.device, dtype: torch.dtype, rows: int, inner: int, columns: int) -> float:
+    """Floating-point operations per second in products of (rows, inner) and (inner, columns).
+
+    Takes some 50 ms, on slow devices with fewer rows. Draws no random numbers.
+    """
+    left = torch.ones(rows, inner, dtype=dtype, device=device)
+    right = torch.ones(inner, columns, dtype=dtype, device=device)
+    product = torch.empty(rows, columns, dtype=dtype, device=device)
+
+    def seconds(rows: int, times: int) -> float:
+        torch.matmul(left[:rows], right, out=product[:rows])  # the first product of a shape also loads its kernel
+        _finish(device)
+        start = time.perf_counter()
+        for _ in range(times):
+            torch.matmul(left[:rows], right, out=product[:rows])
+        _finish(device)
+        return time.perf_counter() - start
+
+    part, times = rows if device.type == "cuda" else min(rows, _FIRST_ROWS_ON_CPU), 1
+    while (taken := seconds(part, times)) < _LONG_ENOUGH_SECONDS:
+        part, times = (min(rows, 4 * part), times) if part < rows else (part, 4 * times)
+    return 2 * part * inner * columns * times / taken
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,168 @@
+"""Where stages sit and what their links need and have: as a user reads it, and over two agents' real processes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+pytest.importorskip("megatron.core")
+
+from evenpipe.megatron.script.needs import recompute_scope, transfer_need
+from evenpipe.megatron.script.seats import Seat, Seating
+from evenpipe.runtime.bandwidth import MeasuredPair
+from evenpipe.runtime.placement import place
+
+EVICTIONS = (4, 0, 0, 0)
+
+
+def seats(nodes, pipeline=0, gbps=10.0):
+    """One pipeline, a stage on each of `nodes`; stage s sends s GB/s faster than stage 0."""
+    return [
+        Seat(pipeline + 10 * stage, pipeline, stage, node, "host", 0, gbps + stage, 1e12)
+        for stage, node in enumerate(nodes)
+    ]
+
+
+def shown(table):
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(table)
+    lines = capture.get().replace("┃", "│").splitlines()
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if "│" in line]
+
+
+def test_the_table_has_a_row_a_stage_of_rank_0s_pipeline():
+    mixed = [*seats("BBBB", pipeline=1), *reversed(seats("ABBA"))]
+    assert shown(Seating(mixed, EVICTIONS).table(8.5)) == [
+        ["stage", "node", "local rank", "rank", "role", "partner", "link", "needs GB/s", "has GB/s"],
+        ["0", "A (host)", "0", "0", "evictor", "3", "same node", "8.50", "10.00"],
+        ["1", "B (host)", "0", "10", "alone", "", "", "", ""],
+        ["2", "B (host)", "0", "20", "alone", "", "", "", ""],
+        ["3", "A (host)", "0", "30", "acceptor", "0", "same node", "8.50", "13.00"],
+    ]
+
+
+def test_a_pair_is_as_fast_as_its_slower_direction():
+    seating = Seating([*seats("ABBA"), *seats("AABB", 1, 2.0)], EVICTIONS)
+    assert seating.pairs == (MeasuredPair(0, 3, False, 10.0), MeasuredPair(0, 3, True, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("others", "summary"),
+    [
+        ([], "0 of 1 pairs cross nodes"),
+        ([seats("CDDC", 1)], "all 2 pipelines sit like this one; 0 of 2 pairs cross nodes"),
+        (
+            [seats("CDDC", 1), seats("CCDD", 2)],
+            "2 of 3 pipelines sit like this one; 1 of 3 pairs cross nodes",
+        ),
+    ],
+)
+def test_the_summary_counts_every_pipeline(others, summary):
+    assert Seating([*seats("ABBA"), *(seat for other in others for seat in other)], EVICTIONS).summary() == summary
+
+
+def test_pipelines_of_64_stages_are_shown_whole():
+    placement = place(64, 1, 1, 8)
+    rows = [
+        Seat(placement.rank_of_slot(slot), 0, c.pp, str(slot // 8), "host", slot % 8, 1.0, 1e12)
+        for slot, c in enumerate(placement.slots)
+    ]
+    table = shown(Seating(rows, [1] * 31 + [0] * 33).table(1.0))
+    assert [row[0] for row in table[1:]] == [str(stage) for stage in range(64)]
+    assert {row[6] for row in table[1:]} == {"same node", ""}
+
+
+def megatrons(**others):
+    """Arguments as Megatron-LM leaves them, of the paper's GPT-3 96B."""
+    values = {
+        "num_layers": 80,
+        "num_attention_heads": 104,
+        "hidden_size": 9984,
+        "seq_length": 2048,
+        "micro_batch_size": 2,
+        "pipeline_model_parallel_size": 8,
+        "tensor_model_parallel_size": 4,
+        "context_parallel_size": 1,
+        "sequence_parallel": True,
+        "params_dtype": torch.bfloat16,
+        "recompute_granularity": "selective",
+        "recompute_modules": None,
+        "transformer_impl": "transformer_engine",
+    }
+    return Namespace(**values | others)
+
+
+def test_needs_follow_from_megatrons_arguments():
+    """24.25 GB/s (appendix B) for the forward of 143.37 ms that the paper measured, 170 TFLOP/s."""
+    need = transfer_need(megatrons(), 171.4e12)
+    assert need.strict_gbps == pytest.approx(24.25, rel=0.05)
+    assert need.origin == (
+        "3,315.0 MiB a micro-batch (equation 5, no attention scores saved, with sequence parallelism, 16 bit) within a "
+        "forward, if it ran at the 171 TFLOP/s of a matrix product of this shape"
+    )
+    assert transfer_need(megatrons(params_dtype=torch.float32), 171.4e12).strict_gbps == 2 * need.strict_gbps
+    assert transfer_need(megatrons(context_parallel_size=2), 171.4e12).strict_gbps == need.strict_gbps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scope"),
+    [
+        ({}, "selective"),
+        ({"transformer_impl": "local"}, "selective"),
+        ({"transformer_impl": "local", "recompute_modules": ["mlp"]}, "none"),
+        ({"transformer_impl": "local", "recompute_granularity": None}, "none"),
+        ({"recompute_granularity": None}, "selective"),
+        ({"recompute_granularity": None, "attention_backend": Namespace(name="flash")}, "selective"),
+        ({"recompute_granularity": None, "attention_backend": Namespace(name="unfused")}, "none"),
+        ({"recompute_granularity": "full"}, "full"),
+    ],
+)
+def test_attention_scores_are_saved_unless_fused_or_recomputed(arguments, scope):
+    assert recompute_scope(megatrons(**arguments)) == scope
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA")
+def test_two_agents_of_two_processes_train_placed_as_megatron_does(tmp_path):
+    """Four stages: outer ones on the first node, inner ones on the second; losses to the last bit; the bound of 3."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    launch = ["-W", "ignore", "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    launch += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    script = Path(__file__).with_name("train_placed.py")
+    agents = [
+        subprocess.Popen(
+            [sys.executable, *launch, "--node-rank", str(node), script, tmp_path],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    said = [agent.communicate(timeout=200) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    seen = [json.loads((tmp_path / f"slot-{slot}.json").read_text()) for slot in range(4)]
+    assert [process["rank"] for process in seen] == [0, 3, 1, 2]
+    assert [process["variable"] for process in seen] == ["0", "3", "1", "2"]
+    stock, placed = seen[3]["losses"][0], seen[1]["losses"][1]
+    assert len(stock) == 2
+    assert placed == stock
+    assert max(process["live"] for process in seen) == 3
+    lines = said[0][0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    roles = ["evictor", "alone", "alone", "acceptor"]
+    assert [(row[0], row[1][0], *row[2:5]) for row in rows] == [
+        (str(stage), node, local, str(stage), role)
+        for stage, node, local, role in zip(range(4), "0110", "0011", roles, strict=True)
+    ]
+    assert all(float(row[8]) > 0 for row in (rows[0], rows[3]))
+    assert "  ranks are placed pair-adjacent: partners are neighbours" in lines
+    assert said[1][0] == ""

@@ -1,0 +1,39 @@
+"""What is measured at start: the links of a pair, and the device."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from evenpipe.runtime.compute_speed import matrix_flops
+
+SLOW_GBPS = 0.01
+
+
+def test_each_direction_of_a_pairs_links_is_measured_and_left_clean(tmp_path: Path) -> None:
+    """Stage 0 sends slowly; messages that follow arrive as they were sent."""
+    script = Path(__file__).with_name("link_speed_cases.py")
+    run = subprocess.run([sys.executable, script, tmp_path], timeout=120, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    evictor, middle, acceptor = (json.loads((tmp_path / f"stage-{stage}.json").read_text()) for stage in range(3))
+    assert SLOW_GBPS / 4 < evictor[0] < SLOW_GBPS < acceptor[0]
+    assert evictor[1] < 1
+    assert (evictor[2], acceptor[2]) == ([9], [7])
+    assert middle[0] is None
+
+
+def test_the_device_is_as_fast_as_a_product_on_it() -> None:
+    shape, times = (64, 256, 512), 40
+    left, right = torch.ones(shape[:2]), torch.ones(shape[1:])
+    left @ right
+    start = time.perf_counter()
+    for _ in range(times):
+        left @ right
+    flops = 2 * 64 * 256 * 512 * times / (time.perf_counter() - start)
+    drawn = torch.get_rng_state()
+    measured = matrix_flops(torch.device("cpu"), torch.float32, *shape)
+    assert flops / 5 < measured < flops * 5
+    assert torch.equal(torch.get_rng_state(), drawn)
