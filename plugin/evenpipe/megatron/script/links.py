@@ -48,7 +48,12 @@ class LinkTable:
         self._placement = placement
 
     def report(self, schedule: PipelineSchedule) -> None:
-        """To be called by all ranks alike, once the links are open and before they are used; takes some 0.2 s."""
+        """To be called by all ranks alike, once the links are open and before they are used; takes some 0.2 s.
+
+        Does nothing without BPipe, where there are no pairs.
+        """
+        if not self._config.bpipe:
+            return
         executor = schedule.executor
         assert executor is not None, "called when the links have been made"
         pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())

@@ -35,6 +35,7 @@ def start(args: Namespace) -> None:
 def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
     # Imported here: a run without EvenPipe's flags does not pay for it.
     from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
+    from evenpipe.megatron.script.links import LinkTable
     from evenpipe.megatron.script.log import TrainingLog
     from evenpipe.megatron.script.placing import place_process
     from evenpipe.megatron.script.trace import IterationTrace
@@ -44,6 +45,7 @@ def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
         config.schedule if config.schedule not in (None, "interleaved") else "1f1b",
         config.bpipe,
         observer=IterationTrace(config.trace, config.trace_iteration, args) if config.trace is not None else None,
+        connected=LinkTable(args, config, placement).report,
     )
     for patches in (in_place_of_megatron(schedule), TrainingLog(schedule, args).patches()):
         patches.apply()
