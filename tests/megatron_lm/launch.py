@@ -50,7 +50,8 @@ class Run(NamedTuple):
         found = []
         for line in self.output.splitlines():
             if re.search(r"iteration\s+\d+/\s*\d+ \|", line):
-                found.append(" | ".join(part.strip() for part in line.split("|") if kept.search(part)))
+                parts = line[line.index("iteration") :].split("|")
+                found.append(" | ".join(part.strip() for part in parts if kept.search(part)))
         return found
 
     def losses_from(self, iteration: int) -> list[str]:
