@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from evenpipe.megatron.cpu_mode.checkpoints import checkpoint_patches
 from evenpipe.megatron.cpu_mode.devices import device_patches
+from evenpipe.megatron.cpu_mode.norms import norm_patches
 from evenpipe.megatron.cpu_mode.patching import no_gpu
 from evenpipe.megatron.cpu_mode.random_state import random_patches
 from evenpipe.megatron.cpu_mode.sends import send_patches
@@ -18,6 +20,12 @@ def cpu_mode() -> PatchSet:
     Apply them before the first model is built. Refused where CUDA is available: with them in place, tensors stay on the
     CPU and the "CUDA" random state is the CPU's.
     """
-    return PatchSet(
-        "cpu-mode", [*device_patches(), *random_patches(), *stream_patches(), *send_patches()], guard=no_gpu
-    )
+    patches = [
+        *device_patches(),
+        *random_patches(),
+        *stream_patches(),
+        *send_patches(),
+        *norm_patches(),
+        *checkpoint_patches(),
+    ]
+    return PatchSet("cpu-mode", patches, guard=no_gpu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.megatron.cpu_mode.patching import patch
@@ -37,6 +38,12 @@ def device_patches() -> list[Patch]:
             lambda original: lambda device: None,
             "Megatron chooses a CUDA device for each process; the CPU is there for all of them",
             "(device)",
+        ),
+        patch(
+            "torch.cuda:get_device_properties",
+            lambda original: lambda device=None: SimpleNamespace(major=0),
+            "Megatron-LM asks how new the device is, to check the environment that tensor parallelism wants",
+            "(device=None)",
         ),
         patch(
             "torch.cuda:synchronize",
