@@ -14,6 +14,8 @@ from rich.console import Console
 
 pytest.importorskip("megatron.core")
 
+from evenpipe.config import EvenPipeConfig
+from evenpipe.megatron.script.links import LinkTable
 from evenpipe.megatron.script.needs import recompute_scope, transfer_need
 from evenpipe.megatron.script.seats import Seat, Seating
 from evenpipe.runtime.bandwidth import MeasuredPair
@@ -30,11 +32,15 @@ def seats(nodes, pipeline=0, gbps=10.0):
     ]
 
 
-def shown(table):
+def printed(what):
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(table)
-    lines = capture.get().replace("┃", "│").splitlines()
+        console.print(what, soft_wrap=True)
+    return capture.get().splitlines()
+
+
+def shown(table):
+    lines = [line.replace("┃", "│") for line in printed(table)]
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if "│" in line]
 
 
@@ -127,6 +133,54 @@ def test_needs_follow_from_megatrons_arguments():
 )
 def test_attention_scores_are_saved_unless_fused_or_recomputed(arguments, scope):
     assert recompute_scope(megatrons(**arguments)) == scope
+
+
+RECOMPUTE = "recompute more (--recompute-granularity)"
+LINES = {
+    "unplaced, slow": (
+        (None, "ABCD", 0.1),
+        {},
+        "ranks are in Megatron's own order, not pair-adjacent: --use-tp-pp-dp-mapping numbers ranks in an order of its "
+        "own: leave one of them out",
+        f"; see above what keeps --pair-adjacent from joining partners on a node, or {RECOMPUTE}",
+    ),
+    "placed, slow across": (
+        (place(4, 4, 1, 4), "ABCD", 0.1),
+        {},
+        "ranks are placed pair-adjacent: partners are neighbours",
+        f"; choose a --tensor-model-parallel-size that divides 2, or {RECOMPUTE}",
+    ),
+    "odd nodes, slow across": (
+        (place(6, 1, 1, 3), "ABCD", 0.1),
+        {},
+        "ranks are placed pair-adjacent: partners are neighbours",
+        f"; {RECOMPUTE}",
+    ),
+    "placed, slow within, nothing left to recompute": (
+        (place(4, 1, 1, 4), "AAAA", 1e-4),
+        {"recompute_granularity": "full"},
+        "ranks are placed pair-adjacent: partners are neighbours",
+        "; use faster links",
+    ),
+    "fast": ((place(4, 1, 1, 4), "AAAA", 400.0), {}, "ranks are placed pair-adjacent: partners are neighbours", None),
+}
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_below_the_table_is_how_ranks_are_placed_and_what_to_do(case):
+    (placement, nodes, gbps), arguments, order, remedy = LINES[case]
+    args = megatrons(use_tp_pp_dp_mapping=True, **arguments)
+    lines = printed(LinkTable(args, EvenPipeConfig(bpipe=True), placement).rendered(seats(nodes, 0, gbps), EVICTIONS))
+    below = [line.strip() for line in lines[lines.index(next(line for line in lines if line[0] == "└")) + 1 :]]
+    assert below[0] == order
+    assert [line.split(":")[0] for line in below[2:]] == ["needs", "has", *(["warning"] if remedy else [])]
+    if remedy:
+        assert below[-1].endswith(remedy)
+
+
+def test_a_short_pipeline_evicts_nothing():
+    lines = printed(LinkTable(megatrons(), EvenPipeConfig(bpipe=True), place(2, 1, 1, 2)).rendered(seats("AA"), (0, 0)))
+    assert lines[-1] == "  no stage holds more micro-batches than BPipe's bound: nothing will be evicted"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA")

@@ -73,42 +73,26 @@ class LinkTable:
         if texts is not None:
             chunks = self._args.virtual_pipeline_model_parallel_size or 1
             program = schedule.program(len(pipeline), get_num_microbatches(), chunks)
-            self._print([Seat(*json.loads(text)) for text in texts], program.schedule.evictions)
+            _print(self.rendered([Seat(*json.loads(text)) for text in texts], program.schedule.evictions))
 
-    def _print(self, seats: Sequence[Seat], evictions: Sequence[int]) -> None:
+    def rendered(self, seats: Sequence[Seat], evictions: Sequence[int]) -> Group:
+        """The table and the lines below it, for all seats of a job whose stages evict so many micro-batches each."""
         need = transfer_need(self._args, statistics.median(seat.flops for seat in seats))
         seating = Seating(seats, evictions)
         pairs = seating.pairs
-        console = Console(file=sys.stdout)
-        if not console.is_terminal:
-            console.width = _WIDTH_OF_A_LOG
-        console.print(
-            Group(
-                Text("evenpipe: where stages sit, and what the links between partners carry", style="bold"),
-                seating.table(need.strict_gbps),
-                *(
-                    Text(f"  {line}")
-                    for line in (self._order(), *(self._explained(seating, need) if pairs else _NO_PAIRS))
-                ),
-                *(Text(f"  warning: {line}", style="yellow") for line in self._warnings(pairs, need)),
-            ),
-            soft_wrap=True,
+        lines = (self._order(), *(_explained(seating, need) if pairs else _NO_PAIRS))
+        return Group(
+            Text("evenpipe: where stages sit, and what the links between partners carry", style="bold"),
+            seating.table(need.strict_gbps),
+            *(Text(f"  {line}") for line in lines),
+            *(Text(f"  warning: {line}", style="yellow") for line in self._warnings(pairs, need)),
         )
-        sys.stdout.flush()
 
     def _order(self) -> str:
         if self._placement is not None:
             return "ranks are placed pair-adjacent: partners are neighbours"
         why = why_not_placed(self._args, self._config, os.environ)
         return f"ranks are in Megatron's own order, not pair-adjacent: {why}"
-
-    @staticmethod
-    def _explained(seating: Seating, need: Need) -> tuple[str, ...]:
-        return (
-            seating.summary(),
-            f"needs: at most, estimated: {need.origin}; two thirds of it hide all but a part of the loads",
-            "has: measured on these links just now, all pairs at once, in the direction in which the stage sends",
-        )
 
     def _warnings(self, pairs: Sequence[MeasuredPair], need: Need) -> tuple[str, ...]:
         recompute = (
@@ -121,3 +105,19 @@ class LinkTable:
             half = self._placement.gpus_per_node // 2
             across = f"choose a --tensor-model-parallel-size that divides {half}, or {recompute}"
         return bandwidth_warnings(pairs, need.strict_gbps, across_nodes=across, within_nodes=recompute)
+
+
+def _explained(seating: Seating, need: Need) -> tuple[str, ...]:
+    return (
+        seating.summary(),
+        f"needs: at most, estimated: {need.origin}; two thirds of it hide all but a part of the loads",
+        "has: measured on these links just now, all pairs at once, in the direction in which the stage sends",
+    )
+
+
+def _print(printed: Group) -> None:
+    console = Console(file=sys.stdout)
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_A_LOG
+    console.print(printed, soft_wrap=True)
+    sys.stdout.flush()
