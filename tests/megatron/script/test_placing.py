@@ -16,6 +16,7 @@ def megatrons(stages=4, tensor=1, rank=0, **others):
     """Arguments as Megatron-LM leaves them after its own validation."""
     values = {
         "pipeline_model_parallel_size": stages,
+        "virtual_pipeline_model_parallel_size": None,
         "tensor_model_parallel_size": tensor,
         "context_parallel_size": 1,
         "expert_model_parallel_size": 1,
@@ -91,6 +92,11 @@ def test_only_the_flag_spreads_them_over_nodes():
         "a node of 2 processes does not hold two whole groups of 2 tensor-, context- and expert-parallel ranks; "
         "--pair-adjacent spreads such groups over nodes"
     )
+
+
+def test_pairs_that_trade_nothing_come_together_only_if_asked_to():
+    assert ranks_by_node(3, 2, AUTOMATIC, stages=3) == [[0, 1], [2, 3], [4, 5]]
+    assert ranks_by_node(3, 2, ASKED, stages=3) != [[0, 1], [2, 3], [4, 5]]
 
 
 CANNOT = {

@@ -92,6 +92,10 @@ def _placement(args: Namespace, config: EvenPipeConfig, environ: Mapping[str, st
     # Asked for, pairs come before context- and expert-parallel ranks; nobody is to be surprised by that.
     for group in (talking, tensor) if config.pair_adjacent else (talking,):
         if launch.group_world_size == 1 or (per_node % group == 0 and per_node >= 2 * group):
+            if stages < 4 and args.virtual_pipeline_model_parallel_size is None and not config.pair_adjacent:
+                raise _NotPlacedError(
+                    f"--pipeline-model-parallel-size {stages} holds no more than BPipe's bound, so no pair trades"
+                )
             return place(stages, group, launch.world_size // (stages * group), per_node)
     if config.pair_adjacent or talking == tensor:
         raise _NotPlacedError(
