@@ -67,6 +67,12 @@ class SavedStorage:
             self.storage = None
             self.counter.add_own(-self.nbytes)
 
+    def remeasure(self) -> None:
+        """Count what the storage has become: whoever saved it may have emptied it, to compute it anew in backward."""
+        if self.storage is not None and (nbytes := self.storage.nbytes()) != self.nbytes:
+            self.counter.add_own(nbytes - self.nbytes)
+            self.nbytes = nbytes
+
     def fill(self) -> torch.UntypedStorage:
         """Allocate the memory again, contents undefined."""
         storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device).untyped_storage()

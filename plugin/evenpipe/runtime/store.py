@@ -21,7 +21,8 @@ class ActivationStore:
     """Counts and moves the tensors that autograd saves during `recording`, per micro-batch.
 
     Memory is counted by storage, once however many tensors or micro-batches saved it, from its first save until the
-    last handle on it dies. The store itself holds weak references only: nothing lives longer than under plain autograd.
+    last handle on it dies; what was emptied during the recording, to be computed anew in backward, counts as nothing.
+    The store itself holds weak references only: nothing lives longer than under plain autograd.
     Parameters given as `exclude` are neither counted nor moved (their storages are looked up at every recording, so
     their `.data` may change). Tensor subclasses and tensors without a storage (sparse) stay with autograd as they are;
     `excluded_names` counts their types. Conjugate, negative, nested, quantized and meta tensors are counted but never
@@ -51,6 +52,8 @@ class ActivationStore:
             recording = self._recordings[key] = Recording(self._recorded, self.counter)
         with saved_tensors_hooks(self._packer(recording), _unpack):
             yield
+        for saved in recording.by_storage():
+            saved.remeasure()
         self.counter.note_peak()
 
     def attach(self, key: Hashable, tensor: Tensor) -> None:

@@ -1,0 +1,34 @@
+"""What the tests of the activation store do with it: send a micro-batch away and back."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from evenpipe.runtime.store import ActivationStore
+
+
+def shippable(store: ActivationStore, key: object) -> list[Tensor]:
+    """What the store would move now."""
+    sizes = store.seal(key)
+    views = store.ship(key)
+    assert [view.numel() for view in views] == list(sizes)
+    return views
+
+
+def evict(store: ActivationStore, key: object) -> list[Tensor]:
+    """Take a micro-batch's memory away, as a send to the partner does; return what the partner then has."""
+    views = shippable(store, key)
+    memory = [StorageWeakRef(view.untyped_storage()) for view in views]
+    copies = [view.clone() for view in views]
+    del views
+    store.release(key)
+    assert all(storage.expired() for storage in memory)
+    return copies
+
+
+def load(store: ActivationStore, key: object, copies: Sequence[Tensor]) -> None:
+    views = store.refill(key)
+    assert [view.numel() for view in views] == [copy.numel() for copy in copies]
+    for view, copy in zip(views, copies, strict=True):
+        view.copy_(copy)
