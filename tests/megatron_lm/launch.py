@@ -65,9 +65,13 @@ def gpt_flags(iterations: int) -> list[str]:
     return [*MODEL, *data, "--train-iters", str(iterations)]
 
 
-def model_flags(script: str, iterations: int, bert_data: Sequence[str]) -> list[str]:
+def model_flags(checkout: Path, script: str, iterations: int, bert_data: Sequence[str]) -> list[str]:
     """A small model for pretrain_gpt.py or pretrain_bert.py."""
-    return gpt_flags(iterations) if "gpt" in script else [*MODEL, *bert_data, "--train-iters", str(iterations)]
+    if "gpt" in script:
+        return gpt_flags(iterations)
+    # Newer releases read a BERT vocabulary with the transformers package, unless told to do it as before.
+    legacy = ["--legacy-tokenizer"] if _knows(checkout, "--legacy-tokenizer") else []
+    return [*MODEL, *bert_data, *legacy, "--train-iters", str(iterations)]
 
 
 def torchrun(processes: int, *agent: str) -> list[str]:
@@ -90,6 +94,10 @@ def start(command: Sequence[str], checkout: Path, environment: dict[str, str] | 
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+
+
+def _knows(checkout: Path, flag: str) -> bool:
+    return flag in (checkout / "megatron" / "training" / "arguments.py").read_text()
 
 
 def launch(

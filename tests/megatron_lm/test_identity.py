@@ -16,7 +16,7 @@ def test_a_script_trains_to_the_same_bits(megatron_lm, script, layout, bert_data
     if not (megatron_lm / script).exists():
         pytest.skip(f"{megatron_lm.name} has no {script}")
     processes, parallel = LAYOUTS[layout]
-    flags = [*model_flags(script, ITERATIONS, bert_data), *parallel, "--save-interval", str(ITERATIONS)]
+    flags = [*model_flags(megatron_lm, script, ITERATIONS, bert_data), *parallel, "--save-interval", str(ITERATIONS)]
     flags += ["--ckpt-format", "torch"]
     stock = launch(megatron_lm, script, processes, [*flags, "--save", str(tmp_path / "stock")])
     assert len(stock.lines) == ITERATIONS, stock.output[-4000:]
@@ -62,7 +62,7 @@ MIXTURES = {
 def test_what_users_combine_trains_to_the_same_bits(megatron_lm, mixture):
     layout, more = MIXTURES[mixture]
     processes, parallel = LAYOUTS[layout]
-    flags = [*model_flags("pretrain_gpt.py", ITERATIONS, []), *parallel, *more]
+    flags = [*model_flags(megatron_lm, "pretrain_gpt.py", ITERATIONS, []), *parallel, *more]
     stock = launch(megatron_lm, "pretrain_gpt.py", processes, flags)
     ours = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, "--bpipe"])
     assert len(stock.lines) == ITERATIONS
