@@ -149,3 +149,22 @@ def test_the_cuda_random_state_is_the_cpu_s(mode: PatchSet) -> None:
     torch.cuda.set_rng_state(state)
     assert torch.rand(1) == first
     assert torch.rand(1, generator=torch.Generator().manual_seed(7)) == first
+
+
+def test_nothing_is_compiled_even_where_torch_was_imported_first() -> None:
+    """A script that imports evenpipe.megatron after Megatron once compiled functions, or looked for a C++ compiler."""
+    code = """
+import os
+import torch
+import torch._dynamo
+
+def no_compiler(graph, inputs):
+    raise SystemExit("compiled")
+
+function = torch.compile(lambda x: 2 * x, backend=no_compiler)
+os.environ["EVENPIPE_CPU"] = "1"
+import evenpipe.megatron
+assert function(torch.ones(1)) == 2
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, check=True)

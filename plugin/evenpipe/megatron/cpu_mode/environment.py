@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
-__all__ = ["set_environment"]
+__all__ = ["compile_nothing", "set_environment"]
 
 
 def set_environment(environ: MutableMapping[str, str]) -> None:
@@ -17,6 +17,12 @@ def set_environment(environ: MutableMapping[str, str]) -> None:
     if sys.platform == "linux" and _one_machine(environ):
         # gloo otherwise listens where the host's name leads, which need not be reachable from the host itself.
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def compile_nothing(environ: Mapping[str, str]) -> None:
+    """Have torch go by TORCHDYNAMO_DISABLE even where it read that before it was set."""
+    if environ.get("TORCHDYNAMO_DISABLE") == "1" and "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.set_stance("force_eager")
 
 
 def _one_machine(environ: MutableMapping[str, str]) -> bool:

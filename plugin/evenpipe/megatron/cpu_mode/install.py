@@ -6,7 +6,7 @@ import functools
 import os
 
 from evenpipe.megatron.cpu_mode.core import cpu_mode
-from evenpipe.megatron.cpu_mode.environment import set_environment
+from evenpipe.megatron.cpu_mode.environment import compile_nothing, set_environment
 from evenpipe.megatron.cpu_mode.modules import (
     DATASETS,
     stand_in_for_triton_kernels,
@@ -26,6 +26,7 @@ def install_cpu_mode() -> None:
     What must not be patched, such as a machine with CUDA or an unknown release, ends the job with one line.
     """
     set_environment(os.environ)
+    compile_nothing(os.environ)
     stand_in_for_triton_kernels()
     when_imported(DATASETS, take_dataset_helpers_from_the_wheel)
     when_imported("megatron.core", functools.partial(_apply, cpu_mode()))
