@@ -115,12 +115,15 @@ def _show(findings: Findings, console: Console) -> None:
     for heading, rows in _sections(findings.findings):
         say(f"\n{heading}", "bold")
         console.print(_table(rows))
+    said: set[str] = set()
     for purpose in Purpose:
         for line in findings.problems(purpose):
-            say(f"\n{'' if purpose is Purpose.TRAINING else f'{purpose.value}: '}{line}")
-    for said in (_absence(findings), wrong_apex()):
-        if said is not None:
-            say(f"\n{said}")
+            if line not in said:
+                say(f"\n{'' if purpose is Purpose.TRAINING else f'{purpose.value}: '}{line}")
+                said.add(line)
+    for remark in (_absence(findings), wrong_apex()):
+        if remark is not None:
+            say(f"\n{remark}")
 
 
 def _absence(findings: Findings) -> str | None:
@@ -151,32 +154,38 @@ def _table(findings: Sequence[Finding]) -> Table:
         symbols.append(f" ({_releases(item.versions)})")
         if item.reason is not None:
             symbols.append(f"\n{item.reason}", style="dim")
-        table.add_row(Text(state.value), Text(item.owner.partition(" ")[0]), symbols)
+        table.add_row(Text(state.value), Text(_set_of(item)), symbols)
     return table
 
 
 def _markdown() -> Iterator[str]:
     from evenpipe.megatron.catalogue import catalogue
 
-    items = catalogue()
-    yield "| needed for | set | symbol | releases | why it is replaced |"
-    yield "|---|---|---|---|---|"
-    for item in items:
-        if item.reason is not None:
-            yield _row(item, item.reason)
-    yield ""
-    yield "Called, and therefore held to their signatures, too:"
-    yield ""
-    yield "| needed for | set | symbol | releases |"
-    yield "|---|---|---|---|"
-    for item in items:
-        if item.reason is None:
-            yield _row(item)
+    replaced, called = ([item for item in catalogue() if item.is_replaced is wanted] for wanted in (True, False))
+    yield from ("# What EvenPipe replaces at run time", "", "Printed by `evenpipe patches --markdown`.", "")
+    yield from _rows("needed for", "set", "symbol", "releases", "why it is replaced")
+    for item in replaced:
+        yield from _rows(*_cells(item), item.reason or "", head=False)
+    yield from ("", "## What it calls", "", "These, too, have to have the recorded signatures.", "")
+    yield from _rows("needed for", "set", "symbol", "releases")
+    for item in called:
+        yield from _rows(*_cells(item), head=False)
 
 
-def _row(item: Item, *more: str) -> str:
+def _cells(item: Item) -> tuple[str, ...]:
     symbols = "<br>".join(f"`{symbol}`" for symbol in item.symbols)
-    return f"| {' | '.join((item.purpose.value, item.owner, symbols, _releases(item.versions), *more))} |"
+    return (item.purpose.value, _set_of(item), symbols, _releases(item.versions))
+
+
+def _rows(*cells: str, head: bool = True) -> Iterator[str]:
+    yield f"| {' | '.join(cells)} |"
+    if head:
+        yield f"|{'---|' * len(cells)}"
+
+
+def _set_of(item: Item) -> str:
+    """Without the module that a set of CPU mode waits for."""
+    return item.owner.partition(" ")[0]
 
 
 def _releases(versions: Mapping[str, str]) -> str:

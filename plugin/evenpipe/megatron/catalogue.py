@@ -84,8 +84,6 @@ def _sets() -> dict[Purpose, list[PatchSet]]:
 
 
 def _items(purpose: Purpose, patches: PatchSet) -> Iterator[Item]:
-    # Without the guard: a machine on which CPU mode is refused can still tell whether it would fit.
-    unguarded = PatchSet(patches.name, patches.list())
     for patch in patches.list():
         yield Item(
             purpose,
@@ -95,12 +93,13 @@ def _items(purpose: Purpose, patches: PatchSet) -> Iterator[Item]:
             patch.distribution,
             patch.versions,
             patch.reason,
-            functools.partial(_state, unguarded, patch),
+            functools.partial(_state, patches.name, patch),
         )
 
 
-def _state(patches: PatchSet, patch: Patch) -> str:
-    [state] = [checked.state for checked in patches.check() if checked.patch is patch]
+def _state(owner: str, patch: Patch) -> str:
+    """Of this patch alone, and without a guard: a machine that refuses CPU mode can still tell whether it would fit."""
+    [(_, state)] = PatchSet(owner, [patch]).check()
     return state
 
 

@@ -1,0 +1,156 @@
+"""The catalogue has all that EvenPipe replaces or calls, and what it reads from source is what an import shows."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import evenpipe
+from evenpipe.megatron.catalogue import Item, Purpose, catalogue
+from evenpipe.megatron.checkout import examine, version_in
+from evenpipe.megatron.findings import State
+from evenpipe.megatron.supported import RELEASES
+from evenpipe.upstream import UpstreamError, signature_of
+from evenpipe.upstream.source import signature_in
+from evenpipe.upstream.symbols import locate, original_of
+
+OTHER_RELEASES = [Path(path) for path in os.environ.get("EVENPIPE_MEGATRON_RELEASES", "").split(os.pathsep) if path]
+
+
+@pytest.fixture(scope="module")
+def site() -> Path:
+    """The folder that megatron-core is installed in."""
+    return Path(pytest.importorskip("megatron.core").__file__).parents[2]
+
+
+def test_it_is_listed_without_megatron() -> None:
+    code = """
+import sys
+from evenpipe.megatron.catalogue import catalogue
+assert len(catalogue()) > 20
+assert not [name for name in sys.modules if name.partition(".")[0] == "megatron"]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_patch_set_of_the_package_is_in_it() -> None:
+    listed = {item.owner for item in catalogue()}
+    source = Path(evenpipe.__file__).parent / "megatron"
+    made = {
+        call.args[0]
+        for path in source.rglob("*.py")
+        if path.name != "catalogue.py"
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "PatchSet"
+    }
+    assert made
+    for name in made:
+        start = name.values[0] if isinstance(name, ast.JoinedStr) else name
+        assert isinstance(start, ast.Constant)
+        assert any(owner.startswith(str(start.value)) for owner in listed), ast.unparse(name)
+
+
+def test_symbols_that_only_evenpipes_own_trainer_replaces_are_called_as_well() -> None:
+    """So that checks of a checkout, which leave the trainer out, cover them."""
+    called = {item.symbols[0] for item in catalogue() if not item.is_replaced}
+    assert {item.symbols[0] for item in catalogue() if item.purpose is Purpose.TRAINER} <= called
+
+
+def installed_items(site: Path) -> list[Item]:
+    checked = examine(site)
+    assert checked.series in RELEASES
+    return [finding.item for finding in checked.findings if finding.state is not State.ABSENT]
+
+
+def test_the_source_of_the_installed_release_reads_like_its_import(site: Path) -> None:
+    symbols = [symbol for item in installed_items(site) for symbol in item.symbols]
+    assert len(symbols) > 15
+    read = {symbol: signature_in(site, symbol) for symbol in symbols}
+    assert read == {symbol: signature_of(original_of(locate(symbol).value)) for symbol in symbols}
+
+
+@pytest.mark.parametrize("root", OTHER_RELEASES, ids=lambda path: path.name)
+def test_another_release_on_disk_is_supported(root: Path) -> None:
+    found = examine(root)
+    assert found.problems(Purpose.TRAINING) == found.problems(Purpose.CPU_MODE) == ()
+    assert found.supported
+    assert found.version is not None
+    assert found.version.startswith(f"{found.series}.")
+
+
+@pytest.fixture
+def copy(site: Path, tmp_path: Path) -> Callable[[str, str, str], Path]:
+    """A copy of the installed sources of megatron-core, with one text in one file replaced."""
+
+    def edited(file: str, old: str, new: str) -> Path:
+        root = tmp_path / "copy"
+        shutil.copytree(site / "megatron", root / "megatron", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        path = root / "megatron" / "core" / file
+        text = path.read_text()
+        assert text.count(old) == 1
+        path.write_text(text.replace(old, new))
+        return root
+
+    return edited
+
+
+SCHEDULES = "pipeline_parallel/schedules.py"
+
+
+def test_a_changed_signature_is_named_with_what_was_found_and_expected(copy: Callable[..., Path]) -> None:
+    found = examine(copy(SCHEDULES, "def deallocate_output_tensor(out,", "def deallocate_output_tensor(output,"))
+    assert not found.supported
+    [line] = found.problems(Purpose.TRAINING)
+    assert line == (
+        f"megatron.core.pipeline_parallel.schedules:deallocate_output_tensor: megatron-core {found.version} has "
+        "signature (output, deallocate_pipeline_outputs=False), expected (out, deallocate_pipeline_outputs=False): "
+        "use an unmodified supported release"
+    )
+
+
+def test_a_lost_rebinding_is_named(copy: Callable[..., Path]) -> None:
+    found = examine(copy("pipeline_parallel/__init__.py", "from .schedules import", "from .elsewhere import"))
+    [line] = found.problems(Purpose.TRAINING)
+    assert line.startswith("megatron.core.pipeline_parallel:get_forward_backward_func: ")
+
+
+def test_what_only_cpu_mode_needs_does_not_keep_a_checkout_from_training(copy: Callable[..., Path]) -> None:
+    found = examine(copy("pipeline_parallel/p2p_communication.py", "def _p2p_ops(", "def _p2p_operations("))
+    assert found.supported
+    [line] = found.problems(Purpose.CPU_MODE)
+    assert line.startswith("megatron.core.pipeline_parallel.p2p_communication:_p2p_ops: ")
+
+
+def with_version(root: Path, text: str) -> Path:
+    folder = root / "megatron" / "core"
+    folder.mkdir(parents=True)
+    (folder / "package_info.py").write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("MAJOR = 0\nMINOR = 13\nPATCH = 1\nPRE_RELEASE = ''\n", "0.13.1"),
+        ("MAJOR = 0\nMINOR = 20\nPATCH = 0\nPRE_RELEASE = 'rc1'\n", "0.20.0rc1"),
+    ],
+)
+def test_another_version_is_refused_before_anything_else_is_read(tmp_path: Path, text: str, version: str) -> None:
+    root = with_version(tmp_path, text)
+    assert version_in(root) == version
+    found = examine(root)
+    assert (found.supported, found.version, found.series, found.findings) == (False, version, None, ())
+    [line] = found.problems(Purpose.TRAINING)
+    assert line.startswith(f"megatron-core {version}: unknown release, expected one of {', '.join(RELEASES)}")
+
+
+def test_a_version_that_is_not_stated_is_refused(tmp_path: Path) -> None:
+    root = with_version(tmp_path, "__version__ = '0.16.1'\n")
+    with pytest.raises(UpstreamError, match=r"^megatron\.core\.package_info:MAJOR: "):
+        version_in(root)
+    assert not examine(root).supported
