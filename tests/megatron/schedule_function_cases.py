@@ -66,7 +66,8 @@ class Case:
     config: Mapping[str, Any] = field(default_factory=dict)
     ddp: Mapping[str, Any] | None = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
-    bf16: bool = False
+    precision: str = "fp32"
+    tied: bool = True
     loss_scale: float | None = None
     synchronise: tuple[str, ...] = ()
     timers: bool = False
@@ -93,6 +94,15 @@ GATHERED = {**SHARDED, "overlap_grad_reduce": True, "bucket_size": 500}
 REDUCED = {"overlap_grad_reduce": True, "bucket_size": 500}
 FUSED = {"gradient_accumulation_fusion": True}
 MEASURED = ("megatron", "measured")
+BALANCED = ("megatron", "bpipe")
+BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+PARTS = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"], "add_bias_linear": False}
+EXPERTS = {"num_moe_experts": 2, "moe_token_dispatcher_type": "allgather", "add_bias_linear": False}
+PADDED = {
+    "moe_expert_capacity_factor": 1.0,
+    "moe_pad_expert_input_to_capacity": True,
+    "moe_token_dispatcher_type": "alltoall",
+}
 # Parameters are gathered ahead from the second batch on.
 SEVERAL = (Call(micro_batches=4), Call(), EVALUATION, Call(micro_batches=4))
 
@@ -105,13 +115,31 @@ CASES = {
     "loss per token": Case(calls=TOKENS, config={"calculate_per_token_loss": True}),
     "outputs kept": Case(config={"deallocate_pipeline_outputs": False}),
     "scaled loss": Case(loss_scale=128.0),
-    "bf16": Case(bf16=True),
+    "bf16": Case(precision="bf16"),
     "timers": Case(timers=True),
     "given groups": Case(calls=(GIVEN, GIVEN)),
     "given only a communicator": Case(calls=(Call(groups=("communicator",)),)),
     "given only groups": Case(calls=(Call(groups=("groups",)),)),
     "partial recomputation": Case(config=PARTIAL, engines=PLAIN),
     "partial recomputation with BPipe": Case(calls=(Call(),), config=PARTIAL, engines=("bpipe",)),
+    "recomputation of a block, fp16, untied": Case(
+        calls=(Call(), Call()),
+        config={**BLOCK, "num_layers": 8},
+        optimizer={"initial_loss_scale": 256.0},
+        precision="fp16",
+        tied=False,
+        engines=BALANCED,
+    ),
+    "recomputation of parts": Case(calls=(Call(),), config={**PARTS, "num_layers": 8}, engines=BALANCED),
+    "experts of one capacity": Case(calls=(Call(),), config={**EXPERTS, **PADDED}, engines=BALANCED),
+    "recomputation of experts": Case(
+        calls=(Call(),),
+        config={**EXPERTS, "recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        engines=BALANCED,
+    ),
+    "uneven layout": Case(
+        calls=(Call(),), config={"num_layers": 4, "pipeline_model_parallel_layout": "E|ttt|t|L"}, engines=BALANCED
+    ),
     "adjusted shapes": Case(calls=(Call(arguments={"seq_length": 16, "adjust_tensor_shapes_fn": halved}),)),
     "length of the decoder": Case(calls=(Call(arguments={"seq_length": 16, "decoder_seq_length": 8}),)),
     "evaluation between batches": Case(calls=(EVALUATION, Call(), EVALUATION, Call(micro_batches=4))),
@@ -122,11 +150,17 @@ CASES = {
     ),
     "interleaved, bare modules": Case(PP4_V2, ddp=None),
     "interleaved, loss per token": Case(PP4_V2, calls=TOKENS, config={"calculate_per_token_loss": True}),
-    "interleaved, bf16": Case(PP4_V2, bf16=True),
+    "interleaved, bf16": Case(PP4_V2, precision="bf16"),
     "interleaved, timers": Case(PP4_V2, timers=True),
     "interleaved, given groups": Case(PP4_V2, calls=(GIVEN, GIVEN)),
     "interleaved, given only a communicator": Case(PP4_V2, calls=(Call(groups=("communicator",)),)),
     "interleaved, partial recomputation": Case(PP4_V2, config=PARTIAL, engines=PLAIN),
+    "interleaved, uneven layout, recomputation": Case(
+        PP4_V2,
+        calls=(Call(),),
+        config={**BLOCK, "num_layers": 8, "pipeline_model_parallel_layout": "E|tt|t|t|tt|t|t|L"},
+        engines=BALANCED,
+    ),
     "interleaved, length of the decoder": Case(PP4_V2, calls=(Call(arguments={"decoder_seq_length": 4}),)),
     "interleaved, evaluation between batches": Case(
         PP4_V2, calls=(EVALUATION, Call(), COLLECTION, Call(micro_batches=4))
@@ -143,7 +177,7 @@ CASES = {
     "interleaved, distributed optimizer": Case(
         PP2_V3, SEVERAL, ddp=GATHERED, optimizer=SHARDED, synchronise=("no_sync", "grad_sync", "param_sync")
     ),
-    "fused gradients": Case(config=FUSED, ddp=REDUCED, synchronise=("no_sync",), bf16=True),
+    "fused gradients": Case(config=FUSED, ddp=REDUCED, synchronise=("no_sync",), precision="bf16"),
     "fused gradients, distributed optimizer": Case(
         PP2,
         SEVERAL,
@@ -153,7 +187,11 @@ CASES = {
         synchronise=("no_sync", "grad_sync", "param_sync"),
         engines=MEASURED,
     ),
-    "sequence parallel": Case(TP2_PP2, config={"sequence_parallel": True}),
+    "sequence parallel, recomputation": Case(
+        TP2_PP2,
+        config={"sequence_parallel": True, "num_layers": 4, **BLOCK},
+        engines=("megatron", "1f1b", "measured"),
+    ),
 }
 OTHER_LENGTH = Case(calls=(Call(), Call(sequence=12)))
 
@@ -191,7 +229,9 @@ def carry_out(case: Case, engine: str) -> dict[str, Any]:
             except (ValueError, RuntimeError) as error:
                 calls.append({"error": f"{type(error).__name__}: {error}"})
                 break
-    return {"calls": calls, "weights": pipeline.weights(), "timers": pipeline.timers()}
+        executor = getattr(get(), "executor", None)
+        evicted = 0 if executor is None else executor.counter.evicted_bytes
+    return {"calls": calls, "weights": pipeline.weights(), "timers": pipeline.timers(), "evicted": evicted}
 
 
 def bindings() -> dict[str, list[str]]:

@@ -69,6 +69,15 @@ def test_everything_is_called_in_megatrons_order(ranks: list[dict[str, Any]], na
     assert calls(ranks, name, engine, "events") == calls(ranks, name, "megatron", "events")
 
 
+def test_bpipe_evicts_wherever_it_can(ranks: list[dict[str, Any]]) -> None:
+    """The first of four stages sends activations away in every case with micro-batches enough."""
+    cases = {name: case for name, case in CASES.items() if "bpipe" in case.engines and case.layout.stages == WORLD}
+    enough = [name for name, case in cases.items() if any(call.micro_batches >= 8 for call in case.calls)]
+    trained = [name for name in enough if not any(calls(ranks, name, "bpipe", "error")[0])]
+    assert [name for name in trained if not ranks[0]["cases"][name]["bpipe"]["evicted"]] == []
+    assert len(trained) > len(cases) // 2
+
+
 def test_the_cases_reach_what_they_are_for(ranks: list[dict[str, Any]]) -> None:
     """Nothing above holds of two empty records."""
 

@@ -20,6 +20,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.timers import Timers
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 VOCABULARY, HIDDEN, LONGEST, MICRO_BATCH = 32, 16, 16, 2
 _RELEASE = installed_release()
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # is looked up without Transformer Engine, too
 
 
 class ShardedNorm(torch.nn.LayerNorm):
@@ -52,7 +55,7 @@ class Pipeline:
         tensor_parallel.model_parallel_cuda_manual_seed(1234 + self._stage)
         self.config = self._config()
         modules = [self._module(chunk) for chunk in range(case.layout.chunks)]
-        self.chunks: list[torch.nn.Module] = [Float16Module(self.config, m) if case.bf16 else m for m in modules]
+        self.chunks: list[torch.nn.Module] = [Float16Module(self.config, m) if self._half else m for m in modules]
         self.events: list[str] = []
         self._groups: Any = None
         if case.ddp is None:
@@ -60,7 +63,7 @@ class Pipeline:
             self._optimizer: Any = torch.optim.SGD(parameters, lr=0.1)
         else:
             self._synchronise(case.ddp)
-            settings = {"optimizer": "adam", "lr": 0.01, "bf16": case.bf16, "params_dtype": self._dtype}
+            settings = {"optimizer": "adam", "lr": 0.01, **self._half, "params_dtype": self._dtype}
             self._optimizer = get_megatron_optimizer(OptimizerConfig(**settings, **case.optimizer), self.chunks)
             self.config.grad_scale_func = self._optimizer.scale_loss
         if case.loss_scale is not None:
@@ -74,7 +77,11 @@ class Pipeline:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self._case.bf16 else torch.float32
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._case.precision, torch.float32)
+
+    @property
+    def _half(self) -> dict[str, bool]:
+        return {} if self._case.precision == "fp32" else {self._case.precision: True}
 
     def _config(self) -> TransformerConfig:
         layout = self._case.layout
@@ -87,7 +94,7 @@ class Pipeline:
             "virtual_pipeline_model_parallel_size": layout.chunks if layout.chunks > 1 else None,
             "pipeline_dtype": self._dtype,
             "params_dtype": self._dtype,
-            "bf16": self._case.bf16,
+            **self._half,
             "hidden_dropout": 0.1,
             "attention_dropout": 0.0,
             "deallocate_pipeline_outputs": True,
@@ -99,7 +106,7 @@ class Pipeline:
 
     def _module(self, chunk: int) -> GPTModel:
         layout = self._case.layout
-        spec: Any = get_gpt_layer_local_spec()
+        spec: Any = get_gpt_layer_local_spec(self.config.num_moe_experts)
         if self.config.sequence_parallel:
             spec = copy.deepcopy(spec)
             spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = ShardedNorm
@@ -111,7 +118,7 @@ class Pipeline:
             LONGEST,
             pre_process=self._stage == chunk == 0,
             post_process=self._stage == layout.stages - 1 and chunk == layout.chunks - 1,
-            share_embeddings_and_output_weights=True,
+            share_embeddings_and_output_weights=self._case.tied,
             vp_stage=chunk if layout.chunks > 1 else None,
         )
 
@@ -229,7 +236,8 @@ class Pipeline:
 
     def _forward_step(self, call: Call, iterator: Any, model: torch.nn.Module) -> Any:
         chunk = next(index for index, mine in enumerate(self.chunks) if mine is model)
-        number = get_attr_wrapped_model(model, "decoder").layers[0].current_microbatch
+        layers = get_attr_wrapped_model(model, "decoder").layers
+        number = layers[0].current_microbatch if layers else "?"
         self.events.append(f"F{chunk}.{number}")
         tokens, counted = next(iterator)
         positions = torch.arange(call.sequence).expand(MICRO_BATCH, -1).contiguous()
