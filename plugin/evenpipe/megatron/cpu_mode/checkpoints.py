@@ -22,6 +22,12 @@ def checkpoint_patches() -> list[Patch]:
             "(self)",
         ),
         patch(
+            f"{optimizer}._get_main_param_and_optimizer_states",
+            _without_step,
+            "the distributed optimizer takes the step count of torch's Adam for a tensor as long as the parameter",
+            "(self, model_param)",
+        ),
+        patch(
             f"{optimizer}._set_main_param_and_optimizer_states",
             _keeping_step,
             "the distributed optimizer looks for the step count of torch's Adam among the saved tensors, where it is "
@@ -48,6 +54,15 @@ def _with_state(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return original(self)
 
     return state_dict
+
+
+def _without_step(original: Callable[[Any, Any], dict[str, Any]]) -> Callable[[Any, Any], dict[str, Any]]:
+    """The tensors that are saved; upstream keeps the step count apart, with the parameter groups."""
+
+    def get_main_param_and_optimizer_states(self: Any, model_param: Any) -> dict[str, Any]:
+        return {name: tensor for name, tensor in original(self, model_param).items() if name != "step"}
+
+    return get_main_param_and_optimizer_states
 
 
 def _keeping_step(original: Callable[..., None]) -> Callable[..., None]:

@@ -15,7 +15,10 @@ __all__ = ["DATASETS", "have_dataset_helpers", "stand_in_for_triton_kernels", "t
 
 DATASETS = "megatron.core.datasets"
 _HELPERS = f"{DATASETS}.helpers_cpp"
-_TRITON_KERNELS = ("megatron.core.transformer.custom_layers.batch_invariant_kernels",)
+_TRITON_KERNELS = (
+    "megatron.core.transformer.custom_layers.batch_invariant_kernels",
+    "megatron.core.transformer.moe.paged_stash",
+)
 
 
 def have_dataset_helpers() -> bool:
