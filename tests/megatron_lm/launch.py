@@ -54,10 +54,6 @@ class Run(NamedTuple):
                 found.append(" | ".join(part.strip() for part in parts if kept.search(part)))
         return found
 
-    def losses_from(self, iteration: int) -> list[str]:
-        """The lines of `iteration` and after."""
-        return [line for line in self.lines if int(re.findall(r"iteration\s+(\d+)/", line)[0]) >= iteration]
-
 
 def gpt_flags(iterations: int) -> list[str]:
     """A small GPT on mock data."""

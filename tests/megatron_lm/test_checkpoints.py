@@ -21,12 +21,11 @@ def test_saved_by_one_and_resumed_by_the_other(megatron_lm, format_, layout, tmp
     stock = train("stock", "--exit-interval", str(STOPS))
     ours = train("ours", "--exit-interval", str(STOPS), "--bpipe")
     assert stock.lines == ours.lines == whole.lines[:STOPS]
-    resumed = {
-        "stock, then BPipe": train("stock-ours", "--load", str(tmp_path / "stock"), "--bpipe"),
-        "BPipe, then stock": train("ours-stock", "--load", str(tmp_path / "ours")),
-    }
-    for name, run in resumed.items():
-        assert run.lines == whole.losses_from(STOPS + 1), name
+    # Some releases print the mean of two iterations after they resume, so stock's own log is what others are held to.
+    resumed = train("stock-stock", "--load", str(tmp_path / "stock"))
+    assert len(resumed.lines) == ENDS - STOPS
+    assert train("stock-ours", "--load", str(tmp_path / "stock"), "--bpipe").lines == resumed.lines
+    assert train("ours-stock", "--load", str(tmp_path / "ours")).lines == resumed.lines
     last = f"iter_{ENDS:07d}"
-    for folder in ("stock-ours", "ours-stock"):
+    for folder in ("stock-stock", "stock-ours", "ours-stock"):
         assert differences(tmp_path / "whole" / last, tmp_path / folder / last) == [], folder
