@@ -132,6 +132,11 @@ def test_a_region_that_is_recomputed_without_its_output_passes_its_gradient_on()
             y = linear(region.checkpoint(norm, x * 2))
             region.discard_output_and_register_recompute(y)
             z = y.exp().sum()
+            del y
+        if recorded:
+            # The region's input, which autograd keeps itself, and exp's result; the norm's was discarded.
+            assert store.counter.own_bytes == 2 * 128
+            assert store.seal(0) == (128,)
         z.backward()
         found = [leaf.grad for leaf in leaves]
         for leaf in leaves:
