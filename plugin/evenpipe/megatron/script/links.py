@@ -46,6 +46,8 @@ class LinkTable:
         self._args = args
         self._config = config
         self._placement = placement
+        # Asked now: once torch.distributed is started, that alone would be a reason.
+        self._why_not_placed = why_not_placed(args, config, os.environ) if placement is None else None
 
     def report(self, schedule: PipelineSchedule) -> None:
         """To be called by all ranks alike, once the links are open and before they are used; takes some 0.2 s.
@@ -91,8 +93,7 @@ class LinkTable:
     def _order(self) -> str:
         if self._placement is not None:
             return "ranks are placed pair-adjacent: partners are neighbours"
-        why = why_not_placed(self._args, self._config, os.environ)
-        return f"ranks are in Megatron's own order, not pair-adjacent: {why}"
+        return f"ranks are in Megatron's own order, not pair-adjacent: {self._why_not_placed}"
 
     def _warnings(self, pairs: Sequence[MeasuredPair], need: Need) -> tuple[str, ...]:
         recompute = (
