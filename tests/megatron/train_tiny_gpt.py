@@ -27,11 +27,13 @@ class Layout(NamedTuple):
     dtype: torch.dtype = torch.float32
     dropout: float = 0.0
     recompute: bool = False
+    sequence_parallel: bool = False
 
 
 LAYOUTS = {
     "PP4": Layout(1, 4),
     "TP2 PP2": Layout(2, 2),
+    "TP2 PP2, sequence parallel": Layout(2, 2, sequence_parallel=True),
     "PP4 VPP2": Layout(1, 4, chunks=2),
     "DP2 PP2, distributed optimizer": Layout(1, 2, distributed_optimizer=True),
     "PP4 bf16": Layout(1, 4, dtype=torch.bfloat16),
@@ -63,6 +65,7 @@ def train(layout: Layout) -> list[float]:
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.stages,
         virtual_pipeline_model_parallel_size=virtual,
+        sequence_parallel=layout.sequence_parallel,
         pipeline_dtype=layout.dtype,
         params_dtype=layout.dtype,
         bf16=bf16,

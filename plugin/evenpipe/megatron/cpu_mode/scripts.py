@@ -7,8 +7,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from evenpipe.megatron.cpu_mode.arguments import adapt_arguments
+from evenpipe.megatron.cpu_mode.arguments import adapt_arguments, missing_package
 from evenpipe.megatron.cpu_mode.patching import no_gpu, patch
+from evenpipe.megatron.script.ending import end_job
 from evenpipe.megatron.training_supported import TRAINING
 from evenpipe.upstream import PatchSet
 
@@ -68,6 +69,9 @@ def _adapting(original: Callable[..., Namespace]) -> Callable[..., Namespace]:
     @functools.wraps(original)
     def parse_args(*args: Any, **kwargs: Any) -> Namespace:
         parsed = original(*args, **kwargs)
+        missing = missing_package(parsed)
+        if missing is not None:
+            end_job(missing)
         changed = " ".join(adapt_arguments(parsed))
         if changed and changed not in said and parsed.rank == 0:
             said.add(changed)
