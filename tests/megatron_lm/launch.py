@@ -49,9 +49,9 @@ class Run(NamedTuple):
         kept = re.compile(r"(iteration\s+\d+/|lm loss:|sop loss:|loss scale:|grad norm:|number of (skipped|nan) )")
         found = []
         for line in self.output.splitlines():
-            if re.search(r"iteration\s+\d+/\s*\d+ \|", line):
-                parts = line[line.index("iteration") :].split("|")
-                found.append(" | ".join(part.strip() for part in parts if kept.search(part)))
+            # Another rank's text, without an end of its own, can stand before it.
+            if (logged := re.search(r"iteration\s+\d+/\s*\d+ \|.*", line)) is not None:
+                found.append(" | ".join(part.strip() for part in logged[0].split("|") if kept.search(part)))
         return found
 
 
