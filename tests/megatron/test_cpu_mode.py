@@ -126,6 +126,7 @@ def test_whatever_is_asked_of_cuda_happens_on_the_cpu(mode: PatchSet) -> None:
     assert tensor.to(device=torch.device("cuda")).device.type == "cpu"
     assert torch.nn.Linear(1, 1).cuda().weight.device.type == "cpu"
     torch.cuda.synchronize()
+    assert torch.cuda.memory_stats()["reserved_bytes.all.current"] == 0
 
 
 @needs_cpu_only_machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,13 @@ def device_patches() -> list[Patch]:
             lambda original: lambda device=None: SimpleNamespace(major=0),
             "Megatron-LM asks how new the device is, to check the environment that tensor parallelism wants",
             "(device=None)",
+        ),
+        patch(
+            "torch.cuda.memory:memory_stats",
+            lambda original: lambda device=None: Counter(),
+            "Megatron-LM writes CUDA's memory figures to TensorBoard by name; without CUDA each of them is 0",
+            "(device=None)",
+            "torch.cuda:memory_stats",
         ),
         patch(
             "torch.cuda:synchronize",
