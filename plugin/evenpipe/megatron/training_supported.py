@@ -1,21 +1,17 @@
 """What EvenPipe replaces in megatron.training, and its signature in each release of Megatron-LM."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from evenpipe.megatron.supported import since
-from evenpipe.upstream import Distribution
+from evenpipe.upstream import Distribution, Patch
 
-__all__ = ["MEGATRON_LM", "TRAINING"]
+__all__ = ["TRAINING", "training_patch"]
 
-MEGATRON_LM = Distribution("Megatron-LM", version_at="megatron.core:__version__")
+_MEGATRON_LM = Distribution("Megatron-LM", version_at="megatron.core:__version__")
 """megatron.training states no version; it travels with megatron.core, in a checkout and, from 0.17 on, in the wheel."""
 
-_STEP = "forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func"
-_EVALUATE = (
-    "forward_step_func, data_iterator, model, process_non_loss_data_func, config, verbose=False, "
-    "non_loss_data_func=None, eval_iters=None"
-)
 _LOG = (
     "loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter, grad_norm, "
     "params_norm, num_zeros_in_grad, max_attention_logit, pg_collection=None, is_first_iteration=False"
@@ -30,7 +26,6 @@ TRAINING: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "megatron.training.arguments:parse_args": since(
             {"0.14": "(extra_args_provider=None, ignore_unknown_args=False)"}
         ),
-        "megatron.training.arguments:validate_args": since({"0.14": "(args, defaults={})"}),
         "megatron.training.global_vars:set_global_variables": since({"0.14": "(args, build_tokenizer=True)"}),
         "megatron.training.initialize:initialize_megatron": since(
             {
@@ -48,29 +43,6 @@ TRAINING: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
         "megatron.training.initialize:_compile_dependencies": since({"0.14": "()"}),
         "megatron.training.initialize:set_jit_fusion_options": since({"0.14": "()", "0.19": "(tp_size=None)"}),
-        "megatron.training.training:setup_model_and_optimizer": since(
-            {
-                "0.14": (
-                    "(model_provider_func, model_type, no_wd_decay_cond=None, scale_lr_cond=None, lr_mult=1.0, "
-                    "checkpointing_context=None)"
-                ),
-                "0.16": "(model_provider_func, model_type, checkpointing_context=None)",
-                "0.19": (
-                    "(model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, "
-                    "pg_collection=None)"
-                ),
-            }
-        ),
-        "megatron.training.training:train_step": since(
-            {
-                "0.14": f"({_STEP})",
-                "0.16": f"({_STEP}, iteration=None)",
-                "0.19": f"({_STEP}, iteration=None, pg_collection=None, p2p_communicator=None)",
-            }
-        ),
-        "megatron.training.training:evaluate": since(
-            {"0.14": f"({_EVALUATE})", "0.19": f"({_EVALUATE}, pg_collection=None, p2p_communicator=None)"}
-        ),
         "megatron.training.training:training_log": since(
             {
                 "0.14": (
@@ -83,3 +55,8 @@ TRAINING: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
     }
 )
+
+
+def training_patch(name: str, symbol: str, replacement: Callable[[Any], Any], reason: str) -> Patch:
+    """The patch of one of the symbols above, wherever it is bound."""
+    return Patch(name, (symbol,), _MEGATRON_LM, TRAINING[symbol], replacement, reason, rebinds=True)

@@ -10,14 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from evenpipe.megatron.script.ending import end_job
-from evenpipe.megatron.training_supported import MEGATRON_LM, TRAINING
-from evenpipe.upstream import Patch, PatchSet, UpstreamError
+from evenpipe.megatron.training_supported import training_patch
+from evenpipe.upstream import PatchSet, UpstreamError
 from evenpipe.upstream.imports import when_imported
 
 __all__ = ["install", "script_patches"]
-
-_ARGUMENTS = "megatron.training.arguments:add_megatron_arguments"
-_GLOBALS = "megatron.training.global_vars:set_global_variables"
 
 
 def install() -> None:
@@ -36,23 +33,17 @@ def install() -> None:
 
 def script_patches() -> tuple[PatchSet, ...]:
     """The sets that `install` applies; each is there for one module."""
-    flags = Patch(
-        name="flags",
-        targets=(_ARGUMENTS,),
-        distribution=MEGATRON_LM,
-        versions=TRAINING[_ARGUMENTS],
-        replacement=_with_our_flags,
-        reason="Megatron's parser has no way to add flags from outside of the script",
-        rebinds=True,
+    flags = training_patch(
+        "flags",
+        "megatron.training.arguments:add_megatron_arguments",
+        _with_our_flags,
+        "Megatron's parser has no way to add flags from outside of the script",
     )
-    start = Patch(
-        name="start",
-        targets=(_GLOBALS,),
-        distribution=MEGATRON_LM,
-        versions=TRAINING[_GLOBALS],
-        replacement=_starting_first,
-        reason="the first place that has all arguments, from flags, YAML or a checkpoint, before anything is started",
-        rebinds=True,
+    start = training_patch(
+        "start",
+        "megatron.training.global_vars:set_global_variables",
+        _starting_first,
+        "the first place that has all arguments, from flags, YAML or a checkpoint, before anything is started",
     )
     return PatchSet("flags", [flags]), PatchSet("start", [start])
 

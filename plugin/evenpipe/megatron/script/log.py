@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from evenpipe.megatron.training_supported import MEGATRON_LM, TRAINING
+from evenpipe.megatron.training_supported import training_patch
 from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.upstream import Patch, PatchSet
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainingLog", "log_line", "log_patch"]
 
-_TRAINING_LOG = "megatron.training.training:training_log"
 _MIB = 1 << 20
 
 
@@ -40,14 +39,11 @@ _COLUMNS = (
 
 def log_patch(replacement: Callable[[Any], Any]) -> Patch:
     """The patch of Megatron's `training_log`, which is called after every iteration that was not skipped."""
-    return Patch(
-        name="log",
-        targets=(_TRAINING_LOG,),
-        distribution=MEGATRON_LM,
-        versions=TRAINING[_TRAINING_LOG],
-        replacement=replacement,
-        reason="Megatron's log and its writers take no figures from outside of the function",
-        rebinds=True,
+    return training_patch(
+        "log",
+        "megatron.training.training:training_log",
+        replacement,
+        "Megatron's log and its writers take no figures from outside of the function",
     )
 
 
