@@ -1,4 +1,4 @@
-"""What autograd functions find in `ctx.saved_tensors` is the same object in every respect, recorded or not."""
+"""In `ctx.saved_tensors` autograd functions find the very leaves that they saved, recorded or not."""
 
 from __future__ import annotations
 
