@@ -22,6 +22,7 @@ OLD_PYTHONS = [
     if path and subprocess.run([path, "--version"], capture_output=True).returncode == 0
 ]
 
+
 def write_wheel(folder: str | Path, name: str, version: str) -> str:
     info, file = f"{name}-{version}.dist-info", f"{name}-{version}-py3-none-any.whl"
     module = f"version = {version!r}"
@@ -205,8 +206,7 @@ def test_a_package_index_out_of_reach(checkout: Checkout) -> None:
     line = complaint(checkout.prepare("--releases", **closed))
     log = checkout.root / "build" / "prepare.log"
     assert line == (
-        "evenpipe: cannot install megatron-core==0.14.0: the package index cannot be reached; "
-        f"the full log is {log}"
+        f"evenpipe: cannot install megatron-core==0.14.0: the package index cannot be reached; the full log is {log}"
     )
     assert "127.0.0.1" in log.read_text()
 

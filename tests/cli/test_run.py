@@ -62,17 +62,35 @@ def test_spawned_children_know_the_script_and_have_the_drop_in(script):
     assert done.stdout.strip() == "(42, True, '__mp_main__')", done.stderr
 
 
-def test_an_error_ends_the_process_although_threads_would_wait(script):
+def test_an_error_is_told_as_ever(script):
     path = script(
         """
-        import threading
-        threading.Thread(target=threading.Event().wait).start()
-        raise ValueError("broken stage")
+        import atexit, sys
+        atexit.register(lambda: print("flushed"))
+        told = sys.excepthook
+        sys.excepthook = lambda *error: (told(*error), print("hooked"))
+        raise OSError("broken stage")
         """
     )
     done = run(path)
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1] == "ValueError: broken stage"
+    assert done.stderr.strip().splitlines()[-1] == "OSError: broken stage"
+    assert done.stdout.split() == ["hooked", "flushed"]
+
+
+def test_the_script_is_compiled_on_its_own_terms(script):
+    path = script(
+        """
+        import dataclasses
+
+        @dataclasses.dataclass
+        class Options:
+            size: int
+
+        print(dataclasses.fields(Options)[0].type)
+        """
+    )
+    assert run(path).stdout.strip() == "<class 'int'>"
 
 
 def test_the_exit_status_is_the_scripts(script):

@@ -18,7 +18,7 @@ MODEL = (
     *("--seq-length", "64", "--max-position-embeddings", "64", "--micro-batch-size", "1", "--global-batch-size", "8"),
     *("--lr", "1e-3", "--lr-decay-style", "constant", "--clip-grad", "1.0", "--seed", "1234"),
     *("--hidden-dropout", "0", "--attention-dropout", "0"),
-    *("--log-interval", "1", "--eval-interval", "1000", "--eval-iters", "1", "--num-workers", "0"),
+    *("--log-interval", "1", "--eval-interval", "2", "--eval-iters", "1", "--num-workers", "0"),
 )
 """Eight layers, eight micro-batches of one sample (four with two replicas); no dropout."""
 
@@ -33,6 +33,14 @@ LAYOUTS = {
             *("--overlap-grad-reduce", "--overlap-param-gather"),
         ),
     ),
+    "DP2xPP4 distributed optimizer": (
+        8,
+        (
+            *("--pipeline-model-parallel-size", "4", "--use-distributed-optimizer"),
+            *("--overlap-grad-reduce", "--overlap-param-gather"),
+        ),
+    ),
+    "TP2xPP4": (8, ("--pipeline-model-parallel-size", "4", "--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "TP2xPP2": (4, ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel")),
 }
 """Processes and flags of each."""
@@ -43,6 +51,16 @@ class Run(NamedTuple):
 
     returncode: int
     output: str
+
+    @property
+    def evicted_mib(self) -> list[float]:
+        """By stage, what the last iteration that EvenPipe logged evicted."""
+        return [float(mib) for mib in re.findall(r"evicted MiB: ([\d. ]+)", self.output)[-1].split()]
+
+    @property
+    def validation(self) -> list[str]:
+        """The losses of every evaluation, as printed."""
+        return re.findall(r"validation loss at iteration .*?PPL: \S+", self.output)
 
     @property
     def lines(self) -> list[str]:

@@ -12,6 +12,7 @@ from tests.megatron_lm.launch import gpt_flags, start, torchrun
 
 FLAGS = [*gpt_flags(50), "--pipeline-model-parallel-size", "4", "--bpipe"]
 RAISES = """
+    import evenpipe.megatron
     import functools
     import os
     import megatron.core.pipeline_parallel.schedules as schedules
@@ -31,11 +32,12 @@ RAISES = """
 """
 
 
+@pytest.mark.parametrize("command", [("-m", "evenpipe", "run", "--cpu"), ()], ids=["run", "import"])
 @pytest.mark.parametrize("how", ["raise RuntimeError('stage two is broken')", "os.kill(os.getpid(), 9)"])
-def test_a_stage_that_dies_ends_the_job_within_15_seconds(megatron_lm, how, tmp_path):
+def test_a_stage_that_dies_ends_the_job_within_15_seconds(megatron_lm, how, command, tmp_path):
     script = tmp_path / "broken.py"
     script.write_text(textwrap.dedent(RAISES).format(how=how, script=str(megatron_lm / "pretrain_gpt.py")))
-    job = start([*torchrun(4), "-m", "evenpipe", "run", "--cpu", str(script), *FLAGS], megatron_lm)
+    job = start([*torchrun(4), *command, str(script), *FLAGS], megatron_lm, {"EVENPIPE_CPU": "1"})
     try:
         failed_at, lines = None, []
         for line in job.stdout:

@@ -1,6 +1,7 @@
 """Actions run right after a module was executed, before its importer goes on."""
 
 import importlib
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -67,6 +68,37 @@ def test_an_error_of_an_action_comes_out_of_the_import(package):
     when_imported("early.maker", refuse)
     with pytest.raises(RuntimeError, match="not this release"):
         importlib.import_module("early.user")
+
+
+def test_to_be_found_is_not_to_be_imported(package):
+    when_imported("early.maker", replace_made)
+    assert importlib.util.find_spec("early.maker") is not None
+    assert importlib.import_module("early.user").found == "ours"
+
+
+def test_an_import_that_failed_can_be_tried_again(package):
+    maker = package / "maker.py"
+    text = maker.read_text()
+    maker.write_text(text + "raise RuntimeError('not yet')\n")
+    when_imported("early.maker", replace_made)
+    with pytest.raises(RuntimeError, match="not yet"):
+        importlib.import_module("early.user")
+    maker.write_text(text)
+    importlib.invalidate_caches()
+    assert importlib.import_module("early.user").found == "ours"
+
+
+def test_an_action_may_add_another_for_the_same_module(package):
+    when_imported("early.maker", lambda: when_imported("early.maker", replace_made))
+    assert importlib.import_module("early.user").found == "ours"
+
+
+def test_too_late_is_told(package):
+    (package / "maker.py").write_text(
+        "from evenpipe.upstream.imports import when_imported\nwhen_imported('early.maker', print)\n"
+    )
+    with pytest.raises(ImportError, match=r"early\.maker is being imported already"):
+        importlib.import_module("early.maker")
 
 
 def test_a_missing_module_is_missing_as_ever(package):

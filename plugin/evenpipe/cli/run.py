@@ -6,7 +6,6 @@ import argparse
 import io
 import os
 import sys
-import traceback
 from argparse import Namespace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -55,14 +54,8 @@ def _run(arguments: Namespace) -> None:
     main.__spec__ = ModuleSpec(_RERUN, loader=None)
     sys.modules["__main__"] = main
     try:
-        exec(compile(source, str(script), "exec"), vars(main))
-    except Exception as error:
-        _die(error)
-
-
-def _die(error: Exception) -> None:
-    """End at once: process groups and data loaders would wait for peers when they are torn down."""
-    traceback.print_exception(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+        exec(compile(source, str(script), "exec", dont_inherit=True), vars(main))
+    except Exception:
+        # Here, since an error of the script is none of the command's.
+        sys.excepthook(*sys.exc_info())
+        raise SystemExit(1) from None

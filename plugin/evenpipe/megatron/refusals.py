@@ -24,6 +24,7 @@ _ALWAYS = MappingProxyType(
     {
         "overlap_moe_expert_parallel_comm": "fuses forwards and backwards of different micro-batches",
         "use_megatron_fsdp": "gathers and frees parameters, which would be taken for activations",
+        "use_custom_fsdp": "gathers and frees parameters, which would be taken for activations",
         "variable_seq_lengths": "hides the shape of what is received, which EvenPipe posts ahead",
         "enable_cuda_graph": "captures Megatron's own order of micro-batches",
         "fine_grained_activation_offloading": "is started anew after each batch by Megatron's own schedules only",

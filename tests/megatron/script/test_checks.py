@@ -21,6 +21,7 @@ def megatrons(**others):
         "rampup_batch_size": None,
         "train_iters": 10,
         "num_experts": None,
+        "recompute_granularity": None,
         "moe_pad_expert_input_to_capacity": False,
     }
     return Namespace(**values | others)
@@ -60,7 +61,12 @@ REFUSED = {
         "--evenpipe-trace /no/folder/t.json: there is no folder /no/folder: make it",
     ),
     "graphs": ({"schedule": "1f1b"}, {"enable_cuda_graph": True}, "--evenpipe-schedule 1f1b: --enable-cuda-graph "),
-    "offloading": ({"bpipe": True}, {"cpu_offloading": True}, "--bpipe: --cpu-offloading "),
+    "offloading": ({"bpipe": True}, {"cpu_offloading": True}, "--bpipe: --cpu-offloading-num-layers "),
+    "other groups": (
+        {"schedule": "1f1b"},
+        {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 8},
+        "--evenpipe-schedule 1f1b: --microbatch-group-size-per-virtual-pipeline-stage=8 ",
+    ),
     "experts": ({"bpipe": True}, {"num_experts": 8}, "--bpipe: --num-experts makes micro-batches differ"),
 }
 

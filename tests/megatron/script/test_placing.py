@@ -106,6 +106,11 @@ CANNOT = {
         {},
         "--use-persistent-ckpt-worker takes a rank for the number of a GPU",
     ),
+    "copies by rank": (
+        {"non_persistent_ckpt_type": "local"},
+        {},
+        "--non-persistent-ckpt-type local keeps copies by rank",
+    ),
     "no launcher": ({}, {"LOCAL_WORLD_SIZE": None}, "LOCAL_WORLD_SIZE is not set: start the processes with torchrun"),
     "no agents": ({}, {"GROUP_RANK": None}, "GROUP_RANK is not set: start the processes with torchrun"),
     "nodes that differ": ({}, {"LOCAL_WORLD_SIZE": "3"}, "WORLD_SIZE 4 is not 2 nodes of 3, .*--nproc-per-node"),

@@ -13,8 +13,7 @@ from evenpipe.megatron.cpu_mode.modules import (
     take_dataset_helpers_from_the_wheel,
 )
 from evenpipe.megatron.cpu_mode.scripts import script_patches
-from evenpipe.megatron.script.ending import end_job
-from evenpipe.upstream import PatchSet, UpstreamError
+from evenpipe.megatron.ending import apply_or_end
 from evenpipe.upstream.imports import when_imported
 
 __all__ = ["install_cpu_mode"]
@@ -29,13 +28,6 @@ def install_cpu_mode() -> None:
     compile_nothing(os.environ)
     stand_in_for_triton_kernels()
     when_imported(DATASETS, take_dataset_helpers_from_the_wheel)
-    when_imported("megatron.core", functools.partial(_apply, cpu_mode()))
+    when_imported("megatron.core", functools.partial(apply_or_end, cpu_mode()))
     for module, patches in script_patches().items():
-        when_imported(module, functools.partial(_apply, patches))
-
-
-def _apply(patches: PatchSet) -> None:
-    try:
-        patches.apply()
-    except UpstreamError as error:
-        end_job(str(error))
+        when_imported(module, functools.partial(apply_or_end, patches))

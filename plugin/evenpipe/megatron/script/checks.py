@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from evenpipe.config import EvenPipeConfig
@@ -12,6 +13,15 @@ from evenpipe.megatron.script.flags import flag
 from evenpipe.report import check_writable
 
 __all__ = ["check"]
+
+
+# Of arguments that are not called as their flag is.
+_FLAGS = MappingProxyType(
+    {
+        "cpu_offloading": "--cpu-offloading-num-layers",
+        "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+    }
+)
 
 
 class _Rule(NamedTuple):
@@ -35,7 +45,8 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
     if config.active:
         asked = _asked(config)
         for refusal in refused_settings(args, config.bpipe):
-            setting = f"--{refusal.setting.replace('_', '-')}{refusal.value}"
+            theirs = _FLAGS.get(refusal.setting, f"--{refusal.setting.replace('_', '-')}")
+            setting = f"{theirs}{refusal.value}"
             raise ArgumentError(f"{asked}: {setting} {refusal.reason}: {refusal.remedy}")
 
 
@@ -86,10 +97,6 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...
             f"{asked}: --global-batch-size {args.global_batch_size} makes {batches} micro-batches, but interleaved "
             f"stages take groups of --pipeline-model-parallel-size {stages}: make it a multiple of "
             f"{stages * args.micro_batch_size * args.data_parallel_size}",
-        ),
-        _Rule(
-            getattr(args, "use_megatron_fsdp", False) or getattr(args, "use_custom_fsdp", False),
-            f"{asked}: --use-megatron-fsdp gathers weights in Megatron's own order of micro-batches: leave one out",
         ),
         _Rule(
             getattr(args, "inprocess_restart", False),

@@ -9,9 +9,9 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
-from evenpipe.megatron.script.ending import end_job
+from evenpipe.megatron.ending import apply_or_end
 from evenpipe.megatron.training_supported import training_patch
-from evenpipe.upstream import PatchSet, UpstreamError
+from evenpipe.upstream import PatchSet
 from evenpipe.upstream.imports import when_imported
 
 __all__ = ["install", "script_patches"]
@@ -28,7 +28,7 @@ def install() -> None:
     elif _help_is_asked_for():
         when_imported("megatron.core", _cpu_mode_without_gpu)
     for patches in script_patches():
-        when_imported(patches.list()[0].targets[0].partition(":")[0], functools.partial(_apply, patches))
+        when_imported(patches.list()[0].targets[0].partition(":")[0], functools.partial(apply_or_end, patches))
 
 
 def script_patches() -> tuple[PatchSet, ...]:
@@ -46,13 +46,6 @@ def script_patches() -> tuple[PatchSet, ...]:
         "the first place that has all arguments, from flags, YAML or a checkpoint, before anything is started",
     )
     return PatchSet("flags", [flags]), PatchSet("start", [start])
-
-
-def _apply(patches: PatchSet) -> None:
-    try:
-        patches.apply()
-    except UpstreamError as error:
-        end_job(str(error))
 
 
 def _with_our_flags(original: Callable[[ArgumentParser], ArgumentParser]) -> Callable[..., ArgumentParser]:

@@ -121,6 +121,11 @@ def _refuse(args: Namespace, config: EvenPipeConfig) -> None:
             "--use-persistent-ckpt-worker takes a rank for the number of a GPU, and would write unfinished copies: "
             "leave one of them out"
         )
+    if getattr(args, "non_persistent_ckpt_type", None) == "local":
+        raise _NotPlacedError(
+            "--non-persistent-ckpt-type local keeps copies by rank, --replication-jump ranks apart, on the nodes that "
+            "hold the ranks: leave one of them out"
+        )
     if dist.is_initialized():
         raise _NotPlacedError("torch.distributed has been started before Megatron's arguments are known")
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import faulthandler
+import functools
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Callable
+from typing import Any, Final
 
 from evenpipe.config import EvenPipeConfig
 from evenpipe.megatron.apex import wrong_apex
+from evenpipe.megatron.ending import end_job
 from evenpipe.megatron.script.checks import check
-from evenpipe.megatron.script.ending import end_job
 from evenpipe.megatron.script.errors import ArgumentError
 from evenpipe.megatron.script.flags import config_from
 from evenpipe.upstream import UpstreamError
 
 __all__ = ["start"]
+
+_LONGEST_END_SECONDS: Final = 8.0
 
 
 def start(args: Namespace) -> None:
@@ -49,5 +55,15 @@ def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
     )
     for patches in (in_place_of_megatron(schedule), TrainingLog(schedule, args).patches()):
         patches.apply()
+    sys.excepthook = functools.partial(_end_soon, sys.excepthook)
     if args.rank == 0 and (apex := wrong_apex()) is not None:
         print(f"evenpipe: warning: {apex}", file=sys.stderr, flush=True)
+
+
+def _end_soon(tell: Callable[..., Any], *error: Any) -> None:
+    """Tell of an uncaught error as ever, and see to it that the process ends, as its peers wait for it.
+
+    Links and process groups can wait for peers when they are torn down, where no Python runs any more.
+    """
+    tell(*error)
+    faulthandler.dump_traceback_later(_LONGEST_END_SECONDS, exit=True)
