@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evenpipe.megatron.training_supported import training_patch
@@ -15,7 +15,7 @@ from evenpipe.upstream import Patch, PatchSet
 if TYPE_CHECKING:
     from evenpipe.megatron.schedule import PipelineSchedule
 
-__all__ = ["TrainingLog", "log_line", "log_patch"]
+__all__ = ["TrainingLog", "kept_line", "log_line", "log_patch"]
 
 _MIB = 1 << 20
 
@@ -63,6 +63,7 @@ class TrainingLog:
         self._args = args
         # Some releases log the first iteration of a run, whatever its number, which is not known before it ends.
         schedule.measure = True
+        self._first = True
 
     def patches(self) -> PatchSet:
         """What calls this object after every iteration."""
@@ -89,7 +90,11 @@ class TrainingLog:
         if executor.measure and (is_first or self._is_logged(iteration)):
             stage = parallel_state.get_pipeline_model_parallel_rank()
             stages = parallel_state.get_pipeline_model_parallel_world_size()
-            _tell(iteration, per_stage(StageFigures.of(executor), stage, stages, executor.device))
+            figures = StageFigures.of(executor)
+            _tell(iteration, per_stage(figures, stage, stages, executor.device))
+            if self._first and figures.evicted_bytes and executor.store.excluded_names and _is_first_replica():
+                print(kept_line(stage, executor.store.excluded_names), flush=True)
+            self._first = False
         self._schedule.measure = self._is_logged(iteration + 1)
         if self._schedule.measure:
             executor.counter.reset_peak()
@@ -105,6 +110,19 @@ def log_line(iteration: int, stages: Sequence[StageFigures]) -> str:
         for title, _, decimals, value in _COLUMNS
     ]
     return f" [evenpipe] iteration {iteration} | {' | '.join(columns)} |"
+
+
+def kept_line(stage: int, types: Iterable[str]) -> str:
+    """What an evicting stage was told to save but keeps, since it cannot be moved; each such stage says it once."""
+    names = ", ".join(sorted(types))
+    return f" [evenpipe] stage {stage} keeps what is saved in special tensors, and evicts the rest: {names}"
+
+
+def _is_first_replica() -> bool:
+    from megatron.core import parallel_state
+
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return bool(replica == 0 and parallel_state.get_tensor_model_parallel_rank() == 0)
 
 
 def _tell(iteration: int, stages: Sequence[StageFigures]) -> None:
