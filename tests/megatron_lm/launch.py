@@ -53,9 +53,9 @@ class Run(NamedTuple):
     output: str
 
     @property
-    def evicted_mib(self) -> list[float]:
-        """By stage, what the last iteration that EvenPipe logged evicted."""
-        return [float(mib) for mib in re.findall(r"evicted MiB: ([\d. ]+)", self.output)[-1].split()]
+    def peak_live(self) -> list[int]:
+        """Micro-batches, by stage, in the last iteration that EvenPipe logged."""
+        return [int(peak) for peak in re.findall(r"peak live: ([\d ]+)", self.output)[-1].split()]
 
     @property
     def validation(self) -> list[str]:

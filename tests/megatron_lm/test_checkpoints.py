@@ -21,7 +21,7 @@ def test_saved_by_one_and_resumed_by_the_other(megatron_lm, format_, layout, tmp
     stock = train("stock", "--exit-interval", str(STOPS))
     ours = train("ours", "--exit-interval", str(STOPS), "--bpipe")
     assert stock.lines == ours.lines == whole.lines[:STOPS]
-    assert max(ours.evicted_mib) > 0
+    assert ours.peak_live[0] == 3
     # Some releases print the mean of two iterations after they resume, so stock's own log is what others are held to.
     resumed = train("stock-stock", "--load", str(tmp_path / "stock"))
     assert len(resumed.lines) == ENDS - STOPS
