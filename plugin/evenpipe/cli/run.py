@@ -57,5 +57,7 @@ def _run(arguments: Namespace) -> None:
         exec(compile(source, str(script), "exec", dont_inherit=True), vars(main))
     except Exception:
         # Here, since an error of the script is none of the command's.
-        sys.excepthook(*sys.exc_info())
-        raise SystemExit(1) from None
+        try:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            raise SystemExit(1) from None

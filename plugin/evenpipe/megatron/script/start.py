@@ -6,6 +6,7 @@ import faulthandler
 import functools
 import os
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, Final
@@ -21,6 +22,8 @@ from evenpipe.upstream import UpstreamError
 __all__ = ["start"]
 
 _LONGEST_END_SECONDS: Final = 8.0
+_PEER_SECONDS: Final = 1.0
+_STDERR: Final = 2
 
 
 def start(args: Namespace) -> None:
@@ -65,5 +68,9 @@ def _end_soon(tell: Callable[..., Any], *error: Any) -> None:
 
     Links and process groups can wait for peers when they are torn down, where no Python runs any more.
     """
+    # By number: torch.distributed, which calls this hook, has put a buffer in the place of sys.stderr.
+    faulthandler.dump_traceback_later(_LONGEST_END_SECONDS, exit=True, file=_STDERR)
+    if "by peer" in str(error[1]):
+        # gloo's "Connection closed by peer": the peer, which failed first, is to be heard and seen first.
+        time.sleep(_PEER_SECONDS)
     tell(*error)
-    faulthandler.dump_traceback_later(_LONGEST_END_SECONDS, exit=True)
