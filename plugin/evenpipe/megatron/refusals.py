@@ -20,11 +20,12 @@ class Refusal(NamedTuple):
     remedy: str
 
 
+_FSDP = "gathers and frees parameters, which would be taken for activations"
 _ALWAYS = MappingProxyType(
     {
         "overlap_moe_expert_parallel_comm": "fuses forwards and backwards of different micro-batches",
-        "use_megatron_fsdp": "gathers and frees parameters, which would be taken for activations",
-        "use_custom_fsdp": "gathers and frees parameters, which would be taken for activations",
+        "use_megatron_fsdp": _FSDP,
+        "use_custom_fsdp": _FSDP,
         "variable_seq_lengths": "hides the shape of what is received, which EvenPipe posts ahead",
         "enable_cuda_graph": "captures Megatron's own order of micro-batches",
         "fine_grained_activation_offloading": "is started anew after each batch by Megatron's own schedules only",
@@ -100,7 +101,7 @@ def refuse_unsupported(config: Any, bpipe: bool, model: Sequence[Any], records: 
     for setting, value, reason, remedy in refused_settings(config, bpipe):
         raise ValueError(f"{setting}{value} {reason}: {remedy}")
     if any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in model):
-        raise ValueError(f"use_megatron_fsdp {_ALWAYS['use_megatron_fsdp']}: turn it off, or EvenPipe's schedule")
+        raise ValueError(f"use_megatron_fsdp {_FSDP}: turn it off, or EvenPipe's schedule")
     if records and not keeps_identity():
         raise ValueError(
             "activations are recorded under EvenPipe's patches only, or gradients would be lost: apply "
