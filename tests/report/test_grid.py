@@ -51,5 +51,5 @@ def test_a_narrow_terminal_gets_blocks() -> None:
 
 
 def test_kinds_differ_in_colour() -> None:
-    styles = {str(span.style) for span in timeline_grid(build("1f1b", 4, 8, bpipe=True)).spans}
+    styles = {str(span.style) for span in timeline_grid(build("2bw", 4, 4, bpipe=True, batches=2)).spans}
     assert all(any(colour in style for style in styles) for colour in COLOURS.values())

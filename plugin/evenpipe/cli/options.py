@@ -26,12 +26,13 @@ __all__ = [
 
 
 def add_schedule_options(parser: Parser) -> None:
-    """``--schedule --stages --micro-batches --chunks --bpipe``, for :func:`schedule_from`."""
+    """``--schedule --stages --micro-batches --chunks --batches --bpipe``, for :func:`schedule_from`."""
     group = parser.add_argument_group("schedule")
     group.add_argument("--schedule", required=True, metavar="NAME", help=" | ".join(SCHEDULES))
     group.add_argument("--stages", required=True, type=int, metavar="P", help="pipeline stages")
     group.add_argument("--micro-batches", required=True, type=int, metavar="M", help="micro-batches in a batch")
     group.add_argument("--chunks", type=int, default=1, metavar="V", help="model chunks a stage (interleaved only)")
+    group.add_argument("--batches", type=int, metavar="N", help="batches in the stream (2bw only; default 3)")
     group.add_argument("--bpipe", action="store_true", help="level the stages' memory by evicting to partner stages")
 
 
@@ -45,9 +46,16 @@ def add_output_options(parser: Parser) -> None:
 
 def schedule_from(arguments: Namespace) -> Schedule:
     """The verified schedule that the options ask for; UsageError where there is none."""
+    # Three batches show the start, the steady state and the end of a stream.
+    batches = arguments.batches if arguments.batches is not None else 3 if arguments.schedule == "2bw" else 1
     try:
         return build(
-            arguments.schedule, arguments.stages, arguments.micro_batches, arguments.chunks, bpipe=arguments.bpipe
+            arguments.schedule,
+            arguments.stages,
+            arguments.micro_batches,
+            arguments.chunks,
+            bpipe=arguments.bpipe,
+            batches=batches,
         )
     except ScheduleError as error:
         raise UsageError(in_flags(error)) from error
@@ -57,7 +65,8 @@ def title_of(schedule: Schedule, bpipe: bool) -> str:
     """What a picture of the schedule is called."""
     chunks = f", {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     name = f"{schedule.name} with BPipe" if bpipe else schedule.name
-    return f"{name}, {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches"
+    stream = f" × {schedule.batches} batches" if schedule.batches > 1 else ""
+    return f"{name}, {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches{stream}"
 
 
 def peaks_of(simulation: Simulation) -> StageMemory:

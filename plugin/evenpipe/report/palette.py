@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from evenpipe.schedule import ACCEPT, BACKWARD, EVICT, FORWARD, LOAD, RETURN, Kind
+from evenpipe.schedule import ACCEPT, BACKWARD, EVICT, FORWARD, LOAD, RETURN, UPDATE, Kind
 
 __all__ = ["COLOURS", "NAMES"]
 
@@ -15,6 +15,7 @@ NAMES: Mapping[Kind, str] = {
     LOAD: "load",
     ACCEPT: "accept",
     RETURN: "return",
+    UPDATE: "update",
 }
 
 # Compute in light colours that carry dark text; what leaves a stage in warm ones, what arrives in cool ones.
@@ -25,4 +26,5 @@ COLOURS: Mapping[Kind, str] = {
     LOAD: "#3b6fb6",
     ACCEPT: "#7b5ea7",
     RETURN: "#d1495b",
+    UPDATE: "#3f7d58",
 }

@@ -9,6 +9,7 @@ from evenpipe.schedule.actions import (
     FORWARD,
     LOAD,
     RETURN,
+    UPDATE,
     Action,
     Kind,
     Unit,
@@ -21,7 +22,9 @@ from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.grid import format_grid
 from evenpipe.schedule.lower import Program, Step, lower
 from evenpipe.schedule.schedule import Schedule
+from evenpipe.schedule.stream import Stream
 from evenpipe.schedule.topology import Link, LinkKind, Message, partner
+from evenpipe.schedule.two_buffered import required_version
 from evenpipe.schedule.verify import verify
 
 __all__ = [
@@ -35,6 +38,7 @@ __all__ = [
     "LOAD",
     "RETURN",
     "SCHEDULES",
+    "UPDATE",
     "Action",
     "Kind",
     "Link",
@@ -44,6 +48,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Step",
+    "Stream",
     "Unit",
     "balance",
     "build",
@@ -52,6 +57,7 @@ __all__ = [
     "named",
     "parse",
     "partner",
+    "required_version",
     "verify",
     "without_cycle_collector",
 ]

@@ -15,13 +15,14 @@ __all__ = [
     "FORWARD",
     "LOAD",
     "RETURN",
+    "UPDATE",
     "Action",
     "Kind",
     "Unit",
     "parse",
 ]
 
-Kind = Literal["F", "B", "E", "L", "A", "R"]
+Kind = Literal["F", "B", "E", "L", "A", "R", "U"]
 
 # saved[u] = autograd(input[u]);  output -> next stage
 FORWARD: Final = "F"
@@ -35,6 +36,9 @@ LOAD: Final = "L"
 ACCEPT: Final = "A"
 # At the acceptor, the other end of LOAD: evictor <- pool[u];  free pool[u] once it is there.
 RETURN: Final = "R"
+# weights[t + 1] = optimizer(weights[t], gradient of batch t), submitted at the end of batch t, is finished here; the
+# number is the batch's. Schedules that flush leave the step to the training loop, and have none.
+UPDATE: Final = "U"
 
 COMPUTE: Final = frozenset((FORWARD, BACKWARD))
 #: Transfers after which a unit is live here, from their start on.
@@ -51,7 +55,10 @@ class Unit(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One thing a stage does. ``evictor`` names the stage that a unit belongs to, for ACCEPT and RETURN only."""
+    """One thing a stage does. ``evictor`` names the stage that a unit belongs to, for ACCEPT and RETURN only.
+
+    Of an UPDATE, ``micro_batch`` is the number of the batch.
+    """
 
     kind: Kind
     micro_batch: int
@@ -69,7 +76,9 @@ class Action(NamedTuple):
 
 
 _NOTATION = re.compile(
-    r"([FBEL])(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?|([AR])(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?@(0|[1-9][0-9]*)"
+    r"([FBEL])(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?"
+    r"|([AR])(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?@(0|[1-9][0-9]*)"
+    r"|(U)(0|[1-9][0-9]*)"
 )
 
 
@@ -80,8 +89,10 @@ def parse(text: str) -> Action:
     """
     match = _NOTATION.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no action: expected F3, B3.1, E3, L3, A3@0 or R3@0")
-    own, own_mb, own_chunk, guest, guest_mb, guest_chunk, evictor = match.groups()
+        raise ValueError(f"{text!r} is no action: expected F3, B3.1, E3, L3, A3@0, R3@0 or U3")
+    own, own_mb, own_chunk, guest, guest_mb, guest_chunk, evictor, update, batch = match.groups()
     if own:
         return Action(cast(Kind, own), int(own_mb), int(own_chunk or 0))
+    if update:
+        return Action(UPDATE, int(batch))
     return Action(cast(Kind, guest), int(guest_mb), int(guest_chunk or 0), int(evictor))

@@ -20,6 +20,8 @@ __all__ = ["BALANCED_BOUNDS", "balance"]
 BALANCED_BOUNDS: dict[str, Callable[[int, int], int]] = {
     "1f1b": lambda stages, chunks: -(-(stages + 2) // 2),
     "interleaved": lambda stages, chunks: stages * chunks + 1,
+    # A stream of batches has the compute order of one long 1F1B.
+    "2bw": lambda stages, chunks: -(-(stages + 2) // 2),
 }
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from evenpipe.schedule.actions import ACCEPT, BACKWARD, COMPUTE, DEPARTING, EVICT, LOAD, RETURN, Action, Unit
+from evenpipe.schedule.actions import ACCEPT, BACKWARD, COMPUTE, DEPARTING, EVICT, LOAD, RETURN, UPDATE, Action, Unit
 from evenpipe.schedule.collector import without_cycle_collector
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.topology import Link, Message, incoming, outgoing, partner
@@ -19,7 +19,7 @@ SENDS_IN_FLIGHT = 2
 
 
 class Step(NamedTuple):
-    """One action with the communication around it, in this order: post, complete, transfer or compute, send.
+    """One action with the communication around it, in this order: post, complete, transfer, compute or update, send.
 
     ``post``: receives that compute needs, posted at least one compute action ahead of their use.
     ``complete``: messages, received or sent by this stage, that must be complete before the action.
@@ -68,6 +68,9 @@ def _lower_stage(schedule: Schedule, stage: int) -> tuple[tuple[Step, ...], tupl
     steps = []
     posted = started = 0  # compute actions whose receives are posted; those that have started
     for action, waits in zip(row, due, strict=True):
+        if action.kind == UPDATE:
+            steps.append(Step((), (), action, None, None))
+            continue
         post = [message for message in inputs[posted : started + 2] if message is not None]
         posted = started + 2
         complete = [leaving.popleft() for _ in range(waits)]

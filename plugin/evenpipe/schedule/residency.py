@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from evenpipe.schedule.actions import ACCEPT, ARRIVING, BACKWARD, FORWARD, LOAD, Action, Unit
+from evenpipe.schedule.actions import ACCEPT, ARRIVING, BACKWARD, DEPARTING, FORWARD, LOAD, Action, Unit
 
 __all__ = ["Residency", "own_peak", "residency"]
 
@@ -55,7 +55,7 @@ def residency(row: Sequence[Action], bound: int) -> Residency:
                 broken = index
         elif kind == BACKWARD:
             live -= 1
-        else:
+        elif kind in DEPARTING:
             leaving.append(action.unit)
         due.append(waits)
     return Residency(peak, tuple(due), broken)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from evenpipe.schedule.actions import EVICT, Action, parse
+from evenpipe.schedule.actions import EVICT, UPDATE, Action, parse
 from evenpipe.schedule.residency import Residency, residency
 
 __all__ = ["Schedule"]
@@ -14,8 +14,9 @@ __all__ = ["Schedule"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every stage does in one batch.
+    """What every stage does in one batch, or, without a flush, in a stream of so many ``batches``.
 
+    ``micro_batches`` are those of one batch; along a stream they are numbered on.
     ``bound`` is the promise that no stage ever holds more than so many live units (micro-batch × model chunk), own
     plus accepted, those in flight counted on both sides.
     """
@@ -26,12 +27,13 @@ class Schedule:
     chunks: int
     bound: int
     actions: tuple[tuple[Action, ...], ...]
+    batches: int = 1
 
     @classmethod
     def parse(cls, rows: Iterable[str], *, name: str = "parsed", bound: int | None = None) -> Schedule:
         """A schedule from one line of space-separated actions per stage; the bound defaults to what it needs."""
         actions = tuple(tuple(parse(word) for word in row.split()) for row in rows)
-        units = [action.unit for row in actions for action in row]
+        units = [action.unit for row in actions for action in row if action.kind != UPDATE]
         micro_batches = 1 + max((unit.micro_batch for unit in units), default=-1)
         chunks = 1 + max((unit.chunk for unit in units), default=0)
         schedule = cls(name, len(actions), micro_batches, chunks, len(units), actions)

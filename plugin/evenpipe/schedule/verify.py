@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import zip_longest
 
-from evenpipe.schedule.actions import ACCEPT, BACKWARD, DEPARTING, EVICT, FORWARD, LOAD, RETURN, Action, Unit
+from evenpipe.schedule.actions import ACCEPT, BACKWARD, DEPARTING, EVICT, FORWARD, LOAD, RETURN, UPDATE, Action, Unit
 from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.grid import format_grid
 from evenpipe.schedule.lower import Program, lower
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.topology import Link, Message, partner
+from evenpipe.schedule.versions import version_fault
 
 __all__ = ["verify"]
 
@@ -28,9 +30,10 @@ def verify(schedule: Schedule) -> Schedule:
 
     Proves that (1) every stage forwards and then backwards every unit exactly once, (2) evicted units come back before
     their backward, each transfer at its right partner, (3) both ends of every link agree on the order, (4) no stage
-    goes beyond the bound, and (5) no stage waits for ever.
+    goes beyond the bound, (5) no stage waits for ever, and (6) without flushes, every micro-batch is forwarded and
+    backwarded with the weight version that 2BW's rule gives it, with at most two versions on a stage.
     """
-    if schedule.stages < 1 or schedule.micro_batches < 1:
+    if min(schedule.stages, schedule.micro_batches, schedule.batches) < 1:
         raise ScheduleError(
             f"schedule {schedule.name}: {schedule.stages} stages and {schedule.micro_batches} micro-batches "
             "are no pipeline"
@@ -42,6 +45,8 @@ def verify(schedule: Schedule) -> Schedule:
     try:
         for stage in range(schedule.stages):
             _check_stage(schedule, stage)
+            if schedule.name == "2bw" and (found := version_fault(schedule, stage)) is not None:
+                raise _Fault(found[1], stage, found[0])
         program = lower(schedule)
         _check_links(program)
         for stage, held in enumerate(schedule.residencies):
@@ -64,11 +69,14 @@ def _check_stage(schedule: Schedule, stage: int) -> None:
     loaded: set[tuple[int, int]] = set()
     accepted: set[tuple[int, int]] = set()
     returned: set[tuple[int, int]] = set()
-    micro_batches, chunks, other = schedule.micro_batches, schedule.chunks, partner(stage, schedule.stages)
+    micro_batches = schedule.micro_batches * schedule.batches
+    chunks, other = schedule.chunks, partner(stage, schedule.stages)
     row = schedule.actions[stage]
     for step, action in enumerate(row):
         kind, unit = action.kind, action[1:3]  # a plain tuple, equal to the unit: there are millions
         fault = None
+        if kind == UPDATE:
+            continue
         if not (unit[0] < micro_batches and unit[1] < chunks):
             fault = f"is not one of {micro_batches} micro-batches × {chunks} chunks"
         elif kind == FORWARD:
@@ -142,27 +150,40 @@ def _unit_name(message: Message | None) -> str:
     return f"micro-batch {message.micro_batch}" + (f" of chunk {message.chunk}" if message.chunk else "")
 
 
+#: What a stage waits for: a message, or a batch (by its number) that all stages have ended, as an update does.
+_Awaited = Message | int
+
+
 def _check_progress(program: Program) -> None:
-    """Walk the lowered program of all stages at once; a message is complete when it is both sent and posted."""
-    sent: set[Message] = set()
-    posted: set[Message] = set()
+    """Walk the lowered program of all stages at once; a message is complete when it is both sent and posted.
+
+    All stages have ended a batch when stage 0 has: its last backward follows all others.
+    """
+    sent: set[_Awaited] = set()
+    posted: set[_Awaited] = set()
     position = [0] * len(program.steps)
-    blocked: dict[Message, list[int]] = defaultdict(list)
+    blocked: dict[_Awaited, list[int]] = defaultdict(list)
     runnable = list(range(len(program.steps)))
     while runnable:
         stage = runnable.pop()
         steps = program.steps[stage]
         while position[stage] < len(steps):
             step = steps[position[stage]]
+            kind, number = step.action.kind, step.action.micro_batch
             _reach(step.post, posted, blocked, runnable)
-            unmet = [message for message in step.complete if message not in sent or message not in posted]
+            awaited = (number,) if kind == UPDATE else step.complete
+            unmet = [one for one in awaited if one not in sent or one not in posted]
             if unmet:
                 blocked[unmet[0]].append(stage)
                 break
             if step.transfer is not None:
-                _reach((step.transfer,), sent if step.action.kind in DEPARTING else posted, blocked, runnable)
+                _reach((step.transfer,), sent if kind in DEPARTING else posted, blocked, runnable)
             if step.send is not None:
                 _reach((step.send,), sent, blocked, runnable)
+            if stage == 0 and kind == BACKWARD and (number + 1) % program.schedule.micro_batches == 0:
+                ended = (number // program.schedule.micro_batches,)
+                _reach(ended, posted, blocked, runnable)
+                _reach(ended, sent, blocked, runnable)
             position[stage] += 1
     for stage, steps in enumerate(program.steps):
         if position[stage] < len(steps):
@@ -172,7 +193,7 @@ def _check_progress(program: Program) -> None:
 
 
 def _reach(
-    messages: tuple[Message, ...], reached: set[Message], blocked: dict[Message, list[int]], runnable: list[int]
+    messages: Sequence[_Awaited], reached: set[_Awaited], blocked: dict[_Awaited, list[int]], runnable: list[int]
 ) -> None:
     """Note that one end of ``messages`` has been reached, and wake the stages that wait for them."""
     for message in messages:

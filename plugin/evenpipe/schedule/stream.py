@@ -1,0 +1,124 @@
+"""One stage's steps in a stream of batches without an end, cut into one call a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+
+from evenpipe.schedule.actions import BACKWARD, FORWARD, UPDATE, Action
+from evenpipe.schedule.build import build
+from evenpipe.schedule.errors import ScheduleError
+from evenpipe.schedule.lower import Program, Step, lower
+from evenpipe.schedule.topology import Message, partner
+from evenpipe.schedule.two_buffered import two_buffered, update_follows
+
+__all__ = ["Stream"]
+
+
+class Stream:
+    """What 2BW does on a pipeline of so many stages, for ever: the schedule ``2bw`` of any number of batches begins so.
+
+    Past its warm-up a stage repeats itself: every micro-batch without BPipe, every p − 2 − s micro-batches where stage
+    s and its partner trade. So the verified program of a stretch that is long enough says what comes after it too.
+    Raises ScheduleError where :func:`build` does.
+    """
+
+    def __init__(self, stages: int, micro_batches: int, bpipe: bool = False) -> None:
+        two_buffered(stages, micro_batches, 1)  # refuses too few micro-batches
+        self.stages = stages
+        self.micro_batches = micro_batches
+        self._bpipe = bpipe
+        self._first = 2 * stages  # a forward in the steady state of every stage
+        stretch = self._first + 2 * self._period(0) + stages + 4
+        self.program: Program = lower(build("1f1b", stages, stretch, bpipe=bpipe))
+        self._cells = [_cells(steps) for steps in self.program.steps]
+        for stage in range(stages):
+            self._check_period(stage)
+
+    def call(self, stage: int, batch: int, update_early: bool = False) -> list[Step]:
+        """The steps after the last backward of the batch before ``batch`` (from 0), up to and with that of ``batch``.
+
+        Forwards reach into the batch after. The update of the batch before is finished where :func:`update_follows`
+        says, or, with ``update_early``, before the first backward: for a stage that need not wait for others to update.
+        """
+        ahead = self.stages - 1 - stage
+        first, last = batch * self.micro_batches, (batch + 1) * self.micro_batches - 1
+        steps = list(self._between(stage, first - 1, last))
+        if batch == 0:
+            return steps
+        after = first + ahead if update_early else update_follows(self.stages, self.micro_batches, batch - 1)
+        at = next(index for index, step in enumerate(steps) if step.action[:2] == (FORWARD, after))
+        steps.insert(at + 1, Step((), (), Action(UPDATE, batch - 1), None, None))
+        return steps
+
+    def owed(self, stage: int, batch: int) -> list[Step]:
+        """What ``stage`` has to take part in if the stream is broken off after the call of ``batch``: the transfers
+        that its partner has started by then, and that it has not, in order."""
+        if not self._bpipe:
+            return []
+        cut, around = (batch + 1) * self.micro_batches - 1, 2 * self.stages
+        theirs = self._between(partner(stage, self.stages), max(-1, cut - around), cut)
+        started = {step.transfer for step in theirs if step.transfer is not None}
+        return [step for step in self._between(stage, cut, cut + around) if step.transfer in started]
+
+    def _between(self, stage: int, after: int, last: int) -> Iterator[Step]:
+        """The steps after the backward of micro-batch ``after`` (-1: from the start), to that of ``last``, included."""
+        ahead = self.stages - 1 - stage
+        for forward in range(after + ahead if after >= 0 else 0, last + ahead + 1):
+            cell: Sequence[Step] = self._cell(stage, forward)
+            if after >= 0 and forward == after + ahead:
+                cell = cell[_backward(cell, after) + 1 :]
+            if forward == last + ahead:
+                cell = cell[: _backward(cell, last) + 1]
+            yield from cell
+
+    def _cell(self, stage: int, forward: int) -> Sequence[Step]:
+        """The steps from the forward of that micro-batch to before the next forward."""
+        beyond = forward - (self._first + self._period(stage))
+        if beyond < 0:
+            return self._cells[stage][forward]
+        repeats = self._first + beyond % self._period(stage)
+        return _shifted(self._cells[stage][repeats], forward - repeats)
+
+    def _period(self, stage: int) -> int:
+        evictor = min(stage, partner(stage, self.stages))
+        return max(1, self.stages - 2 - evictor) if self._bpipe else 1
+
+    def _check_period(self, stage: int) -> None:
+        cells, period = self._cells[stage], self._period(stage)
+        for forward in range(self._first, self._first + period):
+            if _shifted(cells[forward], period) != cells[forward + period]:
+                raise ScheduleError(
+                    f"stages={self.stages}: stage {stage} does not repeat itself every {period} micro-batches; "
+                    "this is a defect of evenpipe: report it, and run without bpipe"
+                )
+
+
+def _cells(steps: Sequence[Step]) -> list[list[Step]]:
+    """``steps`` by the forward that they follow; what an acceptor does before its first belongs to that."""
+    cells: list[list[Step]] = [[]]
+    for step in steps:
+        if step.action.kind == FORWARD and step.action.micro_batch > 0:
+            cells.append([])
+        cells[-1].append(step)
+    return cells
+
+
+def _backward(cell: Sequence[Step], micro_batch: int) -> int:
+    return sum(1 for _ in takewhile(lambda step: step.action[:2] != (BACKWARD, micro_batch), cell))
+
+
+def _shifted(cell: Sequence[Step], by: int) -> list[Step]:
+    def message(one: Message) -> Message:
+        return one._replace(micro_batch=one.micro_batch + by)
+
+    return [
+        Step(
+            tuple(map(message, step.post)),
+            tuple(map(message, step.complete)),
+            step.action._replace(micro_batch=step.action.micro_batch + by),
+            None if step.transfer is None else message(step.transfer),
+            None if step.send is None else message(step.send),
+        )
+        for step in cell
+    ]
