@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from evenpipe.megatron.trainer.options import TrainOptions
 
-__all__ = ["Replica", "build_replica"]
+__all__ = ["Replica", "build_replica", "initialise"]
 
 _VOCABULARY_MULTIPLE: Final = 128
 _LAYER: Final = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.(.*)")
@@ -42,7 +42,7 @@ def build_replica(options: TrainOptions, vocabulary: int, device: torch.device) 
     padded = -(-vocabulary // multiple) * multiple
     modules = [_module(options, config, padded, chunk) for chunk in range(options.chunks)]
     for module in modules:
-        _initialise(module, config, options)
+        initialise(module, config, options)
         module.to(device)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=options.overlap_grad_reduce, bucket_size=None
@@ -111,7 +111,7 @@ def _module(options: TrainOptions, config: TransformerConfig, vocabulary: int, c
     return module
 
 
-def _initialise(module: torch.nn.Module, config: TransformerConfig, options: TrainOptions) -> None:
+def initialise(module: torch.nn.Module, config: TransformerConfig, options: TrainOptions) -> None:
     """Draw every matrix with Megatron's own distribution, from a generator of its own.
 
     Drawing the whole matrix and keeping this rank's shard makes the result independent of the partition; vectors

@@ -1,0 +1,43 @@
+"""Runs the oracle in a process of its own: Megatron is patched there for the CPU, and keeps global state."""
+
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from evenpipe.megatron.trainer.options import TrainOptions
+from tests.oracle.result import Trained
+
+__all__ = ["Case", "train_cases"]
+
+
+class Case(NamedTuple):
+    """What the oracle is to train: the arguments of `train`."""
+
+    options: TrainOptions
+    delay: int
+    norms_added_in: torch.dtype = torch.float64
+
+
+def train_cases(cases: Sequence[Case]) -> list[Trained]:
+    """Train all in one new process; results in the order of the cases."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_train_all, cases).result()
+
+
+def _train_all(cases: Sequence[Case]) -> list[Trained]:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from evenpipe.megatron.cpu_mode import cpu_mode
+    from tests.oracle.training import train
+
+    torch.set_num_threads(1)
+    cpu_mode().apply()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(0)
+    return [train(*case) for case in cases]

@@ -1,0 +1,55 @@
+"""W(t+1) = W(t) − step(∇f(W(t−d))): PipeDream-2BW's update rule (§3.1) for d = 1, and for any other delay."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["DelayedUpdates", "descend"]
+
+
+class DelayedUpdates:
+    """The newest weights, which are the parameters of `optimizer`, and the older versions that `delay` asks for.
+
+    The optimizer's state advances once a batch, with gradients taken at the old weights; its step is applied to the
+    newest. So m(t) = β·m(t−1) + (1−β)·∇f(W(t−1)), as §3.1 has it, and likewise for Adam's second moment.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, delay: int) -> None:
+        self._optimizer = optimizer
+        self._newest = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # W(max(t−d, 0)), …, W(t) for the batch t to come: the first d + 1 batches all run on W(0).
+        self._versions = [self._copy() for _ in range(delay + 1)]
+
+    @property
+    def seen(self) -> list[Tensor]:
+        """W(max(t−d, 0)), on which batch t, the next one, runs; in the order of the optimizer's parameters."""
+        return self._versions[0]
+
+    @property
+    def newest(self) -> list[Tensor]:
+        """W(t), before batch t, the next one, has changed anything."""
+        return self._versions[-1]
+
+    def update(self, gradients: Sequence[Tensor], learning_rate: float) -> None:
+        """Make W(t+1) of W(t) with batch t's gradients, which were taken at `seen`, and its learning rate."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        for parameter, gradient in zip(self._newest, gradients, strict=True):
+            parameter.grad = gradient
+        self._optimizer.step()
+        self._versions = [*self._versions[1:], self._copy()]
+
+    def _copy(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self._newest]
+
+
+def descend(
+    updates: DelayedUpdates,
+    gradients: Callable[[int, list[Tensor]], Sequence[Tensor]],
+    learning_rates: Sequence[float],
+) -> list[Tensor]:
+    """One update for each of `learning_rates`, batch t with `gradients(t, weights it runs on)`; the last weights."""
+    for batch, learning_rate in enumerate(learning_rates):
+        updates.update(gradients(batch, updates.seen), learning_rate)
+    return updates.newest

@@ -1,0 +1,148 @@
+"""A GPT or BERT as its pipeline stages, all in this process: weights in, losses and gradients out."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from evenpipe.megatron.trainer.data import Corpus, MicroBatch
+from evenpipe.megatron.trainer.models import initialise
+from evenpipe.megatron.trainer.options import TrainOptions
+
+__all__ = ["Stage", "build_stages", "forward_backward"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage's module, and its parameters as the optimizer groups them: matrices decay, vectors and biases do not."""
+
+    module: nn.Module
+    decayed: list[nn.Parameter]
+    plain: list[nn.Parameter]
+    holds_copy: bool
+    """Whether its output layer is the copy of the first stage's word embedding."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """In the order of the groups."""
+        return [*self.decayed, *self.plain]
+
+    @property
+    def embedding(self) -> nn.Parameter:
+        """The matrix that the first and the last stage hold a copy of each, if the embeddings are tied."""
+        weight: nn.Parameter = self.module.shared_embedding_or_output_weight()
+        return weight
+
+
+def build_stages(options: TrainOptions, corpus: Corpus) -> list[Stage]:
+    """The stages of the whole model with its initial weights; needs Megatron's parallel state of one process."""
+    whole = _config(options, options.layers)
+    # Tensor-parallel ranks pad the vocabulary together; here they are one.
+    unsplit = options.model_copy(update={"tensor_parallel": 1})
+    stages = []
+    for number in range(options.stages):
+        module = _module(options, corpus.vocabulary, number)
+        initialise(module, whole, unsplit)
+        named = list(module.named_parameters())
+        vectors = [parameter for name, parameter in named if parameter.dim() == 1 or name.endswith(".bias")]
+        matrices = [parameter for _, parameter in named if not any(parameter is vector for vector in vectors)]
+        tied = not options.untie_embeddings
+        stages.append(Stage(module, matrices, vectors, holds_copy=tied and number == options.stages - 1))
+    return stages
+
+
+def forward_backward(
+    stages: Sequence[Stage], options: TrainOptions, batches: Iterable[MicroBatch]
+) -> tuple[float, list[list[Tensor]]]:
+    """One batch of one replica: the mean of its micro-batches' losses, and per stage the sums of their gradients.
+
+    Gradients are in the order of `Stage.parameters`, summed in fp32 in the order of the micro-batches.
+    """
+    sums = [[torch.zeros_like(parameter) for parameter in stage.parameters] for stage in stages]
+    losses = []
+    for batch in batches:
+        losses.append(_one(stages, options, batch))
+        for stage, own in zip(stages, sums, strict=True):
+            for parameter, total in zip(stage.parameters, own, strict=True):
+                assert parameter.grad is not None
+                total.add_(parameter.grad)
+                parameter.grad = None
+    return sum(losses) / len(losses), sums
+
+
+def _one(stages: Sequence[Stage], options: TrainOptions, batch: MicroBatch) -> float:
+    """Forward and backward of one micro-batch, stage by stage; its loss per counted token."""
+    tokens, labels, counted = map(torch.from_numpy, batch)
+    received: list[Tensor] = []
+    outputs: list[Tensor] = []
+    for stage in stages:
+        if outputs:
+            received.append(outputs[-1].detach().clone().requires_grad_())
+            stage.module.set_input_tensor(received[-1])
+        outputs.append(_output(stage.module, options, tokens, labels))
+    total = torch.sum(outputs.pop().float() * counted)
+    count = counted.sum().to(torch.int)
+    (total / count / options.micro_batches).backward()
+    while outputs:
+        outputs.pop().backward(received.pop().grad)
+    return total.item() / count.item()
+
+
+def _output(module: nn.Module, options: TrainOptions, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Hidden states; from the last stage the losses of all positions."""
+    if options.model == "gpt":
+        positions = torch.arange(options.seq_length).expand_as(tokens)
+        output = module(tokens, positions, None, labels=labels)
+    else:
+        output = module(tokens, torch.ones_like(tokens), lm_labels=labels)
+    first: Tensor = output[0] if isinstance(output, tuple) else output
+    return first
+
+
+def _config(options: TrainOptions, layers: int) -> TransformerConfig:
+    """Of a pipeline of one stage that has `layers`; without fused kernels."""
+    return TransformerConfig(
+        num_layers=layers,
+        hidden_size=options.hidden,
+        num_attention_heads=options.heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _module(options: TrainOptions, vocabulary: int, number: int) -> nn.Module:
+    layers = options.layers // options.stages
+    first, last = number == 0, number == options.stages - 1
+    multiple = 128 * options.tensor_parallel
+    shared: dict[str, Any] = {
+        "config": _config(options, layers),
+        "vocab_size": -(-vocabulary // multiple) * multiple,
+        "max_sequence_length": options.seq_length,
+        "pre_process": first,
+        "post_process": last,
+        "share_embeddings_and_output_weights": (first or last) and not options.untie_embeddings,
+    }
+    if options.model == "gpt":
+        module: nn.Module = GPTModel(transformer_layer_spec=get_gpt_layer_local_spec(), **shared)
+        block = module.decoder
+    else:
+        module = BertModel(
+            num_tokentypes=0, transformer_layer_spec=bert_layer_local_spec, add_binary_head=False, **shared
+        )
+        block = module.encoder
+    for layer in block.layers:
+        layer.layer_number += number * layers
+    return module

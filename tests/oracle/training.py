@@ -1,0 +1,112 @@
+"""Trains what `evenpipe train` trains, by PipeDream-2BW's update rule, in one process and without a schedule."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from evenpipe.megatron.trainer import data
+from evenpipe.megatron.trainer.gather import digest
+from evenpipe.megatron.trainer.options import TrainOptions
+from tests.oracle.clipping import clip, global_norm
+from tests.oracle.recurrence import DelayedUpdates, descend
+from tests.oracle.result import Trained
+from tests.oracle.stages import Stage, build_stages, forward_backward
+
+__all__ = ["train"]
+
+
+def train(options: TrainOptions, delay: int, norms_added_in: torch.dtype = torch.float64) -> Trained:
+    """Every batch t of `options` runs on W(max(t − delay, 0)) and makes W(t+1) of W(t).
+
+    Needs Megatron's parallel state of one process. Data-parallel replicas run one after the other, and tensor-parallel
+    ranks as one, which moves the last bits. `norms_added_in`: see `global_norm`.
+    """
+    corpus = data.load(options)
+    stages = build_stages(options, corpus)
+    parameters = [parameter for stage in stages for parameter in stage.parameters]
+    losses: list[float] = []
+    norms: list[float] = []
+
+    def gradients(batch: int, weights: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, weights, strict=True):
+                parameter.copy_(value)
+        loss, found = _over_replicas(stages, options, corpus, batch)
+        losses.append(loss)
+        _tie(stages, found)
+        counted = [_counted(stage, own) for stage, own in zip(stages, found, strict=True)]
+        norms.append(global_norm(counted, norms_added_in))
+        together = [gradient for own in found for gradient in own]
+        if options.clip_grad > 0:
+            clip(together, norms[-1], options.clip_grad)
+        return together
+
+    updates = DelayedUpdates(_optimizer(stages, options), delay)
+    last = descend(updates, gradients, [_learning_rate(options, batch) for batch in range(options.iterations)])
+    with torch.no_grad():
+        for parameter, value in zip(parameters, last, strict=True):
+            parameter.copy_(value)
+    return Trained(tuple(losses), tuple(norms), _digest(stages), [_arrays(stage.module) for stage in stages])
+
+
+def _over_replicas(
+    stages: Sequence[Stage], options: TrainOptions, corpus: data.Corpus, batch: int
+) -> tuple[float, list[list[Tensor]]]:
+    """Loss and gradients (per stage) of a batch, each the mean over data-parallel replicas."""
+    count = options.data_parallel
+    found = [forward_backward(stages, options, corpus.micro_batches(batch, replica)) for replica in range(count)]
+    losses, gradients = zip(*found, strict=True)
+    mean = [
+        [sum((gradient / count for gradient in one[1:]), one[0] / count) for one in zip(*of_stage, strict=True)]
+        for of_stage in zip(*gradients, strict=True)
+    ]
+    return sum(losses) / count, mean
+
+
+def _tie(stages: Sequence[Stage], gradients: Sequence[Sequence[Tensor]]) -> None:
+    """Tied embeddings: both copies get the sum of the first stage's gradient and the last one's."""
+    first, last = stages[0], stages[-1]
+    if not last.holds_copy:
+        return
+    one = gradients[0][_position(first.parameters, first.embedding)]
+    other = gradients[-1][_position(last.parameters, last.embedding)]
+    one.add_(other)
+    other.copy_(one)
+
+
+def _counted(stage: Stage, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients that the norm counts: the copy of an embedding is counted where the embedding is."""
+    left_out = _position(stage.parameters, stage.embedding) if stage.holds_copy else None
+    return [gradient for position, gradient in enumerate(gradients) if position != left_out]
+
+
+def _position(parameters: Sequence[nn.Parameter], wanted: nn.Parameter) -> int:
+    return next(position for position, parameter in enumerate(parameters) if parameter is wanted)
+
+
+def _optimizer(stages: Sequence[Stage], options: TrainOptions) -> torch.optim.Optimizer:
+    """With the newest weights for its parameters: copies of the stages' weights, in their order."""
+    groups = [
+        {"params": [nn.Parameter(parameter.detach().clone()) for parameter in group], "weight_decay": decay}
+        for stage in stages
+        for group, decay in ((stage.decayed, 0.01), (stage.plain, 0.01))
+    ]
+    return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.999), eps=1e-8)
+
+
+def _learning_rate(options: TrainOptions, batch: int) -> float:
+    return options.lr
+
+
+def _digest(stages: Sequence[Stage]) -> str:
+    """As a run's: each process' parameters under the names that the wrapper for data parallelism gives them."""
+    each = [digest([nn.ModuleDict({"module": stage.module})]) for stage in stages]
+    return hashlib.sha256("".join(each).encode()).hexdigest()
+
+
+def _arrays(module: nn.Module) -> dict[str, npt.NDArray[np.float32]]:
+    return {name: parameter.detach().numpy().copy() for name, parameter in module.named_parameters()}
