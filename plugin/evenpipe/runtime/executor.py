@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,7 +17,21 @@ from evenpipe.runtime.pool import Slot, SlotPool, aligned_bytes
 from evenpipe.runtime.stage import Stage
 from evenpipe.runtime.stopwatch import Stopwatch
 from evenpipe.runtime.store import ActivationStore
-from evenpipe.schedule import ACCEPT, BACKWARD, EVICT, FORWARD, LOAD, RETURN, Action, Kind, Message, Program, Step, Unit
+from evenpipe.schedule import (
+    ACCEPT,
+    BACKWARD,
+    EVICT,
+    FORWARD,
+    LOAD,
+    RETURN,
+    UPDATE,
+    Action,
+    Kind,
+    Message,
+    Program,
+    Step,
+    Unit,
+)
 
 __all__ = ["Executor", "Observer"]
 
@@ -38,7 +53,7 @@ class Observer:
 
 
 class Executor:
-    """One stage's side of a pipeline, for any number of batches.
+    """One stage's side of a pipeline, for any number of batches, each on its own or all in one stream.
 
     Holds what outlives a batch: the connections, the acceptor's pool, the layout of evicted micro-batches and the
     memory counter. `parameters` are left out of what is saved and counted. Without `measure`, own activations are
@@ -67,31 +82,63 @@ class Executor:
         self.clock = clock_for(device)
         self.exposed = Stopwatch(self.clock)
         self._broken = False
+        self._stream: _Flow | None = None
 
     def run(self, program: Program, stage: Stage) -> None:
         """Carry out one batch. Returns when nothing of it is under way and nothing evicted or accepted is left.
 
         Raises what the stage raises; the links then hold half of a batch, so every later run raises RuntimeError.
         """
+        with self._batch():
+            flow = _Flow(self, program, stage)
+            for step in program.steps[self.stage_index]:
+                flow.take(step)
+            for message in program.drain[self.stage_index]:
+                flow.complete(message)
+            self._assert_no_guests()
+
+    def advance(self, program: Program, steps: Iterable[Step], stage: Stage) -> None:
+        """Carry out the next `steps` of a stream, such as those of one batch; what is under way stays so.
+
+        `program` is a stretch of the same stream, and says what a stage evicts and accepts. Raises as `run` does.
+        """
+        with self._batch():
+            if self._stream is None:
+                self._stream = _Flow(self, program, stage)
+            self._stream.stage = stage
+            for step in steps:
+                self._stream.take(step)
+
+    def break_off(self, owed: Iterable[Step]) -> None:
+        """End the stream, at the same point on all stages, and forget what has been forwarded and not backwarded.
+
+        `owed` are the transfers that a partner has started and that this stage has not. Nothing is under way afterwards;
+        the memory is free when the stage has let go of its inputs and outputs too.
+        """
+        flow, self._stream = self._stream, None
+        if flow is not None:
+            flow.break_off(owed)
+            self._assert_no_guests()
+
+    @contextmanager
+    def _batch(self) -> Iterator[None]:
         if self._broken:
             raise RuntimeError(f"stage {self.stage_index} failed in an earlier batch: start the processes anew")
         self._broken = True
         self.observer.batch_started(self.clock)
         if self.measure:
             self.exposed.restart()
-        batch = _Batch(self, program, stage)
-        for step in program.steps[self.stage_index]:
-            batch.take(step)
-        for message in program.drain[self.stage_index]:
-            batch.complete(message)
-        if self.pool.in_use:
-            raise RuntimeError(f"stage {self.stage_index} still holds {self.pool.in_use} accepted micro-batches")
+        yield
         self.observer.batch_ended()
         self._broken = False
 
+    def _assert_no_guests(self) -> None:
+        if self.pool.in_use:
+            raise RuntimeError(f"stage {self.stage_index} still holds {self.pool.in_use} accepted micro-batches")
 
-class _Batch:
-    """What is under way in one batch."""
+
+class _Flow:
+    """What is under way in a batch, or in a stream of batches."""
 
     def __init__(self, executor: Executor, program: Program, stage: Stage) -> None:
         self.executor = executor
@@ -107,7 +154,7 @@ class _Batch:
         self.start_transfer = {EVICT: self.evict, LOAD: self.load, ACCEPT: self.accept, RETURN: self.give_back}
 
     def take(self, step: Step) -> None:
-        """Post, complete, transfer or compute, send."""
+        """Post, complete, transfer, compute or update, send."""
         action = step.action
         for message in step.post:
             kind: Kind = FORWARD if message.link.kind == "forward" else BACKWARD
@@ -122,6 +169,10 @@ class _Batch:
             self.executor.observer.started(action)
             return
         self.executor.observer.started(action)
+        if action.kind == UPDATE:
+            self.stage.update(action.micro_batch)
+            self.executor.observer.ended(action)
+            return
         results = self.forward(action.unit, step) if action.kind == FORWARD else self.backward(action.unit, step)
         self.executor.observer.ended(action)
         if step.send is not None:
@@ -161,6 +212,20 @@ class _Batch:
         elif action.kind == RETURN:
             self.executor.pool.release(self.slots.pop(action.unit))
         self.executor.observer.ended(action)
+
+    def break_off(self, owed: Iterable[Step]) -> None:
+        """Take part in what partners have started, see everything through, and let go of it."""
+        for step in owed:
+            assert step.transfer is not None
+            for message in step.complete:
+                if message in self.under_way:
+                    self.complete(message)
+            self.actions[step.transfer] = step.action
+            self.start_transfer[step.action.kind](step.transfer, step.action.unit)
+        for transfer in self.under_way.values():
+            transfer.wait()
+        for slot in self.slots.values():
+            self.executor.pool.release(slot)
 
     def forward(self, unit: Unit, step: Step) -> list[Tensor]:
         store = self.executor.store

@@ -25,11 +25,15 @@ class Stage(Protocol):
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         """Back-propagate `gradients` of the outputs (None at the end of the model); return those of the inputs."""
 
+    def update(self, batch: int) -> None:
+        """Finish the step of `batch`. Only schedules without flushes ask for it."""
+
 
 class ModuleStage:
     """A stage of plain modules, one per model chunk, that pass one tensor of one shape from chunk to chunk.
 
-    `first(i)` gives micro-batch i's input at the start of the model, `loss(i, output)` its scalar loss at the end.
+    `first(i)` gives micro-batch i's input at the start of the model, `loss(i, output)` its scalar loss at the end;
+    `update(t)` finishes the step of batch t where a schedule asks for it.
     Gradients accumulate in `parameter.grad`; `losses[i]` holds the detached losses of a last stage.
     """
 
@@ -40,12 +44,14 @@ class ModuleStage:
         first: Callable[[int], Tensor],
         loss: Callable[[int, Tensor], Tensor],
         is_last: bool,
+        update: Callable[[int], None] = lambda batch: None,
     ) -> None:
         self.chunks = list(chunks)
         self.losses: dict[int, Tensor] = {}
         self._boundary = boundary
         self._first = first
         self._loss = loss
+        self._update = update
         self._last_chunk = len(self.chunks) - 1 if is_last else -1
         self._inputs: dict[Unit, Tensor] = {}
         self._outputs: dict[Unit, Tensor] = {}
@@ -74,3 +80,7 @@ class ModuleStage:
             return []
         assert taken.grad is not None, f"{BACKWARD}{unit.micro_batch}: the input does not reach the output"
         return [taken.grad]
+
+    def update(self, batch: int) -> None:
+        """Call the `update` that the stage was given."""
+        self._update(batch)

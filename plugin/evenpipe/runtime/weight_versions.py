@@ -1,0 +1,139 @@
+"""WeightVersions: two versions of a stage's parameters, each in memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Alias", "WeightVersions"]
+
+
+class Alias(NamedTuple):
+    """An attribute of `owner` that holds a view of the parameters' memory, such as a flat buffer."""
+
+    owner: Any
+    attribute: str
+
+
+class _View(NamedTuple):
+    """Something that looks at the parameters' memory: how to point it elsewhere, and what it sees in either memory."""
+
+    point_at: Callable[[Tensor], None]
+    tensors: tuple[Tensor, Tensor]
+
+
+class WeightVersions:
+    """Two memories for the parameters (PipeDream-2BW §3.1): a version keeps its memory until it is overwritten.
+
+    Version v is in memory v % 2. `use` points the parameters' `.data` at a version; `writing` makes the next one, over
+    the version before the present: an optimizer changes parameters in place. What a forward has saved of a version,
+    leaves or views, stays true until that version is overwritten.
+
+    The second memory is one copy of the storages that `parameters` lie in. `others` are further tensors, and `aliases`
+    attributes, that lie in the same storages and that the optimizer reads or writes (shards, flat buffers): they always
+    point at the newest version. Tensors elsewhere are left alone.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], others: Iterable[Tensor] = (), aliases: Iterable[Alias] = ()
+    ) -> None:
+        self._parameters = list({id(tensor): tensor for tensor in parameters}.values())
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._parameters}
+        copies = {address: storage.clone() for address, storage in storages.items()}
+        self._memories = tuple((storages[address], copies[address]) for address in storages)
+
+        def both(tensor: Tensor) -> tuple[Tensor, Tensor]:
+            address = tensor.untyped_storage()._cdata
+            return _over(storages[address], tensor), _over(copies[address], tensor)
+
+        self._used = [_View(_data_of(tensor), both(tensor)) for tensor in self._parameters]
+        known = {id(tensor) for tensor in self._parameters}
+        inside = [
+            tensor for tensor in others if tensor.untyped_storage()._cdata in storages and id(tensor) not in known
+        ]
+        self._written = [_View(_data_of(tensor), both(tensor)) for tensor in inside]
+        for alias in aliases:
+            tensor = getattr(alias.owner, alias.attribute)
+            if tensor is not None and tensor.untyped_storage()._cdata in storages:
+                self._written.append(_View(_attribute_of(alias), both(tensor)))
+        self._stepped = tuple({id(tensor): tensor for tensor in (*self._parameters, *inside)}.values())
+        self.latest = 0
+        self.peak = 1
+        self._swap = 0  # version v is in memory (v + swap) % 2
+        self._in_use = 0
+
+    @property
+    def nbytes(self) -> int:
+        """What the second memory takes."""
+        return sum(storage.nbytes() for storage, _ in self._memories)
+
+    def use(self, version: int) -> None:
+        """Point the parameters at `version`: the newest, or the one before."""
+        assert version in (self.latest, self.latest - 1), f"version {version} of {self.latest} is not kept"
+        memory = self._memory_of(version)
+        if memory != self._in_use:
+            self._in_use = memory
+            for view in self._used:
+                view.point_at(view.tensors[memory])
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Inside, everything points at the version after the newest, which begins as a copy of that.
+
+        Changes made in place inside do not disturb backward passes that are still to come: these use older versions.
+        """
+        old, new = self._memory_of(self.latest), self._memory_of(self.latest + 1)
+        for memories in self._memories:
+            memories[new].copy_(memories[old], non_blocking=True)
+        self.latest += 1
+        self.peak = 2
+        self.use(self.latest)
+        for view in self._written:
+            view.point_at(view.tensors[new])
+        with torch.autograd._unsafe_preserve_version_counter(self._stepped):
+            yield
+
+    def tensors(self, version: int) -> list[Tensor]:
+        """The parameters of `version`, in the order they were given; views of its memory."""
+        memory = self._memory_of(version)
+        return [view.tensors[memory] for view in self._used]
+
+    def restart(self, latest: int, before: Sequence[Tensor] | None) -> None:
+        """Call what the parameters hold now version `latest`, and the version before it `before` (None: the same)."""
+        newest = self._memory_of(self.latest)
+        assert self._in_use == newest, "the parameters do not point at their newest version"
+        self._swap = (newest - latest) % 2
+        self.latest = latest
+        for memories in self._memories:
+            memories[1 - newest].copy_(memories[newest])
+        if before is not None:
+            for tensor, value in zip(self.tensors(latest - 1), before, strict=True):
+                tensor.copy_(value)
+            self.peak = 2
+
+    def _memory_of(self, version: int) -> int:
+        return (version + self._swap) % 2
+
+
+def _over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+    """A tensor with the geometry of `like` over `storage`."""
+    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    return empty.set_(storage, like.storage_offset(), like.size(), like.stride())  # type: ignore[call-overload]
+
+
+def _data_of(tensor: Tensor) -> Callable[[Tensor], None]:
+    def point_at(memory: Tensor) -> None:
+        tensor.data = memory
+
+    return point_at
+
+
+def _attribute_of(alias: Alias) -> Callable[[Tensor], None]:
+    def point_at(memory: Tensor) -> None:
+        setattr(alias.owner, alias.attribute, memory)
+
+    return point_at
