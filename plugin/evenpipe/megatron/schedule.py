@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,17 @@ from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.schedule import Program, build, lower
 
-__all__ = ["PipelineSchedule", "in_place_of_megatron"]
+__all__ = ["Call", "PipelineSchedule", "in_place_of_megatron"]
+
+
+class Call(NamedTuple):
+    """One batch to be trained, the pipeline and the groups it is trained in, and what Megatron passes on."""
+
+    batch: Batch
+    pipeline: dist.ProcessGroup
+    groups: Any
+    embedding: Any
+    force_all_reduce: bool
 
 
 class PipelineSchedule:
@@ -142,21 +152,29 @@ class PipelineSchedule:
             groups.cp.size(),
             collect_non_loss_data,
         )
-        program = self.program(pipeline.size(), num_microbatches, len(chunks))
-        executor = self._executor(pipeline, chunks)
+        losses = self._carry_out(Call(batch, pipeline, groups, embedding, force_all_reduce))
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return losses
+
+    def _carry_out(self, call: Call) -> list[Any]:
+        """All forwards and backwards of a batch, and what Megatron does with its gradients; the losses."""
+        batch, pipeline, groups, embedding, force_all_reduce = call
+        config, release = batch.config, self._release
+        program = self.program(pipeline.size(), batch.num_microbatches, len(batch.model))
+        executor = self._executor(pipeline, list(batch.model))
         stage = MegatronStage(batch, program.schedule, pipeline.rank(), executor.device, release)
         stage.start()
         executor.run(program, stage)
         stage.finish()
-
-        if finalize is not None:
+        if config.finalize_model_grads_func is not None:
+            is_last = pipeline.rank() == pipeline.size() - 1
             schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
             extra = {release.process_groups_argument: groups}
             if release.takes_force_all_reduce:
                 extra["force_all_reduce"] = force_all_reduce
-            finalize(chunks, stage.tokens if config.calculate_per_token_loss else None, **extra)
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
+            tokens = stage.tokens if config.calculate_per_token_loss else None
+            config.finalize_model_grads_func(list(batch.model), tokens, **extra)
         return stage.losses
 
     def _executor(self, pipeline: dist.ProcessGroup, chunks: list[torch.nn.Module]) -> Executor:

@@ -71,6 +71,7 @@ class MegatronStage:
         """Megatron's `forward_step`; the output is handed over as an alias, since Megatron frees it right away."""
         batch, config = self._batch, self._batch.config
         self._sync.before_forward()
+        number = unit.micro_batch % batch.num_microbatches
         is_last = self._is_last_stage and unit.chunk == len(batch.model) - 1
         given: list[Tensor | None] = [None] if inputs is None else list(inputs)
         outputs, tokens = schedules.forward_step(
@@ -84,8 +85,8 @@ class MegatronStage:
             cp_group_size=batch.context_parallel_size,
             collect_non_loss_data=batch.collect_non_loss_data,
             checkpoint_activations_microbatch=self._recomputes_all(),
-            is_first_microbatch=unit.micro_batch == 0,
-            current_microbatch=unit.micro_batch,
+            is_first_microbatch=number == 0,
+            current_microbatch=number,
             vp_stage=unit.chunk if self._interleaved else None,
             is_last_stage=is_last,
         )

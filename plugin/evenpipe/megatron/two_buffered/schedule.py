@@ -1,0 +1,84 @@
+"""2BW's forward-backward function for megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from evenpipe.megatron.schedule import Call, PipelineSchedule
+from evenpipe.megatron.two_buffered.inputs import ReadAhead
+from evenpipe.megatron.two_buffered.stage import StreamStage
+from evenpipe.megatron.two_buffered.step import Settled, TwoBuffered
+from evenpipe.runtime.executor import Observer
+from evenpipe.schedule import Stream
+
+__all__ = ["StreamSchedule"]
+
+
+class StreamSchedule(PipelineSchedule):
+    """A `PipelineSchedule` that does not flush between batches; `attach` the optimizer before the first.
+
+    A call backwards all of its batch, and forwards the first micro-batches of the next one too. So data iterators run
+    ahead of the calls, by up to p − 1 micro-batches on the first stage.
+    """
+
+    def __init__(
+        self,
+        bpipe: bool = False,
+        observer: Observer | None = None,
+        measure: bool = False,
+        connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
+    ) -> None:
+        super().__init__("2bw", bpipe, observer, measure, connected)
+        self.two_buffered: TwoBuffered | None = None
+        self._inputs = ReadAhead()
+        self._stream: Stream | None = None
+        self._stage: StreamStage | None = None
+        self._called = 0  # batches of the stream
+
+    def attach(self, two_buffered: TwoBuffered) -> None:
+        """Whose optimizer steps."""
+        self.two_buffered = two_buffered
+
+    def __call__(self, *, forward_only: bool = False, **arguments: Any) -> list[Any]:
+        if forward_only and self.two_buffered is not None:
+            self.two_buffered.drain()
+        return super().__call__(forward_only=forward_only, **arguments)
+
+    def _carry_out(self, call: Call) -> list[Any]:
+        if self.two_buffered is None:
+            raise ValueError("2bw steps the optimizer itself: call schedule.attach(TwoBuffered(model, optimizer)) first")
+        batch, stages, stage = call.batch, call.pipeline.size(), call.pipeline.rank()
+        executor = self._executor(call.pipeline, list(batch.model))
+        if self._stream is not None and self._stream.micro_batches != batch.num_microbatches:
+            self.two_buffered.drain()
+        if self._stream is None or self._stage is None:
+            self._stream = Stream(stages, batch.num_microbatches, self.bpipe)
+            self._called = 0
+            self._stage = StreamStage(
+                batch,
+                self._stream.program.schedule,
+                stage,
+                executor.device,
+                self._release,
+                self.two_buffered,
+                self._inputs,
+            )
+            settled = Settled(stage, batch.config.finalize_model_grads_func, self._release.process_groups_argument, call.groups)
+            self.two_buffered.settle(settled, self._break_off)
+        self._stage.start_batch(batch)
+        steps = self._stream.call(stage, self._called, self.two_buffered.update_early)
+        executor.advance(self._stream.program, steps, self._stage)
+        self._called += 1
+        # Outside of a call the parameters are what the last finished step made of them.
+        self.two_buffered.versions.use(self.two_buffered.versions.latest)
+        return self._stage.losses
+
+    def _break_off(self) -> None:
+        """End the stream between two calls; the next one starts anew, and reads again what this one read ahead."""
+        if self.executor is None or self._stream is None or self._stage is None:
+            return
+        self.executor.break_off(self._stream.owed(self.executor.stage_index, self._called - 1))
+        self._stage.forget()
+        self._inputs.rewind()
+        self._stream = self._stage = None

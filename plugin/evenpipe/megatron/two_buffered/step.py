@@ -1,0 +1,283 @@
+"""Megatron's optimizer under 2BW: steps that are submitted in one iteration and finished in the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import clip_grads
+from torch import Tensor
+
+from evenpipe.megatron.two_buffered.gradients import HeldGradients, Reduction, local_figures, tied_embedding
+from evenpipe.megatron.two_buffered.loss_scales import LossScales
+from evenpipe.runtime.exchange import Exchange
+from evenpipe.runtime.weight_versions import Alias, WeightVersions
+
+__all__ = ["Settled", "StepResult", "TwoBuffered"]
+
+
+class StepResult(NamedTuple):
+    """What came of the step of `batch`, counted from 0. `grad_norm` is None where the step was skipped."""
+
+    batch: int
+    updated: bool
+    grad_norm: float | None
+    num_zeros: float | None
+
+
+class Settled(NamedTuple):
+    """What a stage learns from its first call. `groups` are the process groups, under the name of `argument`."""
+
+    stage: int
+    finalize: Callable[..., Any]
+    argument: str
+    groups: Any
+
+
+class _Submitted(NamedTuple):
+    """A step that is not finished, with the learning rate and weight decay of its own iteration, a parameter group."""
+
+    batch: int
+    settings: list[dict[str, Any]]
+
+
+class TwoBuffered:
+    """Takes over the optimizer of one stage: W(t+1) = W(t) − ν·∇f(W(t−1)) (PipeDream-2BW §3.1).
+
+    `optimizer.step()` *submits* the step of the batch that has just been backwarded, and returns Megatron's triple for the
+    step of the batch before: (updated, gradient norm, number of zeros). Gradients are reduced between replicas from then
+    on, beside the next forward. Before the next batch's first backward this process *tells* the others its part of the
+    norm; and the step is *finished* where the schedule has its update. What a stage then needs of others has been
+    under way for long: nothing waits for another stage's compute.
+
+    ::
+
+        schedule = StreamSchedule()
+        schedule.attach(TwoBuffered(model, optimizer))      # model, optimizer: Megatron's, their weights loaded
+
+    `model` is a list of one `DistributedDataParallel` chunk, `optimizer` what `get_megatron_optimizer` returned.
+    `finished` is the last step of which everything is known.
+    """
+
+    def __init__(self, model: Sequence[Any], optimizer: Any) -> None:
+        self.model = list(model)
+        self.batch = 0  # the one that is forwarded and backwarded, or will be next
+        self.finished: StepResult | None = None
+        self.loss_scales: LossScales
+        self._optimizers = [
+            one
+            for one in getattr(optimizer, "chained_optimizers", [optimizer])
+            if not getattr(one, "is_stub_optimizer", False)
+        ]
+        self._config = optimizer.config
+        self.loss_scales = LossScales(self._optimizers)
+        self._parameters = [p for chunk in self.model for p in chunk.parameters() if p.requires_grad]
+        self.versions = _weight_versions(self.model, self._optimizers, self._parameters)
+        self._reduction = Reduction(self.model)
+        self._tied = tied_embedding(self.model)
+        group = (self._optimizers[0] if self._optimizers else optimizer).get_grad_stats_parallel_group()
+        self._exchange = Exchange(group, 3, torch.device(torch.cuda.current_device()))
+        self._settled: Settled | None = None
+        self._held: HeldGradients | None = None
+        self._submitted: _Submitted | None = None
+        self._told = False
+        self._unknown: int | None = None  # a batch whose step is finished, but not what all processes told of it
+        self._break_off: Callable[[], None] = lambda: None
+        # A training loop zeroes gradients when those of the batch before are still needed.
+        self._zero: list[Callable[[], None]] = [chunk.zero_grad_buffer for chunk in self.model]
+        self._forget: Callable[[], None] = optimizer.zero_grad
+        for chunk in self.model:
+            chunk.zero_grad_buffer = _done_by_us
+        optimizer.zero_grad = _done_by_us
+        optimizer.step = self.submit
+        optimizer.scale_loss = self.loss_scales.scale_loss
+
+    @property
+    def parameter_bytes(self) -> int:
+        """This process' trainable parameters, in their own dtype."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self._parameters)
+
+    @property
+    def held_gradient_bytes(self) -> int:
+        """The second gradient buffer, where there is one."""
+        return self._held.nbytes if self._held is not None else 0
+
+    @property
+    def update_early(self) -> bool:
+        """Whether the step can be finished before the next batch's first backward, and needs no second gradient buffer.
+
+        Stage 0 is the last to end a batch: it never waits for another stage's compute. The others do not have to if
+        neither a norm, nor an overflow, nor a tied embedding's other end decides what the step is.
+        """
+        assert self._settled is not None, "the schedule settles it"
+        return self._settled.stage == 0 or not (self._answers_decide or self._tied is not None)
+
+    def settle(self, settled: Settled, break_off: Callable[[], None]) -> None:
+        """Called once by the schedule, before its first batch; `break_off` ends its stream."""
+        self._settled = settled
+        self._break_off = break_off
+        if not self.update_early:
+            self._held = HeldGradients(self.model)
+
+    def start_call(self) -> None:
+        """The call of `batch` begins."""
+        self.loss_scales.start_batch(self.batch)
+
+    def before_first_backward(self) -> None:
+        """Of a batch: the gradients of the one before make way."""
+        self._tell()
+        if self._submitted is not None:
+            assert self._held is not None, "a step that does not wait is finished by now"
+            self._held.keep()
+        for zero in self._zero:
+            zero()
+
+    def submit(self) -> tuple[bool, float | None, float | None]:
+        """In place of `optimizer.step()`, after all backwards of a batch."""
+        self._learn()
+        assert self._submitted is None, "the schedule finishes one step before the next is submitted"
+        self._submitted = _Submitted(self.batch, [_settings(group) for group in self._groups()])
+        self.batch += 1
+        self._told = False
+        self._reduction.start()
+        # Before the first step's result there is nothing to be told: it counts as an update, as lr schedules do.
+        return self.finished[1:] if self.finished is not None else (True, None, None)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Write the weights of the submitted step over the older version; nothing to do without one."""
+        if self._submitted is None:
+            return
+        self._tell()
+        (batch, settings), self._submitted = self._submitted, None
+        self._reduction.finish_embedding()
+        self._unknown = batch
+        skipped = False
+        if self._answers_decide:
+            self._learn()
+            assert self.finished is not None
+            skipped = not self.finished.updated
+        with self.versions.writing(), _as_submitted(self._groups(), settings):
+            if not skipped:
+                self._step(batch)
+        self.loss_scales.step_ended(batch, skipped)
+        self._forget()
+
+    def drain(self) -> None:
+        """Finish the submitted step, drop what has been forwarded of the next batch, and leave the newest weights.
+
+        All ranks call it, between two batches. What had been read for the dropped forwards will be read again.
+        """
+        self._break_off()
+        self.finish()
+        self._learn()
+        self.versions.use(self.versions.latest)
+
+    def state_dict(self) -> dict[str, Any]:
+        """After `drain`: what a checkpoint needs beside Megatron's own, which has the newest weights."""
+        finished = list(self.finished) if self.finished is not None else None
+        before = self.versions.tensors(max(self.versions.latest - 1, 0))
+        return {"batch": self.batch, "finished": finished, "before": [tensor.clone() for tensor in before]}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint whose newest weights have been loaded; None: both versions are these.
+
+        Raises ValueError for weights of other shapes.
+        """
+        if state is None:
+            self.batch, self.finished = 0, None
+            self.versions.restart(0, None)
+            return
+        shapes = [tuple(tensor.shape) for tensor in state["before"]]
+        if shapes != [tuple(parameter.shape) for parameter in self._parameters]:
+            raise ValueError("the older weight version in the checkpoint has other shapes than this stage's parameters")
+        self.batch = state["batch"]
+        self.finished = StepResult(*state["finished"]) if state["finished"] is not None else None
+        self.versions.restart(self.batch, state["before"] if self.batch > 0 else None)
+
+    @property
+    def _answers_decide(self) -> bool:
+        """Whether a step depends on what other processes tell."""
+        return self._config.clip_grad > 0 or self.loss_scales.any
+
+    def _tell(self) -> None:
+        """End the stage's own reductions of the submitted batch, and start what joins it with other stages."""
+        if self._submitted is None or self._told:
+            return
+        self._told = True
+        assert self._settled is not None
+        stage, finalize, argument, groups = self._settled
+        self._reduction.finish_within_stage(finalize, argument, groups)
+        if self._tied is not None and groups.embd is not None and groups.embd.size() > 1:
+            self._reduction.start_embedding(self._tied, groups.embd)
+            if stage == 0:
+                # It counts the sum; the other end has given its part by now.
+                self._reduction.finish_embedding()
+        scale = self.loss_scales.of(self._submitted.batch)
+        self._exchange.start(local_figures(self._optimizers, scale, self._config.log_num_zeros_in_grad))
+
+    def _learn(self) -> None:
+        """What all processes have told of the step that is finished, or about to be."""
+        if self._unknown is None:
+            return
+        batch, self._unknown = self._unknown, None
+        rows = self._exchange.finish()
+        skipped = self.loss_scales.any and any(overflow for _, overflow, _ in rows)
+        norm = math.sqrt(sum(squares for squares, _, _ in rows))
+        zeros = sum(zeros for _, _, zeros in rows) if self._config.log_num_zeros_in_grad else None
+        self.finished = StepResult(batch, not skipped, None if skipped else norm, zeros)
+
+    def _step(self, batch: int) -> None:
+        """What Megatron's optimizers do with gradients that are whole."""
+        with self._held.in_place() if self._held is not None else nullcontext():
+            for one in self._optimizers:
+                self.loss_scales.prepare(one, batch)
+                parameters = one.get_parameters()
+                if one.config.clip_grad > 0 and parameters:
+                    assert self.finished is not None and self.finished.grad_norm is not None
+                    clip_grads.clip_grad_by_total_norm_fp32(
+                        parameters, one.config.clip_grad, self.finished.grad_norm
+                    )
+            for one in self._optimizers:
+                one.step_with_ready_grads()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for one in self._optimizers for group in one.param_groups]
+
+
+def _done_by_us(*_: Any, **__: Any) -> None:
+    """TwoBuffered zeroes gradients itself, when nothing needs them any more."""
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("lr", "weight_decay") if name in group}
+
+
+@contextmanager
+def _as_submitted(groups: Sequence[dict[str, Any]], settings: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Inside, parameter groups have `settings`: a training loop has set those of the next iteration by now."""
+    present = [_settings(group) for group in groups]
+    for group, values in zip(groups, settings, strict=True):
+        group.update(values)
+    yield
+    for group, values in zip(groups, present, strict=True):
+        group.update(values)
+
+
+def _weight_versions(model: Sequence[Any], optimizers: Sequence[Any], parameters: Sequence[Tensor]) -> WeightVersions:
+    """Two versions of `parameters`, and of all that Megatron's buffers and optimizers see of their memory."""
+    shards = [
+        tensor
+        for one in optimizers
+        for name in ("shard_float16_groups", "shard_fp32_groups")
+        for group in getattr(one, name, None) or ()
+        for tensor in group
+    ]
+    stepped = [tensor for one in optimizers for tensor in one.get_parameters()]
+    buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    aliases = [Alias(owner, "param_data") for buffer in buffers for owner in (buffer, *buffer.buckets)]
+    return WeightVersions(parameters, [*shards, *stepped], aliases)
