@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -14,14 +14,14 @@ from evenpipe.megatron.grad_sync import GradSync
 from evenpipe.megatron.supported import CoreRelease
 from evenpipe.schedule import BACKWARD, FORWARD, Kind, Schedule, Unit
 
-__all__ = ["Batch", "MegatronStage"]
+__all__ = ["Batch", "MegatronStage", "Sync"]
 
 
 class Batch(NamedTuple):
     """What one call of a forward-backward function is given, with one entry per model chunk in the lists."""
 
     forward_step_func: Callable[..., Any]
-    data_iterators: Sequence[Iterator[Any]]
+    data_iterators: Sequence[Iterator[Any] | None]
     model: Sequence[torch.nn.Module]
     config: Any
     num_microbatches: int
@@ -29,6 +29,16 @@ class Batch(NamedTuple):
     send_shapes: Sequence[tuple[int, ...]]
     context_parallel_size: int
     collect_non_loss_data: bool
+
+
+class Sync(Protocol):
+    """When gradients (and parameters) are synchronised between replicas."""
+
+    def start(self) -> None: ...
+    def before_forward(self) -> None: ...
+    def before_backward(self) -> None: ...
+    def after_backward(self) -> None: ...
+    def finish(self) -> None: ...
 
 
 class MegatronStage:
@@ -40,7 +50,7 @@ class MegatronStage:
         self._batch = batch
         self._is_last_stage = stage == schedule.stages - 1
         self._interleaved = schedule.chunks > 1
-        self._sync = GradSync(batch.config, batch.model, schedule, stage)
+        self._sync: Sync = GradSync(batch.config, batch.model, schedule, stage)
         self._device = device
         self._backward_arguments: dict[str, Any] = {"config": batch.config}
         if release.backward_takes("model_type"):

@@ -24,7 +24,7 @@ class Exchange:
         self._rows: Tensor | None = None
         self._work: dist.Work | None = None
         self._copied: torch.cuda.Event | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def under_way(self) -> bool:
@@ -49,7 +49,7 @@ class Exchange:
             self._rows = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
             self._rows.copy_(gathered, non_blocking=True)
             gathered.record_stream(self._stream)
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(self._stream)
 
     def finish(self) -> list[list[float]]:

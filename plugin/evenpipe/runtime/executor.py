@@ -14,7 +14,7 @@ from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.layout import Layouts
 from evenpipe.runtime.pool import Slot, SlotPool, aligned_bytes
-from evenpipe.runtime.stage import Stage
+from evenpipe.runtime.stage import Stage, SteppingStage
 from evenpipe.runtime.stopwatch import Stopwatch
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import (
@@ -97,7 +97,7 @@ class Executor:
                 flow.complete(message)
             self._assert_no_guests()
 
-    def advance(self, program: Program, steps: Iterable[Step], stage: Stage) -> None:
+    def advance(self, program: Program, steps: Iterable[Step], stage: SteppingStage) -> None:
         """Carry out the next `steps` of a stream, such as those of one batch; what is under way stays so.
 
         `program` is a stretch of the same stream, and says what a stage evicts and accepts. Raises as `run` does.
@@ -105,15 +105,15 @@ class Executor:
         with self._batch():
             if self._stream is None:
                 self._stream = _Flow(self, program, stage)
-            self._stream.stage = stage
+            self._stream.stage, self._stream.update = stage, stage.update
             for step in steps:
                 self._stream.take(step)
 
     def break_off(self, owed: Iterable[Step]) -> None:
         """End the stream, at the same point on all stages, and forget what has been forwarded and not backwarded.
 
-        `owed` are the transfers that a partner has started and that this stage has not. Nothing is under way afterwards;
-        the memory is free when the stage has let go of its inputs and outputs too.
+        `owed` are the transfers that a partner has started and that this stage has not. Nothing is under way
+        afterwards; the memory is free when the stage has let go of its inputs and outputs too.
         """
         flow, self._stream = self._stream, None
         if flow is not None:
@@ -143,6 +143,7 @@ class _Flow:
     def __init__(self, executor: Executor, program: Program, stage: Stage) -> None:
         self.executor = executor
         self.stage = stage
+        self.update: Callable[[int], None] = _no_update
         self.channels = executor.connections.channels
         self.evicts = program.schedule.evictions[executor.stage_index] > 0
         self.slots_needed = _most_accepted(program.steps[executor.stage_index])
@@ -170,7 +171,7 @@ class _Flow:
             return
         self.executor.observer.started(action)
         if action.kind == UPDATE:
-            self.stage.update(action.micro_batch)
+            self.update(action.micro_batch)
             self.executor.observer.ended(action)
             return
         results = self.forward(action.unit, step) if action.kind == FORWARD else self.backward(action.unit, step)
@@ -251,6 +252,10 @@ class _Flow:
     def sizes(self, chunk: int) -> tuple[int, ...]:
         assert self.executor.layouts is not None, "a schedule with transfers needs connections with bpipe"
         return self.executor.layouts.sizes(chunk)
+
+
+def _no_update(batch: int) -> None:
+    raise RuntimeError(f"nobody steps batch {batch}: schedules with updates are carried out by advance")
 
 
 def _most_accepted(steps: Iterable[Step]) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evenpipe.schedule import BACKWARD, FORWARD, Kind, Unit
 
-__all__ = ["ModuleStage", "Stage"]
+__all__ = ["ModuleStage", "Stage", "SteppingStage"]
 
 
 class Stage(Protocol):
@@ -25,8 +25,12 @@ class Stage(Protocol):
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         """Back-propagate `gradients` of the outputs (None at the end of the model); return those of the inputs."""
 
+
+class SteppingStage(Stage, Protocol):
+    """A stage of a stream without flushes: its weights change between two of its actions."""
+
     def update(self, batch: int) -> None:
-        """Finish the step of `batch`. Only schedules without flushes ask for it."""
+        """Finish the step of `batch`, counted along the stream."""
 
 
 class ModuleStage:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 __all__ = ["Alias", "WeightVersions"]
 
@@ -43,7 +44,7 @@ class WeightVersions:
     ) -> None:
         self._parameters = list({id(tensor): tensor for tensor in parameters}.values())
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._parameters}
-        copies = {address: storage.clone() for address, storage in storages.items()}
+        copies = {address: _copy_of(storage) for address, storage in storages.items()}
         self._memories = tuple((storages[address], copies[address]) for address in storages)
 
         def both(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +95,7 @@ class WeightVersions:
         self.use(self.latest)
         for view in self._written:
             view.point_at(view.tensors[new])
-        with torch.autograd._unsafe_preserve_version_counter(self._stepped):
+        with _unsafe_preserve_version_counter(self._stepped):
             yield
 
     def tensors(self, version: int) -> list[Tensor]:
@@ -119,10 +120,15 @@ class WeightVersions:
         return (version + self._swap) % 2
 
 
+def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    copy = torch.UntypedStorage(storage.nbytes(), device=storage.device)  # type: ignore[no-untyped-call]
+    return copy.copy_(storage)
+
+
 def _over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
     """A tensor with the geometry of `like` over `storage`."""
     empty = torch.empty(0, dtype=like.dtype, device=like.device)
-    return empty.set_(storage, like.storage_offset(), like.size(), like.stride())  # type: ignore[call-overload]
+    return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
 def _data_of(tensor: Tensor) -> Callable[[Tensor], None]:

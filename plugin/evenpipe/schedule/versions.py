@@ -14,7 +14,7 @@ def version_fault(schedule: Schedule, stage: int) -> tuple[int, str] | None:
     """The first step of ``stage`` that breaks the version rule of PipeDream-2BW §3.1, and how; None without a fault.
 
     A stage has two buffers. The update of batch t writes W(t+1) over W(t−1), so all of batch t must be backwarded by
-    then, and nothing may use W(t−1) any more. Each forward and backward needs the version that the rule gives its batch.
+    then, and nothing may use W(t−1) any more. Each forward and backward needs the version that the rule gives it.
     """
     row, micro_batches = schedule.actions[stage], schedule.micro_batches
     live = {0}

@@ -1,4 +1,4 @@
-"""The gradients of a batch, from its last backward until its step: reduced, counted, and kept out of the next one's way."""
+"""The gradients of a batch, from its last backward to its step: reduced, counted, kept out of the next one's way."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Reduction:
 
 
 class HeldGradients:
-    """A second gradient buffer: a batch's gradients wait here for their step while the next batch accumulates its own."""
+    """A second gradient buffer: a batch's gradients wait here for their step while the next ones accumulate."""
 
     def __init__(self, model: Sequence[Any]) -> None:
         self._buffers = []
@@ -68,7 +68,10 @@ class HeldGradients:
         for buffer in (buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
             copied = torch.zeros_like(buffer.grad_data)
             self._buffers.append((buffer.grad_data, copied))
-            held[buffer.grad_data.untyped_storage()._cdata] = copied.untyped_storage(), buffer.grad_data.storage_offset()
+            held[buffer.grad_data.untyped_storage()._cdata] = (
+                copied.untyped_storage(),
+                buffer.grad_data.storage_offset(),
+            )
         for parameter in (p for chunk in model for p in chunk.parameters() if hasattr(p, "main_grad")):
             gradient = parameter.main_grad
             storage, offset = held[gradient.untyped_storage()._cdata]

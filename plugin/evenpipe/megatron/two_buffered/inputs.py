@@ -12,8 +12,8 @@ __all__ = ["ReadAhead"]
 class ReadAhead:
     """The data iterator of a stage that forwards micro-batches of the next batch, and may have to forward them again.
 
-    Keeps what each micro-batch has read until its batch is done. Where the source ends within the batch ahead, which may
-    never be asked for, that batch is forwarded with the last input there was, and `start_batch` raises if it comes.
+    Keeps what each micro-batch has read until its batch is done. Where the source ends within the batch ahead, which
+    may never be asked for, that is forwarded with the last input there was, and `start_batch` raises if it comes.
     """
 
     def __init__(self) -> None:
@@ -23,6 +23,7 @@ class ReadAhead:
         self._reader: list[Any] = []
         self._ahead = False
         self._made_up: int | None = None
+        self._micro_batch = 0
         self._last: Any = None
 
     def start_batch(self, source: Iterator[Any] | None, first: int) -> ReadAhead | None:
@@ -44,7 +45,9 @@ class ReadAhead:
 
     def rewind(self) -> None:
         """Everything that has been read and not done will be read again, from micro-batch 0 on."""
-        self._again.extendleft(item for number in sorted(self._read, reverse=True) for item in reversed(self._read[number]))
+        self._again.extendleft(
+            item for number in sorted(self._read, reverse=True) for item in reversed(self._read[number])
+        )
         self._read.clear()
         self._made_up = None
 

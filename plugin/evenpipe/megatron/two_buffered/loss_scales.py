@@ -19,9 +19,7 @@ class LossScales:
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
-        self._scalers = [
-            scaler for one in optimizers if (scaler := getattr(one, "grad_scaler", None)) is not None
-        ]
+        self._scalers = [scaler for one in optimizers if (scaler := getattr(one, "grad_scaler", None)) is not None]
         self._of: dict[int, Tensor] = {}
         self._present: Tensor | None = None
 

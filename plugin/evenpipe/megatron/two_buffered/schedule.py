@@ -47,7 +47,9 @@ class StreamSchedule(PipelineSchedule):
 
     def _carry_out(self, call: Call) -> list[Any]:
         if self.two_buffered is None:
-            raise ValueError("2bw steps the optimizer itself: call schedule.attach(TwoBuffered(model, optimizer)) first")
+            raise ValueError(
+                "2bw steps the optimizer itself: call schedule.attach(TwoBuffered(model, optimizer)) first"
+            )
         batch, stages, stage = call.batch, call.pipeline.size(), call.pipeline.rank()
         executor = self._executor(call.pipeline, list(batch.model))
         if self._stream is not None and self._stream.micro_batches != batch.num_microbatches:
@@ -64,7 +66,9 @@ class StreamSchedule(PipelineSchedule):
                 self.two_buffered,
                 self._inputs,
             )
-            settled = Settled(stage, batch.config.finalize_model_grads_func, self._release.process_groups_argument, call.groups)
+            settled = Settled(
+                stage, batch.config.finalize_model_grads_func, self._release.process_groups_argument, call.groups
+            )
             self.two_buffered.settle(settled, self._break_off)
         self._stage.start_batch(batch)
         steps = self._stream.call(stage, self._called, self.two_buffered.update_early)

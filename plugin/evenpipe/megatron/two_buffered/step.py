@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.optimizer import clip_grads
 from torch import Tensor
 
@@ -48,11 +47,11 @@ class _Submitted(NamedTuple):
 class TwoBuffered:
     """Takes over the optimizer of one stage: W(t+1) = W(t) − ν·∇f(W(t−1)) (PipeDream-2BW §3.1).
 
-    `optimizer.step()` *submits* the step of the batch that has just been backwarded, and returns Megatron's triple for the
-    step of the batch before: (updated, gradient norm, number of zeros). Gradients are reduced between replicas from then
-    on, beside the next forward. Before the next batch's first backward this process *tells* the others its part of the
-    norm; and the step is *finished* where the schedule has its update. What a stage then needs of others has been
-    under way for long: nothing waits for another stage's compute.
+    `optimizer.step()` *submits* the step of the batch that has just been backwarded, and returns Megatron's triple for
+    the step of the batch before: (updated, gradient norm, number of zeros). Gradients are reduced between replicas from
+    then on, beside the next forward. Before the next batch's first backward this process *tells* the others its part
+    of the norm; and the step is *finished* where the schedule has its update. What a stage then needs of others has
+    been under way for long: nothing waits for another stage's compute.
 
     ::
 
@@ -238,10 +237,9 @@ class TwoBuffered:
                 self.loss_scales.prepare(one, batch)
                 parameters = one.get_parameters()
                 if one.config.clip_grad > 0 and parameters:
-                    assert self.finished is not None and self.finished.grad_norm is not None
-                    clip_grads.clip_grad_by_total_norm_fp32(
-                        parameters, one.config.clip_grad, self.finished.grad_norm
-                    )
+                    assert self.finished is not None
+                    assert self.finished.grad_norm is not None
+                    clip_grads.clip_grad_by_total_norm_fp32(parameters, one.config.clip_grad, self.finished.grad_norm)
             for one in self._optimizers:
                 one.step_with_ready_grads()
 
