@@ -37,6 +37,29 @@ CASES = {
     "few micro-batches": {"stages": 4, "micro_batches": 3},
     "other seed": {"stages": 4, "seed": 1},
     "no clipping": {"stages": 4, "clip_grad": 0.0},
+    "sgd": {"stages": 4, "optimizer": "sgd", "lr": 0.1},
+    "sgd with momentum": {"stages": 4, "optimizer": "sgd", "lr": 0.1, "momentum": 0.9},
+    "no weight decay": {"stages": 4, "weight_decay": 0.0},
+    "warm-up": {"stages": 4, "lr_warmup": 2},
+    "warm-up and decay": {"stages": 4, "lr_warmup": 2, "lr_decay": "cosine"},
+    "bf16": {"stages": 4, "precision": "bf16"},
+    "bert bf16": {"stages": 4, "model": "bert", "precision": "bf16"},
+    "interleaved fp16": {
+        "schedule": "interleaved",
+        "stages": 2,
+        "chunks": 2,
+        "tensor_parallel": 2,
+        "precision": "fp16",
+    },
+    "dp2 pp2 distributed": {"stages": 2, "data_parallel": 2, "distributed_optimizer": True},
+    "dp2 pp2 distributed bf16": {
+        "stages": 2,
+        "data_parallel": 2,
+        "distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "precision": "bf16",
+    },
+    "fp16 from a high scale": {"stages": 4, "precision": "fp16", "initial_loss_scale": 2.0**20},
 }
 OPTIONS = {name: TrainOptions.of(**{**TINY, **values}) for name, values in CASES.items()}
 
@@ -53,6 +76,9 @@ def test_the_model_learns_and_is_measured(name: str, results: dict[str, RunResul
     assert result.losses[-1] < result.losses[0]
     assert len(result.losses) == len(result.iteration_ms) == options.iterations
     assert all(ms > 0 for ms in result.iteration_ms)
+    assert len(result.grad_norms) == options.iterations
+    assert [norm is None for norm in result.grad_norms] == [i in result.skipped_iterations for i in range(3)]
+    assert not result.skipped_iterations or name == "fp16 from a high scale"
     assert [stage.peak_live for stage in result.stages] == list(options.plan.peak_live)
     assert [stage.evicted_bytes for stage in result.stages] == [0] * options.stages
 
@@ -96,6 +122,26 @@ def test_overlapping_the_gradient_reduction_changes_no_bit(results: dict[str, Ru
 @pytest.mark.parametrize("name", ["gpt pp4 untied", "dropout", "few micro-batches", "other seed", "no clipping"])
 def test_what_should_matter_does(name: str, results: dict[str, RunResult]) -> None:
     assert results[name].weights_sha256 != results["gpt pp4"].weights_sha256
+
+
+def test_every_setting_of_the_optimizer_matters(results: dict[str, RunResult]) -> None:
+    names = ["gpt pp4", "sgd", "sgd with momentum", "no weight decay", "warm-up", "warm-up and decay", "bf16"]
+    assert len({results[name].weights_sha256 for name in names}) == len(names)
+
+
+def test_sharing_out_the_optimizer_keeps_the_training(results: dict[str, RunResult]) -> None:
+    assert results["dp2 pp2 distributed"].losses == pytest.approx(results["dp2 pp2"].losses, rel=1e-6)
+
+
+def test_half_precision_halves_parameters_and_stays_close(results: dict[str, RunResult]) -> None:
+    for half, whole in (("bf16", "gpt pp4"), ("bert bf16", "bert pp4")):
+        bytes_of = [[stage.parameter_bytes for stage in results[name].stages] for name in (half, whole)]
+        assert [2 * nbytes for nbytes in bytes_of[0]] == bytes_of[1]
+        assert results[half].losses == pytest.approx(results[whole].losses, rel=1e-2)
+
+
+def test_an_overflow_in_fp16_skips_the_step_once_and_the_run_goes_on(results: dict[str, RunResult]) -> None:
+    assert results["fp16 from a high scale"].skipped_iterations == (0,)
 
 
 def test_the_first_loss_does_not_depend_on_how_the_model_is_cut(results: dict[str, RunResult]) -> None:

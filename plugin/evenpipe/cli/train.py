@@ -81,7 +81,10 @@ def _table(result: RunResult, prediction: Simulation) -> Table:
         f"loss {result.losses[0]:.4f} to {result.losses[-1]:.4f} ({result.losses[-1].hex()}), "
         f"weights {result.weights_sha256[:16]}, {statistics.median(result.iteration_ms):,.0f} ms an iteration"
     )
-    table = Table("stage", "peak live", "peak saved MiB", "predicted MiB", "evicted MiB", caption=caption)
+    skipped = len(result.skipped_iterations)
+    caption += f", {skipped} steps skipped" if skipped else ""
+    columns = ("stage", "peak live", "peak saved MiB", "predicted MiB", "evicted MiB", "parameters MiB")
+    table = Table(*columns, caption=caption)
     for number, (stage, predicted) in enumerate(zip(result.stages, prediction.stages, strict=True)):
         table.add_row(
             str(number),
@@ -89,5 +92,6 @@ def _table(result: RunResult, prediction: Simulation) -> Table:
             f"{stage.peak_saved_bytes / _MIB:,.2f}",
             f"{predicted.peak_bytes / _MIB:,.2f}",
             f"{stage.evicted_bytes / _MIB:,.2f}",
+            f"{stage.parameter_bytes / _MIB:,.2f}",
         )
     return table

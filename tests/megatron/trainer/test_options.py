@@ -45,6 +45,24 @@ REFUSED = [
         {"fault_at": "1:B3", "iterations": 1},
         "--fault-at 1:B3: raises in the 2nd iteration, but --iterations is 1: use at least 2",
     ),
+    (
+        {"fault_at": "1:B3", "fault_kind": "nan"},
+        "--fault-at 1:B3: --fault-kind nan is of a forward: name one, such as 1:F3",
+    ),
+    ({"fault_kind": "kill"}, "--fault-kind kill: at no place: give --fault-at STAGE:ACTION"),
+    ({"momentum": 0.9}, "--momentum 0.9: is of SGD: use --optimizer sgd, or leave --momentum out"),
+    (
+        {"optimizer": "sgd", "distributed_optimizer": True},
+        "--distributed-optimizer: Megatron shares out Adam only: use --optimizer adam",
+    ),
+    ({"lr_warmup": 5}, "--lr-warmup 5: must end before --iterations 5: use at most 4"),
+    (
+        {"initial_loss_scale": 1024, "precision": "bf16"},
+        "--initial-loss-scale 1024: --precision bf16 scales no loss: use --precision fp16, or leave it out",
+    ),
+    ({"precision": "fp64"}, "--precision fp64: must be 'fp32', 'bf16' or 'fp16'"),
+    ({"save_interval": 2}, "--save-interval 2: no folder to save to: give --save DIR"),
+    ({"load": ""}, "--load: no folder named: give one, or leave --load out"),
     ({"colour": "red"}, "--colour: no such option: see evenpipe train --help"),
 ]
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
-
-import torch
 
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
 from evenpipe.megatron.trainer.follow import Follower, reporting_to
 from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.trainer.outcomes import Extra
 from evenpipe.megatron.trainer.recorder import Recorder
+from evenpipe.megatron.trainer.step import Learner
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import FORWARD, Action
@@ -27,25 +27,28 @@ class Engine(Protocol):
     def counter(self) -> MemoryCounter:
         """What this stage holds, with peaks since the last `reset_peak`."""
 
+    @property
+    def extra(self) -> Extra | None:
+        """What it keeps between iterations; None where every iteration ends with nothing under way."""
+
     def start_batch(self) -> None:
         """A batch begins."""
 
 
 @contextmanager
-def engine_for(
-    options: TrainOptions, stage: int, chunks: Sequence[torch.nn.Module], recorder: Recorder
-) -> Iterator[Engine]:
-    """The engine that `options` name, active inside; it tells `recorder` of every action.
+def engine_for(learner: Learner, stage: int, recorder: Recorder) -> Iterator[Engine]:
+    """The engine that the learner's options name, active inside; it tells `recorder` of every action.
 
     One stage is no pipeline: there Megatron's own loop, which is 1F1B, runs under either engine.
     """
+    options = learner.options
     if options.engine == "evenpipe" and options.stages > 1:
         engine = _EvenPipe(options, recorder)
         with _applied(in_place_of_megatron(engine.schedule)):
             yield engine
         engine.schedule.close()  # not after a failure: the process ends, and its peers may wait at the other ends
     else:
-        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        parameters = [parameter for chunk in learner.replica.chunks for parameter in chunk.parameters()]
         follower = Follower(options.plan.actions[stage], parameters, recorder)
         with _applied(reporting_to(follower)):
             yield follower
@@ -53,6 +56,8 @@ def engine_for(
 
 class _EvenPipe(Observer):
     """EvenPipe's schedule function; the observer of its executor."""
+
+    extra: Extra | None = None
 
     def __init__(self, options: TrainOptions, recorder: Recorder) -> None:
         self.schedule = PipelineSchedule(options.schedule, options.bpipe, observer=self, measure=True)

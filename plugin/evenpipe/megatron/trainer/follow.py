@@ -26,6 +26,9 @@ class Follower:
     `expected` are the compute actions of one batch, in order; `parameters` are not counted as saved.
     """
 
+    #: Megatron's schedules leave nothing under way.
+    extra: None = None
+
     def __init__(self, expected: Sequence[Action], parameters: Iterable[torch.Tensor], recorder: Recorder) -> None:
         self.counter = MemoryCounter()
         self._store = ActivationStore(parameters, self.counter)

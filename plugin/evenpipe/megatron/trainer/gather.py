@@ -12,7 +12,7 @@ import torch.distributed as dist
 from evenpipe.megatron.trainer.result import RunResult, StageMeasurement
 from evenpipe.simulate import Span
 
-__all__ = ["Coordinates", "Share", "combine", "digest", "gather"]
+__all__ = ["Coordinates", "Found", "Share", "combine", "digest", "gather", "highest"]
 
 
 class Coordinates(NamedTuple):
@@ -23,14 +23,27 @@ class Coordinates(NamedTuple):
     replica: int
 
 
-class Share(NamedTuple):
-    """What one process found. `losses` is empty but on the last stage; spans are in ms of a clock common to all."""
+class Found(NamedTuple):
+    """What one process saw of the iterations from `first` on.
 
-    at: Coordinates
+    `losses` is empty but on the last stage; `grad_norms` and `skipped` are as in RunResult, and the same everywhere.
+    """
+
+    first: int
     losses: tuple[float, ...]
-    weights: str
     iteration_ms: tuple[float, ...]
     measured: StageMeasurement
+    grad_norms: tuple[float | None, ...]
+    skipped: tuple[int, ...]
+    weight_versions: int
+
+
+class Share(NamedTuple):
+    """What one process has to say of the run; spans are in ms of a clock common to all."""
+
+    at: Coordinates
+    found: Found
+    weights: str
     unit_bytes: tuple[int, ...]
     spans: tuple[Span, ...]
 
@@ -57,16 +70,25 @@ def combine(shares: Sequence[Share]) -> RunResult:
     """One result from all shares. Raises RuntimeError when data-parallel replicas ended with different weights."""
     stages = 1 + max(share.at.stage for share in shares)
     by_stage = [[share for share in shares if share.at.stage == stage] for stage in range(stages)]
-    last = [share for share in by_stage[-1] if share.at.shard == 0]
-    first_replica = sorted(share for share in shares if share.at.replica == 0 and share.at.shard == 0)
+    last = [share.found for share in by_stage[-1] if share.at.shard == 0]
+    first_replica = sorted((share for share in shares if share.at.replica == share.at.shard == 0), key=_place)
     return RunResult(
-        losses=tuple(map(_mean, zip(*(share.losses for share in last), strict=True))),
+        losses=tuple(map(_mean, zip(*(found.losses for found in last), strict=True))),
         weights_sha256=_weights(shares),
-        iteration_ms=tuple(map(max, zip(*(share.iteration_ms for share in shares), strict=True))),
-        stages=tuple(StageMeasurement(*map(max, zip(*(s.measured for s in row), strict=True))) for row in by_stage),
+        iteration_ms=tuple(map(max, zip(*(share.found.iteration_ms for share in shares), strict=True))),
+        stages=tuple(highest(share.found.measured for share in row) for row in by_stage),
         unit_bytes=tuple(share.unit_bytes for share in first_replica),
         spans=_from_common_start([share.spans for share in first_replica]),
+        first_iteration=last[0].first,
+        grad_norms=last[0].grad_norms,
+        skipped_iterations=last[0].skipped,
+        weight_versions_peak=max(share.found.weight_versions for share in shares),
     )
+
+
+def highest(measurements: Iterable[StageMeasurement]) -> StageMeasurement:
+    """Of each figure the highest."""
+    return StageMeasurement(*map(max, zip(*measurements, strict=True)))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -76,7 +98,7 @@ def _mean(values: Sequence[float]) -> float:
 def _weights(shares: Sequence[Share]) -> str:
     sha = hashlib.sha256()
     known: dict[tuple[int, int], str] = {}
-    for share in sorted(shares):
+    for share in sorted(shares, key=_place):
         weights = known.setdefault(share.at[:2], share.weights)
         if weights != share.weights:
             raise RuntimeError(
@@ -93,6 +115,10 @@ def _from_common_start(spans: Sequence[tuple[Span, ...]]) -> tuple[tuple[Span, .
     return tuple(
         tuple(Span(s.action, s.start_ms - start, s.end_ms - start) for s in sorted(row, key=_start)) for row in spans
     )
+
+
+def _place(share: Share) -> Coordinates:
+    return share.at
 
 
 def _start(span: Span) -> float:

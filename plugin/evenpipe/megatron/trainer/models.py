@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -13,12 +14,15 @@ from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from evenpipe.megatron.trainer.options import TrainOptions
 
-__all__ = ["Replica", "build_replica", "initialise"]
+__all__ = ["DTYPES", "Replica", "build_replica", "initialise"]
 
+#: Of parameters and of what travels between stages, by `TrainOptions.precision`.
+DTYPES: Final = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 _VOCABULARY_MULTIPLE: Final = 128
 _LAYER: Final = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.(.*)")
 _OUTPUT_PROJECTIONS: Final = ("linear_proj.weight", "linear_fc2.weight")
@@ -44,8 +48,13 @@ def build_replica(options: TrainOptions, vocabulary: int, device: torch.device) 
     for module in modules:
         initialise(module, config, options)
         module.to(device)
+    if options.precision != "fp32":
+        modules = [Float16Module(config, module) for module in modules]
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=options.overlap_grad_reduce, bucket_size=None
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        use_distributed_optimizer=options.distributed_optimizer,
+        bucket_size=None,
     )
     chunks = [
         DistributedDataParallel(config=config, ddp_config=ddp, module=module, disable_bucketing=chunk > 0)
@@ -72,8 +81,10 @@ def _config(options: TrainOptions, device: torch.device) -> TransformerConfig:
         tensor_model_parallel_size=options.tensor_parallel,
         pipeline_model_parallel_size=options.stages,
         virtual_pipeline_model_parallel_size=options.chunks if interleaved else None,
-        pipeline_dtype=torch.float32,
-        params_dtype=torch.float32,
+        pipeline_dtype=DTYPES[options.precision],
+        params_dtype=DTYPES[options.precision],
+        bf16=options.precision == "bf16",
+        fp16=options.precision == "fp16",
         deallocate_pipeline_outputs=True,
         # Batched point-to-point calls are silently wrong on two interleaved stages; Megatron-LM refuses them there.
         overlap_p2p_comm=interleaved,

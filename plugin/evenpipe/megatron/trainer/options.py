@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import re
 from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from evenpipe.schedule import SCHEDULES, Action, Schedule, ScheduleError, build, parse
+from evenpipe.megatron.trainer.flags import OptionsError, flag, in_flags, in_one_line
+from evenpipe.megatron.trainer.rules import RULES
+from evenpipe.schedule import SCHEDULES, Action, Schedule, build, parse
 
 __all__ = ["BUILTIN_TEXT", "Fault", "OptionsError", "TrainOptions", "flag", "in_flags"]
 
 BUILTIN_TEXT: Final = "builtin"
 
-
-#: Beyond any machine's GPUs; a typing error should not start a thousand processes.
-MOST_PROCESSES: Final = 256
-
-
-class OptionsError(ValueError):
-    """Options that cannot be run; one line that names the flag and what to do."""
+_FaultKind = Literal["raise", "nan", "kill"]
 
 
 class Fault(NamedTuple):
-    """A rehearsed failure: `stage` raises at `action` in iteration `iteration` (from 0: the second one)."""
+    """A rehearsed failure of `stage` at `action` in iteration `iteration` (from 0: the second one)."""
 
     stage: int
     action: Action
+    kind: _FaultKind = "raise"
     iteration: int = 1
 
 
@@ -55,10 +51,23 @@ class TrainOptions(BaseModel):
 
     micro_batch_size: int = Field(1, ge=1, description="samples in a micro-batch")
     micro_batches: int = Field(8, ge=1, description="micro-batches in an iteration of each replica")
-    iterations: int = Field(5, ge=1, description="optimizer steps")
+    iterations: int = Field(5, ge=1, description="optimizer steps, those before a --load among them")
     seed: int = Field(1234, ge=0, lt=2**31, description="of weights, samples and dropout")
-    lr: float = Field(1e-3, gt=0, description="learning rate of Adam")
+
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="of the model: fp32 | bf16 | fp16; the optimizer's is always fp32"
+    )
+    initial_loss_scale: float = Field(
+        65536.0, ge=1, allow_inf_nan=False, description="where the dynamic loss scale of fp16 starts"
+    )
+    optimizer: Literal["adam", "sgd"] = Field("adam", description="adam | sgd")
+    momentum: float = Field(0.0, ge=0, lt=1, description="of SGD")
+    weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False, description="weight decay")
+    lr: float = Field(1e-3, gt=0, description="learning rate")
+    lr_warmup: int = Field(0, ge=0, description="iterations in which the learning rate rises to --lr")
+    lr_decay: Literal["none", "cosine"] = Field("none", description="none | cosine (to a tenth in the last iteration)")
     clip_grad: float = Field(1.0, ge=0, description="clip the gradient to this norm; 0 does not clip")
+    distributed_optimizer: bool = Field(False, description="share the optimizer's state out between replicas")
 
     schedule: str = Field("1f1b", description=" | ".join(SCHEDULES))
     engine: Literal["evenpipe", "megatron"] = Field(
@@ -69,9 +78,14 @@ class TrainOptions(BaseModel):
         "none", description="what the backward computes again: none | selective (attention) | full (each layer)"
     )
     overlap_grad_reduce: bool = Field(False, description="reduce gradients between replicas during the last backward")
+
+    save: str | None = Field(None, description="folder for checkpoints: one at the end, and one on SIGTERM")
+    save_interval: int = Field(0, ge=0, description="also save whenever so many iterations are done; 0: only then")
+    load: str | None = Field(None, description="go on from the latest checkpoint in this folder")
     fault_at: str | None = Field(
-        None, description="fault drill: raise at STAGE:ACTION (1:B3, 0:E1) in the 2nd iteration, to rehearse a failure"
+        None, description="fault drill: fail at STAGE:ACTION (1:B3, 0:E1) in the 2nd iteration, to rehearse a failure"
     )
+    fault_kind: _FaultKind = Field("raise", description="how: raise | nan (of a forward's output) | kill (the process)")
 
     @classmethod
     def of(cls, **values: Any) -> TrainOptions:
@@ -79,7 +93,7 @@ class TrainOptions(BaseModel):
         try:
             return cls(**values)
         except ValidationError as error:
-            raise OptionsError(_one_line(error)) from None
+            raise OptionsError(in_one_line(error)) from None
 
     @property
     def world_size(self) -> int:
@@ -97,100 +111,10 @@ class TrainOptions(BaseModel):
         if self.fault_at is None:
             return None
         stage, _, action = self.fault_at.partition(":")
-        return Fault(int(stage), parse(action))
+        return Fault(int(stage), parse(action), self.fault_kind)
 
     @model_validator(mode="after")
-    def _one_machine_can_run_it(self) -> TrainOptions:
-        if self.world_size > MOST_PROCESSES:
-            raise ValueError(
-                f"--stages {self.stages}: with --data-parallel {self.data_parallel} and --tensor-parallel "
-                f"{self.tensor_parallel} {self.world_size} processes on this machine: use at most {MOST_PROCESSES}"
-            )
-        if not self.data:
-            raise ValueError(f"--data: no file named: give a text file, or {BUILTIN_TEXT}")
+    def _go_together(self) -> TrainOptions:
+        for rule in RULES:
+            rule(self)
         return self
-
-    @model_validator(mode="after")
-    def _model_fits_its_ranks(self) -> TrainOptions:
-        parts = self.stages * self.chunks
-        if self.layers % parts:
-            what = f"--stages {self.stages}" + (f" × --chunks {self.chunks}" if self.chunks > 1 else "")
-            raise ValueError(f"--layers {self.layers}: not divisible by {what}: make it a multiple of {parts}")
-        if self.hidden % self.heads:
-            raise ValueError(
-                f"--hidden {self.hidden}: not divisible by --heads {self.heads}: make it a multiple of {self.heads}"
-            )
-        if self.tensor_parallel > self.heads:
-            raise ValueError(
-                f"--tensor-parallel {self.tensor_parallel}: more ranks than --heads {self.heads}: "
-                f"use at most {self.heads}"
-            )
-        if self.heads % self.tensor_parallel:
-            raise ValueError(
-                f"--tensor-parallel {self.tensor_parallel}: does not divide --heads {self.heads}: use a divisor of it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_exists(self) -> TrainOptions:
-        if self.chunks > 1 and self.schedule != "interleaved":
-            raise ValueError(
-                f"--chunks {self.chunks}: --schedule {self.schedule} has one model chunk a stage: "
-                "use --schedule interleaved, or leave --chunks out"
-            )
-        if self.schedule == "gpipe" and self.stages == 1:
-            raise ValueError("--schedule gpipe: one stage is no pipeline: use --schedule 1f1b, or at least 2 stages")
-        if self.engine == "megatron" and self.schedule == "gpipe":
-            raise ValueError("--schedule gpipe: Megatron has no such schedule: use --engine evenpipe")
-        if self.engine == "megatron" and self.bpipe:
-            raise ValueError("--bpipe: Megatron has no such schedule: use --engine evenpipe")
-        try:
-            _ = self.plan
-        except ScheduleError as error:
-            raise ValueError(in_flags(error)) from None
-        return self
-
-    @model_validator(mode="after")
-    def _fault_happens(self) -> TrainOptions:
-        if self.fault_at is None:
-            return self
-        try:
-            fault = self.fault
-        except ValueError:
-            fault = None
-        if fault is None:
-            raise ValueError(f"--fault-at {self.fault_at}: expected STAGE:ACTION such as 1:B3 or 0:E1")
-        if self.iterations <= fault.iteration:
-            raise ValueError(
-                f"--fault-at {self.fault_at}: raises in the 2nd iteration, but --iterations is {self.iterations}: "
-                "use at least 2"
-            )
-        if fault.stage >= self.stages or fault.action not in self.plan.actions[fault.stage]:
-            raise ValueError(
-                f"--fault-at {self.fault_at}: no such action in this run: "
-                "choose one that `evenpipe schedule` shows for that stage"
-            )
-        return self
-
-
-def flag(field: str) -> str:
-    """The command-line flag of a field of TrainOptions: `micro_batches` is --micro-batches."""
-    return "--" + field.replace("_", "-")
-
-
-def in_flags(error: ScheduleError) -> str:
-    """The first line of `error`, with `chunks=1:` written as the user wrote it: `--chunks 1:`."""
-    line = str(error).partition("\n")[0]
-    return re.sub(r"^(\w+)(?:=(\S+))?:", lambda m: " ".join(filter(None, (flag(m[1]), m[2]))) + ":", line)
-
-
-def _one_line(error: ValidationError) -> str:
-    """The first thing that pydantic found, as a line of ours."""
-    first = error.errors()[0]
-    if first["type"] == "value_error":
-        return str(first["ctx"]["error"])
-    field = str(first["loc"][0])
-    said = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        return f"{flag(field)}: no such option: see evenpipe train --help"
-    return f"{flag(field)} {first['input']}: must be {said}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,21 +15,26 @@ __all__ = ["RunResult", "StageMeasurement"]
 class StageMeasurement(NamedTuple):
     """One stage over all iterations: peaks of own plus accepted saved activations, and bytes evicted per iteration.
 
-    `peak_live` counts units (micro-batch × model chunk).
+    `peak_live` counts units (micro-batch × model chunk). What follows are bytes of one process: its trainable
+    parameters in their own dtype, other versions of them, and gradients kept until their step.
     """
 
     peak_live: int
     peak_saved_bytes: int
     evicted_bytes: int
+    parameter_bytes: int
+    weight_version_bytes: int
+    held_gradient_bytes: int
 
 
 @dataclass(frozen=True)
 class RunResult:
     """`losses` are averages over micro-batches and data-parallel replicas, one per iteration, as is `iteration_ms`.
 
-    `weights_sha256` covers every parameter of every stage and tensor-parallel rank. `unit_bytes[s][c]` is what one
-    micro-batch saves in chunk c of stage s. `spans[s]` are the actions of stage s in the last iteration, in order of
-    their start, in milliseconds from the first of all.
+    So are `grad_norms`, before clipping, with None for a skipped step. Iterations count from 0; the first of this run
+    is `first_iteration`, which is not 0 where a checkpoint was loaded. `weights_sha256` covers every parameter of every
+    stage and tensor-parallel rank. `unit_bytes[s][c]` is what one micro-batch saves in chunk c of stage s. `spans[s]`
+    are the actions of stage s in the last iteration, in order of their start, in milliseconds from the first of all.
     """
 
     losses: tuple[float, ...]
@@ -36,14 +43,26 @@ class RunResult:
     stages: tuple[StageMeasurement, ...]
     unit_bytes: tuple[tuple[int, ...], ...]
     spans: tuple[tuple[Span, ...], ...]
+    first_iteration: int
+    grad_norms: tuple[float | None, ...]
+    skipped_iterations: tuple[int, ...]
+    weight_versions_peak: int
 
     def to_json(self) -> dict[str, Any]:
-        """The document `evenpipe.run/1`."""
+        """The document `evenpipe.run/1`. What is not finite is null there, but in `losses_hex`."""
         return {
             "format": "evenpipe.run/1",
-            "losses": list(self.losses),
+            "first_iteration": self.first_iteration,
+            "losses": _finite(self.losses),
             "losses_hex": [loss.hex() for loss in self.losses],
+            "grad_norms": _finite(self.grad_norms),
+            "skipped_iterations": list(self.skipped_iterations),
             "weights_sha256": self.weights_sha256,
+            "weight_versions_peak": self.weight_versions_peak,
             "iteration_ms": list(self.iteration_ms),
             "stages": [{"stage": stage, **measured._asdict()} for stage, measured in enumerate(self.stages)],
         }
+
+
+def _finite(values: Iterable[float | None]) -> list[float | None]:
+    return [value if value is not None and math.isfinite(value) else None for value in values]

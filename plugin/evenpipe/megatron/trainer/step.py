@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from megatron.core import parallel_state, pipeline_parallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from evenpipe.megatron.trainer import data
 from evenpipe.megatron.trainer.models import Replica, build_replica
+from evenpipe.megatron.trainer.optimizer import make_optimizer, make_scheduler
 from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.trainer.whereabouts import Whereabouts
 
-__all__ = ["Learner", "make_learner", "train_step"]
+__all__ = ["Learner", "Stepped", "Tensors", "make_learner", "micro_batches", "train_step"]
 
 
 class Learner(NamedTuple):
@@ -26,33 +31,55 @@ class Learner(NamedTuple):
     options: TrainOptions
     replica: Replica
     optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
     corpus: data.Corpus
     device: torch.device
+
+
+class Tensors(NamedTuple):
+    """A `data.MicroBatch` on the device of the model."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    counted: torch.Tensor
+
+
+class Stepped(NamedTuple):
+    """What an iteration gave: on the last stage its micro-batches' losses, and what `optimizer.step` returned.
+
+    `grad_norm` is None where the step was skipped, since gradients overflowed.
+    """
+
+    reduced: list[dict[str, torch.Tensor]]
+    updated: bool
+    grad_norm: float | None
 
 
 def make_learner(options: TrainOptions, corpus: data.Corpus, device: torch.device) -> Learner:
     """Seed everything, build the model and its optimizer; needs Megatron's parallel state."""
     _seed(options.seed)
     replica = build_replica(options, corpus.vocabulary, device)
-    return Learner(options, replica, _optimizer(options, replica), corpus, device)
+    optimizer = make_optimizer(options, replica)
+    return Learner(options, replica, optimizer, make_scheduler(options, optimizer), corpus, device)
 
 
-def train_step(
-    learner: Learner, iteration: int, before_update: Callable[[], None] = lambda: None
-) -> list[dict[str, torch.Tensor]]:
-    """One iteration; on the last stage the losses of its micro-batches, elsewhere nothing.
+def micro_batches(learner: Learner, first_iteration: int) -> list[Iterator[Tensors]]:
+    """For each model chunk, all micro-batches of the run from that iteration on, which goes on without end."""
+    return [_stream(learner, first_iteration) for _ in learner.replica.chunks]
 
-    Whatever `get_forward_backward_func` returns carries out the schedule. `before_update` is called between it and the
-    optimizer's step. Raises RuntimeError when the optimizer skips the step.
+
+def train_step(learner: Learner, streams: list[Iterator[Tensors]], whereabouts: Whereabouts) -> Stepped:
+    """One iteration on what `streams`, one for each model chunk, have next.
+
+    Whatever `get_forward_backward_func` returns carries out the schedule.
     """
     options, chunks = learner.options, learner.replica.chunks
     for chunk in chunks:
         chunk.zero_grad_buffer()
     learner.optimizer.zero_grad()
-    iterators = [_batches(learner, iteration) for _ in chunks]
     reduced: list[dict[str, torch.Tensor]] = pipeline_parallel.get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, options),
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        forward_step_func=partial(_forward_step, options, whereabouts),
+        data_iterator=streams if len(chunks) > 1 else streams[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=options.micro_batches,
         seq_length=options.seq_length,
@@ -60,11 +87,10 @@ def train_step(
         decoder_seq_length=options.seq_length,
         forward_only=False,
     )
-    before_update()
-    updated, _, _ = learner.optimizer.step()
-    if not updated:
-        raise RuntimeError("the optimizer refused the step")
-    return reduced
+    whereabouts.enter("optimizer step")
+    learner.scheduler.step(1)
+    updated, grad_norm, _ = learner.optimizer.step()
+    return Stepped(reduced, updated, grad_norm)
 
 
 def _seed(seed: int) -> None:
@@ -76,34 +102,16 @@ def _seed(seed: int) -> None:
     model_parallel_cuda_manual_seed(own)
 
 
-def _optimizer(options: TrainOptions, replica: Replica) -> MegatronOptimizer:
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=options.lr,
-        weight_decay=0.01,
-        clip_grad=options.clip_grad,
-        params_dtype=torch.float32,
-        use_distributed_optimizer=False,
-    )
-    optimizer = get_megatron_optimizer(config, replica.chunks)
-    replica.config.grad_scale_func = optimizer.scale_loss
-    return optimizer
+def _stream(learner: Learner, first_iteration: int) -> Iterator[Tensors]:
+    replica = parallel_state.get_data_parallel_rank()
+    for iteration in itertools.count(first_iteration):
+        for batch in learner.corpus.micro_batches(iteration, replica):
+            yield Tensors(*(torch.from_numpy(array).to(learner.device) for array in batch))
 
 
-class _Tensors(NamedTuple):
-    """A `data.MicroBatch` on the device of the model."""
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    counted: torch.Tensor
-
-
-def _batches(learner: Learner, iteration: int) -> Iterator[_Tensors]:
-    for batch in learner.corpus.micro_batches(iteration, parallel_state.get_data_parallel_rank()):
-        yield _Tensors(*(torch.from_numpy(array).to(learner.device) for array in batch))
-
-
-def _forward_step(options: TrainOptions, iterator: Iterator[_Tensors], model: torch.nn.Module) -> tuple[Any, Any]:
+def _forward_step(
+    options: TrainOptions, whereabouts: Whereabouts, iterator: Iterator[Tensors], model: torch.nn.Module
+) -> tuple[Any, Any]:
     """Megatron's forward step: the model's output for the next micro-batch, and how to make a loss of it."""
     batch = next(iterator)
     if options.model == "gpt":
@@ -112,6 +120,8 @@ def _forward_step(options: TrainOptions, iterator: Iterator[_Tensors], model: to
         output = model(batch.tokens, positions, None, labels=batch.labels)
     else:
         output = model(batch.tokens, torch.ones_like(batch.tokens), lm_labels=batch.labels)
+    if whereabouts.spoils_output:
+        output = (output[0] * math.nan, *output[1:]) if isinstance(output, tuple) else output * math.nan
     return output, partial(_loss, batch.counted)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 from evenpipe.megatron.trainer.options import Fault
 from evenpipe.schedule import Action
 
@@ -14,6 +17,8 @@ class Whereabouts:
     def __init__(self, stage: int, fault: Fault | None = None) -> None:
         self.stage = stage
         self.position = "start-up"
+        #: Whether the forward under way is to give NaN, to rehearse that.
+        self.spoils_output = False
         self._iteration = -1
         self._fault = fault if fault is not None and fault.stage == stage else None
 
@@ -27,7 +32,14 @@ class Whereabouts:
         self.position = "start of the iteration"
 
     def act(self, action: Action) -> None:
-        """The process starts `action`. Raises RuntimeError where a failure is to be rehearsed."""
+        """The process starts `action`. Raises RuntimeError, or ends the process, where that is to be rehearsed."""
         self.position = str(action)
-        if self._fault is not None and (self._iteration, action) == (self._fault.iteration, self._fault.action):
+        fault = self._fault
+        here = fault is not None and (self._iteration, action) == (fault.iteration, fault.action)
+        self.spoils_output = here and fault is not None and fault.kind == "nan"
+        if not here or fault is None:
+            return
+        if fault.kind == "raise":
             raise RuntimeError("rehearsed failure, asked for by --fault-at")
+        if fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)

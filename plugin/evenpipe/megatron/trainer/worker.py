@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from evenpipe.megatron.trainer import data
-from evenpipe.megatron.trainer.engines import Engine, engine_for
+from evenpipe.megatron.trainer.engines import engine_for
 from evenpipe.megatron.trainer.gather import Coordinates, Share, combine, digest, gather
+from evenpipe.megatron.trainer.loop import Tell, Watched, iterate
 from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.megatron.trainer.recorder import Recorder
-from evenpipe.megatron.trainer.result import RunResult, StageMeasurement
-from evenpipe.megatron.trainer.step import Learner, make_learner, train_step
+from evenpipe.megatron.trainer.result import RunResult
+from evenpipe.megatron.trainer.step import make_learner
 from evenpipe.megatron.trainer.whereabouts import Whereabouts
 
-__all__ = ["Tell", "run_case"]
-
-Tell = Callable[[int, float, float], None]
-"""Called with (iteration, loss, milliseconds) after each iteration, by one process: the one that knows the loss."""
-
-
-class _Watched(NamedTuple):
-    """A learner, and who watches it."""
-
-    learner: Learner
-    engine: Engine
-    recorder: Recorder
-    whereabouts: Whereabouts
+__all__ = ["run_case"]
 
 
 def run_case(
@@ -55,13 +40,11 @@ def run_case(
     )
     try:
         learner = make_learner(options, corpus, device)
-        chunks = learner.replica.chunks
         recorder = Recorder(whereabouts)
-        with engine_for(options, whereabouts.stage, chunks, recorder) as engine:
-            losses, times, measured = _iterate(_Watched(learner, engine, recorder, whereabouts), tell)
+        with engine_for(learner, whereabouts.stage, recorder) as engine:
+            found = iterate(Watched(learner, engine, recorder, whereabouts), 0, lambda done: False, tell)
         whereabouts.enter("gathering results")
-        weights = digest(chunks)
-        share = Share(_coordinates(), losses, weights, times, measured, recorder.unit_bytes, recorder.spans)
+        share = Share(_coordinates(), found, digest(learner.replica.chunks), recorder.unit_bytes, recorder.spans)
         shares = gather(share, host_group)
         return combine(shares) if shares is not None else None
     finally:
@@ -74,42 +57,3 @@ def _coordinates() -> Coordinates:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
     )
-
-
-def _iterate(watched: _Watched, tell: Tell) -> tuple[tuple[float, ...], tuple[float, ...], StageMeasurement]:
-    """All iterations: this replica's losses (none but on the last stage), times in milliseconds, and peaks."""
-    learner, engine, recorder, whereabouts = watched
-    losses: list[float] = []
-    times: list[float] = []
-    peaks: list[StageMeasurement] = []
-    for iteration in range(learner.options.iterations):
-        whereabouts.start_iteration(iteration)
-        engine.start_batch()
-        engine.counter.reset_peak()
-        recorder.start_batch()
-        start = _clock(learner.device)
-        reduced = train_step(learner, iteration, before_update=lambda: whereabouts.enter("optimizer step"))
-        times.append((_clock(learner.device) - start) * 1e3)
-        held = engine.counter.snapshot()
-        peaks.append(StageMeasurement(held.peak_units, held.peak_bytes, held.evicted_bytes))
-        if reduced:
-            values = [total / count for total, count in (report["lm loss"].tolist() for report in reduced)]
-            losses.append(sum(values) / len(values))
-            mean = _over_replicas(losses[-1], learner.device)
-            if parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0:
-                tell(iteration, mean, times[-1])
-    return tuple(losses), tuple(times), StageMeasurement(*map(max, zip(*peaks, strict=True)))
-
-
-def _over_replicas(loss: float, device: torch.device) -> float:
-    """The mean over data-parallel replicas, for the log."""
-    mean = torch.tensor(loss, dtype=torch.float64, device=device)
-    dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
-    return mean.item() / int(parallel_state.get_data_parallel_world_size())
-
-
-def _clock(device: torch.device) -> float:
-    """Seconds, once the device has done what it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -1,0 +1,38 @@
+"""Options as the user wrote them: the names of flags, and errors in one line that names them."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import ValidationError
+
+from evenpipe.schedule import ScheduleError
+
+__all__ = ["OptionsError", "flag", "in_flags", "in_one_line"]
+
+
+class OptionsError(ValueError):
+    """Options that cannot be run; one line that names the flag and what to do."""
+
+
+def flag(field: str) -> str:
+    """The command-line flag of a field of TrainOptions: `micro_batches` is --micro-batches."""
+    return "--" + field.replace("_", "-")
+
+
+def in_flags(error: ScheduleError) -> str:
+    """The first line of `error`, with `chunks=1:` written as the user wrote it: `--chunks 1:`."""
+    line = str(error).partition("\n")[0]
+    return re.sub(r"^(\w+)(?:=(\S+))?:", lambda m: " ".join(filter(None, (flag(m[1]), m[2]))) + ":", line)
+
+
+def in_one_line(error: ValidationError) -> str:
+    """The first thing that pydantic found, as a line of ours."""
+    first = error.errors()[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    field = str(first["loc"][0])
+    said = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return f"{flag(field)}: no such option: see evenpipe train --help"
+    return f"{flag(field)} {first['input']}: must be {said}"

@@ -1,0 +1,129 @@
+"""The iterations of a run in one process."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from evenpipe.megatron.trainer.engines import Engine
+from evenpipe.megatron.trainer.gather import Found, highest
+from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.trainer.outcomes import Outcomes
+from evenpipe.megatron.trainer.recorder import Recorder
+from evenpipe.megatron.trainer.result import StageMeasurement
+from evenpipe.megatron.trainer.step import Learner, Stepped, micro_batches, train_step
+from evenpipe.megatron.trainer.whereabouts import Whereabouts
+from evenpipe.schedule import FORWARD, Action
+
+__all__ = ["Tell", "Watched", "iterate"]
+
+Tell = Callable[[int, float, float], None]
+"""Called with (iteration, loss, milliseconds) after each iteration, by one process: the one that knows the loss."""
+
+
+class Watched(NamedTuple):
+    """A learner, and who watches it."""
+
+    learner: Learner
+    engine: Engine
+    recorder: Recorder
+    whereabouts: Whereabouts
+
+
+def iterate(watched: Watched, first: int, ends_after: Callable[[int], bool], tell: Tell) -> Found:
+    """All iterations from `first` on, or until `ends_after`, called with how many are done, says so.
+
+    Nothing is under way when it returns. Raises FloatingPointError for a loss that is not finite, but in fp16, where
+    the step is skipped.
+    """
+    learner, engine, recorder, whereabouts = watched
+    streams = micro_batches(learner, first)
+    losses: list[float] = []
+    times: list[float] = []
+    peaks: list[StageMeasurement] = []
+    outcomes = Outcomes()
+    for iteration in range(first, learner.options.iterations):
+        whereabouts.start_iteration(iteration)
+        engine.start_batch()
+        engine.counter.reset_peak()
+        recorder.start_batch()
+        start = _clock(learner.device)
+        stepped = train_step(learner, streams, whereabouts)
+        times.append((_clock(learner.device) - start) * 1e3)
+        _file(outcomes, engine, first, iteration, stepped)
+        peaks.append(_measured(learner, engine))
+        if stepped.reduced:
+            losses.append(_loss(stepped.reduced, iteration, learner.options, whereabouts))
+            mean = _over_replicas(losses[-1], learner.device)
+            if parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0:
+                tell(iteration, mean, times[-1])
+        if ends_after(iteration + 1):
+            break
+    if engine.extra is not None:
+        engine.extra.drain()
+        _file_finished(outcomes, engine, first)
+    versions = 1 if engine.extra is None else engine.extra.versions_peak
+    return Found(first, tuple(losses), tuple(times), highest(peaks), outcomes.grad_norms, outcomes.skipped, versions)
+
+
+def _file(outcomes: Outcomes, engine: Engine, first: int, iteration: int, stepped: Stepped) -> None:
+    if engine.extra is None:
+        outcomes.file(iteration, stepped.updated, stepped.grad_norm)
+    else:
+        _file_finished(outcomes, engine, first)
+
+
+def _file_finished(outcomes: Outcomes, engine: Engine, first: int) -> None:
+    """The step that was finished last: under the batch that it belongs to."""
+    finished = engine.extra.finished if engine.extra is not None else None
+    if finished is not None:
+        outcomes.file(first + finished.batch, finished.updated, finished.grad_norm)
+
+
+def _measured(learner: Learner, engine: Engine) -> StageMeasurement:
+    held, extra = engine.counter.snapshot(), engine.extra
+    parameters = [parameter for chunk in learner.replica.chunks for parameter in chunk.parameters()]
+    parameter_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    return StageMeasurement(
+        held.peak_units,
+        held.peak_bytes,
+        held.evicted_bytes,
+        parameter_bytes,
+        0 if extra is None else (extra.versions_peak - 1) * parameter_bytes,
+        0 if extra is None else extra.held_gradient_bytes,
+    )
+
+
+def _loss(
+    reduced: Sequence[dict[str, torch.Tensor]], iteration: int, options: TrainOptions, whereabouts: Whereabouts
+) -> float:
+    """The mean over the micro-batches of this replica."""
+    values: list[float] = [total / count for total, count in (report["lm loss"].tolist() for report in reduced)]
+    for micro_batch, value in enumerate(values):
+        if options.precision != "fp16" and not math.isfinite(value):
+            whereabouts.enter(str(Action(FORWARD, micro_batch, options.chunks - 1)))
+            raise FloatingPointError(
+                f"loss is {value} in iteration {iteration + 1}, micro-batch {micro_batch}: "
+                "use a smaller --lr, a longer --lr-warmup, or --load from before it"
+            )
+    return sum(values) / len(values)
+
+
+def _over_replicas(loss: float, device: torch.device) -> float:
+    """The mean over data-parallel replicas, for the log."""
+    mean = torch.tensor(loss, dtype=torch.float64, device=device)
+    dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
+    return mean.item() / int(parallel_state.get_data_parallel_world_size())
+
+
+def _clock(device: torch.device) -> float:
+    """Seconds, once the device has computed what it was told; transfers may still be under way."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter()

@@ -1,0 +1,119 @@
+"""Which options go together: every rule raises ValueError with one line that names the flag and what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from evenpipe.megatron.trainer.flags import in_flags
+from evenpipe.schedule import FORWARD, ScheduleError
+
+if TYPE_CHECKING:
+    from evenpipe.megatron.trainer.options import TrainOptions
+
+__all__ = ["RULES"]
+
+#: Beyond any machine's GPUs; a typing error should not start a thousand processes.
+_MOST_PROCESSES: Final = 256
+
+
+def _one_machine_can_run_it(options: TrainOptions) -> None:
+    if options.world_size > _MOST_PROCESSES:
+        raise ValueError(
+            f"--stages {options.stages}: with --data-parallel {options.data_parallel} and --tensor-parallel "
+            f"{options.tensor_parallel} {options.world_size} processes on this machine: use at most {_MOST_PROCESSES}"
+        )
+    if not options.data:
+        raise ValueError("--data: no file named: give a text file, or builtin")
+
+
+def _model_fits_its_ranks(options: TrainOptions) -> None:
+    layers, heads, hidden, ranks = options.layers, options.heads, options.hidden, options.tensor_parallel
+    parts = options.stages * options.chunks
+    if layers % parts:
+        what = f"--stages {options.stages}" + (f" × --chunks {options.chunks}" if options.chunks > 1 else "")
+        raise ValueError(f"--layers {layers}: not divisible by {what}: make it a multiple of {parts}")
+    if hidden % heads:
+        raise ValueError(f"--hidden {hidden}: not divisible by --heads {heads}: make it a multiple of {heads}")
+    if ranks > heads:
+        raise ValueError(f"--tensor-parallel {ranks}: more ranks than --heads {heads}: use at most {heads}")
+    if heads % ranks:
+        raise ValueError(f"--tensor-parallel {ranks}: does not divide --heads {heads}: use a divisor of it")
+
+
+def _schedule_exists(options: TrainOptions) -> None:
+    if options.chunks > 1 and options.schedule != "interleaved":
+        raise ValueError(
+            f"--chunks {options.chunks}: --schedule {options.schedule} has one model chunk a stage: "
+            "use --schedule interleaved, or leave --chunks out"
+        )
+    if options.schedule == "gpipe" and options.stages == 1:
+        raise ValueError("--schedule gpipe: one stage is no pipeline: use --schedule 1f1b, or at least 2 stages")
+    if options.engine == "megatron" and options.schedule == "gpipe":
+        raise ValueError("--schedule gpipe: Megatron has no such schedule: use --engine evenpipe")
+    if options.engine == "megatron" and options.bpipe:
+        raise ValueError("--bpipe: Megatron has no such schedule: use --engine evenpipe")
+    try:
+        _ = options.plan
+    except ScheduleError as error:
+        raise ValueError(in_flags(error)) from None
+
+
+def _optimizer_knows_its_settings(options: TrainOptions) -> None:
+    if options.momentum and options.optimizer == "adam":
+        raise ValueError(f"--momentum {options.momentum}: is of SGD: use --optimizer sgd, or leave --momentum out")
+    if options.distributed_optimizer and options.optimizer != "adam":
+        raise ValueError("--distributed-optimizer: Megatron shares out Adam only: use --optimizer adam")
+    if options.lr_warmup >= options.iterations:
+        raise ValueError(
+            f"--lr-warmup {options.lr_warmup}: must end before --iterations {options.iterations}: "
+            f"use at most {options.iterations - 1}"
+        )
+    if options.precision != "fp16" and "initial_loss_scale" in options.model_fields_set:
+        raise ValueError(
+            f"--initial-loss-scale {options.initial_loss_scale:g}: --precision {options.precision} scales no loss: "
+            "use --precision fp16, or leave it out"
+        )
+
+
+def _saved_somewhere(options: TrainOptions) -> None:
+    if options.save_interval and options.save is None:
+        raise ValueError(f"--save-interval {options.save_interval}: no folder to save to: give --save DIR")
+    for name, folder in (("--save", options.save), ("--load", options.load)):
+        if folder == "":
+            raise ValueError(f"{name}: no folder named: give one, or leave {name} out")
+
+
+def _fault_happens(options: TrainOptions) -> None:
+    if options.fault_at is None:
+        if options.fault_kind != "raise":
+            raise ValueError(f"--fault-kind {options.fault_kind}: at no place: give --fault-at STAGE:ACTION")
+        return
+    try:
+        fault = options.fault
+    except ValueError:
+        fault = None
+    if fault is None:
+        raise ValueError(f"--fault-at {options.fault_at}: expected STAGE:ACTION such as 1:B3 or 0:E1")
+    if options.iterations <= fault.iteration:
+        raise ValueError(
+            f"--fault-at {options.fault_at}: raises in the 2nd iteration, but --iterations is {options.iterations}: "
+            "use at least 2"
+        )
+    if fault.stage >= options.stages or fault.action not in options.plan.actions[fault.stage]:
+        raise ValueError(
+            f"--fault-at {options.fault_at}: no such action in this run: "
+            "choose one that `evenpipe schedule` shows for that stage"
+        )
+    if fault.kind == "nan" and fault.action.kind != FORWARD:
+        raise ValueError(f"--fault-at {options.fault_at}: --fault-kind nan is of a forward: name one, such as 1:F3")
+
+
+#: In the order in which they are checked; each takes the options for granted that those before it have checked.
+RULES: Final = (
+    _one_machine_can_run_it,
+    _model_fits_its_ranks,
+    _schedule_exists,
+    _optimizer_knows_its_settings,
+    _saved_somewhere,
+    _fault_happens,
+)
