@@ -93,7 +93,7 @@ def _optimizer(stages: Sequence[Stage], options: TrainOptions) -> torch.optim.Op
     groups = [
         {"params": [nn.Parameter(parameter.detach().clone()) for parameter in group], "weight_decay": decay}
         for stage in stages
-        for group, decay in ((stage.decayed, 0.01), (stage.plain, 0.01))
+        for group, decay in ((stage.decayed, options.weight_decay), (stage.plain, 0.0))
     ]
     return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.999), eps=1e-8)
 

@@ -22,7 +22,7 @@ REFUSED = [
         "--chunks 2: --schedule 1f1b has one model chunk a stage: use --schedule interleaved, or leave --chunks out",
     ),
     ({"schedule": "interleaved"}, "--chunks 1: interleaved needs at least 2 model chunks a stage"),
-    ({"schedule": "zigzag"}, "--schedule zigzag: unknown schedule, choose one of gpipe, 1f1b, interleaved"),
+    ({"schedule": "zigzag"}, "--schedule zigzag: unknown schedule, choose one of gpipe, 1f1b, interleaved, 2bw"),
     ({"engine": "megatron", "bpipe": True}, "--bpipe: Megatron has no such schedule: use --engine evenpipe"),
     (
         {"engine": "megatron", "schedule": "gpipe"},
