@@ -9,5 +9,5 @@ def test_every_recorded_signature_is_the_checkouts(megatron_lm):
     release = [literal_in(megatron_lm, f"megatron.core.package_info:{part}") for part in ("MAJOR", "MINOR")]
     series = ".".join(map(str, release))
     assert series in RELEASES
-    found = {symbol: signature_in(megatron_lm, symbol) for symbol in TRAINING}
-    assert found == {symbol: versions[series] for symbol, versions in TRAINING.items()}
+    there = {symbol: versions[series] for symbol, versions in TRAINING.items() if series in versions}
+    assert {symbol: signature_in(megatron_lm, symbol) for symbol in there} == there

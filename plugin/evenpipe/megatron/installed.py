@@ -12,7 +12,7 @@ from pathlib import Path
 from evenpipe.megatron.catalogue import Item, catalogue
 from evenpipe.megatron.findings import TRAINING_PACKAGE, Finding, Findings, State
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
-from evenpipe.upstream import APPLIED, FITS, UpstreamError
+from evenpipe.upstream import ANY, APPLIED, FITS, UpstreamError
 from evenpipe.upstream.symbols import module_of
 
 __all__ = ["look"]
@@ -34,7 +34,7 @@ def look() -> Findings:
             except UpstreamError as error:
                 problem = str(error)
         # What a release does not have, nothing of that release relies on.
-        items = [item for item in catalogue() if item.is_replaced or series is None or series in item.versions]
+        items = [item for item in catalogue() if series is None or not {series, ANY}.isdisjoint(item.versions)]
         return Findings(root, version, series, problem, tuple(_finding(item) for item in items))
 
 

@@ -16,6 +16,13 @@ _LOG = (
     "loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter, grad_norm, "
     "params_norm, num_zeros_in_grad, max_attention_logit, pg_collection=None, is_first_iteration=False"
 )
+_SAVE = (
+    "iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far, "
+    "checkpointing_context=None, pipeline_rank=None, expert_rank=None, tensor_rank=None, pipeline_parallel=None, "
+    "expert_parallel=None, non_persistent_ckpt=False, train_data_iterator=None, preprocess_common_state_dict_fn=None"
+)
+_SAVE_GROUPS = "release=False, tp_group=None, pp_group=None, dp_cp_group=None"
+_UTILS = "megatron.training.utils"
 _INITIALIZE = (
     "allow_no_cuda=False, skip_mpu_initialization=False, get_embedding_ranks=None, get_position_embedding_ranks=None"
 )
@@ -52,6 +59,43 @@ TRAINING: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "0.16": f"({_LOG})",
                 "0.18": f"({_LOG}, seqlen_squared_sum_in_batch=None, total_real_tokens_in_batch=None)",
             }
+        ),
+        "megatron.training.training:setup_model_and_optimizer": since(
+            {
+                "0.14": (
+                    "(model_provider_func, model_type, no_wd_decay_cond=None, scale_lr_cond=None, lr_mult=1.0, "
+                    "checkpointing_context=None)"
+                ),
+                "0.16": "(model_provider_func, model_type, checkpointing_context=None)",
+                "0.19": (
+                    "(model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, "
+                    "pg_collection=None)"
+                ),
+            }
+        ),
+        "megatron.training.training:checkpoint_and_decide_exit": since(
+            {
+                "0.14": (
+                    "(model, optimizer, opt_param_scheduler, iteration, num_floating_point_operations_so_far, "
+                    "checkpointing_context, train_data_iterator)"
+                )
+            }
+        ),
+        "megatron.training.checkpointing:save_checkpoint": since(
+            {
+                "0.14": f"({_SAVE})",
+                "0.15": f"({_SAVE}, release=False)",
+                "0.16": f"({_SAVE}, {_SAVE_GROUPS})",
+                "0.19": f"({_SAVE}, {_SAVE_GROUPS}, dp_group=None, expt_dp_group=None, rng_state_key_prefix='')",
+            }
+        ),
+        f"{_UTILS}:logical_and_across_model_parallel_group": since({"0.14": "(input)", "0.18": None}),
+        f"{_UTILS}:reduce_max_stat_across_model_parallel_group": since({"0.14": "(stat)", "0.18": None}),
+        f"{_UTILS}.common_utils:logical_and_across_model_parallel_group": since(
+            {"0.18": "(input)", "0.19": "(input, group=None)"}
+        ),
+        f"{_UTILS}.common_utils:reduce_max_stat_across_model_parallel_group": since(
+            {"0.18": "(stat)", "0.19": "(stat, group=None)"}
         ),
     }
 )

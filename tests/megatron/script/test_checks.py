@@ -23,6 +23,8 @@ def megatrons(**others):
         "num_experts": None,
         "recompute_granularity": None,
         "moe_pad_expert_input_to_capacity": False,
+        "optimizer": "adam",
+        "vision_pretraining": False,
     }
     return Namespace(**values | others)
 
@@ -67,6 +69,35 @@ REFUSED = {
         {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 8},
         "--evenpipe-schedule 1f1b: --microbatch-group-size-per-virtual-pipeline-stage=8 ",
     ),
+    "2bw, too few": (
+        {"schedule": "2bw"},
+        {"global_batch_size": 6, "data_parallel_size": 2},
+        "--evenpipe-schedule 2bw: --global-batch-size 6 makes 3 micro-batches, fewer than "
+        "--pipeline-model-parallel-size 4: make it at least 8, or use 1f1b$",
+    ),
+    "2bw, too few at first": (
+        {"schedule": "2bw"},
+        {"rampup_batch_size": ["2", "2", "100"]},
+        "--evenpipe-schedule 2bw: --rampup-batch-size 2 makes 2 ",
+    ),
+    "2bw, virtual": ({"schedule": "2bw"}, {"virtual_pipeline_model_parallel_size": 2}, "2bw: .*no virtual stages$"),
+    "2bw, gathered early": (
+        {"schedule": "2bw", "bpipe": True},
+        {"overlap_param_gather": True},
+        "--evenpipe-schedule 2bw: --overlap-param-gather gathers .*: leave it out, or use --evenpipe-schedule 1f1b$",
+    ),
+    "2bw, fp8": ({"schedule": "2bw"}, {"fp8": "hybrid"}, "--evenpipe-schedule 2bw: --fp8-format "),
+    "2bw, captured": ({"schedule": "2bw"}, {"cuda_graph_impl": "transformer_engine"}, "2bw: --cuda-graph-impl "),
+    "2bw, another optimizer": (
+        {"schedule": "2bw"},
+        {"optimizer": "muon"},
+        "2bw: --optimizer muon is none of adam, sgd",
+    ),
+    "2bw, on the nodes": (
+        {"schedule": "2bw"},
+        {"non_persistent_ckpt_type": "local"},
+        "2bw: --non-persistent-ckpt-type local ",
+    ),
     "experts": ({"bpipe": True}, {"num_experts": 8}, "--bpipe: --num-experts makes micro-batches differ"),
 }
 
@@ -90,6 +121,8 @@ def test_refused(case):
         ({"bpipe": True, "trace": "t.json", "trace_iteration": 10}, {}),
         ({"bpipe": True, "trace": "/no/folder/of/this/node/t.json"}, {"rank": 8}),
         ({"bpipe": True, "trace": "t.json", "trace_iteration": 10}, {"train_iters": None}),
+        ({"schedule": "2bw", "bpipe": True}, {"cuda_graph_impl": "none", "num_distributed_optimizer_instances": 1}),
+        ({"schedule": "2bw"}, {"global_batch_size": 4, "rampup_batch_size": ["4", "4", "100"]}),
     ],
 )
 def test_accepted(ours, theirs):

@@ -10,6 +10,7 @@ from evenpipe.config import EvenPipeConfig
 from evenpipe.megatron.refusals import refused_settings
 from evenpipe.megatron.script.errors import ArgumentError
 from evenpipe.megatron.script.flags import flag
+from evenpipe.megatron.script.two_buffered_checks import refused_with_two_versions
 from evenpipe.report import check_writable
 
 __all__ = ["check"]
@@ -19,7 +20,10 @@ __all__ = ["check"]
 _FLAGS = MappingProxyType(
     {
         "cpu_offloading": "--cpu-offloading-num-layers",
+        "fp4": "--fp4-format",
+        "fp8": "--fp8-format",
         "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+        "nccl_ub": "--use-nccl-ub",
     }
 )
 
@@ -44,7 +48,8 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
             raise ArgumentError(rule.line)
     if config.active:
         asked = _asked(config)
-        for refusal in refused_settings(args, config.bpipe):
+        with_two_versions = refused_with_two_versions(args) if config.schedule == "2bw" else ()
+        for refusal in (*refused_settings(args, config.bpipe), *with_two_versions):
             theirs = _FLAGS.get(refusal.setting, f"--{refusal.setting.replace('_', '-')}")
             setting = f"{theirs}{refusal.value}"
             raise ArgumentError(f"{asked}: {setting} {refusal.reason}: {refusal.remedy}")
@@ -78,6 +83,7 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...
     chunks = args.virtual_pipeline_model_parallel_size
     batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     return (
+        *(_with_two_versions(args) if config.schedule == "2bw" else ()),
         _Rule(
             stages < 2,
             f"{asked}: --pipeline-model-parallel-size {stages} is no pipeline: use at least 2 stages",
@@ -109,6 +115,26 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...
             and config.trace_iteration > args.train_iters,
             f"{flag('trace_iteration')} {config.trace_iteration}: comes after --train-iters {args.train_iters}: "
             "choose an earlier one",
+        ),
+    )
+
+
+def _with_two_versions(args: Namespace) -> tuple[_Rule, ...]:
+    asked, stages = f"{flag('schedule')} 2bw", args.pipeline_model_parallel_size
+    together = args.micro_batch_size * args.data_parallel_size
+    size, samples = "--global-batch-size", args.global_batch_size
+    if args.rampup_batch_size is not None:
+        size, samples = "--rampup-batch-size", int(args.rampup_batch_size[0])
+    return (
+        _Rule(
+            args.virtual_pipeline_model_parallel_size is not None,
+            f"{asked}: has one model chunk a stage, but --num-layers-per-virtual-pipeline-stage, "
+            "--num-virtual-stages-per-pipeline-rank or the layout gives it more: use 1f1b, or no virtual stages",
+        ),
+        _Rule(
+            samples // together < stages,
+            f"{asked}: {size} {samples} makes {samples // together} micro-batches, fewer than "
+            f"--pipeline-model-parallel-size {stages}: make it at least {stages * together}, or use 1f1b",
         ),
     )
 

@@ -14,8 +14,9 @@ from evenpipe.upstream import Patch, PatchSet
 
 if TYPE_CHECKING:
     from evenpipe.megatron.schedule import PipelineSchedule
+    from evenpipe.megatron.script.two_buffered_log import StepLog
 
-__all__ = ["TrainingLog", "kept_line", "log_line", "log_patch"]
+__all__ = ["TrainingLog", "kept_line", "log_line", "log_patch", "tell"]
 
 _MIB = 1 << 20
 
@@ -55,12 +56,14 @@ class TrainingLog:
         TrainingLog(schedule, args).patches().apply()
 
     `schedule.measure` is the log's from then on. An iteration that is logged right after one that Megatron was told to
-    skip has not been measured, and gets no line.
+    skip has not been measured, and gets no line. With 2BW, `steps` gathers the figures in the background, and tells
+    them an iteration later.
     """
 
-    def __init__(self, schedule: PipelineSchedule, args: Namespace) -> None:
+    def __init__(self, schedule: PipelineSchedule, args: Namespace, steps: StepLog | None = None) -> None:
         self._schedule = schedule
         self._args = args
+        self._steps = steps
         # Some releases log the first iteration of a run, whatever its number, which is not known before it ends.
         schedule.measure = True
         self._first = True
@@ -87,15 +90,27 @@ class TrainingLog:
             return
         from megatron.core import parallel_state
 
-        if executor.measure and (is_first or self._is_logged(iteration)):
+        logged = is_first or self._is_logged(iteration)
+        if self._steps is not None:
+            self._steps.iteration_ended(iteration)
+        if executor.measure and logged:
             stage = parallel_state.get_pipeline_model_parallel_rank()
             stages = parallel_state.get_pipeline_model_parallel_world_size()
             figures = StageFigures.of(executor)
-            _tell(iteration, per_stage(figures, stage, stages, executor.device))
+            if self._steps is not None:
+                self._steps.gather(iteration, figures, stage, stages)
+            else:
+                tell(iteration, per_stage(figures, stage, stages, executor.device))
             if self._first and figures.evicted_bytes and executor.store.excluded_names and _is_first_replica():
                 print(kept_line(stage, executor.store.excluded_names), flush=True)
             self._first = False
-        self._schedule.measure = self._is_logged(iteration + 1)
+        if self._steps is not None and logged:
+            self._steps.logged(iteration, resets=not is_first)
+        if self._steps is not None and iteration >= self._args.train_iters:
+            self._steps.close()
+        # A batch of 2BW begins in the iteration before its own.
+        ahead = (iteration + 1,) if self._steps is None else (iteration + 1, iteration + 2)
+        self._schedule.measure = any(map(self._is_logged, ahead))
         if self._schedule.measure:
             executor.counter.reset_peak()
 
@@ -125,7 +140,8 @@ def _is_first_replica() -> bool:
     return bool(replica == 0 and parallel_state.get_tensor_model_parallel_rank() == 0)
 
 
-def _tell(iteration: int, stages: Sequence[StageFigures]) -> None:
+def tell(iteration: int, stages: Sequence[StageFigures]) -> None:
+    """Log and write the figures of an iteration; only Megatron's last rank does."""
     from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_last
 
     print_rank_last(log_line(iteration, stages))

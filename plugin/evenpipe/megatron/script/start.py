@@ -48,16 +48,25 @@ def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
     from evenpipe.megatron.script.log import TrainingLog
     from evenpipe.megatron.script.placing import place_process
     from evenpipe.megatron.script.trace import IterationTrace
+    from evenpipe.megatron.script.two_buffered import TwoBufferedTraining
+    from evenpipe.megatron.two_buffered import StreamSchedule
 
     placement = place_process(args, config, os.environ)
-    schedule = PipelineSchedule(
-        config.schedule if config.schedule not in (None, "interleaved") else "1f1b",
-        config.bpipe,
-        observer=IterationTrace(config.trace, config.trace_iteration, args) if config.trace is not None else None,
-        connected=LinkTable(args, config, placement).report,
-    )
-    for patches in (in_place_of_megatron(schedule), TrainingLog(schedule, args).patches()):
+    observer = IterationTrace(config.trace, config.trace_iteration, args) if config.trace is not None else None
+    report = LinkTable(args, config, placement).report
+    schedule: PipelineSchedule
+    training = None
+    if config.schedule == "2bw":
+        schedule = stream = StreamSchedule(config.bpipe, observer, connected=report)
+        training = TwoBufferedTraining(stream, args)
+    else:
+        name = config.schedule if config.schedule not in (None, "interleaved") else "1f1b"
+        schedule = PipelineSchedule(name, config.bpipe, observer, connected=report)
+    log = TrainingLog(schedule, args, training.steps if training is not None else None)
+    for patches in (in_place_of_megatron(schedule), log.patches()):
         patches.apply()
+    if training is not None:
+        training.patches().apply()
     sys.excepthook = functools.partial(_end_soon, sys.excepthook)
     if args.rank == 0 and (apex := wrong_apex()) is not None:
         print(f"evenpipe: warning: {apex}", file=sys.stderr, flush=True)

@@ -1,0 +1,88 @@
+"""Whether to stop, asked of all ranks in the background: Megatron asks aloud only when some rank would say yes."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from evenpipe.runtime.exchange import Exchange
+
+__all__ = ["ExitQuestions"]
+
+
+class ExitQuestions:
+    """Stands around Megatron's `checkpoint_and_decide_exit`, which gathers two answers from all ranks, and waits.
+
+    Each iteration, every rank says whether it got a signal (`--exit-signal-handler`) or its time is up
+    (`--exit-duration-in-mins`), and hears what the others said an iteration before. Only when one of them said yes is
+    Megatron told of its flag: it asks again, saves, and stops, one iteration later than it would have. `ending` is
+    called before the training loop is left.
+    """
+
+    def __init__(self, args: Namespace, ending: Callable[[], None]) -> None:
+        self._args = args
+        self._ending = ending
+        self._handles_signal = bool(args.exit_signal_handler)
+        self._minutes: float | None = args.exit_duration_in_mins
+        self._exchange: Exchange | None = None
+
+    def ask(self, decide: Callable[[], bool]) -> bool:
+        """What `decide`, Megatron's function, answers; all ranks call it in every iteration."""
+        signalled, expired = self._heard()
+        with self._told(signalled, expired):
+            stops = decide()
+        if stops:
+            self._ending()
+        return stops
+
+    def _heard(self) -> tuple[bool, bool]:
+        """What any rank said an iteration before: that it got a signal, that its time is up."""
+        if not self._handles_signal and not self._minutes:
+            return False, False
+        rows: list[list[float]] = []
+        if self._exchange is None:
+            from evenpipe.megatron.script.two_buffered_exchange import exchange_among_all
+
+            self._exchange = exchange_among_all(2)
+        else:
+            rows = self._exchange.finish()
+        self._exchange.start([float(self._got_signal()), float(self._time_is_up())])
+        return any(row[0] for row in rows), any(row[1] for row in rows)
+
+    def _got_signal(self) -> bool:
+        if not self._handles_signal:
+            return False
+        from megatron.training import get_signal_handler
+
+        return bool(get_signal_handler()._signal_received)
+
+    def _time_is_up(self) -> bool:
+        if not self._minutes:
+            return False
+        from megatron.training import training
+
+        return bool((time.time() - training._TRAIN_START_TIME) / 60.0 > self._minutes)
+
+    def _told(self, signalled: bool, expired: bool) -> AbstractContextManager[Any]:
+        """Megatron's arguments, without the flags that need not be asked for now."""
+        return _with(
+            self._args,
+            exit_signal_handler=self._handles_signal and signalled,
+            exit_duration_in_mins=self._minutes if expired else None,
+        )
+
+
+@contextmanager
+def _with(args: Namespace, **values: Any) -> Iterator[None]:
+    before = {name: getattr(args, name) for name in values}
+    vars(args).update(values)
+    try:
+        yield
+    finally:
+        vars(args).update(before)
