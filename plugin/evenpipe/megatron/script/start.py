@@ -48,8 +48,6 @@ def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
     from evenpipe.megatron.script.log import TrainingLog
     from evenpipe.megatron.script.placing import place_process
     from evenpipe.megatron.script.trace import IterationTrace
-    from evenpipe.megatron.script.two_buffered import TwoBufferedTraining
-    from evenpipe.megatron.two_buffered import StreamSchedule
 
     placement = place_process(args, config, os.environ)
     observer = IterationTrace(config.trace, config.trace_iteration, args) if config.trace is not None else None
@@ -57,6 +55,9 @@ def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
     schedule: PipelineSchedule
     training = None
     if config.schedule == "2bw":
+        from evenpipe.megatron.script.two_buffered import TwoBufferedTraining
+        from evenpipe.megatron.two_buffered import StreamSchedule
+
         schedule = stream = StreamSchedule(config.bpipe, observer, connected=report)
         training = TwoBufferedTraining(stream, args)
     else:
