@@ -44,7 +44,7 @@ class Reduction:
     def finish_within_stage(self, finalize: Callable[..., Any], argument: str, groups: Any) -> None:
         """Wait for the replicas, and do what Megatron's `finalize_model_grads` does between ranks of one stage."""
         groups = copy.copy(groups)
-        groups.embd = groups.pos_embd = None  # these join stages
+        groups.embd = groups.pos_embd = _NobodyElse()  # these join stages; None would mean Megatron's own
         finalize(self._model, None, **{argument: groups})
 
     def start_embedding(self, weight: Tensor, group: dist.ProcessGroup) -> None:
@@ -97,6 +97,13 @@ class HeldGradients:
         yield
         for parameter, gradient, _ in self._parameters:
             parameter.main_grad = gradient
+
+
+class _NobodyElse:
+    """As much of a process group as Megatron asks of one with nothing to reduce."""
+
+    def size(self) -> int:
+        return 1
 
 
 def tied_embedding(model: Sequence[Any]) -> Tensor | None:

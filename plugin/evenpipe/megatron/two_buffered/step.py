@@ -20,12 +20,19 @@ __all__ = ["Settled", "StepResult", "TwoBuffered"]
 
 
 class StepResult(NamedTuple):
-    """What came of the step of `batch`, counted from 0. `grad_norm` is None where the step was skipped."""
+    """What came of the step of `batch`, counted from 0 since the weights were made or loaded.
+
+    `grad_norm` is None where the step was skipped.
+    """
 
     batch: int
     updated: bool
     grad_norm: float | None
     num_zeros: float | None
+
+
+#: (updated, gradient norm, number of zeros), as Megatron's optimizers return it.
+_Triple = tuple[bool, float | None, float | None]
 
 
 class Settled(NamedTuple):
@@ -64,9 +71,12 @@ class TwoBuffered:
 
     def __init__(self, model: Sequence[Any], optimizer: Any) -> None:
         self.model = list(model)
-        self.batch = 0  # the one that is forwarded and backwarded, or will be next
+        # The one that is forwarded and backwarded, or will be next; the first that runs on two equal versions is 0.
+        self.batch = 0
         self.finished: StepResult | None = None
-        self.loss_scales: LossScales
+        self._loaded_at = 0
+        # Nothing is to be told before the first step is finished; schedules of the learning rate count it as made.
+        self._told_last: _Triple = (True, None, None)
         self._optimizers = [
             one
             for one in getattr(optimizer, "chained_optimizers", [optimizer])
@@ -99,6 +109,11 @@ class TwoBuffered:
     def parameter_bytes(self) -> int:
         """This process' trainable parameters, in their own dtype."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self._parameters)
+
+    @property
+    def versions_peak(self) -> int:
+        """The most weight versions that there have been at once."""
+        return self.versions.peak
 
     @property
     def held_gradient_bytes(self) -> int:
@@ -135,7 +150,7 @@ class TwoBuffered:
         for zero in self._zero:
             zero()
 
-    def submit(self) -> tuple[bool, float | None, float | None]:
+    def submit(self) -> _Triple:
         """In place of `optimizer.step()`, after all backwards of a batch."""
         self._learn()
         assert self._submitted is None, "the schedule finishes one step before the next is submitted"
@@ -143,8 +158,7 @@ class TwoBuffered:
         self.batch += 1
         self._told = False
         self._reduction.start()
-        # Before the first step's result there is nothing to be told: it counts as an update, as lr schedules do.
-        return self.finished[1:] if self.finished is not None else (True, None, None)
+        return self._told_last
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -178,25 +192,22 @@ class TwoBuffered:
 
     def state_dict(self) -> dict[str, Any]:
         """After `drain`: what a checkpoint needs beside Megatron's own, which has the newest weights."""
-        finished = list(self.finished) if self.finished is not None else None
-        before = self.versions.tensors(max(self.versions.latest - 1, 0))
-        return {"batch": self.batch, "finished": finished, "before": [tensor.clone() for tensor in before]}
+        before = self.versions.tensors(self.batch - 1) if self.batch > 0 else self._parameters
+        return {"told_last": list(self._told_last), "before": [tensor.detach().clone() for tensor in before]}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from a checkpoint whose newest weights have been loaded; None: both versions are these.
 
         Raises ValueError for weights of other shapes.
         """
-        if state is None:
-            self.batch, self.finished = 0, None
-            self.versions.restart(0, None)
-            return
-        shapes = [tuple(tensor.shape) for tensor in state["before"]]
-        if shapes != [tuple(parameter.shape) for parameter in self._parameters]:
+        before = None if state is None else state["before"]
+        if before is not None and [tensor.shape for tensor in before] != [one.shape for one in self._parameters]:
             raise ValueError("the older weight version in the checkpoint has other shapes than this stage's parameters")
-        self.batch = state["batch"]
-        self.finished = StepResult(*state["finished"]) if state["finished"] is not None else None
-        self.versions.restart(self.batch, state["before"] if self.batch > 0 else None)
+        self._told_last = (True, None, None) if state is None else tuple(state["told_last"])
+        # Version 0 is the older one: batch 1 runs on it.
+        self.batch = self._loaded_at = 0 if before is None else 1
+        self.finished = None
+        self.versions.restart(self.batch, before)
 
     @property
     def _answers_decide(self) -> bool:
@@ -228,7 +239,8 @@ class TwoBuffered:
         skipped = self.loss_scales.any and any(overflow for _, overflow, _ in rows)
         norm = math.sqrt(sum(squares for squares, _, _ in rows))
         zeros = sum(zeros for _, _, zeros in rows) if self._config.log_num_zeros_in_grad else None
-        self.finished = StepResult(batch, not skipped, None if skipped else norm, zeros)
+        self._told_last = (not skipped, None if skipped else norm, zeros)
+        self.finished = StepResult(batch - self._loaded_at, *self._told_last)
 
     def _step(self, batch: int) -> None:
         """What Megatron's optimizers do with gradients that are whole."""
