@@ -12,6 +12,7 @@ from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.megatron.trainer.outcomes import Extra
 from evenpipe.megatron.trainer.recorder import Recorder
 from evenpipe.megatron.trainer.step import Learner
+from evenpipe.megatron.two_buffered import StreamSchedule, TwoBuffered
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import FORWARD, Action
@@ -43,7 +44,7 @@ def engine_for(learner: Learner, stage: int, recorder: Recorder) -> Iterator[Eng
     """
     options = learner.options
     if options.engine == "evenpipe" and options.stages > 1:
-        engine = _EvenPipe(options, recorder)
+        engine = _EvenPipe(learner, recorder)
         with _applied(in_place_of_megatron(engine.schedule)):
             yield engine
         engine.schedule.close()  # not after a failure: the process ends, and its peers may wait at the other ends
@@ -57,10 +58,16 @@ def engine_for(learner: Learner, stage: int, recorder: Recorder) -> Iterator[Eng
 class _EvenPipe(Observer):
     """EvenPipe's schedule function; the observer of its executor."""
 
-    extra: Extra | None = None
-
-    def __init__(self, options: TrainOptions, recorder: Recorder) -> None:
-        self.schedule = PipelineSchedule(options.schedule, options.bpipe, observer=self, measure=True)
+    def __init__(self, learner: Learner, recorder: Recorder) -> None:
+        options = learner.options
+        self.extra: Extra | None = None
+        self.schedule: PipelineSchedule
+        if options.schedule == "2bw":
+            self.extra = two_buffered = TwoBuffered(learner.replica.chunks, learner.optimizer)
+            self.schedule = stream = StreamSchedule(options.bpipe, observer=self, measure=True)
+            stream.attach(two_buffered)
+        else:
+            self.schedule = PipelineSchedule(options.schedule, options.bpipe, observer=self, measure=True)
         self._recorder = recorder
         self._before = MemoryCounter()
 

@@ -103,7 +103,14 @@ class TrainOptions(BaseModel):
     @cached_property
     def plan(self) -> Schedule:
         """The verified schedule that these options ask for. Raises ScheduleError when there is none."""
-        return build(self.schedule, self.stages, self.micro_batches, self.chunks, self.bpipe)
+        return build(
+            self.schedule,
+            self.stages,
+            self.micro_batches,
+            self.chunks,
+            self.bpipe,
+            batches=min(self.iterations, 3) if self.schedule == "2bw" else 1,
+        )
 
     @cached_property
     def fault(self) -> Fault | None:
