@@ -8,7 +8,6 @@ from typing import Protocol
 
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
 from evenpipe.megatron.trainer.follow import Follower, reporting_to
-from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.megatron.trainer.outcomes import Extra
 from evenpipe.megatron.trainer.recorder import Recorder
 from evenpipe.megatron.trainer.step import Learner
