@@ -47,9 +47,9 @@ class Reduction:
         groups.embd = groups.pos_embd = _NobodyElse()  # these join stages; None would mean Megatron's own
         finalize(self._model, None, **{argument: groups})
 
-    def start_embedding(self, weight: Tensor, group: dist.ProcessGroup) -> None:
-        """Sum the gradient of the tied embedding with that of its other end."""
-        self._embedding = dist.all_reduce(weight.main_grad, group=group, async_op=True)  # type: ignore[attr-defined]
+    def start_embedding(self, gradient: Tensor, group: dist.ProcessGroup) -> None:
+        """Sum the gradient of the tied embedding with that of its other end, in place."""
+        self._embedding = dist.all_reduce(gradient, group=group, async_op=True)
 
     def finish_embedding(self) -> None:
         """Wait for it, if it was started."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -144,9 +144,7 @@ class TwoBuffered:
     def before_first_backward(self) -> None:
         """Of a batch: the gradients of the one before make way."""
         self._tell()
-        if self._submitted is not None:
-            assert self._held is not None, "a step that does not wait is finished by now"
-            self._held.keep()
+        assert self._submitted is None or self._held is not None, "a step that does not wait is finished by now"
         for zero in self._zero:
             zero()
 
@@ -222,8 +220,11 @@ class TwoBuffered:
         assert self._settled is not None
         stage, finalize, argument, groups = self._settled
         self._reduction.finish_within_stage(finalize, argument, groups)
+        if self._held is not None:
+            self._held.keep()
         if self._tied is not None and groups.embd is not None and groups.embd.size() > 1:
-            self._reduction.start_embedding(self._tied, groups.embd)
+            with self._where_gradients_are():
+                self._reduction.start_embedding(self._tied.main_grad, groups.embd)  # type: ignore[attr-defined]
             if stage == 0:
                 # It counts the sum; the other end has given its part by now.
                 self._reduction.finish_embedding()
@@ -244,7 +245,7 @@ class TwoBuffered:
 
     def _step(self, batch: int) -> None:
         """What Megatron's optimizers do with gradients that are whole."""
-        with self._held.in_place() if self._held is not None else nullcontext():
+        with self._where_gradients_are():
             for one in self._optimizers:
                 self.loss_scales.prepare(one, batch)
                 parameters = one.get_parameters()
@@ -254,6 +255,10 @@ class TwoBuffered:
                     clip_grads.clip_grad_by_total_norm_fp32(parameters, one.config.clip_grad, self.finished.grad_norm)
             for one in self._optimizers:
                 one.step_with_ready_grads()
+
+    def _where_gradients_are(self) -> AbstractContextManager[None]:
+        """Inside, parameters' `main_grad` is the submitted batch's."""
+        return self._held.in_place() if self._held is not None else nullcontext()
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for one in self._optimizers for group in one.param_groups]
