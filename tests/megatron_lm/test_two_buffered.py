@@ -1,0 +1,204 @@
+"""2BW in unmodified scripts: nothing joins the stages, and no way to stop, look at or save a run changes it."""
+
+import json
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.megatron_lm import traced_collectives
+from tests.megatron_lm.launch import Run, differences, launch, model_flags, start, torchrun
+
+GPT, BERT = "pretrain_gpt.py", "pretrain_bert.py"
+TWO = ("--evenpipe-schedule", "2bw")
+PP4 = ("--pipeline-model-parallel-size", "4")
+OVERLAPPED = ("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--overlap-grad-reduce", "--bf16")
+CASES = {
+    "GPT PP4 m=8, torch": (GPT, PP4, "torch"),
+    "GPT PP4 m=4, torch_dist": (GPT, (*PP4, "--global-batch-size", "4"), "torch_dist"),
+    "GPT DP2xPP2 bf16 distributed optimizer, torch": (GPT, OVERLAPPED, "torch"),
+    "BERT DP2xPP2 bf16 distributed optimizer, torch_dist": (BERT, OVERLAPPED, "torch_dist"),
+    "BERT PP4 bpipe, torch": (BERT, (*PP4, "--bpipe"), "torch"),
+}
+
+
+def flags_for(checkout, script, iterations, bert_data):
+    """Without evaluation in between."""
+    flags = model_flags(checkout, script, iterations, bert_data)
+    return [*flags, "--eval-interval", "1000"]
+
+
+def step_lines(run: Run) -> list[str]:
+    """What EvenPipe said of losses and norms."""
+    return re.findall(r"\[evenpipe\] (?:iteration \d+ \| loss of .*|(?:no )?grad norm.*)", run.output)
+
+
+def sidecars(folder: Path, iteration: int) -> list[Path]:
+    return sorted((folder / f"iter_{iteration:07d}" / "evenpipe_2bw").iterdir())
+
+
+def older_versions(folder: Path, iteration: int) -> dict[str, list[torch.Tensor]]:
+    return {path.name: torch.load(path)["state"]["before"] for path in sidecars(folder, iteration)}
+
+
+def same(one: dict[str, list[torch.Tensor]], other: dict[str, list[torch.Tensor]]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(left, right) for name in one for left, right in zip(one[name], other[name], strict=True)
+    )
+
+
+def test_nothing_waits_for_another_stage(megatron_lm, tmp_path):
+    """Of all collectives in a steady iteration; Megatron's 1F1B has the ones that it is known for."""
+    waited = {}
+    for schedule in ("2bw", "1f1b"):
+        environment = {"TRACED": str(megatron_lm / GPT), "TRACES": str(tmp_path / schedule)}
+        flags = [*flags_for(megatron_lm, GPT, 6, ()), *PP4, "--evenpipe-schedule", schedule]
+        command = [*torchrun(4), "-m", "evenpipe", "run", "--cpu", traced_collectives.__file__, *flags]
+        job = start(command, megatron_lm, environment)
+        output, _ = job.communicate(timeout=240)
+        assert job.returncode == 0, output[-4000:]
+        made = [
+            tuple(row)
+            for rank in range(4)
+            for row in json.loads((tmp_path / f"{schedule}.{rank}").read_text())
+            if row[0] in (2, 3, 4)
+        ]
+        waited[schedule] = {where.partition(":")[2] for _, _, _, waits, where in made if waits}
+        assert len(made) > 3
+    assert waited["2bw"] == set()
+    assert waited["1f1b"] >= {
+        "_allreduce_embedding_grad",
+        "_reduce_any",
+        "get_grad_norm_fp32",
+        "logical_and_across_model_parallel_group",
+        "reduce_max_stat_across_model_parallel_group",
+        "per_stage",
+    }
+
+
+def test_the_first_two_batches_run_on_the_first_weights(megatron_lm, tmp_path):
+    """So the first update is stock's, bit for bit, and the second batch has the loss that it has without any."""
+    flags = [*flags_for(megatron_lm, GPT, 2, ()), *PP4, "--ckpt-format", "torch", "--save-interval", "1"]
+    stock = launch(megatron_lm, GPT, 4, [*flags, "--save", str(tmp_path / "stock"), "--exit-interval", "1"])
+    ours = launch(megatron_lm, GPT, 4, [*flags, *TWO, "--save", str(tmp_path / "2bw")])
+    first = "iter_0000001"
+    found = differences(tmp_path / "stock" / first, tmp_path / "2bw" / first)
+    assert found
+    assert all(name.startswith("evenpipe_2bw/") for name in found), found
+    frozen = launch(megatron_lm, GPT, 4, [*flags, "--lr", "0", "--weight-decay", "0", "--save", str(tmp_path / "0")])
+    loss = [re.search(r"lm loss: \S+", line)[0] for line in frozen.lines]
+    assert [re.search(r"lm loss: \S+", line)[0] for line in ours.lines] == loss
+    norms = [float(re.search(r"grad norm: (\S+)", line)[1]) for line in frozen.lines]
+    assert [float(norm) for norm in re.findall(r"grad norm ([\d.]+) of iteration", ours.output)] == norms
+    assert stock.lines[0].partition("grad norm")[0] == ours.lines[0].partition("number")[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_is_the_one_that_only_saved(megatron_lm, case, bert_data, tmp_path):
+    script, parallel, format_ = CASES[case]
+    if not (megatron_lm / script).exists():
+        pytest.skip(f"{megatron_lm.name} has no {script}")
+    stops, ends = 3, 6
+    flags = [*flags_for(megatron_lm, script, ends, bert_data), *parallel, *TWO]
+    flags += ["--ckpt-format", format_, "--save-interval", str(stops)]
+
+    def train(folder, *more):
+        return launch(megatron_lm, script, 4, [*flags, "--save", str(tmp_path / folder), *more])
+
+    whole = train("whole")
+    assert len(whole.lines) == ends, whole.output[-4000:]
+    stopped = train("stopped", "--exit-interval", str(stops))
+    assert stopped.lines == whole.lines[:stops]
+    assert "Overwriting old incomplete" not in stopped.output
+    if format_ == "torch":
+        _as_if_killed_after_the_tracker_moved(tmp_path / "stopped", stops)
+    resumed = train("resumed", "--load", str(tmp_path / "stopped"))
+    assert "both weight versions are as they were saved" in resumed.output
+    # Some releases begin a mean after a resume; EvenPipe's lines name the iterations, so they tell.
+    assert len(resumed.lines) == ends - stops
+    assert step_lines(resumed)[-1] == step_lines(whole)[-1]
+    assert step_lines(resumed)[-1] == f"[evenpipe] grad norm {_last_norm(whole)} of iteration {ends} |"
+    last = f"iter_{ends:07d}"
+    assert differences(tmp_path / "whole" / last, tmp_path / "resumed" / last) == []
+    assert same(older_versions(tmp_path / "whole", ends), older_versions(tmp_path / "resumed", ends))
+
+
+def _last_norm(run: Run) -> str:
+    return re.findall(r"grad norm ([\d.]+) of iteration", run.output)[-1]
+
+
+def _as_if_killed_after_the_tracker_moved(folder: Path, iteration: int) -> None:
+    """Where the second versions are until Megatron has done its part."""
+    for path in sidecars(folder, iteration):
+        path.rename(folder / ".evenpipe_2bw" / f"{iteration:07d}_{path.name}")
+
+
+def test_evaluation_changes_nothing(megatron_lm, tmp_path):
+    flags = [*flags_for(megatron_lm, GPT, 5, ()), *PP4, *TWO, "--ckpt-format", "torch", "--save-interval", "5"]
+    quiet = launch(megatron_lm, GPT, 4, [*flags, "--save", str(tmp_path / "quiet")])
+    asked = launch(megatron_lm, GPT, 4, [*flags, "--save", str(tmp_path / "asked"), "--eval-interval", "2"])
+    assert len(asked.validation) > len(quiet.validation)
+    assert asked.lines == quiet.lines
+    last = "iter_0000005"
+    assert differences(tmp_path / "quiet" / last, tmp_path / "asked" / last) == []
+
+
+def test_checkpoints_go_to_and_come_from_runs_without_2bw(megatron_lm, tmp_path):
+    """Without the older version, or for want of it, training goes on from the newest."""
+    flags = [*flags_for(megatron_lm, GPT, 3, ()), *PP4, "--ckpt-format", "torch_dist", "--save-interval", "2"]
+    launch(megatron_lm, GPT, 4, [*flags, *TWO, "--save", str(tmp_path / "2bw"), "--exit-interval", "2"])
+    to_stock = launch(megatron_lm, GPT, 4, [*flags, "--load", str(tmp_path / "2bw")])
+    assert len(to_stock.lines) == 1
+    shutil.rmtree(tmp_path / "2bw" / "iter_0000002" / "evenpipe_2bw")
+    from_stock = launch(megatron_lm, GPT, 4, [*flags, *TWO, "--load", str(tmp_path / "2bw")])
+    assert "it was saved without 2bw, or on other" in from_stock.output
+    assert from_stock.lines[0].partition(" | grad norm")[0] == to_stock.lines[0].partition(" | grad norm")[0]
+    assert _last_norm(from_stock) == re.search(r"grad norm: (\S+)", to_stock.lines[0])[1]
+
+
+def test_a_signal_stops_all_ranks_at_the_same_iteration(megatron_lm, tmp_path):
+    """One rank gets it; all save, exit, and go on later as if nothing had been."""
+    flags = [*flags_for(megatron_lm, GPT, 400, ()), "--pipeline-model-parallel-size", "2", *TWO]
+    flags += ["--ckpt-format", "torch", "--exit-signal-handler"]
+    command = [*torchrun(2), "-m", "evenpipe", "run", "--cpu", GPT, *flags]
+    job = start([*command, "--save", str(tmp_path / "stopped"), "--save-interval", "1000"], megatron_lm)
+    try:
+        lines = []
+        for line in job.stdout:
+            lines.append(line)
+            if "loss of iteration 4 " in line:
+                os.kill(_worker(job.pid), signal.SIGTERM)
+        status = job.wait(timeout=60)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    output = "".join(lines)
+    assert status == 0, output[-4000:]
+    assert "exiting program after receiving SIGTERM" in output
+    saved = int((tmp_path / "stopped" / "latest_checkpointed_iteration.txt").read_text())
+    assert 4 < saved < 400
+
+    def train(folder, *more):
+        more = ("--exit-interval", str(saved + 2), *more)
+        return launch(megatron_lm, GPT, 2, [*flags, "--save", str(tmp_path / folder), *more])
+
+    train("whole", "--save-interval", str(saved))
+    train("resumed", "--save-interval", "1000", "--load", str(tmp_path / "stopped"))
+    last = f"iter_{saved + 2:07d}"
+    assert differences(tmp_path / "whole" / last, tmp_path / "resumed" / last) == []
+
+
+def _worker(agent: int) -> int:
+    """A process of the job that is not its agent."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == agent:
+            return int(stat.parent.name)
+    raise AssertionError("the job has no processes")
