@@ -43,11 +43,10 @@ class ReadAhead:
         self._ahead = ahead
         self._micro_batch = micro_batch
 
-    def rewind(self) -> None:
-        """Everything that has been read and not done will be read again, from micro-batch 0 on."""
-        self._again.extendleft(
-            item for number in sorted(self._read, reverse=True) for item in reversed(self._read[number])
-        )
+    def rewind(self, first: int) -> None:
+        """What has been read for micro-batch `first` and those after it will be read again, from micro-batch 0 on."""
+        ahead = sorted((number for number in self._read if number >= first), reverse=True)
+        self._again.extendleft(item for number in ahead for item in reversed(self._read[number]))
         self._read.clear()
         self._made_up = None
 

@@ -84,5 +84,5 @@ class StreamSchedule(PipelineSchedule):
             return
         self.executor.break_off(self._stream.owed(self.executor.stage_index, self._called - 1))
         self._stage.forget()
-        self._inputs.rewind()
+        self._inputs.rewind(self._called * self._stream.micro_batches)
         self._stream = self._stage = None
