@@ -48,7 +48,7 @@ class LossScales:
             return
         optimizer._copy_model_grads_to_main_grads()
         gradients = optimizer._collect_main_grad_data_for_unscaling()
-        torch._foreach_mul_(gradients, self._of[batch].double().reciprocal().float())
+        torch._foreach_mul_(gradients, self._of[batch].double().reciprocal().float().squeeze())
 
     def step_ended(self, batch: int, overflow: bool) -> None:
         """The scaler learns whether `batch` had a value that was not finite."""
