@@ -1,6 +1,6 @@
 """Six gloo processes that train plain modules in streams without flushes, and write down what came of it.
 
-Argument: a folder (rank-<rank>.json out). Weights are changed by an in-place optimizer while micro-batches are in flight.
+Argument: a folder (rank-<rank>.json out). An optimizer changes weights in place while micro-batches are in flight.
 """
 
 import json
