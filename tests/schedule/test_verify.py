@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from evenpipe.schedule import Action, Schedule, ScheduleError, build, lower, verify
 from evenpipe.simulate import Costs, Wire, simulate
+from tests.schedule.weight_versions import replay
 
 
 def refused(rows, bound=None):
@@ -109,6 +110,7 @@ valid = st.one_of(
     st.builds(build, st.just("gpipe"), st.integers(1, 4), st.integers(1, 5)),
     st.builds(build, st.just("1f1b"), st.integers(2, 6), st.integers(1, 10), st.just(1), st.booleans()),
     st.sampled_from([build("interleaved", p, p * g, v, True) for p in (2, 4) for g in (1, 2) for v in (2, 3)]),
+    st.sampled_from([build("2bw", p, p + more, bpipe=p > 3, batches=3) for p in (2, 3, 4) for more in (0, 1)]),
 )
 
 
@@ -128,10 +130,11 @@ def edited(draw):
         case "double":
             row.insert(draw(st.integers(0, len(row))), row[at])
         case "retarget":
-            kind = draw(st.sampled_from("FBELAR"))
+            kind = draw(st.sampled_from("FBELARU"))
             evictor = draw(st.integers(0, schedule.stages - 1)) if kind in "AR" else -1
-            micro_batch = draw(st.integers(0, schedule.micro_batches))
-            row[at] = Action(kind, micro_batch, draw(st.integers(0, schedule.chunks)), evictor)
+            micro_batch = draw(st.integers(0, schedule.micro_batches * schedule.batches))
+            chunk = 0 if kind == "U" else draw(st.integers(0, schedule.chunks))
+            row[at] = Action(kind, micro_batch, chunk, evictor)
     rows = list(schedule.actions)
     rows[stage] = tuple(row)
     return schedule, replace(schedule, actions=tuple(rows))
@@ -144,7 +147,10 @@ def is_really_valid(schedule):
         done = set()
         for action in row:
             unit, mine = action.unit, (stage, action.unit)
-            if action.kind == "F":
+            if action.kind == "U":
+                if schedule.name != "2bw":
+                    return False
+            elif action.kind == "F":
                 held[stage][mine] = True
             elif action.kind == "B":
                 if not held[stage].pop(mine, False):
@@ -159,8 +165,10 @@ def is_really_valid(schedule):
                 held[stage][action.evictor, unit] = True
             elif not held[stage].pop((action.evictor, unit), False):
                 return False
-        if len(done) != schedule.micro_batches * schedule.chunks or held[stage]:
+        if len(done) != schedule.micro_batches * schedule.batches * schedule.chunks or held[stage]:
             return False
+        if schedule.name == "2bw":
+            replay(row, schedule.micro_batches)
     return True
 
 
@@ -179,5 +187,5 @@ def test_an_edited_schedule_is_refused_or_really_valid(pair):
     simulation = simulate(lower(candidate), costs)
     assert max(stage.peak_live for stage in simulation.stages) <= candidate.bound
     computed = sum(action.kind in "FB" for row in candidate.actions for action in row)
-    assert computed == 2 * candidate.stages * candidate.micro_batches * candidate.chunks
+    assert computed == 2 * candidate.stages * candidate.micro_batches * candidate.batches * candidate.chunks
     assert {a for row in candidate.actions for a in row} == {a for row in original.actions for a in row}

@@ -59,5 +59,5 @@ def _compute_order(name: str, stages: int, micro_batches: int, chunks: int, batc
             raise ScheduleError(f"chunks={chunks}: 2bw has one model chunk a stage; only interleaved has more")
         return two_buffered(stages, micro_batches, batches)
     if batches != 1:
-        raise ScheduleError(f"batches={batches}: {name} flushes after every batch; only 2bw runs several in one stream")
+        raise ScheduleError(f"batches={batches}: {name} flushes after every batch: give 1, or choose schedule 2bw")
     return BUILDERS[name](stages, micro_batches, chunks)

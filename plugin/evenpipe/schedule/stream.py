@@ -53,13 +53,17 @@ class Stream:
 
     def owed(self, stage: int, batch: int) -> list[Step]:
         """What ``stage`` has to take part in if the stream is broken off after the call of ``batch``: the transfers
-        that its partner has started by then, and that it has not, in order."""
+        that its partner has started by then, and that it has not, in order.
+
+        They post no receives for what follows: nobody would send it. So every message then has both its ends.
+        """
         if not self._bpipe:
             return []
         cut, around = (batch + 1) * self.micro_batches - 1, 2 * self.stages
         theirs = self._between(partner(stage, self.stages), max(-1, cut - around), cut)
         started = {step.transfer for step in theirs if step.transfer is not None}
-        return [step for step in self._between(stage, cut, cut + around) if step.transfer in started]
+        mine = self._between(stage, cut, cut + around)
+        return [step._replace(post=()) for step in mine if step.transfer in started]
 
     def _between(self, stage: int, after: int, last: int) -> Iterator[Step]:
         """The steps after the backward of micro-batch ``after`` (-1: from the start), to that of ``last``, included."""

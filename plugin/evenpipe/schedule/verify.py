@@ -76,6 +76,8 @@ def _check_stage(schedule: Schedule, stage: int) -> None:
         kind, unit = action.kind, action[1:3]  # a plain tuple, equal to the unit: there are millions
         fault = None
         if kind == UPDATE:
+            if schedule.name != "2bw":
+                raise _Fault(f"{action} is an update, and only 2bw has them", stage, step)
             continue
         if not (unit[0] < micro_batches and unit[1] < chunks):
             fault = f"is not one of {micro_batches} micro-batches × {chunks} chunks"

@@ -1,0 +1,110 @@
+"""A stream's calls are the schedule 2bw of however many batches, and it can be broken off after each of them."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenpipe.schedule import DEPARTING, ScheduleError, Stream, build, lower
+from tests.schedule.weight_versions import replay, rule
+
+BATCHES = 4
+
+
+@st.composite
+def streams(draw):
+    p = draw(st.integers(1, 9))
+    return Stream(p, draw(st.integers(p, 3 * p + 1)), bpipe=p > 1 and draw(st.booleans()))
+
+
+def actions(stream, stage, batches, **options):
+    return [step.action for batch in range(batches) for step in stream.call(stage, batch, **options)]
+
+
+@given(st.integers(1, 9), st.data())
+@settings(max_examples=60)
+def test_the_calls_are_the_beginning_of_the_schedule(p, data):
+    m, bpipe = data.draw(st.integers(p, 3 * p + 1)), p > 1 and data.draw(st.booleans())
+    stream, finite = Stream(p, m, bpipe), lower(build("2bw", p, m, bpipe=bpipe, batches=BATCHES + 2))
+    for stage in range(p):
+        steps = [step for batch in range(BATCHES) for step in stream.call(stage, batch)]
+        assert steps == list(finite.steps[stage][: len(steps)])
+
+
+@given(streams())
+@settings(max_examples=40)
+def test_a_call_ends_with_its_batch_and_reaches_into_the_next(stream):
+    p, m = stream.stages, stream.micro_batches
+    for stage in range(p):
+        for batch in range(BATCHES):
+            call = [step.action for step in stream.call(stage, batch)]
+            ahead = (batch + 1) * m + p - 1 - stage
+            assert [a.micro_batch for a in call if a.kind == "B"] == [*range(batch * m, (batch + 1) * m)]
+            assert [a.micro_batch for a in call if a.kind == "F"] == [*range(ahead - m if batch else 0, ahead)]
+            assert [a.micro_batch for a in call if a.kind == "U"] == ([batch - 1] if batch else [])
+            assert call[-1].kind == "B"
+
+
+@given(streams())
+@settings(max_examples=40)
+def test_an_early_update_needs_no_second_gradient_buffer(stream):
+    """It comes before the batch's first backward, and every micro-batch still finds its weights."""
+    m = stream.micro_batches
+    for stage in range(stream.stages):
+        row = actions(stream, stage, BATCHES, update_early=True)
+        used = replay(row, m)
+        assert used == {str(a): rule(a.micro_batch + 1, m) for a in row if a.kind in "FB"}
+        assert [a for a in row if a.kind != "U"] == [a for a in actions(stream, stage, BATCHES) if a.kind != "U"]
+        kinds = {str(a): at for at, a in enumerate(row)}
+        assert all(kinds[f"U{batch}"] < kinds[f"B{(batch + 1) * m}"] for batch in range(BATCHES - 1))
+
+
+@given(streams(), st.integers(0, BATCHES))
+@settings(max_examples=60)
+def test_broken_off_every_message_has_both_its_ends(stream, batch):
+    """Once each stage has taken part in what its partner has started, and each could."""
+    ends, owed_needs = Counter(), []
+    for stage in range(stream.stages):
+        owed = stream.owed(stage, batch)
+        done = [step for one in range(batch + 1) for step in stream.call(stage, one)]
+        held = set()
+        for step in (*done, *owed):
+            for message in step.post:
+                ends[message, "in"] += 1
+            if step.send is not None:
+                ends[step.send, "out"] += 1
+            if step.transfer is not None:
+                ends[step.transfer, "out" if step.action.kind in DEPARTING else "in"] += 1
+            kind, unit = step.action.kind, (step.action.unit, step.action.evictor)
+            if kind in "FLA":
+                held.add(unit)
+            elif kind in "BER":
+                held.remove(unit)
+        assert all(step.transfer is not None for step in owed)
+        owed_needs += [message for step in owed for message in step.complete]
+    assert set(ends.values()) <= {1}
+    assert all((message, other) in ends for message, end in ends for other in {"in", "out"} - {end})
+    assert all((message, end) in ends for message in owed_needs for end in ("in", "out"))
+
+
+def test_without_bpipe_nothing_is_owed():
+    stream = Stream(4, 4)
+    assert all(stream.owed(stage, batch) == [] for stage in range(4) for batch in range(3))
+
+
+def test_a_call_far_along_is_an_early_one_moved():
+    stream = Stream(6, 8, bpipe=True)  # partners trade every 4, 3 or 2 micro-batches: together every 12, or 3 batches
+    batches = 3 * 10**6
+    for stage in range(6):
+        near, far = stream.call(stage, 4), stream.call(stage, 4 + batches)
+        by = {"U": batches}
+        moved = [a._replace(micro_batch=a.micro_batch + by.get(a.kind, 8 * batches)) for a in (s.action for s in near)]
+        assert [step.action for step in far] == moved
+
+
+def test_bad_input_is_refused_as_by_build():
+    with pytest.raises(ScheduleError, match="micro_batches=3: 2bw needs at least as many as there are stages"):
+        Stream(4, 3)
+    with pytest.raises(ScheduleError, match="bpipe: one stage has no partner"):
+        Stream(1, 3, bpipe=True)
