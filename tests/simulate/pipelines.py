@@ -15,6 +15,7 @@ def run(
     *,
     chunks: int = 1,
     bpipe: bool = False,
+    batches: int = 1,
     forward: float | tuple[float, ...] = 1.0,
     backward: float | tuple[float, ...] = 2.0,
     link: Wire | None = None,
@@ -30,4 +31,4 @@ def run(
         wires={"forward": link, "backward": link, "evict": transfer, "load": transfer},
         synchronous_transfers=synchronous,
     )
-    return simulate(lower(build(name, p, m, chunks, bpipe=bpipe)), costs, **more)
+    return simulate(lower(build(name, p, m, chunks, bpipe=bpipe, batches=batches)), costs, **more)

@@ -11,7 +11,10 @@ __all__ = ["MemoryPoint", "Simulation", "Span", "StageResult"]
 
 
 class Span(NamedTuple):
-    """One action in time; a transfer (E, L, A, R) lasts from the start of its transmission to its arrival."""
+    """One action in time.
+
+    A transfer (E, L, A, R) lasts from the start of its transmission to its arrival; an update takes no time.
+    """
 
     action: Action
     start_ms: float
@@ -42,7 +45,7 @@ class StageResult:
 
 @dataclass(frozen=True)
 class Simulation:
-    """One batch in time; ``timeline[s][i]`` is the span of the i-th action of stage s.
+    """One batch, or a stream of them, in time; ``timeline[s][i]`` is the span of the i-th action of stage s.
 
     ``bubble_fraction`` is the part of all stages' time in which they do not compute, in [0, 1].
     """

@@ -17,12 +17,12 @@ __all__ = ["simulate"]
 
 @without_cycle_collector()
 def simulate(program: Program, costs: Costs, unit_bytes: Sequence[Sequence[int]] | None = None) -> Simulation:
-    """Run one batch of ``program`` on the clock; time and memory are linear in the number of actions.
+    """Run ``program`` on the clock; time and memory are linear in the number of actions.
 
     A stage issues a step's receives when its previous action has ended, waits until the messages that the step needs
-    are complete, then acts: a forward or backward takes the stage's time, a transfer only starts. ``unit_bytes[s][c]``
-    are the bytes saved for one micro-batch by chunk c of stage s (an accepted unit weighs what it weighs at its
-    evictor); without it the memory curve counts units only.
+    are complete, then acts: a forward or backward takes the stage's time, a transfer only starts, an update is free.
+    ``unit_bytes[s][c]`` are the bytes saved for one micro-batch by chunk c of stage s (an accepted unit weighs what it
+    weighs at its evictor); without it the memory curve counts units only.
 
     Raises SimulationError when the costs do not fit the program, when the two ends of a link disagree, and when stages
     wait for one another for ever (naming the action each is stuck at).
