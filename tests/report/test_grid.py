@@ -9,8 +9,8 @@ from evenpipe.report.palette import COLOURS
 from evenpipe.schedule import build
 
 
-def drawn(*args: object, width: int = 200) -> str:
-    lines = timeline_grid(build(*args), width).plain.splitlines()  # type: ignore[arg-type]
+def drawn(*args: object, width: int = 200, batches: int = 1) -> str:
+    lines = timeline_grid(build(*args, batches=batches), width).plain.splitlines()  # type: ignore[arg-type]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -35,6 +35,22 @@ def test_transfers_stand_under_the_compute_that_they_run_beside() -> None:
                            A1@0                               R1@0
 
         F forward  B backward  E evict  L load  A accept  R return""")
+
+
+def test_updates_stand_under_the_compute_that_comes_next() -> None:
+    assert drawn("2bw", 2, 2, batches=3) == dedent("""\
+        slot     0  1  2  3  4  5  6  7  8  9  10 11 12 13 14
+        stage 0  F0 F1    B0 F2 B1 F3 B2 F4 B3 F5 B4    B5
+                                      U0          U1       U2
+        stage 1     F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
+                                         U0          U1 U2
+
+        F forward  B backward  U update""")
+
+
+def test_a_line_with_nothing_in_a_block_is_left_out() -> None:
+    blocks = drawn("2bw", 2, 2, batches=3, width=9 + 7 * 3).split("\n\n")
+    assert [len(block.splitlines()) for block in blocks] == [3, 5, 4, 1]
 
 
 def test_a_narrow_terminal_gets_blocks() -> None:

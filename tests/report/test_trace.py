@@ -14,10 +14,10 @@ from evenpipe.schedule import build, lower, parse
 from evenpipe.simulate import Costs, Span, Wire, simulate
 
 
-def timeline(name: str = "1f1b", chunks: int = 1, bpipe: bool = True) -> Timeline:
+def timeline(name: str = "1f1b", chunks: int = 1, bpipe: bool = True, batches: int = 1) -> Timeline:
     wire = Wire(latency_ms=2.0, transmit_ms=1.0)
     costs = Costs((3.0,) * 4, (6.0,) * 4, wires={"evict": wire, "load": wire})
-    return Timeline.of(simulate(lower(build(name, 4, 8, chunks, bpipe)), costs), "a title")
+    return Timeline.of(simulate(lower(build(name, 4, 8, chunks, bpipe, batches)), costs), "a title")
 
 
 def slices(trace: dict[str, Any]) -> list[dict[str, Any]]:
@@ -52,6 +52,23 @@ def test_a_stage_is_a_process_with_a_compute_thread_and_transfers() -> None:
     assert (1, 1, "thread_name") not in names  # stages 1 and 2 of Figure 4 move nothing
     for event in slices(trace):
         assert (event["tid"] == 0) == (event["cat"] in ("forward", "backward"))
+
+
+def test_an_update_is_between_what_is_computed() -> None:
+    """An instant when it takes no time, as in a simulation; a slice when it takes some, as in a run."""
+    events = perfetto_trace(timeline("2bw", bpipe=False, batches=3))["traceEvents"]
+    updates = [event for event in events if event.get("cat") == "update"]
+    assert len(updates) == 4 * 3
+    assert {(event["ph"], event["s"], event["tid"]) for event in updates} == {("i", "t", 0)}
+    assert [(event["name"], event["args"]) for event in updates[:2]] == [("U0", {"batch": 0}), ("U1", {"batch": 1})]
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {"compute"}
+
+    measured = Timeline("", ((Span(parse("F0"), 0.0, 1.0), Span(parse("U0"), 1.0, 1.5), Span(parse("B0"), 1.5, 2.0)),))
+    assert [(event["name"], event["tid"], event["ts"], event["dur"]) for event in slices(perfetto_trace(measured))] == [
+        ("F0", 0, 0.0, 1000.0),
+        ("U0", 0, 1000.0, 500.0),
+        ("B0", 0, 1500.0, 500.0),
+    ]
 
 
 def test_slices_of_one_thread_never_overlap() -> None:

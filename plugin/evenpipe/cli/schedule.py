@@ -48,7 +48,7 @@ def _run(arguments: Namespace) -> None:
             wires={"evict": transfer, "load": transfer},
         )
         simulation = simulate(lower(schedule), costs)
-        write_reports(arguments, [Timeline.of(simulation, title)], peaks_of(simulation))
+        write_reports(arguments, [Timeline.of(simulation, title, schedule.micro_batches)], peaks_of(simulation))
     if arguments.json:
         print(json.dumps(_document(schedule, arguments.bpipe)))
         return

@@ -58,7 +58,7 @@ def _run(arguments: Namespace) -> None:
     except SimulationError as error:
         raise UsageError(str(error)) from error
     title = title_of(schedule, arguments.bpipe)
-    write_reports(arguments, [Timeline.of(simulation, title)], peaks_of(simulation))
+    write_reports(arguments, [Timeline.of(simulation, title, schedule.micro_batches)], peaks_of(simulation))
     if arguments.json:
         print(json.dumps(simulation.to_json()))
         return

@@ -1,4 +1,4 @@
-"""A schedule as coloured text: stages down, time slots across, transfers under the compute they run beside."""
+"""A schedule as coloured text: stages down, time slots across, transfers and updates under the compute beside them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _Line = dict[int, Action]
 
 def timeline_grid(schedule: Schedule, width: int = 120) -> Text:
     """``schedule`` with one slot a forward or backward, in blocks of slots that fit ``width`` columns.
+
+    An update stands under the compute that comes next; it takes no slot.
 
     ::
 
@@ -38,6 +40,8 @@ def timeline_grid(schedule: Schedule, width: int = 120) -> Text:
         grid.append("slot".ljust(label) + "".join(str(slot).ljust(cell) for slot in block).rstrip(), "dim")
         for stage, lines in enumerate(stages):
             for index, line in enumerate(lines):
+                if index and not any(slot in line for slot in block):
+                    continue
                 grid.append("\n" + ("" if index else f"stage {stage}").ljust(label))
                 _append_cells(grid, [line.get(slot) for slot in block], cell)
         grid.append("\n\n")
@@ -45,7 +49,7 @@ def timeline_grid(schedule: Schedule, width: int = 120) -> Text:
 
 
 def _lines(spans: Iterable[Span]) -> list[_Line]:
-    """A stage's text lines, slot to action: its compute, then as many for transfers as start in one slot."""
+    """A stage's text lines, slot to action: its compute, then as many for the rest as starts in one slot."""
     lines: list[_Line] = [{}]
     for action, start, _ in spans:
         slot = round(start)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
 from evenpipe.report.bars import draw_memory
-from evenpipe.report.boxes import draw_boxes
+from evenpipe.report.boxes import draw_boxes, shade
 from evenpipe.report.files import write_atomically
 from evenpipe.report.palette import COLOURS, NAMES
 from evenpipe.report.timeline import StageMemory, Timeline
+from evenpipe.schedule import BACKWARD, COMPUTE, FORWARD
 
 __all__ = ["draw_comparison"]
 
@@ -32,8 +35,9 @@ def draw_comparison(
 ) -> None:
     """Write a PNG of timelines, stacked on one time scale, and below them each ``memory`` as bars a stage.
 
-    Forwards and backwards are boxes (a later model chunk in a fuller colour) with their number where it fits;
-    transfers are thin bars below them. OSError when ``path`` cannot be written.
+    Forwards and backwards are boxes (a later model chunk, or every second weight version of a stream, in a fuller
+    colour) with their number where it fits; updates are ticks between them, transfers thin bars below.
+    OSError when ``path`` cannot be written.
     """
     bodies = [min(_ROW * len(timeline.stages), _TALLEST) for timeline in timelines]
     height = _HEAD + sum(_TITLE + body + _AXIS for body in bodies) + (_TITLE + _BARS + _AXIS if memory else 0) + 0.1
@@ -71,13 +75,24 @@ def _panel(figure: Figure, left: float, bottom: float, width: float, height: flo
 
 def _legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
     present = {span.action.kind for timeline in timelines for spans in timeline.stages for span in spans}
-    patches = [Patch(color=COLOURS[kind], label=name) for kind, name in NAMES.items() if kind in present]
+    entries: dict[str, Any] = {name: Patch(color=COLOURS[kind]) for kind, name in NAMES.items() if kind in present}
+    compute = (
+        (timeline, span.action)
+        for timeline in timelines
+        for row in timeline.stages
+        for span in row
+        if span.action.kind in COMPUTE
+    )
+    if any(timeline.version(action) % 2 for timeline, action in compute):
+        entries["odd weight version"] = tuple(Patch(color=shade(kind, 1)) for kind in (FORWARD, BACKWARD))
     height = figure.get_size_inches()[1]
     figure.legend(
-        handles=patches,
+        list(entries.values()),
+        list(entries),
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
         loc="upper right",
         bbox_to_anchor=(1 - _RIGHT / _WIDTH, 1 - 0.17 / height),
-        ncols=len(patches) or 1,
+        ncols=len(entries) or 1,
         borderaxespad=0,
         frameon=False,
         fontsize=9,

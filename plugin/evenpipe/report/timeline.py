@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from evenpipe.schedule import Action, required_version
 from evenpipe.simulate import Simulation, Span
 
 __all__ = ["StageMemory", "Timeline"]
@@ -11,19 +12,25 @@ __all__ = ["StageMemory", "Timeline"]
 
 @dataclass(frozen=True)
 class Timeline:
-    """One batch in time: per stage, the span of each of its actions, in milliseconds from a common start.
+    """One batch, or a stream of them, in time: per stage, the span of each action, in milliseconds from a common start.
 
-    With `names`, one for each row, a trace has rows of other things than the stages of one pipeline.
+    With `names`, one for each row, a trace has rows of other things than the stages of one pipeline. `micro_batches`
+    are those of one batch: they tell the batches of a stream, and so their weight versions, apart.
     """
 
     title: str
     stages: tuple[tuple[Span, ...], ...]
     names: tuple[str, ...] | None = None
+    micro_batches: int | None = None
 
     @classmethod
-    def of(cls, simulation: Simulation, title: str) -> Timeline:
+    def of(cls, simulation: Simulation, title: str, micro_batches: int | None = None) -> Timeline:
         """A simulation's timeline."""
-        return cls(title, simulation.timeline)
+        return cls(title, simulation.timeline, micro_batches=micro_batches)
+
+    def version(self, action: Action) -> int:
+        """The weight version that a forward or backward uses: 0 throughout, but in a stream of several batches."""
+        return 0 if self.micro_batches is None else required_version(action.micro_batch // self.micro_batches)
 
     def name(self, row: int) -> str:
         """What a row is called."""

@@ -7,16 +7,19 @@ from typing import Any
 
 from evenpipe.report.palette import NAMES
 from evenpipe.report.timeline import Timeline
-from evenpipe.schedule import COMPUTE
+from evenpipe.schedule import COMPUTE, UPDATE
 from evenpipe.simulate import Span
 
 __all__ = ["perfetto_trace"]
 
 _COMPUTE_THREAD = 0
+_COMPUTED = COMPUTE | {UPDATE}
 
 
 def perfetto_trace(timeline: Timeline) -> dict[str, Any]:
     """The JSON document ``evenpipe.trace/1``: a process a stage, with a compute thread and one for its transfers.
+
+    Updates stand between what is computed; one that takes no time is an instant.
 
     Transfers of a stage that overlap get further threads: slices of one thread have to nest. Times are microseconds,
     names of slices are the schedule notation, names of processes those of the timeline's rows.
@@ -26,11 +29,11 @@ def perfetto_trace(timeline: Timeline) -> dict[str, Any]:
         events.append(_metadata("process_name", stage, name=timeline.name(stage)))
         events.append(_metadata("process_sort_index", stage, sort_index=stage))
         threads = {_COMPUTE_THREAD: "compute"}
-        compute = [(_COMPUTE_THREAD, span) for span in spans if span.action.kind in COMPUTE]
-        for thread, span in (*compute, *_lanes([span for span in spans if span.action.kind not in COMPUTE])):
+        compute = [(_COMPUTE_THREAD, span) for span in spans if span.action.kind in _COMPUTED]
+        for thread, span in (*compute, *_lanes([span for span in spans if span.action.kind not in _COMPUTED])):
             lane = thread - _COMPUTE_THREAD
             threads.setdefault(thread, "transfers" if lane == 1 else f"transfers {lane}")
-            events.append(_slice(stage, thread, span))
+            events.append(_event(stage, thread, span))
         events.extend(_metadata("thread_name", stage, thread, name=name) for thread, name in threads.items())
     return {
         "format": "evenpipe.trace/1",
@@ -49,17 +52,18 @@ def _lanes(transfers: Sequence[Span]) -> Iterator[tuple[int, Span]]:
         yield _COMPUTE_THREAD + 1 + lane, span
 
 
-def _slice(stage: int, thread: int, span: Span) -> dict[str, Any]:
+def _event(stage: int, thread: int, span: Span) -> dict[str, Any]:
+    """A slice, or an instant of the thread (``"s": "t"``) for an update that takes no time."""
     action = span.action
+    update, duration_us = action.kind == UPDATE, (span.end_ms - span.start_ms) * 1e3
     return {
-        "ph": "X",
+        **({"ph": "i", "s": "t"} if update and not duration_us else {"ph": "X", "dur": duration_us}),
         "name": str(action),
         "cat": NAMES[action.kind],
         "pid": stage,
         "tid": thread,
         "ts": span.start_ms * 1e3,
-        "dur": (span.end_ms - span.start_ms) * 1e3,
-        "args": {"micro_batch": action.micro_batch, "chunk": action.chunk},
+        "args": {"batch": action.micro_batch} if update else {"micro_batch": action.micro_batch, "chunk": action.chunk},
     }
 
 
