@@ -14,6 +14,7 @@ from evenpipe import __version__
 from evenpipe.cli.main import main
 
 BPIPE = ["--schedule", "1f1b", "--stages", "4", "--micro-batches", "8", "--bpipe"]
+TWO_BUFFERED = ["--schedule", "2bw", "--stages", "4", "--micro-batches", "4"]
 INTERLEAVED = ["--schedule", "interleaved", "--stages", "4", "--micro-batches", "8", "--chunks", "2"]
 
 
@@ -43,6 +44,30 @@ def test_an_interleaved_schedule_as_json(capsys: pytest.CaptureFixture[str]) -> 
     assert document["peak_live"] == [11, 9, 7, 5]
 
 
+def test_a_stream_of_batches_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, "schedule", *TWO_BUFFERED, "--batches", "2")
+    assert (document["name"], document["batches"], document["micro_batches"]) == ("2bw", 2, 4)
+    assert " ".join(document["actions"][3]) == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 U0 B7 U1"
+    assert document["peak_live"] == [4, 3, 2, 1]
+    levelled = json_of(capsys, "schedule", *TWO_BUFFERED, "--bpipe")
+    assert (levelled["batches"], levelled["bound"], levelled["peak_live"]) == (3, 3, [3, 3, 2, 3])
+
+
+@pytest.mark.parametrize("batches", [1, 3, 10])
+def test_a_stream_takes_the_time_of_its_compute_and_fills_and_drains_once(
+    batches: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json_of(capsys, "simulate", *TWO_BUFFERED, "--batches", str(batches))
+    assert document["makespan_ms"] == (4 * batches + 4 - 1) * 3.0
+    updates = [span for span in document["timeline"][0] if span["action"].startswith("U")]
+    assert [span["action"] for span in updates] == [f"U{batch}" for batch in range(batches)]
+    assert updates[-1] == {
+        "action": f"U{batches - 1}",
+        "start_ms": document["makespan_ms"],
+        "end_ms": document["makespan_ms"],
+    }
+
+
 def test_a_simulation_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     times = ["--forward-ms", "10", "--backward-ms", "20,20,20,20", "--transfer-ms", "5"]
     document = json_of(capsys, "simulate", *BPIPE, *times)
@@ -65,7 +90,7 @@ def test_links_and_synchronous_transfers_take_time(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("command", ["schedule", "simulate"])
-@pytest.mark.parametrize("options", [BPIPE, INTERLEAVED])
+@pytest.mark.parametrize("options", [BPIPE, INTERLEAVED, [*TWO_BUFFERED, "--batches", "4"]])
 def test_picture_and_trace(
     command: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,6 +109,10 @@ def test_text_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *BPIPE]) == 0
     text = capsys.readouterr().out
     assert "makespan 33 ms, bubble 27.3%" in text
+    assert main(["schedule", *TWO_BUFFERED]) == 0
+    text = capsys.readouterr().out
+    assert "2bw, 4 stages, 4 micro-batches × 3 batches" in text
+    assert "U update" in text
 
 
 def test_as_a_module_without_torch(tmp_path: Path) -> None:
@@ -118,4 +147,8 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])
     assert caught.value.code == 0
-    assert "usage: evenpipe" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "usage: evenpipe" in text
+    for name in command:
+        assert "--batches N" in text
+        assert {"schedule": "evenpipe.schedule/1", "simulate": "evenpipe.simulation/1"}[name] in text

@@ -32,7 +32,7 @@ def add_schedule_options(parser: Parser) -> None:
     group.add_argument("--stages", required=True, type=int, metavar="P", help="pipeline stages")
     group.add_argument("--micro-batches", required=True, type=int, metavar="M", help="micro-batches in a batch")
     group.add_argument("--chunks", type=int, default=1, metavar="V", help="model chunks a stage (interleaved only)")
-    group.add_argument("--batches", type=int, metavar="N", help="batches in the stream (2bw only; default 3)")
+    group.add_argument("--batches", type=int, metavar="N", help="batches without a flush between (2bw only; default 3)")
     group.add_argument("--bpipe", action="store_true", help="level the stages' memory by evicting to partner stages")
 
 

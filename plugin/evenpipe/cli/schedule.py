@@ -31,7 +31,12 @@ _FORWARD_MS, _BACKWARD_MS, _TRANSFER_MS = 1.0, 2.0, 0.5
 def add_to(commands: Commands) -> None:
     """Add the sub-command."""
     text = "show which actions every stage carries out, in which order"
-    parser = commands.add_parser("schedule", help=text, description=f"{text.capitalize()}.")
+    document = (
+        "--json prints a document evenpipe.schedule/1: the actions of each stage (F3, B3: forward and backward of "
+        "micro-batch 3; E, L, A, R: transfers of bpipe; U0: the update of batch 0, 2bw only), the bound, and each "
+        "stage's peak_live and evictions."
+    )
+    parser = commands.add_parser("schedule", help=text, description=f"{text.capitalize()}.", epilog=document)
     add_schedule_options(parser)
     add_output_options(parser)
     parser.set_defaults(run=_run)

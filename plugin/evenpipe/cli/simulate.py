@@ -28,7 +28,11 @@ __all__ = ["add_to"]
 def add_to(commands: Commands) -> None:
     """Add the sub-command."""
     text = "show the time, bubbles and peaks of a schedule"
-    parser = commands.add_parser("simulate", help=text, description=f"{text.capitalize()}.")
+    document = (
+        "--json prints a document evenpipe.simulation/1: makespan_ms, of all batches, bubble_fraction, each stage's "
+        "busy_ms, idle_ms and peak_live, and the timeline: when each action starts and ends."
+    )
+    parser = commands.add_parser("simulate", help=text, description=f"{text.capitalize()}.", epilog=document)
     add_schedule_options(parser)
     group = parser.add_argument_group("costs", "times of one micro-batch through one stage, all its chunks together")
     group.add_argument(
