@@ -23,7 +23,7 @@ def actions(stream, stage, batches, **options):
 
 
 @given(st.integers(1, 9), st.data())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_the_calls_are_the_beginning_of_the_schedule(p, data):
     m, bpipe = data.draw(st.integers(p, 3 * p + 1)), p > 1 and data.draw(st.booleans())
     stream, finite = Stream(p, m, bpipe), lower(build("2bw", p, m, bpipe=bpipe, batches=BATCHES + 2))
@@ -61,7 +61,7 @@ def test_an_early_update_needs_no_second_gradient_buffer(stream):
 
 
 @given(streams(), st.integers(0, BATCHES))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_broken_off_every_message_has_both_its_ends(stream, batch):
     """Once each stage has taken part in what its partner has started, and each could."""
     ends, owed_needs = Counter(), []

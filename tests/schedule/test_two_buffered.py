@@ -51,7 +51,7 @@ def test_figure_2_on_the_clock():
 
 
 @given(shapes())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_every_micro_batch_has_its_version_forward_and_backward(shape):
     _, m, batches, _ = shape
     for row in two_buffered(shape).actions:
@@ -66,7 +66,7 @@ def test_the_version_of_a_batch_is_that_of_its_micro_batches(batch, m, data):
 
 
 @given(shapes())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_the_compute_is_one_long_1f1b(shape):
     """With its transfers: BPipe levels a stream as it levels a batch."""
     p, m, batches, bpipe = shape
@@ -76,7 +76,7 @@ def test_the_compute_is_one_long_1f1b(shape):
 
 
 @given(shapes())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_in_flight_and_live_micro_batches_are_bounded(shape):
     p, m, batches, bpipe = shape
     schedule = two_buffered(shape)
@@ -90,7 +90,7 @@ def test_in_flight_and_live_micro_batches_are_bounded(shape):
 
 
 @given(shapes(), st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=18, max_size=18), st.sampled_from([0.0, 0.5]))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_no_stage_waits_for_another_to_update(shape, times, latency):
     """When a stage comes to an update, all stages have ended the batch, however uneven they and their links are."""
     p, m, batches, _ = shape
