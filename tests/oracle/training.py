@@ -1,6 +1,7 @@
 """Trains what `evenpipe train` trains, by PipeDream-2BW's update rule, in one process and without a schedule."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -95,11 +96,21 @@ def _optimizer(stages: Sequence[Stage], options: TrainOptions) -> torch.optim.Op
         for stage in stages
         for group, decay in ((stage.decayed, options.weight_decay), (stage.plain, 0.0))
     ]
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum)
     return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.999), eps=1e-8)
 
 
 def _learning_rate(options: TrainOptions, batch: int) -> float:
-    return options.lr
+    """In iteration i = batch + 1 of n: lr · i / warmup, then constant or a cosine down to a tenth of lr at i = n."""
+    iteration, warmup = batch + 1, options.lr_warmup
+    if iteration <= warmup:
+        return options.lr * iteration / warmup
+    if options.lr_decay == "none":
+        return options.lr
+    least = 0.1 * options.lr
+    gone = (iteration - warmup) / (options.iterations - warmup)
+    return least + 0.5 * (math.cos(math.pi * gone) + 1.0) * (options.lr - least)
 
 
 def _digest(stages: Sequence[Stage]) -> str:
