@@ -95,7 +95,7 @@ def _measured(learner: Learner, engine: Engine) -> StageMeasurement:
         held.peak_bytes,
         held.evicted_bytes,
         parameter_bytes,
-        0 if extra is None else (extra.versions_peak - 1) * parameter_bytes,
+        0 if extra is None else extra.weight_version_bytes,
         0 if extra is None else extra.held_gradient_bytes,
     )
 

@@ -21,11 +21,13 @@ class StepResult(Protocol):
 class Extra(Protocol):
     """What a schedule keeps from iteration to iteration beyond model and optimizer, whose steps it may finish late.
 
-    `finished` is the last finished step; `held_gradient_bytes` are of one process, beyond the gradient buffer.
+    `finished` is the last finished step; bytes are of one process, beyond what it has without.
     """
 
     @property
     def finished(self) -> StepResult | None: ...
+    @property
+    def weight_version_bytes(self) -> int: ...
     @property
     def held_gradient_bytes(self) -> int: ...
     @property

@@ -116,6 +116,11 @@ class TwoBuffered:
         return self.versions.peak
 
     @property
+    def weight_version_bytes(self) -> int:
+        """The memory of the second version: the parameters, or the flat buffers that they lie in."""
+        return self.versions.nbytes
+
+    @property
     def held_gradient_bytes(self) -> int:
         """The second gradient buffer, where there is one."""
         return self._held.nbytes if self._held is not None else 0

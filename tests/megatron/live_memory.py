@@ -1,0 +1,85 @@
+"""Four processes that train with flushes and with 2BW, and write down what tensors each keeps between iterations.
+
+Argument: a folder (rank-<rank>.json out).
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from megatron.core import parallel_state
+
+from evenpipe.megatron.cpu_mode import cpu_mode
+from evenpipe.megatron.trainer import data
+from evenpipe.megatron.trainer.engines import engine_for
+from evenpipe.megatron.trainer.loop import Watched, iterate
+from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.trainer.recorder import Recorder
+from evenpipe.megatron.trainer.step import make_learner
+from evenpipe.megatron.trainer.whereabouts import Whereabouts
+
+WORLD = 4
+SMALL = {"layers": 2, "hidden": 32, "seq_length": 16, "stages": 2, "data_parallel": 2, "micro_batches": 3}
+CASES = {
+    "fp32": {},
+    "fp32 without clipping": {"clip_grad": 0.0, "untie_embeddings": True},
+    "bf16": {"precision": "bf16"},
+    "bf16, distributed optimizer": {"precision": "bf16", "distributed_optimizer": True},
+    "fp32, distributed optimizer": {"distributed_optimizer": True},
+    "fp16": {"precision": "fp16", "initial_loss_scale": 1024.0},
+}
+
+
+def live_bytes() -> int:
+    """Of all storages that Python can reach, each once; inputs are left out, since 2BW has read ahead."""
+    gc.collect()
+    storages = {}
+    for tensor in gc.get_objects():
+        if isinstance(tensor, torch.Tensor) and tensor.dtype not in (torch.int64, torch.int32):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def train(options: TrainOptions) -> dict[str, int]:
+    """What this process keeps when nothing is under way."""
+    before = live_bytes()  # Megatron's distributed optimizer does not let go of all of an earlier model
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=options.stages)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    whereabouts = Whereabouts(stage)
+    learner = make_learner(options, data.load(options), torch.device("cpu"))
+    with engine_for(learner, stage, recorder := Recorder(whereabouts)) as engine:
+        found = iterate(
+            Watched(learner, engine, recorder, whereabouts), 0, lambda done: False, lambda iteration, loss, ms: None
+        )
+        kept = {"live": live_bytes() - before, **found.measured._asdict()}
+    del learner, engine, recorder
+    parallel_state.destroy_model_parallel()
+    return kept
+
+
+def run(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), CUDA_VISIBLE_DEVICES="", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    cpu_mode().apply()
+    store = dist.FileStore(f"{folder}/store", WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    found = {
+        name: {
+            schedule: train(TrainOptions.of(**{**SMALL, **case, "schedule": schedule, "iterations": 4}))
+            for schedule in ("1f1b", "2bw")
+        }
+        for name, case in CASES.items()
+    }
+    Path(folder, f"rank-{rank}.json").write_text(json.dumps({"stage": rank // 2, "cases": found}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.start_processes(run, (sys.argv[1],), nprocs=WORLD, start_method="spawn")
