@@ -1,0 +1,237 @@
+"""What a training iteration takes with and without pipeline flushes: Megatron's 1F1B, EvenPipe's 1F1B, EvenPipe's 2BW.
+
+Measured: the time from the start of a batch to the start of the next, on the slowest stage, in steady state. On: a tiny
+megatron-core GPT (tied embeddings, one layer a stage) in Megatron's DDP with Megatron's Adam and clipping at 1.0, one
+process a stage over gloo. Each stage really computes, and sleeps for the rest of the time that an accelerator would
+take: a forward 50 ms, a backward 100 ms, to deadlines. An action ends at max(end of the action before, time at which
+what it waits for was there) + its duration: like an accelerator, a stage has its next result one duration after it could
+start, whatever its host did meanwhile. What is waited for are messages and collectives.
+
+An iteration is what Megatron-LM's `train_step` does: zero gradients, schedule, the optimizer's step with the norm over
+all stages, whether all stages have stepped and the largest norm, asked of all of them; then a line with the mean loss on
+the last stage. With 2BW, as in EvenPipe's drop-in, the last two are not asked: every stage knows them.
+
+    megatron     Megatron's own forward_backward_pipelining_without_interleaving
+    evenpipe     EvenPipe's 1F1B
+    2bw          EvenPipe's 2BW, its stream going on from round to round
+
+The three take turns in the same processes, each with a model and an optimizer of its own: some batches to get going,
+some measured. The figures are medians over rounds. Beside them stands theory, where messages, host and optimizer take no
+time: (m + p − 1)(tf + tb) with a flush, m(tf + tb) without.
+
+With --megatron-lm PATH, the same stages in the training loop of that checkout's own, unmodified pretrain_gpt.py, a job a
+variant in every round; the times are those in Megatron's log, at every iteration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import pretrain_jobs
+import torch
+import torch.distributed as dist
+from emulation import Accelerator, clock_ms
+from harness import Benchmark, Tick, positive, progress_bar, run_in_processes
+from rich.table import Table
+from sleeping_stages import follow_waits, slow_down
+
+with warnings.catch_warnings():
+    # megatron-core warns of every optional package that is missing; none is needed here.
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+
+    from evenpipe.megatron.cpu_mode import cpu_mode
+    from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
+    from evenpipe.megatron.trainer import data
+    from evenpipe.megatron.trainer.options import OptionsError, TrainOptions
+    from evenpipe.megatron.trainer.step import Learner, Stepped, make_learner, micro_batches, train_step
+    from evenpipe.megatron.trainer.whereabouts import Whereabouts
+    from evenpipe.megatron.two_buffered import StreamSchedule, TwoBuffered
+
+VARIANTS: Final = ("megatron", "evenpipe", "2bw")
+CASES: Final = ("4x4", "4x8", "8x8")
+MODEL: Final[dict[str, Any]] = {"hidden": 32, "heads": 4, "seq_length": 16, "clip_grad": 1.0, "lr_decay": "none"}
+
+
+class Setting(NamedTuple):
+    """One pipeline; a backward takes twice a forward. `batches` are measured in every round, after `warm_up` others."""
+
+    stages: int
+    micro_batches: int
+    forward_ms: float
+    repeats: int
+    warm_up: int
+    batches: int
+
+    @property
+    def pair_ms(self) -> float:
+        """A forward and a backward."""
+        return 3 * self.forward_ms
+
+    @property
+    def theory_ms(self) -> dict[str, float]:
+        """A batch, per variant."""
+        flushed = (self.micro_batches + self.stages - 1) * self.pair_ms
+        return {"megatron": flushed, "evenpipe": flushed, "2bw": self.micro_batches * self.pair_ms}
+
+    @property
+    def options(self) -> TrainOptions:
+        """Of the model and its training. Raises OptionsError where there is no such pipeline."""
+        shape = {"stages": self.stages, "layers": self.stages, "micro_batches": self.micro_batches}
+        TrainOptions.of(**MODEL, **shape, schedule="2bw")
+        return TrainOptions.of(**MODEL, **shape)
+
+
+class Variant:
+    """A model in training under one of `VARIANTS`."""
+
+    def __init__(self, name: str, options: TrainOptions, accelerator: Accelerator, rank: int) -> None:
+        self.learner: Learner = make_learner(options, data.load(options), torch.device("cpu"))
+        (chunk,) = self.learner.replica.chunks
+        slow_down(chunk.module, accelerator)
+        self._flushes = name != "2bw"
+        self._streams = micro_batches(self.learner, 0)
+        self._whereabouts = Whereabouts(rank)
+        self.patches = None
+        if name == "evenpipe":
+            self.patches = in_place_of_megatron(PipelineSchedule("1f1b"))
+        elif name == "2bw":
+            schedule = StreamSchedule()
+            schedule.attach(TwoBuffered(self.learner.replica.chunks, self.learner.optimizer))
+            self.patches = in_place_of_megatron(schedule)
+
+    def run(self, batches: int, log: Callable[[str], object]) -> list[float]:
+        """Train on so many; when each of them started, and when the last one ended, in ms."""
+        starts = []
+        if self.patches is not None:
+            self.patches.apply()
+        for _ in range(batches):
+            starts.append(clock_ms())
+            stepped = train_step(self.learner, self._streams, self._whereabouts)
+            updated, norm = agreed(stepped) if self._flushes else (stepped.updated, stepped.grad_norm)
+            if stepped.reduced:
+                losses = [total / count for total, count in (one["lm loss"].tolist() for one in stepped.reduced)]
+                log(f"lm loss {sum(losses) / len(losses):.6f} | grad norm {norm} | skipped {not updated}\n")
+        if self.patches is not None:
+            self.patches.revert()
+        return [*starts, clock_ms()]
+
+
+def agreed(stepped: Stepped) -> tuple[bool, float]:
+    """What `train_step` asks of all stages: whether each has stepped, and the largest norm."""
+    group = parallel_state.get_model_parallel_group()
+    updated = torch.tensor([stepped.updated], dtype=torch.int)
+    dist.all_reduce(updated, dist.ReduceOp.MIN, group=group)
+    norm = torch.tensor([-1.0 if stepped.grad_norm is None else stepped.grad_norm])
+    dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
+    return bool(updated.item()), norm.item()
+
+
+def measure(rank: int, setting: Setting, tick: Tick) -> dict[str, list[float]]:
+    """In each process: milliseconds of a batch in every round, per variant."""
+    warnings.simplefilter("ignore")
+    cpu_mode().apply()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=setting.stages)
+    accelerator = Accelerator(setting.forward_ms, 2 * setting.forward_ms)
+    follow_waits(accelerator)
+    variants = {name: Variant(name, setting.options, accelerator, rank) for name in VARIANTS}
+    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    with open(os.devnull, "w") as log:
+        for _ in range(setting.repeats):
+            for name, variant in variants.items():
+                dist.barrier()
+                accelerator.not_before(clock_ms())
+                starts = variant.run(setting.warm_up + setting.batches, log.write)[setting.warm_up :]
+                took = torch.tensor((starts[-1] - starts[0]) / setting.batches, dtype=torch.float64)
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+                times[name].append(took.item())
+                tick()
+    return times
+
+
+def result(setting: Setting, times: dict[str, list[float]]) -> dict[str, Any]:
+    """One entry of the document: medians, theory, and every round."""
+    measured, theory = {name: median(rounds) for name, rounds in times.items()}, setting.theory_ms
+    entry: dict[str, Any] = {"stages": setting.stages, "micro_batches": setting.micro_batches}
+    for name in VARIANTS:
+        entry |= {f"{name}_ms": measured[name], f"theory_{name}_ms": theory[name]}
+        entry[f"{name}_ratio"] = measured[name] / theory[name]
+    for prefix, values in (("", measured), ("theory_", theory)):
+        entry |= {f"{prefix}{name}_speed_up": values["megatron"] / values[name] for name in ("evenpipe", "2bw")}
+    return entry | {"rounds_ms": times}
+
+
+def table(results: list[dict[str, Any]]) -> Table:
+    """The same for people."""
+    shown = Table("stages", "m", "schedule", "ms", "theory", "× theory", "speed-up", "theory")
+    for entry in results:
+        for name in VARIANTS:
+            pipeline = (str(entry["stages"]), str(entry["micro_batches"])) if name == "megatron" else ("", "")
+            times = [f"{entry[f'{prefix}{name}_ms']:,.0f}" for prefix in ("", "theory_")]
+            gains = [f"{entry.get(f'{prefix}{name}_speed_up', 1):.3f}" for prefix in ("", "theory_")]
+            shown.add_row(*pipeline, name, *times, f"{entry[f'{name}_ratio']:.3f}", *gains)
+        shown.add_section()
+    return shown
+
+
+def settings_of(arguments: argparse.Namespace) -> list[Setting]:
+    """One pipeline for each value of --cases. Raises OptionsError where 2BW has none."""
+    settings = []
+    for stages, micro_batches in arguments.cases:
+        counts = (arguments.repeats, arguments.warm_up, arguments.batches)
+        settings.append(Setting(stages, micro_batches, arguments.forward_ms, *counts))
+        _ = settings[-1].options
+    return settings
+
+
+def case(text: str) -> tuple[int, int]:
+    """The value of --cases: stages x micro-batches."""
+    stages, _, micro_batches = text.partition("x")
+    return positive(stages), positive(micro_batches)
+
+
+def main() -> None:
+    benchmark = Benchmark("bubbles", __doc__, repeats=5)
+    add = benchmark.parser.add_argument
+    default = [case(text) for text in CASES]
+    add("--cases", type=case, nargs="+", default=default, metavar="PxM", help=f"(default {' '.join(CASES)})")
+    add("--forward-ms", type=float, default=50.0, help="a backward takes twice as long (default 50)")
+    add("--warm-up", type=positive, default=2, help="batches of a round that are not measured (default 2)")
+    add("--batches", type=positive, default=3, help="measured batches of a round (default 3)")
+    add("--megatron-lm", type=Path, metavar="PATH", help="a checkout whose pretrain_gpt.py is to be measured")
+    arguments = benchmark.parser.parse_args()
+    checkout: Path | None = arguments.megatron_lm
+    if checkout is not None and not (checkout / "pretrain_gpt.py").exists():
+        benchmark.parser.error(f"--megatron-lm {checkout}: has no pretrain_gpt.py: name a Megatron-LM checkout")
+    try:
+        settings = settings_of(arguments)
+    except OptionsError as error:
+        benchmark.parser.error(str(error))
+    # CPU mode is refused where CUDA is available.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    # What is imported need not be searched for cycles in each process.
+    gc.collect()
+    gc.freeze()
+    results = []
+    for setting in settings:
+        with progress_bar(f"{setting.stages} stages", len(VARIANTS) * setting.repeats) as tick:
+            if checkout is None:
+                times = run_in_processes(setting.stages, measure, setting, tick=tick)
+            else:
+                times = pretrain_jobs.measure(checkout.resolve(), setting, MODEL, tick)
+            results.append(result(setting, times))
+    common = {name: getattr(arguments, name) for name in ("forward_ms", "repeats", "warm_up", "batches")}
+    where = {} if checkout is None else {"megatron_lm": checkout.name}
+    benchmark.report(common | {"backward_ms": 2 * arguments.forward_ms} | where, results, table(results))
+
+
+if __name__ == "__main__":
+    main()

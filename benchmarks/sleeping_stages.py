@@ -1,0 +1,60 @@
+"""Stages of a real model on an emulated accelerator: they compute, and sleep for the rest of the time it would take."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from emulation import Accelerator, clock_ms
+from torch import Tensor
+
+__all__ = ["follow_waits", "slow_down"]
+
+# A wait that took less found what it waited for there already.
+_NOTICEABLE_MS: Final = 0.3
+
+
+def slow_down(module: torch.nn.Module, accelerator: Accelerator) -> None:
+    """From now on each forward and backward of `module` takes its time on `accelerator`, what it really computes
+    included. `module` returns one tensor, and all of a backward goes through that.
+    """
+
+    def stretched(_: torch.nn.Module, __: Any, output: Tensor) -> Tensor:
+        stretched_output: Tensor = _Stretch.apply(output, accelerator)
+        return stretched_output
+
+    module.register_forward_hook(stretched)
+
+
+def follow_waits(accelerator: Accelerator) -> None:
+    """From now on whatever this process waits for is an input that `accelerator` waits for too: messages, collectives.
+
+    Without a wait, what the host does between two actions costs nothing, unless it makes a message late.
+    """
+    original = dist.Work.wait
+
+    def wait(self: dist.Work, *args: Any, **kwargs: Any) -> Any:
+        began_ms = clock_ms()
+        result = original(self, *args, **kwargs)
+        if (ended_ms := clock_ms()) - began_ms > _NOTICEABLE_MS:
+            accelerator.not_before(ended_ms)
+        return result
+
+    dist.Work.wait = wait  # type: ignore[method-assign]
+
+
+class _Stretch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, accelerator: Accelerator) -> Tensor:
+        ctx.accelerator = accelerator
+        accelerator.compute(accelerator.forward_ms)
+        # A tensor of its own: Megatron frees what it has sent.
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        accelerator = ctx.accelerator
+        # First of the backward; the callback comes when autograd is done with all of it.
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: accelerator.compute(accelerator.backward_ms))
+        return gradient, None
