@@ -4,23 +4,23 @@ Measured: the time from the start of a batch to the start of the next, on the sl
 megatron-core GPT (tied embeddings, one layer a stage) in Megatron's DDP with Megatron's Adam and clipping at 1.0, one
 process a stage over gloo. Each stage really computes, and sleeps for the rest of the time that an accelerator would
 take: a forward 50 ms, a backward 100 ms, to deadlines. An action ends at max(end of the action before, time at which
-what it waits for was there) + its duration: like an accelerator, a stage has its next result one duration after it could
-start, whatever its host did meanwhile. What is waited for are messages and collectives.
+what it waits for was there) + its duration: like an accelerator, a stage has its next result one duration after it
+could start, whatever its host did meanwhile. Messages and collectives are what is waited for.
 
 An iteration is what Megatron-LM's `train_step` does: zero gradients, schedule, the optimizer's step with the norm over
-all stages, whether all stages have stepped and the largest norm, asked of all of them; then a line with the mean loss on
-the last stage. With 2BW, as in EvenPipe's drop-in, the last two are not asked: every stage knows them.
+all stages, all stages asked whether each has stepped and for the largest norm; then a line with the mean loss on the
+last stage. With 2BW, as in EvenPipe's drop-in, nobody is asked: every stage knows the answers.
 
     megatron     Megatron's own forward_backward_pipelining_without_interleaving
     evenpipe     EvenPipe's 1F1B
     2bw          EvenPipe's 2BW, its stream going on from round to round
 
 The three take turns in the same processes, each with a model and an optimizer of its own: some batches to get going,
-some measured. The figures are medians over rounds. Beside them stands theory, where messages, host and optimizer take no
-time: (m + p − 1)(tf + tb) with a flush, m(tf + tb) without.
+some measured. The figures are medians over rounds. Beside them stands theory, where messages, host and optimizer take
+no time: (m + p − 1)(tf + tb) with a flush, m(tf + tb) without.
 
-With --megatron-lm PATH, the same stages in the training loop of that checkout's own, unmodified pretrain_gpt.py, a job a
-variant in every round; the times are those in Megatron's log, at every iteration.
+With --megatron-lm PATH, the same stages in the training loop of that checkout's own, unmodified pretrain_gpt.py, a job
+a variant in every round; the times are those in Megatron's log, at every iteration.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ with warnings.catch_warnings():
     # megatron-core warns of every optional package that is missing; none is needed here.
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
+    from variants import installed, patches_for
 
     from evenpipe.megatron.cpu_mode import cpu_mode
-    from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
     from evenpipe.megatron.trainer import data
     from evenpipe.megatron.trainer.options import OptionsError, TrainOptions
     from evenpipe.megatron.trainer.step import Learner, Stepped, make_learner, micro_batches, train_step
     from evenpipe.megatron.trainer.whereabouts import Whereabouts
-    from evenpipe.megatron.two_buffered import StreamSchedule, TwoBuffered
 
-VARIANTS: Final = ("megatron", "evenpipe", "2bw")
+#: EvenPipe's schedule of each variant.
+SCHEDULES: Final = {"megatron": None, "evenpipe": "1f1b", "2bw": "2bw"}
+VARIANTS: Final = tuple(SCHEDULES)
 CASES: Final = ("4x4", "4x8", "8x8")
 MODEL: Final[dict[str, Any]] = {"hidden": 32, "heads": 4, "seq_length": 16, "clip_grad": 1.0, "lr_decay": "none"}
 
@@ -99,28 +100,19 @@ class Variant:
         self._flushes = name != "2bw"
         self._streams = micro_batches(self.learner, 0)
         self._whereabouts = Whereabouts(rank)
-        self.patches = None
-        if name == "evenpipe":
-            self.patches = in_place_of_megatron(PipelineSchedule("1f1b"))
-        elif name == "2bw":
-            schedule = StreamSchedule()
-            schedule.attach(TwoBuffered(self.learner.replica.chunks, self.learner.optimizer))
-            self.patches = in_place_of_megatron(schedule)
+        self._patches = None if SCHEDULES[name] is None else patches_for(SCHEDULES[name], self.learner)
 
     def run(self, batches: int, log: Callable[[str], object]) -> list[float]:
         """Train on so many; when each of them started, and when the last one ended, in ms."""
         starts = []
-        if self.patches is not None:
-            self.patches.apply()
-        for _ in range(batches):
-            starts.append(clock_ms())
-            stepped = train_step(self.learner, self._streams, self._whereabouts)
-            updated, norm = agreed(stepped) if self._flushes else (stepped.updated, stepped.grad_norm)
-            if stepped.reduced:
-                losses = [total / count for total, count in (one["lm loss"].tolist() for one in stepped.reduced)]
-                log(f"lm loss {sum(losses) / len(losses):.6f} | grad norm {norm} | skipped {not updated}\n")
-        if self.patches is not None:
-            self.patches.revert()
+        with installed(self._patches):
+            for _ in range(batches):
+                starts.append(clock_ms())
+                stepped = train_step(self.learner, self._streams, self._whereabouts)
+                updated, norm = agreed(stepped) if self._flushes else (stepped.updated, stepped.grad_norm)
+                if stepped.reduced:
+                    losses = [total / count for total, count in (one["lm loss"].tolist() for one in stepped.reduced)]
+                    log(f"lm loss {sum(losses) / len(losses):.6f} | grad norm {norm} | skipped {not updated}\n")
         return [*starts, clock_ms()]
 
 

@@ -22,7 +22,7 @@ from evenpipe.megatron.trainer.optimizer import make_optimizer, make_scheduler
 from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.megatron.trainer.whereabouts import Whereabouts
 
-__all__ = ["Learner", "Stepped", "Tensors", "make_learner", "micro_batches", "train_step"]
+__all__ = ["Learner", "Stepped", "Tensors", "forward_step", "make_learner", "micro_batches", "train_step"]
 
 
 class Learner(NamedTuple):
@@ -78,7 +78,7 @@ def train_step(learner: Learner, streams: list[Iterator[Tensors]], whereabouts: 
         chunk.zero_grad_buffer()
     learner.optimizer.zero_grad()
     reduced: list[dict[str, torch.Tensor]] = pipeline_parallel.get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, options, whereabouts),
+        forward_step_func=partial(forward_step, options, whereabouts),
         data_iterator=streams if len(chunks) > 1 else streams[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=options.micro_batches,
@@ -109,7 +109,7 @@ def _stream(learner: Learner, first_iteration: int) -> Iterator[Tensors]:
             yield Tensors(*(torch.from_numpy(array).to(learner.device) for array in batch))
 
 
-def _forward_step(
+def forward_step(
     options: TrainOptions, whereabouts: Whereabouts, iterator: Iterator[Tensors], model: torch.nn.Module
 ) -> tuple[Any, Any]:
     """Megatron's forward step: the model's output for the next micro-batch, and how to make a loss of it."""

@@ -1,0 +1,33 @@
+"""The schedules that benchmarks of training compare, each put in Megatron's place for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
+from evenpipe.megatron.trainer.step import Learner
+from evenpipe.megatron.two_buffered import StreamSchedule, TwoBuffered
+from evenpipe.upstream import PatchSet
+
+__all__ = ["installed", "patches_for"]
+
+
+def patches_for(schedule: str, learner: Learner) -> PatchSet:
+    """What has EvenPipe's `schedule` train `learner`; call it once for a learner."""
+    if schedule != "2bw":
+        return in_place_of_megatron(PipelineSchedule(schedule))
+    stream = StreamSchedule()
+    stream.attach(TwoBuffered(learner.replica.chunks, learner.optimizer))
+    return in_place_of_megatron(stream)
+
+
+@contextmanager
+def installed(patches: PatchSet | None) -> Iterator[None]:
+    """`patches`, if any, applied inside."""
+    if patches is None:
+        yield
+        return
+    patches.apply()
+    yield
+    patches.revert()
