@@ -12,7 +12,7 @@ from rich.table import Table
 from evenpipe.cli.options import add_output_options, title_of, write_reports
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.training import run_training
-from evenpipe.megatron.trainer import data
+from evenpipe.megatron.trainer import checkpoint, data
 from evenpipe.megatron.trainer.options import OptionsError, TrainOptions, flag
 from evenpipe.megatron.trainer.predict import predict
 from evenpipe.megatron.trainer.result import RunResult
@@ -47,6 +47,7 @@ def _run(arguments: Namespace) -> None:
     try:
         options = TrainOptions.of(**given)
         data.load(options)
+        checkpoint.check(options)
     except OptionsError as error:
         raise UsageError(str(error)) from error
     [result] = run_training("train", [options], [f"{options.engine}, {options.schedule}"])

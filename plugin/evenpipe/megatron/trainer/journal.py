@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-__all__ = ["Entry", "Failure", "Iteration", "JournalReader", "append"]
+__all__ = ["Entry", "Failure", "Iteration", "JournalReader", "Note", "Saved", "append"]
 
 
 class Iteration(NamedTuple):
@@ -32,8 +32,20 @@ class Failure(NamedTuple):
         return f"stage {self.stage} failed at {self.position}: {self.error}"
 
 
-Entry = Iteration | Failure
-_KINDS: Final[dict[str, type[Iteration] | type[Failure]]] = {"iteration": Iteration, "failure": Failure}
+class Saved(NamedTuple):
+    """A checkpoint is complete, in `folder`."""
+
+    folder: str
+
+
+class Note(NamedTuple):
+    """Something that the user should know, in one line."""
+
+    text: str
+
+
+Entry = Iteration | Failure | Saved | Note
+_KINDS: Final[dict[str, type[Entry]]] = {kind.__name__.lower(): kind for kind in (Iteration, Failure, Saved, Note)}
 
 
 def append(folder: Path, rank: int, entry: Entry) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
+import sys
 import tempfile
 import threading
 import uuid
@@ -12,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from evenpipe.megatron.trainer.journal import Failure, Iteration, JournalReader
+from evenpipe.megatron.trainer.journal import Failure, Iteration, JournalReader, Note, Saved
 from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.megatron.trainer.result import RunResult
 
@@ -39,10 +40,11 @@ class StageFailed(RuntimeError):
 
 
 class Stopped(RuntimeError):
-    """A signal told the parent to end; the processes of the run have ended."""
+    """A signal told the parent to end; the processes of the run have ended. `saved` is their last checkpoint."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
+    def __init__(self, number: int, saved: Path | None = None) -> None:
+        how_to_go_on = f": saved {saved}: go on with --load {saved.parent}" if saved is not None else ""
+        super().__init__(f"stopped by {signal.Signals(number).name}{how_to_go_on}")
         self.number = number
 
 
@@ -91,16 +93,20 @@ def _run_together(cases: tuple[TrainOptions, ...], progress: Progress) -> list[R
             start_method=_start_method(device_type),
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder, "logs")), redirects=Std.ALL),
         )
-        with _followed(journal, progress) as failures:
+        ended: SignalException | ChildFailedError
+        with _followed(journal, progress) as told:
             try:
                 returned = elastic_launch(config, entry)(cases, device_type, str(journal))
-            except SignalException as error:
-                raise Stopped(error.sigval) from None
-            except ChildFailedError as error:
-                agent_error = error
+            except (SignalException, ChildFailedError) as error:
+                ended = error
             else:
                 return list(returned[0])
-        raise _first_failure(failures, agent_error, cases)
+        if isinstance(ended, ChildFailedError):
+            raise _first_failure(told.failures, ended, cases)
+        if told.failures and any(options.save is not None for options in cases):
+            # Asked to stop, it could not save.
+            raise _as_told(told.failures)
+        raise Stopped(ended.sigval, told.saved[-1] if told.saved else None)
 
 
 def _device_type(world_size: int) -> str:
@@ -118,16 +124,28 @@ def _start_method(device_type: str) -> str:
     return "forkserver"
 
 
+class _Told(NamedTuple):
+    """Failures, and the folders of checkpoints, in the order in which they were read."""
+
+    failures: list[Failure]
+    saved: list[Path]
+
+
 @contextmanager
-def _followed(journal: Path, progress: Progress) -> Iterator[list[Failure]]:
-    """Read the journal from a thread: iterations go to `progress`; the list of failures is complete after the block."""
-    failures: list[Failure] = []
+def _followed(journal: Path, progress: Progress) -> Iterator[_Told]:
+    """Read the journal from a thread: iterations go to `progress`, notes to standard error, and the rest into the
+    result, which is complete after the block."""
+    told = _Told([], [])
     reader, done = JournalReader(journal), threading.Event()
 
     def read() -> None:
         for entry in reader.new_entries():
             if isinstance(entry, Failure):
-                failures.append(entry)
+                told.failures.append(entry)
+            elif isinstance(entry, Saved):
+                told.saved.append(Path(entry.folder))
+            elif isinstance(entry, Note):
+                print(f"evenpipe: {entry.text}", file=sys.stderr)
             else:
                 progress(entry)
 
@@ -139,7 +157,7 @@ def _followed(journal: Path, progress: Progress) -> Iterator[list[Failure]]:
     thread = threading.Thread(target=follow, name="evenpipe-journal", daemon=True)
     thread.start()
     try:
-        yield failures
+        yield told
     finally:
         done.set()
         thread.join()
@@ -150,14 +168,18 @@ def _first_failure(
 ) -> StageFailed:
     """What ended the run: the earliest error told, unless the agent saw a process die that had told none."""
     rank, died = agent_error.get_first_failure()
-    told = sorted(failures)
-    if told and died.exitcode > 0:
-        return StageFailed(str(told[0]), told[0].traceback)
+    if failures and died.exitcode > 0:
+        return _as_told(failures)
     stage = rank // (cases[0].data_parallel * cases[0].tensor_parallel)
     if died.exitcode < 0:
         return StageFailed(f"stage {stage} failed: its process was killed by {signal.Signals(-died.exitcode).name}", "")
     said = died.message["message"] if isinstance(died.message, dict) else died.message
     return StageFailed(f"stage {stage} failed at start-up: {str(said).strip().partition(chr(10))[0]}", "")
+
+
+def _as_told(failures: Sequence[Failure]) -> StageFailed:
+    first = min(failures)
+    return StageFailed(str(first), first.traceback)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,14 +18,23 @@ from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.megatron.trainer.outcomes import Outcomes
 from evenpipe.megatron.trainer.recorder import Recorder
 from evenpipe.megatron.trainer.result import StageMeasurement
-from evenpipe.megatron.trainer.step import Learner, Stepped, micro_batches, train_step
+from evenpipe.megatron.trainer.step import Learner, micro_batches, train_step
 from evenpipe.megatron.trainer.whereabouts import Whereabouts
 from evenpipe.schedule import FORWARD, Action
 
 __all__ = ["Tell", "Watched", "iterate"]
 
-Tell = Callable[[int, float, float], None]
-"""Called with (iteration, loss, milliseconds) after each iteration, by one process: the one that knows the loss."""
+
+class Tell(NamedTuple):
+    """What to call while a run is under way.
+
+    `iteration` with (iteration, loss, milliseconds) after each, by one process: the one that knows the loss; `saved`
+    with the folder of a complete checkpoint, `note` with a line that the user should see, both on rank 0.
+    """
+
+    iteration: Callable[[int, float, float], None]
+    saved: Callable[[Path], None]
+    note: Callable[[str], None]
 
 
 class Watched(NamedTuple):
@@ -56,27 +66,23 @@ def iterate(watched: Watched, first: int, ends_after: Callable[[int], bool], tel
         start = _clock(learner.device)
         stepped = train_step(learner, streams, whereabouts)
         times.append((_clock(learner.device) - start) * 1e3)
-        _file(outcomes, engine, first, iteration, stepped)
+        if engine.extra is None:
+            outcomes.file(iteration, stepped.updated, stepped.grad_norm)
+        _file_finished(outcomes, engine, first)
         peaks.append(_measured(learner, engine))
         if stepped.reduced:
             losses.append(_loss(stepped.reduced, iteration, learner.options, whereabouts))
             mean = _over_replicas(losses[-1], learner.device)
             if parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0:
-                tell(iteration, mean, times[-1])
+                tell.iteration(iteration, mean, times[-1])
         if ends_after(iteration + 1):
             break
+        _file_finished(outcomes, engine, first)
     if engine.extra is not None:
         engine.extra.drain()
-        _file_finished(outcomes, engine, first)
+    _file_finished(outcomes, engine, first)
     versions = 1 if engine.extra is None else engine.extra.versions_peak
     return Found(first, tuple(losses), tuple(times), highest(peaks), outcomes.grad_norms, outcomes.skipped, versions)
-
-
-def _file(outcomes: Outcomes, engine: Engine, first: int, iteration: int, stepped: Stepped) -> None:
-    if engine.extra is None:
-        outcomes.file(iteration, stepped.updated, stepped.grad_norm)
-    else:
-        _file_finished(outcomes, engine, first)
 
 
 def _file_finished(outcomes: Outcomes, engine: Engine, first: int) -> None:

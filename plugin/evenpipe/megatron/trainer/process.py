@@ -22,9 +22,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.megatron.cpu_mode import cpu_mode
-from evenpipe.megatron.trainer.journal import Failure, Iteration, append
+from evenpipe.megatron.trainer.journal import Failure, Iteration, Note, Saved, append
+from evenpipe.megatron.trainer.loop import Tell
 from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.trainer.presence import anybody_gone, sign_in
 from evenpipe.megatron.trainer.result import RunResult
+from evenpipe.megatron.trainer.stopping import StopRequest
 from evenpipe.megatron.trainer.whereabouts import Whereabouts
 from evenpipe.megatron.trainer.worker import run_case
 
@@ -39,33 +42,45 @@ _NOTICE_SECONDS: Final = 0.5
 def run_cases(cases: tuple[TrainOptions, ...], device_type: str, journal: str) -> list[RunResult]:
     """Run `cases` one after the other, each in a torch.distributed world of its own; results on rank 0 only.
 
+    With --save, SIGTERM has the case under way save and end, and none follows. Otherwise it ends the process at once.
     Never raises: an error is told in the journal, and ends the process with status 1.
     """
     _end_with_the_parent()
     _environment(device_type)
-    rank = int(os.environ["RANK"])
+    rank, folder = int(os.environ["RANK"]), Path(journal)
+    sign_in(folder, rank)
     whereabouts = Whereabouts(0)
     try:
         device = _device(device_type)
         store = next(rendezvous("env://", timeout=_TIMEOUT))[0]
+        stop = None
+        if any(options.save is not None for options in cases):
+            stop = StopRequest(lambda: anybody_gone(folder, cases[0].world_size))
         results = []
         for number, options in enumerate(cases):
             stage = rank // (options.data_parallel * options.tensor_parallel)
             whereabouts = Whereabouts(stage, options.fault)
-
-            def tell(iteration: int, loss: float, ms: float, case: int = number) -> None:
-                append(Path(journal), rank, Iteration(case, iteration, loss, ms))
-
             with _world(PrefixStore(f"case {number}", store), rank, options.world_size, device) as host_group:
-                result = run_case(options, device, whereabouts, tell, host_group)
+                result = run_case(options, device, whereabouts, _telling(folder, rank, number), host_group, stop)
             if result is not None:
                 results.append(result)
+            if stop is not None and stop.made:
+                break
         return results
     except BaseException as error:
-        append(Path(journal), rank, _failure(error, whereabouts))
+        append(folder, rank, _failure(error, whereabouts))
         time.sleep(_NOTICE_SECONDS)
         # Not sys.exit: process groups wait for their peers when they are torn down.
         os._exit(1)
+
+
+def _telling(folder: Path, rank: int, case: int) -> Tell:
+    """What case `case` has to say goes into the journal."""
+    return Tell(
+        iteration=lambda iteration, loss, ms: append(folder, rank, Iteration(case, iteration, loss, ms)),
+        saved=lambda checkpoint: append(folder, rank, Saved(str(checkpoint))),
+        note=lambda text: append(folder, rank, Note(text)),
+    )
 
 
 def _end_with_the_parent() -> None:

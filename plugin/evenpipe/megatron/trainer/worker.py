@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -13,8 +15,11 @@ from evenpipe.megatron.trainer.loop import Tell, Watched, iterate
 from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.megatron.trainer.recorder import Recorder
 from evenpipe.megatron.trainer.result import RunResult
+from evenpipe.megatron.trainer.saver import Saver, load
 from evenpipe.megatron.trainer.step import make_learner
+from evenpipe.megatron.trainer.stopping import Agreement, StopRequest
 from evenpipe.megatron.trainer.whereabouts import Whereabouts
+from evenpipe.runtime.exchange import Exchange
 
 __all__ = ["run_case"]
 
@@ -25,12 +30,13 @@ def run_case(
     whereabouts: Whereabouts,
     tell: Tell,
     host_group: dist.ProcessGroup | None = None,
+    stop: StopRequest | None = None,
 ) -> RunResult | None:
     """Train as `options` say; needs torch.distributed initialised with `options.world_size` processes.
 
     Leaves no Megatron state behind, so that other cases can follow. The result is returned on rank 0, None elsewhere.
     `host_group` holds all ranks and moves host memory; it may be left out where the default group does so.
-    Raises OptionsError when the data cannot be read.
+    `stop` is needed with --save. Raises OptionsError when the data or the checkpoint cannot be read, and NotSaved.
     """
     corpus = data.load(options)
     parallel_state.initialize_model_parallel(
@@ -42,13 +48,34 @@ def run_case(
         learner = make_learner(options, corpus, device)
         recorder = Recorder(whereabouts)
         with engine_for(learner, whereabouts.stage, recorder) as engine:
-            found = iterate(Watched(learner, engine, recorder, whereabouts), 0, lambda done: False, tell)
+            watched = Watched(learner, engine, recorder, whereabouts)
+            first = load(learner, engine.extra, dist.get_rank(), tell.note if dist.get_rank() == 0 else _nothing)
+            found = iterate(watched, first, _ending(watched, stop, host_group, tell), tell)
         whereabouts.enter("gathering results")
         share = Share(_coordinates(), found, digest(learner.replica.chunks), recorder.unit_bytes, recorder.spans)
         shares = gather(share, host_group)
         return combine(shares) if shares is not None else None
     finally:
         parallel_state.destroy_model_parallel()
+
+
+def _ending(
+    watched: Watched, stop: StopRequest | None, host_group: dist.ProcessGroup | None, tell: Tell
+) -> Callable[[int], bool]:
+    """Called with how many iterations are done: saves when it is time to, and says whether the run is to end."""
+    options, extra = watched.learner.options, watched.engine.extra
+    if options.save is None:
+        return lambda done: done == options.iterations
+    assert stop is not None, "a run that saves can be asked to stop"
+    exchange = Exchange(dist.new_group(backend="gloo"), 1, torch.device("cpu"))
+    group = host_group if host_group is not None else dist.group.WORLD
+    assert group is not None
+    saver = Saver(watched.learner, watched.whereabouts, Agreement(stop, exchange), group, tell.saved)
+    return lambda done: saver.ends_after(done, extra)
+
+
+def _nothing(text: str) -> None:
+    """Somebody else tells it."""
 
 
 def _coordinates() -> Coordinates:
