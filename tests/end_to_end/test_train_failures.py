@@ -3,94 +3,17 @@
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from evenpipe.megatron.trainer.launch import run_cases
+from evenpipe.megatron.trainer.options import TrainOptions
+from tests.end_to_end.running import Run
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds a session's processes in /proc")
-
-TINY = {
-    "--stages": "2",
-    "--layers": "2",
-    "--hidden": "16",
-    "--heads": "2",
-    "--seq-length": "16",
-    "--micro-batches": "4",
-    "--iterations": "100000",
-}
-SECONDS = 15
-
-
-class Run:
-    """`evenpipe train` in a session of its own, so that all its processes can be told from others."""
-
-    def __init__(self, *flags: str, **changes: str) -> None:
-        options = TINY | {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
-        words = [word for option in options.items() for word in option]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "evenpipe", "train", *words, *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def wait_for_first_iteration(self) -> None:
-        assert self.process.stderr is not None
-        said = [self.process.stderr.readline()]
-        while said[-1] and ": iteration 1/" not in said[-1]:
-            said.append(self.process.stderr.readline())
-        assert said[-1], "".join(said)
-
-    def processes(self) -> dict[int, int]:
-        """Parents of all processes of the session, zombies aside."""
-        found = {}
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                state, parent, _, session = path.read_text().rpartition(")")[2].split()[:4]
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(session) == self.process.pid and state != "Z":
-                found[int(path.parent.name)] = int(parent)
-        return found
-
-    def training(self) -> list[int]:
-        """The training processes: grandchildren of the command, started by its fork server."""
-        processes = self.processes()
-        return sorted(pid for pid, parent in processes.items() if processes.get(parent) == self.process.pid)
-
-    def ending(self) -> tuple[int, str]:
-        """Exit status and last line on standard error, once nothing is left; both within SECONDS from now."""
-        deadline = time.monotonic() + SECONDS
-        _, said = self.process.communicate(timeout=SECONDS)
-        while self.processes():
-            assert time.monotonic() < deadline, f"left behind: {self.processes()}"
-            time.sleep(0.05)
-        return self.process.returncode, said.splitlines()[-1] if said else ""
-
-    def end(self) -> None:
-        for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
-        self.process.communicate()
-
-
-@pytest.fixture
-def run() -> Iterator[Callable[..., Run]]:
-    """A run that trains, its first iteration behind it."""
-    runs = []
-
-    def start(*flags: str, **changes: str) -> Run:
-        runs.append(Run(*flags, **changes))
-        runs[-1].wait_for_first_iteration()
-        return runs[-1]
-
-    yield start
-    for started in runs:
-        started.end()
 
 
 @pytest.mark.parametrize(("engine", "stage", "action"), [("megatron", 0, "F2"), ("evenpipe", 1, "B3")])
@@ -136,3 +59,31 @@ def test_no_process_outlives_a_command_that_was_killed(run: Callable[..., Run]) 
     running.process.kill()
     status, _ = running.ending()
     assert status == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("flags", [(), ("--precision", "bf16", "--model", "bert")])
+def test_a_loss_that_is_no_number_is_told_with_iteration_stage_and_micro_batch(
+    run: Callable[..., Run], flags: tuple[str, ...]
+) -> None:
+    status, line = run(*flags, fault_at="0:F2", fault_kind="nan").ending()
+    assert line.startswith(
+        "evenpipe train: stage 1 failed at F2: FloatingPointError: loss is nan in iteration 2, micro-batch 2: use a"
+    )
+    assert status == 1
+
+
+def test_in_fp16_a_loss_that_is_no_number_costs_one_step() -> None:
+    shape = {"stages": 2, "layers": 2, "hidden": 16, "heads": 2, "seq_length": 16, "micro_batches": 3, "iterations": 4}
+    fault = {"fault_at": "0:F1", "fault_kind": "nan"}
+    [spoilt] = run_cases([TrainOptions.of(**shape, **fault, precision="fp16")])
+    assert spoilt.skipped_iterations == (1,)
+    document = spoilt.to_json()
+    assert [norm is None for norm in document["grad_norms"]] == [False, True, False, False]
+    assert [loss is None for loss in document["losses"]] == [False, True, False, False]
+
+
+def test_a_stage_that_dies_ends_a_run_that_saves_just_as_soon(run: Callable[..., Run], tmp_path: Path) -> None:
+    status, line = run(fault_at="1:B3", fault_kind="kill", save=str(tmp_path)).ending()
+    assert re.fullmatch(r"evenpipe train: stage \d failed: its process was killed by SIGKILL", line)
+    assert status == 1
+    assert not (tmp_path / "latest").exists()

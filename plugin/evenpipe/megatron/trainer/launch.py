@@ -15,11 +15,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from evenpipe.megatron.trainer.journal import Failure, Iteration, JournalReader, Note, Saved
+from evenpipe.megatron.trainer.journal import STOPPED_STATUS, Failure, Iteration, JournalReader, Note, Saved
 from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.megatron.trainer.result import RunResult
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 __all__ = ["Progress", "StageFailed", "Stopped", "run_cases"]
@@ -101,12 +102,7 @@ def _run_together(cases: tuple[TrainOptions, ...], progress: Progress) -> list[R
                 ended = error
             else:
                 return list(returned[0])
-        if isinstance(ended, ChildFailedError):
-            raise _first_failure(told.failures, ended, cases)
-        if told.failures and any(options.save is not None for options in cases):
-            # Asked to stop, it could not save.
-            raise _as_told(told.failures)
-        raise Stopped(ended.sigval, told.saved[-1] if told.saved else None)
+        raise _why(ended, told, cases)
 
 
 def _device_type(world_size: int) -> str:
@@ -161,6 +157,23 @@ def _followed(journal: Path, progress: Progress) -> Iterator[_Told]:
     finally:
         done.set()
         thread.join()
+
+
+def _why(
+    ended: SignalException | ChildFailedError, told: _Told, cases: tuple[TrainOptions, ...]
+) -> StageFailed | Stopped:
+    """What to raise for what the agent raised."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    saved = told.saved[-1] if told.saved else None
+    if isinstance(ended, SignalException):
+        # A run that saves goes on for a moment, in which it may fail; any other loses processes to the signal itself.
+        could_not_save = told.failures and any(options.save is not None for options in cases)
+        return _as_told(told.failures) if could_not_save else Stopped(ended.sigval, saved)
+    if not told.failures and ended.get_first_failure()[1].exitcode == STOPPED_STATUS:
+        # The signal came to a process rather than to the agent.
+        return Stopped(signal.SIGTERM, saved)
+    return _first_failure(told.failures, ended, cases)
 
 
 def _first_failure(

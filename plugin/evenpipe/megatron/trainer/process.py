@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.megatron.cpu_mode import cpu_mode
-from evenpipe.megatron.trainer.journal import Failure, Iteration, Note, Saved, append
+from evenpipe.megatron.trainer.journal import STOPPED_STATUS, Failure, Iteration, Note, Saved, append
 from evenpipe.megatron.trainer.loop import Tell
 from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.megatron.trainer.presence import anybody_gone, sign_in
@@ -42,7 +42,7 @@ _NOTICE_SECONDS: Final = 0.5
 def run_cases(cases: tuple[TrainOptions, ...], device_type: str, journal: str) -> list[RunResult]:
     """Run `cases` one after the other, each in a torch.distributed world of its own; results on rank 0 only.
 
-    With --save, SIGTERM has the case under way save and end, and none follows. Otherwise it ends the process at once.
+    With --save, SIGTERM has the case under way save, and then ends the process with STOPPED_STATUS.
     Never raises: an error is told in the journal, and ends the process with status 1.
     """
     _end_with_the_parent()
@@ -65,7 +65,8 @@ def run_cases(cases: tuple[TrainOptions, ...], device_type: str, journal: str) -
             if result is not None:
                 results.append(result)
             if stop is not None and stop.made:
-                break
+                # To return would be to wait for the agent, which now waits for this process to end.
+                os._exit(STOPPED_STATUS)
         return results
     except BaseException as error:
         append(folder, rank, _failure(error, whereabouts))

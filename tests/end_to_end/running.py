@@ -1,0 +1,74 @@
+"""`evenpipe train` as a process of its own, to be stopped, killed and looked at."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+__all__ = ["Run"]
+
+TINY = {
+    "--stages": "2",
+    "--layers": "2",
+    "--hidden": "16",
+    "--heads": "2",
+    "--seq-length": "16",
+    "--micro-batches": "4",
+    "--iterations": "100000",
+}
+SECONDS = 15
+
+
+class Run:
+    """`evenpipe train` in a session of its own, so that all its processes can be told from others."""
+
+    def __init__(self, *flags: str, **changes: str) -> None:
+        options = TINY | {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+        words = [word for option in options.items() for word in option]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "evenpipe", "train", *words, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for_first_iteration(self) -> None:
+        assert self.process.stderr is not None
+        said = [self.process.stderr.readline()]
+        while said[-1] and ": iteration 1/" not in said[-1]:
+            said.append(self.process.stderr.readline())
+        assert said[-1], "".join(said)
+
+    def processes(self) -> dict[int, int]:
+        """Parents of all processes of the session, zombies aside."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, parent, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(session) == self.process.pid and state != "Z":
+                found[int(path.parent.name)] = int(parent)
+        return found
+
+    def training(self) -> list[int]:
+        """The training processes: grandchildren of the command, started by its fork server."""
+        processes = self.processes()
+        return sorted(pid for pid, parent in processes.items() if processes.get(parent) == self.process.pid)
+
+    def ending(self) -> tuple[int, str]:
+        """Exit status and last line on standard error, once nothing is left; both within SECONDS from now."""
+        deadline = time.monotonic() + SECONDS
+        _, said = self.process.communicate(timeout=SECONDS)
+        while self.processes():
+            assert time.monotonic() < deadline, f"left behind: {self.processes()}"
+            time.sleep(0.05)
+        return self.process.returncode, said.splitlines()[-1] if said else ""
+
+    def end(self) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
