@@ -3,7 +3,12 @@
 import contextlib
 import gc
 import io
+import signal
 import warnings
+
+# A SIGTERM to the whole process group must leave the fork server: without it the agent knows nothing of its processes.
+# These inherit the mask, and take what has come in the meantime when they lift it. Before the imports, for threads.
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 # megatron-core warns of every optional package that is missing, in several ways; none of them is needed here.
 with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):

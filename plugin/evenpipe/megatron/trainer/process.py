@@ -101,6 +101,7 @@ def _environment(device_type: str) -> None:
     # A signal must end a process even while it waits for a peer, where Python's handlers do not run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if device_type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
