@@ -20,11 +20,22 @@ from tests.end_to_end.running import Run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds a session's processes in /proc")
 
+TINY = {"stages": 2, "layers": 2, "hidden": 16, "heads": 2, "seq_length": 16, "micro_batches": 4}
 SMALL = {"hidden": 16, "heads": 2, "seq_length": 16, "micro_batches": 4, "stages": 2, "iterations": 6}
 SETTINGS = {
     "pp2, dropout": {"dropout": 0.1, "lr_decay": "cosine", "lr_warmup": 4},
     "pp2, momentum": {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "model": "bert", "engine": "megatron"},
     "pp2, fp16": {"precision": "fp16", "initial_loss_scale": 2.0**22, "schedule": "interleaved", "chunks": 2},
+    "pp2, 2bw": {"schedule": "2bw", "dropout": 0.1, "lr_decay": "cosine", "bpipe": True},
+    "pp2, 2bw, fp16": {"schedule": "2bw", "precision": "fp16", "initial_loss_scale": 2.0**22, "clip_grad": 0.1},
+    "pp2, 2bw, unclipped": {"schedule": "2bw", "optimizer": "sgd", "momentum": 0.9, "clip_grad": 0.0},
+    "dp2 pp2, 2bw, bf16": {
+        "schedule": "2bw",
+        "data_parallel": 2,
+        "distributed_optimizer": True,
+        "precision": "bf16",
+        "dropout": 0.1,
+    },
     "dp2 pp2, bf16": {"data_parallel": 2, "distributed_optimizer": True, "precision": "bf16", "dropout": 0.1},
     "dp2 pp2": {"data_parallel": 2, "distributed_optimizer": True, "bpipe": True},
 }
@@ -54,13 +65,30 @@ def test_a_run_that_is_gone_on_with_has_the_bits_of_one_that_did_not_stop(
     assert rest.weights_sha256 == whole.weights_sha256
 
 
-def test_the_loss_scale_is_gone_on_with(resumed: dict[str, tuple[object, ...]]) -> None:
-    whole, rest = resumed["pp2, fp16"]
+def test_with_and_without_a_second_weight_version_a_run_goes_on_from_the_newest_weights(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def cases(first: str, second: str) -> list[TrainOptions]:
+        options = {**TINY, "micro_batches": 2, "iterations": 3}
+        return [
+            TrainOptions.of(**options, schedule=first, save=str(tmp_path / first)),
+            TrainOptions.of(**{**options, "iterations": 4}, schedule=second, load=str(tmp_path / first)),
+        ]
+
+    run_cases([*cases("1f1b", "2bw"), *cases("2bw", "1f1b")])
+    assert capfd.readouterr().err.splitlines() == [
+        f"evenpipe: --load {tmp_path}/1f1b/iter_0000003: the checkpoint has one version of the weights: "
+        "both versions of this run start from it",
+        f"evenpipe: --load {tmp_path}/2bw/iter_0000003: the checkpoint has two versions of the weights: "
+        "this run goes on from the newer one",
+    ]
+
+
+@pytest.mark.parametrize("name", ["pp2, fp16", "pp2, 2bw, fp16"])
+def test_the_loss_scale_is_gone_on_with(name: str, resumed: dict[str, tuple[object, ...]]) -> None:
+    whole, rest = resumed[name]
     assert whole.skipped_iterations[0] == 0
     assert rest.skipped_iterations == tuple(number for number in whole.skipped_iterations if number >= 4)
-
-
-TINY = {"stages": 2, "layers": 2, "hidden": 16, "heads": 2, "seq_length": 16, "micro_batches": 4}
 
 
 def goes_on_exactly(folder: Path) -> None:

@@ -96,6 +96,12 @@ def test_options_do_not_change_and_travel_to_other_processes() -> None:
     assert travelled.plan == options.plan
 
 
+def test_in_a_stream_of_batches_a_fault_is_that_micro_batch_of_the_second_iteration() -> None:
+    fault = TrainOptions.of(schedule="2bw", micro_batches=8, fault_at="0:F3").fault
+    assert fault is not None
+    assert (fault.action, fault.iteration) == (Action("F", 11), None)
+
+
 def test_world_size_counts_every_kind_of_parallelism() -> None:
     assert TrainOptions.of(stages=2, data_parallel=3, tensor_parallel=2).world_size == 12
 

@@ -19,12 +19,15 @@ _FaultKind = Literal["raise", "nan", "kill"]
 
 
 class Fault(NamedTuple):
-    """A rehearsed failure of `stage` at `action` in iteration `iteration` (from 0: the second one)."""
+    """A rehearsed failure of `stage` at `action`, in the second iteration (which is number 1).
+
+    In a stream of batches the action's micro-batch tells the iteration: its first actions are carried out in the first.
+    """
 
     stage: int
     action: Action
-    kind: _FaultKind = "raise"
-    iteration: int = 1
+    kind: _FaultKind
+    iteration: int | None
 
 
 class TrainOptions(BaseModel):
@@ -117,8 +120,12 @@ class TrainOptions(BaseModel):
         """The rehearsed failure, if one is asked for."""
         if self.fault_at is None:
             return None
-        stage, _, action = self.fault_at.partition(":")
-        return Fault(int(stage), parse(action), self.fault_kind)
+        stage, _, text = self.fault_at.partition(":")
+        action = parse(text)
+        if self.schedule == "2bw":
+            action = action._replace(micro_batch=action.micro_batch + self.micro_batches)
+            return Fault(int(stage), action, self.fault_kind, None)
+        return Fault(int(stage), action, self.fault_kind, 1)
 
     @model_validator(mode="after")
     def _go_together(self) -> TrainOptions:

@@ -39,8 +39,8 @@ class Extra(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on, once drained: tensors, numbers and plain containers."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Take over what `state_dict` gave; None: there is nothing but the weights, which have been loaded."""
 
 
 class _Outcome(NamedTuple):

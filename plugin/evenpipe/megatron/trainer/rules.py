@@ -94,7 +94,7 @@ def _fault_happens(options: TrainOptions) -> None:
         fault = None
     if fault is None:
         raise ValueError(f"--fault-at {options.fault_at}: expected STAGE:ACTION such as 1:B3 or 0:E1")
-    if options.iterations <= fault.iteration:
+    if options.iterations < 2:
         raise ValueError(
             f"--fault-at {options.fault_at}: raises in the 2nd iteration, but --iterations is {options.iterations}: "
             "use at least 2"

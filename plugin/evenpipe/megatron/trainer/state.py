@@ -48,14 +48,13 @@ def restore(learner: Learner, extra: Extra | None, state: dict[str, Any]) -> str
             _restore_optimizer(optimizer, saved)
     learner.scheduler.load_state_dict(state["scheduler"])
     _restore_random(learner.device, state["random"])
-    if extra is not None and state["extra"] is not None:
-        extra.load_state_dict(state["extra"])
-        return None
     if extra is not None:
-        return "the checkpoint has one version of the weights: both versions start from it"
-    if state["extra"] is not None:
+        extra.load_state_dict(state["extra"])
+    if (extra is None) == (state["extra"] is None):
+        return None
+    if extra is None:
         return "the checkpoint has two versions of the weights: this run goes on from the newer one"
-    return None
+    return "the checkpoint has one version of the weights: both versions of this run start from it"
 
 
 def _parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
