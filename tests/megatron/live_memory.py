@@ -69,6 +69,7 @@ def run(rank: int, folder: str) -> None:
     cpu_mode().apply()
     store = dist.FileStore(f"{folder}/store", WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    train(TrainOptions.of(**{**SMALL, "iterations": 1}))  # masks and the like are made once for all
     found = {
         name: {
             schedule: train(TrainOptions.of(**{**SMALL, **case, "schedule": schedule, "iterations": 4}))
