@@ -21,15 +21,14 @@ class Exchange:
         self._group = group
         self._columns = columns
         self._device = device
-        self._rows: Tensor | None = None
-        self._work: dist.Work | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._gathering: tuple[dist.Work, Tensor, Tensor] | None = None
+        self._copying: tuple[torch.cuda.Event, Tensor] | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def under_way(self) -> bool:
         """Whether a row has been given whose answer has not been taken."""
-        return self._rows is not None
+        return self._gathering is not None
 
     def start(self, row: Sequence[float] | Tensor) -> None:
         """Give this rank's row. Raises RuntimeError while another is under way."""
@@ -40,25 +39,28 @@ class Exchange:
         gathered = torch.empty(self._group.size() * self._columns, dtype=torch.float64, device=self._device)
         work = dist.all_gather_into_tensor(gathered, mine, group=self._group, async_op=True)
         assert work is not None
+        # Both tensors are kept: they are used on streams that the allocator knows nothing of.
+        self._gathering = work, mine, gathered
         if self._stream is None:
-            self._rows, self._work = gathered, work
             return
         # To host memory beside the compute stream: reading must not wait for what is computed in the meantime.
         with torch.cuda.stream(self._stream):
             work.wait()
-            self._rows = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
-            self._rows.copy_(gathered, non_blocking=True)
-            gathered.record_stream(self._stream)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record(self._stream)
+            copied = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
+            copied.copy_(gathered, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        self._copying = event, copied
 
     def finish(self) -> list[list[float]]:
         """Wait for all ranks' rows, and return them in order of their rank in the group."""
-        assert self._rows is not None, "nothing has been started"
-        if self._work is not None:
-            self._work.wait()
-        if self._copied is not None:
-            self._copied.synchronize()
-        rows = self._rows.view(-1, self._columns).tolist()
-        self._rows = self._work = self._copied = None
-        return rows
+        assert self._gathering is not None, "nothing has been started"
+        work, _, rows = self._gathering
+        if self._copying is None:
+            work.wait()
+        else:
+            event, rows = self._copying
+            event.synchronize()
+        self._gathering = self._copying = None
+        found: list[list[float]] = rows.view(-1, self._columns).tolist()
+        return found

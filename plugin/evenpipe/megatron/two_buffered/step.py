@@ -36,7 +36,7 @@ _Triple = tuple[bool, float | None, float | None]
 
 
 class Settled(NamedTuple):
-    """What a stage learns from its first call. `groups` are the process groups, under the name of `argument`."""
+    """What a stage learns from a stream's first call. `groups` are the process groups, under the name of `argument`."""
 
     stage: int
     finalize: Callable[..., Any]
@@ -136,10 +136,10 @@ class TwoBuffered:
         return self._settled.stage == 0 or not (self._answers_decide or self._tied is not None)
 
     def settle(self, settled: Settled, break_off: Callable[[], None]) -> None:
-        """Called once by the schedule, before its first batch; `break_off` ends its stream."""
+        """Called by the schedule before each of its streams; `break_off` ends it."""
         self._settled = settled
         self._break_off = break_off
-        if not self.update_early:
+        if self._held is None and not self.update_early:
             self._held = HeldGradients(self.model)
 
     def start_call(self) -> None:
