@@ -73,6 +73,9 @@ TRAINING: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 ),
             }
         ),
+        "megatron.training.training:print_datetime": since(
+            {"0.14": "(string)", "0.16": "(string, override_timestamp=None)"}
+        ),
         "megatron.training.training:checkpoint_and_decide_exit": since(
             {
                 "0.14": (

@@ -25,6 +25,7 @@ def megatrons(**others):
         "moe_pad_expert_input_to_capacity": False,
         "optimizer": "adam",
         "vision_pretraining": False,
+        "async_save": False,
     }
     return Namespace(**values | others)
 
@@ -93,6 +94,13 @@ REFUSED = {
         {"optimizer": "muon"},
         "2bw: --optimizer muon is none of adam, sgd",
     ),
+    "2bw, written beside bpipe": ({"schedule": "2bw", "bpipe": True}, {"async_save": True}, "2bw: --async-save asks "),
+    "2bw, traced with bpipe": (
+        {"schedule": "2bw", "bpipe": True, "trace": "t.json"},
+        {},
+        "--evenpipe-trace: .*2bw --bpipe .*trace without --bpipe$",
+    ),
+    "2bw, timed": ({"schedule": "2bw"}, {"timing_log_level": 1}, "2bw: --timing-log-level joins all stages "),
     "2bw, on the nodes": (
         {"schedule": "2bw"},
         {"non_persistent_ckpt_type": "local"},

@@ -48,7 +48,7 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
             raise ArgumentError(rule.line)
     if config.active:
         asked = _asked(config)
-        with_two_versions = refused_with_two_versions(args) if config.schedule == "2bw" else ()
+        with_two_versions = refused_with_two_versions(args, config.bpipe) if config.schedule == "2bw" else ()
         for refusal in (*refused_settings(args, config.bpipe), *with_two_versions):
             theirs = _FLAGS.get(refusal.setting, f"--{refusal.setting.replace('_', '-')}")
             setting = f"{theirs}{refusal.value}"
@@ -83,7 +83,7 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...
     chunks = args.virtual_pipeline_model_parallel_size
     batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     return (
-        *(_with_two_versions(args) if config.schedule == "2bw" else ()),
+        *(_with_two_versions(config, args) if config.schedule == "2bw" else ()),
         _Rule(
             stages < 2,
             f"{asked}: --pipeline-model-parallel-size {stages} is no pipeline: use at least 2 stages",
@@ -119,7 +119,7 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...
     )
 
 
-def _with_two_versions(args: Namespace) -> tuple[_Rule, ...]:
+def _with_two_versions(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...]:
     asked, stages = f"{flag('schedule')} 2bw", args.pipeline_model_parallel_size
     together = args.micro_batch_size * args.data_parallel_size
     size, samples = "--global-batch-size", args.global_batch_size
@@ -130,6 +130,11 @@ def _with_two_versions(args: Namespace) -> tuple[_Rule, ...]:
             args.virtual_pipeline_model_parallel_size is not None,
             f"{asked}: has one model chunk a stage, but --num-layers-per-virtual-pipeline-stage, "
             "--num-virtual-stages-per-pipeline-rank or the layout gives it more: use 1f1b, or no virtual stages",
+        ),
+        _Rule(
+            config.bpipe and config.trace is not None,
+            f"{flag('trace')}: its barriers would wait for ever, as with {asked} {flag('bpipe')} partners are amid "
+            f"transfers between iterations: trace without {flag('bpipe')}",
         ),
         _Rule(
             samples // together < stages,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from evenpipe.megatron.script.two_buffered_answers import known_to_all
 from evenpipe.megatron.script.two_buffered_exit import ExitQuestions
 from evenpipe.megatron.script.two_buffered_log import StepLog
-from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
+from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, since
 from evenpipe.megatron.training_supported import training_patch
 from evenpipe.upstream import Patch, PatchSet
 
@@ -67,9 +67,17 @@ class TwoBufferedTraining:
                 "--pipeline-model-parallel-layout, or --evenpipe-schedule 1f1b"
             )
         self._buffers = TwoBuffered(model, optimizer)
-        resume(self.args, model, self._buffers)
+        resumed = resume(self.args, model, self._buffers)
         self._schedule.attach(self._buffers)
-        self.steps.begin(self._buffers)
+        self.steps.begin(self._buffers, resumed)
+
+    def interrupt(self) -> None:
+        """Called by all ranks before they wait for each other: finish the step, and let go of what is under way.
+
+        A stage that evicts may be amid transfers that its partner would take part in only in its next iteration.
+        """
+        if self._buffers is not None:
+            self._buffers.drain()
 
     def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
         """Called by all ranks in the place of Megatron's saving, which is `write`."""
@@ -77,7 +85,7 @@ class TwoBufferedTraining:
 
         if self._buffers is None:
             return write()
-        self._buffers.drain()
+        self.interrupt()
         return save(iteration, model, self._buffers, folder, write)
 
 
@@ -102,8 +110,34 @@ def two_buffered_patches(training: Any) -> list[Patch]:
             functools.partial(_asked_in_the_background, training=training),
             "2bw: all ranks are asked in every iteration whether to stop, which joins all stages",
         ),
+        training_patch(
+            "date",
+            "megatron.training.training:print_datetime",
+            functools.partial(_interrupting, training=training),
+            "2bw: a barrier before Megatron exits, at which nothing may be under way",
+        ),
+        *(
+            Patch(
+                f"timer-{name}",
+                (f"megatron.core.timers:Timer.{name}",),
+                MEGATRON_CORE,
+                since({"0.14": "(self, barrier=False)"}),
+                functools.partial(_interrupting, training=training),
+                "2bw: timers stop, with barriers, before Megatron evaluates or saves; nothing may be under way then",
+            )
+            for name in ("start", "stop")
+        ),
         *known_to_all(),
     ]
+
+
+def _interrupting(original: Callable[..., Any], training: TwoBufferedTraining) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def interrupting(*args: Any, **kwargs: Any) -> Any:
+        training.interrupt()
+        return original(*args, **kwargs)
+
+    return interrupting
 
 
 def _with_two_versions(original: Callable[..., Any], training: TwoBufferedTraining) -> Callable[..., Any]:

@@ -58,17 +58,18 @@ def save(iteration: int, model: Sequence[Any], buffers: TwoBuffered, folder: str
     return result
 
 
-def resume(args: Namespace, model: Sequence[Any], buffers: TwoBuffered) -> None:
-    """Give `buffers` what was saved with the weights that Megatron has loaded; all ranks call it.
+def resume(args: Namespace, model: Sequence[Any], buffers: TwoBuffered) -> bool:
+    """Give `buffers` what was saved with the weights that Megatron has loaded, and say whether; all ranks call it.
 
     If any rank has none (saved without 2BW, or with other sizes), all start with both versions as loaded, and say so.
     """
     if args.load is None or not args.iteration:
-        return
+        return False
     state = _saved_with(_fingerprint(model), _candidates(args))
     missing = torch.tensor([float(state is None)], device=next(model[0].parameters()).device)
     dist.all_reduce(missing)
-    if not missing.item() and state is not None:
+    complete = not missing.item()
+    if complete:
         buffers.load_state_dict(state)
         said = "both weight versions are as they were saved"
     else:
@@ -79,6 +80,7 @@ def resume(args: Namespace, model: Sequence[Any], buffers: TwoBuffered) -> None:
         )
     if args.rank == 0:
         print(f" [evenpipe] 2bw: checkpoint of iteration {args.iteration}: {said}", flush=True)
+    return complete
 
 
 def _candidates(args: Namespace) -> Iterator[Path]:

@@ -34,6 +34,10 @@ _REFUSED = MappingProxyType(
         "delay_wgrad_compute": "computes gradients after their batch",
         "defer_embedding_wgrad_compute": "computes the embedding's gradients when the pipeline is empty",
         "mtp_num_layers": _JOINS,
+        "timing_log_level": _JOINS,
+        "log_straggler": "joins all stages at each log",
+        "adlr_autoresume": "joins all stages to ask whether to stop: use --exit-signal-handler",
+        "train_sync_interval": "waits for what a stage is yet to receive",
         "log_params_norm": _JOINS,
         "check_weight_hash_across_dp_replicas_interval": _BETWEEN,
         "save_wgrads_interval": _BETWEEN,
@@ -52,8 +56,14 @@ _ONE: Final = ("num_distributed_optimizer_instances", "gtp_weight_remat_size")
 _OPTIMIZERS: Final = ("adam", "sgd")
 
 
-def refused_with_two_versions(args: Namespace) -> Iterator[Refusal]:
-    """What in Megatron's arguments does not go together with 2BW; a release without an argument does not have it."""
+def refused_with_two_versions(args: Namespace, bpipe: bool) -> Iterator[Refusal]:
+    """What in Megatron's arguments does not go together with 2BW, or with BPipe on it.
+
+    A release that has no argument of a name does not have what it would do.
+    """
+    if bpipe and args.async_save:
+        reason = "asks all ranks in every iteration whether it is done, while partners are amid transfers"
+        yield Refusal("async_save", "", reason, "leave it out, or use 2bw without --bpipe")
     for setting, reason in _REFUSED.items():
         if getattr(args, setting, None):
             yield Refusal(setting, "", reason, _REMEDY)

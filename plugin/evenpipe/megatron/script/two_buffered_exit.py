@@ -35,6 +35,8 @@ class ExitQuestions:
     def ask(self, decide: Callable[[], bool]) -> bool:
         """What `decide`, Megatron's function, answers; all ranks call it in every iteration."""
         signalled, expired = self._heard()
+        if signalled or expired:
+            self._ending()
         with self._told(signalled, expired):
             stops = decide()
         if stops:

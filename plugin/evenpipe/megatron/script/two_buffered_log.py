@@ -29,15 +29,15 @@ class StepLog:
         self._buffers: TwoBuffered | None = None
         self._figures: BackgroundFigures | None = None
         self._first = 1
-        self._iteration_of_batch_0 = 1
+        self._resumed = False
         self._mean_from = 1
         self._told = 0
 
-    def begin(self, buffers: TwoBuffered) -> None:
-        """To be called once, before the first iteration."""
+    def begin(self, buffers: TwoBuffered, resumed: bool) -> None:
+        """To be called once, before the first iteration; `resumed`: from what 2BW has saved."""
         self._buffers = buffers
         self._first = self._mean_from = self._args.iteration + 1
-        self._iteration_of_batch_0 = self._first - buffers.batch
+        self._resumed = resumed
         self._told = self._args.iteration
 
     def iteration_ended(self, iteration: int) -> None:
@@ -59,7 +59,8 @@ class StepLog:
         from megatron.training import print_rank_last
 
         finished = self._finished()
-        print_rank_last(step_line((self._mean_from, iteration), finished))
+        saved_at = self._args.iteration if self._resumed else None
+        print_rank_last(step_line((self._mean_from, iteration), finished, saved_at))
         self._told = finished[0] if finished is not None else self._told
         self._mean_from = iteration + 1 if resets else self._mean_from
 
@@ -98,18 +99,23 @@ class StepLog:
         """The step that was finished last, and its iteration as Megatron's log counts."""
         assert self._buffers is not None, "there is a model to train"
         finished = self._buffers.finished
-        return None if finished is None else (self._iteration_of_batch_0 + finished.batch, finished)
+        return None if finished is None else (self._first + finished.batch, finished)
 
 
-def step_line(losses: tuple[int, int] | None, finished: tuple[int, StepResult] | None) -> str:
-    """One line: the iterations of the loss that Megatron has just logged, and that of the norm beside it."""
+def step_line(
+    losses: tuple[int, int] | None, finished: tuple[int, StepResult] | None, saved_at: int | None = None
+) -> str:
+    """One line: the iterations of the loss that Megatron has just logged, and that of the norm beside it.
+
+    Before a step is `finished`, that is the norm of the iteration that was `saved_at`.
+    """
     columns = []
     if losses is not None:
         first, last = losses
         loss = f"loss of iteration {last}" if first == last else f"loss of iterations {first} to {last}"
         columns += [f"iteration {last}", loss]
     if finished is None:
-        columns.append("no step finished yet")
+        columns.append("no step finished yet" if saved_at is None else f"grad norm of iteration {saved_at}")
     else:
         iteration, step = finished
         norm = "no grad norm" if step.grad_norm is None else f"grad norm {step.grad_norm:.3f}"
