@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,9 @@ from evenpipe.megatron.trainer.options import TrainOptions
 from tests.oracle.clipping import clip, global_norm
 from tests.oracle.process import Case, train_cases
 from tests.oracle.recurrence import DelayedUpdates, descend
+
+# Whichever test is the first waits for all runs.
+pytestmark = pytest.mark.timeout(500)
 
 SMALL = {"hidden": 32, "heads": 4, "seq_length": 32, "iterations": 8}
 
@@ -60,12 +64,25 @@ def flushed(name):
     return options(FLUSHED[name])
 
 
-def delayed(name):
-    return options({**DELAYED, **SHARDED}[name] | {"schedule": "2bw"})
+def delayed(name, **others):
+    return options({**DELAYED, **SHARDED}[name] | {"schedule": "2bw"} | others)
 
 
 def options(case):
     return TrainOptions.of(**{**SMALL, "layers": case["stages"], **case})
+
+
+def last_weights(folder):
+    """Of each stage, the parameters of both tensor-parallel ranks."""
+    checkpoint = folder / (folder / "latest").read_text().strip()
+    ranks = [torch.load(path)["parameters"][0] for path in sorted(checkpoint.glob("rank_*.pt"))]
+    return zip(ranks[::2], ranks[1::2], strict=True)
+
+
+def together(shards, shape):
+    """One array of `shape` from the shards of tensor-parallel ranks, or from the copies that each of them has."""
+    cut = [dim for dim, size in enumerate(shape) if shards[0].shape[dim] != size]
+    return np.concatenate(shards, axis=cut[0]) if cut else shards[0].numpy()
 
 
 def bits(values):
@@ -78,9 +95,16 @@ def relative(found, expected):
 
 
 @pytest.fixture(scope="module")
-def runs():
+def saved(tmp_path_factory):
+    """Where the runs on tensor-parallel ranks save their weights."""
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def runs(saved):
     """What every run found, by name; one set of processes a world size."""
-    cases = {name: flushed(name) for name in FLUSHED} | {name: delayed(name) for name in (*DELAYED, *SHARDED)}
+    cases = {name: flushed(name) for name in FLUSHED} | {name: delayed(name) for name in DELAYED}
+    cases |= {name: delayed(name, save=str(saved / name)) for name in SHARDED}
     cases = dict(sorted(cases.items(), key=lambda item: item[1].world_size))
     return dict(zip(cases, run_cases(list(cases.values())), strict=True))
 
@@ -112,10 +136,17 @@ def test_two_buffers_train_by_the_rule_of_delay_one(name, runs, oracles):
 
 
 @pytest.mark.parametrize("name", SHARDED)
-def test_tensor_parallel_ranks_add_in_another_order(name, runs, oracles):
+def test_tensor_parallel_ranks_add_in_another_order(name, runs, oracles, saved):
     run, oracle = runs[name], oracles[name, 1]
     assert relative(run.losses, oracle.losses) < 1e-6
     assert relative(run.grad_norms, oracle.grad_norms) < 1e-6
+    pairs = [
+        (together([shard[f"module.{parameter}"] for shard in shards], expected.shape), expected)
+        for shards, stage in zip(last_weights(saved / name), oracle.weights, strict=True)
+        for parameter, expected in stage.items()
+    ]
+    found, expected = (np.concatenate([one.ravel() for one in side]) for side in zip(*pairs, strict=True))
+    assert np.linalg.norm(found - expected) < 1e-6 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("delay", [0, 2])
