@@ -60,6 +60,43 @@ def test_overhead():
     assert entry["megatron_ratio"] == 1.0
 
 
+def test_bubbles():
+    shown = document("bubbles.py", "--cases", "2x2", "--repeats", "2", "--forward-ms", "40", "--batches", "2")
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "bubbles")
+    (entry,) = shown["results"]
+    assert (entry["stages"], entry["micro_batches"]) == (2, 2)
+    for variant, theory_ms in (("megatron", 3 * 120), ("evenpipe", 3 * 120), ("2bw", 2 * 120)):
+        assert entry[f"theory_{variant}_ms"] == theory_ms
+        assert len(entry["rounds_ms"][variant]) == 2
+        # Theory has no messages; a round that began late ends as if it had been faster, by a little.
+        assert min(entry["rounds_ms"][variant]) > 0.9 * theory_ms
+        assert usable(entry[f"{variant}_ratio"])
+    assert entry["theory_2bw_speed_up"] == 1.5
+    # Far from theory only where others keep the machine busy.
+    assert entry["2bw_speed_up"] > 1.15
+
+
+def test_convergence(tmp_path):
+    picture = tmp_path / "curves.png"
+    shown = document(
+        "convergence.py", "--models", "gpt", "--iterations", "40", "--interval", "20", "--layers", "2",
+        "--hidden", "32", "--seq-length", "32", "--micro-batches", "2", "--picture", str(picture),
+    )  # fmt: skip
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "convergence")
+    (entry,) = shown["results"]
+    flush, two_buffered = entry["curves"]["flush"], entry["curves"]["2bw"]
+    for curve in (flush, two_buffered):
+        assert len(curve["training"]) == 40
+        assert [done for done, _ in curve["validation"]] == [0, 20, 40]
+        assert curve["validation"][-1][1] < curve["validation"][0][1] - 1
+    # The same weights and samples at first; then each batch of one runs on weights that the other has left behind.
+    assert flush["training"][0] == two_buffered["training"][0]
+    assert flush["validation"][0] == two_buffered["validation"][0]
+    assert flush["training"][2] != two_buffered["training"][2]
+    assert abs(entry["difference"]) < 0.1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_settings_that_make_no_sense_are_refused():
     finished = run("overhead.py", "--json", "--layers", "6")
     assert finished.returncode == 2
