@@ -9,9 +9,10 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from evenpipe.megatron.refusals import refuse_unsupported, refused_settings
+from evenpipe.megatron.refusals import refuse_unsupported, refused_settings, refused_with_two_versions
 from evenpipe.megatron.saved_tensors import keeping_identity
 from evenpipe.megatron.supported import installed_release
 from evenpipe.upstream import PatchSet
@@ -134,3 +135,32 @@ def test_every_refused_setting_is_one_of_megatrons() -> None:
     series = installed_release().series
     for setting, _ in (*ALWAYS, *WITH_BPIPE):
         assert hasattr(config(), setting) == (series >= FIRST_SERIES.get(setting, "0.14")), setting
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("calculate_per_token_loss", True),
+        ("mtp_num_layers", 1),
+        ("num_moe_experts", 4),
+        ("fp8", "hybrid"),
+        ("overlap_param_gather", True),
+        ("num_distributed_optimizer_instances", 2),
+        ("cuda_graph_impl", "transformer_engine"),
+        ("use_precision_aware_optimizer", True),
+    ],
+)
+def test_2bw_refuses_what_knows_one_weight_version_only(setting: str, value: Any) -> None:
+    [refusal] = refused_with_two_versions(SimpleNamespace(**{setting: value}))
+    assert refusal.setting == setting
+    assert refusal.reason
+    assert refusal.remedy
+
+
+def test_2bw_accepts_plain_settings() -> None:
+    plain = (
+        TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2),
+        PLAIN.ddp_config,
+        OptimizerConfig(),
+    )
+    assert not [refusal for settings in plain for refusal in refused_with_two_versions(settings)]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from evenpipe.megatron.saved_tensors import keeps_identity
 
-__all__ = ["Refusal", "refuse_unsupported", "refused_settings"]
+__all__ = ["Refusal", "refuse_unsupported", "refused_settings", "refused_with_two_versions"]
 
 
 class Refusal(NamedTuple):
@@ -40,6 +40,49 @@ _WITH_BPIPE = MappingProxyType(
         "external_cuda_graph": "keeps saved activations in memory of its own, which BPipe cannot move",
     }
 )
+
+_ONE_VERSION = "keeps something of the weights beside them, which would be one version's only"
+_ADDRESSES = "captures the addresses of one weight version"
+_JOINS = "joins all stages in every iteration, which 2bw is there to avoid"
+_WITH_TWO_VERSIONS = MappingProxyType(
+    {
+        "overlap_param_gather": "gathers the newest weights in a forward that has to run on the ones before",
+        "overlap_param_gather_with_optimizer_step": "gathers weights while a batch still runs on the ones before",
+        "num_experts": "has losses and gradients of its own that wait for all stages",
+        "num_moe_experts": "has losses and gradients of its own that wait for all stages",
+        "fp8": _ONE_VERSION,
+        "fp4": _ONE_VERSION,
+        "use_precision_aware_optimizer": _ONE_VERSION,
+        "optimizer_cpu_offload": _ONE_VERSION,
+        "nccl_ub": "registers the memory of one weight version",
+        "external_cuda_graph": _ADDRESSES,
+        "optimizer_cuda_graph": _ADDRESSES,
+        "calculate_per_token_loss": "divides gradients by what all stages have counted of the batch",
+        "reuse_grad_buf_for_mxfp8_param_ag": "keeps weights where gradients still wait for their step",
+        "delay_wgrad_compute": "computes gradients after their batch",
+        "defer_embedding_wgrad_compute": "computes the embedding's gradients when the pipeline is empty",
+        "mtp_num_layers": _JOINS,
+        "qk_clip": "changes weights before the step, which 2bw finishes in the next iteration",
+        "hybrid_context_parallel": "makes micro-batches of their own shapes",
+    }
+)
+_UNSHARDED = ("num_distributed_optimizer_instances", "gtp_weight_remat_size")
+
+
+def refused_with_two_versions(settings: Any) -> Iterator[Refusal]:
+    """What in `settings`, of Megatron's model, data parallelism or optimizer, does not go together with 2BW.
+
+    `settings` are a configuration, or Megatron's arguments; a release without a setting does not have it.
+    """
+    remedy = "leave it out, or use another schedule"
+    for setting, reason in _WITH_TWO_VERSIONS.items():
+        if getattr(settings, setting, None):
+            yield Refusal(setting, "", reason, remedy)
+    for setting in _UNSHARDED:
+        if (value := getattr(settings, setting, None) or 1) > 1:
+            yield Refusal(setting, f" {value}", "shards weights beyond data-parallel replicas", remedy)
+    if (captured := getattr(settings, "cuda_graph_impl", None)) not in (None, "none"):
+        yield Refusal("cuda_graph_impl", f" {captured}", _ADDRESSES, remedy)
 
 
 def refused_settings(settings: Any, bpipe: bool) -> Iterator[Refusal]:

@@ -10,7 +10,7 @@ from evenpipe.config import EvenPipeConfig
 from evenpipe.megatron.refusals import refused_settings
 from evenpipe.megatron.script.errors import ArgumentError
 from evenpipe.megatron.script.flags import flag
-from evenpipe.megatron.script.two_buffered_checks import refused_with_two_versions
+from evenpipe.megatron.script.two_buffered_checks import refused_arguments
 from evenpipe.report import check_writable
 
 __all__ = ["check"]
@@ -48,7 +48,7 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
             raise ArgumentError(rule.line)
     if config.active:
         asked = _asked(config)
-        with_two_versions = refused_with_two_versions(args, config.bpipe) if config.schedule == "2bw" else ()
+        with_two_versions = refused_arguments(args, config.bpipe) if config.schedule == "2bw" else ()
         for refusal in (*refused_settings(args, config.bpipe), *with_two_versions):
             theirs = _FLAGS.get(refusal.setting, f"--{refusal.setting.replace('_', '-')}")
             setting = f"{theirs}{refusal.value}"

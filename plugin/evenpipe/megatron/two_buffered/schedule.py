@@ -50,6 +50,11 @@ class StreamSchedule(PipelineSchedule):
             raise ValueError(
                 "2bw steps the optimizer itself: call schedule.attach(TwoBuffered(model, optimizer)) first"
             )
+        if call.batch.config.finalize_model_grads_func is None or len(call.batch.model) > 1:
+            raise ValueError(
+                "2bw reduces gradients through config.finalize_model_grads_func, and has one model chunk a stage: "
+                "set it, and leave virtual stages out"
+            )
         batch, stages, stage = call.batch, call.pipeline.size(), call.pipeline.rank()
         executor = self._executor(call.pipeline, list(batch.model))
         if self._stream is not None and self._stream.micro_batches != batch.num_microbatches:

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer import clip_grads
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from evenpipe.megatron.refusals import refused_with_two_versions
 from evenpipe.megatron.two_buffered.gradients import HeldGradients, Reduction, local_figures, tied_embedding
 from evenpipe.megatron.two_buffered.loss_scales import LossScales
 from evenpipe.runtime.exchange import Exchange
@@ -66,11 +68,15 @@ class TwoBuffered:
         schedule.attach(TwoBuffered(model, optimizer))      # model, optimizer: Megatron's, their weights loaded
 
     `model` is a list of one `DistributedDataParallel` chunk, `optimizer` what `get_megatron_optimizer` returned.
-    `finished` is the last step of which everything is known.
+    `finished` is the last step of which everything is known. Raises ValueError for a setting that does not go together
+    with 2BW, in one line that names it.
     """
 
     def __init__(self, model: Sequence[Any], optimizer: Any) -> None:
         self.model = list(model)
+        for settings in (get_model_config(self.model[0]), self.model[0].ddp_config, optimizer.config):
+            for setting, value, reason, remedy in refused_with_two_versions(settings):
+                raise ValueError(f"2bw: {setting}{value} {reason}: {remedy}")
         # The one that is forwarded and backwarded, or will be next; the first that runs on two equal versions is 0.
         self.batch = 0
         self.finished: StepResult | None = None
