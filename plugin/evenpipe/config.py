@@ -30,7 +30,8 @@ class EvenPipeConfig(BaseModel):
 
     schedule: str | None = Field(
         None,
-        description="pipeline schedule: 1f1b | gpipe | interleaved (the name of 1f1b with virtual stages)",
+        description="pipeline schedule: 1f1b | gpipe | interleaved (the name of 1f1b with virtual stages) | 2bw (no "
+        "flushes: two weight versions, each step finished while the next batch runs)",
         json_schema_extra={"flag": "--evenpipe-schedule", "metavar": "NAME"},
     )
     bpipe: bool = Field(
