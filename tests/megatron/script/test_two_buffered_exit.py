@@ -1,0 +1,59 @@
+"""Whether to stop is asked in the background, and acted on one iteration later."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from evenpipe.megatron.script.two_buffered_exit import ExitQuestions
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """A job of one rank on CPU."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Megatron:
+    """Its decision, which looks at the arguments: what it was let to ask, and what it found."""
+
+    def __init__(self, args):
+        self.args = args
+        self.asked = []
+
+    def decide(self):
+        self.asked.append((self.args.exit_signal_handler, self.args.exit_duration_in_mins))
+        return self.args.exit_signal_handler or self.args.exit_duration_in_mins is not None
+
+
+@pytest.mark.parametrize("cause", ["signal", "duration"])
+def test_a_yes_is_heard_one_iteration_later(cause, alone, monkeypatch):
+    args = Namespace(exit_signal_handler=cause == "signal", exit_duration_in_mins=5 if cause == "duration" else None)
+    said, ended = [False, False, True, True], []
+    monkeypatch.setattr(ExitQuestions, "_got_signal" if cause == "signal" else "_time_is_up", lambda self: said.pop(0))
+    questions, megatron = ExitQuestions(args, lambda: ended.append(len(megatron.asked))), Megatron(args)
+    answers = [questions.ask(megatron.decide) for _ in range(4)]
+    assert answers == [False, False, False, True]
+    quiet = (False, None)
+    assert megatron.asked == [quiet, quiet, quiet, (cause == "signal", 5 if cause == "duration" else None)]
+    # Before Megatron's own question, at which all ranks wait, and before the loop is left.
+    assert ended == [3, 4]
+    assert vars(args) == {
+        "exit_signal_handler": cause == "signal",
+        "exit_duration_in_mins": 5 if cause == "duration" else None,
+    }
+
+
+def test_without_the_flags_nobody_is_asked():
+    """There is no process group that anybody could be asked in."""
+    args = Namespace(exit_signal_handler=False, exit_duration_in_mins=None)
+    ended = []
+    questions = ExitQuestions(args, lambda: ended.append(True))
+    assert not questions.ask(lambda: False)
+    assert not ended
+    assert questions.ask(lambda: True)  # --exit-interval
+    assert ended
