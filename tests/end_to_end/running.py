@@ -38,7 +38,7 @@ class Run:
     def wait_for_first_iteration(self) -> None:
         assert self.process.stderr is not None
         said = [self.process.stderr.readline()]
-        while said[-1] and ": iteration 1/" not in said[-1]:
+        while said[-1] and ": iteration " not in said[-1]:
             said.append(self.process.stderr.readline())
         assert said[-1], "".join(said)
 

@@ -68,6 +68,8 @@ def test_killed_before_any_file_operation_the_old_or_the_new_checkpoint_is_the_l
         save(directory, *old)
         status = killed_at(operation, lambda directory=directory: save(directory, *new))
         seen.append(contents_of_latest(directory))
+        Draft(directory, 4).begin()
+        assert contents_of_latest(directory) == seen[-1]
         save(directory, 3)
         assert contents_of_latest(directory) == (3, b"weights")
         assert not [*directory.glob("*.partial"), *directory.glob("*.replaced")]
