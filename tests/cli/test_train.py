@@ -72,3 +72,24 @@ def test_a_bad_option_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str
         assert captured.err.startswith("evenpipe train: error: ") or "--colour" in flags
         assert said in captured.err
         assert captured.err.count("\n") == 1
+
+
+def test_a_checkpoint_that_does_not_fit_is_one_line_before_any_process_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(words("--json", save=str(tmp_path))) == 0
+    capsys.readouterr()
+    saved = tmp_path / "iter_0000002"
+    assert json.loads((saved / "checkpoint.json").read_text())["format"] == "evenpipe.checkpoint/1"
+    refused = {
+        ("--hidden", "32"): f"--hidden 32: {saved} was saved with --hidden 16: use that, or another --load",
+        (): f"--iterations 2: {saved} has 2 behind it: use more, or leave --load out",
+        ("--load", str(tmp_path / "none")): f"--load {tmp_path}/none: no checkpoint there (latest: No such file or",
+    }
+    for flags, said in refused.items():
+        with pytest.raises(SystemExit) as caught:
+            main([*words(load=str(tmp_path)), *flags])
+        captured = capsys.readouterr()
+        assert caught.value.code == 2
+        assert captured.err.startswith(f"evenpipe train: error: {said}")
+        assert captured.err.count("\n") == 1

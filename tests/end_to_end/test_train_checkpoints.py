@@ -1,6 +1,5 @@
 """Runs that are stopped, killed or out of room, and gone on with: nothing is lost, and no bit differs."""
 
-import json
 import os
 import random
 import re
@@ -122,7 +121,7 @@ def test_sigterm_to_all_processes_at_once_does_too(run: Callable[..., Run], tmp_
 def test_killed_at_any_moment_a_run_goes_on_from_its_latest_checkpoint(run: Callable[..., Run], tmp_path: Path) -> None:
     moments = random.Random(7)
     behind = 0
-    for _ in range(4):
+    for _ in range(3):
         load = {"load": str(tmp_path)} if behind else {}
         running = run(save=str(tmp_path), save_interval="1", **load)
         while not (tmp_path / "latest").exists():
@@ -155,23 +154,3 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(run: Callable
     assert status == 1
     assert sorted(path.name for path in little_room.iterdir()) == ["iter_0000002", "latest"]
     assert find(little_room).iterations == 2
-
-
-def test_what_cannot_be_gone_on_with_is_told_before_any_process_starts(tmp_path: Path) -> None:
-    run_cases([TrainOptions.of(**TINY, iterations=1, save=str(tmp_path))])
-    saved = tmp_path / "iter_0000001"
-    refused = {
-        ("--hidden", "32"): f"--hidden 32: {saved} was saved with --hidden 16: use that, or another --load",
-        ("--distributed-optimizer",): f"--distributed-optimizer: given, but {saved} was saved without it: leave it out",
-        ("--iterations", "1"): f"--iterations 1: {saved} has 1 behind it: use more, or leave --load out",
-        ("--load", str(tmp_path / "none")): f"--load {tmp_path}/none: no checkpoint there (latest: No such file",
-    }
-    words = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "evenpipe", "train", *words, "--load", str(tmp_path)]
-    for flags, said in refused.items():
-        ended = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60)
-        assert ended.returncode == 2
-        assert ended.stderr.startswith(f"evenpipe train: error: {said}")
-        assert ended.stderr.count("\n") == 1
-    manifest = json.loads((saved / "checkpoint.json").read_text())
-    assert (manifest["format"], manifest["iteration"]) == ("evenpipe.checkpoint/1", 1)
