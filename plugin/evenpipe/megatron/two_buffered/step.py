@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer import clip_grads
 from megatron.core.utils import get_model_config
-from torch import Tensor
 
 from evenpipe.megatron.refusals import refused_with_two_versions
 from evenpipe.megatron.two_buffered.gradients import HeldGradients, Reduction, local_figures, tied_embedding
 from evenpipe.megatron.two_buffered.loss_scales import LossScales
+from evenpipe.megatron.two_buffered.memory import weight_versions
+from evenpipe.megatron.two_buffered.settings import as_submitted, settings_of
 from evenpipe.runtime.exchange import Exchange
-from evenpipe.runtime.weight_versions import Alias, WeightVersions
 
 __all__ = ["Settled", "StepResult", "TwoBuffered"]
 
@@ -91,7 +91,7 @@ class TwoBuffered:
         self._config = optimizer.config
         self.loss_scales = LossScales(self._optimizers)
         self._parameters = [p for chunk in self.model for p in chunk.parameters() if p.requires_grad]
-        self.versions = _weight_versions(self.model, self._optimizers, self._parameters)
+        self.versions = weight_versions(self.model, self._optimizers, self._parameters)
         self._reduction = Reduction(self.model)
         self._tied = tied_embedding(self.model)
         group = (self._optimizers[0] if self._optimizers else optimizer).get_grad_stats_parallel_group()
@@ -163,7 +163,7 @@ class TwoBuffered:
         """In place of `optimizer.step()`, after all backwards of a batch."""
         self._learn()
         assert self._submitted is None, "the schedule finishes one step before the next is submitted"
-        self._submitted = _Submitted(self.batch, [_settings(group) for group in self._groups()])
+        self._submitted = _Submitted(self.batch, [settings_of(group) for group in self._groups()])
         self.batch += 1
         self._told = False
         self._reduction.start()
@@ -183,7 +183,7 @@ class TwoBuffered:
             self._learn()
             assert self.finished is not None
             skipped = not self.finished.updated
-        with self.versions.writing(), _as_submitted(self._groups(), settings):
+        with self.versions.writing(), as_submitted(self._groups(), settings):
             if not skipped:
                 self._step(batch)
         self.loss_scales.step_ended(batch, skipped)
@@ -277,33 +277,3 @@ class TwoBuffered:
 
 def _done_by_us(*_: Any, **__: Any) -> None:
     """TwoBuffered zeroes gradients itself, when nothing needs them any more."""
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: group[name] for name in ("lr", "weight_decay") if name in group}
-
-
-@contextmanager
-def _as_submitted(groups: Sequence[dict[str, Any]], settings: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Inside, parameter groups have `settings`: a training loop has set those of the next iteration by now."""
-    present = [_settings(group) for group in groups]
-    for group, values in zip(groups, settings, strict=True):
-        group.update(values)
-    yield
-    for group, values in zip(groups, present, strict=True):
-        group.update(values)
-
-
-def _weight_versions(model: Sequence[Any], optimizers: Sequence[Any], parameters: Sequence[Tensor]) -> WeightVersions:
-    """Two versions of `parameters`, and of all that Megatron's buffers and optimizers see of their memory."""
-    shards = [
-        tensor
-        for one in optimizers
-        for name in ("shard_float16_groups", "shard_fp32_groups")
-        for group in getattr(one, name, None) or ()
-        for tensor in group
-    ]
-    stepped = [tensor for one in optimizers for tensor in one.get_parameters()]
-    buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    aliases = [Alias(owner, "param_data") for buffer in buffers for owner in (buffer, *buffer.buckets)]
-    return WeightVersions(parameters, [*shards, *stepped], aliases)

@@ -1,0 +1,25 @@
+"""The optimizer's settings of a batch's own iteration, for a step that is finished in the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["as_submitted", "settings_of"]
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Learning rate and weight decay of a parameter group, which training loops change after every iteration."""
+    return {name: group[name] for name in ("lr", "weight_decay") if name in group}
+
+
+@contextmanager
+def as_submitted(groups: Sequence[dict[str, Any]], settings: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Inside, parameter groups have `settings`: a training loop has set those of the next iteration by now."""
+    present = [settings_of(group) for group in groups]
+    for group, values in zip(groups, settings, strict=True):
+        group.update(values)
+    yield
+    for group, values in zip(groups, present, strict=True):
+        group.update(values)
