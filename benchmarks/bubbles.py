@@ -3,7 +3,7 @@
 Measured: the time from the start of a batch to the start of the next, on the slowest stage, in steady state. On: a tiny
 megatron-core GPT (tied embeddings, one layer a stage) in Megatron's DDP with Megatron's Adam and clipping at 1.0, one
 process a stage over gloo. Each stage really computes, and sleeps for the rest of the time that an accelerator would
-take: a forward 50 ms, a backward 100 ms, to deadlines. An action ends at max(end of the action before, time at which
+take: a forward 100 ms, a backward 200 ms, to deadlines. An action ends at max(end of the action before, time at which
 what it waits for was there) + its duration: like an accelerator, a stage has its next result one duration after it
 could start, whatever its host did meanwhile. Messages and collectives are what is waited for.
 
@@ -194,7 +194,7 @@ def main() -> None:
     add = benchmark.parser.add_argument
     default = [case(text) for text in CASES]
     add("--cases", type=case, nargs="+", default=default, metavar="PxM", help=f"(default {' '.join(CASES)})")
-    add("--forward-ms", type=float, default=50.0, help="a backward takes twice as long (default 50)")
+    add("--forward-ms", type=float, default=100.0, help="a backward takes twice as long (default 100)")
     add("--warm-up", type=positive, default=2, help="batches of a round that are not measured (default 2)")
     add("--batches", type=positive, default=3, help="measured batches of a round (default 3)")
     add("--megatron-lm", type=Path, metavar="PATH", help="a checkout whose pretrain_gpt.py is to be measured")
