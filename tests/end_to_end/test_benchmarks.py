@@ -80,7 +80,7 @@ def test_convergence(tmp_path):
     picture = tmp_path / "curves.png"
     shown = document(
         "convergence.py", "--models", "gpt", "--iterations", "40", "--interval", "20", "--layers", "2",
-        "--hidden", "32", "--seq-length", "32", "--micro-batches", "2", "--picture", str(picture),
+        "--hidden", "32", "--seq-length", "32", "--micro-batch-size", "8", "--lr", "0.002", "--picture", str(picture),
     )  # fmt: skip
     assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "convergence")
     (entry,) = shown["results"]
