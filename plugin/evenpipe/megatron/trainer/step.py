@@ -74,6 +74,7 @@ def train_step(learner: Learner, streams: list[Iterator[Tensors]], whereabouts: 
     Whatever `get_forward_backward_func` returns carries out the schedule.
     """
     options, chunks = learner.options, learner.replica.chunks
+    learner.scheduler.step(1)
     for chunk in chunks:
         chunk.zero_grad_buffer()
     learner.optimizer.zero_grad()
@@ -88,7 +89,6 @@ def train_step(learner: Learner, streams: list[Iterator[Tensors]], whereabouts: 
         forward_only=False,
     )
     whereabouts.enter("optimizer step")
-    learner.scheduler.step(1)
     updated, grad_norm, _ = learner.optimizer.step()
     return Stepped(reduced, updated, grad_norm)
 

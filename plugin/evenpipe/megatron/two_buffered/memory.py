@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evenpipe.runtime.weight_versions import Alias, WeightVersions
 
-__all__ = ["weight_versions"]
+__all__ = ["forget_shards", "weight_versions"]
 
 
 def weight_versions(model: Sequence[Any], optimizers: Sequence[Any], parameters: Sequence[Tensor]) -> WeightVersions:
@@ -25,3 +25,10 @@ def weight_versions(model: Sequence[Any], optimizers: Sequence[Any], parameters:
     buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     aliases = [Alias(owner, "param_data") for buffer in buffers for owner in (buffer, *buffer.buckets)]
     return WeightVersions(parameters, [*shards, *stepped], aliases)
+
+
+def forget_shards(model: Sequence[Any]) -> None:
+    """Have Megatron's buckets look again where their parameters are, of which each rank gathers the others' shards."""
+    for chunk in model:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.cached_param_buffer_shard_list = [None] * len(group.buckets)

@@ -14,7 +14,7 @@ from megatron.core.utils import get_model_config
 from evenpipe.megatron.refusals import refused_with_two_versions
 from evenpipe.megatron.two_buffered.gradients import HeldGradients, Reduction, local_figures, tied_embedding
 from evenpipe.megatron.two_buffered.loss_scales import LossScales
-from evenpipe.megatron.two_buffered.memory import weight_versions
+from evenpipe.megatron.two_buffered.memory import forget_shards, weight_versions
 from evenpipe.megatron.two_buffered.settings import as_submitted, settings_of
 from evenpipe.runtime.exchange import Exchange
 
@@ -184,6 +184,7 @@ class TwoBuffered:
             assert self.finished is not None
             skipped = not self.finished.updated
         with self.versions.writing(), as_submitted(self._groups(), settings):
+            forget_shards(self.model)
             if not skipped:
                 self._step(batch)
         self.loss_scales.step_ended(batch, skipped)
