@@ -13,7 +13,7 @@ from evenpipe.megatron.cpu_mode.core import cpu_mode
 from evenpipe.megatron.cpu_mode.scripts import script_patches as cpu_script_patches
 from evenpipe.megatron.script.install import script_patches
 from evenpipe.megatron.script.log import log_patch
-from evenpipe.megatron.script.two_buffered import two_buffered_patches
+from evenpipe.megatron.script.two_buffered.training import two_buffered_patches
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, recorded
 from evenpipe.megatron.trainer.follow import reporting_to
 from evenpipe.upstream import FITS, Distribution, Expectation, Patch, PatchSet, UpstreamError

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evenpipe.megatron.script.two_buffered_exit import ExitQuestions
+from evenpipe.megatron.script.two_buffered.exit import ExitQuestions
 
 
 @pytest.fixture

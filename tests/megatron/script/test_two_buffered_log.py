@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from evenpipe.megatron.script.two_buffered_log import memory_line, step_line
+from evenpipe.megatron.script.two_buffered.log import memory_line, step_line
 
 
 class Step(NamedTuple):

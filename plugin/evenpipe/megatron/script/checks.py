@@ -10,7 +10,7 @@ from evenpipe.config import EvenPipeConfig
 from evenpipe.megatron.refusals import refused_settings
 from evenpipe.megatron.script.errors import ArgumentError
 from evenpipe.megatron.script.flags import flag
-from evenpipe.megatron.script.two_buffered_checks import refused_arguments
+from evenpipe.megatron.script.two_buffered.checks import refused_arguments
 from evenpipe.report import check_writable
 
 __all__ = ["check"]

@@ -14,7 +14,7 @@ from evenpipe.upstream import Patch, PatchSet
 
 if TYPE_CHECKING:
     from evenpipe.megatron.schedule import PipelineSchedule
-    from evenpipe.megatron.script.two_buffered_log import StepLog
+    from evenpipe.megatron.script.two_buffered.log import StepLog
 
 __all__ = ["TrainingLog", "kept_line", "log_line", "log_patch", "tell"]
 

@@ -55,7 +55,7 @@ def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
     schedule: PipelineSchedule
     training = None
     if config.schedule == "2bw":
-        from evenpipe.megatron.script.two_buffered import TwoBufferedTraining
+        from evenpipe.megatron.script.two_buffered.training import TwoBufferedTraining
         from evenpipe.megatron.two_buffered import StreamSchedule
 
         schedule = stream = StreamSchedule(config.bpipe, observer, connected=report)

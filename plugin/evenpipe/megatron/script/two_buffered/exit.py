@@ -49,7 +49,7 @@ class ExitQuestions:
             return False, False
         rows: list[list[float]] = []
         if self._exchange is None:
-            from evenpipe.megatron.script.two_buffered_exchange import exchange_among_all
+            from evenpipe.megatron.script.two_buffered.exchange import exchange_among_all
 
             self._exchange = exchange_among_all(2)
         else:

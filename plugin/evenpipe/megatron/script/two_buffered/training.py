@@ -8,9 +8,9 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from evenpipe.megatron.script.two_buffered_answers import known_to_all
-from evenpipe.megatron.script.two_buffered_exit import ExitQuestions
-from evenpipe.megatron.script.two_buffered_log import StepLog
+from evenpipe.megatron.script.two_buffered.answers import known_to_all
+from evenpipe.megatron.script.two_buffered.exit import ExitQuestions
+from evenpipe.megatron.script.two_buffered.log import StepLog
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, since
 from evenpipe.megatron.training_supported import training_patch
 from evenpipe.upstream import Patch, PatchSet
@@ -56,7 +56,7 @@ class TwoBufferedTraining:
 
     def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
         """Called by all ranks when Megatron has made model and optimizer, and loaded what was to be loaded."""
-        from evenpipe.megatron.script.two_buffered_checkpoint import resume
+        from evenpipe.megatron.script.two_buffered.checkpoint import resume
         from evenpipe.megatron.two_buffered import TwoBuffered
 
         if optimizer is None:
@@ -81,7 +81,7 @@ class TwoBufferedTraining:
 
     def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
         """Called by all ranks in the place of Megatron's saving, which is `write`."""
-        from evenpipe.megatron.script.two_buffered_checkpoint import save
+        from evenpipe.megatron.script.two_buffered.checkpoint import save
 
         if self._buffers is None:
             return write()
@@ -155,7 +155,7 @@ def _with_both_versions(original: Callable[..., Any], training: TwoBufferedTrain
 
     @functools.wraps(original)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        from evenpipe.megatron.script.two_buffered_checkpoint import folder_of
+        from evenpipe.megatron.script.two_buffered.checkpoint import folder_of
 
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()

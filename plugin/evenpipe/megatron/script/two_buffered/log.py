@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from evenpipe.runtime.figures import StageFigures
 
 if TYPE_CHECKING:
-    from evenpipe.megatron.script.two_buffered_figures import BackgroundFigures
+    from evenpipe.megatron.script.two_buffered.figures import BackgroundFigures
     from evenpipe.megatron.two_buffered import StepResult, TwoBuffered
 
 __all__ = ["StepLog", "memory_line", "step_line"]
@@ -48,7 +48,7 @@ class StepLog:
 
     def gather(self, iteration: int, figures: StageFigures, stage: int, stages: int) -> None:
         """Send this rank's figures of `iteration`, which are told after the next one."""
-        from evenpipe.megatron.script.two_buffered_figures import BackgroundFigures
+        from evenpipe.megatron.script.two_buffered.figures import BackgroundFigures
 
         if self._figures is None:
             self._figures = BackgroundFigures(stage, stages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evenpipe.megatron.script.two_buffered_exchange import exchange_among_all
+from evenpipe.megatron.script.two_buffered.exchange import exchange_among_all
 from evenpipe.runtime.figures import StageFigures
 
 __all__ = ["BackgroundFigures"]

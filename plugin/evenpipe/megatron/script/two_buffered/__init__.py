@@ -1,0 +1,1 @@
+"""2BW in Megatron-LM's own scripts."""
