@@ -22,7 +22,6 @@ class Exchange:
         self._columns = columns
         self._device = device
         self._gathering: tuple[dist.Work, Tensor, Tensor] | None = None
-        self._copying: tuple[torch.cuda.Event, Tensor] | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
@@ -39,28 +38,20 @@ class Exchange:
         gathered = torch.empty(self._group.size() * self._columns, dtype=torch.float64, device=self._device)
         work = dist.all_gather_into_tensor(gathered, mine, group=self._group, async_op=True)
         assert work is not None
-        # Both tensors are kept: they are used on streams that the allocator knows nothing of.
+        # Both tensors are kept: they are used on a stream that the allocator knows nothing of. And nothing waits yet: with
+        # one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) a stream that waits holds up whatever is enqueued later.
         self._gathering = work, mine, gathered
-        if self._stream is None:
-            return
-        # To host memory beside the compute stream: reading must not wait for what is computed in the meantime.
-        with torch.cuda.stream(self._stream):
-            work.wait()
-            copied = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
-            copied.copy_(gathered, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-        self._copying = event, copied
 
     def finish(self) -> list[list[float]]:
         """Wait for all ranks' rows, and return them in order of their rank in the group."""
         assert self._gathering is not None, "nothing has been started"
-        work, _, rows = self._gathering
-        if self._copying is None:
+        (work, _, gathered), self._gathering = self._gathering, None
+        if self._stream is None:
             work.wait()
         else:
-            event, rows = self._copying
-            event.synchronize()
-        self._gathering = self._copying = None
-        found: list[list[float]] = rows.view(-1, self._columns).tolist()
+            # Beside the compute stream: reading must not wait for what is computed in the meantime.
+            with torch.cuda.stream(self._stream):
+                work.wait()
+                gathered = gathered.cpu()
+        found: list[list[float]] = gathered.view(-1, self._columns).tolist()
         return found
