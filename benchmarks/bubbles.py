@@ -26,7 +26,6 @@ a variant in every round; the times are those in Megatron's log, at every iterat
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import warnings
 from collections.abc import Callable
@@ -38,7 +37,7 @@ import pretrain_jobs
 import torch
 import torch.distributed as dist
 from emulation import Accelerator, clock_ms
-from harness import Benchmark, Tick, positive, progress_bar, run_in_processes
+from harness import Benchmark, Tick, positive, prepare_to_fork, progress_bar, run_in_processes
 from rich.table import Table
 from sleeping_stages import follow_waits, slow_down
 
@@ -206,12 +205,7 @@ def main() -> None:
         settings = settings_of(arguments)
     except OptionsError as error:
         benchmark.parser.error(str(error))
-    # CPU mode is refused where CUDA is available.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    # What is imported need not be searched for cycles in each process.
-    gc.collect()
-    gc.freeze()
+    prepare_to_fork()
     results = []
     for setting in settings:
         with progress_bar(f"{setting.stages} stages", len(VARIANTS) * setting.repeats) as tick:

@@ -12,8 +12,6 @@ The learning rate decides: the delay takes away most of what momentum adds to th
 from __future__ import annotations
 
 import argparse
-import gc
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-from harness import Benchmark, Tick, positive, progress_bar, run_in_processes
+from harness import Benchmark, Tick, positive, prepare_to_fork, progress_bar, run_in_processes
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -146,12 +144,7 @@ def main() -> None:
         every = options_of(arguments)
     except OptionsError as error:
         benchmark.parser.error(str(error))
-    # CPU mode is refused where CUDA is available.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    # What is imported need not be searched for cycles in each process.
-    gc.collect()
-    gc.freeze()
+    prepare_to_fork()
     results = []
     for options in every:
         with progress_bar(options.model, len(SCHEDULES) * options.iterations) as tick:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-__all__ = ["Benchmark", "Tick", "positive", "progress_bar", "run_in_processes"]
+__all__ = ["Benchmark", "Tick", "positive", "prepare_to_fork", "progress_bar", "run_in_processes"]
 
 Tick = Callable[[], None]
 """Says that one more unit of work is done."""
@@ -72,6 +73,16 @@ def progress_bar(what: str, total: int) -> Iterator[Tick]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
+
+
+def prepare_to_fork() -> None:
+    """Before processes of Megatron's are forked that train on CPU."""
+    # CPU mode is refused where CUDA is available.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    # What is imported need not be searched for cycles in each process.
+    gc.collect()
+    gc.freeze()
 
 
 def run_in_processes(world: int, function: Callable[..., Any], *arguments: Any, tick: Tick) -> Any:

@@ -16,18 +16,14 @@ stages share few processors, and hardly disturbed by whatever else runs there.
 
 from __future__ import annotations
 
-import gc
-import os
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import median
 from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-from harness import Benchmark, Tick, positive, progress_bar, run_in_processes
+from harness import Benchmark, Tick, positive, prepare_to_fork, progress_bar, run_in_processes
 from rich.table import Table
 
 from evenpipe.upstream import PatchSet
@@ -36,6 +32,7 @@ with warnings.catch_warnings():
     # megatron-core warns of every optional package that is missing; none is needed here.
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
+    from variants import installed
 
     from evenpipe.megatron.cpu_mode import cpu_mode
     from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
@@ -60,17 +57,6 @@ class Iteration(NamedTuple):
 
     ms: float
     cpu_ms: float
-
-
-@contextmanager
-def installed(patches: PatchSet | None) -> Iterator[None]:
-    """`patches`, if any, applied inside."""
-    if patches is None:
-        yield
-        return
-    patches.apply()
-    yield
-    patches.revert()
 
 
 def measure(rank: int, options: TrainOptions, repeats: int, tick: Tick) -> dict[str, list[Iteration]]:
@@ -138,12 +124,7 @@ def main() -> None:
         TrainOptions.of(**shape, bpipe=True)
     except OptionsError as error:
         benchmark.parser.error(str(error))
-    # CPU mode is refused where CUDA is available.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    # What is imported need not be searched for cycles in each process.
-    gc.collect()
-    gc.freeze()
+    prepare_to_fork()
     with progress_bar(f"{options.stages} stages", len(VARIANTS) * (WARM_UP + arguments.repeats)) as tick:
         iterations = run_in_processes(options.stages, measure, options, arguments.repeats, tick=tick)
     entry = result(options, iterations)

@@ -38,7 +38,7 @@ class Exchange:
         gathered = torch.empty(self._group.size() * self._columns, dtype=torch.float64, device=self._device)
         work = dist.all_gather_into_tensor(gathered, mine, group=self._group, async_op=True)
         assert work is not None
-        # Both tensors are kept: they are used on a stream that the allocator knows nothing of. And nothing waits yet: with
+        # Both tensors are kept: they are used on a stream that the allocator knows nothing of. Nothing waits yet: with
         # one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) a stream that waits holds up whatever is enqueued later.
         self._gathering = work, mine, gathered
 
