@@ -20,8 +20,9 @@ OVERLAPPED = ("--pipeline-model-parallel-size", "2", "--use-distributed-optimize
 CASES = {
     "GPT PP4 m=8, torch": (GPT, PP4, "torch"),
     "GPT PP4 m=4, torch_dist": (GPT, (*PP4, "--global-batch-size", "4"), "torch_dist"),
-    "GPT DP2xPP2 bf16 distributed optimizer, torch": (GPT, OVERLAPPED, "torch"),
-    "BERT DP2xPP2 bf16 distributed optimizer, torch_dist": (BERT, OVERLAPPED, "torch_dist"),
+    # Not BERT: its head of two classes is padded, and newer releases save padding in torch_dist as it lies in memory.
+    "GPT DP2xPP2 bf16 distributed optimizer, torch_dist": (GPT, OVERLAPPED, "torch_dist"),
+    "BERT DP2xPP2 bf16 distributed optimizer, torch": (BERT, OVERLAPPED, "torch"),
     "BERT PP4 bpipe, torch": (BERT, (*PP4, "--bpipe"), "torch"),
 }
 
