@@ -1,4 +1,4 @@
-"""Four processes that train with flushes and with 2BW, and write down what tensors each keeps between iterations.
+"""Four processes that train with flushes and with 2BW, and write down what each keeps and when it reduces.
 
 Argument: a folder (rank-<rank>.json out).
 """
@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,18 +18,18 @@ from megatron.core import parallel_state
 from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.trainer import data
 from evenpipe.megatron.trainer.engines import engine_for
-from evenpipe.megatron.trainer.loop import Watched, iterate
+from evenpipe.megatron.trainer.loop import Tell, Watched, iterate
 from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.megatron.trainer.recorder import Recorder
 from evenpipe.megatron.trainer.step import make_learner
 from evenpipe.megatron.trainer.whereabouts import Whereabouts
+from evenpipe.schedule import Action
 
 WORLD = 4
 SMALL = {"layers": 2, "hidden": 32, "seq_length": 16, "stages": 2, "data_parallel": 2, "micro_batches": 3}
 CASES = {
     "fp32": {},
     "fp32 without clipping": {"clip_grad": 0.0, "untie_embeddings": True},
-    "bf16": {"precision": "bf16"},
     "bf16, distributed optimizer": {"precision": "bf16", "distributed_optimizer": True},
     "fp32, distributed optimizer": {"distributed_optimizer": True},
     "fp16": {"precision": "fp16", "initial_loss_scale": 1024.0},
@@ -46,18 +47,34 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def train(options: TrainOptions) -> dict[str, int]:
+def _watch(engine: Any, chunk: Any, reducing: list[tuple[str, bool]]) -> None:
+    """Note for each action whether gradients are being reduced between replicas when it ends."""
+    ended = engine.ended
+
+    def noting(action: Action) -> None:
+        ended(action)
+        reducing.append((str(action), any(bucket.grad_reduce_handle is not None for bucket in chunk.bucket_groups)))
+
+    engine.ended = noting
+
+
+def train(options: TrainOptions) -> dict[str, Any]:
     """What this process keeps when nothing is under way."""
     before = live_bytes()  # Megatron's distributed optimizer does not let go of all of an earlier model
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=options.stages)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     whereabouts = Whereabouts(stage)
     learner = make_learner(options, data.load(options), torch.device("cpu"))
+    reducing: list[tuple[str, bool]] = []
     with engine_for(learner, stage, recorder := Recorder(whereabouts)) as engine:
+        _watch(engine, learner.replica.chunks[0], reducing)
         found = iterate(
-            Watched(learner, engine, recorder, whereabouts), 0, lambda done: False, lambda iteration, loss, ms: None
+            Watched(learner, engine, recorder, whereabouts),
+            0,
+            lambda done: False,
+            Tell(*[lambda *_: None] * 3),
         )
-        kept = {"live": live_bytes() - before, **found.measured._asdict()}
+        kept = {"live": live_bytes() - before, **found.measured._asdict(), "reducing": reducing}
     del learner, engine, recorder
     parallel_state.destroy_model_parallel()
     return kept
@@ -83,4 +100,5 @@ def run(rank: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    mp.start_processes(run, (sys.argv[1],), nprocs=WORLD, start_method="spawn")
+    gc.freeze()  # what is imported holds no tensors to be counted
+    mp.start_processes(run, (sys.argv[1],), nprocs=WORLD, start_method="fork")

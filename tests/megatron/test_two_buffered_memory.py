@@ -48,3 +48,16 @@ def test_memory_grows_by_a_version_and_what_has_to_wait(ranks: list[dict[str, An
         grown = flushless["live"] - flushed["live"]
         accounted = flushless["weight_version_bytes"] + flushless["held_gradient_bytes"]
         assert 0 <= grown - accounted <= 128, "a few numbers of the last step"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_reduced_beside_the_next_batch_s_forward(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        noted = rank["cases"][name]["2bw"]["reducing"]
+        ended = [action for action, _ in noted]
+        for batch in range(1, 4):
+            before, first = f"B{3 * batch - 1}", f"B{3 * batch}"
+            beside = noted[ended.index(before) + 1 : ended.index(first)]
+            forwards = [reducing for action, reducing in beside if action.startswith("F")]
+            assert forwards == [True], "one forward comes before the next backward"
+            assert dict(noted)[first] is False, "the next batch's gradients have the buffer to themselves"
