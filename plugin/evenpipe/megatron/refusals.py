@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -62,6 +63,9 @@ _WITH_TWO_VERSIONS = MappingProxyType(
         "delay_wgrad_compute": "computes gradients after their batch",
         "defer_embedding_wgrad_compute": "computes the embedding's gradients when the pipeline is empty",
         "mtp_num_layers": _JOINS,
+        "has_cond_embedder": _JOINS,
+        "ddp_param_name_patterns_for_fp32_local_accumulation": "keeps gradients outside of the gradient buffer",
+        "param_name_patterns_for_fp32_local_accumulation": "keeps gradients outside of the gradient buffer",
         "qk_clip": "changes weights before the step, which 2bw finishes in the next iteration",
         "hybrid_context_parallel": "makes micro-batches of their own shapes",
     }
@@ -83,6 +87,10 @@ def refused_with_two_versions(settings: Any) -> Iterator[Refusal]:
             yield Refusal(setting, f" {value}", "shards weights beyond data-parallel replicas", remedy)
     if (captured := getattr(settings, "cuda_graph_impl", None)) not in (None, "none"):
         yield Refusal("cuda_graph_impl", f" {captured}", _ADDRESSES, remedy)
+    if math.isfinite(threshold := getattr(settings, "grad_norm_skip_threshold", None) or math.inf):
+        yield Refusal(
+            "grad_norm_skip_threshold", f" {threshold}", "skips steps in a way that 2bw does not know", remedy
+        )
 
 
 def refused_settings(settings: Any, bpipe: bool) -> Iterator[Refusal]:

@@ -21,7 +21,7 @@ class Exchange:
         self._group = group
         self._columns = columns
         self._device = device
-        self._gathering: tuple[dist.Work, Tensor, Tensor] | None = None
+        self._gathering: tuple[dist.Work, tuple[Tensor, Tensor], Tensor] | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
@@ -33,14 +33,17 @@ class Exchange:
         """Give this rank's row. Raises RuntimeError while another is under way."""
         if self.under_way:
             raise RuntimeError("an exchange is under way: finish it before another is started")
-        mine = torch.as_tensor(row, dtype=torch.float64).to(self._device)
+        given = torch.as_tensor(row, dtype=torch.float64)
+        if self._stream is not None and given.device.type == "cpu":
+            given = given.pin_memory()  # from where a copy does not wait for what is being computed
+        mine = given.to(self._device, non_blocking=True)
         assert mine.shape == (self._columns,), f"a row has {self._columns} numbers"
         gathered = torch.empty(self._group.size() * self._columns, dtype=torch.float64, device=self._device)
         work = dist.all_gather_into_tensor(gathered, mine, group=self._group, async_op=True)
         assert work is not None
-        # Both tensors are kept: they are used on a stream that the allocator knows nothing of. Nothing waits yet: with
+        # All tensors are kept: they are used on a stream that the allocator knows nothing of. Nothing waits yet: with
         # one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) a stream that waits holds up whatever is enqueued later.
-        self._gathering = work, mine, gathered
+        self._gathering = work, (given, mine), gathered
 
     def finish(self) -> list[list[float]]:
         """Wait for all ranks' rows, and return them in order of their rank in the group."""

@@ -35,7 +35,7 @@ class Observer:
         """Compute has ended, or a transfer has been waited for."""
 
     def batch_ended(self) -> None:
-        """Nothing of the batch is under way any more. Not said of a batch that failed."""
+        """All of the batch's actions are done; in a stream, some of the next one's too. Not said of one that failed."""
 
 
 class Executor:
@@ -101,6 +101,7 @@ class Executor:
         `owed` are the transfers that a partner has started and that this stage has not. Nothing is under way
         afterwards; the memory is free when the stage has let go of its inputs and outputs too.
         """
+        self._assert_whole()
         flow, self._stream = self._stream, None
         if flow is not None:
             flow.break_off(owed)
@@ -108,8 +109,7 @@ class Executor:
 
     @contextmanager
     def _batch(self) -> Iterator[None]:
-        if self._broken:
-            raise RuntimeError(f"stage {self.stage_index} failed in an earlier batch: start the processes anew")
+        self._assert_whole()
         self._broken = True
         self.observer.batch_started(self.clock)
         if self.measure:
@@ -117,6 +117,10 @@ class Executor:
         yield
         self.observer.batch_ended()
         self._broken = False
+
+    def _assert_whole(self) -> None:
+        if self._broken:
+            raise RuntimeError(f"stage {self.stage_index} failed in an earlier batch: start the processes anew")
 
     def _assert_no_guests(self) -> None:
         if self.pool.in_use:

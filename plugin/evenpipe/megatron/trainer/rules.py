@@ -46,10 +46,11 @@ def _schedule_exists(options: TrainOptions) -> None:
             f"--chunks {options.chunks}: --schedule {options.schedule} has one model chunk a stage: "
             "use --schedule interleaved, or leave --chunks out"
         )
-    if options.schedule == "gpipe" and options.stages == 1:
-        raise ValueError("--schedule gpipe: one stage is no pipeline: use --schedule 1f1b, or at least 2 stages")
-    if options.engine == "megatron" and options.schedule == "gpipe":
-        raise ValueError("--schedule gpipe: Megatron has no such schedule: use --engine evenpipe")
+    asked = f"--schedule {options.schedule}"
+    if options.schedule in ("gpipe", "2bw") and options.stages == 1:
+        raise ValueError(f"{asked}: one stage is no pipeline: use --schedule 1f1b, or at least 2 stages")
+    if options.engine == "megatron" and options.schedule in ("gpipe", "2bw"):
+        raise ValueError(f"{asked}: Megatron has no such schedule: use --engine evenpipe")
     if options.engine == "megatron" and options.bpipe:
         raise ValueError("--bpipe: Megatron has no such schedule: use --engine evenpipe")
     try:

@@ -85,7 +85,7 @@ class HeldGradients:
         return sum(copied.nbytes for _, copied in self._buffers)
 
     def keep(self) -> None:
-        """Copy all gradients here, and have parameters' `main_grad` say so only while `in_place` is entered."""
+        """Copy all gradients here."""
         for gradients, copied in self._buffers:
             copied.copy_(gradients)
 

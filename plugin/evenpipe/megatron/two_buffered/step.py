@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.optimizer import clip_grads
 from megatron.core.utils import get_model_config
+from torch import Tensor
 
 from evenpipe.megatron.refusals import refused_with_two_versions
 from evenpipe.megatron.two_buffered.gradients import HeldGradients, Reduction, local_figures, tied_embedding
@@ -110,6 +111,9 @@ class TwoBuffered:
         optimizer.zero_grad = _done_by_us
         optimizer.step = self.submit
         optimizer.scale_loss = self.loss_scales.scale_loss
+        config = get_model_config(self.model[0])
+        if config.grad_scale_func is not None:
+            config.grad_scale_func = self.loss_scales.scale_loss
 
     @property
     def parameter_bytes(self) -> int:
@@ -203,7 +207,7 @@ class TwoBuffered:
     def state_dict(self) -> dict[str, Any]:
         """After `drain`: what a checkpoint needs beside Megatron's own, which has the newest weights."""
         before = self.versions.tensors(self.batch - 1) if self.batch > 0 else self._parameters
-        return {"told_last": list(self._told_last), "before": [tensor.detach().clone() for tensor in before]}
+        return {"told_last": list(self._told_last), "before": [_on_host(tensor) for tensor in before]}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from a checkpoint whose newest weights have been loaded; None: both versions are these.
@@ -274,6 +278,11 @@ class TwoBuffered:
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for one in self._optimizers for group in one.param_groups]
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy that takes no memory of a device."""
+    return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())
 
 
 def _done_by_us(*_: Any, **__: Any) -> None:

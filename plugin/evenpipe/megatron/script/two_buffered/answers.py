@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from evenpipe.megatron.supported import MEGATRON_CORE, since
@@ -43,7 +43,15 @@ def known_to_all() -> list[Patch]:
         _without_barrier,
         "2bw: two barriers and a wait for the whole device at each log interval join all stages",
     )
-    return [*answered, timer]
+    log = Patch(
+        "timers",
+        ("megatron.core.timers:Timers.log",),
+        MEGATRON_CORE,
+        since({"0.14": "(self, names, rank=None, normalizer=1.0, reset=True, barrier=False)"}),
+        _of_running_timers,
+        "2bw: older releases gather the times of timers that were never started from all ranks, at each log interval",
+    )
+    return [*answered, timer, log]
 
 
 def _answering(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,6 +60,16 @@ def _answering(original: Callable[..., Any]) -> Callable[..., Any]:
         return value
 
     return known
+
+
+def _of_running_timers(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def log(self: Any, names: Sequence[str], *args: Any, **kwargs: Any) -> None:
+        started = [name for name in names if name in self._timers]
+        if started:
+            original(self, started, *args, **kwargs)
+
+    return log
 
 
 def _without_barrier(original: Callable[..., float]) -> Callable[..., float]:

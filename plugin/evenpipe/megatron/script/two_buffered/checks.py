@@ -19,6 +19,7 @@ _REFUSED = MappingProxyType(
     {
         "use_torch_fsdp2": "gathers and frees parameters, of which 2bw needs two versions",
         "timing_log_level": _JOINS,
+        "log_energy": "joins all stages at each log",
         "log_straggler": "joins all stages at each log",
         "adlr_autoresume": "joins all stages to ask whether to stop: use --exit-signal-handler",
         "train_sync_interval": "waits for what a stage is yet to receive",
@@ -34,6 +35,13 @@ _REFUSED = MappingProxyType(
         "dataloader_save": "saves how far data has been read, and 2bw reads ahead",
     }
 )
+_WITH_BPIPE = MappingProxyType(
+    {
+        "async_save": "asks all ranks in every iteration whether it is done",
+        "distributed_timeout_seconds_after_init": "waits for the whole device after the first iteration",
+        "empty_unused_memory_level": "waits for the whole device in every iteration",
+    }
+)
 _OPTIMIZERS: Final = ("adam", "sgd")
 
 
@@ -42,9 +50,9 @@ def refused_arguments(args: Namespace, bpipe: bool) -> Iterator[Refusal]:
 
     A release that has no argument of a name does not have what it would do.
     """
-    if bpipe and args.async_save:
-        reason = "asks all ranks in every iteration whether it is done, while partners are amid transfers"
-        yield Refusal("async_save", "", reason, "leave it out, or use 2bw without --bpipe")
+    for setting, reason in _WITH_BPIPE.items():
+        if bpipe and getattr(args, setting, None):
+            yield Refusal(setting, "", f"{reason}, while partners are amid transfers", "leave it, or --bpipe, out")
     for refusal in refused_with_two_versions(args):
         yield refusal._replace(remedy=_REMEDY)
     for setting, reason in _REFUSED.items():

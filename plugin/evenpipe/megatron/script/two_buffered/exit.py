@@ -43,6 +43,10 @@ class ExitQuestions:
             self._ending()
         return stops
 
+    def as_given(self) -> AbstractContextManager[Any]:
+        """Inside, Megatron's arguments are the user's: what is saved of them is."""
+        return _with(self._args, exit_signal_handler=self._handles_signal, exit_duration_in_mins=self._minutes)
+
     def _heard(self) -> tuple[bool, bool]:
         """What any rank said an iteration before: that it got a signal, that its time is up."""
         if not self._handles_signal and not self._minutes:

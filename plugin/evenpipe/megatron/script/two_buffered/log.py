@@ -91,7 +91,7 @@ class StepLog:
 
         assert self._buffers is not None, "there is a model to train"
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        texts = gather_text(json.dumps([stage, self._buffers.parameter_bytes, self._buffers.held_gradient_bytes]))
+        texts = gather_text(json.dumps([stage, self._buffers.weight_version_bytes, self._buffers.held_gradient_bytes]))
         if texts is not None:
             print(memory_line([json.loads(text) for text in texts]), flush=True)
 

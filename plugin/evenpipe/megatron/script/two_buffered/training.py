@@ -86,7 +86,8 @@ class TwoBufferedTraining:
         if self._buffers is None:
             return write()
         self.interrupt()
-        return save(iteration, model, self._buffers, folder, write)
+        with self.exit_questions.as_given():
+            return save(iteration, model, self._buffers, folder, write)
 
 
 def two_buffered_patches(training: Any) -> list[Patch]:
