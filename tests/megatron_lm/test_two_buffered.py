@@ -7,6 +7,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -73,12 +74,13 @@ def test_nothing_waits_for_another_stage(megatron_lm, tmp_path):
     assert waited["2bw"] == set()
     assert waited["1f1b"] >= {
         "_allreduce_embedding_grad",
-        "_reduce_any",
         "get_grad_norm_fp32",
         "logical_and_across_model_parallel_group",
         "reduce_max_stat_across_model_parallel_group",
         "per_stage",
     }
+    # Whether any rank wants the iteration run again: older releases ask within another function.
+    assert waited["1f1b"] & {"_reduce_any", "should_run_forward_backward"}
 
 
 def test_the_first_two_batches_run_on_the_first_weights(megatron_lm, tmp_path):
@@ -103,6 +105,8 @@ def test_a_resumed_run_is_the_one_that_only_saved(megatron_lm, case, bert_data, 
     script, parallel, format_ = CASES[case]
     if not (megatron_lm / script).exists():
         pytest.skip(f"{megatron_lm.name} has no {script}")
+    if format_ == "torch_dist" and parallel is OVERLAPPED and _wants_older_numpy(megatron_lm):
+        pytest.skip(f"{megatron_lm.name} saves replicas' shards in torch_dist with NumPy 1 only")
     stops, ends = 3, 6
     flags = [*flags_for(megatron_lm, script, ends, bert_data), *parallel, *TWO]
     flags += ["--ckpt-format", format_, "--save-interval", str(stops)]
@@ -126,6 +130,11 @@ def test_a_resumed_run_is_the_one_that_only_saved(megatron_lm, case, bert_data, 
     last = f"iter_{ends:07d}"
     assert differences(tmp_path / "whole" / last, tmp_path / "resumed" / last) == []
     assert same(older_versions(tmp_path / "whole", ends), older_versions(tmp_path / "resumed", ends))
+
+
+def _wants_older_numpy(checkout: Path) -> bool:
+    text = (checkout / "megatron" / "core" / "dist_checkpointing" / "exchange_utils.py").read_text()
+    return "np.product(" in text and not hasattr(numpy, "product")
 
 
 def _last_norm(run: Run) -> str:
