@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from argparse import SUPPRESS, Namespace
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -52,7 +53,7 @@ def _run(arguments: Namespace) -> None:
         raise UsageError(str(error)) from error
     [result] = run_training("train", [options], [f"{options.engine}, {options.schedule}"])
     prediction = predict(options.plan, result)
-    title = title_of(options.plan, options.bpipe)
+    title = title_of(replace(options.plan, batches=1), options.bpipe)
     _write_reports(arguments, result, prediction, title)
     if arguments.json:
         document = result.to_json()
@@ -84,6 +85,10 @@ def _table(result: RunResult, prediction: Simulation) -> Table:
     )
     skipped = len(result.skipped_iterations)
     caption += f", {skipped} steps skipped" if skipped else ""
+    if result.weight_versions_peak > 1:
+        versions = " ".join(f"{stage.weight_version_bytes / _MIB:,.2f}" for stage in result.stages)
+        held = " ".join(f"{stage.held_gradient_bytes / _MIB:,.2f}" for stage in result.stages)
+        caption += f"; second weight version MiB {versions}, held gradients MiB {held}"
     columns = ("stage", "peak live", "peak saved MiB", "predicted MiB", "evicted MiB", "parameters MiB")
     table = Table(*columns, caption=caption)
     for number, (stage, predicted) in enumerate(zip(result.stages, prediction.stages, strict=True)):

@@ -177,12 +177,16 @@ class PipelineSchedule:
             config.finalize_model_grads_func(list(batch.model), tokens, **extra)
         return stage.losses
 
+    def _weights(self, chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
+        """What is not an activation when autograd saves it."""
+        return [parameter for chunk in chunks for parameter in chunk.parameters()]
+
     def _executor(self, pipeline: dist.ProcessGroup, chunks: list[torch.nn.Module]) -> Executor:
         if self._model is not None and [*map(id, self._model)] != [*map(id, chunks)]:
             raise ValueError("this PipelineSchedule belongs to another model: make one for each model")
         if self.executor is None:
             self._model = chunks
-            parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+            parameters = self._weights(chunks)
             device = parameters[0].device if parameters else torch.device(torch.cuda.current_device())
             backend = "nccl" if device.type == "cuda" else "gloo"
             ranks = dist.get_process_group_ranks(pipeline)

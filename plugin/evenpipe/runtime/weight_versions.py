@@ -72,6 +72,11 @@ class WeightVersions:
         """What the second memory takes."""
         return sum(storage.nbytes() for storage, _ in self._memories)
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """The parameters of both versions."""
+        return [tensor for view in self._used for tensor in view.tensors]
+
     def use(self, version: int) -> None:
         """Point the parameters at `version`: the newest, or the one before."""
         assert version in (self.latest, self.latest - 1), f"version {version} of {self.latest} is not kept"

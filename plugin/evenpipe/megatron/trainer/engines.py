@@ -14,7 +14,7 @@ from evenpipe.megatron.trainer.step import Learner
 from evenpipe.megatron.two_buffered import StreamSchedule, TwoBuffered
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.executor import Observer
-from evenpipe.schedule import FORWARD, Action
+from evenpipe.schedule import FORWARD, UPDATE, Action
 from evenpipe.upstream import PatchSet
 
 __all__ = ["Engine", "engine_for"]
@@ -61,10 +61,12 @@ class _EvenPipe(Observer):
         options = learner.options
         self.extra: Extra | None = None
         self.schedule: PipelineSchedule
+        self._stream: StreamSchedule | None = None
+        self._micro_batches = options.micro_batches
         if options.schedule == "2bw":
             self.extra = two_buffered = TwoBuffered(learner.replica.chunks, learner.optimizer)
-            self.schedule = stream = StreamSchedule(options.bpipe, observer=self, measure=True)
-            stream.attach(two_buffered)
+            self.schedule = self._stream = StreamSchedule(options.bpipe, observer=self, measure=True)
+            self._stream.attach(two_buffered)
         else:
             self.schedule = PipelineSchedule(options.schedule, options.bpipe, observer=self, measure=True)
         self._recorder = recorder
@@ -79,12 +81,20 @@ class _EvenPipe(Observer):
         pass
 
     def started(self, action: Action) -> None:
-        self._recorder.started(action)
+        self._recorder.started(self._along_the_run(action))
 
     def ended(self, action: Action) -> None:
-        self._recorder.ended(action)
+        self._recorder.ended(self._along_the_run(action))
         if action.kind == FORWARD and self.schedule.executor is not None:
             self._recorder.saved(action, self.schedule.executor.store.nbytes(action.unit))
+
+    def _along_the_run(self, action: Action) -> Action:
+        """A stream counts from where it began, which is where the one before was broken off."""
+        if self._stream is None:
+            return action
+        batches = self._stream.first_batch
+        first = batches if action.kind == UPDATE else batches * self._micro_batches
+        return action._replace(micro_batch=first + action.micro_batch)
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from evenpipe.megatron.schedule import Call, PipelineSchedule
 from evenpipe.megatron.two_buffered.inputs import ReadAhead
 from evenpipe.megatron.two_buffered.stage import StreamStage
@@ -82,6 +84,17 @@ class StreamSchedule(PipelineSchedule):
         # Outside of a call the parameters are what the last finished step made of them.
         self.two_buffered.versions.use(self.two_buffered.versions.latest)
         return self._stage.losses
+
+    @property
+    def first_batch(self) -> int:
+        """The batch with which the present stream began, counted from 0 since the weights were made or loaded."""
+        assert self.two_buffered is not None, "nothing has been scheduled yet"
+        return self.two_buffered.submitted - self._called
+
+    def _weights(self, chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
+        # A forward points its parameters at its version when it is being recorded already.
+        assert self.two_buffered is not None, "it is attached before the first batch"
+        return [*super()._weights(chunks), *self.two_buffered.versions.memory]
 
     def _break_off(self) -> None:
         """End the stream between two calls; the next one starts anew, and reads again what this one read ahead."""

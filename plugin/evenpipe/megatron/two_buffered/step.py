@@ -116,6 +116,11 @@ class TwoBuffered:
             config.grad_scale_func = self.loss_scales.scale_loss
 
     @property
+    def submitted(self) -> int:
+        """Steps that have been submitted since the weights were made or loaded."""
+        return self.batch - self._loaded_at
+
+    @property
     def parameter_bytes(self) -> int:
         """This process' trainable parameters, in their own dtype."""
         return sum(parameter.numel() * parameter.element_size() for parameter in self._parameters)

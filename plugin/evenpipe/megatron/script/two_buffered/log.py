@@ -115,7 +115,7 @@ def step_line(
         loss = f"loss of iteration {last}" if first == last else f"loss of iterations {first} to {last}"
         columns += [f"iteration {last}", loss]
     if finished is None:
-        columns.append("no step finished yet" if saved_at is None else f"grad norm of iteration {saved_at}")
+        columns.append("no step finished yet" if saved_at is None else f"the grad norm is of iteration {saved_at}")
     else:
         iteration, step = finished
         norm = "no grad norm" if step.grad_norm is None else f"grad norm {step.grad_norm:.3f}"
