@@ -9,6 +9,7 @@ import torch
 
 from evenpipe.megatron.schedule import Call, PipelineSchedule
 from evenpipe.megatron.two_buffered.inputs import ReadAhead
+from evenpipe.megatron.two_buffered.relied_on import verify_relied_on
 from evenpipe.megatron.two_buffered.stage import StreamStage
 from evenpipe.megatron.two_buffered.step import Settled, TwoBuffered
 from evenpipe.runtime.executor import Observer
@@ -32,6 +33,7 @@ class StreamSchedule(PipelineSchedule):
         connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
     ) -> None:
         super().__init__("2bw", bpipe, observer, measure, connected)
+        verify_relied_on()
         self.two_buffered: TwoBuffered | None = None
         self._inputs = ReadAhead()
         self._stream: Stream | None = None
