@@ -15,10 +15,10 @@ from executor_cases import ROWS, WIDTH, chunk_module, loss, sample
 
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.exchange import Exchange
-from evenpipe.runtime.executor import Executor
+from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.stage import ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
-from evenpipe.schedule import Stream, required_version
+from evenpipe.schedule import Action, Stream, required_version
 
 WORLD = 6
 BATCHES = 7
@@ -43,6 +43,19 @@ CASES = {
     "p=5 m=5 bpipe": Case(5, 5, bpipe=True),
     "p=6 m=7 bpipe, broken off": Case(6, 7, bpipe=True, breaks=(2, 5)),
 }
+
+
+class Paired(Observer):
+    """Whatever starts ends, once; KeyError otherwise."""
+
+    def __init__(self) -> None:
+        self.open: dict[Action, None] = {}
+
+    def started(self, action: Action) -> None:
+        self.open[action] = None
+
+    def ended(self, action: Action) -> None:
+        del self.open[action]
 
 
 class SteppedModule(ModuleStage):
@@ -102,7 +115,8 @@ def train(rank: int, case: Case) -> dict[str, object]:
     """This stage's losses, weights in the end, and peaks."""
     stage = SteppedModule(rank, case.stages, case.micro_batches)
     connections = connect(list(range(case.stages)), False, case.bpipe, "gloo", torch.device("cpu"))
-    executor = Executor(rank, connections, torch.device("cpu"), stage.module.parameters())
+    paired = Paired()
+    executor = Executor(rank, connections, torch.device("cpu"), stage.module.parameters(), paired)
     stream = Stream(case.stages, case.micro_batches, case.bpipe)
     losses, called = [], 0
     for batch in range(BATCHES):
@@ -116,6 +130,7 @@ def train(rank: int, case: Case) -> dict[str, object]:
             executor.break_off(stream.owed(rank, called - 1))
             stage.update(batch)
             stage.forget(batch + 1)
+            assert not paired.open, "nothing is under way"
             executor.store.assert_empty()
             called = 0
     stage.versions.use(stage.versions.latest)

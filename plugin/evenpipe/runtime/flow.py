@@ -120,8 +120,9 @@ class Flow:
                     self.complete(message)
             self.actions[step.transfer] = step.action
             self.start_transfer[step.action.kind](step.transfer, step.action.unit)
-        for transfer in self.under_way.values():
-            transfer.wait()
+            self.executor.observer.started(step.action)
+        for message in list(self.under_way):
+            self.complete(message)
         for slot in self.slots.values():
             self.executor.pool.release(slot)
 

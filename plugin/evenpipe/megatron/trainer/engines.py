@@ -8,7 +8,6 @@ from typing import Protocol
 
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
 from evenpipe.megatron.trainer.follow import Follower, reporting_to
-from evenpipe.megatron.trainer.outcomes import Extra
 from evenpipe.megatron.trainer.recorder import Recorder
 from evenpipe.megatron.trainer.step import Learner
 from evenpipe.megatron.two_buffered import StreamSchedule, TwoBuffered
@@ -28,7 +27,7 @@ class Engine(Protocol):
         """What this stage holds, with peaks since the last `reset_peak`."""
 
     @property
-    def extra(self) -> Extra | None:
+    def extra(self) -> TwoBuffered | None:
         """What it keeps between iterations; None where every iteration ends with nothing under way."""
 
     def start_batch(self) -> None:
@@ -59,7 +58,7 @@ class _EvenPipe(Observer):
 
     def __init__(self, learner: Learner, recorder: Recorder) -> None:
         options = learner.options
-        self.extra: Extra | None = None
+        self.extra: TwoBuffered | None = None
         self.schedule: PipelineSchedule
         self._stream: StreamSchedule | None = None
         self._micro_batches = options.micro_batches

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from evenpipe.megatron.trainer.checkpoint import Draft, find, rank_file, refuse_misfit
 from evenpipe.megatron.trainer.flags import OptionsError
 from evenpipe.megatron.trainer.options import TrainOptions
-from evenpipe.megatron.trainer.outcomes import Extra
 from evenpipe.megatron.trainer.state import capture, restore
 from evenpipe.megatron.trainer.step import Learner
 from evenpipe.megatron.trainer.stopping import Agreement
 from evenpipe.megatron.trainer.whereabouts import Whereabouts
+from evenpipe.megatron.two_buffered import TwoBuffered
 
 __all__ = ["NotSaved", "Saver", "load"]
 
@@ -46,7 +46,7 @@ class Saver:
         self._group = group
         self._saved = saved
 
-    def ends_after(self, iterations: int, extra: Extra | None) -> bool:
+    def ends_after(self, iterations: int, extra: TwoBuffered | None) -> bool:
         """So many iterations are done: save if it is time to. Whether the run is to end here."""
         options = self._learner.options
         end = self._agreement.to_stop() or iterations == options.iterations
@@ -56,7 +56,7 @@ class Saver:
             self.save(iterations, extra)
         return end
 
-    def save(self, iterations: int, extra: Extra | None) -> None:
+    def save(self, iterations: int, extra: TwoBuffered | None) -> None:
         """All processes save what they need to go on after so many iterations. Raises NotSaved."""
         self._whereabouts.enter("saving")
         if extra is not None:
@@ -91,7 +91,7 @@ class Saver:
         raise NotSaved(f"--save {self._directory}: {failed or next(filter(None, told))}: make room, or save elsewhere")
 
 
-def load(learner: Learner, extra: Extra | None, rank: int, tell: Callable[[str], None]) -> int:
+def load(learner: Learner, extra: TwoBuffered | None, rank: int, tell: Callable[[str], None]) -> int:
     """Restore what --load names, if anything; how many iterations are done then. `tell` gets what the user must know.
 
     Raises OptionsError where there is no checkpoint, where it is damaged, or where it does not fit.

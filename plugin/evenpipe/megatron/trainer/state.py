@@ -11,13 +11,13 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from evenpipe.megatron.trainer.outcomes import Extra
 from evenpipe.megatron.trainer.step import Learner
+from evenpipe.megatron.two_buffered import TwoBuffered
 
 __all__ = ["capture", "restore"]
 
 
-def capture(learner: Learner, extra: Extra | None) -> dict[str, Any]:
+def capture(learner: Learner, extra: TwoBuffered | None) -> dict[str, Any]:
     """All that a process has which the options do not give; `extra` has been drained.
 
     What is captured may share the memory of what is being trained.
@@ -34,7 +34,7 @@ def capture(learner: Learner, extra: Extra | None) -> dict[str, Any]:
     }
 
 
-def restore(learner: Learner, extra: Extra | None, state: dict[str, Any]) -> str | None:
+def restore(learner: Learner, extra: TwoBuffered | None, state: dict[str, Any]) -> str | None:
     """Take over what `capture` gave on the same rank of a run with the same layout.
 
     Returns what to tell the user where the run does not keep what the checkpoint has, or the other way round: it then

@@ -27,9 +27,7 @@ class Reduction:
 
     def __init__(self, model: Sequence[Any]) -> None:
         self._model = model
-        self._buckets = [
-            bucket for chunk in model for bucket in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
-        ]
+        self._buckets = [bucket for chunk in model for bucket in chunk.bucket_groups]
         for bucket in self._buckets:
             # Asynchronous whether or not Megatron was told to overlap it with the last backward.
             bucket.ddp_config = dataclasses.replace(bucket.ddp_config, overlap_grad_reduce=True)
@@ -65,7 +63,7 @@ class HeldGradients:
         self._buffers = []
         self._parameters: list[tuple[Any, Tensor, Tensor]] = []
         held = {}
-        for buffer in (buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+        for buffer in (buffer for chunk in model for buffer in chunk.buffers):
             copied = torch.zeros_like(buffer.grad_data)
             self._buffers.append((buffer.grad_data, copied))
             held[buffer.grad_data.untyped_storage()._cdata] = (

@@ -22,7 +22,7 @@ def weight_versions(model: Sequence[Any], optimizers: Sequence[Any], parameters:
         for tensor in group
     ]
     stepped = [tensor for one in optimizers for tensor in one.get_parameters()]
-    buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buffers = [buffer for chunk in model for buffer in chunk.buffers]
     aliases = [Alias(owner, "param_data") for buffer in buffers for owner in (buffer, *buffer.buckets)]
     return WeightVersions(parameters, [*shards, *stepped], aliases)
 
@@ -30,5 +30,5 @@ def weight_versions(model: Sequence[Any], optimizers: Sequence[Any], parameters:
 def forget_shards(model: Sequence[Any]) -> None:
     """Have Megatron's buckets look again where their parameters are, of which each rank gathers the others' shards."""
     for chunk in model:
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        for group in chunk.bucket_groups:
             group.cached_param_buffer_shard_list = [None] * len(group.buckets)
