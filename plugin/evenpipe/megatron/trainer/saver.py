@@ -50,17 +50,19 @@ class Saver:
         """So many iterations are done: save if it is time to. Whether the run is to end here."""
         options = self._learner.options
         end = self._agreement.to_stop() or iterations == options.iterations
+        due = end or (options.save_interval and iterations % options.save_interval == 0)
+        if due and extra is not None:
+            # Before anybody waits for all: a stage may be amid transfers with a partner who has gone no further.
+            extra.drain()
         if end:
             self._agreement.end()
-        if end or (options.save_interval and iterations % options.save_interval == 0):
+        if due:
             self.save(iterations, extra)
         return end
 
     def save(self, iterations: int, extra: TwoBuffered | None) -> None:
-        """All processes save what they need to go on after so many iterations. Raises NotSaved."""
+        """All processes save what they need to go on after so many iterations; `extra` is drained. Raises NotSaved."""
         self._whereabouts.enter("saving")
-        if extra is not None:
-            extra.drain()
         draft, rank = Draft(self._directory, iterations), dist.get_rank(self._group)
         self._together(draft, draft.begin if rank == 0 else None)
         contents = io.BytesIO()
