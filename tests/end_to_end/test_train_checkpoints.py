@@ -37,6 +37,7 @@ SETTINGS = {
     },
     "dp2 pp2, bf16": {"data_parallel": 2, "distributed_optimizer": True, "precision": "bf16", "dropout": 0.1},
     "dp2 pp2": {"data_parallel": 2, "distributed_optimizer": True, "bpipe": True},
+    "pp4, 2bw, bpipe": {"schedule": "2bw", "bpipe": True, "stages": 4, "layers": 4, "micro_batches": 5},
 }
 
 
