@@ -16,12 +16,15 @@ from evenpipe.schedule.topology import partner
 
 __all__ = ["BALANCED_BOUNDS", "balance"]
 
-#: Schedule name to ``bound(stages, chunks)``: μ_opt of §3.3, and of Appendix A for interleaved 1F1B.
-BALANCED_BOUNDS: dict[str, Callable[[int, int], int]] = {
-    "1f1b": lambda stages, chunks: -(-(stages + 2) // 2),
-    "interleaved": lambda stages, chunks: stages * chunks + 1,
+#: Schedule name to ``bound(stages, chunks, group_size)``: μ_opt of §3.3, and of Appendix A for interleaved 1F1B.
+BALANCED_BOUNDS: dict[str, Callable[[int, int, int], int]] = {
+    "1f1b": lambda stages, chunks, group_size: -(-(stages + 2) // 2),
+    # As §3.3 derives it: stage s holds k(p − s) and its partner k(s + 1), so half of k(p + 1) each, and of a
+    # micro-batch that is under way both hold one. k = 1 gives 1F1B's.
+    "kfkb": lambda stages, chunks, group_size: -(-(group_size * (stages + 1) + 1) // 2),
+    "interleaved": lambda stages, chunks, group_size: stages * chunks + 1,
     # A stream of batches has the compute order of one long 1F1B.
-    "2bw": lambda stages, chunks: -(-(stages + 2) // 2),
+    "2bw": lambda stages, chunks, group_size: -(-(stages + 2) // 2),
 }
 
 

@@ -8,7 +8,7 @@ from evenpipe.schedule.actions import BACKWARD, FORWARD, Action, Unit
 from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.schedule import Schedule
 
-__all__ = ["BUILDERS", "gpipe", "interleaved", "one_forward_one_backward"]
+__all__ = ["BUILDERS", "gpipe", "interleaved", "k_forward_k_backward", "one_forward_one_backward"]
 
 
 def gpipe(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
@@ -30,6 +30,32 @@ def one_forward_one_backward(stages: int, micro_batches: int, chunks: int = 1) -
     units = [Unit(i) for i in range(micro_batches)]
     rows = tuple(tuple(_alternate(units, units, min(stages - s - 1, micro_batches))) for s in range(stages))
     return Schedule("1f1b", stages, micro_batches, 1, min(stages, micro_batches), rows)
+
+
+def k_forward_k_backward(stages: int, micro_batches: int, group_size: int) -> Schedule:
+    """kFkB: 1F1B over groups of k micro-batches; stage s holds min(k(p − s), m) micro-batches.
+
+    k copies of 1F1B, of which copy j has the micro-batches j, j + k, j + 2k .., cross-merged (Ada-Grouper §5.4). Where
+    k does not divide m, the last copies have one micro-batch fewer, so that the last group is the small one. k = 1 is
+    1F1B, k ≥ m is GPipe (§4.1).
+
+    ::
+
+        p=2, m=8, k=2, stage 0   F0 F1 F2 F3     B0 B1 F4 F5 B2 B3 F6 F7 ..
+                       stage 1         F0 F1 B0 B1 F2 F3 B2 B3 ..
+    """
+    groups = [range(first, min(first + group_size, micro_batches)) for first in range(0, micro_batches, group_size)]
+    units = [Unit(number) for number in range(len(groups))]
+    rows = tuple(
+        tuple(
+            Action(of_group.kind, micro_batch)
+            for of_group in _alternate(units, units, min(stages - s - 1, len(groups)))
+            for micro_batch in groups[of_group.micro_batch]
+        )
+        for s in range(stages)
+    )
+    bound = min(group_size * stages, micro_batches)
+    return Schedule("kfkb", stages, micro_batches, 1, bound, rows, group_size=group_size)
 
 
 def interleaved(stages: int, micro_batches: int, chunks: int) -> Schedule:

@@ -13,15 +13,11 @@ from evenpipe.schedule.topology import Link, Message, incoming, outgoing, partne
 
 __all__ = ["Program", "Step", "lower", "transfer"]
 
-#: Forwards' and backwards' results under way per link: what was sent before that has arrived before the next is
-#: computed, so that a stage keeps at most so many results alive for its sends.
-SENDS_IN_FLIGHT = 2
-
 
 class Step(NamedTuple):
     """One action with the communication around it, in this order: post, complete, transfer, compute or update, send.
 
-    ``post``: receives that compute needs, posted at least one compute action ahead of their use.
+    ``post``: receives that compute needs, posted k compute actions ahead of their use, k being the group size.
     ``complete``: messages, received or sent by this stage, that must be complete before the action.
     ``transfer``: what an E or R sends, or an L or A receives, from here on.
     ``send``: what an F or B sends when it ends.
@@ -60,6 +56,10 @@ def transfer(action: Action, stage: int, stages: int) -> Message:
 
 def _lower_stage(schedule: Schedule, stage: int) -> tuple[tuple[Step, ...], tuple[Message, ...]]:
     stages, chunks, row = schedule.stages, schedule.chunks, schedule.actions[stage]
+    # A group's inputs arrive while the group before it is computed (Ada-Grouper §4.4: the buffer queue). As many
+    # results are under way per link, and one more: what was sent before them has arrived before the next is computed,
+    # so that a stage keeps few results alive for its sends.
+    ahead = schedule.group_size + 1
     inputs = [incoming(action, stage, stages, chunks) for action in row if action.kind in COMPUTE]
     due = schedule.residencies[stage].due
     leaving: deque[Message] = deque()
@@ -71,8 +71,8 @@ def _lower_stage(schedule: Schedule, stage: int) -> tuple[tuple[Step, ...], tupl
         if action.kind == UPDATE:
             steps.append(Step((), (), action, None, None))
             continue
-        post = [message for message in inputs[posted : started + 2] if message is not None]
-        posted = started + 2
+        post = [message for message in inputs[posted : started + ahead] if message is not None]
+        posted = started + ahead
         complete = [leaving.popleft() for _ in range(waits)]
         # A backward needs what was loaded for it, a return what was accepted before.
         if arriving and action.kind in (BACKWARD, RETURN) and (action.unit, action.evictor) in arriving:
@@ -86,7 +86,7 @@ def _lower_stage(schedule: Schedule, stage: int) -> tuple[tuple[Step, ...], tupl
             if send is not None:
                 under_way = sent[send.link]
                 under_way.append(send)
-                if len(under_way) > SENDS_IN_FLIGHT:
+                if len(under_way) > ahead:
                     complete.append(under_way.popleft())
         else:
             moved, send = transfer(action, stage, stages), None

@@ -19,6 +19,7 @@ class Schedule:
     ``micro_batches`` are those of one batch; along a stream they are numbered on.
     ``bound`` is the promise that no stage ever holds more than so many live units (micro-batch × model chunk), own
     plus accepted, those in flight counted on both sides.
+    ``group_size`` is kFkB's k: so many forwards, or backwards, in a row; other schedules group nothing.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Schedule:
     bound: int
     actions: tuple[tuple[Action, ...], ...]
     batches: int = 1
+    group_size: int = 1
 
     @classmethod
     def parse(cls, rows: Iterable[str], *, name: str = "parsed", bound: int | None = None) -> Schedule:
