@@ -15,7 +15,7 @@ def test_nothing_asked_for_is_a_run_without_evenpipe():
     ("setting", "value", "said"),
     [
         ("schedule", "1f2b", "1f2b: unknown schedule, did you mean 1f1b?"),
-        ("schedule", "zigzag", "zigzag: unknown schedule, choose one of gpipe, 1f1b, interleaved, 2bw"),
+        ("schedule", "zigzag", "zigzag: unknown schedule, choose one of gpipe, 1f1b, interleaved, kfkb, 2bw"),
         ("bpipe", "perhaps", "perhaps: must be a valid boolean, unable to interpret input"),
         ("trace_iteration", "0", "0: must be greater than or equal to 1"),
     ],

@@ -15,6 +15,7 @@ from evenpipe.cli.main import main
 
 BPIPE = ["--schedule", "1f1b", "--stages", "4", "--micro-batches", "8", "--bpipe"]
 TWO_BUFFERED = ["--schedule", "2bw", "--stages", "4", "--micro-batches", "4"]
+KFKB = ["--schedule", "kfkb", "--group-size", "2", "--stages", "2", "--micro-batches", "5"]
 INTERLEAVED = ["--schedule", "interleaved", "--stages", "4", "--micro-batches", "8", "--chunks", "2"]
 
 
@@ -51,6 +52,14 @@ def test_a_stream_of_batches_as_json(capsys: pytest.CaptureFixture[str]) -> None
     assert document["peak_live"] == [4, 3, 2, 1]
     levelled = json_of(capsys, "schedule", *TWO_BUFFERED, "--bpipe")
     assert (levelled["batches"], levelled["bound"], levelled["peak_live"]) == (3, 3, [3, 3, 2, 3])
+
+
+def test_groups_of_micro_batches_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, "schedule", *KFKB)
+    assert (document["name"], document["group_size"]) == ("kfkb", 2)
+    assert " ".join(document["actions"][1]) == "F0 F1 B0 B1 F2 F3 B2 B3 F4 B4"
+    assert document["peak_live"] == [4, 2]
+    assert json_of(capsys, "schedule", *INTERLEAVED)["group_size"] == 1
 
 
 @pytest.mark.parametrize("batches", [1, 3, 10])
@@ -113,6 +122,8 @@ def test_text_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "2bw, 4 stages, 4 micro-batches × 3 batches" in text
     assert "U update" in text
+    assert main(["simulate", *KFKB, "--bpipe"]) == 0
+    assert "kfkb with BPipe, k=2, 2 stages, 5 micro-batches" in capsys.readouterr().out
 
 
 def test_as_a_module_without_torch(tmp_path: Path) -> None:

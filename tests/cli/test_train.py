@@ -39,6 +39,7 @@ def test_json_is_one_document_and_all_there_is_on_standard_output(
     assert len(run["grad_norms"]) == 2
     assert all(norm > 0 for norm in run["grad_norms"])
     assert (run["first_iteration"], run["skipped_iterations"], run["weight_versions_peak"]) == (0, [], 1)
+    assert run["retunes"] == []
     assert [(s["weight_version_bytes"], s["held_gradient_bytes"]) for s in run["stages"]] == [(0, 0)] * 2
     keys = {"stage", "peak_live", "peak_saved_bytes", "predicted_peak_bytes", "evicted_bytes"}
     assert [keys <= stage.keys() and stage["stage"] for stage in run["stages"]] == [0, 1]

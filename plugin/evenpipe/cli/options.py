@@ -26,12 +26,13 @@ __all__ = [
 
 
 def add_schedule_options(parser: Parser) -> None:
-    """``--schedule --stages --micro-batches --chunks --batches --bpipe``, for :func:`schedule_from`."""
+    """``--schedule --stages --micro-batches --chunks --group-size --batches --bpipe``, for :func:`schedule_from`."""
     group = parser.add_argument_group("schedule")
     group.add_argument("--schedule", required=True, metavar="NAME", help=" | ".join(SCHEDULES))
     group.add_argument("--stages", required=True, type=int, metavar="P", help="pipeline stages")
     group.add_argument("--micro-batches", required=True, type=int, metavar="M", help="micro-batches in a batch")
     group.add_argument("--chunks", type=int, default=1, metavar="V", help="model chunks a stage (interleaved only)")
+    group.add_argument("--group-size", type=int, default=1, metavar="K", help="micro-batches in a row (kfkb only)")
     group.add_argument("--batches", type=int, metavar="N", help="batches without a flush between (2bw only; default 3)")
     group.add_argument("--bpipe", action="store_true", help="level the stages' memory by evicting to partner stages")
 
@@ -56,6 +57,7 @@ def schedule_from(arguments: Namespace) -> Schedule:
             arguments.chunks,
             bpipe=arguments.bpipe,
             batches=batches,
+            group_size=arguments.group_size,
         )
     except ScheduleError as error:
         raise UsageError(in_flags(error)) from error
@@ -63,10 +65,11 @@ def schedule_from(arguments: Namespace) -> Schedule:
 
 def title_of(schedule: Schedule, bpipe: bool) -> str:
     """What a picture of the schedule is called."""
+    group = f", k={schedule.group_size}" if schedule.name == "kfkb" else ""
     chunks = f", {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     name = f"{schedule.name} with BPipe" if bpipe else schedule.name
     stream = f" × {schedule.batches} batches" if schedule.batches > 1 else ""
-    return f"{name}, {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches{stream}"
+    return f"{name}{group}, {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches{stream}"
 
 
 def peaks_of(simulation: Simulation) -> StageMemory:

@@ -71,6 +71,7 @@ def _document(schedule: Schedule, bpipe: bool) -> dict[str, Any]:
         "stages": schedule.stages,
         "micro_batches": schedule.micro_batches,
         "chunks": schedule.chunks,
+        "group_size": schedule.group_size,
         "batches": schedule.batches,
         "actions": [[str(action) for action in row] for row in schedule.actions],
         "bound": schedule.bound,

@@ -36,9 +36,11 @@ class Call(NamedTuple):
 class PipelineSchedule:
     """A drop-in for Megatron's pipelining functions: same arguments, same results, EvenPipe's order and transfers.
 
-    `name` is the schedule of pipelines with one model chunk a stage ("1f1b" or "gpipe"); with more it is interleaved.
+    `name` is the schedule of pipelines with one model chunk a stage ("1f1b", "gpipe" or "kfkb", which goes through
+    `group_size` micro-batches in a row); with more it is interleaved.
     Keeps its links, pool and memory counter from batch to batch; one instance belongs to one model. With `measure`,
-    which may change between batches, `executor.counter` knows exactly what this stage holds, and held at most.
+    `executor.counter` knows exactly what this stage holds, and held at most. `measure`, and on all stages alike
+    `group_size`, may change between batches.
     `connected` is called once, by all stages of the pipeline, when `executor` and its links have been made.
     """
 
@@ -49,24 +51,27 @@ class PipelineSchedule:
         observer: Observer | None = None,
         measure: bool = False,
         connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
+        group_size: int = 1,
     ) -> None:
         self.name = name
         self.bpipe = bpipe
+        self.group_size = group_size
         self.measure = measure
         self.executor: Executor | None = None
         self._observer = observer
         self._connected = connected
         self._release: CoreRelease = installed_release()
-        self._programs: dict[tuple[int, int, int], Program] = {}
+        self._programs: dict[tuple[int, int, int, int], Program] = {}
         self._model: list[torch.nn.Module] | None = None
 
     def program(self, stages: int, micro_batches: int, chunks: int) -> Program:
         """What is carried out for so many micro-batches: verified when first asked for."""
-        shape = (stages, micro_batches, chunks)
-        if shape not in self._programs:
+        asked = (stages, micro_batches, chunks, self.group_size)
+        if asked not in self._programs:
             name = "interleaved" if chunks > 1 else self.name
-            self._programs[shape] = lower(build(name, *shape, self.bpipe))
-        return self._programs[shape]
+            schedule = build(name, stages, micro_batches, chunks, self.bpipe, group_size=self.group_size)
+            self._programs[asked] = lower(schedule)
+        return self._programs[asked]
 
     def close(self) -> None:
         """Destroy the links, once no batch is under way."""

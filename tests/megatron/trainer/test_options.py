@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from evenpipe.megatron.trainer.options import OptionsError, TrainOptions, flag
 from evenpipe.schedule import Action
 
+KFKB = {"schedule": "kfkb"}
 REFUSED = [
     ({"stages": 3}, "--layers 8: not divisible by --stages 3: make it a multiple of 3"),
     (
@@ -22,7 +23,7 @@ REFUSED = [
         "--chunks 2: --schedule 1f1b has one model chunk a stage: use --schedule interleaved, or leave --chunks out",
     ),
     ({"schedule": "interleaved"}, "--chunks 1: interleaved needs at least 2 model chunks a stage"),
-    ({"schedule": "zigzag"}, "--schedule zigzag: unknown schedule, choose one of gpipe, 1f1b, interleaved, 2bw"),
+    ({"schedule": "zigzag"}, "--schedule zigzag: unknown schedule, choose one of gpipe, 1f1b, interleaved, kfkb, 2bw"),
     ({"engine": "megatron", "bpipe": True}, "--bpipe: Megatron has no such schedule: use --engine evenpipe"),
     (
         {"engine": "megatron", "schedule": "gpipe"},
@@ -32,6 +33,38 @@ REFUSED = [
         {"schedule": "gpipe", "stages": 1},
         "--schedule gpipe: one stage is no pipeline: use --schedule 1f1b, or at least 2 stages",
     ),
+    (
+        {"schedule": "kfkb", "stages": 1},
+        "--schedule kfkb: one stage is no pipeline: use --schedule 1f1b, or at least 2 stages",
+    ),
+    (
+        {"schedule": "kfkb", "engine": "megatron"},
+        "--schedule kfkb: Megatron has no such schedule: use --engine evenpipe",
+    ),
+    (
+        {"schedule": "kfkb", "chunks": 2},
+        "--chunks 2: --schedule kfkb has one model chunk a stage: use --schedule interleaved, or leave --chunks out",
+    ),
+    ({"group_size": 2}, "--group-size 2: 1f1b groups no micro-batches: give 1, or choose schedule kfkb"),
+    ({"group_size": "auto"}, "--group-size auto: 1f1b groups no micro-batches: give 1, or use --schedule kfkb"),
+    ({**KFKB, "group_size": 0}, "--group-size 0: must be greater than or equal to 1 or 'auto'"),
+    (
+        {**KFKB, "group_size": "two"},
+        "--group-size two: must be a valid integer, unable to parse string as an integer or 'auto'",
+    ),
+    (
+        {**KFKB, "group_size": "auto", "stages": 128, "layers": 128},  # no machine has so many GPUs
+        "--group-size auto: how much memory it may use is not known on CPU: give --memory-gib GIB",
+    ),
+    (
+        {**KFKB, "group_size": 2, "retune_interval": 9},
+        "--retune-interval 9: --group-size 2 is not tuned: use --group-size auto, or leave --retune-interval out",
+    ),
+    (
+        {"memory_gib": 0.5},
+        "--memory-gib 0.5: --group-size 1 is not tuned: use --group-size auto, or leave --memory-gib out",
+    ),
+    ({**KFKB, "memory_gib": "inf"}, "--memory-gib inf: must be a finite number"),
     ({"tensor_parallel": 8}, "--tensor-parallel 8: more ranks than --heads 4: use at most 4"),
     ({"tensor_parallel": 3}, "--tensor-parallel 3: does not divide --heads 4: use a divisor of it"),
     ({"hidden": 130}, "--hidden 130: not divisible by --heads 4: make it a multiple of 4"),

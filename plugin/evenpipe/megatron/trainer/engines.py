@@ -67,7 +67,9 @@ class _EvenPipe(Observer):
             self.schedule = self._stream = StreamSchedule(options.bpipe, observer=self, measure=True)
             self._stream.attach(two_buffered)
         else:
-            self.schedule = PipelineSchedule(options.schedule, options.bpipe, observer=self, measure=True)
+            self.schedule = PipelineSchedule(
+                options.schedule, options.bpipe, observer=self, measure=True, group_size=options.plan.group_size
+            )
         self._recorder = recorder
         self._before = MemoryCounter()
 

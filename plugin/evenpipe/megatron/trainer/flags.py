@@ -28,11 +28,14 @@ def in_flags(error: ScheduleError) -> str:
 
 def in_one_line(error: ValidationError) -> str:
     """The first thing that pydantic found, as a line of ours."""
-    first = error.errors()[0]
+    first, *others = error.errors()
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     field = str(first["loc"][0])
-    said = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    # A field of several types has something to say for each of them.
+    said = " or ".join(
+        found["msg"].removeprefix("Input should be ") for found in (first, *others) if found["loc"][0] == field
+    )
     if first["type"] == "extra_forbidden":
         return f"{flag(field)}: no such option: see evenpipe train --help"
     return f"{flag(field)} {first['input']}: must be {said}"

@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from evenpipe.megatron.trainer.device_type import device_type
 from evenpipe.megatron.trainer.journal import STOPPED_STATUS, Failure, Iteration, JournalReader, Note, Saved
 from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.megatron.trainer.result import RunResult
@@ -78,7 +79,7 @@ def _run_together(cases: tuple[TrainOptions, ...], progress: Progress) -> list[R
     from evenpipe.megatron.trainer.entry import entry
 
     world_size = cases[0].world_size
-    device_type = _device_type(world_size)
+    kind = device_type(world_size)
     with tempfile.TemporaryDirectory(prefix="evenpipe-") as folder, _signals_restored(), _quiet():
         journal = Path(folder, "journal")
         journal.mkdir()
@@ -91,13 +92,13 @@ def _run_together(cases: tuple[TrainOptions, ...], progress: Progress) -> list[R
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            start_method=_start_method(device_type),
+            start_method=_start_method(kind),
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder, "logs")), redirects=Std.ALL),
         )
         ended: SignalException | ChildFailedError
         with _followed(journal, progress) as told:
             try:
-                returned = elastic_launch(config, entry)(cases, device_type, str(journal))
+                returned = elastic_launch(config, entry)(cases, kind, str(journal))
             except (SignalException, ChildFailedError) as error:
                 ended = error
             else:
@@ -105,16 +106,9 @@ def _run_together(cases: tuple[TrainOptions, ...], progress: Progress) -> list[R
         raise _why(ended, told, cases)
 
 
-def _device_type(world_size: int) -> str:
-    """ "cuda" with a GPU for every process, else "cpu"."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world_size else "cpu"
-
-
-def _start_method(device_type: str) -> str:
+def _start_method(kind: str) -> str:
     """A fork server imports torch and megatron-core once for all processes; CUDA needs processes of their own."""
-    if device_type == "cuda" or "forkserver" not in multiprocessing.get_all_start_methods():
+    if kind == "cuda" or "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
     multiprocessing.set_forkserver_preload([_PRELOAD])
     return "forkserver"

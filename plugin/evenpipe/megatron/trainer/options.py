@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -73,6 +73,20 @@ class TrainOptions(BaseModel):
     distributed_optimizer: bool = Field(False, description="share the optimizer's state out between replicas")
 
     schedule: str = Field("1f1b", description=" | ".join(SCHEDULES))
+    group_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        1, description="micro-batches in a row (kfkb only): a number, or auto, which is chosen again as links change"
+    )
+    retune_interval: int | None = Field(
+        None,
+        ge=1,
+        description="iterations between two choices of --group-size auto; as many as an hour takes, if left out",
+    )
+    memory_gib: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="what --group-size auto may use on each device; a GPU's own, if left out",
+    )
     engine: Literal["evenpipe", "megatron"] = Field(
         "evenpipe", description="who carries the schedule out: evenpipe | megatron (its own functions)"
     )
@@ -105,7 +119,7 @@ class TrainOptions(BaseModel):
 
     @cached_property
     def plan(self) -> Schedule:
-        """The verified schedule that these options ask for. Raises ScheduleError when there is none."""
+        """The verified schedule that these options ask for, auto being 1. Raises ScheduleError when there is none."""
         return build(
             self.schedule,
             self.stages,
@@ -113,6 +127,7 @@ class TrainOptions(BaseModel):
             self.chunks,
             self.bpipe,
             batches=min(self.iterations, 3) if self.schedule == "2bw" else 1,
+            group_size=1 if self.group_size == "auto" else self.group_size,
         )
 
     @cached_property

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from evenpipe.simulate import Span
 
-__all__ = ["RunResult", "StageMeasurement"]
+__all__ = ["Retune", "RunResult", "StageMeasurement"]
 
 
 class StageMeasurement(NamedTuple):
@@ -25,6 +25,18 @@ class StageMeasurement(NamedTuple):
     parameter_bytes: int
     weight_version_bytes: int
     held_gradient_bytes: int
+
+
+class Retune(NamedTuple):
+    """A choice made before `iteration`: k micro-batches of b samples in a row.
+
+    `estimates_ms` has what an iteration should take under each candidate, such as "k2b4".
+    """
+
+    iteration: int
+    k: int
+    b: int
+    estimates_ms: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,7 @@ class RunResult:
     grad_norms: tuple[float | None, ...]
     skipped_iterations: tuple[int, ...]
     weight_versions_peak: int
+    retunes: tuple[Retune, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The document `evenpipe.run/1`. What is not finite is null there, but in `losses_hex`."""
@@ -59,6 +72,7 @@ class RunResult:
             "skipped_iterations": list(self.skipped_iterations),
             "weights_sha256": self.weights_sha256,
             "weight_versions_peak": self.weight_versions_peak,
+            "retunes": [retune._asdict() for retune in self.retunes],
             "iteration_ms": list(self.iteration_ms),
             "stages": [{"stage": stage, **measured._asdict()} for stage, measured in enumerate(self.stages)],
         }

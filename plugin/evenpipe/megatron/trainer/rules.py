@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from evenpipe.megatron.trainer.device_type import device_type
 from evenpipe.megatron.trainer.flags import in_flags
 from evenpipe.schedule import FORWARD, ScheduleError
 
@@ -14,6 +15,7 @@ __all__ = ["RULES"]
 
 #: Beyond any machine's GPUs; a typing error should not start a thousand processes.
 _MOST_PROCESSES: Final = 256
+_NOT_MEGATRONS: Final = ("gpipe", "kfkb", "2bw")
 
 
 def _one_machine_can_run_it(options: TrainOptions) -> None:
@@ -47,9 +49,9 @@ def _schedule_exists(options: TrainOptions) -> None:
             "use --schedule interleaved, or leave --chunks out"
         )
     asked = f"--schedule {options.schedule}"
-    if options.schedule in ("gpipe", "2bw") and options.stages == 1:
+    if options.schedule in _NOT_MEGATRONS and options.stages == 1:
         raise ValueError(f"{asked}: one stage is no pipeline: use --schedule 1f1b, or at least 2 stages")
-    if options.engine == "megatron" and options.schedule in ("gpipe", "2bw"):
+    if options.engine == "megatron" and options.schedule in _NOT_MEGATRONS:
         raise ValueError(f"{asked}: Megatron has no such schedule: use --engine evenpipe")
     if options.engine == "megatron" and options.bpipe:
         raise ValueError("--bpipe: Megatron has no such schedule: use --engine evenpipe")
@@ -57,6 +59,23 @@ def _schedule_exists(options: TrainOptions) -> None:
         _ = options.plan
     except ScheduleError as error:
         raise ValueError(in_flags(error)) from None
+
+
+def _group_size_is_tuned(options: TrainOptions) -> None:
+    if options.group_size == "auto":
+        if options.schedule != "kfkb":
+            raise ValueError(
+                f"--group-size auto: {options.schedule} groups no micro-batches: give 1, or use --schedule kfkb"
+            )
+        if options.memory_gib is None and device_type(options.world_size) == "cpu":
+            raise ValueError("--group-size auto: how much memory it may use is not known on CPU: give --memory-gib GIB")
+        return
+    for name, given in (("--retune-interval", options.retune_interval), ("--memory-gib", options.memory_gib)):
+        if given is not None:
+            raise ValueError(
+                f"{name} {given:g}: --group-size {options.group_size} is not tuned: "
+                f"use --group-size auto, or leave {name} out"
+            )
 
 
 def _optimizer_knows_its_settings(options: TrainOptions) -> None:
@@ -114,6 +133,7 @@ RULES: Final = (
     _one_machine_can_run_it,
     _model_fits_its_ranks,
     _schedule_exists,
+    _group_size_is_tuned,
     _optimizer_knows_its_settings,
     _saved_somewhere,
     _fault_happens,
