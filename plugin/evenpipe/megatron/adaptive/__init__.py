@@ -1,0 +1,1 @@
+"""Adaptive kFkB in Megatron."""

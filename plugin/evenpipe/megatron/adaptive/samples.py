@@ -1,0 +1,85 @@
+"""The loader's samples, in micro-batches of another size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["micro_batches_of"]
+
+
+def micro_batches_of(size: int, given: int, source: Iterator[Any] | None) -> Iterator[Any] | None:
+    """Micro-batches of `size` samples with those that `source` has in micro-batches of `given`, in the same order.
+
+    A micro-batch is a nest of dicts, lists and tuples of tensors whose first dimension are the samples; None stands for
+    what there is not. `source` is read as late as can be: of a batch that both sizes divide, nothing is left over.
+    Where nothing is to be cut it is handed over as it is, None (a process that reads nothing) too. Reading raises
+    ValueError, with one line, for what has no such dimension, or is not alike in micro-batches that are to be joined.
+    """
+    return source if source is None or size == given else _Cut(size, given, source)
+
+
+class _Read(NamedTuple):
+    """A micro-batch that has been read, by leaves, and the first of its samples that has not been handed over."""
+
+    leaves: list[Tensor | None]
+    tree: pytree.TreeSpec
+    first: int
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What has to be the same for samples to be joined."""
+        return self.tree, [leaf if leaf is None else (leaf.dtype, leaf.shape[1:]) for leaf in self.leaves]
+
+    def samples(self, end: int) -> list[Tensor | None]:
+        return [leaf if leaf is None else leaf[self.first : end] for leaf in self.leaves]
+
+
+class _Cut(Iterator[Any]):
+    def __init__(self, size: int, given: int, source: Iterator[Any]) -> None:
+        self._size = size
+        self._given = given
+        self._source = source
+        self._left: _Read | None = None
+
+    def __next__(self) -> Any:
+        read = first = self._left or self._read()
+        pieces: list[list[Tensor | None]] = []
+        missing = self._size
+        while True:
+            end = min(self._given, read.first + missing)
+            pieces.append(read.samples(end))
+            missing -= end - read.first
+            self._left = read._replace(first=end) if end < self._given else None
+            if not missing:
+                return pytree.tree_unflatten([_joined(parts) for parts in zip(*pieces, strict=True)], read.tree)
+            read = self._read()
+            if read.kind != first.kind:
+                raise ValueError(f"{self._cannot}: one that follows another has other tensors, or other shapes")
+
+    def _read(self) -> _Read:
+        paths, tree = pytree.tree_flatten_with_path(next(self._source))
+        for path, leaf in paths:
+            if leaf is not None and not (isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == self._given):
+                found = f"of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise ValueError(
+                    f"{self._cannot}: {pytree.keystr(path) or 'it'} ({found}) is no tensor of {self._given} samples"
+                )
+        return _Read([leaf for _, leaf in paths], tree, 0)
+
+    @property
+    def _cannot(self) -> str:
+        return f"micro-batches of {self._given} samples cannot be made ones of {self._size}"
+
+
+def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    tensors = [part for part in parts if part is not None]
+    if len(tensors) < 2:
+        return parts[0]
+    joined = torch.cat(tensors)
+    # Pinned like what it is made of, or copies to a GPU would make the host wait.
+    return joined.pin_memory() if all(tensor.is_pinned() for tensor in tensors) else joined
