@@ -1,0 +1,83 @@
+"""What every stage holds at most under kFkB: the schedule's live micro-batches, weighed, and what stays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from evenpipe.schedule import build, lower
+from evenpipe.simulate import Costs, simulate
+
+if TYPE_CHECKING:
+    from evenpipe.planner.candidates import Candidate
+
+__all__ = ["StageMemory", "messages_at_once", "peak_bytes", "saved_bytes", "unit_bytes"]
+
+
+class StageMemory(NamedTuple):
+    """What one process of one stage holds, in bytes.
+
+    ``static_bytes``: parameters, gradients and optimizer state. ``shared_bytes``: saved once, whatever the number of
+    micro-batches (a causal mask). A micro-batch saves ``fixed_bytes``, and ``sample_bytes`` for each of its samples.
+    ``message_bytes``: what travels between neighbours, one way, for a sample.
+    """
+
+    static_bytes: int
+    shared_bytes: int
+    fixed_bytes: int
+    sample_bytes: int
+    message_bytes: int
+
+
+def unit_bytes(stage: StageMemory, micro_batch_size: int) -> int:
+    """What one micro-batch of so many samples saves for its backward."""
+    return stage.fixed_bytes + micro_batch_size * stage.sample_bytes
+
+
+def peak_bytes(memory: Sequence[StageMemory], candidate: Candidate, bpipe: bool = False) -> tuple[int, ...]:
+    """Per stage, the most that one of its processes holds in a batch under ``candidate``.
+
+    Saved activations at their peak, with what stays, and the messages that are under way beside them.
+    """
+    saved = saved_bytes([unit_bytes(stage, candidate.b) for stage in memory], candidate, bpipe)
+    return tuple(
+        stage.static_bytes
+        + stage.shared_bytes
+        + held
+        + messages_at_once(len(memory), number, candidate) * candidate.b * stage.message_bytes
+        for number, (stage, held) in enumerate(zip(memory, saved, strict=True))
+    )
+
+
+def saved_bytes(units: Sequence[int], candidate: Candidate, bpipe: bool = False) -> tuple[int, ...]:
+    """Per stage, the peak of own plus accepted saved activations; ``units[s]``: those of a micro-batch of stage s.
+
+    Without BPipe stage s holds min(k(p − s), m) micro-batches of its own. With it, the simulator counts what each stage
+    holds of its own and of its partner's; times do not matter, since transfers are waited for by the bound.
+    """
+    stages, (k, _, m) = len(units), candidate
+    if not bpipe:
+        return tuple(min(k * (stages - stage), m) * unit for stage, unit in enumerate(units))
+    program = lower(build("kfkb", stages, _before_it_repeats(stages, k, m), bpipe=True, group_size=k))
+    simulation = simulate(program, Costs((1.0,) * stages, (2.0,) * stages), [(unit,) for unit in units])
+    return tuple(stage.peak_bytes for stage in simulation.stages)
+
+
+def messages_at_once(stages: int, stage: int, candidate: Candidate) -> int:
+    """The most messages of a stage that are under way at once and are no saved activations.
+
+    As the lowered program has it: the receives of this compute action and the next k are posted, and on each link the
+    last k + 1 sends have not been waited for. A message received is a saved activation from its forward on.
+    """
+    neighbours = (stage > 0) + (stage < stages - 1)
+    ahead = candidate.k + 1
+    return min(ahead, neighbours * candidate.m) + neighbours * min(ahead, candidate.m)
+
+
+def _before_it_repeats(stages: int, k: int, m: int) -> int:
+    """The fewest micro-batches under which stages with BPipe peak as they do under m: those of three 1F1B warm-ups.
+
+    By then evictions have settled into a pattern that longer batches only repeat; a smaller last group changes it.
+    """
+    enough = k * (3 * stages + 2)
+    return m if m <= enough else enough + (m - enough) % k

@@ -1,0 +1,63 @@
+"""Predicted peaks are those of the schedule that is carried out."""
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from evenpipe.planner import Candidate, StageMemory, peak_bytes, unit_bytes
+from evenpipe.planner.memory import messages_at_once, saved_bytes
+from evenpipe.schedule import build, lower
+from evenpipe.simulate import Costs, simulate
+
+STAGES, GROUPS, BATCHES = st.integers(2, 6), st.integers(1, 5), st.integers(1, 70)
+
+
+def _simulated(units: list[int], k: int, m: int, bpipe: bool) -> tuple[int, ...]:
+    stages = len(units)
+    program = lower(build("kfkb", stages, m, bpipe=bpipe, group_size=k))
+    costs = Costs(tuple(range(1, stages + 1)), (0.5,) * stages)
+    return tuple(stage.peak_bytes for stage in simulate(program, costs, [(unit,) for unit in units]).stages)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=6), GROUPS, BATCHES)
+def test_peaks_in_closed_form_are_the_simulator_s(units: list[int], k: int, m: int) -> None:
+    assert saved_bytes(units, Candidate(k, 1, m)) == _simulated(units, k, m, bpipe=False)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=2, max_size=6), GROUPS, st.integers(1, 150))
+@example([100, 90], 4, 28)  # in which evictions took long to settle
+def test_with_bpipe_a_long_batch_peaks_as_the_shorter_one_that_is_simulated(units: list[int], k: int, m: int) -> None:
+    assert saved_bytes(units, Candidate(k, 1, m), bpipe=True) == _simulated(units, k, m, bpipe=True)
+
+
+@pytest.mark.parametrize("bpipe", [False, True])
+@given(STAGES, GROUPS, BATCHES)
+def test_as_many_messages_are_under_way_as_the_program_says(bpipe: bool, p: int, k: int, m: int) -> None:
+    program = lower(build("kfkb", p, m, bpipe=bpipe, group_size=k))
+    for stage, steps in enumerate(program.steps):
+        posted, sent, most = set(), set(), 0
+        for step in steps:
+            posted.update(step.post)
+            sent.difference_update(step.complete)
+            # Every receive is there until its compute ends, an activation even longer, but then as a saved one.
+            sent.update([step.send] if step.send else [])
+            most = max(most, len(posted) + len(sent))
+            posted.difference_update(step.complete)
+        predicted = messages_at_once(p, stage, Candidate(k, 1, m))
+        assert most <= predicted
+        if m >= k * (p + 1):
+            assert predicted - most <= 1, "the last receive and the last send of a batch need not meet"
+
+
+def test_what_stays_is_added_and_messages_count_by_the_sample() -> None:
+    stages = [StageMemory(1000, 100, 10, 3, 7), StageMemory(2000, 0, 20, 5, 7)]
+    assert unit_bytes(stages[1], 4) == 20 + 4 * 5
+    # Two live on stage 0; two sends and two receives under way. One on stage 1.
+    assert peak_bytes(stages, Candidate(1, 4, 8)) == (1000 + 100 + 2 * 22 + 4 * 4 * 7, 2000 + 40 + 4 * 4 * 7)
+
+
+def test_a_stage_holds_the_weight_of_what_it_accepted() -> None:
+    """p = 4, m = 8: stage 0 keeps 3 of its 4, stage 3 one of its own and 2 of stage 0's, while one is on its way."""
+    heavy = saved_bytes([1000, 1, 1, 10], Candidate(1, 1, 8), bpipe=True)
+    assert heavy[0] == 3000
+    assert heavy[3] == 2 * 1000 + 10
