@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -30,14 +30,34 @@ class EvenPipeConfig(BaseModel):
 
     schedule: str | None = Field(
         None,
-        description="pipeline schedule: 1f1b | gpipe | interleaved (the name of 1f1b with virtual stages) | 2bw (no "
-        "flushes: two weight versions, each step finished while the next batch runs)",
+        description="pipeline schedule: 1f1b | gpipe | interleaved (the name of 1f1b with virtual stages) | kfkb "
+        "(1f1b with --group-size micro-batches in a row) | 2bw (no flushes: two weight versions, each step finished "
+        "while the next batch runs)",
         json_schema_extra={"flag": "--evenpipe-schedule", "metavar": "NAME"},
     )
     bpipe: bool = Field(
         False,
         description="level the memory of pipeline stages: early stages evict saved activations to a partner stage",
         json_schema_extra={"flag": "--bpipe"},
+    )
+    group_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        1,
+        description="kfkb: micro-batches whose forwards, and then backwards, a stage runs in a row; auto measures the "
+        "links, chooses this and the micro-batch size, and chooses again as links change",
+        json_schema_extra={"flag": "--group-size", "metavar": "K|auto"},
+    )
+    retune_interval: int | None = Field(
+        None,
+        ge=1,
+        description="iterations between two choices of --group-size auto (default: as many as an hour takes)",
+        json_schema_extra={"flag": "--retune-interval", "metavar": "N"},
+    )
+    memory_gib: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="memory that --group-size auto may use on each device (default: all that a GPU has)",
+        json_schema_extra={"flag": "--memory-gib", "metavar": "GIB"},
     )
     pair_adjacent: bool | None = Field(
         None,
@@ -71,8 +91,13 @@ class EvenPipeConfig(BaseModel):
         try:
             return cls(**values)
         except ValidationError as error:
-            first = error.errors()[0]
+            first, *others = error.errors()
+            # A setting of several types has something to say for each of them.
+            more = [
+                found["msg"].removeprefix("Input should be ") for found in others if found["loc"][0] == first["loc"][0]
+            ]
             said = first["msg"].removeprefix("Value error, ").replace("Input should be ", "must be ")
+            said = " or ".join((said, *more))
             raise ConfigError(str(first["loc"][0]), f"{first['input']}: {said}") from None
 
     @property

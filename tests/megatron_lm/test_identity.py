@@ -72,3 +72,31 @@ def test_what_users_combine_trains_to_the_same_bits(megatron_lm, mixture):
     assert ours.lines == stock.lines
     assert ours.validation == stock.validation
     assert ours.peak_live[0] == 3
+
+
+GROUPED = {
+    "GPT PP4": ("pretrain_gpt.py", "PP4", ("--group-size", "2"), [8, 6, 4, 2]),
+    "GPT PP4, BPipe": ("pretrain_gpt.py", "PP4", ("--group-size", "2", "--bpipe"), [6, 6, 4, 4]),
+    "BERT DP2xPP2": ("pretrain_bert.py", "DP2xPP2 distributed optimizer", ("--group-size", "3"), [4, 3]),
+}
+"""Script, layout and flags, with the micro-batches that a stage then holds, of eight (of four with two replicas)."""
+
+
+@pytest.mark.parametrize("case", GROUPED)
+def test_micro_batches_in_groups_train_to_the_same_bits(megatron_lm, case, bert_data, tmp_path):
+    script, layout, ours, held = GROUPED[case]
+    if not (megatron_lm / script).exists():
+        pytest.skip(f"{megatron_lm.name} has no {script}")
+    processes, parallel = LAYOUTS[layout]
+    flags = [*model_flags(megatron_lm, script, ITERATIONS, bert_data), *parallel, "--save-interval", str(ITERATIONS)]
+    flags += ["--ckpt-format", "torch", "--save"]
+    stock = launch(megatron_lm, script, processes, [*flags, str(tmp_path / "stock")])
+    run = launch(
+        megatron_lm, script, processes, [*flags, str(tmp_path / "ours"), "--evenpipe-schedule", "kfkb", *ours]
+    )
+    assert len(stock.lines) == ITERATIONS
+    assert run.lines == stock.lines
+    assert run.validation == stock.validation
+    last = f"iter_{ITERATIONS:07d}"
+    assert differences(tmp_path / "stock" / last, tmp_path / "ours" / last) == []
+    assert run.peak_live == held

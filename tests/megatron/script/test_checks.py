@@ -30,6 +30,8 @@ def megatrons(**others):
     return Namespace(**values | others)
 
 
+KFKB = {"schedule": "kfkb"}
+AUTO = KFKB | {"group_size": "auto", "memory_gib": 1}
 REFUSED = {
     "one stage": ({"bpipe": True}, {"pipeline_model_parallel_size": 1}, "--bpipe: --pipeline-model-parallel-size 1 "),
     "gpipe, virtual": (
@@ -106,6 +108,39 @@ REFUSED = {
         {"non_persistent_ckpt_type": "local"},
         "2bw: --non-persistent-ckpt-type local ",
     ),
+    "groups of another schedule": (
+        {"schedule": "1f1b", "group_size": 2},
+        {},
+        "--group-size 2: only --evenpipe-schedule kfkb ",
+    ),
+    "groups of no schedule": (
+        {"group_size": "auto"},
+        {},
+        "--group-size auto: only --evenpipe-schedule kfkb .*: use it",
+    ),
+    "kfkb, one stage": (
+        KFKB | {"group_size": 2},
+        {"pipeline_model_parallel_size": 1},
+        "--evenpipe-schedule kfkb: --pipeline-model-parallel-size 1 ",
+    ),
+    "kfkb, virtual": (KFKB, {"virtual_pipeline_model_parallel_size": 2}, "kfkb: has one model chunk .* no virtual"),
+    "kfkb, captured": (KFKB, {"enable_cuda_graph": True}, "--evenpipe-schedule kfkb: --enable-cuda-graph "),
+    "nothing to retune": (
+        KFKB | {"group_size": 2, "retune_interval": 5},
+        {},
+        "--retune-interval 5: nothing is tuned with --group-size 2: use --group-size auto, or leave --retune-interval",
+    ),
+    "no memory to fill": (KFKB | {"memory_gib": 1}, {}, "--memory-gib 1.0: nothing is tuned with --group-size 1: "),
+    "tuned, memory unknown": (KFKB | {"group_size": "auto"}, {}, "--group-size auto: .* on CPU: give --memory-gib$"),
+    "tuned, growing": (
+        AUTO,
+        {"rampup_batch_size": ["2", "2", "100"]},
+        "--group-size auto: --rampup-batch-size changes .*: leave it out, or give --group-size a number$",
+    ),
+    "tuned, experts": (AUTO, {"num_experts": 8}, "--group-size auto: --num-experts makes micro-batches differ"),
+    "tuned, fp8": (AUTO, {"fp8": "hybrid"}, "--group-size auto: --fp8-format keeps activations where "),
+    "tuned, captured": (AUTO, {"cuda_graph_impl": "transformer_engine"}, "auto: --cuda-graph-impl transformer_engine "),
+    "tuned, packed": (AUTO, {"sft": True}, "--group-size auto: --sft packs sequences "),
     "experts": ({"bpipe": True}, {"num_experts": 8}, "--bpipe: --num-experts makes micro-batches differ"),
 }
 
@@ -130,6 +165,9 @@ def test_refused(case):
         ({"bpipe": True, "trace": "/no/folder/of/this/node/t.json"}, {"rank": 8}),
         ({"bpipe": True, "trace": "t.json", "trace_iteration": 10}, {"train_iters": None}),
         ({"schedule": "2bw", "bpipe": True}, {"cuda_graph_impl": "none", "num_distributed_optimizer_instances": 1}),
+        (KFKB | {"group_size": 100, "bpipe": True}, {"num_experts": None, "fp8": "hybrid", "sft": True}),
+        (KFKB, {"rampup_batch_size": ["2", "2", "100"]}),
+        (AUTO | {"retune_interval": 1, "bpipe": True}, {"cuda_graph_impl": "none", "fp8": None}),
         ({"schedule": "2bw"}, {"global_batch_size": 4, "rampup_batch_size": ["4", "4", "100"]}),
     ],
 )

@@ -6,8 +6,11 @@ from argparse import Namespace
 from types import MappingProxyType
 from typing import NamedTuple
 
+import torch
+
 from evenpipe.config import EvenPipeConfig
 from evenpipe.megatron.refusals import refused_settings
+from evenpipe.megatron.script.adaptive.checks import refused_arguments as refused_with_tuning
 from evenpipe.megatron.script.errors import ArgumentError
 from evenpipe.megatron.script.flags import flag
 from evenpipe.megatron.script.two_buffered.checks import refused_arguments
@@ -49,14 +52,15 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
     if config.active:
         asked = _asked(config)
         with_two_versions = refused_arguments(args, config.bpipe) if config.schedule == "2bw" else ()
-        for refusal in (*refused_settings(args, config.bpipe), *with_two_versions):
+        with_tuning = refused_with_tuning(args) if config.group_size == "auto" else ()
+        for refusal in (*refused_settings(args, config.bpipe), *with_two_versions, *with_tuning):
             theirs = _FLAGS.get(refusal.setting, f"--{refusal.setting.replace('_', '-')}")
             setting = f"{theirs}{refusal.value}"
             raise ArgumentError(f"{asked}: {setting} {refusal.reason}: {refusal.remedy}")
 
 
 def _among_ours(config: EvenPipeConfig) -> tuple[_Rule, ...]:
-    schedule, bpipe, trace = flag("schedule"), flag("bpipe"), flag("trace")
+    schedule, bpipe, trace, group = flag("schedule"), flag("bpipe"), flag("trace"), flag("group_size")
     return (
         _Rule(
             config.trace is not None and not config.active,
@@ -65,6 +69,19 @@ def _among_ours(config: EvenPipeConfig) -> tuple[_Rule, ...]:
         _Rule(
             config.trace_iteration is not None and config.trace is None,
             f"{flag('trace_iteration')} {config.trace_iteration}: nothing is traced without {trace}: name its file",
+        ),
+        _Rule(
+            config.group_size != 1 and config.schedule != "kfkb",
+            f"{group} {config.group_size}: only {schedule} kfkb runs micro-batches in groups: use it, or leave {group} "
+            "out",
+        ),
+        *(
+            _Rule(
+                getattr(config, setting) is not None and config.group_size != "auto",
+                f"{flag(setting)} {getattr(config, setting)}: nothing is tuned with {group} {config.group_size}: use "
+                f"{group} auto, or leave {flag(setting)} out",
+            )
+            for setting in ("retune_interval", "memory_gib")
         ),
         _Rule(
             bool(config.pair_adjacent) and not config.bpipe,
@@ -78,7 +95,7 @@ def _among_ours(config: EvenPipeConfig) -> tuple[_Rule, ...]:
 
 
 def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...]:
-    asked, schedule = _asked(config), flag("schedule")
+    asked, schedule, group = _asked(config), flag("schedule"), flag("group_size")
     stages = args.pipeline_model_parallel_size
     chunks = args.virtual_pipeline_model_parallel_size
     batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
@@ -89,8 +106,8 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...
             f"{asked}: --pipeline-model-parallel-size {stages} is no pipeline: use at least 2 stages",
         ),
         _Rule(
-            chunks is not None and config.schedule == "gpipe",
-            f"{schedule} gpipe: has one model chunk a stage, but --num-layers-per-virtual-pipeline-stage, "
+            chunks is not None and config.schedule in ("gpipe", "kfkb"),
+            f"{asked}: has one model chunk a stage, but --num-layers-per-virtual-pipeline-stage, "
             f"--num-virtual-stages-per-pipeline-rank or the layout gives it {chunks}: use 1f1b, or no virtual stages",
         ),
         _Rule(
@@ -103,6 +120,10 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...
             f"{asked}: --global-batch-size {args.global_batch_size} makes {batches} micro-batches, but interleaved "
             f"stages take groups of --pipeline-model-parallel-size {stages}: make it a multiple of "
             f"{stages * args.micro_batch_size * args.data_parallel_size}",
+        ),
+        _Rule(
+            config.group_size == "auto" and config.memory_gib is None and not torch.cuda.is_available(),
+            f"{group} auto: how much memory it may use is not known on CPU: give {flag('memory_gib')}",
         ),
         _Rule(
             getattr(args, "inprocess_restart", False),
@@ -146,4 +167,6 @@ def _with_two_versions(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, 
 
 def _asked(config: EvenPipeConfig) -> str:
     """The flag that asked for EvenPipe, as the user wrote it."""
+    if config.group_size == "auto":
+        return f"{flag('group_size')} auto"
     return flag("bpipe") if config.schedule is None else f"{flag('schedule')} {config.schedule}"

@@ -16,7 +16,7 @@ from evenpipe.megatron.apex import wrong_apex
 from evenpipe.megatron.ending import end_job
 from evenpipe.megatron.script.checks import check
 from evenpipe.megatron.script.errors import ArgumentError
-from evenpipe.megatron.script.flags import config_from
+from evenpipe.megatron.script.flags import config_from, flag
 from evenpipe.upstream import UpstreamError
 
 __all__ = ["start"]
@@ -60,9 +60,11 @@ def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
 
         schedule = stream = StreamSchedule(config.bpipe, observer, connected=report)
         training = TwoBufferedTraining(stream, args)
+    elif config.group_size == "auto":
+        raise ArgumentError(f"{flag('group_size')} auto: evenpipe train has it: give it a number")
     else:
         name = config.schedule if config.schedule not in (None, "interleaved") else "1f1b"
-        schedule = PipelineSchedule(name, config.bpipe, observer, connected=report)
+        schedule = PipelineSchedule(name, config.bpipe, observer, connected=report, group_size=config.group_size)
     log = TrainingLog(schedule, args, training.steps if training is not None else None)
     for patches in (in_place_of_megatron(schedule), log.patches()):
         patches.apply()

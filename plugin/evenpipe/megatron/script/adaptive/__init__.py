@@ -1,0 +1,1 @@
+"""Adaptive kFkB in Megatron-LM's own scripts."""
