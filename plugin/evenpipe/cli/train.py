@@ -15,7 +15,7 @@ from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.training import run_training
 from evenpipe.megatron.trainer import checkpoint, data
 from evenpipe.megatron.trainer.options import OptionsError, TrainOptions, flag
-from evenpipe.megatron.trainer.predict import predict
+from evenpipe.megatron.trainer.predict import last_plan, predict, predicted_peaks
 from evenpipe.megatron.trainer.result import RunResult
 from evenpipe.report import StageMemory, Timeline
 from evenpipe.simulate import Simulation
@@ -52,13 +52,14 @@ def _run(arguments: Namespace) -> None:
     except OptionsError as error:
         raise UsageError(str(error)) from error
     [result] = run_training("train", [options], [f"{options.engine}, {options.schedule}"])
-    prediction = predict(options.plan, result)
-    title = title_of(replace(options.plan, batches=1), options.bpipe)
+    plan = last_plan(options, result)
+    prediction = predict(plan, result)
+    title = title_of(replace(plan, batches=1), options.bpipe)
     _write_reports(arguments, result, prediction, title)
     if arguments.json:
         document = result.to_json()
-        for stage, predicted in zip(document["stages"], prediction.stages, strict=True):
-            stage["predicted_peak_bytes"] = predicted.peak_bytes
+        for stage, predicted in zip(document["stages"], predicted_peaks(prediction, result), strict=True):
+            stage["predicted_peak_bytes"] = predicted
         print(json.dumps(document))
         return
     console = Console()
@@ -72,7 +73,7 @@ def _write_reports(arguments: Namespace, result: RunResult, prediction: Simulati
     peaks = StageMemory(
         "peak of saved activations",
         "MiB",
-        tuple(stage.peak_bytes / _MIB for stage in prediction.stages),
+        tuple(peak / _MIB for peak in predicted_peaks(prediction, result)),
         tuple(stage.peak_saved_bytes / _MIB for stage in result.stages),
     )
     write_reports(arguments, [predicted, measured], peaks)
@@ -91,12 +92,13 @@ def _table(result: RunResult, prediction: Simulation) -> Table:
         caption += f"; second weight version MiB {versions}, held gradients MiB {held}"
     columns = ("stage", "peak live", "peak saved MiB", "predicted MiB", "evicted MiB", "parameters MiB")
     table = Table(*columns, caption=caption)
-    for number, (stage, predicted) in enumerate(zip(result.stages, prediction.stages, strict=True)):
+    predicted_bytes = predicted_peaks(prediction, result)
+    for number, (stage, predicted) in enumerate(zip(result.stages, predicted_bytes, strict=True)):
         table.add_row(
             str(number),
             str(stage.peak_live),
             f"{stage.peak_saved_bytes / _MIB:,.2f}",
-            f"{predicted.peak_bytes / _MIB:,.2f}",
+            f"{predicted / _MIB:,.2f}",
             f"{stage.evicted_bytes / _MIB:,.2f}",
             f"{stage.parameter_bytes / _MIB:,.2f}",
         )

@@ -96,7 +96,17 @@ class PipelineSchedule:
         losses: list[Any] = stock(forward_only=True, **arguments)
         return losses
 
-    def _train(
+    def _train(self, **arguments: Any) -> list[Any]:
+        call = self._call(**arguments)
+        timers = call.batch.config.timers
+        if timers is not None:
+            timers("forward-backward", log_level=1).start(barrier=call.batch.config.barrier_with_L1_time)
+        losses = self._carry_out(call)
+        if timers is not None:
+            timers("forward-backward").stop()
+        return losses
+
+    def _call(
         self,
         *,
         forward_step_func: Callable[..., Any],
@@ -112,7 +122,8 @@ class PipelineSchedule:
         p2p_communicator: P2PCommunicator | None = None,
         force_all_reduce: bool = False,
         **groups_given: Any,
-    ) -> list[Any]:
+    ) -> Call:
+        """The checked arguments."""
         chunks = list(model) if isinstance(model, list) else [model]
         iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator]
         config, release = get_model_config(chunks[0]), self._release
@@ -131,9 +142,6 @@ class PipelineSchedule:
         is_last = pipeline.rank() == pipeline.size() - 1
         finalize = config.finalize_model_grads_func
         embedding = schedules.clear_embedding_activation_buffer(config, model, is_last) if finalize else None
-        if config.timers is not None:
-            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-
         shapes = schedules.get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -157,10 +165,7 @@ class PipelineSchedule:
             groups.cp.size(),
             collect_non_loss_data,
         )
-        losses = self._carry_out(Call(batch, pipeline, groups, embedding, force_all_reduce))
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
-        return losses
+        return Call(batch, pipeline, groups, embedding, force_all_reduce)
 
     def _carry_out(self, call: Call) -> list[Any]:
         """All forwards and backwards of a batch, and what Megatron does with its gradients; the losses."""

@@ -95,6 +95,12 @@ class Executor:
             for step in steps:
                 self._stream.take(step)
 
+    def forget_sizes(self) -> None:
+        """Between batches, on all stages alike: the micro-batches that follow have other sizes than those so far."""
+        self.pool = SlotPool(self.device, self.counter)
+        if self.connections.layouts is not None:
+            self.layouts = Layouts(self.connections.layouts)
+
     def break_off(self, owed: Iterable[Step]) -> None:
         """End the stream, at the same point on all stages, and forget what has been forwarded and not backwarded.
 

@@ -1,1 +1,1 @@
-"""Adaptive kFkB in Megatron."""
+"""kFkB with a group size and a micro-batch size that follow the network: Ada-Grouper in Megatron's training loop."""

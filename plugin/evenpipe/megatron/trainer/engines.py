@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch
+
+from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
+from evenpipe.megatron.adaptive.static_memory import static_bytes
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
 from evenpipe.megatron.trainer.follow import Follower, reporting_to
 from evenpipe.megatron.trainer.recorder import Recorder
@@ -30,19 +34,27 @@ class Engine(Protocol):
     def extra(self) -> TwoBuffered | None:
         """What it keeps between iterations; None where every iteration ends with nothing under way."""
 
+    @property
+    def adaptive(self) -> AdaptiveSchedule | None:
+        """What chooses group and micro-batch sizes; None where the options do."""
+
     def start_batch(self) -> None:
         """A batch begins."""
 
 
 @contextmanager
-def engine_for(learner: Learner, stage: int, recorder: Recorder) -> Iterator[Engine]:
+def engine_for(
+    learner: Learner, stage: int, recorder: Recorder, note: Callable[[str], None] = lambda text: None
+) -> Iterator[Engine]:
     """The engine that the learner's options name, active inside; it tells `recorder` of every action.
+
+    `note` is told what the user should see, on every rank.
 
     One stage is no pipeline: there Megatron's own loop, which is 1F1B, runs under either engine.
     """
     options = learner.options
     if options.engine == "evenpipe" and options.stages > 1:
-        engine = _EvenPipe(learner, recorder)
+        engine = _EvenPipe(learner, recorder, note)
         with _applied(in_place_of_megatron(engine.schedule)):
             yield engine
         engine.schedule.close()  # not after a failure: the process ends, and its peers may wait at the other ends
@@ -56,16 +68,19 @@ def engine_for(learner: Learner, stage: int, recorder: Recorder) -> Iterator[Eng
 class _EvenPipe(Observer):
     """EvenPipe's schedule function; the observer of its executor."""
 
-    def __init__(self, learner: Learner, recorder: Recorder) -> None:
+    def __init__(self, learner: Learner, recorder: Recorder, note: Callable[[str], None]) -> None:
         options = learner.options
         self.extra: TwoBuffered | None = None
         self.schedule: PipelineSchedule
+        self.adaptive: AdaptiveSchedule | None = None
         self._stream: StreamSchedule | None = None
         self._micro_batches = options.micro_batches
         if options.schedule == "2bw":
             self.extra = two_buffered = TwoBuffered(learner.replica.chunks, learner.optimizer)
             self.schedule = self._stream = StreamSchedule(options.bpipe, observer=self, measure=True)
             self._stream.attach(two_buffered)
+        elif options.group_size == "auto":
+            self.schedule = self.adaptive = AdaptiveSchedule(_tuning(learner, note), options.bpipe, self, measure=True)
         else:
             self.schedule = PipelineSchedule(
                 options.schedule, options.bpipe, observer=self, measure=True, group_size=options.plan.group_size
@@ -96,6 +111,20 @@ class _EvenPipe(Observer):
         batches = self._stream.first_batch
         first = batches if action.kind == UPDATE else batches * self._micro_batches
         return action._replace(micro_batch=first + action.micro_batch)
+
+
+def _tuning(learner: Learner, note: Callable[[str], None]) -> Tuning:
+    options, chunks, optimizer = learner.options, learner.replica.chunks, learner.optimizer
+    limit = torch.cuda.mem_get_info(learner.device)[1] if options.memory_gib is None else options.memory_gib * 2**30
+    # Micro-batches of BERT count different numbers of tokens: cut anew, they would make another loss.
+    cut = options.model == "gpt"
+    return Tuning(
+        limit_bytes=int(limit),
+        static_bytes=lambda: static_bytes(chunks, optimizer),
+        interval=options.retune_interval,
+        sizes=lambda _, size: None if cut else [size],
+        retuned=lambda retune, seconds: note(f"{retune}; links measured in {seconds:.1f} s"),
+    )
 
 
 @contextmanager

@@ -28,6 +28,7 @@ class Follower:
 
     #: Megatron's schedules leave nothing under way.
     extra: None = None
+    adaptive: None = None
 
     def __init__(self, expected: Sequence[Action], parameters: Iterable[torch.Tensor], recorder: Recorder) -> None:
         self.counter = MemoryCounter()

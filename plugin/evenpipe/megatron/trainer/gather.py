@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from evenpipe.megatron.trainer.result import RunResult, StageMeasurement
 from evenpipe.simulate import Span
+from evenpipe.tuner.tuner import Retune
 
-__all__ = ["Coordinates", "Found", "Share", "combine", "digest", "gather", "highest"]
+__all__ = ["Coordinates", "Found", "Share", "Tuned", "combine", "digest", "gather", "highest"]
 
 
 class Coordinates(NamedTuple):
@@ -21,6 +22,13 @@ class Coordinates(NamedTuple):
     stage: int
     shard: int
     replica: int
+
+
+class Tuned(NamedTuple):
+    """Decisions on group and micro-batch sizes, and per stage what was predicted for them; the same everywhere."""
+
+    retunes: tuple[Retune, ...] = ()
+    predicted_saved_bytes: tuple[int, ...] = ()
 
 
 class Found(NamedTuple):
@@ -36,6 +44,7 @@ class Found(NamedTuple):
     grad_norms: tuple[float | None, ...]
     skipped: tuple[int, ...]
     weight_versions: int
+    tuned: Tuned
 
 
 class Share(NamedTuple):
@@ -83,6 +92,8 @@ def combine(shares: Sequence[Share]) -> RunResult:
         grad_norms=last[0].grad_norms,
         skipped_iterations=last[0].skipped,
         weight_versions_peak=max(share.found.weight_versions for share in shares),
+        retunes=last[0].tuned.retunes,
+        predicted_saved_bytes=last[0].tuned.predicted_saved_bytes,
     )
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from evenpipe.megatron.trainer.engines import Engine
-from evenpipe.megatron.trainer.gather import Found, highest
+from evenpipe.megatron.trainer.gather import Found, Tuned, highest
 from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.megatron.trainer.outcomes import Outcomes
 from evenpipe.megatron.trainer.recorder import Recorder
@@ -82,7 +82,16 @@ def iterate(watched: Watched, first: int, ends_after: Callable[[int], bool], tel
         engine.extra.drain()
     _file_finished(outcomes, engine, first)
     versions = 1 if engine.extra is None else engine.extra.versions_peak
-    return Found(first, tuple(losses), tuple(times), highest(peaks), outcomes.grad_norms, outcomes.skipped, versions)
+    measured = highest(peaks)
+    return Found(
+        first, tuple(losses), tuple(times), measured, outcomes.grad_norms, outcomes.skipped, versions, _tuned(engine)
+    )
+
+
+def _tuned(engine: Engine) -> Tuned:
+    if engine.adaptive is None or engine.adaptive.tuner is None:
+        return Tuned()
+    return Tuned(tuple(engine.adaptive.tuner.retunes), engine.adaptive.predicted_saved_bytes)
 
 
 def _file_finished(outcomes: Outcomes, engine: Engine, first: int) -> None:

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import median
 
+from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.megatron.trainer.result import RunResult
-from evenpipe.schedule import BACKWARD, FORWARD, Kind, Schedule, lower
+from evenpipe.schedule import BACKWARD, FORWARD, Kind, Schedule, build, lower
 from evenpipe.simulate import Costs, Simulation, Span, simulate
 
-__all__ = ["predict"]
+__all__ = ["last_plan", "predict", "predicted_peaks"]
+
+
+def last_plan(options: TrainOptions, result: RunResult) -> Schedule:
+    """The schedule of the last iteration: what the options ask for, or what was decided last."""
+    if not result.retunes:
+        return options.plan
+    decided = result.retunes[-1]
+    micro_batches = options.micro_batches * options.micro_batch_size // decided.b
+    return build("kfkb", options.stages, micro_batches, bpipe=options.bpipe, group_size=decided.k)
 
 
 def predict(plan: Schedule, result: RunResult) -> Simulation:
@@ -22,6 +32,11 @@ def predict(plan: Schedule, result: RunResult) -> Simulation:
         backward_ms=tuple(_through_the_stage(BACKWARD, spans, plan.chunks) for spans in result.spans),
     )
     return simulate(lower(plan), costs, result.unit_bytes)
+
+
+def predicted_peaks(prediction: Simulation, result: RunResult) -> tuple[int, ...]:
+    """Bytes of saved activations at each stage's peak over all iterations, of which `prediction` is the last."""
+    return result.predicted_saved_bytes or tuple(stage.peak_bytes for stage in prediction.stages)
 
 
 def _through_the_stage(kind: Kind, spans: Iterable[Span], chunks: int) -> float:

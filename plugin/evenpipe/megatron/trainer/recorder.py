@@ -36,6 +36,7 @@ class Recorder:
     def start_batch(self) -> None:
         """Forget the batch before."""
         self._recorder.clear()
+        self._unit_bytes.clear()
 
     def started(self, action: Action) -> None:
         """`action` starts. Raises RuntimeError where a failure is to be rehearsed."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from evenpipe.simulate import Span
+from evenpipe.tuner.tuner import Retune
 
-__all__ = ["Retune", "RunResult", "StageMeasurement"]
+__all__ = ["RunResult", "StageMeasurement"]
 
 
 class StageMeasurement(NamedTuple):
@@ -27,18 +28,6 @@ class StageMeasurement(NamedTuple):
     held_gradient_bytes: int
 
 
-class Retune(NamedTuple):
-    """A choice made before `iteration`: k micro-batches of b samples in a row.
-
-    `estimates_ms` has what an iteration should take under each candidate, such as "k2b4".
-    """
-
-    iteration: int
-    k: int
-    b: int
-    estimates_ms: Mapping[str, float]
-
-
 @dataclass(frozen=True)
 class RunResult:
     """`losses` are averages over micro-batches and data-parallel replicas, one per iteration, as is `iteration_ms`.
@@ -47,6 +36,8 @@ class RunResult:
     is `first_iteration`, which is not 0 where a checkpoint was loaded. `weights_sha256` covers every parameter of every
     stage and tensor-parallel rank. `unit_bytes[s][c]` is what one micro-batch saves in chunk c of stage s. `spans[s]`
     are the actions of stage s in the last iteration, in order of their start, in milliseconds from the first of all.
+    `retunes` are decisions on group and micro-batch sizes, `predicted_saved_bytes[s]` the highest peak of saved
+    activations that was predicted for them; both are empty where the options decide.
     """
 
     losses: tuple[float, ...]
@@ -59,7 +50,8 @@ class RunResult:
     grad_norms: tuple[float | None, ...]
     skipped_iterations: tuple[int, ...]
     weight_versions_peak: int
-    retunes: tuple[Retune, ...] = ()
+    retunes: tuple[Retune, ...]
+    predicted_saved_bytes: tuple[int, ...]
 
     def to_json(self) -> dict[str, Any]:
         """The document `evenpipe.run/1`. What is not finite is null there, but in `losses_hex`."""

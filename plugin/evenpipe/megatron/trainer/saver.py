@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from evenpipe.megatron.trainer.checkpoint import Draft, find, rank_file, refuse_misfit
+from evenpipe.megatron.trainer.engines import Engine
 from evenpipe.megatron.trainer.flags import OptionsError
 from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.megatron.trainer.state import capture, restore
 from evenpipe.megatron.trainer.step import Learner
 from evenpipe.megatron.trainer.stopping import Agreement
 from evenpipe.megatron.trainer.whereabouts import Whereabouts
-from evenpipe.megatron.two_buffered import TwoBuffered
 
 __all__ = ["NotSaved", "Saver", "load"]
 
@@ -46,27 +46,27 @@ class Saver:
         self._group = group
         self._saved = saved
 
-    def ends_after(self, iterations: int, extra: TwoBuffered | None) -> bool:
+    def ends_after(self, iterations: int, engine: Engine) -> bool:
         """So many iterations are done: save if it is time to. Whether the run is to end here."""
         options = self._learner.options
         end = self._agreement.to_stop() or iterations == options.iterations
         due = end or (options.save_interval and iterations % options.save_interval == 0)
-        if due and extra is not None:
+        if due and engine.extra is not None:
             # Before anybody waits for all: a stage may be amid transfers with a partner who has gone no further.
-            extra.drain()
+            engine.extra.drain()
         if end:
             self._agreement.end()
         if due:
-            self.save(iterations, extra)
+            self.save(iterations, engine)
         return end
 
-    def save(self, iterations: int, extra: TwoBuffered | None) -> None:
-        """All processes save what they need to go on after so many iterations; `extra` is drained. Raises NotSaved."""
+    def save(self, iterations: int, engine: Engine) -> None:
+        """All processes save what they need to go on after so many iterations, amid nothing. Raises NotSaved."""
         self._whereabouts.enter("saving")
         draft, rank = Draft(self._directory, iterations), dist.get_rank(self._group)
         self._together(draft, draft.begin if rank == 0 else None)
         contents = io.BytesIO()
-        torch.save(capture(self._learner, extra), contents)
+        torch.save(capture(self._learner, engine), contents)
         self._together(draft, lambda: draft.write(rank_file(rank), lambda file: file.write(contents.getbuffer())))
         self._together(draft, (lambda: draft.complete(self._learner.options)) if rank == 0 else None)
         if rank == 0:
@@ -93,7 +93,7 @@ class Saver:
         raise NotSaved(f"--save {self._directory}: {failed or next(filter(None, told))}: make room, or save elsewhere")
 
 
-def load(learner: Learner, extra: TwoBuffered | None, rank: int, tell: Callable[[str], None]) -> int:
+def load(learner: Learner, engine: Engine, rank: int, tell: Callable[[str], None]) -> int:
     """Restore what --load names, if anything; how many iterations are done then. `tell` gets what the user must know.
 
     Raises OptionsError where there is no checkpoint, where it is damaged, or where it does not fit.
@@ -109,7 +109,7 @@ def load(learner: Learner, extra: TwoBuffered | None, rank: int, tell: Callable[
     except (OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise OptionsError(f"--load {path}: the checkpoint is damaged ({reason}): name another") from None
-    note = restore(learner, extra, state)
+    note = restore(learner, engine, state)
     if note is not None:
         tell(f"--load {checkpoint.folder}: {note}")
     return checkpoint.iterations

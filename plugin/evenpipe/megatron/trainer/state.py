@@ -11,14 +11,14 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from evenpipe.megatron.trainer.engines import Engine
 from evenpipe.megatron.trainer.step import Learner
-from evenpipe.megatron.two_buffered import TwoBuffered
 
 __all__ = ["capture", "restore"]
 
 
-def capture(learner: Learner, extra: TwoBuffered | None) -> dict[str, Any]:
-    """All that a process has which the options do not give; `extra` has been drained.
+def capture(learner: Learner, engine: Engine) -> dict[str, Any]:
+    """All that a process has which the options do not give; nothing is under way.
 
     What is captured may share the memory of what is being trained.
     """
@@ -30,11 +30,12 @@ def capture(learner: Learner, extra: TwoBuffered | None) -> dict[str, Any]:
         "optimizers": [_optimizer_state(optimizer) for optimizer in _parts(learner.optimizer)],
         "scheduler": learner.scheduler.state_dict(),
         "random": _random_state(learner.device),
-        "extra": None if extra is None else extra.state_dict(),
+        "extra": None if engine.extra is None else engine.extra.state_dict(),
+        "adaptive": None if engine.adaptive is None else engine.adaptive.state_dict(),
     }
 
 
-def restore(learner: Learner, extra: TwoBuffered | None, state: dict[str, Any]) -> str | None:
+def restore(learner: Learner, engine: Engine, state: dict[str, Any]) -> str | None:
     """Take over what `capture` gave on the same rank of a run with the same layout.
 
     Returns what to tell the user where the run does not keep what the checkpoint has, or the other way round: it then
@@ -48,6 +49,9 @@ def restore(learner: Learner, extra: TwoBuffered | None, state: dict[str, Any]) 
             _restore_optimizer(optimizer, saved)
     learner.scheduler.load_state_dict(state["scheduler"])
     _restore_random(learner.device, state["random"])
+    if engine.adaptive is not None and state.get("adaptive") is not None:
+        engine.adaptive.load_state_dict(state["adaptive"])
+    extra = engine.extra
     if extra is not None:
         extra.load_state_dict(state["extra"])
     if (extra is None) == (state["extra"] is None):

@@ -47,9 +47,10 @@ def run_case(
     try:
         learner = make_learner(options, corpus, device)
         recorder = Recorder(whereabouts)
-        with engine_for(learner, whereabouts.stage, recorder) as engine:
+        note = tell.note if dist.get_rank() == 0 else _nothing
+        with engine_for(learner, whereabouts.stage, recorder, note) as engine:
             watched = Watched(learner, engine, recorder, whereabouts)
-            first = load(learner, engine.extra, dist.get_rank(), tell.note if dist.get_rank() == 0 else _nothing)
+            first = load(learner, engine, dist.get_rank(), note)
             found = iterate(watched, first, _ending(watched, stop, host_group, tell), tell)
         whereabouts.enter("gathering results")
         share = Share(_coordinates(), found, digest(learner.replica.chunks), recorder.unit_bytes, recorder.spans)
@@ -63,7 +64,7 @@ def _ending(
     watched: Watched, stop: StopRequest | None, host_group: dist.ProcessGroup | None, tell: Tell
 ) -> Callable[[int], bool]:
     """Called with how many iterations are done: saves when it is time to, and says whether the run is to end."""
-    options, extra = watched.learner.options, watched.engine.extra
+    options, engine = watched.learner.options, watched.engine
     if options.save is None:
         return lambda done: done == options.iterations
     assert stop is not None, "a run that saves can be asked to stop"
@@ -71,7 +72,7 @@ def _ending(
     group = host_group if host_group is not None else dist.group.WORLD
     assert group is not None
     saver = Saver(watched.learner, watched.whereabouts, Agreement(stop, exchange), group, tell.saved)
-    return lambda done: saver.ends_after(done, extra)
+    return lambda done: saver.ends_after(done, engine)
 
 
 def _nothing(text: str) -> None:

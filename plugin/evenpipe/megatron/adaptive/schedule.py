@@ -1,0 +1,156 @@
+"""kFkB's forward-backward function for megatron-core, with k and b chosen while training."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, NamedTuple
+
+from evenpipe.megatron.adaptive.given import Given
+from evenpipe.megatron.adaptive.preparation import Limits, Preparation
+from evenpipe.megatron.adaptive.rehearsal import Rehearsal
+from evenpipe.megatron.schedule import Call, PipelineSchedule
+from evenpipe.planner import StageMemory, peak_bytes
+from evenpipe.runtime.executor import Executor, Observer
+from evenpipe.tuner.collective import retune
+from evenpipe.tuner.tuner import Retune, Tuner
+
+__all__ = ["AdaptiveSchedule", "Tuning"]
+
+_FORMAT: Final = "evenpipe.tuner/1"
+
+
+class Tuning(NamedTuple):
+    """What is tuned, and within what.
+
+    `limit_bytes` is the memory of every process, and `static_bytes` what this one needs besides activations, asked
+    once. `interval`: iterations between decisions; None: so many as take an hour. `sizes` is given the loader's
+    micro-batches of the first batch (none where this process loads nothing) and their size, and returns the sizes that
+    micro-batches may have, None for all; the same on all ranks. `around_batch` is entered with the size while a batch
+    is carried out. `retuned` is told of every decision, and of the seconds that it took, on all ranks.
+    """
+
+    limit_bytes: int
+    static_bytes: Callable[[], int]
+    interval: int | None = None
+    sizes: Callable[[Sequence[Any], int], Sequence[int] | None] = lambda loaded, size: None
+    around_batch: Callable[[int], AbstractContextManager[Any]] = nullcontext
+    retuned: Callable[[Retune, float], None] = lambda retune, seconds: None
+
+
+class AdaptiveSchedule(PipelineSchedule):
+    """A `PipelineSchedule` of kFkB that cuts each batch into micro-batches of the chosen size.
+
+    The batch has the same samples in the same order under every candidate. Before the first batch every stage rehearses
+    alone what its micro-batches take and save; candidates that do not fit are left out, and never run. Between two
+    batches, where nothing is under way, all ranks measure their links and rank 0 decides.
+
+    A call raises PlanError, before anything is carried out, where no candidate fits.
+    """
+
+    def __init__(
+        self,
+        tuning: Tuning,
+        bpipe: bool = False,
+        observer: Observer | None = None,
+        measure: bool = False,
+        connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
+    ) -> None:
+        super().__init__("kfkb", bpipe, observer, measure, connected)
+        self.tuner: Tuner | None = None
+        self._tuning = tuning
+        self._iteration = 0
+        self._samples = 0
+        self._size = 0
+        self._memory: tuple[StageMemory, ...] = ()
+        self._state: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What a run needs to go on as this one would, as JSON has it, the same on all ranks; None before a batch."""
+        if self.tuner is None:
+            return None
+        return {
+            **self._conditions,
+            "iteration": self._iteration,
+            "memory": [list(stage) for stage in self._memory],
+            "tuner": self.tuner.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before the first batch. Where the state is of other batches or another limit, candidates are found anew."""
+        self._state = state
+
+    @property
+    def predicted_saved_bytes(self) -> tuple[int, ...]:
+        """Per stage, the most that the candidates save that have been decided for."""
+        assert self.tuner is not None, "nothing has been tuned yet"
+        saved = [stage._replace(static_bytes=0, message_bytes=0) for stage in self._memory]
+        peaks = [peak_bytes(saved, candidate, self.bpipe) for candidate in self.tuner.used]
+        return tuple(map(max, zip(*peaks, strict=True)))
+
+    def _train(self, **arguments: Any) -> list[Any]:
+        given = Given(arguments)
+        call = self._call(**arguments)
+        executor = self._executor(call.pipeline, list(call.batch.model))
+        if self.tuner is None:
+            self._samples = given.samples
+            state = self._state
+            if state is not None and self._conditions.items() <= state.items():
+                self._resume(state, call)
+            else:
+                given = self._prepare(given, call, executor)
+        assert self.tuner is not None
+        if self.tuner.due(self._iteration):
+            self._retune(self.tuner, call, executor)
+        chosen = self.tuner.current
+        assert chosen is not None
+        if self.group_size != chosen.k or self._size != chosen.b:
+            self.group_size, self._size = chosen.k, chosen.b
+            executor.forget_sizes()
+        self._iteration += 1
+        with self._tuning.around_batch(chosen.b):
+            return super()._train(**given.in_micro_batches_of(chosen.b))
+
+    @property
+    def _conditions(self) -> dict[str, Any]:
+        """Under which a state is of use."""
+        limit = self._tuning.limit_bytes
+        return {"format": _FORMAT, "samples": self._samples, "bpipe": self.bpipe, "limit_bytes": limit}
+
+    def _resume(self, state: Mapping[str, Any], call: Call) -> None:
+        self._iteration = state["iteration"]
+        self._memory = tuple(StageMemory(*stage) for stage in state["memory"])
+        self.tuner = Tuner((), call.pipeline.size(), self.bpipe, {}, self._tuning.interval)
+        self.tuner.load_state_dict(state["tuner"])
+
+    def _prepare(self, given: Given, call: Call, executor: Executor) -> Given:
+        """Rehearse, and make the tuner; the arguments, with what was read for it read again."""
+        loaded = [] if given.source is None else list(itertools.islice(given.source, given.micro_batches))
+        rehearsal = Rehearsal(executor, self._weights(list(call.batch.model)), self._release)
+        static_bytes = self._tuning.static_bytes()
+        sizes = self._tuning.sizes(loaded, given.size)
+        if sizes is None:
+            sizes = [size for size in range(1, given.samples + 1) if given.samples % size == 0]
+        prepared = Preparation(rehearsal, self._call, self._tuning.around_batch).prepare(
+            given, loaded, sizes, Limits(static_bytes, self._tuning.limit_bytes, self.bpipe)
+        )
+        self._memory = prepared.memory
+        self.tuner = Tuner(prepared.candidates, call.pipeline.size(), self.bpipe, prepared.times, self._tuning.interval)
+        return given if given.source is None else given.reading(itertools.chain(loaded, given.source))
+
+    def _retune(self, tuner: Tuner, call: Call, executor: Executor) -> None:
+        start = time.monotonic()
+        message = max(stage.message_bytes for stage in self._memory)
+        sizes = {candidate.b: candidate.b * message for candidate in tuner.candidates}
+        decided = retune(
+            tuner,
+            executor.connections,
+            call.pipeline.rank(),
+            call.pipeline.size(),
+            sizes,
+            self._iteration,
+            executor.device,
+        )
+        self._tuning.retuned(decided, time.monotonic() - start)

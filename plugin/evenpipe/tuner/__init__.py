@@ -1,0 +1,1 @@
+"""Ada-Grouper's online half: measure the links, and choose again at an iteration boundary."""

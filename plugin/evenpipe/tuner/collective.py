@@ -1,0 +1,56 @@
+"""All ranks together: measure the links, have rank 0 decide, and take its decision over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenpipe.runtime.connections import Connections, pipeline_links
+from evenpipe.tuner.links import Burst, measure_links
+from evenpipe.tuner.tuner import Retune, Tuner
+from evenpipe.tuner.window import WINDOW
+
+__all__ = ["highest_of_all", "retune"]
+
+
+def retune(
+    tuner: Tuner,
+    connections: Connections,
+    stage: int,
+    stages: int,
+    message_bytes: Mapping[int, int],
+    iteration: int,
+    device: torch.device,
+) -> Retune:
+    """Before `iteration`, with nothing under way: every rank calls it, and from then on uses what is returned.
+
+    `message_bytes` are those of a message between stages, by micro-batch size. Where several pipelines run side by
+    side, the slowest says what a message takes.
+    """
+    candidates = tuner.candidates
+    bursts = [Burst(candidate.k, message_bytes[candidate.b]) for candidate in candidates]
+    measured = measure_links(connections, stage, stages, bursts, WINDOW, device)
+    links = pipeline_links(stages, wraps=False, bpipe=False)
+    nothing = ((0.0,) * WINDOW,) * len(bursts)
+    mine = [[measured.get(link, nothing)[number] for link in links] for number in range(len(bursts))]
+    for candidate, row in zip(candidates, highest_of_all(mine, device), strict=True):
+        for link, message_ms in zip(links, row, strict=True):
+            tuner.observe(candidate, link, message_ms)
+    decision = torch.zeros(len(candidates) + 2, dtype=torch.float64)
+    if dist.get_rank() == 0:
+        chosen, estimates, following = tuner.decide(iteration)
+        decision = torch.tensor([candidates.index(chosen), following, *estimates], dtype=torch.float64)
+    decision = decision.to(device)
+    dist.broadcast(decision, 0)
+    index, following, *estimates = decision.tolist()
+    return tuner.adopt(iteration, candidates[int(index)], estimates, int(following))
+
+
+def highest_of_all(table: Sequence[Any], device: torch.device) -> Any:
+    """Of each number in a table of any shape the highest that a rank has; doubles, so that bytes are exact."""
+    numbers = torch.tensor(table, dtype=torch.float64, device=device)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    return numbers.tolist()

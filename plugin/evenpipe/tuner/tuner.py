@@ -1,0 +1,156 @@
+"""Which candidate a run uses, and when it looks again: Ada-Grouper's auto-tuner (§3.2.2, §4.3, §5.4)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+from evenpipe.planner import Candidate, StageTimes, estimate_ms
+from evenpipe.schedule import Link, Program, build, lower
+from evenpipe.tuner.window import Window
+
+__all__ = ["HYSTERESIS", "Retune", "Tuner", "worth_telling_apart"]
+
+#: No switch for a predicted gain under this part of the present candidate's time.
+HYSTERESIS: Final = 0.02
+#: Among estimates this close to the best the smallest k wins, which holds the fewest micro-batches.
+_TIE: Final = 0.005
+#: Without an interval in iterations (the paper's experiments tune once an hour, §6.2.4).
+_INTERVAL_S: Final = 3600.0
+#: More candidates than these are thinned out.
+_FEW: Final = 16
+_K_GROWTH: Final = 1.25
+
+
+class Retune(NamedTuple):
+    """A decision: from `iteration` on, counted from 0, candidate (k, b) is used. Estimates by a candidate's name."""
+
+    iteration: int
+    k: int
+    b: int
+    estimates_ms: dict[str, float]
+
+    def __str__(self) -> str:
+        estimates = ", ".join(f"{name} {ms:,.0f}" for name, ms in self.estimates_ms.items())
+        return f"from iteration {self.iteration + 1} on k={self.k}, b={self.b}; estimates in ms: {estimates}"
+
+
+class Tuner:
+    """One run's choice among `candidates`; every rank has one, and rank 0's decides.
+
+    `times` has, for every micro-batch size, what the stages compute: measured once, as nobody preempts devices. What
+    messages take is measured again before every decision. `interval` counts iterations between decisions; None: so many
+    as take an hour.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        stages: int,
+        bpipe: bool,
+        times: Mapping[int, StageTimes],
+        interval: int | None,
+    ) -> None:
+        self.candidates = tuple(candidates)
+        self.current: Candidate | None = None
+        self.retunes: list[Retune] = []
+        self._times = dict(times)
+        self._interval = interval
+        self._windows: dict[tuple[str, Link], Window] = {}
+        self._next = 0
+        self._since = (0, 0.0)
+        # All task orders live at once (§3.2.1); each is made and verified when it is first needed.
+        self._program = cache(lambda k, m: lower(build("kfkb", stages, m, bpipe=bpipe, group_size=k)))
+
+    def program(self, candidate: Candidate) -> Program:
+        """What is carried out under `candidate`."""
+        return self._program(candidate.k, candidate.m)
+
+    @property
+    def used(self) -> tuple[Candidate, ...]:
+        """The present candidate, and those of before."""
+        decided = {(retune.k, retune.b) for retune in self.retunes}
+        return tuple(one for one in self.candidates if one == self.current or (one.k, one.b) in decided)
+
+    def due(self, iteration: int) -> bool:
+        """Whether to measure and decide before `iteration`."""
+        return self.current is None or iteration >= self._next
+
+    def observe(self, candidate: Candidate, link: Link, message_ms: Sequence[float]) -> None:
+        """Messages of `candidate` have taken so long on `link`."""
+        self._windows.setdefault((candidate.name, link), Window()).add(message_ms)
+
+    def decide(self, iteration: int) -> tuple[Candidate, list[float], int]:
+        """Rank 0's part: the candidate to use from `iteration` on, all estimates in ms, and when to look again.
+
+        A moving average of what was observed says what messages take.
+        """
+        estimates = [self._estimate_ms(candidate) for candidate in self.candidates]
+        best = min(estimates)
+        smallest_k = next(i for i, ms in enumerate(estimates) if ms <= best * (1 + _TIE))
+        chosen = self.candidates[smallest_k]
+        if self.current is not None:
+            present = self.candidates.index(self.current)
+            if estimates[smallest_k] > estimates[present] * (1 - HYSTERESIS):
+                chosen = self.current
+        chosen_ms = estimates[self.candidates.index(chosen)]
+        return chosen, estimates, iteration + self._iterations_between(iteration, chosen_ms)
+
+    def adopt(self, iteration: int, chosen: Candidate, estimates_ms: Sequence[float], following: int) -> Retune:
+        """Every rank's part: take over what rank 0 has decided."""
+        names = (candidate.name for candidate in self.candidates)
+        retune = Retune(iteration, chosen.k, chosen.b, dict(zip(names, estimates_ms, strict=True)))
+        self.current, self._next = chosen, following
+        self._since = (iteration, time.monotonic())
+        self.retunes.append(retune)
+        return retune
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that goes into a checkpoint, as JSON has it; the same on every rank."""
+        return {
+            "candidates": [list(candidate) for candidate in self.candidates],
+            "current": None if self.current is None else list(self.current),
+            "next": self._next,
+            "times": {str(b): [list(of_kind) for of_kind in times] for b, times in self._times.items()},
+            "message_ms": [[name, *link, window.samples] for (name, link), window in self._windows.items()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the tuner did that gave `state`; retunes of before are not told again."""
+        self.candidates = tuple(Candidate(*candidate) for candidate in state["candidates"])
+        self.current = None if state["current"] is None else Candidate(*state["current"])
+        self._next = state["next"]
+        self._times = {int(b): StageTimes(*map(tuple, times)) for b, times in state["times"].items()}
+        self._windows = {}
+        for name, kind, source, target, samples in state["message_ms"]:
+            self._windows[name, Link(kind, source, target)] = Window(samples)
+
+    def _estimate_ms(self, candidate: Candidate) -> float:
+        message_ms = {link: window.mean for (name, link), window in self._windows.items() if name == candidate.name}
+        return estimate_ms(self.program(candidate), self._times[candidate.b], message_ms)
+
+    def _iterations_between(self, iteration: int, estimate_ms: float) -> int:
+        """Told in iterations, an hour needs no clock that all ranks agree on, and nobody to be asked in between."""
+        if self._interval is not None:
+            return self._interval
+        before, at = self._since
+        # An iteration also steps the optimizer; before there were any, the pipeline alone is known.
+        seconds = (time.monotonic() - at) / (iteration - before) if iteration > before and at else estimate_ms / 1e3
+        return max(1, math.ceil(_INTERVAL_S / seconds)) if seconds else 1
+
+
+def worth_telling_apart(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """`candidates`, in order of k; if they are many, fewer: of those of one size, k then grows by a quarter at least.
+
+    A pipeline of thousands of micro-batches has as many group sizes, and next to each other they take the same time.
+    """
+    if len(candidates) <= _FEW:
+        return tuple(candidates)
+    kept: list[Candidate] = []
+    for candidate in candidates:
+        if not kept or candidate.b != kept[-1].b or candidate.k >= _K_GROWTH * kept[-1].k:
+            kept.append(candidate)
+    return tuple(kept)
