@@ -9,10 +9,17 @@ CPU = torch.device("cpu")
 FULL, PADDED = [1.0, 1, 1], [1.0, 1, 0]
 
 
-def MicroBatches(*masks):
-    return iter(
-        [{"tokens": torch.arange(number), "loss_mask": torch.tensor(mask)} for number, mask in enumerate(masks)]
-    )
+class MicroBatches:
+    """Of these masks, told apart by their tokens; as of Megatron's RerunDataIterator, only the next is to be had."""
+
+    def __init__(self, *masks):
+        self._left = list(enumerate(masks))
+
+    def __next__(self):
+        if not self._left:
+            raise StopIteration
+        number, mask = self._left.pop(0)
+        return {"tokens": torch.arange(number), "loss_mask": torch.tensor(mask)}
 
 
 @pytest.fixture
