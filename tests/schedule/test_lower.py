@@ -1,13 +1,18 @@
 """Lowering posts receives ahead and never waits for more than it must."""
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenpipe.schedule import BACKWARD, COMPUTE, DEPARTING, FORWARD, RETURN, build, lower
+from evenpipe.schedule import BACKWARD, COMPUTE, DEPARTING, RETURN, build, lower
 
 shapes = st.one_of(
     st.tuples(st.just("gpipe"), st.integers(1, 6), st.integers(1, 12), st.just(1), st.just(False)),
     st.tuples(st.just("1f1b"), st.integers(2, 9), st.integers(1, 24), st.just(1), st.booleans()),
+    st.tuples(
+        st.just("kfkb"), st.integers(2, 6), st.integers(1, 30), st.just(1), st.booleans(), st.just(1), st.integers(1, 6)
+    ),
     st.integers(2, 5).flatmap(
         lambda p: st.tuples(
             st.just("interleaved"), st.just(p), st.sampled_from([p, 2 * p, 3 * p]), st.integers(2, 4), st.booleans()
@@ -17,15 +22,32 @@ shapes = st.one_of(
 
 
 @given(shapes)
-def test_every_receive_is_posted_at_least_one_compute_action_ahead(shape):
-    for steps in lower(build(*shape)).steps:
+def test_every_receive_is_posted_k_compute_actions_ahead_and_no_earlier(shape):
+    program = lower(build(*shape))
+    k = program.schedule.group_size
+    for steps in program.steps:
         compute = [index for index, step in enumerate(steps) if step.action.kind in COMPUTE]
         posted = {message: index for index, step in enumerate(steps) for message in step.post}
         for number, index in enumerate(compute):
             for message in steps[index].complete:
                 if message in posted:
-                    previous = compute[number - 1] if number else 0
-                    assert posted[message] <= previous
+                    assert posted[message] <= compute[max(number - k, 0)]
+                    assert number <= k or posted[message] > compute[number - k - 1]
+
+
+@given(shapes)
+def test_k_plus_1_results_are_under_way_on_a_link_and_no_more(shape):
+    """So many may be late before a stage waits for them; it keeps alive what it sends."""
+    program = lower(build(*shape))
+    for steps in program.steps:
+        sent, arrived, most = Counter(), Counter(), Counter()
+        outgoing = {step.send for step in steps if step.send is not None}
+        for step in steps:
+            arrived.update(message.link for message in step.complete if message in outgoing)
+            if step.send is not None:
+                sent[step.send.link] += 1
+                most[step.send.link] = max(most[step.send.link], sent[step.send.link] - arrived[step.send.link])
+        assert most == {link: min(program.schedule.group_size + 1, sent[link]) for link in sent}
 
 
 @given(shapes)
@@ -62,13 +84,3 @@ def test_a_return_waits_for_its_accept_and_a_backward_for_its_load(shape):
                 assert ("evict", *step.action.unit) in arrived
         evicted = {s.action.unit for s in steps if s.action.kind == "E"}
         assert all(("load", *unit) in arrived for unit in evicted)
-
-
-def test_a_stage_keeps_few_results_alive_for_its_sends():
-    program = lower(build("gpipe", 2, 50))
-    outgoing = [step.send for step in program.steps[0] if step.action.kind == FORWARD]
-    done = set()
-    for step in program.steps[0]:
-        done |= set(step.complete)
-        if step.send in outgoing:
-            assert sum(message not in done for message in outgoing[: outgoing.index(step.send)]) <= 2

@@ -16,6 +16,7 @@ def run(
     chunks: int = 1,
     bpipe: bool = False,
     batches: int = 1,
+    group_size: int = 1,
     forward: float | tuple[float, ...] = 1.0,
     backward: float | tuple[float, ...] = 2.0,
     link: Wire | None = None,
@@ -31,4 +32,5 @@ def run(
         wires={"forward": link, "backward": link, "evict": transfer, "load": transfer},
         synchronous_transfers=synchronous,
     )
-    return simulate(lower(build(name, p, m, chunks, bpipe=bpipe, batches=batches)), costs, **more)
+    schedule = build(name, p, m, chunks, bpipe=bpipe, batches=batches, group_size=group_size)
+    return simulate(lower(schedule), costs, **more)

@@ -24,12 +24,14 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "2bw"]))
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "kfkb", "2bw"]))
     p = draw(st.integers(2 if name == "interleaved" else 1, 6))
     chunks = draw(st.integers(2, 3)) if name == "interleaved" else 1
     m = draw(st.integers(1, 3)) * p if name == "interleaved" else draw(st.integers(p if name == "2bw" else 1, 12))
     batches = draw(st.integers(1, 3)) if name == "2bw" else 1
-    schedule = build(name, p, m, chunks, bpipe=name != "gpipe" and p > 1 and draw(st.booleans()), batches=batches)
+    k = draw(st.integers(1, 4)) if name == "kfkb" else 1
+    bpipe = name != "gpipe" and p > 1 and draw(st.booleans())
+    schedule = build(name, p, m, chunks, bpipe=bpipe, batches=batches, group_size=k)
     stage_times = st.tuples(*[TIMES] * p)
     costs = Costs(
         forward_ms=draw(stage_times),
