@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 WORLD = 4
 PLAIN = ("megatron", "1f1b")
 ENGINES = (*PLAIN, "bpipe")
+GROUPED = (*ENGINES, "3F3B")
 
 
 class Layout(NamedTuple):
@@ -120,7 +121,7 @@ CASES = {
     "given groups": Case(calls=(GIVEN, GIVEN)),
     "given only a communicator": Case(calls=(Call(groups=("communicator",)),)),
     "given only groups": Case(calls=(Call(groups=("groups",)),)),
-    "partial recomputation": Case(config=PARTIAL, engines=PLAIN),
+    "partial recomputation": Case(config=PARTIAL, engines=(*PLAIN, "3F3B")),
     "partial recomputation with BPipe": Case(calls=(Call(),), config=PARTIAL, engines=("bpipe",)),
     "recomputation of a block, fp16, untied": Case(
         calls=(Call(), Call()),
@@ -144,7 +145,9 @@ CASES = {
     "length of the decoder": Case(calls=(Call(arguments={"seq_length": 16, "decoder_seq_length": 8}),)),
     "evaluation between batches": Case(calls=(EVALUATION, Call(), EVALUATION, Call(micro_batches=4))),
     "collection between batches": Case(calls=(Call(), COLLECTION, Call(micro_batches=4))),
-    "other numbers of micro-batches": Case(calls=(Call(micro_batches=2), Call(), Call(micro_batches=5))),
+    "other numbers of micro-batches": Case(
+        calls=(Call(micro_batches=2), Call(), Call(micro_batches=5)), engines=GROUPED
+    ),
     "other lengths": Case(
         calls=(Call(), Call(sequence=12, micro_batches=4), Call(sequence=4, micro_batches=4)), engines=PLAIN
     ),
@@ -168,9 +171,14 @@ CASES = {
     "interleaved, other numbers of micro-batches": Case(PP4_V2, calls=(Call(micro_batches=4), Call())),
     "interleaved, other lengths": Case(PP4_V2, calls=(Call(), Call(sequence=12)), engines=PLAIN),
     "overlapped reduction": Case(PP2, ddp=REDUCED, synchronise=("no_sync",)),
-    "aligned reduction": Case(PP2, ddp=REDUCED, synchronise=("no_sync", "grad_sync")),
+    "aligned reduction": Case(PP2, ddp=REDUCED, synchronise=("no_sync", "grad_sync"), engines=GROUPED),
     "distributed optimizer": Case(
-        PP2, SEVERAL, ddp=GATHERED, optimizer=SHARDED, synchronise=("no_sync", "grad_sync", "param_sync")
+        PP2,
+        SEVERAL,
+        ddp=GATHERED,
+        optimizer=SHARDED,
+        synchronise=("no_sync", "grad_sync", "param_sync"),
+        engines=GROUPED,
     ),
     "interleaved, overlapped reduction": Case(PP2_V3, ddp=REDUCED, synchronise=("no_sync",)),
     "interleaved, aligned reduction": Case(PP2_V3, ddp=REDUCED, synchronise=("no_sync", "grad_sync")),
@@ -206,7 +214,10 @@ def chosen_by(engine: str) -> Iterator[Callable[..., Any]]:
     if engine == "megatron":
         yield pipeline_parallel.get_forward_backward_func
         return
-    schedule = PipelineSchedule(bpipe=engine == "bpipe", measure=engine == "measured")
+    if engine == "3F3B":
+        schedule = PipelineSchedule("kfkb", group_size=3)
+    else:
+        schedule = PipelineSchedule(bpipe=engine == "bpipe", measure=engine == "measured")
     patches = in_place_of_megatron(schedule)
     patches.apply()
     try:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ COMPARED = [
     for engine in case.engines[1:]
     if "given only" not in name
 ]
+GROUPED = [name for name, case in CASES.items() if "3F3B" in case.engines]
 STOCK = {
     "PP1": "forward_backward_no_pipelining",
     "PP4": "forward_backward_pipelining_without_interleaving",
@@ -63,10 +65,47 @@ def test_losses_gradients_and_weights_are_megatrons(ranks: list[dict[str, Any]],
         assert rank["cases"][name][engine]["weights"] == rank["cases"][name]["megatron"]["weights"]
 
 
-@pytest.mark.parametrize(("name", "engine"), COMPARED)
+@pytest.mark.parametrize(("name", "engine"), [case for case in COMPARED if "3F3B" not in case.values])
 def test_everything_is_called_in_megatrons_order(ranks: list[dict[str, Any]], name: str, engine: str) -> None:
     """Forwards, with what they are told, and backwards; what synchronises gradients and parameters; the finalizing."""
     assert calls(ranks, name, engine, "events") == calls(ranks, name, "megatron", "events")
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_change_nothing_but_the_order_of_forwards_and_backwards(ranks: list[dict[str, Any]], name: str) -> None:
+    """What synchronises and finalizes comes where it did: before the first forward, around the last backward."""
+
+    def around(engine: str) -> list[list[list[str]]]:
+        last = [f"B0.{call.micro_batches - 1}" for call in CASES[name].calls]
+        return [
+            [
+                [event for event in call if event in ("F0.0", end) or not event.startswith(("F", "B", "recomputes"))]
+                for call, end in zip(of_rank, last, strict=True)
+            ]
+            for of_rank in calls(ranks, name, engine, "events")
+        ]
+
+    assert around("3F3B") == around("megatron")
+    first = calls(ranks, name, "3F3B", "events")[0][-2]
+    assert [event for event in first if event.startswith("F")][:4] == ["F0.0", "F0.1", "F0.2", "F0.3"]
+
+
+def test_of_the_micro_batches_that_a_stage_holds_so_many_as_asked_for_are_kept_whole(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """Megatron counts them among those that 1F1B holds; groups of three hold three times as many."""
+    for engine in ("megatron", "1f1b", "3F3B"):
+        for rank in calls(ranks, "partial recomputation", engine, "events"):
+            for events in rank:
+                whole: set[str] = set()
+                most = 0
+                for before, event in pairwise(events):
+                    if event.startswith("F") and before == "recomputes False":
+                        whole.add(event[1:])
+                    most = max(most, len(whole))
+                    if event.startswith("B"):
+                        whole.discard(event[1:])
+                assert most == 1
 
 
 def test_bpipe_evicts_wherever_it_can(ranks: list[dict[str, Any]]) -> None:

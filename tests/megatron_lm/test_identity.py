@@ -91,9 +91,7 @@ def test_micro_batches_in_groups_train_to_the_same_bits(megatron_lm, case, bert_
     flags = [*model_flags(megatron_lm, script, ITERATIONS, bert_data), *parallel, "--save-interval", str(ITERATIONS)]
     flags += ["--ckpt-format", "torch", "--save"]
     stock = launch(megatron_lm, script, processes, [*flags, str(tmp_path / "stock")])
-    run = launch(
-        megatron_lm, script, processes, [*flags, str(tmp_path / "ours"), "--evenpipe-schedule", "kfkb", *ours]
-    )
+    run = launch(megatron_lm, script, processes, [*flags, str(tmp_path / "ours"), "--evenpipe-schedule", "kfkb", *ours])
     assert len(stock.lines) == ITERATIONS
     assert run.lines == stock.lines
     assert run.validation == stock.validation
