@@ -1,0 +1,235 @@
+"""Four stages that train under an `AdaptiveSchedule` whose decisions are given, and write down what came of it.
+
+Argument: a folder (rank-<rank>.json out). A script of its own, forked after the imports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule
+    from evenpipe.megatron.schedule import PipelineSchedule
+    from evenpipe.megatron.trainer.step import Learner
+
+STAGES, SIZE, MICRO_BATCHES = 4, 2, 8
+MODEL = {"layers": 4, "hidden": 32, "heads": 4, "seq_length": 32, "stages": STAGES, "iterations": 9}
+#: (k, b) of each iteration, of samples that the loader has in micro-batches of 2; those of `SAME` keep that size.
+TURNS = ((1, 2), (3, 2), (2, 1), (5, 1), (2, 4), (1, 16), (1, 2), (4, 2))
+SAME = ((1, 2), (3, 2), (8, 2), (2, 2))
+LIMIT_BYTES = 1 << 30
+
+
+def learner(dropout: float = 0.0) -> Learner:
+    import torch
+
+    from evenpipe.megatron.trainer import data
+    from evenpipe.megatron.trainer.options import TrainOptions
+    from evenpipe.megatron.trainer.step import make_learner
+
+    options = TrainOptions.of(**MODEL, micro_batch_size=SIZE, micro_batches=MICRO_BATCHES, dropout=dropout)
+    return make_learner(options, data.load(options), torch.device("cpu"))
+
+
+def train(of: Learner, schedule: PipelineSchedule, first: int, iterations: int) -> dict[str, Any]:
+    """Losses on the last stage, a digest of the weights, and per iteration what was held and done."""
+    from evenpipe.megatron.schedule import in_place_of_megatron
+    from evenpipe.megatron.trainer.gather import digest
+    from evenpipe.megatron.trainer.step import micro_batches, train_step
+    from evenpipe.megatron.trainer.whereabouts import Whereabouts
+
+    found: dict[str, Any] = {"losses": [], "held": []}
+    streams = micro_batches(of, first)
+    patches = in_place_of_megatron(schedule)
+    patches.apply()
+    try:
+        for _ in range(iterations):
+            if schedule.executor is not None:
+                schedule.executor.counter.reset_peak()
+            reduced = train_step(of, streams, Whereabouts(0)).reduced
+            found["losses"].append(
+                [(total / count).hex() for total, count in (one["lm loss"].tolist() for one in reduced)]
+            )
+            executor = schedule.executor
+            assert executor is not None
+            held = executor.counter.snapshot()
+            found["held"].append(
+                {
+                    "micro_batches": len(reduced),
+                    "peak_bytes": held.peak_bytes,
+                    "evicted_bytes": held.evicted_bytes,
+                    "own_bytes": held.own_bytes,
+                    "slots": executor.pool.in_use,
+                    "pool_bytes": executor.pool.allocated_bytes,
+                    "channels": sorted(map(id, executor.connections.channels.values())),
+                    "parameters": [
+                        parameter.data_ptr() for chunk in of.replica.chunks for parameter in chunk.parameters()
+                    ],
+                }
+            )
+    finally:
+        patches.revert()
+    found["weights"] = digest(of.replica.chunks)
+    return found
+
+
+def adaptive(of: Learner, bpipe: bool, sizes: tuple[int, ...] | None = None, limit: int = LIMIT_BYTES) -> Any:
+    from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
+    from evenpipe.megatron.adaptive.static_memory import static_bytes
+
+    tuning = Tuning(
+        limit, lambda: static_bytes(of.replica.chunks, of.optimizer), interval=1, sizes=lambda loaded, size: sizes
+    )
+    return AdaptiveSchedule(tuning, bpipe, measure=True)
+
+
+def switching(turns: tuple[tuple[int, int], ...], bpipe: bool, dropout: float) -> dict[str, Any]:
+    """`turns` are decided for, one after the other; with what was predicted for each."""
+    from evenpipe.megatron.adaptive import preparation
+    from evenpipe.planner import Candidate, peak_bytes
+    from evenpipe.tuner.tuner import Tuner
+
+    of = learner(dropout)
+    schedule: AdaptiveSchedule = adaptive(of, bpipe, tuple({b for _, b in turns}))
+    samples = SIZE * MICRO_BATCHES
+    wanted = [Candidate(k, b, samples // b) for k, b in turns]
+    # What is tested is how a run switches, not between what: under the memory-limit curve lie more than candidates.
+    decide, find = Tuner.decide, preparation.candidates
+
+    def decide_as_given(self: Tuner, iteration: int) -> tuple[Candidate, list[float], int]:
+        _, estimates, following = decide(self, iteration)
+        return wanted[iteration], estimates, following
+
+    Tuner.decide = decide_as_given  # type: ignore[method-assign]
+    preparation.candidates = lambda *_: tuple(dict.fromkeys(wanted))  # type: ignore[assignment]
+    try:
+        found = train(of, schedule, 0, len(turns))
+    finally:
+        Tuner.decide, preparation.candidates = decide, find  # type: ignore[method-assign]
+    assert schedule.tuner is not None
+    assert schedule.executor is not None
+    saved = [stage._replace(static_bytes=0, message_bytes=0) for stage in schedule._memory]
+    stage = schedule.executor.stage_index
+    found["predicted"] = [peak_bytes(saved, candidate, bpipe)[stage] for candidate in wanted]
+    found["decided"] = [(retune.k, retune.b) for retune in schedule.tuner.retunes]
+    schedule.close()
+    return found
+
+
+def stock(iterations: int, dropout: float) -> dict[str, Any]:
+    """1F1B with the loader's micro-batches."""
+    from evenpipe.megatron.schedule import PipelineSchedule
+
+    schedule = PipelineSchedule("1f1b", measure=True)
+    found = train(learner(dropout), schedule, 0, iterations)
+    schedule.close()
+    return found
+
+
+def limited() -> dict[str, Any]:
+    """With memory for little more than 1F1B of single samples: what is decided, held and predicted."""
+    of = learner()
+    schedule: AdaptiveSchedule = adaptive(of, False)
+    train(of, schedule, 0, 1)
+    assert schedule.tuner is not None
+    assert schedule.executor is not None
+    roomy = [list(candidate) for candidate in schedule.tuner.candidates]
+    whole = [stage.static_bytes + stage.shared_bytes for stage in schedule._memory]
+    limit = max(whole) + 6 * schedule._memory[0].sample_bytes
+    schedule.close()
+    of = learner()
+    schedule = adaptive(of, False, limit=limit)
+    found = train(of, schedule, 0, 3)
+    found["static"] = schedule._memory[schedule.executor.stage_index].static_bytes if schedule.executor else 0
+    assert schedule.tuner is not None
+    found |= {"roomy": roomy, "candidates": [list(one) for one in schedule.tuner.candidates], "limit": limit}
+    found["predicted"] = schedule.predicted_saved_bytes
+    schedule.close()
+    schedule = adaptive(learner(), False, limit=max(whole) // 2)
+    try:
+        train(learner(), schedule, 0, 1)
+    except ValueError as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    schedule.close()
+    return found
+
+
+def resumed() -> dict[str, Any]:
+    """A schedule that goes on with another's state: what it decides with, and that it rehearses nothing."""
+    of = learner()
+    schedule: AdaptiveSchedule = adaptive(of, False)
+    train(of, schedule, 0, 3)
+    state = json.loads(json.dumps(schedule.state_dict()))
+    schedule.close()
+    later: AdaptiveSchedule = adaptive(of, False)
+    later.load_state_dict(state)
+    found = train(of, later, 3, 1)
+    after = later.state_dict()
+    assert after is not None
+    kept = ("format", "samples", "bpipe", "limit_bytes", "memory")
+    found["kept"] = {name: state[name] == after[name] for name in kept}
+    found["times"] = state["tuner"]["times"] == after["tuner"]["times"]
+    found["iterations"] = [state["iteration"], after["iteration"]]
+    later.close()
+    other: AdaptiveSchedule = adaptive(of, True)
+    other.load_state_dict(state)
+    train(of, other, 4, 1)
+    found["of another pipeline"] = (other.state_dict() or {})["iteration"]
+    other.close()
+    return found
+
+
+CASES = {
+    "1f1b": lambda: stock(len(TURNS), 0.0),
+    "1f1b, dropout": lambda: stock(len(SAME), 0.1),
+    "switching": lambda: switching(TURNS, False, 0.0),
+    "switching, bpipe": lambda: switching(TURNS, True, 0.0),
+    "same size, dropout": lambda: switching(SAME, False, 0.1),
+    "limited": limited,
+    "resumed": resumed,
+}
+
+
+def work(rank: int, folder: Path) -> None:
+    """One process: all cases."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from evenpipe.megatron.cpu_mode import cpu_mode
+
+    cpu_mode().apply()
+    store = dist.FileStore(str(folder / "store"), STAGES)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=STAGES, timeout=timedelta(seconds=60))
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=STAGES)
+    found: dict[str, Any] = {}
+    try:
+        for name, case in CASES.items():
+            found[name] = case()
+            dist.barrier()
+    except BaseException:
+        found["failure"] = traceback.format_exc()
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    os._exit(0)
+
+
+def main() -> None:
+    """Fork, once everything is imported."""
+    import torch
+    import torch.multiprocessing as mp
+
+    import evenpipe.megatron.adaptive.schedule
+    import evenpipe.megatron.trainer.worker  # noqa: F401
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    mp.start_processes(work, (Path(sys.argv[1]),), nprocs=STAGES, start_method="fork")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""A run that changes k and b between iterations trains as 1F1B does, in the memory that was predicted."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from schedule_cases import LIMIT_BYTES, MICRO_BATCHES, SAME, SIZE, STAGES, TURNS
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA"),
+    pytest.mark.timeout(300),
+]
+SAMPLES = SIZE * MICRO_BATCHES
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each process wrote down."""
+    folder = tmp_path_factory.mktemp("adaptive")
+    script = Path(__file__).with_name("schedule_cases.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script, folder], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(STAGES)]
+    assert not [report["failure"] for report in found if "failure" in report]
+    return found
+
+
+def mean_losses(ranks: list[dict[str, Any]], case: str) -> list[float]:
+    iterations = ranks[-1][case]["losses"]
+    return [sum(map(float.fromhex, losses)) / len(losses) for losses in iterations]
+
+
+def test_with_the_loaders_size_nothing_changes(ranks):
+    """Bit for bit, and with dropout: a rehearsal leaves no trace, and neither does another k."""
+    for report in ranks:
+        assert report["same size, dropout"]["losses"] == report["1f1b, dropout"]["losses"]
+        assert report["same size, dropout"]["weights"] == report["1f1b, dropout"]["weights"]
+        assert [tuple(pair) for pair in report["same size, dropout"]["decided"]] == list(SAME)
+
+
+def test_with_other_sizes_the_same_samples_are_trained_on(ranks):
+    stock, switched = mean_losses(ranks, "1f1b"), mean_losses(ranks, "switching")
+    assert switched == pytest.approx(stock, rel=2e-6)
+    assert [tuple(pair) for pair in ranks[0]["switching"]["decided"]] == list(TURNS)
+    assert [held["micro_batches"] for held in ranks[-1]["switching"]["held"]] == [SAMPLES // b for _, b in TURNS]
+    # The first iterations in the loader's size are equal in every bit.
+    assert ranks[-1]["switching"]["losses"][:2] == ranks[-1]["1f1b"]["losses"][:2]
+
+
+def test_bpipe_changes_nothing(ranks):
+    for report in ranks:
+        assert report["switching, bpipe"]["losses"] == report["switching"]["losses"]
+        assert report["switching, bpipe"]["weights"] == report["switching"]["weights"]
+    # Micro-batches of three sizes have been evicted.
+    evicting = {
+        b for held, (_, b) in zip(ranks[0]["switching, bpipe"]["held"], TURNS, strict=True) if held["evicted_bytes"]
+    }
+    assert evicting >= {1, 2}
+
+
+@pytest.mark.parametrize("case", ["switching", "switching, bpipe", "same size, dropout"])
+def test_peaks_are_as_predicted(ranks, case):
+    for report in ranks:
+        measured = [held["peak_bytes"] for held in report[case]["held"]]
+        assert measured == pytest.approx(report[case]["predicted"], rel=0.02)
+
+
+def test_a_switch_copies_no_weights_and_opens_no_links(ranks):
+    for report in ranks:
+        held = report["switching, bpipe"]["held"]
+        assert len({tuple(one["channels"]) for one in held}) == 1
+        assert len({tuple(one["parameters"]) for one in held}) == 1
+        assert [(one["own_bytes"], one["slots"]) for one in held] == [(0, 0)] * len(TURNS)
+    # The acceptor's memory is for the present size, not for all there have been.
+    pool = [one["pool_bytes"] for one in ranks[-1]["switching, bpipe"]["held"]]
+    assert pool[TURNS.index((2, 4))] == 0
+    assert pool[-2] == pytest.approx(pool[0], rel=0.01) != 0
+
+
+def test_what_does_not_fit_is_no_candidate(ranks):
+    limited = ranks[0]["limited"]
+    assert len(limited["roomy"]) == 16
+    assert limited["candidates"] == [[1, 1, 16]]
+    for report, predicted in zip(ranks, limited["predicted"], strict=True):
+        for held in report["limited"]["held"]:
+            assert held["peak_bytes"] <= 1.02 * predicted
+            assert held["peak_bytes"] + report["limited"]["static"] <= limited["limit"] < LIMIT_BYTES
+
+
+def test_nothing_fits(ranks):
+    errors = {report["limited"]["error"] for report in ranks}
+    assert len(errors) == 1, "all ranks see the same, so that none waits for another"
+    error = errors.pop()
+    assert error.startswith("PlanError: no micro-batch fits into 0.0001636 GiB: stage 0 needs 0.0006")
+    assert "give at least" in error
+
+
+def test_a_state_goes_on(ranks):
+    for report in ranks:
+        resumed = report["resumed"]
+        assert all(resumed["kept"].values())
+        assert resumed["times"], "stages rehearsed again"
+        assert resumed["iterations"] == [3, 4]
+        assert resumed["of another pipeline"] == 1

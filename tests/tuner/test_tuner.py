@@ -1,0 +1,124 @@
+"""The choice among candidates: by estimates, with hysteresis, and looked at again when it is time."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenpipe.planner import Candidate, StageTimes, estimate_ms
+from evenpipe.runtime.connections import pipeline_links
+from evenpipe.schedule import build, lower
+from evenpipe.tuner import tuner as tuner_module
+from evenpipe.tuner.tuner import HYSTERESIS, Tuner, worth_telling_apart
+
+STAGES = 4
+# A group of one, of large micro-batches, computes faster; groups hide messages.
+CANDIDATES = (Candidate(1, 4, 6), Candidate(2, 2, 12), Candidate(4, 1, 24))
+TIMES = {b: StageTimes((20.0 + 20 * b,) * STAGES, (40.0 + 40 * b,) * STAGES) for b in (1, 2, 4)}
+
+
+def tuned(message_ms_a_sample: float, tuner: Tuner | None = None, iteration: int = 0) -> Tuner:
+    """After a decision on a network on which messages take so long."""
+    tuner = Tuner(CANDIDATES, STAGES, False, TIMES, 3) if tuner is None else tuner
+    for candidate in tuner.candidates:
+        for link in pipeline_links(STAGES, wraps=False, bpipe=False):
+            tuner.observe(candidate, link, [message_ms_a_sample * candidate.b] * 5)
+    tuner.adopt(iteration, *tuner.decide(iteration))
+    return tuner
+
+
+def best(message_ms: float) -> Candidate:
+    def milliseconds(candidate: Candidate) -> float:
+        program = lower(build("kfkb", STAGES, candidate.m, group_size=candidate.k))
+        links = pipeline_links(STAGES, wraps=False, bpipe=False)
+        return estimate_ms(program, TIMES[candidate.b], dict.fromkeys(links, message_ms * candidate.b))
+
+    return min(CANDIDATES, key=milliseconds)
+
+
+@pytest.mark.parametrize("message_ms", [0, 5, 20, 50])
+def test_the_best_is_chosen(message_ms):
+    assert tuned(message_ms).current == best(message_ms)
+
+
+def test_the_network_decides():
+    tuner = tuned(0)
+    quiet = tuner.current
+    assert tuned(60, tuner, 3).current != quiet
+    assert tuned(0, tuner, 6).current == quiet
+    assert [(retune.iteration, retune.k) for retune in tuner.retunes] == [(0, quiet.k), (3, best(60).k), (6, quiet.k)]
+    assert tuner.retunes[0].estimates_ms.keys() == {"k1b4", "k2b2", "k4b1"}
+
+
+@given(st.lists(st.floats(0, 80), min_size=2, max_size=5))
+def test_no_switch_for_little(networks):
+    tuner = None
+    for number, message_ms in enumerate(networks):
+        before = None if tuner is None else tuner.current
+        tuner = tuned(message_ms, tuner, 3 * number)
+        estimates = tuner.retunes[-1].estimates_ms
+        if before is not None and before != tuner.current:
+            assert estimates[tuner.current.name] <= (1 - HYSTERESIS) * estimates[before.name]
+        else:
+            assert estimates[tuner.current.name] * (1 - HYSTERESIS) <= 1.005 * min(estimates.values())
+
+
+def test_of_equals_the_smallest_group():
+    candidates = [Candidate(k, 1, 12) for k in range(1, 7)]
+    tuner = Tuner(candidates, STAGES, False, {1: TIMES[1]}, None)
+    # Free links: all take (m + p - 1)(tf + tb).
+    tuner.adopt(0, *tuner.decide(0))
+    assert len({round(ms, 6) for ms in tuner.retunes[0].estimates_ms.values()}) == 1
+    assert tuner.current == candidates[0]
+
+
+def test_an_interval_is_counted_in_iterations():
+    tuner = tuned(0)
+    assert [tuner.due(iteration) for iteration in range(5)] == [False, False, False, True, True]
+
+
+def test_an_hour_is_counted_in_iterations(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(tuner_module.time, "monotonic", lambda: now[0])
+    tuner = Tuner(CANDIDATES, STAGES, False, TIMES, None)
+    tuner.adopt(0, *tuner.decide(0))
+    # Before there were iterations, one is taken to be as long as its pipeline.
+    estimated_s = tuner.retunes[0].estimates_ms[tuner.current.name] / 1e3
+    first = next(iteration for iteration in range(10**6) if tuner.due(iteration))
+    assert first * estimated_s == pytest.approx(3600, rel=0.01)
+    now[0] += 2 * 3600
+    tuner.adopt(first, *tuner.decide(first))
+    measured_s = 7200 / first
+    assert not tuner.due(first + int(3600 / measured_s) - 1)
+    assert tuner.due(first + int(3600 / measured_s) + 1)
+
+
+def test_a_state_goes_on_as_the_tuner_would():
+    tuner = tuned(60, tuned(0), 3)
+    saved = json.loads(json.dumps(tuner.state_dict()))
+    other = Tuner((), STAGES, False, {}, 3)
+    other.load_state_dict(saved)
+    assert (other.current, other.candidates) == (tuner.current, tuner.candidates)
+    assert [other.due(iteration) for iteration in range(9)] == [tuner.due(iteration) for iteration in range(9)]
+    assert other.decide(6) == tuner.decide(6)
+    assert other.state_dict() == tuner.state_dict()
+
+
+@given(st.integers(1, 12), st.integers(0, 10))
+def test_many_candidates_are_thinned_out(small, halvings):
+    # As b halves, k may double.
+    found = []
+    for halved in range(halvings + 1):
+        b = 2 ** (halvings - halved)
+        found += [Candidate(k, b, 10**6) for k in range(len(found) + 1, small * 2**halved + 1)]
+    kept = worth_telling_apart(found)
+    assert set(kept) <= set(found)
+    assert [candidate for candidate in found if candidate.k == 1] == [
+        candidate for candidate in kept if candidate.k == 1
+    ]
+    assert {candidate.b for candidate in kept} == {candidate.b for candidate in found}
+    if len(found) <= 16:
+        assert kept == tuple(found)
+    for candidate in found:
+        assert any(one.b == candidate.b and one.k <= candidate.k < 1.25 * one.k + 1 for one in kept)
