@@ -11,6 +11,7 @@ from typing import Any
 from evenpipe.megatron.choice import schedule_patches
 from evenpipe.megatron.cpu_mode.core import cpu_mode
 from evenpipe.megatron.cpu_mode.scripts import script_patches as cpu_script_patches
+from evenpipe.megatron.script.adaptive.training import adaptive_patches
 from evenpipe.megatron.script.install import script_patches
 from evenpipe.megatron.script.log import log_patch
 from evenpipe.megatron.script.two_buffered.training import two_buffered_patches
@@ -79,6 +80,7 @@ def _sets() -> dict[Purpose, list[PatchSet]]:
             PatchSet("schedule", schedule_patches(_NOTHING)),
             PatchSet("log", [log_patch(_NOTHING)]),
             PatchSet("2bw", two_buffered_patches(_NOTHING)),
+            PatchSet("auto", adaptive_patches(_NOTHING)),
         ],
         Purpose.CPU_MODE: [cpu_mode(), *cpu_script_patches().values()],
         Purpose.TRAINER: [reporting_to(_NOTHING)],

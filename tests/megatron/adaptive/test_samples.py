@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from evenpipe.megatron.adaptive.samples import micro_batches_of
+from evenpipe.megatron.adaptive.samples import items_of, micro_batches_of
 
 SEQUENCE = 3
 
@@ -120,3 +120,18 @@ def test_what_is_not_alike_is_not_joined(other):
     source = iter([{"tokens": torch.ones(2, 2)}, {"tokens": other}])
     with pytest.raises(ValueError, match="other tensors, or other shapes"):
         next(micro_batches_of(4, 2, source))
+
+
+def test_what_only_has_a_next_can_be_gone_through():
+    class Reader:
+        def __init__(self):
+            self._left = [1, 2]
+
+        def __next__(self):
+            if not self._left:
+                raise StopIteration
+            return self._left.pop(0)
+
+    reader = Reader()
+    assert next(items_of(reader)) == 1
+    assert list(items_of(reader)) == [2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from evenpipe.megatron.adaptive.samples import micro_batches_of
+from evenpipe.megatron.adaptive.samples import items_of, micro_batches_of
 
 __all__ = ["Given"]
 
@@ -35,7 +35,7 @@ class Given(NamedTuple):
         """The loader; None where this process reads nothing."""
         source = self.arguments["data_iterator"]
         loader: Iterator[Any] | None = source[0] if isinstance(source, list) else source
-        return loader
+        return loader if loader is None or hasattr(loader, "__iter__") else items_of(loader)
 
     def reading(self, source: Iterator[Any] | None) -> Given:
         """The same, from another loader."""

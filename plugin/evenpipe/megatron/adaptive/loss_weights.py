@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import chain, islice
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from evenpipe.megatron.adaptive.samples import items_of
 
 __all__ = ["LossWeights"]
 
@@ -27,14 +28,14 @@ class LossWeights:
         self._sample: Tensor | None = None
         self._even = True
 
-    def ahead(self, source: Iterator[Any], micro_batches: int) -> Iterator[Any]:
-        """Look at the next so many micro-batches of `source`; what to read from, so that none of them is missed."""
-        read = list(islice(self.watch(source), micro_batches))
-        return chain(read, _items(source))
+    @property
+    def even_here(self) -> bool:
+        """Whether all samples that this rank has looked at count the same tokens."""
+        return self._even
 
     def watch(self, source: Iterator[Any]) -> Iterator[Any]:
         """What `source` has, looked at when it is read."""
-        for micro_batch in _items(source):
+        for micro_batch in items_of(source):
             self._look(micro_batch)
             yield micro_batch
 
@@ -54,15 +55,7 @@ class LossWeights:
             self._even = False
             return
         if self._sample is None:
-            self._sample = mask[0].clone()
-        self._even = self._even and self._sample.shape == mask.shape[1:] and bool((mask == self._sample).all())
-
-
-def _items(source: Iterator[Any]) -> Iterator[Any]:
-    """What can be asked for the next item, and, such as Megatron's RerunDataIterator, for nothing else."""
-    while True:
-        try:
-            item = next(source)
-        except StopIteration:
-            return
-        yield item
+            self._sample = mask[0].to("cpu", copy=True)
+        # What Megatron has read before, and reads again, may have been moved to a GPU.
+        alike = self._sample.shape == mask.shape[1:] and bool((mask.cpu() == self._sample).all())
+        self._even = self._even and alike

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["micro_batches_of"]
+__all__ = ["items_of", "micro_batches_of"]
 
 
 def micro_batches_of(size: int, given: int, source: Iterator[Any] | None) -> Iterator[Any] | None:
@@ -21,6 +21,16 @@ def micro_batches_of(size: int, given: int, source: Iterator[Any] | None) -> Ite
     ValueError, with one line, for what has no such dimension, or is not alike in micro-batches that are to be joined.
     """
     return source if source is None or size == given else _Cut(size, given, source)
+
+
+def items_of(source: Iterator[Any]) -> Iterator[Any]:
+    """What `source` has, of which only the next is to be had, as of Megatron's RerunDataIterator."""
+    while True:
+        try:
+            item = next(source)
+        except StopIteration:
+            return
+        yield item
 
 
 class _Read(NamedTuple):

@@ -16,7 +16,7 @@ from evenpipe.megatron.apex import wrong_apex
 from evenpipe.megatron.ending import end_job
 from evenpipe.megatron.script.checks import check
 from evenpipe.megatron.script.errors import ArgumentError
-from evenpipe.megatron.script.flags import config_from, flag
+from evenpipe.megatron.script.flags import config_from
 from evenpipe.upstream import UpstreamError
 
 __all__ = ["start"]
@@ -53,23 +53,25 @@ def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
     observer = IterationTrace(config.trace, config.trace_iteration, args) if config.trace is not None else None
     report = LinkTable(args, config, placement).report
     schedule: PipelineSchedule
-    training = None
+    steps, more = None, []
     if config.schedule == "2bw":
         from evenpipe.megatron.script.two_buffered.training import TwoBufferedTraining
         from evenpipe.megatron.two_buffered import StreamSchedule
 
         schedule = stream = StreamSchedule(config.bpipe, observer, connected=report)
         training = TwoBufferedTraining(stream, args)
+        steps, more = training.steps, [training.patches()]
     elif config.group_size == "auto":
-        raise ArgumentError(f"{flag('group_size')} auto: evenpipe train has it: give it a number")
+        from evenpipe.megatron.script.adaptive.training import AdaptiveTraining
+
+        tuned = AdaptiveTraining(config, args, observer, report)
+        schedule, more = tuned.schedule, [tuned.patches()]
     else:
         name = config.schedule if config.schedule not in (None, "interleaved") else "1f1b"
         schedule = PipelineSchedule(name, config.bpipe, observer, connected=report, group_size=config.group_size)
-    log = TrainingLog(schedule, args, training.steps if training is not None else None)
-    for patches in (in_place_of_megatron(schedule), log.patches()):
+    log = TrainingLog(schedule, args, steps)
+    for patches in (in_place_of_megatron(schedule), log.patches(), *more):
         patches.apply()
-    if training is not None:
-        training.patches().apply()
     sys.excepthook = functools.partial(_end_soon, sys.excepthook)
     if args.rank == 0 and (apex := wrong_apex()) is not None:
         print(f"evenpipe: warning: {apex}", file=sys.stderr, flush=True)

@@ -12,21 +12,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from evenpipe.megatron.script.folders import folders_loaded_from
+
 if TYPE_CHECKING:
     from evenpipe.megatron.two_buffered import TwoBuffered
 
-__all__ = ["folder_of", "resume", "save"]
+__all__ = ["resume", "save"]
 
 _NAME: Final = "evenpipe_2bw"
 _FORMAT: Final = 1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def folder_of(args: Namespace, non_persistent: bool) -> str:
-    """Where Megatron puts the folders of its checkpoints."""
-    if not non_persistent:
-        return str(args.save)
-    return str(args.non_persistent_global_ckpt_dir or os.path.join(args.save, "non_persistent"))
 
 
 def save(iteration: int, model: Sequence[Any], buffers: TwoBuffered, folder: str, write: Callable[[], Any]) -> Any:
@@ -84,8 +79,7 @@ def resume(args: Namespace, model: Sequence[Any], buffers: TwoBuffered) -> bool:
 
 
 def _candidates(args: Namespace) -> Iterator[Path]:
-    folders = [args.load, os.path.join(args.load, "non_persistent"), args.non_persistent_global_ckpt_dir]
-    for folder in filter(None, folders):
+    for folder in folders_loaded_from(args):
         # Beside, where the job was killed after Megatron's tracker had moved on.
         yield from (_inside(folder, args.iteration), _beside(folder, args.iteration))
 

@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from evenpipe.megatron.script.folders import folder_of
 from evenpipe.megatron.script.two_buffered.answers import known_to_all
 from evenpipe.megatron.script.two_buffered.exit import ExitQuestions
 from evenpipe.megatron.script.two_buffered.log import StepLog
@@ -156,8 +157,6 @@ def _with_both_versions(original: Callable[..., Any], training: TwoBufferedTrain
 
     @functools.wraps(original)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        from evenpipe.megatron.script.two_buffered.checkpoint import folder_of
-
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         folder = folder_of(training.args, given.arguments["non_persistent_ckpt"])

@@ -1,0 +1,188 @@
+"""Adaptive kFkB in Megatron-LM's scripts: what it may use, what it may cut, what it says, and what is saved of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from evenpipe.config import EvenPipeConfig
+from evenpipe.megatron.script.adaptive.checks import why_one_size
+from evenpipe.megatron.script.folders import folder_of
+from evenpipe.megatron.training_supported import training_patch
+from evenpipe.upstream import Patch, PatchSet
+
+if TYPE_CHECKING:
+    from evenpipe.megatron.adaptive.loss_weights import LossWeights
+    from evenpipe.megatron.schedule import PipelineSchedule
+    from evenpipe.megatron.script.adaptive.schedule import ScriptSchedule
+    from evenpipe.runtime.executor import Observer
+    from evenpipe.tuner.tuner import Retune
+
+__all__ = ["AdaptiveTraining", "adaptive_patches", "retune_line"]
+
+#: Of a GPU's memory; the rest goes to CUDA, to communicators, and to gaps between tensors.
+_FOR_TENSORS: Final = 0.9
+_UNEVEN: Final = "samples count different tokens in the loss: add --calculate-per-token-loss, if the script honours it"
+
+
+class AdaptiveTraining:
+    """A script's training with --group-size auto. `args` are Megatron's, `config` is what EvenPipe was asked for.
+
+    Make it once arguments are known, have Megatron's loop use its `schedule`, and apply what it patches.
+    """
+
+    def __init__(
+        self,
+        config: EvenPipeConfig,
+        args: Namespace,
+        observer: Observer | None,
+        connected: Callable[[PipelineSchedule], None],
+    ) -> None:
+        from evenpipe.megatron.adaptive.schedule import Tuning
+        from evenpipe.megatron.script.adaptive.schedule import ScriptSchedule, micro_batch_size
+
+        self.args = args
+        self._config = config
+        self._static_bytes: Callable[[], int] = int
+        self._weights: LossWeights | None = None
+        self._before: tuple[int, int] | None = None
+        tuning = Tuning(
+            limit_bytes=0,  # known when the devices are
+            static_bytes=lambda: self._static_bytes(),
+            interval=config.retune_interval,
+            sizes=self._sizes,
+            around_batch=functools.partial(micro_batch_size, args),
+            retuned=self._retuned,
+        )
+        self.schedule: ScriptSchedule = ScriptSchedule(tuning, args, config.bpipe, observer, connected)
+
+    def patches(self) -> PatchSet:
+        """What tells it of Megatron's model, optimizer and checkpoints."""
+        return PatchSet("auto", adaptive_patches(self))
+
+    def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
+        """Called by all ranks when Megatron has made model and optimizer, and loaded what was to be loaded."""
+        from evenpipe.megatron.adaptive.loss_weights import LossWeights
+        from evenpipe.megatron.adaptive.static_memory import static_bytes
+        from evenpipe.megatron.script.adaptive.checkpoint import resumed
+
+        if optimizer is None:
+            return  # --skip-train
+        self._static_bytes = functools.partial(static_bytes, model, optimizer)
+        # BERT's loss is a mean over each micro-batch's tokens, whatever Megatron is told.
+        per_token = self.args.calculate_per_token_loss and not _is_bert(model)
+        self._weights = None if per_token or why_one_size(self.args) is not None else LossWeights()
+        self.schedule.attach(self._limit_bytes(), self._weights)
+        state = resumed(self.args)
+        if state is not None:
+            self._before = tuple(state["tuner"]["current"][:2])
+            self.schedule.load_state_dict(state)
+
+    def save(self, iteration: int, folder: str, write: Callable[[], Any]) -> Any:
+        """Called by all ranks in the place of Megatron's saving, which is `write`."""
+        from evenpipe.megatron.script.adaptive.checkpoint import save
+
+        state = self.schedule.state_dict() if self.args.rank == 0 else None
+        return write() if state is None else save(self.args, iteration, folder, state, write)
+
+    def _limit_bytes(self) -> int:
+        """The least that any rank has."""
+        import torch
+        import torch.distributed as dist
+
+        device = torch.device(torch.cuda.current_device())
+        if self._config.memory_gib is not None:
+            return int(self._config.memory_gib * 2**30)
+        _, total = torch.cuda.mem_get_info(device)
+        limit = torch.tensor([_FOR_TENSORS * total], dtype=torch.float64, device=device)
+        dist.all_reduce(limit, dist.ReduceOp.MIN)
+        return int(limit.item())
+
+    def _sizes(self, loaded: Sequence[Any], given: int) -> Sequence[int] | None:
+        import torch
+
+        reason = why_one_size(self.args)
+        if self._weights is not None and not self._weights.even(torch.device(torch.cuda.current_device())):
+            reason = _UNEVEN
+        if reason is None:
+            return None
+        _say(f"--group-size auto: micro-batches stay of --micro-batch-size {given} samples: {reason}")
+        return [given]
+
+    def _retuned(self, retune: Retune, seconds: float) -> None:
+        _say(retune_line(retune, self._before, seconds))
+        self._before = (retune.k, retune.b)
+
+
+def retune_line(retune: Retune, before: tuple[int, int] | None, seconds: float) -> str:
+    """What was decided, in place of (k, b) `before`, and what an iteration should take under each candidate."""
+    was = (
+        ""
+        if before is None
+        else " (as before)"
+        if before == (retune.k, retune.b)
+        else " (was k={}, b={})".format(*before)
+    )
+    estimates = ", ".join(f"{name} {ms:,.{1 if ms < 100 else 0}f} ms" for name, ms in retune.estimates_ms.items())
+    return (
+        f"iteration {retune.iteration + 1}: k={retune.k}, b={retune.b}{was}; estimates: {estimates}; "
+        f"links measured in {seconds:.1f} s"
+    )
+
+
+def adaptive_patches(training: Any) -> list[Patch]:
+    """What :class:`AdaptiveTraining` applies; made without looking at what is installed."""
+    return [
+        training_patch(
+            "model-and-optimizer",
+            "megatron.training.training:setup_model_and_optimizer",
+            functools.partial(_with_set_up, training=training),
+            "--group-size auto: the first place that has model and optimizer, whose memory counts",
+        ),
+        training_patch(
+            "save",
+            "megatron.training.checkpointing:save_checkpoint",
+            functools.partial(_with_state, training=training),
+            "--group-size auto: what has been measured and decided is saved beside what Megatron saves",
+        ),
+    ]
+
+
+def _with_set_up(original: Callable[..., Any], training: AdaptiveTraining) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        model, optimizer, scheduler = original(*args, **kwargs)
+        training.set_up(model, optimizer)
+        return model, optimizer, scheduler
+
+    return setup_model_and_optimizer
+
+
+def _with_state(original: Callable[..., Any], training: AdaptiveTraining) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        write, non_persistent = functools.partial(original, *args, **kwargs), given.arguments["non_persistent_ckpt"]
+        if non_persistent and training.args.non_persistent_ckpt_type == "local":
+            return write()  # no folder of all ranks
+        return training.save(given.arguments["iteration"], folder_of(training.args, non_persistent), write)
+
+    return save_checkpoint
+
+
+def _is_bert(model: Sequence[Any]) -> bool:
+    from megatron.core.models.bert.bert_model import BertModel
+
+    return any(isinstance(module, BertModel) for chunk in model for module in chunk.modules())
+
+
+def _say(line: str) -> None:
+    from megatron.training import print_rank_last
+
+    print_rank_last(f" [evenpipe] {line}")
