@@ -37,6 +37,14 @@ SETTINGS = {
     },
     "dp2 pp2, bf16": {"data_parallel": 2, "distributed_optimizer": True, "precision": "bf16", "dropout": 0.1},
     "dp2 pp2": {"data_parallel": 2, "distributed_optimizer": True, "bpipe": True},
+    "pp2, kfkb, auto": {
+        "schedule": "kfkb",
+        "group_size": "auto",
+        "retune_interval": 3,
+        "memory_gib": 1.0,
+        "micro_batch_size": 2,
+        "dropout": 0.1,
+    },
     "pp4, 2bw, bpipe": {"schedule": "2bw", "bpipe": True, "stages": 4, "layers": 4, "micro_batches": 5},
 }
 
@@ -89,6 +97,12 @@ def test_the_loss_scale_is_gone_on_with(name: str, resumed: dict[str, tuple[obje
     whole, rest = resumed[name]
     assert whole.skipped_iterations[0] == 0
     assert rest.skipped_iterations == tuple(number for number in whole.skipped_iterations if number >= 4)
+
+
+def test_what_was_tuned_is_gone_on_with(resumed: dict[str, tuple[object, ...]]) -> None:
+    whole, rest = resumed["pp2, kfkb, auto"]
+    assert [retune.iteration for retune in whole.retunes] == [0, 3]
+    assert rest.retunes == (), "the next decision is due before iteration 6, as in the run that was saved"
 
 
 def goes_on_exactly(folder: Path) -> None:

@@ -62,7 +62,7 @@ class AdaptiveSchedule(PipelineSchedule):
         self.tuner: Tuner | None = None
         self._tuning = tuning
         self._iteration = 0
-        self._samples = 0
+        self._stages = self._samples = 0
         self._size = 0
         self._memory: tuple[StageMemory, ...] = ()
         self._state: Mapping[str, Any] | None = None
@@ -95,13 +95,18 @@ class AdaptiveSchedule(PipelineSchedule):
         call = self._call(**arguments)
         executor = self._executor(call.pipeline, list(call.batch.model))
         if self.tuner is None:
-            self._samples = given.samples
+            self._stages, self._samples = call.pipeline.size(), given.samples
             state = self._state
             if state is not None and self._conditions.items() <= state.items():
-                self._resume(state, call)
+                self._resume(state)
             else:
                 given = self._prepare(given, call, executor)
         assert self.tuner is not None
+        if given.samples != self._samples:
+            raise ValueError(
+                f"a batch of {given.samples} samples after one of {self._samples}: group sizes that are tuned need "
+                "batches of one size; leave batch-size ramp-up out, or name a group size"
+            )
         if self.tuner.due(self._iteration):
             self._retune(self.tuner, call, executor)
         chosen = self.tuner.current
@@ -116,13 +121,18 @@ class AdaptiveSchedule(PipelineSchedule):
     @property
     def _conditions(self) -> dict[str, Any]:
         """Under which a state is of use."""
-        limit = self._tuning.limit_bytes
-        return {"format": _FORMAT, "samples": self._samples, "bpipe": self.bpipe, "limit_bytes": limit}
+        return {
+            "format": _FORMAT,
+            "stages": self._stages,
+            "samples": self._samples,
+            "bpipe": self.bpipe,
+            "limit_bytes": self._tuning.limit_bytes,
+        }
 
-    def _resume(self, state: Mapping[str, Any], call: Call) -> None:
+    def _resume(self, state: Mapping[str, Any]) -> None:
         self._iteration = state["iteration"]
         self._memory = tuple(StageMemory(*stage) for stage in state["memory"])
-        self.tuner = Tuner((), call.pipeline.size(), self.bpipe, {}, self._tuning.interval)
+        self.tuner = Tuner((), self._stages, self.bpipe, {}, self._tuning.interval)
         self.tuner.load_state_dict(state["tuner"])
 
     def _prepare(self, given: Given, call: Call, executor: Executor) -> Given:
@@ -137,7 +147,7 @@ class AdaptiveSchedule(PipelineSchedule):
             given, loaded, sizes, Limits(static_bytes, self._tuning.limit_bytes, self.bpipe)
         )
         self._memory = prepared.memory
-        self.tuner = Tuner(prepared.candidates, call.pipeline.size(), self.bpipe, prepared.times, self._tuning.interval)
+        self.tuner = Tuner(prepared.candidates, self._stages, self.bpipe, prepared.times, self._tuning.interval)
         return given if given.source is None else given.reading(itertools.chain(loaded, given.source))
 
     def _retune(self, tuner: Tuner, call: Call, executor: Executor) -> None:
