@@ -60,18 +60,23 @@ def resumed(args: Namespace) -> dict[str, Any] | None:
     state: dict[str, Any] | None = found[0]
     if args.rank == 0:
         said = (
-            "tuned on as it was saved" if state is not None else "without a tuner's state of these settings: tuned anew"
+            "goes on tuning as it was saved"
+            if state is not None
+            else "has no tuner's state of these settings: tunes anew"
         )
         print(f" [evenpipe] --group-size auto: checkpoint of iteration {args.iteration}: {said}", flush=True)
     return state
 
 
 def _read(args: Namespace) -> Any:
+    wanted = {"format": _FORMAT, "settings": _settings(args)}
     for path in _candidates(args):
-        if path.exists():
+        try:
             content = json.loads(path.read_text())
-            if content.get("format") == _FORMAT and content["settings"] == _settings(args):
-                return content["state"]
+        except (OSError, ValueError):
+            continue
+        if wanted.items() <= content.items():
+            return content["state"]
     return None
 
 

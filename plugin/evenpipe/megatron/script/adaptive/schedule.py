@@ -49,7 +49,8 @@ class ScriptSchedule(AdaptiveSchedule):
         try:
             losses = super()._train(**arguments)
         except PlanError as error:
-            end_job(f"--group-size auto: {error}")
+            given = self._args.memory_gib
+            end_job(f"{'--group-size auto' if given is None else f'--memory-gib {given}'}: {error}")
         self._warn()
         return losses
 

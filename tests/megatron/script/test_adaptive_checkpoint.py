@@ -1,0 +1,77 @@
+"""The tuner's state is on disk before Megatron's checkpoint counts, and is used under its own settings only."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+
+from evenpipe.megatron.script.adaptive.checkpoint import resumed, save
+
+BESIDE, INSIDE = ".evenpipe_tuner/0000007.json", "iter_0000007/evenpipe_tuner.json"
+STATE = {"iteration": 7, "tuner": {"current": [2, 4, 2], "times": {"4": [[1.5, 2.5], [3.0, 0.1]]}}}
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda found, src: None)
+
+
+def megatrons(folder, iteration=7, **others):
+    values = {"load": str(folder), "iteration": iteration, "non_persistent_global_ckpt_dir": None, "rank": 0}
+    return Namespace(**values | {"micro_batch_size": 2, "bpipe": False, "recompute_modules": ["core_attn"]} | others)
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_it_is_there_before_megatron_saves_and_inside_afterwards(one_rank, tmp_path, capsys):
+    during = []
+    assert (
+        save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: during.append(files(tmp_path)) or "saved") == "saved"
+    )
+    assert during == [[BESIDE]]
+    assert files(tmp_path) == [INSIDE]
+    assert resumed(megatrons(tmp_path)) == STATE
+    assert capsys.readouterr().out == (
+        " [evenpipe] --group-size auto: checkpoint of iteration 7: goes on tuning as it was saved\n"
+    )
+
+
+def test_a_job_killed_before_it_was_moved_finds_it(one_rank, tmp_path):
+    def killed():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save(megatrons(tmp_path), 7, str(tmp_path), STATE, killed)
+    assert files(tmp_path) == [BESIDE]
+    assert resumed(megatrons(tmp_path)) == STATE
+
+
+@pytest.mark.parametrize("others", [{"micro_batch_size": 4}, {"bpipe": True}, {"recompute_modules": None}])
+def test_other_settings_tune_anew(one_rank, tmp_path, capsys, others):
+    save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
+    assert resumed(megatrons(tmp_path, **others)) is None
+    assert capsys.readouterr().out.endswith("has no tuner's state of these settings: tunes anew\n")
+
+
+def test_another_iteration_or_none_has_no_state(one_rank, tmp_path, capsys):
+    save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
+    assert resumed(megatrons(tmp_path, 8)) is None
+    assert "iteration 8: has no tuner's state" in capsys.readouterr().out
+    assert resumed(megatrons(tmp_path, 0)) is None
+    assert resumed(Namespace(load=None)) is None
+    assert capsys.readouterr().out == ""  # nothing was loaded
+
+
+def test_a_file_that_is_not_whole_tunes_anew(one_rank, tmp_path, capsys):
+    save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
+    (tmp_path / INSIDE).write_text('{"format": "evenpipe.script_tu')
+    assert resumed(megatrons(tmp_path)) is None
+    assert "tunes anew" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_tuning(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert save(megatrons(tmp_path), 7, str(tmp_path / "file"), STATE, lambda: "saved") == "saved"
+    assert "a resumed run will tune anew" in capsys.readouterr().out
