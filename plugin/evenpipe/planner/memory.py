@@ -19,7 +19,8 @@ class StageMemory(NamedTuple):
 
     ``static_bytes``: parameters, gradients and optimizer state. ``shared_bytes``: saved once, whatever the number of
     micro-batches (a causal mask). A micro-batch saves ``fixed_bytes``, and ``sample_bytes`` for each of its samples.
-    ``message_bytes``: what travels between neighbours, one way, for a sample.
+    ``message_bytes``: what travels between neighbours, one way, for a sample. ``workspace_bytes``: kept for a sample of
+    the micro-batch that is being computed.
     """
 
     static_bytes: int
@@ -27,6 +28,7 @@ class StageMemory(NamedTuple):
     fixed_bytes: int
     sample_bytes: int
     message_bytes: int
+    workspace_bytes: int = 0
 
 
 def unit_bytes(stage: StageMemory, micro_batch_size: int) -> int:
@@ -37,16 +39,17 @@ def unit_bytes(stage: StageMemory, micro_batch_size: int) -> int:
 def peak_bytes(memory: Sequence[StageMemory], candidate: Candidate, bpipe: bool = False) -> tuple[int, ...]:
     """Per stage, the most that one of its processes holds in a batch under ``candidate``.
 
-    Saved activations at their peak, with what stays, and the messages that are under way beside them.
+    Saved activations at their peak, with what stays, and the messages that are under way beside them. What an operation
+    takes only while it runs is not among it.
     """
-    saved = saved_bytes([unit_bytes(stage, candidate.b) for stage in memory], candidate, bpipe)
-    return tuple(
-        stage.static_bytes
-        + stage.shared_bytes
-        + held
-        + messages_at_once(len(memory), number, candidate) * candidate.b * stage.message_bytes
-        for number, (stage, held) in enumerate(zip(memory, saved, strict=True))
-    )
+    b = candidate.b
+    saved = saved_bytes([unit_bytes(stage, b) for stage in memory], candidate, bpipe)
+    peaks = []
+    for number, (stage, held) in enumerate(zip(memory, saved, strict=True)):
+        messages = messages_at_once(len(memory), number, candidate)
+        beside = b * (stage.workspace_bytes + messages * stage.message_bytes)
+        peaks.append(stage.static_bytes + stage.shared_bytes + held + beside)
+    return tuple(peaks)
 
 
 def saved_bytes(units: Sequence[int], candidate: Candidate, bpipe: bool = False) -> tuple[int, ...]:

@@ -14,14 +14,16 @@ from evenpipe.upstream import PatchSet
 __all__ = ["cpu_mode"]
 
 
-def cpu_mode() -> PatchSet:
+def cpu_mode(device: str = "cpu") -> PatchSet:
     """The patches that make megatron-core train on CPU; nothing changes before `apply()` is called on them.
+
+    With `device` "meta" models have shapes but neither memory nor values: to find out what they would take.
 
     Apply them before the first model is built. Refused where CUDA is available: with them in place, tensors stay on the
     CPU and the "CUDA" random state is the CPU's.
     """
     patches = [
-        *device_patches(),
+        *device_patches(device),
         *random_patches(),
         *stream_patches(),
         *send_patches(),

@@ -1,4 +1,4 @@
-"""CUDA devices and their tensors, on the CPU."""
+"""CUDA devices and their tensors, on the CPU, or on no device at all."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ __all__ = ["device_patches"]
 _FACTORIES = ("tensor", "empty", "zeros", "ones", "empty_like")
 
 
-def device_patches() -> list[Patch]:
-    """What is asked of a CUDA device happens on the CPU, which is the only device."""
+def device_patches(device: str) -> list[Patch]:
+    """What is asked of a CUDA device happens on `device`, which is the only one: "cpu", or "meta", without memory."""
     on_cpu = "megatron-core asks for device='cuda'; without CUDA the tensor has to be made on the CPU"
+
+    def in_its_place(original: Callable[..., Any]) -> Callable[..., Any]:
+        return _replacing_cuda(original, _device(device))
+
     return [
         patch(
             "torch.cuda:current_device",
-            lambda original: lambda: _cpu(),
+            lambda original: lambda: _device(device),
             "megatron-core allocates buffers on the current CUDA device; without CUDA that is the CPU",
             "()",
         ),
@@ -59,7 +63,7 @@ def device_patches() -> list[Patch]:
             "megatron-core waits for the device after communication; CPU work is done when its call returns",
             "(device=None)",
         ),
-        *(patch(f"torch:{name}", _on_cpu, on_cpu, BUILTIN) for name in _FACTORIES),
+        *(patch(f"torch:{name}", in_its_place, on_cpu, BUILTIN) for name in _FACTORIES),
         patch(
             "torch:Tensor.cuda",
             lambda original: lambda self, *args, **kwargs: self,
@@ -68,7 +72,7 @@ def device_patches() -> list[Patch]:
         ),
         patch(
             "torch:Tensor.to",
-            _on_cpu,
+            in_its_place,
             "megatron-core moves tensors to a CUDA device by name; without CUDA they go to the CPU",
             BUILTIN,
         ),
@@ -81,10 +85,10 @@ def device_patches() -> list[Patch]:
     ]
 
 
-def _cpu() -> torch.device:
+def _device(name: str) -> torch.device:
     import torch
 
-    return torch.device("cpu")
+    return torch.device(name)
 
 
 def _is_cuda(device: object) -> bool:
@@ -95,14 +99,13 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, str) and device.partition(":")[0] == "cuda"
 
 
-def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Any argument that names a CUDA device names the CPU instead."""
-    cpu = _cpu()
+def _replacing_cuda(original: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Any argument that names a CUDA device names `device` instead."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(cpu if _is_cuda(argument) else argument for argument in args)
+        args = tuple(device if _is_cuda(argument) else argument for argument in args)
         if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = cpu
+            kwargs["device"] = device
         return original(*args, **kwargs)
 
     return call
@@ -114,6 +117,9 @@ def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         args = tuple(item.replace("torch.cuda.", "torch.", 1) if isinstance(item, str) else item for item in args)
         result = original(self, *args, **kwargs)
-        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+        if not isinstance(result, str):
+            return result
+        # A torch function mode, such as a default device, has this called within itself.
+        return f"torch.cuda.{result.removeprefix('torch.').removeprefix('cuda.').removeprefix('meta.')}"
 
     return type_name

@@ -11,14 +11,14 @@ from evenpipe.schedule import FORWARD, ScheduleError
 if TYPE_CHECKING:
     from evenpipe.megatron.trainer.options import TrainOptions
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "fits_this_machine"]
 
 #: Beyond any machine's GPUs; a typing error should not start a thousand processes.
 _MOST_PROCESSES: Final = 256
 _NOT_MEGATRONS: Final = ("gpipe", "kfkb", "2bw")
 
 
-def _one_machine_can_run_it(options: TrainOptions) -> None:
+def fits_this_machine(options: TrainOptions) -> None:
     if options.world_size > _MOST_PROCESSES:
         raise ValueError(
             f"--stages {options.stages}: with --data-parallel {options.data_parallel} and --tensor-parallel "
@@ -130,7 +130,7 @@ def _fault_happens(options: TrainOptions) -> None:
 
 #: In the order in which they are checked; each takes the options for granted that those before it have checked.
 RULES: Final = (
-    _one_machine_can_run_it,
+    fits_this_machine,
     _model_fits_its_ranks,
     _schedule_exists,
     _group_size_is_tuned,

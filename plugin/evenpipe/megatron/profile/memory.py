@@ -1,0 +1,64 @@
+"""Bytes of every stage of a run, from its options alone: a child process builds the model on the meta device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from pydantic import model_validator
+
+from evenpipe.megatron.trainer.device_type import device_type
+from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.trainer.rules import RULES, fits_this_machine
+from evenpipe.planner import StageMemory
+
+__all__ = ["PlannedRun", "ProfileError", "stage_memories", "stage_memory"]
+
+_CHILD: Final = "evenpipe.megatron.profile.child"
+
+
+class ProfileError(RuntimeError):
+    """Megatron could not build or run the model; the message is the error's line, `details` its traceback."""
+
+    def __init__(self, message: str, details: str) -> None:
+        super().__init__(message)
+        self.details = details
+
+
+class PlannedRun(TrainOptions):
+    """A training run for machines elsewhere, of any number of processes."""
+
+    @model_validator(mode="after")
+    def _go_together(self) -> PlannedRun:
+        for rule in RULES:
+            if rule is not fits_this_machine:
+                rule(self)
+        return self
+
+
+def stage_memory(options: TrainOptions, device: str | None = None) -> tuple[StageMemory, ...]:
+    """What one process of every stage holds, with one model chunk a stage; byte for byte what a run would count.
+
+    `device` None is what `evenpipe train` would take here; on CPU dropout's masks are larger. Raises ProfileError.
+    """
+    [found] = stage_memories([options], device or device_type(options.world_size))
+    return found
+
+
+def stage_memories(cases: Sequence[TrainOptions], device: str) -> list[tuple[StageMemory, ...]]:
+    """`stage_memory` of several runs, from one child process.
+
+    The real model runs its forward for micro-batches of one and two samples, without memory and without values: a few
+    seconds at any size. Neither torch.distributed nor Megatron is touched in the calling process.
+    """
+    asked = json.dumps({"cases": [options.model_dump(mode="json") for options in cases], "device": device})
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", _CHILD], input=asked, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise ProfileError(f"the model cannot be profiled: {lines[-1]}", done.stderr)
+    return [tuple(StageMemory(*stage) for stage in stages) for stages in json.loads(done.stdout)]

@@ -1,0 +1,84 @@
+"""Four processes that train case after case and write down what each saved at most and what it still holds.
+
+Argument: a folder (rank-<rank>.json out).
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from megatron.core import parallel_state
+
+from evenpipe.megatron.cpu_mode import cpu_mode
+from evenpipe.megatron.trainer import data
+from evenpipe.megatron.trainer.engines import engine_for
+from evenpipe.megatron.trainer.loop import Tell, Watched, iterate
+from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.trainer.recorder import Recorder
+from evenpipe.megatron.trainer.step import make_learner
+from evenpipe.megatron.trainer.whereabouts import Whereabouts
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from live_memory import live_bytes
+
+WORLD = 4
+FOUR: dict[str, Any] = {"layers": 4, "hidden": 64, "seq_length": 32, "stages": 4, "micro_batches": 7, "iterations": 2}
+TWO: dict[str, Any] = {**FOUR, "stages": 2, "micro_batches": 4}
+K2 = {"schedule": "kfkb", "group_size": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "fp32, momentum": {**FOUR, "optimizer": "sgd", "momentum": 0.9},
+    "fp32, SGD, untied, micro-batches of 4": {**FOUR, "optimizer": "sgd", "untie_embeddings": True}
+    | {"micro_batch_size": 4},
+    "2F2B, dropout, selective recompute": {**FOUR, **K2, "dropout": 0.1, "recompute": "selective"},
+    "2F2B, BPipe, dropout": {**FOUR, **K2, "bpipe": True, "dropout": 0.1, "micro_batches": 9},
+    "BERT, bf16, full recompute": {**FOUR, "model": "bert", "precision": "bf16", "recompute": "full"},
+    "BERT, fp16, 2F2B, BPipe": {**FOUR, **K2, "model": "bert", "precision": "fp16", "bpipe": True},
+    "bf16, distributed optimizer": {
+        **TWO,
+        **K2,
+        "data_parallel": 2,
+        "precision": "bf16",
+        "distributed_optimizer": True,
+    },
+    "fp32, distributed optimizer": {**TWO, "data_parallel": 2, "distributed_optimizer": True},
+    "tensor-parallel, fp16": {**TWO, **K2, "tensor_parallel": 2, "precision": "fp16", "micro_batch_size": 2},
+}
+
+
+def train(options: TrainOptions) -> dict[str, int]:
+    """What this process held."""
+    before = live_bytes()  # Megatron's distributed optimizer does not let go of all of an earlier model
+    parallel_state.initialize_model_parallel(options.tensor_parallel, options.stages)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    whereabouts = Whereabouts(stage)
+    learner = make_learner(options, data.load(options), torch.device("cpu"))
+    with engine_for(learner, stage, recorder := Recorder(whereabouts)) as engine:
+        watched = Watched(learner, engine, recorder, whereabouts)
+        found = iterate(watched, 0, lambda done: done == options.iterations, Tell(*[lambda *_: None] * 3))
+        held = {"stage": stage, "live": live_bytes() - before, "saved": found.measured.peak_saved_bytes}
+    del learner, engine, recorder, watched
+    parallel_state.destroy_model_parallel()
+    return held
+
+
+def run(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), CUDA_VISIBLE_DEVICES="", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    cpu_mode().apply()
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD)
+    train(TrainOptions.of(**FOUR))  # masks and the like are made once for all
+    found = {name: train(TrainOptions.of(**case)) for name, case in CASES.items()}
+    Path(folder, f"rank-{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    gc.freeze()  # what is imported holds no tensors to be counted
+    mp.start_processes(run, (sys.argv[1],), nprocs=WORLD, start_method="fork")
