@@ -56,7 +56,7 @@ class EvenPipeConfig(BaseModel):
         None,
         gt=0,
         allow_inf_nan=False,
-        description="memory that --group-size auto may use on each device (default: all that a GPU has)",
+        description="memory that --group-size auto may use on each device (default: nine tenths of a GPU's)",
         json_schema_extra={"flag": "--memory-gib", "metavar": "GIB"},
     )
     pair_adjacent: bool | None = Field(

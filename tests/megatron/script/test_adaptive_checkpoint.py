@@ -8,7 +8,12 @@ import torch
 from evenpipe.megatron.script.adaptive.checkpoint import resumed, save
 
 BESIDE, INSIDE = ".evenpipe_tuner/0000007.json", "iter_0000007/evenpipe_tuner.json"
-STATE = {"iteration": 7, "tuner": {"current": [2, 4, 2], "times": {"4": [[1.5, 2.5], [3.0, 0.1]]}}}
+LIMIT = 1 << 30
+STATE = {
+    "iteration": 7,
+    "limit_bytes": LIMIT,
+    "tuner": {"current": [2, 4, 2], "times": {"4": [[1.5, 2.5], [3.0, 0.1]]}},
+}
 
 
 @pytest.fixture
@@ -18,7 +23,11 @@ def one_rank(monkeypatch):
 
 def megatrons(folder, iteration=7, **others):
     values = {"load": str(folder), "iteration": iteration, "non_persistent_global_ckpt_dir": None, "rank": 0}
-    return Namespace(**values | {"micro_batch_size": 2, "bpipe": False, "recompute_modules": ["core_attn"]} | others)
+    return Namespace(
+        **values
+        | {"micro_batch_size": 2, "bpipe": False, "recompute_modules": ["core_attn"], "calculate_per_token_loss": False}
+        | others
+    )
 
 
 def files(folder):
@@ -32,7 +41,7 @@ def test_it_is_there_before_megatron_saves_and_inside_afterwards(one_rank, tmp_p
     )
     assert during == [[BESIDE]]
     assert files(tmp_path) == [INSIDE]
-    assert resumed(megatrons(tmp_path)) == STATE
+    assert resumed(megatrons(tmp_path), LIMIT) == STATE
     assert capsys.readouterr().out == (
         " [evenpipe] --group-size auto: checkpoint of iteration 7: goes on tuning as it was saved\n"
     )
@@ -45,29 +54,38 @@ def test_a_job_killed_before_it_was_moved_finds_it(one_rank, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         save(megatrons(tmp_path), 7, str(tmp_path), STATE, killed)
     assert files(tmp_path) == [BESIDE]
-    assert resumed(megatrons(tmp_path)) == STATE
+    assert resumed(megatrons(tmp_path), LIMIT) == STATE
 
 
-@pytest.mark.parametrize("others", [{"micro_batch_size": 4}, {"bpipe": True}, {"recompute_modules": None}])
-def test_other_settings_tune_anew(one_rank, tmp_path, capsys, others):
+@pytest.mark.parametrize(
+    ("others", "limit"),
+    [
+        ({"micro_batch_size": 4}, LIMIT),
+        ({"bpipe": True}, LIMIT),
+        ({"recompute_modules": None}, LIMIT),
+        ({"check_for_spiky_loss": True}, LIMIT),
+        ({}, LIMIT - 1),
+    ],
+)
+def test_other_settings_tune_anew(one_rank, tmp_path, capsys, others, limit):
     save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
-    assert resumed(megatrons(tmp_path, **others)) is None
+    assert resumed(megatrons(tmp_path, **others), limit) is None
     assert capsys.readouterr().out.endswith("has no tuner's state of these settings: tunes anew\n")
 
 
 def test_another_iteration_or_none_has_no_state(one_rank, tmp_path, capsys):
     save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
-    assert resumed(megatrons(tmp_path, 8)) is None
+    assert resumed(megatrons(tmp_path, 8), LIMIT) is None
     assert "iteration 8: has no tuner's state" in capsys.readouterr().out
-    assert resumed(megatrons(tmp_path, 0)) is None
-    assert resumed(Namespace(load=None)) is None
+    assert resumed(megatrons(tmp_path, 0), LIMIT) is None
+    assert resumed(Namespace(load=None), LIMIT) is None
     assert capsys.readouterr().out == ""  # nothing was loaded
 
 
 def test_a_file_that_is_not_whole_tunes_anew(one_rank, tmp_path, capsys):
     save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
     (tmp_path / INSIDE).write_text('{"format": "evenpipe.script_tu')
-    assert resumed(megatrons(tmp_path)) is None
+    assert resumed(megatrons(tmp_path), LIMIT) is None
     assert "tunes anew" in capsys.readouterr().out
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from evenpipe.megatron.script.adaptive.checks import why_one_size
 from evenpipe.megatron.script.folders import folders_loaded_from
 from evenpipe.report import write_atomically
 
@@ -48,14 +49,14 @@ def save(args: Namespace, iteration: int, folder: str, state: Any, write: Callab
     return result
 
 
-def resumed(args: Namespace) -> dict[str, Any] | None:
-    """The state that was saved with what Megatron has loaded, under the settings of `args`; all ranks call it.
+def resumed(args: Namespace, limit_bytes: int) -> dict[str, Any] | None:
+    """The state that was saved with what Megatron has loaded, under the settings of `args` and this limit of memory.
 
-    Rank 0 reads it for all. None, which rank 0 says, where there is none.
+    All ranks call it; rank 0 reads it for all. None, which rank 0 says, where there is none.
     """
     if args.load is None or not args.iteration:
         return None
-    found: list[Any] = [_read(args) if args.rank == 0 else None]
+    found: list[Any] = [_read(args, limit_bytes) if args.rank == 0 else None]
     dist.broadcast_object_list(found, src=0)
     state: dict[str, Any] | None = found[0]
     if args.rank == 0:
@@ -68,14 +69,14 @@ def resumed(args: Namespace) -> dict[str, Any] | None:
     return state
 
 
-def _read(args: Namespace) -> Any:
+def _read(args: Namespace, limit_bytes: int) -> Any:
     wanted = {"format": _FORMAT, "settings": _settings(args)}
     for path in _candidates(args):
         try:
             content = json.loads(path.read_text())
         except (OSError, ValueError):
             continue
-        if wanted.items() <= content.items():
+        if wanted.items() <= content.items() and content["state"]["limit_bytes"] == limit_bytes:
             return content["state"]
     return None
 
@@ -88,7 +89,8 @@ def _candidates(args: Namespace) -> Iterator[Path]:
 
 def _settings(args: Namespace) -> dict[str, Any]:
     """As JSON gives them back."""
-    settings: dict[str, Any] = json.loads(json.dumps({name: getattr(args, name, None) for name in _SETTINGS}))
+    found = {name: getattr(args, name, None) for name in _SETTINGS} | {"one_size": why_one_size(args)}
+    settings: dict[str, Any] = json.loads(json.dumps(found))
     return settings
 
 

@@ -30,6 +30,7 @@ _REFUSED = MappingProxyType(
         "external_cuda_graph": _UNCOUNTED,
         "delay_wgrad_compute": _UNCOUNTED,
         "defer_embedding_wgrad_compute": _UNCOUNTED,
+        "use_precision_aware_optimizer": "keeps optimizer states in types of its own, whose memory is not known",
         "use_torch_fsdp2": "gathers and frees parameters, so that the memory of a stage is not known",
         "sft": _PACKED,
         "dataloader_inter_document_masking": _PACKED,

@@ -75,8 +75,9 @@ class AdaptiveTraining:
         # BERT's loss is a mean over each micro-batch's tokens, whatever Megatron is told.
         per_token = self.args.calculate_per_token_loss and not _is_bert(model)
         self._weights = None if per_token or why_one_size(self.args) is not None else LossWeights()
-        self.schedule.attach(self._limit_bytes(), self._weights)
-        state = resumed(self.args)
+        limit_bytes = self._limit_bytes()
+        self.schedule.attach(limit_bytes, self._weights)
+        state = resumed(self.args, limit_bytes)
         if state is not None:
             self._before = tuple(state["tuner"]["current"][:2])
             self.schedule.load_state_dict(state)
