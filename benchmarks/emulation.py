@@ -17,7 +17,6 @@ __all__ = ["Accelerator", "clock_ms", "emulated_stage", "over_wires"]
 
 # A wait that took less found its message there already: posting, waking and Python take about so long.
 _NOTICEABLE_MS: Final = 0.3
-_BOUNDARY_ELEMENTS: Final = 1024
 
 
 class Accelerator:
@@ -87,12 +86,16 @@ class _Module(torch.nn.Module):
         return _Compute.apply(number, self.accelerator, self.saved_bytes)
 
 
-def emulated_stage(accelerator: Accelerator, saved_bytes: int, is_last: bool) -> ModuleStage:
-    """One stage's compute on `accelerator`, each micro-batch saving `saved_bytes`; neighbours exchange 4 KiB."""
+def emulated_stage(
+    accelerator: Accelerator, saved_bytes: int, is_last: bool, boundary_bytes: int = 4096
+) -> ModuleStage:
+    """One stage's compute on `accelerator`, each micro-batch saving `saved_bytes`; neighbours exchange
+    `boundary_bytes`."""
+    elements = boundary_bytes // 4
     return ModuleStage(
         [_Module(accelerator, saved_bytes)],
-        torch.empty(_BOUNDARY_ELEMENTS),
-        first=lambda micro_batch: torch.full((_BOUNDARY_ELEMENTS,), float(micro_batch), requires_grad=True),
+        torch.empty(elements),
+        first=lambda micro_batch: torch.full((elements,), float(micro_batch), requires_grad=True),
         loss=lambda _, output: output.sum(),
         is_last=is_last,
     )

@@ -85,30 +85,47 @@ def prepare_to_fork() -> None:
     gc.freeze()
 
 
-def run_in_processes(world: int, function: Callable[..., Any], *arguments: Any, tick: Tick) -> Any:
+def run_in_processes(
+    world: int, function: Callable[..., Any], *arguments: Any, tick: Tick, enter: Callable[[int], None] | None = None
+) -> Any:
     """Call `function(rank, *arguments, tick)` in `world` forked processes that form a gloo world; rank 0's result.
 
-    Only rank 0's ticks count. Raises what torch.multiprocessing raises when a process fails; no process is left then.
+    Each calls `enter(rank)` before anything else. Only rank 0's ticks count. Raises what torch.multiprocessing raises
+    when a process fails; no process is left then.
     """
     queue = mp.get_context("fork").SimpleQueue()
     result = None
     # They meet over a file: a store with threads in this process could be forked in the middle of something.
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        entry = (world, folder, queue, function, arguments)
+        entry = (world, folder, queue, function, arguments, enter)
         processes = mp.start_processes(_entry, entry, nprocs=world, join=False, daemon=True, start_method="fork")
         ended = False
-        while not ended:
-            ended = processes.join(timeout=0.1)
-            while not queue.empty():
-                kind, value = queue.get()
-                if kind == "tick":
-                    tick()
-                else:
-                    result = value
+        try:
+            while not ended:
+                ended = processes.join(timeout=0.1)
+                while not queue.empty():
+                    kind, value = queue.get()
+                    if kind == "tick":
+                        tick()
+                    else:
+                        result = value
+        finally:
+            for process in processes.processes:
+                process.kill()
     return result
 
 
-def _entry(rank: int, world: int, folder: str, queue: Any, function: Callable[..., Any], arguments: Any) -> None:
+def _entry(
+    rank: int,
+    world: int,
+    folder: str,
+    queue: Any,
+    function: Callable[..., Any],
+    arguments: Any,
+    enter: Callable[[int], None] | None,
+) -> None:
+    if enter is not None:
+        enter(rank)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(Path(folder, "store")), world)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from statistics import median
+from typing import Final, NamedTuple
 
 import torch
 
+from evenpipe.runtime.channel import Transfer
 from evenpipe.runtime.connections import Connections
 from evenpipe.schedule import Link
 
 __all__ = ["Burst", "measure_links"]
+
+_ROUND_TRIPS: Final = 5
 
 
 class Burst(NamedTuple):
@@ -24,69 +28,99 @@ class Burst(NamedTuple):
 def measure_links(
     connections: Connections, stage: int, stages: int, bursts: Sequence[Burst], rounds: int, device: torch.device
 ) -> dict[Link, tuple[tuple[float, ...], ...]]:
-    """For each link on which `stage` sends, per burst and round: milliseconds of a message until its receiver has it.
+    """For each link between neighbours on which `stage` receives, per burst and round: milliseconds of a message.
 
-    All stages of a pipeline call it, between batches; nothing is under way when it returns. The links of one direction
-    are measured at once, as a pipeline uses them.
+    All stages of a pipeline call it, between batches; nothing is under way when it returns. Receives are posted ahead,
+    as in a batch, so that a message's time is its share of the burst's, end to end. All links of one direction are
+    measured at once, then all of the other, as a pipeline uses them: a round takes as long as all bursts do one after
+    the other, there and back, on the slowest link. Needs memory for two messages of the largest size.
     """
-    probe = _Probe(connections, stage, stages, device)
-    found: dict[Link, list[list[float]]] = {link: [[] for _ in bursts] for link in probe.outgoing}
+    probe = _Probe(connections, stage, stages, max((burst.nbytes for burst in bursts), default=1), device)
+    latency_ms = probe.latencies_ms()
+    found: dict[Link, list[list[float]]] = {link: [[] for _ in bursts] for link in latency_ms}
     for _ in range(rounds):
         for number, burst in enumerate(bursts):
-            for link, milliseconds in probe.send(burst).items():
-                found[link][number].append(milliseconds)
+            for link, taken_ms in (probe.burst_ms(True, burst) | probe.burst_ms(False, burst)).items():
+                found[link][number].append((latency_ms[link] + taken_ms) / burst.messages)
     return {link: tuple(map(tuple, by_burst)) for link, by_burst in found.items()}
 
 
 class _Probe:
-    def __init__(self, connections: Connections, stage: int, stages: int, device: torch.device) -> None:
-        self._channels = connections.channels
-        self._device = device
-        self._byte = torch.ones(1, dtype=torch.uint8, device=device)
-        before, behind = stage > 0, stage < stages - 1
-        #: Per direction: the link that comes in, the one that goes out, and those on which receivers answer.
-        self._directions = (
-            (
-                Link("forward", stage - 1, stage) if before else None,
-                Link("forward", stage, stage + 1) if behind else None,
-                Link("backward", stage, stage - 1),
-                Link("backward", stage + 1, stage),
-            ),
-            (
-                Link("backward", stage + 1, stage) if behind else None,
-                Link("backward", stage, stage - 1) if before else None,
-                Link("forward", stage, stage + 1),
-                Link("forward", stage - 1, stage),
-            ),
-        )
-        self.outgoing = [out for _, out, _, _ in self._directions if out is not None]
+    """One stage's part.
 
-    def send(self, burst: Burst) -> dict[Link, float]:
-        """One burst forward, then one backward, by all stages; ms of a message on each outgoing link."""
+    Times are taken where messages arrive: the clocks of two nodes cannot be compared, and an answer would share its way
+    back with whatever else goes there. A byte goes ahead of a burst; when it arrives, the burst has set out as long ago
+    as the link's latency, which is half of what a byte takes there and back.
+    """
+
+    def __init__(
+        self, connections: Connections, stage: int, stages: int, most_bytes: int, device: torch.device
+    ) -> None:
+        self._channels = connections.channels
+        self._stage = stage
+        self._stages = stages
+        self._device = device
+        before, behind = stage - 1, stage + 1
+        #: This stage's ends, None where the line of stages ends: with the stage before it, with the one behind it.
+        self._from_before = Link("forward", before, stage) if stage > 0 else None
+        self._to_before = Link("backward", stage, before) if stage > 0 else None
+        self._from_behind = Link("backward", behind, stage) if behind < stages else None
+        self._to_behind = Link("forward", stage, behind) if behind < stages else None
+        # Ones: pages of zeros would all be the same one, in the processor's cache. Nobody reads what arrives, so that
+        # all messages may have the same memory.
+        self._sent = torch.ones(most_bytes, dtype=torch.uint8, device=device)
+        self._received = torch.ones_like(self._sent)
+
+    def latencies_ms(self) -> dict[Link, float]:
+        """Of a byte, on the links on which this stage receives; every other pair of stages, then those between."""
         found = {}
-        message = torch.ones(burst.nbytes, dtype=torch.uint8, device=self._device)
-        for into, out, answer, answered in self._directions:
-            received = []
-            if into is not None:
-                received = [self._channels[into].receive([torch.empty_like(message)]) for _ in range(burst.messages)]
-            start = time.perf_counter()
-            under_way = []
-            if out is not None:
-                under_way = [self._channels[out].send([message]) for _ in range(burst.messages)]
-            for transfer in received:
-                transfer.wait()
-            self._finish()
-            if into is not None:
-                under_way.append(self._channels[answer].send([self._byte]))
-            if out is not None:
-                self._channels[answered].receive([self._byte.clone()]).wait()
-                self._finish()
-                found[out] = (time.perf_counter() - start) * 1e3 / burst.messages
-            for transfer in under_way:
-                transfer.wait()
+        for first in (0, 1):
+            leads = self._stage % 2 == first
+            into, out = (self._from_behind, self._to_behind) if leads else (self._from_before, self._to_before)
+            if into is not None and out is not None:
+                trips = [self._round_trip_ms(into, out, leads) for _ in range(1 + _ROUND_TRIPS)]
+                # The first one waits for the other stage too.
+                found[into] = median(trips[1:]) / 2
         return found
 
-    def _finish(self) -> None:
-        """Have the host come after the device, whose messages it would otherwise only have enqueued."""
+    def burst_ms(self, forwards: bool, burst: Burst) -> dict[Link, float]:
+        """Have all links of one direction carry `burst`; ms from its setting out to its end, where it arrives here."""
+        into, out = (self._from_before, self._to_behind) if forwards else (self._from_behind, self._to_before)
+        # All stages set out together: a token passes to the last one and comes back.
+        self._wait(self._receive(self._from_before))
+        self._wait(self._send(self._to_behind))
+        self._wait(self._receive(self._from_behind))
+        self._wait(self._send(self._to_before))
+        arriving = [self._receive(into), *(self._receive(into, burst.nbytes) for _ in range(burst.messages))]
+        leaving = [self._send(out), *(self._send(out, burst.nbytes) for _ in range(burst.messages))]
+        self._wait(arriving[0])
+        start = time.perf_counter()
+        self._wait(*arriving[1:])
+        taken_ms = (time.perf_counter() - start) * 1e3
+        self._wait(*leaving)
+        return {} if into is None else {into: taken_ms}
+
+    def _round_trip_ms(self, into: Link, out: Link, leads: bool) -> float:
+        start = time.perf_counter()
+        if leads:
+            answer = self._receive(into)
+            self._wait(self._send(out), answer)
+        else:
+            self._wait(self._receive(into))
+            self._wait(self._send(out))
+        return (time.perf_counter() - start) * 1e3
+
+    def _send(self, link: Link | None, nbytes: int = 1) -> Transfer | None:
+        return None if link is None else self._channels[link].send([self._sent[:nbytes]])
+
+    def _receive(self, link: Link | None, nbytes: int = 1) -> Transfer | None:
+        return None if link is None else self._channels[link].receive([self._received[:nbytes]])
+
+    def _wait(self, *transfers: Transfer | None) -> None:
+        """Have the host wait, which on CUDA would only have told the device to."""
+        for transfer in transfers:
+            if transfer is not None:
+                transfer.wait()
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            # Not the whole device: other transfers may be waiting for this stage.
+            torch.cuda.current_stream(self._device).synchronize()
