@@ -7,10 +7,9 @@ from evenpipe.megatron.trainer.options import TrainOptions
 
 BASE = {"stages": 4, "hidden": 32, "heads": 4, "seq_length": 32, "iterations": 2}
 SETTINGS = {
-    "gpt": {"layers": 4},
+    "full recomputation": {"layers": 4, "recompute": "full"},
     "bert with dropout": {"layers": 4, "model": "bert", "dropout": 0.1},
     "interleaved": {"layers": 8, "schedule": "interleaved", "chunks": 2},
-    "full recomputation": {"layers": 4, "recompute": "full"},
 }
 ENGINES = {"megatron": {"engine": "megatron"}, "evenpipe": {}, "bpipe": {"bpipe": True}}
 

@@ -10,17 +10,13 @@ SMALL = {"hidden": 32, "heads": 4, "seq_length": 32, "iterations": 2}
 
 SETTINGS = {
     "gpt p=2": {"stages": 2, "layers": 2, "micro_batches": 5},
-    "bert p=2": {"stages": 2, "layers": 2, "micro_batches": 4, "model": "bert"},
     "interleaved p=2": {"stages": 2, "layers": 4, "micro_batches": 4, "schedule": "interleaved", "chunks": 2},
     "gpt p=4": {"stages": 4, "layers": 4, "micro_batches": 8},
     "bert p=4": {"stages": 4, "layers": 4, "micro_batches": 8, "model": "bert"},
     "m < p": {"stages": 4, "layers": 4, "micro_batches": 3},
-    "m = p": {"stages": 4, "layers": 4, "micro_batches": 4},
     "m not a multiple of p": {"stages": 4, "layers": 4, "micro_batches": 7},
-    "untied embeddings": {"stages": 4, "layers": 4, "untie_embeddings": True},
+    "untied embeddings, no clipping": {"stages": 4, "layers": 4, "untie_embeddings": True, "clip_grad": 0.0},
     "dropout": {"stages": 4, "layers": 4, "dropout": 0.1},
-    "selective recomputation": {"stages": 4, "layers": 4, "recompute": "selective"},
-    "full recomputation": {"stages": 4, "layers": 4, "recompute": "full"},
     "full recomputation with dropout": {"stages": 4, "layers": 4, "recompute": "full", "dropout": 0.1},
     "bert, dropout, selective": {
         "stages": 4,
@@ -57,15 +53,13 @@ SETTINGS = {
         "schedule": "interleaved",
         "chunks": 2,
     },
-    "no clipping": {"stages": 4, "layers": 4, "clip_grad": 0.0},
     "gpt p=8": {"stages": 8, "layers": 8, "micro_batches": 18},
-    "bert p=8": {"stages": 8, "layers": 8, "micro_batches": 8, "model": "bert"},
-    "DP2 x PP4": {"stages": 4, "layers": 4, "data_parallel": 2, "overlap_grad_reduce": True},
     "TP2 x PP4": {"stages": 4, "layers": 4, "tensor_parallel": 2},
-    "DP2 x PP4, dropout, full": {
+    "DP2 x PP4, overlapped, dropout, full": {
         "stages": 4,
         "layers": 4,
         "data_parallel": 2,
+        "overlap_grad_reduce": True,
         "dropout": 0.1,
         "recompute": "full",
     },

@@ -11,7 +11,7 @@ from evenpipe.megatron.trainer.result import RunResult
 
 TINY = {
     "engine": "megatron",
-    "layers": 8,
+    "layers": 4,
     "hidden": 32,
     "heads": 2,
     "seq_length": 32,
@@ -22,14 +22,12 @@ TINY = {
 # All of four processes, so that they start once.
 CASES = {
     "gpt pp4": {"stages": 4},
-    "gpt pp4 again": {"stages": 4},
     "gpt pp4 untied": {"stages": 4, "untie_embeddings": True},
     "bert pp4": {"model": "bert", "stages": 4},
     "tp2 pp2": {"stages": 2, "tensor_parallel": 2},
     "dp2 pp2": {"stages": 2, "data_parallel": 2},
     "dp2 pp2 overlapped": {"stages": 2, "data_parallel": 2, "overlap_grad_reduce": True},
-    "interleaved pp4": {"schedule": "interleaved", "stages": 4, "chunks": 2},
-    "interleaved dp2 pp2": {"schedule": "interleaved", "stages": 2, "chunks": 2, "data_parallel": 2},
+    "interleaved tp2 pp2": {"schedule": "interleaved", "stages": 2, "chunks": 2, "tensor_parallel": 2},
     "dropout": {"stages": 4, "dropout": 0.1},
     "dropout again": {"stages": 4, "dropout": 0.1},
     "dropout, full recompute": {"stages": 4, "dropout": 0.1, "recompute": "full"},
@@ -103,9 +101,8 @@ def identical(one: RunResult, other: RunResult) -> bool:
     return (one.losses, one.weights_sha256) == (other.losses, other.weights_sha256)
 
 
-@pytest.mark.parametrize("name", ["gpt pp4", "dropout"])
-def test_the_same_run_gives_the_same_bits(name: str, results: dict[str, RunResult]) -> None:
-    assert identical(results[name], results[f"{name} again"])
+def test_the_same_run_gives_the_same_bits(results: dict[str, RunResult]) -> None:
+    assert identical(results["dropout"], results["dropout again"])
 
 
 def test_what_is_computed_again_is_what_was_dropped(results: dict[str, RunResult]) -> None:
@@ -146,5 +143,5 @@ def test_an_overflow_in_fp16_skips_the_step_once_and_the_run_goes_on(results: di
 
 def test_the_first_loss_does_not_depend_on_how_the_model_is_cut(results: dict[str, RunResult]) -> None:
     whole = results["gpt pp4"].losses[0]
-    for name in ("tp2 pp2", "interleaved pp4"):
+    for name in ("tp2 pp2", "interleaved tp2 pp2"):
         assert results[name].losses[0] == pytest.approx(whole, rel=1e-6)

@@ -43,12 +43,12 @@ DELAYED = {
     "p=8, m=p, SGD": {**SGD, "stages": 8, "micro_batches": 8},
     "p=8, m=2p, Adam, untied, unclipped": {**ADAM, **UNTIED, **UNCLIPPED, "stages": 8, "micro_batches": 16},
     "p=8, m=p+1, momentum": {**MOMENTUM, "stages": 8, "micro_batches": 9},
-    "DP2 x PP4, m=p, Adam": {**ADAM, "stages": 4, "data_parallel": 2, "micro_batches": 4},
-    "DP2 x PP4, m=p+1, momentum, overlapped": {
+    "DP2 x PP2, m=p, Adam": {**ADAM, "stages": 2, "data_parallel": 2, "micro_batches": 2},
+    "DP2 x PP2, m=p+1, momentum, overlapped": {
         **MOMENTUM,
-        "stages": 4,
+        "stages": 2,
         "data_parallel": 2,
-        "micro_batches": 5,
+        "micro_batches": 3,
         "overlap_grad_reduce": True,
     },
     "DP2 x PP4, m=p, Adam, distributed": {
