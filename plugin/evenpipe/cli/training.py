@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from evenpipe.cli.parser import UsageError
 from evenpipe.cli.progress import training_progress
 from evenpipe.megatron.trainer.launch import StageFailed, Stopped, run_cases
-from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.trainer.options import OptionsError, TrainOptions
 from evenpipe.megatron.trainer.result import RunResult
 
 __all__ = ["run_training"]
@@ -19,13 +19,15 @@ def run_training(command: str, cases: Sequence[TrainOptions], names: Sequence[st
     """The results of `cases`, shown under `names` while they run, for the sub-command `command`.
 
     A failure ends the process: status 1 and the failure as the last line; 128 + n for signal n. UsageError without
-    megatron-core.
+    megatron-core, and for options that turned out wrong.
     """
     if find_spec("megatron") is None:
         raise UsageError("megatron-core is not installed: pip install 'evenpipe[megatron]'")
     try:
         with training_progress(list(names), cases[0].iterations) as show:
             return run_cases(cases, show)
+    except OptionsError as error:
+        raise UsageError(str(error)) from None
     except StageFailed as failure:
         print(failure.details, end="", file=sys.stderr)
         print(f"evenpipe {command}: {failure}", file=sys.stderr)

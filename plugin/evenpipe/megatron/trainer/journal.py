@@ -25,13 +25,17 @@ class Iteration(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An error in one process. `clock` (seconds, monotonic) is the same clock in all processes of a machine."""
+    """An error in one process. `clock` (seconds, monotonic) is the same clock in all processes of a machine.
+
+    `of_options`: it is one that options make, and a line that names the flag.
+    """
 
     clock: float
     stage: int
     position: str
     error: str
     traceback: str
+    of_options: bool = False
 
     def __str__(self) -> str:
         return f"stage {self.stage} failed at {self.position}: {self.error}"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from evenpipe.megatron.trainer.device_type import device_type
 from evenpipe.megatron.trainer.journal import STOPPED_STATUS, Failure, Iteration, JournalReader, Note, Saved
-from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.trainer.options import OptionsError, TrainOptions
 from evenpipe.megatron.trainer.result import RunResult
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def run_cases(cases: Sequence[TrainOptions], progress: Progress = lambda iterati
     """Train every case; consecutive cases of one world size share their processes. Results in the order of the cases.
 
     `progress` is called from another thread, with the number of the case among all. All processes have ended when this
-    returns or raises. Raises StageFailed for the failure that came first, and Stopped when SIGINT, SIGTERM, SIGHUP or
+    returns or raises. Raises StageFailed for the failure that came first, OptionsError where that is one of the options
+    which only a run could find, and Stopped when SIGINT, SIGTERM, SIGHUP or
     SIGQUIT ends the run (in the main thread: others get no signals).
     """
     results: list[RunResult] = []
@@ -155,7 +156,7 @@ def _followed(journal: Path, progress: Progress) -> Iterator[_Told]:
 
 def _why(
     ended: SignalException | ChildFailedError, told: _Told, cases: tuple[TrainOptions, ...]
-) -> StageFailed | Stopped:
+) -> StageFailed | OptionsError | Stopped:
     """What to raise for what the agent raised."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -172,7 +173,7 @@ def _why(
 
 def _first_failure(
     failures: Sequence[Failure], agent_error: ChildFailedError, cases: tuple[TrainOptions, ...]
-) -> StageFailed:
+) -> StageFailed | OptionsError:
     """What ended the run: the earliest error told, unless the agent saw a process die that had told none."""
     rank, died = agent_error.get_first_failure()
     if failures and died.exitcode > 0:
@@ -184,9 +185,9 @@ def _first_failure(
     return StageFailed(f"stage {stage} failed at start-up: {str(said).strip().partition(chr(10))[0]}", "")
 
 
-def _as_told(failures: Sequence[Failure]) -> StageFailed:
+def _as_told(failures: Sequence[Failure]) -> StageFailed | OptionsError:
     first = min(failures)
-    return StageFailed(str(first), first.traceback)
+    return OptionsError(first.error) if first.of_options else StageFailed(str(first), first.traceback)
 
 
 @contextmanager

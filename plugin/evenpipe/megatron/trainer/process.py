@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.trainer.journal import STOPPED_STATUS, Failure, Iteration, Note, Saved, append
 from evenpipe.megatron.trainer.loop import Tell
-from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.trainer.options import OptionsError, TrainOptions
 from evenpipe.megatron.trainer.presence import anybody_gone, sign_in
 from evenpipe.megatron.trainer.result import RunResult
 from evenpipe.megatron.trainer.stopping import StopRequest
@@ -147,10 +147,12 @@ def _world(store: Store, rank: int, size: int, device: torch.device) -> Iterator
 
 def _failure(error: BaseException, whereabouts: Whereabouts) -> Failure:
     message = str(error).strip().partition("\n")[0]
+    of_options = isinstance(error, OptionsError)
     return Failure(
         clock=time.monotonic(),
         stage=whereabouts.stage,
         position=whereabouts.position,
-        error=f"{type(error).__name__}: {message}" if message else type(error).__name__,
+        error=message if of_options else f"{type(error).__name__}: {message}" if message else type(error).__name__,
         traceback="".join(traceback.format_exception(error)),
+        of_options=of_options,
     )

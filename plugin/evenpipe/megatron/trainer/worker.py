@@ -12,13 +12,14 @@ from evenpipe.megatron.trainer import data
 from evenpipe.megatron.trainer.engines import engine_for
 from evenpipe.megatron.trainer.gather import Coordinates, Share, combine, digest, gather
 from evenpipe.megatron.trainer.loop import Tell, Watched, iterate
-from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.trainer.options import OptionsError, TrainOptions
 from evenpipe.megatron.trainer.recorder import Recorder
 from evenpipe.megatron.trainer.result import RunResult
 from evenpipe.megatron.trainer.saver import Saver, load
 from evenpipe.megatron.trainer.step import make_learner
 from evenpipe.megatron.trainer.stopping import Agreement, StopRequest
 from evenpipe.megatron.trainer.whereabouts import Whereabouts
+from evenpipe.planner import PlanError
 from evenpipe.runtime.exchange import Exchange
 
 __all__ = ["run_case"]
@@ -51,7 +52,11 @@ def run_case(
         with engine_for(learner, whereabouts.stage, recorder, note) as engine:
             watched = Watched(learner, engine, recorder, whereabouts)
             first = load(learner, engine, dist.get_rank(), note)
-            found = iterate(watched, first, _ending(watched, stop, host_group, tell), tell)
+            try:
+                found = iterate(watched, first, _ending(watched, stop, host_group, tell), tell)
+            except PlanError as error:
+                given = "" if options.memory_gib is None else f" {options.memory_gib:g}"
+                raise OptionsError(f"--memory-gib{given}: {error}") from None
         whereabouts.enter("gathering results")
         share = Share(_coordinates(), found, digest(learner.replica.chunks), recorder.unit_bytes, recorder.spans)
         shares = gather(share, host_group)
