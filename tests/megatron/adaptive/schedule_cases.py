@@ -114,7 +114,7 @@ def switching(turns: tuple[tuple[int, int], ...], bpipe: bool, dropout: float) -
         Tuner.decide, preparation.candidates = decide, find  # type: ignore[method-assign]
     assert schedule.tuner is not None
     assert schedule.executor is not None
-    saved = [stage._replace(static_bytes=0, message_bytes=0) for stage in schedule._memory]
+    saved = [stage._replace(static_bytes=0, message_bytes=0, workspace_bytes=0) for stage in schedule._memory]
     stage = schedule.executor.stage_index
     found["predicted"] = [peak_bytes(saved, candidate, bpipe)[stage] for candidate in wanted]
     found["decided"] = [(retune.k, retune.b) for retune in schedule.tuner.retunes]

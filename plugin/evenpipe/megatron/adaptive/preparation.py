@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from evenpipe.megatron.adaptive.given import Given
-from evenpipe.megatron.adaptive.rehearsal import Rehearsal, message_bytes
+from evenpipe.megatron.adaptive.rehearsal import Rehearsal, message_bytes, workspace_bytes
 from evenpipe.megatron.schedule import Call
 from evenpipe.planner import Candidate, StageMemory, StageTimes, candidates
 from evenpipe.tuner.collective import highest_of_all
@@ -75,8 +75,8 @@ class Preparation:
         more = saved[-1].by_each - saved[0].by_each
         by_sample = -(-more // (largest - smallest)) if largest > smallest else -(-saved[0].by_each // smallest)
         fixed = saved[0].by_each - smallest * by_sample
-        message = message_bytes(call) // largest
-        return StageMemory(static_bytes, saved[0].shared, max(0, fixed), by_sample, message)
+        message, workspace = message_bytes(call) // largest, -(-workspace_bytes() // largest)
+        return StageMemory(static_bytes, saved[0].shared, max(0, fixed), by_sample, message, workspace)
 
     def _times_ms(self, reading: Given, size: int) -> tuple[float, float]:
         with self._around_batch(size):

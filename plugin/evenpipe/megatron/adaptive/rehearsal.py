@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any, Final, NamedTuple
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import BACKWARD, FORWARD, Unit, build
 
-__all__ = ["REPEATS", "Rehearsal", "SavedBytes", "message_bytes"]
+__all__ = ["REPEATS", "Rehearsal", "SavedBytes", "message_bytes", "workspace_bytes"]
 
 #: Micro-batches that are timed, after one that loads kernels and fills caches.
 _TIMED: Final = 3
@@ -112,6 +113,11 @@ def message_bytes(call: Call) -> int:
     """Bytes of what a stage sends to a neighbour for one micro-batch of `call`."""
     config = call.batch.config
     return sum(math.prod(shape) * config.pipeline_dtype.itemsize for shape in call.batch.send_shapes)
+
+
+def workspace_bytes() -> int:
+    """Bytes that Megatron keeps for its largest attention scores so far."""
+    return sum(tensor.nbytes for tensor in parallel_state.get_global_memory_buffer().buffer.values())
 
 
 def _made_up(buffers: list[Tensor]) -> list[Tensor]:

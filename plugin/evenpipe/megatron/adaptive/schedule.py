@@ -86,7 +86,7 @@ class AdaptiveSchedule(PipelineSchedule):
     def predicted_saved_bytes(self) -> tuple[int, ...]:
         """Per stage, the most that the candidates save that have been decided for."""
         assert self.tuner is not None, "nothing has been tuned yet"
-        saved = [stage._replace(static_bytes=0, message_bytes=0) for stage in self._memory]
+        saved = [stage._replace(static_bytes=0, message_bytes=0, workspace_bytes=0) for stage in self._memory]
         peaks = [peak_bytes(saved, candidate, self.bpipe) for candidate in self.tuner.used]
         return tuple(map(max, zip(*peaks, strict=True)))
 

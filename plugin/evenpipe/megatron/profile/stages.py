@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from evenpipe.megatron.adaptive.static_memory import static_bytes
 from evenpipe.megatron.cpu_mode import cpu_mode
-from evenpipe.megatron.profile.static import static_bytes
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import installed_release
 from evenpipe.megatron.trainer.data import Corpus
@@ -55,7 +55,7 @@ def _profile(options: TrainOptions, stage: int) -> StageMemory:
         with _META:
             learner = make_learner(options, corpus, _META)
         grown = _growth(learner, stage)
-        static = static_bytes(learner.replica, learner.optimizer, options)
+        static = static_bytes(learner.replica.chunks, learner.optimizer)
     message = options.seq_length * options.hidden * DTYPES[options.precision].itemsize
     return StageMemory(static, grown.shared, grown.fixed, grown.sample, message, grown.workspace)
 
