@@ -140,6 +140,11 @@ REFUSED = {
     "tuned, experts": (AUTO, {"num_experts": 8}, "--group-size auto: --num-experts makes micro-batches differ"),
     "tuned, fp8": (AUTO, {"fp8": "hybrid"}, "--group-size auto: --fp8-format keeps activations where "),
     "tuned, captured": (AUTO, {"cuda_graph_impl": "transformer_engine"}, "auto: --cuda-graph-impl transformer_engine "),
+    "tuned, compared": (
+        AUTO,
+        {"rerun_mode": "report_determinism_stats"},
+        "auto: --rerun-mode report_determinism_stats ",
+    ),
     "tuned, packed": (AUTO, {"sft": True}, "--group-size auto: --sft packs sequences "),
     "experts": ({"bpipe": True}, {"num_experts": 8}, "--bpipe: --num-experts makes micro-batches differ"),
 }

@@ -60,6 +60,8 @@ def refused_arguments(args: Namespace) -> Iterator[Refusal]:
             yield Refusal(setting, "", reason, _REMEDY)
     if (captured := getattr(args, "cuda_graph_impl", None)) not in (None, "none"):
         yield Refusal("cuda_graph_impl", f" {captured}", _UNCOUNTED, _REMEDY)
+    if (mode := getattr(args, "rerun_mode", None)) == "report_determinism_stats":
+        yield Refusal("rerun_mode", f" {mode}", "compares iterations call by call, and the first is rehearsed", _REMEDY)
 
 
 def why_one_size(args: Namespace) -> str | None:
