@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ from evenpipe.tuner.tuner import Retune, Tuner
 from evenpipe.tuner.window import WINDOW
 
 __all__ = ["highest_of_all", "retune"]
+
+#: Longer ones take no less for each message.
+_LONGEST_BURST: Final = 8
 
 
 def retune(
@@ -31,13 +34,15 @@ def retune(
     side, the slowest says what a message takes.
     """
     candidates = tuner.candidates
-    bursts = [Burst(candidate.k, message_bytes[candidate.b]) for candidate in candidates]
+    burst_of = {one: Burst(min(one.k, _LONGEST_BURST), message_bytes[one.b]) for one in candidates}
+    bursts = sorted(set(burst_of.values()))
     measured = measure_links(connections, stage, stages, bursts, WINDOW, device)
     links = pipeline_links(stages, wraps=False, bpipe=False)
     nothing = ((0.0,) * WINDOW,) * len(bursts)
     mine = [[measured.get(link, nothing)[number] for link in links] for number in range(len(bursts))]
-    for candidate, row in zip(candidates, highest_of_all(mine, device), strict=True):
-        for link, message_ms in zip(links, row, strict=True):
+    taken_ms = dict(zip(bursts, highest_of_all(mine, device), strict=True))
+    for candidate in candidates:
+        for link, message_ms in zip(links, taken_ms[burst_of[candidate]], strict=True):
             tuner.observe(candidate, link, message_ms)
     decision = torch.zeros(len(candidates) + 2, dtype=torch.float64)
     if dist.get_rank() == 0:
