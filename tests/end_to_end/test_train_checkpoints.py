@@ -136,7 +136,7 @@ def test_sigterm_to_all_processes_at_once_does_too(run: Callable[..., Run], tmp_
 def test_killed_at_any_moment_a_run_goes_on_from_its_latest_checkpoint(run: Callable[..., Run], tmp_path: Path) -> None:
     moments = random.Random(7)
     behind = 0
-    for _ in range(3):
+    for _ in range(2):
         load = {"load": str(tmp_path)} if behind else {}
         running = run(save=str(tmp_path), save_interval="1", **load)
         while not (tmp_path / "latest").exists():
