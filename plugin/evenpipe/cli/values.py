@@ -7,7 +7,7 @@ import math
 import os
 from pathlib import Path
 
-__all__ = ["duration_ms", "durations_ms", "output_file", "picture_file"]
+__all__ = ["duration_ms", "durations_ms", "gibibytes", "output_file", "picture_file", "positive"]
 
 
 def duration_ms(text: str) -> float:
@@ -24,6 +24,24 @@ def duration_ms(text: str) -> float:
 def durations_ms(text: str) -> tuple[float, ...]:
     """One duration, or several separated by commas."""
     return tuple(duration_ms(part.strip()) for part in text.split(","))
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def gibibytes(text: str) -> float:
+    """A finite number of GiB above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; give GiB, such as 79.5") from None
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is no amount of memory; give a finite number of GiB above 0")
+    return value
 
 
 def output_file(text: str) -> Path:

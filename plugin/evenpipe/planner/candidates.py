@@ -57,23 +57,22 @@ def candidates(
             # What does not fit now does not fit larger groups either.
             del left[0]
     if not found:
-        raise PlanError(_least(memory, [Candidate(1, size, samples // size) for size in sizes], limit_bytes, bpipe))
+        raise PlanError(_least(memory, [Candidate(1, size, samples // size) for size in sizes], bpipe))
     return tuple(found)
 
 
-def _least(memory: Sequence[StageMemory], tried: Sequence[Candidate], limit_bytes: int, bpipe: bool) -> str:
+def _least(memory: Sequence[StageMemory], tried: Sequence[Candidate], bpipe: bool) -> str:
     """What to say where none of ``tried`` fits."""
     peaks = {candidate: peak_bytes(memory, candidate, bpipe) for candidate in tried}
     best = min(peaks, key=lambda candidate: max(peaks[candidate]))
     needed = max(peaks[best])
     stage = peaks[best].index(needed)
     return (
-        f"no micro-batch fits into {_rounded(limit_bytes, None)} GiB: stage {stage} needs {_rounded(needed)} GiB "
-        f"for micro-batches of {best.b}, not grouped: give at least {_rounded(needed)} GiB, or cut the model into more "
-        "stages"
+        f"no micro-batch size fits: stage {stage} needs {_rounded(needed)} GiB for micro-batches of {best.b}, "
+        f"not grouped: give at least {_rounded(needed)} GiB, or cut the model into more stages"
     )
 
 
-def _rounded(nbytes: int, rounding: str | None = ROUND_CEILING) -> str:
-    """GiB with four digits; rounded up, so that what is given according to it is enough."""
-    return f"{Context(prec=4, rounding=rounding).divide(Decimal(nbytes), Decimal(2**30)):f}"
+def _rounded(nbytes: int) -> str:
+    """GiB with four digits, rounded up, so that what is given according to it is enough."""
+    return f"{Context(prec=4, rounding=ROUND_CEILING).divide(Decimal(nbytes), Decimal(2**30)):f}"

@@ -1,0 +1,147 @@
+"""``evenpipe candidates``: which group sizes and micro-batch sizes of kFkB fit into memory."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import SUPPRESS, Namespace
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from evenpipe.cli.parser import Commands, UsageError
+from evenpipe.cli.values import gibibytes, picture_file, positive
+from evenpipe.megatron.profile import PlannedRun, ProfileError, stage_memory
+from evenpipe.megatron.trainer.options import OptionsError, TrainOptions, flag
+from evenpipe.planner import Candidate, PlanError, StageMemory, candidates, peak_bytes
+from evenpipe.report.limit import Limit, draw_limit
+
+__all__ = ["add_to"]
+
+_GIB: Final = 2**30
+#: Fields of TrainOptions that memory depends on.
+_MODEL: Final = (
+    *("model", "layers", "hidden", "heads", "seq_length", "untie_embeddings", "dropout"),
+    *("data_parallel", "tensor_parallel", "precision", "optimizer", "momentum", "distributed_optimizer"),
+    *("bpipe", "recompute"),
+)
+
+
+def add_to(commands: Commands) -> None:
+    """Add the sub-command."""
+    text = "show which group sizes k and micro-batch sizes b of kfkb fit into memory"
+    document = (
+        "For each k: the largest b that fits on every stage. --json prints a document evenpipe.candidates/1: "
+        "the candidates with k, b, m (micro-batches of a replica's batch) and peak_bytes of one process of each stage."
+    )
+    parser = commands.add_parser("candidates", help=text, description=f"{text.capitalize()}.", epilog=document)
+    group = parser.add_argument_group("plan")
+    group.add_argument("--stages", required=True, metavar="P", help="pipeline stages")
+    group.add_argument(
+        "--global-batch-size", required=True, type=positive, metavar="G", help="samples of all replicas in an iteration"
+    )
+    group.add_argument("--memory-gib", required=True, type=gibibytes, metavar="X", help="what one process may hold")
+    group = parser.add_argument_group("model", "as evenpipe train takes it")
+    for name in _MODEL:
+        field = TrainOptions.model_fields[name]
+        if field.annotation is bool:
+            group.add_argument(flag(name), action="store_true", default=SUPPRESS, help=field.description)
+        else:
+            help = f"{field.description} (default {field.default})"
+            group.add_argument(flag(name), default=SUPPRESS, metavar=name.upper()[:1], help=help)
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    group.add_argument("--picture", type=picture_file, metavar="P.png", help="draw the memory-limit curve as a PNG")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: Namespace) -> None:
+    options, samples = _plan(arguments)
+    memory = _profile(options)
+    limit_bytes = int(arguments.memory_gib * _GIB)
+    try:
+        found = candidates(memory, samples, limit_bytes, options.bpipe)
+    except PlanError as error:
+        raise UsageError(f"--memory-gib {arguments.memory_gib:g}: {error}") from error
+    peaks = [peak_bytes(memory, candidate, options.bpipe) for candidate in found]
+    title = f"{options.model}, {options.stages} stages, {samples} samples a replica, {arguments.memory_gib:g} GiB"
+    title += ", BPipe" if options.bpipe else ""
+    if arguments.picture:
+        _draw(arguments.picture, _limit(title, memory, samples, arguments.memory_gib, options.bpipe, found))
+    if arguments.json:
+        print(json.dumps(_document(found, peaks)))
+        return
+    console = Console()
+    console.print(title, style="bold", highlight=False)
+    console.print(_table(found, peaks))
+
+
+def _plan(arguments: Namespace) -> tuple[TrainOptions, int]:
+    """The checked options, and a replica's samples in an iteration."""
+    given = {name: value for name, value in vars(arguments).items() if name in (*_MODEL, "stages")}
+    try:
+        options = PlannedRun.of(**given)
+    except OptionsError as error:
+        raise UsageError(str(error)) from error
+    if options.stages == 1:
+        raise UsageError("--stages 1: one stage is no pipeline: use at least 2")
+    samples, replicas = arguments.global_batch_size, options.data_parallel
+    if samples % replicas:
+        raise UsageError(
+            f"--global-batch-size {samples}: not divisible by --data-parallel {replicas}: "
+            f"make it a multiple of {replicas}"
+        )
+    return options, samples // replicas
+
+
+def _profile(options: TrainOptions) -> tuple[StageMemory, ...]:
+    if find_spec("megatron") is None:
+        raise UsageError("megatron-core is not installed: pip install 'evenpipe[megatron]'")
+    try:
+        return stage_memory(options)
+    except ProfileError as error:
+        print(error.details, end="", file=sys.stderr)
+        print(f"evenpipe candidates: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _document(found: Sequence[Candidate], peaks: Sequence[tuple[int, ...]]) -> dict[str, object]:
+    listed = [
+        {**candidate._asdict(), "peak_bytes": list(stages)} for candidate, stages in zip(found, peaks, strict=True)
+    ]
+    return {"format": "evenpipe.candidates/1", "candidates": listed}
+
+
+def _table(found: Sequence[Candidate], peaks: Sequence[tuple[int, ...]]) -> Table:
+    table = Table("k", "b", "m", "peak GiB", "of each stage")
+    for candidate, stages in zip(found, peaks, strict=True):
+        each = " ".join(f"{peak / _GIB:.4g}" for peak in stages)
+        table.add_row(*map(str, candidate), f"{max(stages) / _GIB:.4g}", each)
+    return table
+
+
+def _limit(
+    title: str,
+    memory: Sequence[StageMemory],
+    samples: int,
+    limit_gib: float,
+    bpipe: bool,
+    found: Sequence[Candidate],
+) -> Limit:
+    """Every (k, b) up to one step beyond the candidates."""
+    divisors = [b for b in range(1, samples + 1) if samples % b == 0]
+    sizes = divisors[: divisors.index(found[0].b) + 2]
+    points = [Candidate(k, b, samples // b) for k in range(1, len(found) + 2) for b in sizes]
+    peaks = {(point.k, point.b): max(peak_bytes(memory, point, bpipe)) / _GIB for point in points}
+    return Limit(title, samples, peaks, limit_gib, {(candidate.k, candidate.b) for candidate in found})
+
+
+def _draw(path: Path, limit: Limit) -> None:
+    try:
+        draw_limit(path, limit)
+    except OSError as error:
+        raise UsageError(f"--picture {path}: {error.strerror}; choose a path that can be written") from error
