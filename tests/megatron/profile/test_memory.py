@@ -1,6 +1,7 @@
 """What is predicted on the meta device is what real training holds."""
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +12,16 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from evenpipe.megatron.profile import stage_memories
+from evenpipe.megatron.profile import PlannedRun, ProfileError, stage_memories, stage_memory
 from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.planner import Candidate, StageMemory, unit_bytes
 from evenpipe.planner.memory import saved_bytes
 
 sys.path.insert(0, str(Path(__file__).parent))
-from measured_memory import CASES, WORLD
+from measured_memory import CASES, FOUR, WORLD
 
+GPT3 = PlannedRun.of(layers=96, hidden=12288, heads=96, seq_length=2048, stages=8, tensor_parallel=2, data_parallel=32)
+DROPOUT = TrainOptions.of(**FOUR, dropout=0.1)
 SCRIPT = Path(__file__).with_name("measured_memory.py")
 
 pytestmark = [
@@ -40,8 +43,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def predicted() -> dict[str, tuple[StageMemory, ...]]:
-    found = stage_memories([TrainOptions.of(**case) for case in CASES.values()], "cpu")
-    return dict(zip(CASES, found, strict=True))
+    cases = {name: TrainOptions.of(**case) for name, case in CASES.items()}
+    cases |= {"GPT-3": GPT3, "dropout": DROPOUT}
+    return dict(zip(cases, stage_memories(list(cases.values()), "cpu"), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -75,3 +79,28 @@ def test_what_stays_is_what_is_predicted(
         samples = CASES[name].get("micro_batch_size", 1)
         accounted = stage.static_bytes + samples * (stage.workspace_bytes + last_input)
         assert 0 <= held["live"] - accounted <= 256, "a few numbers of the last step"
+
+
+def test_a_model_of_175_billion_parameters_takes_no_memory(predicted: dict[str, tuple[StageMemory, ...]]) -> None:
+    hidden, ranks = GPT3.hidden, GPT3.tensor_parallel
+    # Of each layer, what is cut into shards, and the biases and norms that every rank has whole.
+    layer = (12 * hidden**2 + 7 * hidden) // ranks + 6 * hidden
+    first, middle, *_ = predicted["GPT-3"]
+    assert middle.static_bytes == 12 * layer * (4 + 4 + 8)
+    assert first.static_bytes == middle.static_bytes + (256 // ranks + 2048) * hidden * 16
+    assert first.sample_bytes > 2**30
+    assert first.message_bytes == 2048 * hidden * 4
+    peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    assert peak_kib < 2 * 2**20
+
+
+def test_on_cuda_dropout_keeps_a_byte_an_element(predicted: dict[str, tuple[StageMemory, ...]]) -> None:
+    on_cuda, on_cpu = stage_memory(DROPOUT, "cuda")[1], predicted["dropout"][1]
+    elements = 2 * DROPOUT.seq_length * DROPOUT.hidden + DROPOUT.heads * DROPOUT.seq_length**2
+    assert on_cpu.sample_bytes - on_cuda.sample_bytes == 3 * elements
+
+
+def test_what_megatron_refuses_is_told_in_its_words() -> None:
+    with pytest.raises(ProfileError, match=r"the model cannot be profiled: \w+: ") as error:
+        stage_memory(TrainOptions.of(**FOUR).model_copy(update={"layers": 5}))
+    assert "Traceback" in error.value.details
