@@ -45,6 +45,11 @@ def add_to(commands: Commands) -> None:
         "--global-batch-size", required=True, type=positive, metavar="G", help="samples of all replicas in an iteration"
     )
     group.add_argument("--memory-gib", required=True, type=gibibytes, metavar="X", help="what one process may hold")
+    group.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="where it is to run: on CPU dropout's masks are larger (default: where evenpipe train would run here)",
+    )
     group = parser.add_argument_group("model", "as evenpipe train takes it")
     for name in _MODEL:
         field = TrainOptions.model_fields[name]
@@ -61,7 +66,7 @@ def add_to(commands: Commands) -> None:
 
 def _run(arguments: Namespace) -> None:
     options, samples = _plan(arguments)
-    memory = _profile(options)
+    memory = _profile(options, arguments.device)
     limit_bytes = int(arguments.memory_gib * _GIB)
     try:
         found = candidates(memory, samples, limit_bytes, options.bpipe)
@@ -98,11 +103,11 @@ def _plan(arguments: Namespace) -> tuple[TrainOptions, int]:
     return options, samples // replicas
 
 
-def _profile(options: TrainOptions) -> tuple[StageMemory, ...]:
+def _profile(options: TrainOptions, device: str | None) -> tuple[StageMemory, ...]:
     if find_spec("megatron") is None:
         raise UsageError("megatron-core is not installed: pip install 'evenpipe[megatron]'")
     try:
-        return stage_memory(options)
+        return stage_memory(options, device)
     except ProfileError as error:
         print(error.details, end="", file=sys.stderr)
         print(f"evenpipe candidates: {error}", file=sys.stderr)
