@@ -32,7 +32,7 @@ _TCP: Final = (
     "tcp_congestion_control=reno",
     "tcp_slow_start_after_idle=0",
     "tcp_no_metrics_save=1",
-    "tcp_rmem=4096 65536 65536",
+    "tcp_rmem=4096 32768 32768",
 )
 
 

@@ -10,17 +10,21 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 from emulated_network import INTERFACE, EmulatedNetwork
-from emulation import Accelerator, clock_ms, emulated_stage, over_wires
+from emulation import Accelerator, clock_ms, emulated_stage, over_wires, sleep_until
 
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Link, Program
 from evenpipe.tuner.links import Burst, measure_links
 
-__all__ = ["Compute", "EmulatedPipeline", "live_on"]
+__all__ = ["STAGES", "Compute", "EmulatedPipeline", "live_on", "message_bytes"]
+
+STAGES: Final = 4
 
 # Long enough for every process to have left the broadcast of the start.
 _START_DELAY_MS: Final = 20.0
+# Of what a link carries, the headers of Ethernet, IP and TCP left out.
+_GOODPUT: Final = 1448 / 1514
 _CPU: Final = torch.device("cpu")
 
 
@@ -30,6 +34,11 @@ class Compute(NamedTuple):
     forward_ms: float
     backward_ms: float
     message_bytes: int
+
+
+def message_bytes(mbit: int, transfer_ms: float) -> int:
+    """Of a message that takes so long on a link of that rate; whole floats."""
+    return int(mbit * 1e6 / 8 * _GOODPUT * transfer_ms / 1e3) // 4 * 4
 
 
 def live_on(network: EmulatedNetwork, node: int) -> None:
@@ -72,6 +81,11 @@ class EmulatedPipeline:
             {link: rounds[number][0] for measured in every for link, rounds in measured.items()}
             for number in range(len(bursts))
         ]
+
+    def rest(self, for_ms: float) -> None:
+        """All stages wait for each other, and so long."""
+        dist.barrier()
+        sleep_until(clock_ms() + for_ms)
 
     def close(self) -> None:
         """Close the links."""

@@ -13,7 +13,7 @@ from evenpipe.runtime.channel import Channel, Transfer
 from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.stage import ModuleStage
 
-__all__ = ["Accelerator", "clock_ms", "emulated_stage", "over_wires"]
+__all__ = ["Accelerator", "clock_ms", "emulated_stage", "over_wires", "sleep_until"]
 
 # A wait that took less found its message there already: posting, waking and Python take about so long.
 _NOTICEABLE_MS: Final = 0.3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import islice
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -31,17 +32,17 @@ def measure_links(
     """For each link between neighbours on which `stage` receives, per burst and round: milliseconds of a message.
 
     All stages of a pipeline call it, between batches; nothing is under way when it returns. Receives are posted ahead,
-    as in a batch, so that a message's time is its share of the burst's, end to end. All links of one direction are
-    measured at once, then all of the other, as a pipeline uses them: a round takes as long as all bursts do one after
-    the other, there and back, on the slowest link. Needs memory for two messages of the largest size.
+    as in a batch, so that a message's time is its share of the burst's, end to end. In a round all bursts follow each
+    other, on all links of one direction at once, then of the other, as a pipeline uses them. Needs memory for two
+    messages of the largest size.
     """
     probe = _Probe(connections, stage, stages, max((burst.nbytes for burst in bursts), default=1), device)
     latency_ms = probe.latencies_ms()
     found: dict[Link, list[list[float]]] = {link: [[] for _ in bursts] for link in latency_ms}
     for _ in range(rounds):
-        for number, burst in enumerate(bursts):
-            for link, taken_ms in (probe.burst_ms(True, burst) | probe.burst_ms(False, burst)).items():
-                found[link][number].append((latency_ms[link] + taken_ms) / burst.messages)
+        for link, taken_ms in (probe.round_ms(True, bursts) | probe.round_ms(False, bursts)).items():
+            for measured, burst, ms in zip(found[link], bursts, taken_ms, strict=True):
+                measured.append((latency_ms[link] + ms) / burst.messages)
     return {link: tuple(map(tuple, by_burst)) for link, by_burst in found.items()}
 
 
@@ -83,21 +84,26 @@ class _Probe:
                 found[into] = median(trips[1:]) / 2
         return found
 
-    def burst_ms(self, forwards: bool, burst: Burst) -> dict[Link, float]:
-        """Have all links of one direction carry `burst`; ms from its setting out to its end, where it arrives here."""
+    def round_ms(self, forwards: bool, bursts: Sequence[Burst]) -> dict[Link, list[float]]:
+        """Have all links of one direction carry `bursts`; ms of each where it arrives here, from its setting out."""
         into, out = (self._from_before, self._to_behind) if forwards else (self._from_behind, self._to_before)
         # All stages set out together: a token passes to the last one and comes back.
         self._wait(self._receive(self._from_before))
         self._wait(self._send(self._to_behind))
         self._wait(self._receive(self._from_behind))
-        self._wait(self._send(self._to_before))
-        arriving = [self._receive(into), *(self._receive(into, burst.nbytes) for _ in range(burst.messages))]
-        leaving = [self._send(out), *(self._send(out, burst.nbytes) for _ in range(burst.messages))]
-        self._wait(arriving[0])
-        start = time.perf_counter()
-        self._wait(*arriving[1:])
-        taken_ms = (time.perf_counter() - start) * 1e3
-        self._wait(*leaving)
+        returned = self._send(self._to_before)
+        arriving, leaving = [], []
+        for nbytes in (size for burst in bursts for size in (1, *(burst.nbytes,) * burst.messages)):
+            arriving.append(self._receive(into, nbytes))
+            leaving.append(self._send(out, nbytes))
+        taken_ms = []
+        messages = iter(arriving)
+        for burst in bursts:
+            self._wait(next(messages))
+            start = time.perf_counter()
+            self._wait(*islice(messages, burst.messages))
+            taken_ms.append((time.perf_counter() - start) * 1e3)
+        self._wait(returned, *leaving)
         return {} if into is None else {into: taken_ms}
 
     def _round_trip_ms(self, into: Link, out: Link, leads: bool) -> float:
