@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from evenpipe.config import EvenPipeConfig
 from evenpipe.megatron.script.adaptive.checks import why_one_size
-from evenpipe.megatron.script.folders import folder_of
-from evenpipe.megatron.training_supported import training_patch
+from evenpipe.megatron.script.hooks import save_patch, set_up_patch
 from evenpipe.upstream import Patch, PatchSet
 
 if TYPE_CHECKING:
@@ -82,7 +80,7 @@ class AdaptiveTraining:
             self._before = tuple(state["tuner"]["current"][:2])
             self.schedule.load_state_dict(state)
 
-    def save(self, iteration: int, folder: str, write: Callable[[], Any]) -> Any:
+    def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
         """Called by all ranks in the place of Megatron's saving, which is `write`."""
         from evenpipe.megatron.script.adaptive.checkpoint import save
 
@@ -137,44 +135,15 @@ def retune_line(retune: Retune, before: tuple[int, int] | None, seconds: float) 
 def adaptive_patches(training: Any) -> list[Patch]:
     """What :class:`AdaptiveTraining` applies; made without looking at what is installed."""
     return [
-        training_patch(
+        set_up_patch(
+            training,
             "model-and-optimizer",
-            "megatron.training.training:setup_model_and_optimizer",
-            functools.partial(_with_set_up, training=training),
             "--group-size auto: the first place that has model and optimizer, whose memory counts",
         ),
-        training_patch(
-            "save",
-            "megatron.training.checkpointing:save_checkpoint",
-            functools.partial(_with_state, training=training),
-            "--group-size auto: what has been measured and decided is saved beside what Megatron saves",
+        save_patch(
+            training, "--group-size auto: what has been measured and decided is saved beside what Megatron saves"
         ),
     ]
-
-
-def _with_set_up(original: Callable[..., Any], training: AdaptiveTraining) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        model, optimizer, scheduler = original(*args, **kwargs)
-        training.set_up(model, optimizer)
-        return model, optimizer, scheduler
-
-    return setup_model_and_optimizer
-
-
-def _with_state(original: Callable[..., Any], training: AdaptiveTraining) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        write, non_persistent = functools.partial(original, *args, **kwargs), given.arguments["non_persistent_ckpt"]
-        if non_persistent and training.args.non_persistent_ckpt_type == "local":
-            return write()  # no folder of all ranks
-        return training.save(given.arguments["iteration"], folder_of(training.args, non_persistent), write)
-
-    return save_checkpoint
 
 
 def _is_bert(model: Sequence[Any]) -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from evenpipe.megatron.script.folders import folder_of
+from evenpipe.megatron.script.hooks import save_patch, set_up_patch
 from evenpipe.megatron.script.two_buffered.answers import known_to_all
 from evenpipe.megatron.script.two_buffered.exit import ExitQuestions
 from evenpipe.megatron.script.two_buffered.log import StepLog
@@ -94,18 +93,10 @@ class TwoBufferedTraining:
 def two_buffered_patches(training: Any) -> list[Patch]:
     """What :class:`TwoBufferedTraining` applies; made without looking at what is installed."""
     return [
-        training_patch(
-            "two-versions",
-            "megatron.training.training:setup_model_and_optimizer",
-            functools.partial(_with_two_versions, training=training),
-            "2bw: the first place that has model and optimizer, with what was loaded",
+        set_up_patch(
+            training, "two-versions", "2bw: the first place that has model and optimizer, with what was loaded"
         ),
-        training_patch(
-            "save",
-            "megatron.training.checkpointing:save_checkpoint",
-            functools.partial(_with_both_versions, training=training),
-            "2bw: both weight versions are saved, when the submitted step is finished",
-        ),
+        save_patch(training, "2bw: both weight versions are saved, when the submitted step is finished"),
         training_patch(
             "exit",
             "megatron.training.training:checkpoint_and_decide_exit",
@@ -140,30 +131,6 @@ def _interrupting(original: Callable[..., Any], training: TwoBufferedTraining) -
         return original(*args, **kwargs)
 
     return interrupting
-
-
-def _with_two_versions(original: Callable[..., Any], training: TwoBufferedTraining) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        model, optimizer, scheduler = original(*args, **kwargs)
-        training.set_up(model, optimizer)
-        return model, optimizer, scheduler
-
-    return setup_model_and_optimizer
-
-
-def _with_both_versions(original: Callable[..., Any], training: TwoBufferedTraining) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        folder = folder_of(training.args, given.arguments["non_persistent_ckpt"])
-        write = functools.partial(original, *args, **kwargs)
-        return training.save(given.arguments["iteration"], given.arguments["model"], folder, write)
-
-    return save_checkpoint
 
 
 def _asked_in_the_background(original: Callable[..., Any], training: TwoBufferedTraining) -> Callable[..., Any]:

@@ -1,0 +1,65 @@
+"""Patches through which a script's training loop tells of its model and optimizer, and of every checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from evenpipe.megatron.script.folders import folder_of
+from evenpipe.megatron.training_supported import training_patch
+from evenpipe.upstream import Patch
+
+__all__ = ["Training", "save_patch", "set_up_patch"]
+
+
+class Training(Protocol):
+    """Who is told, on all ranks; `args` are Megatron's."""
+
+    args: Namespace
+
+    def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
+        """Megatron has made both, and loaded what was to be loaded; no optimizer with --skip-train."""
+
+    def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
+        """In the place of Megatron's saving, which is `write`, to a folder that is one for all ranks."""
+
+
+def set_up_patch(training: Training, name: str, reason: str) -> Patch:
+    """Calls `training.set_up`."""
+    replaced = functools.partial(_with_set_up, training=training)
+    return training_patch(name, "megatron.training.training:setup_model_and_optimizer", replaced, reason)
+
+
+def save_patch(training: Training, reason: str) -> Patch:
+    """Calls `training.save`, but for checkpoints that every node keeps for itself."""
+    replaced = functools.partial(_with_save, training=training)
+    return training_patch("save", "megatron.training.checkpointing:save_checkpoint", replaced, reason)
+
+
+def _with_set_up(original: Callable[..., Any], training: Training) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        model, optimizer, scheduler = original(*args, **kwargs)
+        training.set_up(model, optimizer)
+        return model, optimizer, scheduler
+
+    return setup_model_and_optimizer
+
+
+def _with_save(original: Callable[..., Any], training: Training) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        write, non_persistent = functools.partial(original, *args, **kwargs), given.arguments["non_persistent_ckpt"]
+        if non_persistent and training.args.non_persistent_ckpt_type == "local":
+            return write()
+        folder = folder_of(training.args, non_persistent)
+        return training.save(given.arguments["iteration"], given.arguments["model"], folder, write)
+
+    return save_checkpoint
