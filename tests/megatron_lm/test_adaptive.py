@@ -74,6 +74,6 @@ def test_too_little_memory_is_one_line(megatron_lm):
     run = launch(megatron_lm, "pretrain_gpt.py", processes, flags, check=False)
     assert run.returncode != 0
     [line] = [line for line in run.output.splitlines() if line.startswith("evenpipe: error: ")]
-    assert line.startswith("evenpipe: error: --memory-gib 0.01: no micro-batch fits into 0.01")
+    assert line.startswith("evenpipe: error: --memory-gib 0.01: no micro-batch size fits: stage 1 needs ")
     assert "give at least 0.0" in line
     assert "Traceback" not in run.output.partition(line)[0]
