@@ -167,7 +167,8 @@ def result(experiment: Experiment, record: Record) -> dict[str, Any]:
         tuned = min(retuned.iteration for retuned in record.retunes if begin <= retuned.iteration < end)
         took_ms = {name: median(every[tuned:end]) for name, every in record.iterations_ms.items()}
         best = min(fixed, key=lambda name: took_ms[name])
-        entry: dict[str, Any] = {"phase": phase.name, "from": begin, "tuned": tuned, "to": end}
+        entry: dict[str, Any] = {"phase": phase.name, "preempted": phase.preempted}
+        entry |= {"from": begin, "tuned": tuned, "to": end}
         entry |= {f"{name}_ms": ms for name, ms in took_ms.items()}
         phases.append(entry | {"best": best, "auto_compared": took_ms[AUTO] / took_ms[best]})
         begin = end

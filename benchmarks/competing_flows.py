@@ -58,7 +58,9 @@ class Traffic:
 
 
 def _carry(on: Any, flows: list[tuple[Flow, tuple[socket.socket, socket.socket]]]) -> None:
-    # It does not outlive the process that started it, however that ends.
+    # It ends when it is told to, and does not outlive the process that started it, however that ends.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     chunk, read = bytearray(_CHUNK), bytearray(1 << 20)
     targets = {target: None for _, (_, target) in flows}

@@ -37,29 +37,48 @@ emulated = pytest.mark.skipif(not may_make_namespaces(), reason="network namespa
 
 
 @emulated
-def test_groups_hide_messages_as_simulated_and_nothing_is_left() -> None:
+def test_groups_hide_messages_as_simulated_and_the_tuner_follows_the_network(tmp_path: Path) -> None:
     before = links()
+    # As a run leaves it that was killed.
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    subprocess.run(["ip", "netns", "add", f"evenpipe-{ended.pid}-0"], check=True)
+    picture = tmp_path / "throughput.png"
     finished = subprocess.run(
-        [sys.executable, SCRIPT, "--json", "--quick"], capture_output=True, text=True, timeout=120
+        [sys.executable, SCRIPT, "--json", "--quick", "--picture", picture], capture_output=True, text=True, timeout=120
     )
     assert finished.returncode == 0, finished.stderr
+    assert not namespaces()
+    assert links() == before
     shown = json.loads(finished.stdout)
     assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "preempted_network")
-    assert [entry["case"] for entry in shown["results"]] == ["half", "constant"]
-    for entry in shown["results"]:
+    half, constant, adaptive = shown["results"]
+    assert (half["case"], constant["case"], adaptive["case"]) == ("half", "constant", "adaptive")
+    for entry in (half, constant):
         assert len(entry["batches_ms"]["k1"]) == len(entry["batches_ms"]["k2"]) == 2
         # Sleepers are never faster than simulated ones; what others do on this machine makes them slower.
         assert -0.4 < entry["k2_simulated_error"] < 0.05
         # 1F1B waits for each message, pairs hide them; only where others keep the machine busy is it less.
         assert entry["best_speed_up"] > 1.05
-    half, constant = (entry["k1_message_ms"] for entry in shown["results"])
-    assert constant["forward 0"] > 1.5 * half["forward 0"]
-    assert links() == before
-    assert not namespaces()
+    assert constant["k1_message_ms"]["forward 0"] > 1.4 * half["k1_message_ms"]["forward 0"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    quiet, preempted, again = adaptive["retunes"]
+    assert [retuned["iteration"] for retuned in adaptive["retunes"]] == [0, 2, 4]
+    for retuned in adaptive["retunes"]:
+        estimates = retuned["estimates_ms"]
+        assert set(estimates) == {"k1b4", "k2b2", "k4b1"}
+        assert estimates[retuned["chosen"]] <= min(estimates.values()) / 0.98
+        assert retuned["took_ms"] > 0
+    for calm in (quiet, again):
+        assert preempted["estimates_ms"]["k1b4"] > 1.1 * calm["estimates_ms"]["k1b4"]
+    assert [len(every) for every in adaptive["iterations_ms"].values()] == [6] * 4
+    assert adaptive["totals_ms"]["auto"] > sum(adaptive["iterations_ms"]["auto"])
+    assert 0 < adaptive["retune_part_of_an_hour"] < 0.01
 
 
 @emulated
-def test_an_interrupted_run_leaves_nothing() -> None:
+@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing(told: signal.Signals) -> None:
     before = links()
     running = subprocess.Popen([sys.executable, SCRIPT, "--cases", "constant"], stderr=subprocess.DEVNULL)
     try:
@@ -68,8 +87,8 @@ def test_an_interrupted_run_leaves_nothing() -> None:
             time.sleep(0.1)
         assert namespaces()
         time.sleep(1.0)
-        running.send_signal(signal.SIGINT)
-        assert running.wait(timeout=30) == 130
+        running.send_signal(told)
+        assert running.wait(timeout=30) == 128 + told
     finally:
         running.kill()
         running.wait()

@@ -1,0 +1,27 @@
+"""Every link's messages are timed where they arrive, whichever stage comes late, and the links are left clean."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_each_link_is_measured_on_its_own_and_left_clean(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("link_cases.py")
+    run = subprocess.run([sys.executable, script, tmp_path], timeout=120, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    stages = [json.loads((tmp_path / f"stage-{stage}.json").read_text()) for stage in range(3)]
+    assert [set(measured) for measured, _ in stages] == [
+        {"backward 1"}, {"forward 0", "backward 2"}, {"forward 1"}
+    ]  # fmt: skip
+    measured = {link: by_burst for of_stage, _ in stages for link, by_burst in of_stage.items()}
+    for link, (single, triple) in measured.items():
+        assert len(single) == len(triple) == 2
+        if link == "backward 1":
+            # 4000 bytes at a time, or 1000.
+            assert 40 <= min(single) < 80
+            assert 10 <= min(triple) < 20
+        else:
+            assert 0 < min(single + triple) < 10
+    for _, follows in stages:
+        assert all(number == int(link.split()[1]) for link, number in follows.items())
