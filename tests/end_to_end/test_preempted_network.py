@@ -13,14 +13,11 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "preempted_network.py"
 
 
-def namespaces() -> list[str]:
-    """Those of the benchmark."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return [name for name in listed.split() if name.startswith("evenpipe-")]
-
-
-def links() -> str:
-    return subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=True).stdout
+def emulated_parts() -> set[str]:
+    """Namespaces of the benchmark's, and interfaces outside them."""
+    listed = [("netns", "list"), ("-brief", "link")]
+    shown = [subprocess.run(["ip", *which], capture_output=True, text=True, check=True).stdout for which in listed]
+    return {name for name in shown[0].split() if name.startswith("evenpipe-")} | set(shown[1].splitlines())
 
 
 def may_make_namespaces() -> bool:
@@ -38,7 +35,7 @@ emulated = pytest.mark.skipif(not may_make_namespaces(), reason="network namespa
 
 @emulated
 def test_groups_hide_messages_as_simulated_and_the_tuner_follows_the_network(tmp_path: Path) -> None:
-    before = links()
+    before = emulated_parts()
     # As a run leaves it that was killed.
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -48,8 +45,7 @@ def test_groups_hide_messages_as_simulated_and_the_tuner_follows_the_network(tmp
         [sys.executable, SCRIPT, "--json", "--quick", "--picture", picture], capture_output=True, text=True, timeout=120
     )
     assert finished.returncode == 0, finished.stderr
-    assert not namespaces()
-    assert links() == before
+    assert emulated_parts() == before
     shown = json.loads(finished.stdout)
     assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "preempted_network")
     half, constant, adaptive = shown["results"]
@@ -79,21 +75,20 @@ def test_groups_hide_messages_as_simulated_and_the_tuner_follows_the_network(tmp
 @emulated
 @pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_nothing(told: signal.Signals) -> None:
-    before = links()
+    before = emulated_parts()
     running = subprocess.Popen([sys.executable, SCRIPT, "--cases", "constant"], stderr=subprocess.DEVNULL)
     try:
         patience = time.monotonic() + 60
-        while not namespaces() and time.monotonic() < patience:
+        while emulated_parts() == before and time.monotonic() < patience:
             time.sleep(0.1)
-        assert namespaces()
+        assert emulated_parts() > before
         time.sleep(1.0)
         running.send_signal(told)
         assert running.wait(timeout=30) == 128 + told
     finally:
         running.kill()
         running.wait()
-    assert not namespaces()
-    assert links() == before
+    assert emulated_parts() == before
 
 
 def test_without_root_it_says_so_in_one_line() -> None:
