@@ -145,6 +145,11 @@ REFUSED = {
         {"rerun_mode": "report_determinism_stats"},
         "auto: --rerun-mode report_determinism_stats ",
     ),
+    "tuned, weights gathered": (
+        AUTO,
+        {"gtp_weight_remat_size": 2, "tensor_parallel_num_weight_shards": 4},
+        "auto: --tensor-parallel-num-weight-shards 4 keeps gathered weights ",
+    ),
     "tuned, packed": (AUTO, {"sft": True}, "--group-size auto: --sft packs sequences "),
     "experts": ({"bpipe": True}, {"num_experts": 8}, "--bpipe: --num-experts makes micro-batches differ"),
 }

@@ -58,6 +58,11 @@ def refused_arguments(args: Namespace) -> Iterator[Refusal]:
     for setting, reason in _REFUSED.items():
         if getattr(args, setting, None):
             yield Refusal(setting, "", reason, _REMEDY)
+    # Experts, which have shards of their own, are refused above.
+    if (getattr(args, "gtp_weight_remat_size", None) or 1) > 1:
+        shards = args.tensor_parallel_num_weight_shards
+        gathered = "keeps gathered weights where they are not counted, so that the memory of a stage is not known"
+        yield Refusal("tensor_parallel_num_weight_shards", f" {shards}", gathered, _REMEDY)
     if (captured := getattr(args, "cuda_graph_impl", None)) not in (None, "none"):
         yield Refusal("cuda_graph_impl", f" {captured}", _UNCOUNTED, _REMEDY)
     if (mode := getattr(args, "rerun_mode", None)) == "report_determinism_stats":
