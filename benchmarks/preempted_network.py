@@ -53,7 +53,7 @@ def main() -> None:
     add("--quick", action="store_true", help="only to see that it works: seconds instead of minutes")
     arguments = benchmark.parser.parse_args()
     if arguments.quick:
-        few = {"forward_ms": 15.0, "group_sizes": [2], "repeats": 2, "cases": ["half", "constant", ADAPTIVE]}
+        few = {"forward_ms": 15.0, "group_sizes": [2], "repeats": 1, "cases": ["half", "constant", ADAPTIVE]}
         benchmark.parser.set_defaults(**few, adaptive_forward_ms=15.0, interval=2, samples=16)
         arguments = benchmark.parser.parse_args()
     group_sizes = sorted({1, 2, *arguments.group_sizes})

@@ -51,7 +51,7 @@ def test_groups_hide_messages_as_simulated_and_the_tuner_follows_the_network(tmp
     half, constant, adaptive = shown["results"]
     assert (half["case"], constant["case"], adaptive["case"]) == ("half", "constant", "adaptive")
     for entry in (half, constant):
-        assert len(entry["batches_ms"]["k1"]) == len(entry["batches_ms"]["k2"]) == 2
+        assert len(entry["batches_ms"]["k1"]) == len(entry["batches_ms"]["k2"]) == 1
         # Sleepers are never faster than simulated ones; what others do on this machine makes them slower.
         assert -0.4 < entry["k2_simulated_error"] < 0.05
         # 1F1B waits for each message, pairs hide them; only where others keep the machine busy is it less.

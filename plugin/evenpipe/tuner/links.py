@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -36,7 +36,7 @@ def measure_links(
     other, on all links of one direction at once, then of the other, as a pipeline uses them. Needs memory for two
     messages of the largest size.
     """
-    probe = _Probe(connections, stage, stages, max((burst.nbytes for burst in bursts), default=1), device)
+    probe = _Probe(connections, stage, stages, max(burst.nbytes for burst in bursts), device)
     latency_ms = probe.latencies_ms()
     found: dict[Link, list[list[float]]] = {link: [[] for _ in bursts] for link in latency_ms}
     for _ in range(rounds):
@@ -50,8 +50,9 @@ class _Probe:
     """One stage's part.
 
     Times are taken where messages arrive: the clocks of two nodes cannot be compared, and an answer would share its way
-    back with whatever else goes there. A byte goes ahead of a burst; when it arrives, the burst has set out as long ago
-    as the link's latency, which is half of what a byte takes there and back.
+    back with whatever else goes there. A burst takes from the end of what came before it on the link, which is a
+    message that goes ahead of all bursts, until its own end; and the link's latency, which is half of what a byte takes
+    there and back.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class _Probe:
         return found
 
     def round_ms(self, forwards: bool, bursts: Sequence[Burst]) -> dict[Link, list[float]]:
-        """Have all links of one direction carry `bursts`; ms of each where it arrives here, from its setting out."""
+        """Have all links of one direction carry `bursts`; ms of each where it arrives here."""
         into, out = (self._from_before, self._to_behind) if forwards else (self._from_behind, self._to_before)
         # All stages set out together: a token passes to the last one and comes back.
         self._wait(self._receive(self._from_before))
@@ -93,18 +94,18 @@ class _Probe:
         self._wait(self._receive(self._from_behind))
         returned = self._send(self._to_before)
         arriving, leaving = [], []
-        for nbytes in (size for burst in bursts for size in (1, *(burst.nbytes,) * burst.messages)):
+        first = min(burst.nbytes for burst in bursts)
+        for nbytes in (first, *(burst.nbytes for burst in bursts for _ in range(burst.messages))):
             arriving.append(self._receive(into, nbytes))
             leaving.append(self._send(out, nbytes))
-        taken_ms = []
         messages = iter(arriving)
+        self._wait(next(messages))
+        ends = [time.perf_counter()]
         for burst in bursts:
-            self._wait(next(messages))
-            start = time.perf_counter()
             self._wait(*islice(messages, burst.messages))
-            taken_ms.append((time.perf_counter() - start) * 1e3)
+            ends.append(time.perf_counter())
         self._wait(returned, *leaving)
-        return {} if into is None else {into: taken_ms}
+        return {} if into is None else {into: [(end - start) * 1e3 for start, end in pairwise(ends)]}
 
     def _round_trip_ms(self, into: Link, out: Link, leads: bool) -> float:
         start = time.perf_counter()
