@@ -56,6 +56,12 @@ def main() -> None:
         few = {"forward_ms": 15.0, "group_sizes": [2], "repeats": 1, "cases": ["half", "constant", ADAPTIVE]}
         benchmark.parser.set_defaults(**few, adaptive_forward_ms=15.0, interval=2, samples=16)
         arguments = benchmark.parser.parse_args()
+    if arguments.samples % max(b for _, b in adaptive_phases.SIZES):
+        benchmark.parser.error(f"--samples {arguments.samples}: not a multiple of 4: give one that is")
+    if arguments.interval < 2:
+        benchmark.parser.error("--interval 1: the network has to change between two decisions: give at least 2")
+    if arguments.picture is not None and ADAPTIVE not in arguments.cases:
+        benchmark.parser.error(f"--picture: shows the adaptive case only: add {ADAPTIVE} to --cases")
     group_sizes = sorted({1, 2, *arguments.group_sizes})
     compute = fixed_groups.compute_of(arguments.forward_ms)
     cases = [case for case in CASES if case.name in arguments.cases]
