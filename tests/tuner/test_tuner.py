@@ -83,26 +83,32 @@ def test_an_hour_is_counted_in_iterations(monkeypatch):
     monkeypatch.setattr(tuner_module.time, "monotonic", lambda: now[0])
     tuner = Tuner(CANDIDATES, STAGES, False, TIMES, None)
     tuner.adopt(0, *tuner.decide(0))
-    # Before there were iterations, one is taken to be as long as its pipeline.
-    estimated_s = tuner.retunes[0].estimates_ms[tuner.current.name] / 1e3
-    first = next(iteration for iteration in range(10**6) if tuner.due(iteration))
-    assert first * estimated_s == pytest.approx(3600, rel=0.01)
-    now[0] += 2 * 3600
-    tuner.adopt(first, *tuner.decide(first))
-    measured_s = 7200 / first
-    assert not tuner.due(first + int(3600 / measured_s) - 1)
-    assert tuner.due(first + int(3600 / measured_s) + 1)
+    # Nobody knows yet what an iteration takes.
+    assert [tuner.due(iteration) for iteration in (1, 9, 10)] == [False, False, True]
+    now[0] += 25.0
+    tuner.adopt(10, *tuner.decide(10))
+    assert [tuner.due(10 + iterations) for iterations in (1, 1439, 1440)] == [False, False, True]
 
 
 def test_a_state_goes_on_as_the_tuner_would():
     tuner = tuned(60, tuned(0), 3)
     saved = json.loads(json.dumps(tuner.state_dict()))
     other = Tuner((), STAGES, False, {}, 3)
-    other.load_state_dict(saved)
+    other.load_state_dict(saved, 5)
     assert (other.current, other.candidates) == (tuner.current, tuner.candidates)
     assert [other.due(iteration) for iteration in range(9)] == [tuner.due(iteration) for iteration in range(9)]
     assert other.decide(6) == tuner.decide(6)
     assert other.state_dict() == tuner.state_dict()
+
+
+def test_a_shorter_interval_counts_from_the_resume():
+    tuner = tuned(0, tuned(0), 3)
+    saved = tuner.state_dict()
+    assert tuner.due(6)
+    for interval, first in ((1, 5), (2, 6), (9, 6), (None, 6)):
+        other = Tuner((), STAGES, False, {}, interval)
+        other.load_state_dict(saved, 4)
+        assert next(iteration for iteration in range(4, 20) if other.due(iteration)) == first
 
 
 @given(st.integers(1, 12), st.integers(0, 10))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
 from evenpipe.megatron.choice import in_place_of_megatron
+from evenpipe.megatron.device_queues import ONE_QUEUE, one_queue
 from evenpipe.megatron.process_groups import process_groups
 from evenpipe.megatron.refusals import refuse_unsupported
 from evenpipe.megatron.stage import Batch, MegatronStage
@@ -187,6 +189,11 @@ class PipelineSchedule:
             config.finalize_model_grads_func(list(batch.model), tokens, **extra)
         return stage.losses
 
+    @property
+    def _in_groups(self) -> bool:
+        """Whether receives are, or may be, posted several ahead on one link."""
+        return self.group_size > 1
+
     def _weights(self, chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
         """What is not an activation when autograd saves it."""
         return [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -198,6 +205,8 @@ class PipelineSchedule:
             self._model = chunks
             parameters = self._weights(chunks)
             device = parameters[0].device if parameters else torch.device(torch.cuda.current_device())
+            if self._in_groups and one_queue(device.type, os.environ):
+                raise ValueError(f"kfkb: {ONE_QUEUE}")
             backend = "nccl" if device.type == "cuda" else "gloo"
             ranks = dist.get_process_group_ranks(pipeline)
             connections = connect(ranks, len(chunks) > 1, self.bpipe, backend, device)

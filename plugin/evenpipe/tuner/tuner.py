@@ -20,6 +20,8 @@ HYSTERESIS: Final = 0.02
 _TIE: Final = 0.005
 #: Without an interval in iterations (the paper's experiments tune once an hour, §6.2.4).
 _INTERVAL_S: Final = 3600.0
+#: The first time, since nobody knows yet how long an iteration takes, and devices and network have just been woken up.
+_FIRST_INTERVAL: Final = 10
 #: More candidates than these are thinned out.
 _FEW: Final = 16
 _K_GROWTH: Final = 1.25
@@ -61,7 +63,7 @@ class Tuner:
         self._interval = interval
         self._windows: dict[tuple[str, Link], Window] = {}
         self._next = 0
-        self._since = (0, 0.0)
+        self._since: tuple[int, float | None] = (0, None)
         # All task orders live at once (§3.2.1); each is made and verified when it is first needed.
         self._program = cache(lambda k, m: lower(build("kfkb", stages, m, bpipe=bpipe, group_size=k)))
 
@@ -96,8 +98,7 @@ class Tuner:
             present = self.candidates.index(self.current)
             if estimates[smallest_k] > estimates[present] * (1 - HYSTERESIS):
                 chosen = self.current
-        chosen_ms = estimates[self.candidates.index(chosen)]
-        return chosen, estimates, iteration + self._iterations_between(iteration, chosen_ms)
+        return chosen, estimates, iteration + self._iterations_between(iteration)
 
     def adopt(self, iteration: int, chosen: Candidate, estimates_ms: Sequence[float], following: int) -> Retune:
         """Every rank's part: take over what rank 0 has decided."""
@@ -118,11 +119,16 @@ class Tuner:
             "message_ms": [[name, *link, window.samples] for (name, link), window in self._windows.items()],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the tuner did that gave `state`; retunes of before are not told again."""
+    def load_state_dict(self, state: Mapping[str, Any], iteration: int) -> None:
+        """Before `iteration`: go on as the tuner did that gave `state`, whose retunes are not told again.
+
+        An interval that is shorter than what is left of that tuner's counts from here.
+        """
         self.candidates = tuple(Candidate(*candidate) for candidate in state["candidates"])
         self.current = None if state["current"] is None else Candidate(*state["current"])
         self._next = state["next"]
+        if self._interval is not None:
+            self._next = min(self._next, iteration + self._interval)
         self._times = {int(b): StageTimes(*map(tuple, times)) for b, times in state["times"].items()}
         self._windows = {}
         for name, kind, source, target, samples in state["message_ms"]:
@@ -132,14 +138,14 @@ class Tuner:
         message_ms = {link: window.mean for (name, link), window in self._windows.items() if name == candidate.name}
         return estimate_ms(self.program(candidate), self._times[candidate.b], message_ms)
 
-    def _iterations_between(self, iteration: int, estimate_ms: float) -> int:
+    def _iterations_between(self, iteration: int) -> int:
         """Told in iterations, an hour needs no clock that all ranks agree on, and nobody to be asked in between."""
         if self._interval is not None:
             return self._interval
         before, at = self._since
-        # An iteration also steps the optimizer; before there were any, the pipeline alone is known.
-        seconds = (time.monotonic() - at) / (iteration - before) if iteration > before and at else estimate_ms / 1e3
-        return max(1, math.ceil(_INTERVAL_S / seconds)) if seconds else 1
+        if at is None or iteration == before:
+            return _FIRST_INTERVAL
+        return max(1, math.ceil(_INTERVAL_S * (iteration - before) / (time.monotonic() - at)))
 
 
 def worth_telling_apart(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

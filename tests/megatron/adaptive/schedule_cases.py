@@ -91,7 +91,7 @@ def adaptive(of: Learner, bpipe: bool, sizes: tuple[int, ...] | None = None, lim
 
 def switching(turns: tuple[tuple[int, int], ...], bpipe: bool, dropout: float) -> dict[str, Any]:
     """`turns` are decided for, one after the other; with what was predicted for each."""
-    from evenpipe.megatron.adaptive import preparation
+    from evenpipe.megatron.adaptive import schedule as module
     from evenpipe.planner import Candidate, peak_bytes
     from evenpipe.tuner.tuner import Tuner
 
@@ -100,18 +100,18 @@ def switching(turns: tuple[tuple[int, int], ...], bpipe: bool, dropout: float) -
     samples = SIZE * MICRO_BATCHES
     wanted = [Candidate(k, b, samples // b) for k, b in turns]
     # What is tested is how a run switches, not between what: under the memory-limit curve lie more than candidates.
-    decide, find = Tuner.decide, preparation.candidates
+    decide, find = Tuner.decide, module.candidates
 
     def decide_as_given(self: Tuner, iteration: int) -> tuple[Candidate, list[float], int]:
         _, estimates, following = decide(self, iteration)
         return wanted[iteration], estimates, following
 
     Tuner.decide = decide_as_given  # type: ignore[method-assign]
-    preparation.candidates = lambda *_: tuple(dict.fromkeys(wanted))  # type: ignore[assignment]
+    module.candidates = lambda *_: tuple(dict.fromkeys(wanted))  # type: ignore[assignment]
     try:
         found = train(of, schedule, 0, len(turns))
     finally:
-        Tuner.decide, preparation.candidates = decide, find  # type: ignore[method-assign]
+        Tuner.decide, module.candidates = decide, find  # type: ignore[method-assign]
     assert schedule.tuner is not None
     assert schedule.executor is not None
     saved = [stage._replace(static_bytes=0, message_bytes=0, workspace_bytes=0) for stage in schedule._memory]
@@ -169,19 +169,25 @@ def resumed() -> dict[str, Any]:
     schedule.close()
     later: AdaptiveSchedule = adaptive(of, False)
     later.load_state_dict(state)
+    later.iteration = 3
     found = train(of, later, 3, 1)
     after = later.state_dict()
     assert after is not None
     kept = ("format", "samples", "bpipe", "limit_bytes", "memory")
     found["kept"] = {name: state[name] == after[name] for name in kept}
     found["times"] = state["tuner"]["times"] == after["tuner"]["times"]
-    found["iterations"] = [state["iteration"], after["iteration"]]
+    found["next"] = [state["tuner"]["next"], after["tuner"]["next"], later.iteration]
     later.close()
-    other: AdaptiveSchedule = adaptive(of, True)
-    other.load_state_dict(state)
-    train(of, other, 4, 1)
-    found["of another pipeline"] = (other.state_dict() or {})["iteration"]
-    other.close()
+    found["anew"] = {}
+    for name, change in {"bpipe": {"bpipe": True}, "sizes": {"sizes": (2,)}, "memory": {}}.items():
+        other: AdaptiveSchedule = adaptive(of, **{"bpipe": False, **change})
+        heavier = [[2 * number for number in stage] for stage in state["memory"]]
+        other.load_state_dict(state | ({"memory": heavier} if name == "memory" else {}))
+        other.iteration = 4
+        train(of, other, 4, 1)
+        assert other.tuner is not None
+        found["anew"][name] = [retune.iteration for retune in other.tuner.retunes]
+        other.close()
     return found
 
 

@@ -110,5 +110,10 @@ def test_a_state_goes_on(ranks):
         resumed = report["resumed"]
         assert all(resumed["kept"].values())
         assert resumed["times"], "stages rehearsed again"
-        assert resumed["iterations"] == [3, 4]
-        assert resumed["of another pipeline"] == 1
+        assert resumed["next"] == [3, 4, 4], "a decision was due, and the next one counts from it"
+
+
+def test_a_state_of_another_run_is_not_gone_on_with(ranks):
+    """It decides anew before its first iteration, which has the number that it has in the run."""
+    for report in ranks:
+        assert report["resumed"]["anew"] == {"bpipe": [4], "sizes": [4], "memory": [4]}

@@ -63,7 +63,7 @@ def test_a_job_killed_before_it_was_moved_finds_it(one_rank, tmp_path):
         ({"micro_batch_size": 4}, LIMIT),
         ({"bpipe": True}, LIMIT),
         ({"recompute_modules": None}, LIMIT),
-        ({"check_for_spiky_loss": True}, LIMIT),
+        ({"tp_comm_overlap": True}, LIMIT),
         ({}, LIMIT - 1),
     ],
 )

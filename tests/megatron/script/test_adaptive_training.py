@@ -38,7 +38,6 @@ def test_megatron_is_told_of_the_size_for_the_time_of_a_batch():
         ({"eod_mask_loss": True, "calculate_per_token_loss": True}, None),
         ({"eod_mask_loss": True}, "--eod-mask-loss makes .*: add --calculate-per-token-loss$"),
         ({"tp_comm_overlap": True, "calculate_per_token_loss": True}, "--tp-comm-overlap has buffers of one "),
-        ({"mtp_num_layers": 1}, "--mtp-num-layers logs losses by Megatron's number of micro-batches$"),
     ],
 )
 def test_why_micro_batches_stay_as_they_are(others, said):

@@ -1,89 +1,81 @@
-"""Before the first batch: what every stage needs and takes, which candidates fit, and a tuner that knows them."""
+"""Before a run is tuned: what every stage needs, and what it takes for micro-batches of the sizes that there may be."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 from evenpipe.megatron.adaptive.given import Given
 from evenpipe.megatron.adaptive.rehearsal import Rehearsal, message_bytes, workspace_bytes
 from evenpipe.megatron.schedule import Call
-from evenpipe.planner import Candidate, StageMemory, StageTimes, candidates
+from evenpipe.planner import StageMemory, StageTimes
 from evenpipe.tuner.collective import highest_of_all
-from evenpipe.tuner.tuner import worth_telling_apart
 
-__all__ = ["Limits", "Preparation", "Prepared"]
-
-
-class Prepared(NamedTuple):
-    """The same on all ranks: memory by stage, the candidates that fit, and stage times by micro-batch size."""
-
-    memory: tuple[StageMemory, ...]
-    candidates: tuple[Candidate, ...]
-    times: dict[int, StageTimes]
-
-
-class Limits(NamedTuple):
-    """What a process needs besides activations, and what it may need in all; whether memory is levelled by BPipe."""
-
-    static_bytes: int
-    limit_bytes: int
-    bpipe: bool
+__all__ = ["Preparation"]
 
 
 class Preparation:
-    """Of one process, for calls of which `call_of` makes what is carried out; all ranks do the same, in step."""
+    """Rehearses batches like `given`, of which this process' loader has `loaded` (nothing where it reads nothing).
+
+    All ranks do the same, in step, and learn the same. `call_of` makes of arguments what is carried out.
+    """
 
     def __init__(
         self,
         rehearsal: Rehearsal,
+        given: Given,
+        loaded: Sequence[Any],
         call_of: Callable[..., Call],
         around_batch: Callable[[int], AbstractContextManager[Any]],
     ) -> None:
         self._rehearsal = rehearsal
+        self._given = given.reading(itertools.cycle(loaded) if given.source is not None else None)
         self._call_of = call_of
         self._around_batch = around_batch
+        pipeline = call_of(**given.arguments).pipeline
+        self._stage, self._stages = pipeline.rank(), pipeline.size()
 
-    def prepare(self, given: Given, loaded: Sequence[Any], sizes: Sequence[int], limits: Limits) -> Prepared:
-        """For batches like `given`, whose loader's micro-batches are `loaded` (if any), in micro-batches of `sizes`.
+    def memory(self, sizes: Sequence[int], static_bytes: int, limit_bytes: int) -> tuple[StageMemory, ...]:
+        """By stage: from the smallest of `sizes`, and from the next one to see what grows with samples.
 
-        Raises PlanError, on all ranks, where nothing fits.
+        What could not fit into `limit_bytes` is not tried: two micro-batches at a time, which show what is shared, or
+        the larger ones. Without them a micro-batch is taken to share nothing, and to save in proportion to its samples.
         """
-        reading = given.reading(itertools.cycle(loaded) if given.source is not None else None)
-        whole = self._call_of(**given.arguments)
-        stage, stages = whole.pipeline.rank(), whole.pipeline.size()
-        with self._rehearsal.without_a_trace(whole):
-            mine = self._memory(reading, sorted(sizes)[:2], limits.static_bytes)
-            memory = tuple(StageMemory(*map(int, row)) for row in self._of_all_stages([mine], stage, stages)[0])
-            fitting = candidates(memory, given.samples, limits.limit_bytes, limits.bpipe, sizes)
-            chosen = worth_telling_apart(fitting)
-            used = sorted({candidate.b for candidate in chosen})
-            tables = self._of_all_stages([self._times_ms(reading, b) for b in used], stage, stages)
-        times = {b: StageTimes(*zip(*table, strict=True)) for b, table in zip(used, tables, strict=True)}
-        return Prepared(memory, chosen, times)
+        smallest, *larger = sorted(sizes)[:2]
 
-    def _memory(self, reading: Given, sizes: Sequence[int], static_bytes: int) -> StageMemory:
-        """From the two smallest sizes, as what a micro-batch saves grows with its samples."""
-        saved = []
-        for size in sizes:
-            with self._around_batch(size):
-                call = self._call_of(**reading.in_micro_batches_of(size))
-                saved.append(self._rehearsal.saved_bytes(call))
-        smallest, largest = sizes[0], sizes[-1]
-        more = saved[-1].by_each - saved[0].by_each
-        by_sample = -(-more // (largest - smallest)) if largest > smallest else -(-saved[0].by_each // smallest)
-        fixed = saved[0].by_each - smallest * by_sample
-        message, workspace = message_bytes(call) // largest, -(-workspace_bytes() // largest)
-        return StageMemory(static_bytes, saved[0].shared, max(0, fixed), by_sample, message, workspace)
+        def fits(nbytes: int) -> bool:
+            """On no rank more than there is: all do it, or none."""
+            return bool(highest_of_all([static_bytes + nbytes - limit_bytes], self._rehearsal.device)[0] <= 0)
 
-    def _times_ms(self, reading: Given, size: int) -> tuple[float, float]:
+        with self._around_batch(smallest):
+            call = self._call_of(**self._given.in_micro_batches_of(smallest))
+            saved = self._rehearsal.saved_bytes(call, fits)
+        message, workspace = message_bytes(call) // smallest, -(-workspace_bytes() // smallest)
+        each, shared = saved.by_each, saved.shared
+        by_sample, fixed = -(-each // smallest), 0
+        if larger and fits(each * larger[0] // smallest):
+            with self._around_batch(larger[0]):
+                more = self._rehearsal.saved_by_one(self._call_of(**self._given.in_micro_batches_of(larger[0])))
+            by_sample = -(-(more - shared - each) // (larger[0] - smallest))
+            fixed = max(0, each - smallest * by_sample)
+        mine = StageMemory(static_bytes, shared, fixed, by_sample, message, workspace)
+        [rows] = self._of_all_stages([mine])
+        return tuple(StageMemory(*map(int, row)) for row in rows)
+
+    def times(self, sizes: Iterable[int]) -> dict[int, StageTimes]:
+        """Of micro-batches of each of `sizes`, which must fit."""
+        sizes = sorted(sizes)
+        tables = self._of_all_stages([self._times_ms(size) for size in sizes])
+        return {size: StageTimes(*zip(*table, strict=True)) for size, table in zip(sizes, tables, strict=True)}
+
+    def _times_ms(self, size: int) -> tuple[float, float]:
         with self._around_batch(size):
-            return self._rehearsal.times_ms(self._call_of(**reading.in_micro_batches_of(size)))
+            return self._rehearsal.times_ms(self._call_of(**self._given.in_micro_batches_of(size)))
 
-    def _of_all_stages(self, rows: Sequence[Sequence[float]], stage: int, stages: int) -> list[list[list[float]]]:
+    def _of_all_stages(self, rows: Sequence[Sequence[float]]) -> list[list[list[float]]]:
         """Every stage's rows: of all replicas and shards the highest numbers."""
-        table = [[row if at == stage else [0.0] * len(row) for at in range(stages)] for row in rows]
+        table = [[row if at == self._stage else [0.0] * len(row) for at in range(self._stages)] for row in rows]
         found: list[list[list[float]]] = highest_of_all(table, self._rehearsal.device)
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any, Final, NamedTuple
@@ -48,18 +48,32 @@ class Rehearsal:
         self._parameters = parameters
         self._release = release
 
-    def saved_bytes(self, call: Call) -> SavedBytes:
-        """Of a micro-batch of `call`; two are held at a time."""
+    def saved_bytes(self, call: Call, fits: Callable[[int], bool]) -> SavedBytes:
+        """Of micro-batches of `call`. Two are held at a time, if `fits` says so of their bytes; else one is all shares.
+
+        `fits` is asked by all ranks, with the first micro-batch held.
+        """
         store = ActivationStore(self._parameters, device=self.device)
         stage = self._stage(call)
-        for unit in (Unit(0), Unit(1)):
-            inputs = self._inputs(stage, call, unit)
-            with store.recording(unit):
-                stage.forward(unit, inputs)
-        first, second = store.nbytes(Unit(0)), store.nbytes(Unit(1))
-        for unit in (Unit(0), Unit(1)):
+        units = [Unit(0)]
+        self._forward(stage, call, store, units[0])
+        first = store.nbytes(units[0])
+        each = first
+        if fits(2 * first):
+            units.append(Unit(1))
+            self._forward(stage, call, store, units[1])
+            each = store.nbytes(units[1])
+        for unit in units:
             stage.backward(unit, self._gradients(stage, call, unit))
-        return SavedBytes(second, first - second)
+        return SavedBytes(each, first - each)
+
+    def saved_by_one(self, call: Call) -> int:
+        """Bytes that one micro-batch of `call` saves, with what it shares with others."""
+        store, stage, unit = ActivationStore(self._parameters, device=self.device), self._stage(call), Unit(0)
+        self._forward(stage, call, store, unit)
+        nbytes = store.nbytes(unit)
+        stage.backward(unit, self._gradients(stage, call, unit))
+        return nbytes
 
     def times_ms(self, call: Call) -> tuple[float, float]:
         """Medians of a forward and of a backward of a micro-batch of `call`; one is held at a time."""
@@ -80,6 +94,7 @@ class Rehearsal:
     @contextmanager
     def without_a_trace(self, call: Call) -> Iterator[None]:
         """Afterwards gradients are zero, and random numbers go on as if nothing had been drawn."""
+        parallel_state.get_global_memory_buffer().buffer.clear()  # it grows, but never shrinks
         device = self.device
         host, tracked = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -95,6 +110,11 @@ class Rehearsal:
             torch.cuda.set_rng_state(on_device, device)
         get_cuda_rng_tracker().set_states(tracked)
         torch.set_rng_state(host)
+
+    def _forward(self, stage: MegatronStage, call: Call, store: ActivationStore, unit: Unit) -> None:
+        inputs = self._inputs(stage, call, unit)
+        with store.recording(unit):
+            stage.forward(unit, inputs)
 
     def _stage(self, call: Call) -> MegatronStage:
         # One micro-batch more than are used: with the last one, replicas would begin to reduce gradients.

@@ -40,7 +40,8 @@ def _of_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Tens
         for group in optimizer.param_groups:
             yield from group["params"]
         for state in optimizer.state.values():
-            yield from (value for value in state.values() if torch.is_tensor(value))
+            # Counters of steps are numbers, in tensors of no dimension.
+            yield from (value for value in state.values() if torch.is_tensor(value) and value.dim())
 
 
 def _still_to_come(optimizer: torch.optim.Optimizer) -> int:

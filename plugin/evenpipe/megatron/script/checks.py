@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from evenpipe.config import EvenPipeConfig
+from evenpipe.megatron.device_queues import ONE_QUEUE, one_queue
 from evenpipe.megatron.refusals import refused_settings
 from evenpipe.megatron.script.adaptive.checks import refused_arguments as refused_with_tuning
 from evenpipe.megatron.script.errors import ArgumentError
@@ -120,6 +122,10 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...
             f"{asked}: --global-batch-size {args.global_batch_size} makes {batches} micro-batches, but interleaved "
             f"stages take groups of --pipeline-model-parallel-size {stages}: make it a multiple of "
             f"{stages * args.micro_batch_size * args.data_parallel_size}",
+        ),
+        _Rule(
+            config.group_size != 1 and one_queue("cuda" if torch.cuda.is_available() else "cpu", os.environ),
+            f"{group} {config.group_size}: {ONE_QUEUE}",
         ),
         _Rule(
             config.group_size == "auto" and config.memory_gib is None and not torch.cuda.is_available(),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Final, Protocol
 
-import torch
-
+from evenpipe.megatron.adaptive.limit import limit_bytes
 from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
 from evenpipe.megatron.adaptive.static_memory import static_bytes
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
@@ -21,6 +20,9 @@ from evenpipe.schedule import FORWARD, UPDATE, Action
 from evenpipe.upstream import PatchSet
 
 __all__ = ["Engine", "engine_for"]
+
+_GOES_ON: Final = "group and micro-batch sizes are gone on with"
+_ANEW: Final = "group and micro-batch sizes are chosen anew, as batches, memory or its limit are others"
 
 
 class Engine(Protocol):
@@ -115,14 +117,14 @@ class _EvenPipe(Observer):
 
 def _tuning(learner: Learner, note: Callable[[str], None]) -> Tuning:
     options, chunks, optimizer = learner.options, learner.replica.chunks, learner.optimizer
-    limit = torch.cuda.mem_get_info(learner.device)[1] if options.memory_gib is None else options.memory_gib * 2**30
     # Micro-batches of BERT count different numbers of tokens: cut anew, they would make another loss.
     cut = options.model == "gpt"
     return Tuning(
-        limit_bytes=int(limit),
+        limit_bytes=limit_bytes(options.memory_gib, learner.device),
         static_bytes=lambda: static_bytes(chunks, optimizer),
         interval=options.retune_interval,
         sizes=lambda _, size: None if cut else [size],
+        resumed=lambda goes_on: note(f"--load {options.load}: {_GOES_ON if goes_on else _ANEW}"),
         retuned=lambda retune, seconds: note(f"{retune}; links measured in {seconds:.1f} s"),
     )
 

@@ -46,7 +46,7 @@ def run_cases(cases: tuple[TrainOptions, ...], device_type: str, journal: str) -
     Never raises: an error is told in the journal, and ends the process with status 1.
     """
     _end_with_the_parent()
-    _environment(device_type)
+    _environment(device_type, any(options.tensor_parallel > 1 for options in cases))
     rank, folder = int(os.environ["RANK"]), Path(journal)
     sign_in(folder, rank)
     whereabouts = Whereabouts(0)
@@ -97,12 +97,13 @@ def _end_with_the_parent() -> None:
     threading.Thread(target=watch, name="evenpipe-parent", daemon=True).start()
 
 
-def _environment(device_type: str) -> None:
+def _environment(device_type: str, sharded: bool) -> None:
     # A signal must end a process even while it waits for a peer, where Python's handlers do not run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    # Megatron asks for one queue where tensors are sharded, kFkB for several.
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if sharded else "8"
     if device_type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     else:

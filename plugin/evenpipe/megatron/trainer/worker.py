@@ -52,6 +52,8 @@ def run_case(
         with engine_for(learner, whereabouts.stage, recorder, note) as engine:
             watched = Watched(learner, engine, recorder, whereabouts)
             first = load(learner, engine, dist.get_rank(), note)
+            if engine.adaptive is not None:
+                engine.adaptive.iteration = first
             try:
                 found = iterate(watched, first, _ending(watched, stop, host_group, tell), tell)
             except PlanError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from argparse import Namespace
@@ -44,8 +45,10 @@ def save(args: Namespace, iteration: int, folder: str, state: Any, write: Callab
         print(f" [evenpipe] {beside}: {error.strerror}: a resumed run will tune anew", flush=True)
         return write()
     result = write()
-    inside.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(beside, inside)
+    # It is found beside, too.
+    with contextlib.suppress(OSError):
+        inside.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(beside, inside)
     return result
 
 

@@ -15,6 +15,7 @@ _REMEDY: Final = "leave it out, or give --group-size a number"
 _DIFFER: Final = "makes micro-batches differ in what they save, so that the memory of groups is not known"
 _UNCOUNTED: Final = "keeps activations where they are not counted, so that the memory of groups is not known"
 _PACKED: Final = "packs sequences into micro-batches that cannot be cut by samples"
+_LOGGED: Final = "keeps figures of losses, of a rehearsal's too"
 _RESIZED: Final = "changes the samples of a batch, which are shared out among micro-batches once"
 
 _REFUSED = MappingProxyType(
@@ -36,15 +37,16 @@ _REFUSED = MappingProxyType(
         "dataloader_inter_document_masking": _PACKED,
         "hybrid_context_parallel": _PACKED,
         "perform_rl_step": _PACKED,
+        "mtp_num_layers": _LOGGED,
+        "dsa_indexer_loss_coeff": _LOGGED,
+        "check_for_spiky_loss": _LOGGED,
+        "te_rng_tracker": "draws random numbers that a rehearsal cannot put back",
         "export_kd_teacher_load": "gives micro-batches shapes of its own",
     }
 )
 _ONE_SIZE = MappingProxyType(
     {
         "tp_comm_overlap": "has buffers of one micro-batch size",
-        "mtp_num_layers": "logs losses by Megatron's number of micro-batches",
-        "dsa_indexer_loss_coeff": "logs losses by Megatron's number of micro-batches",
-        "check_for_spiky_loss": "compares the sums of micro-batches",
         "logits_load_dir": "reads a file for each micro-batch",
     }
 )

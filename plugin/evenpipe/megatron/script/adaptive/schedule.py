@@ -43,7 +43,7 @@ class ScriptSchedule(AdaptiveSchedule):
 
     def _train(self, **arguments: Any) -> list[Any]:
         # Megatron may run an iteration again, which is to be cut as before.
-        self._iteration = self._args.curr_iteration
+        self.iteration = self._args.curr_iteration
         if self._loss_weights is not None:
             arguments = arguments | {"data_iterator": _watched(self._loss_weights, arguments["data_iterator"])}
         try:
@@ -60,7 +60,7 @@ class ScriptSchedule(AdaptiveSchedule):
         if uneven and self._size != given and not self._warned:
             self._warned = True
             print(
-                f" [evenpipe] warning: from iteration {self._iteration} on samples count different tokens in the loss, "
+                f" [evenpipe] warning: from iteration {self.iteration} on samples count different tokens in the loss, "
                 f"which is not what it is with --micro-batch-size {given} alone: add --calculate-per-token-loss",
                 flush=True,
             )

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AdaptiveTraining", "adaptive_patches", "retune_line"]
 
-#: Of a GPU's memory; the rest goes to CUDA, to communicators, and to gaps between tensors.
-_FOR_TENSORS: Final = 0.9
 _UNEVEN: Final = "samples count different tokens in the loss: add --calculate-per-token-loss, if the script honours it"
 
 
@@ -47,6 +45,7 @@ class AdaptiveTraining:
         self._static_bytes: Callable[[], int] = int
         self._weights: LossWeights | None = None
         self._before: tuple[int, int] | None = None
+        self._one_size: str | None = None
         tuning = Tuning(
             limit_bytes=0,  # known when the devices are
             static_bytes=lambda: self._static_bytes(),
@@ -54,6 +53,7 @@ class AdaptiveTraining:
             sizes=self._sizes,
             around_batch=functools.partial(micro_batch_size, args),
             retuned=self._retuned,
+            resumed=self._resumed,
         )
         self.schedule: ScriptSchedule = ScriptSchedule(tuning, args, config.bpipe, observer, connected)
 
@@ -63,6 +63,9 @@ class AdaptiveTraining:
 
     def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
         """Called by all ranks when Megatron has made model and optimizer, and loaded what was to be loaded."""
+        import torch
+
+        from evenpipe.megatron.adaptive.limit import limit_bytes
         from evenpipe.megatron.adaptive.loss_weights import LossWeights
         from evenpipe.megatron.adaptive.static_memory import static_bytes
         from evenpipe.megatron.script.adaptive.checkpoint import resumed
@@ -73,9 +76,9 @@ class AdaptiveTraining:
         # BERT's loss is a mean over each micro-batch's tokens, whatever Megatron is told.
         per_token = self.args.calculate_per_token_loss and not _is_bert(model)
         self._weights = None if per_token or why_one_size(self.args) is not None else LossWeights()
-        limit_bytes = self._limit_bytes()
-        self.schedule.attach(limit_bytes, self._weights)
-        state = resumed(self.args, limit_bytes)
+        limit = limit_bytes(self._config.memory_gib, torch.device(torch.cuda.current_device()))
+        self.schedule.attach(limit, self._weights)
+        state = resumed(self.args, limit)
         if state is not None:
             self._before = tuple(state["tuner"]["current"][:2])
             self.schedule.load_state_dict(state)
@@ -87,19 +90,6 @@ class AdaptiveTraining:
         state = self.schedule.state_dict() if self.args.rank == 0 else None
         return write() if state is None else save(self.args, iteration, folder, state, write)
 
-    def _limit_bytes(self) -> int:
-        """The least that any rank has."""
-        import torch
-        import torch.distributed as dist
-
-        device = torch.device(torch.cuda.current_device())
-        if self._config.memory_gib is not None:
-            return int(self._config.memory_gib * 2**30)
-        _, total = torch.cuda.mem_get_info(device)
-        limit = torch.tensor([_FOR_TENSORS * total], dtype=torch.float64, device=device)
-        dist.all_reduce(limit, dist.ReduceOp.MIN)
-        return int(limit.item())
-
     def _sizes(self, loaded: Sequence[Any], given: int) -> Sequence[int] | None:
         import torch
 
@@ -108,8 +98,15 @@ class AdaptiveTraining:
             reason = _UNEVEN
         if reason is None:
             return None
-        _say(f"--group-size auto: micro-batches stay of --micro-batch-size {given} samples: {reason}")
+        if reason != self._one_size:
+            self._one_size = reason
+            _say(f"--group-size auto: micro-batches stay of --micro-batch-size {given} samples: {reason}")
         return [given]
+
+    def _resumed(self, goes_on: bool) -> None:
+        if not goes_on:
+            self._before = None
+            _say("--group-size auto: what was saved is of other batches or memory: tunes anew")
 
     def _retuned(self, retune: Retune, seconds: float) -> None:
         _say(retune_line(retune, self._before, seconds))
