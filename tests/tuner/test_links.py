@@ -21,9 +21,9 @@ def test_each_link_is_measured_on_its_own_and_left_clean(tmp_path: Path) -> None
             # 40 ms for 4000 bytes at a time, 10 ms for 1000; others may keep this machine busy.
             assert max(single) > 30
             assert max(triple) > 7
-            assert min(single) < 80
-            assert min(triple) < 20
+            assert min(single) < 200
+            assert min(triple) < 60
         else:
-            assert 0 < min(single + triple) < 10
+            assert 0 < min(single + triple) < 25
     for _, follows in stages:
         assert all(number == int(link.split()[1]) for link, number in follows.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -17,6 +18,8 @@ __all__ = ["highest_of_all", "retune"]
 
 #: Longer ones take no less for each message.
 _LONGEST_BURST: Final = 8
+#: What measuring may take, but for its first round: half a per cent of an hour.
+_LONGEST_S: Final = 18.0
 
 
 def retune(
@@ -36,14 +39,19 @@ def retune(
     candidates = tuner.candidates
     burst_of = {one: Burst(min(one.k, _LONGEST_BURST), message_bytes[one.b]) for one in candidates}
     bursts = sorted(set(burst_of.values()))
-    measured = measure_links(connections, stage, stages, bursts, WINDOW, device)
     links = pipeline_links(stages, wraps=False, bpipe=False)
-    nothing = ((0.0,) * WINDOW,) * len(bursts)
-    mine = [[measured.get(link, nothing)[number] for link in links] for number in range(len(bursts))]
-    taken_ms = dict(zip(bursts, highest_of_all(mine, device), strict=True))
-    for candidate in candidates:
-        for link, message_ms in zip(links, taken_ms[burst_of[candidate]], strict=True):
-            tuner.observe(candidate, link, message_ms)
+    nothing = ((0.0,),) * len(bursts)
+    began = time.monotonic()
+    for rounds in range(1, WINDOW + 1):
+        measured = measure_links(connections, stage, stages, bursts, 1, device)
+        mine = [[measured.get(link, nothing)[number] for link in links] for number in range(len(bursts))]
+        taken_ms = dict(zip(bursts, highest_of_all(mine, device), strict=True))
+        for candidate in candidates:
+            for link, message_ms in zip(links, taken_ms[burst_of[candidate]], strict=True):
+                tuner.observe(candidate, link, message_ms)
+        [spent_s] = highest_of_all([time.monotonic() - began], device)
+        if spent_s / rounds * (rounds + 1) > _LONGEST_S:
+            break
     decision = torch.zeros(len(candidates) + 2, dtype=torch.float64)
     if dist.get_rank() == 0:
         chosen, estimates, following = tuner.decide(iteration)

@@ -9,7 +9,8 @@ from typing import Final
 
 __all__ = ["WINDOW", "Window"]
 
-#: Samples that are averaged; a measurement brings as many, so that a network that has changed is believed at once.
+#: Samples that are averaged. A measurement brings as many, so that a network that has changed is believed at once, but
+#: for one that would take too long and brings fewer.
 WINDOW: Final = 5
 
 
