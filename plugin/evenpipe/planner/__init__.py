@@ -2,7 +2,7 @@
 
 from evenpipe.planner.candidates import Candidate, PlanError, candidates
 from evenpipe.planner.estimate import StageTimes, estimate_ms
-from evenpipe.planner.memory import StageMemory, peak_bytes, unit_bytes
+from evenpipe.planner.memory import StageMemory, peak_bytes, saved_peaks, unit_bytes
 
 __all__ = [
     "Candidate",
@@ -12,5 +12,6 @@ __all__ = [
     "candidates",
     "estimate_ms",
     "peak_bytes",
+    "saved_peaks",
     "unit_bytes",
 ]

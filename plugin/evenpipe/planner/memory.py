@@ -11,7 +11,7 @@ from evenpipe.simulate import Costs, simulate
 if TYPE_CHECKING:
     from evenpipe.planner.candidates import Candidate
 
-__all__ = ["StageMemory", "messages_at_once", "peak_bytes", "saved_bytes", "unit_bytes"]
+__all__ = ["StageMemory", "messages_at_once", "peak_bytes", "saved_bytes", "saved_peaks", "unit_bytes"]
 
 
 class StageMemory(NamedTuple):
@@ -42,14 +42,18 @@ def peak_bytes(memory: Sequence[StageMemory], candidate: Candidate, bpipe: bool 
     Saved activations at their peak, with what stays, and the messages that are under way beside them. What an operation
     takes only while it runs is not among it.
     """
-    b = candidate.b
-    saved = saved_bytes([unit_bytes(stage, b) for stage in memory], candidate, bpipe)
     peaks = []
-    for number, (stage, held) in enumerate(zip(memory, saved, strict=True)):
+    for number, (stage, saved) in enumerate(zip(memory, saved_peaks(memory, candidate, bpipe), strict=True)):
         messages = messages_at_once(len(memory), number, candidate)
-        beside = b * (stage.workspace_bytes + messages * stage.message_bytes)
-        peaks.append(stage.static_bytes + stage.shared_bytes + held + beside)
+        beside = candidate.b * (stage.workspace_bytes + messages * stage.message_bytes)
+        peaks.append(stage.static_bytes + saved + beside)
     return tuple(peaks)
+
+
+def saved_peaks(memory: Sequence[StageMemory], candidate: Candidate, bpipe: bool = False) -> tuple[int, ...]:
+    """Per stage, the most that one of its processes has saved for backwards in a batch under ``candidate``."""
+    saved = saved_bytes([unit_bytes(stage, candidate.b) for stage in memory], candidate, bpipe)
+    return tuple(stage.shared_bytes + held for stage, held in zip(memory, saved, strict=True))
 
 
 def saved_bytes(units: Sequence[int], candidate: Candidate, bpipe: bool = False) -> tuple[int, ...]:

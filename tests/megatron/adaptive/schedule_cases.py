@@ -92,7 +92,7 @@ def adaptive(of: Learner, bpipe: bool, sizes: tuple[int, ...] | None = None, lim
 def switching(turns: tuple[tuple[int, int], ...], bpipe: bool, dropout: float) -> dict[str, Any]:
     """`turns` are decided for, one after the other; with what was predicted for each."""
     from evenpipe.megatron.adaptive import schedule as module
-    from evenpipe.planner import Candidate, peak_bytes
+    from evenpipe.planner import Candidate, saved_peaks
     from evenpipe.tuner.tuner import Tuner
 
     of = learner(dropout)
@@ -114,9 +114,8 @@ def switching(turns: tuple[tuple[int, int], ...], bpipe: bool, dropout: float) -
         Tuner.decide, module.candidates = decide, find  # type: ignore[method-assign]
     assert schedule.tuner is not None
     assert schedule.executor is not None
-    saved = [stage._replace(static_bytes=0, message_bytes=0, workspace_bytes=0) for stage in schedule._memory]
     stage = schedule.executor.stage_index
-    found["predicted"] = [peak_bytes(saved, candidate, bpipe)[stage] for candidate in wanted]
+    found["predicted"] = [saved_peaks(schedule._memory, candidate, bpipe)[stage] for candidate in wanted]
     found["decided"] = [(retune.k, retune.b) for retune in schedule.tuner.retunes]
     schedule.close()
     return found

@@ -15,7 +15,7 @@ from evenpipe.megatron.adaptive.given import Given
 from evenpipe.megatron.adaptive.preparation import Preparation
 from evenpipe.megatron.adaptive.rehearsal import Rehearsal
 from evenpipe.megatron.schedule import Call, PipelineSchedule
-from evenpipe.planner import StageMemory, candidates, peak_bytes
+from evenpipe.planner import StageMemory, candidates, saved_peaks
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.tuner.collective import retune
 from evenpipe.tuner.tuner import Retune, Tuner, worth_telling_apart
@@ -94,8 +94,7 @@ class AdaptiveSchedule(PipelineSchedule):
     def predicted_saved_bytes(self) -> tuple[int, ...]:
         """Per stage, the most that the candidates save that have been decided for."""
         assert self.tuner is not None, "nothing has been tuned yet"
-        saved = [stage._replace(static_bytes=0, message_bytes=0, workspace_bytes=0) for stage in self._memory]
-        peaks = [peak_bytes(saved, candidate, self.bpipe) for candidate in self.tuner.used]
+        peaks = [saved_peaks(self._memory, candidate, self.bpipe) for candidate in self.tuner.used]
         return tuple(map(max, zip(*peaks, strict=True)))
 
     def _train(self, **arguments: Any) -> list[Any]:

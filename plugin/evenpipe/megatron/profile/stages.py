@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from evenpipe.megatron.adaptive.rehearsal import workspace_bytes
 from evenpipe.megatron.adaptive.static_memory import static_bytes
 from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.stage import Batch, MegatronStage
@@ -92,14 +93,9 @@ def _growth(learner: Learner, stage: int) -> _Growth:
     for number, samples in enumerate((1, 1, 2)):
         alive.append(_forward(learner, stage, store, Unit(number), samples))
         saved.append(store.nbytes(Unit(number)))
-        workspace.append(_workspace())
+        workspace.append(workspace_bytes())
     first, again, double = saved
     return _Growth(first - again, 2 * again - double, double - again, workspace[2] - workspace[1])
-
-
-def _workspace() -> int:
-    """Megatron keeps the largest attention scores that it has had to make."""
-    return sum(tensor.nbytes for tensor in parallel_state.get_global_memory_buffer().buffer.values())
 
 
 def _forward(learner: Learner, stage: int, store: ActivationStore, unit: Unit, samples: int) -> Any:

@@ -61,7 +61,8 @@ class ScriptSchedule(AdaptiveSchedule):
             self._warned = True
             print(
                 f" [evenpipe] warning: from iteration {self.iteration} on samples count different tokens in the loss, "
-                f"which is not what it is with --micro-batch-size {given} alone: add --calculate-per-token-loss",
+                f"which until the next decision is not what it is with --micro-batch-size {given} alone: add "
+                "--calculate-per-token-loss",
                 flush=True,
             )
 
