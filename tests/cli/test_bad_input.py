@@ -48,7 +48,7 @@ def options(changes: dict[str, str], *flags: str) -> list[str]:
         ({"--batches": "2"}, [], ["--batches 2", "1f1b flushes after every batch", "schedule 2bw"]),
         ({"--group-size": "2"}, [], ["--group-size 2", "1f1b groups no micro-batches", "schedule kfkb"]),
         ({"--schedule": "kfkb", "--group-size": "0"}, [], ["--group-size 0", "at least 1"]),
-        ({"--schedule": "kfkb", "--group-size": "auto"}, [], ["--group-size", "'auto'"]),
+        ({"--schedule": "kfkb", "--group-size": "auto"}, [], ["--group-size", "auto is chosen in a run"]),
         ({"--schedule": "kfkb", "--chunks": "2"}, [], ["--chunks 2", "only interleaved"]),
         ({"--picture": "/nowhere/p.png"}, [], ["--picture", "no folder /nowhere"]),
         ({"--picture": "p.svg"}, [], ["--picture", ".png"]),

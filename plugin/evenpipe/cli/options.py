@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from evenpipe.cli.parser import Parser, UsageError
-from evenpipe.cli.values import output_file, picture_file
+from evenpipe.cli.values import group_size, output_file, picture_file
 from evenpipe.megatron.trainer.options import in_flags
 from evenpipe.report import StageMemory, Timeline, perfetto_trace, write_atomically
 from evenpipe.report.picture import draw_comparison
@@ -32,7 +32,9 @@ def add_schedule_options(parser: Parser) -> None:
     group.add_argument("--stages", required=True, type=int, metavar="P", help="pipeline stages")
     group.add_argument("--micro-batches", required=True, type=int, metavar="M", help="micro-batches in a batch")
     group.add_argument("--chunks", type=int, default=1, metavar="V", help="model chunks a stage (interleaved only)")
-    group.add_argument("--group-size", type=int, default=1, metavar="K", help="micro-batches in a row (kfkb only)")
+    group.add_argument(
+        "--group-size", type=group_size, default=1, metavar="K", help="micro-batches in a row (kfkb only)"
+    )
     group.add_argument("--batches", type=int, metavar="N", help="batches without a flush between (2bw only; default 3)")
     group.add_argument("--bpipe", action="store_true", help="level the stages' memory by evicting to partner stages")
 

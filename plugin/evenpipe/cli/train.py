@@ -55,6 +55,7 @@ def _run(arguments: Namespace) -> None:
     plan = last_plan(options, result)
     prediction = predict(plan, result)
     title = title_of(replace(plan, batches=1), options.bpipe)
+    title += f" of {result.retunes[-1].b}" if result.retunes else ""
     _write_reports(arguments, result, prediction, title)
     if arguments.json:
         document = result.to_json()
@@ -84,6 +85,9 @@ def _table(result: RunResult, prediction: Simulation) -> Table:
         f"loss {result.losses[0]:.4f} to {result.losses[-1]:.4f} ({result.losses[-1].hex()}), "
         f"weights {result.weights_sha256[:16]}, {statistics.median(result.iteration_ms):,.0f} ms an iteration"
     )
+    if result.retunes:
+        chosen = ", ".join(f"k={one.k} b={one.b} from iteration {one.iteration + 1}" for one in result.retunes)
+        caption += f"; {chosen}"
     skipped = len(result.skipped_iterations)
     caption += f", {skipped} steps skipped" if skipped else ""
     if result.weight_versions_peak > 1:

@@ -7,7 +7,7 @@ import math
 import os
 from pathlib import Path
 
-__all__ = ["duration_ms", "durations_ms", "gibibytes", "output_file", "picture_file", "positive"]
+__all__ = ["duration_ms", "durations_ms", "gibibytes", "group_size", "output_file", "picture_file", "positive"]
 
 
 def duration_ms(text: str) -> float:
@@ -31,6 +31,16 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)
+
+
+def group_size(text: str) -> int:
+    """A whole number; what the schedule needs of it, the schedule says."""
+    if text == "auto":
+        raise argparse.ArgumentTypeError("auto is chosen in a run, by `evenpipe train` or a script; give a number")
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number; give one such as 2") from None
 
 
 def gibibytes(text: str) -> float:

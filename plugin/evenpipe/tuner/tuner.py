@@ -35,10 +35,6 @@ class Retune(NamedTuple):
     b: int
     estimates_ms: dict[str, float]
 
-    def __str__(self) -> str:
-        estimates = ", ".join(f"{name} {ms:,.0f}" for name, ms in self.estimates_ms.items())
-        return f"from iteration {self.iteration + 1} on k={self.k}, b={self.b}; estimates in ms: {estimates}"
-
 
 class Tuner:
     """One run's choice among `candidates`; every rank has one, and rank 0's decides.

@@ -58,13 +58,17 @@ REFUSED = [
     ),
     (
         {**KFKB, "group_size": 2, "retune_interval": 9},
-        "--retune-interval 9: --group-size 2 is not tuned: use --group-size auto, or leave --retune-interval out",
+        "--retune-interval 9: is for --group-size auto: use that, or leave --retune-interval out",
     ),
     (
         {"memory_gib": 0.5},
-        "--memory-gib 0.5: --group-size 1 is not tuned: use --group-size auto, or leave --memory-gib out",
+        "--memory-gib 0.5: is for --group-size auto: use that, or leave --memory-gib out",
     ),
     ({**KFKB, "memory_gib": "inf"}, "--memory-gib inf: must be a finite number"),
+    (
+        {**KFKB, "group_size": "auto", "memory_gib": 1, "fault_at": "1:B1"},
+        "--fault-at 1:B1: --group-size auto may make one micro-batch of a batch: name an action of micro-batch 0",
+    ),
     ({"tensor_parallel": 8}, "--tensor-parallel 8: more ranks than --heads 4: use at most 4"),
     ({"tensor_parallel": 3}, "--tensor-parallel 3: does not divide --heads 4: use a divisor of it"),
     ({"hidden": 130}, "--hidden 130: not divisible by --heads 4: make it a multiple of 4"),

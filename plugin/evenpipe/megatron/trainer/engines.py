@@ -9,6 +9,7 @@ from typing import Final, Protocol
 from evenpipe.megatron.adaptive.limit import limit_bytes
 from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
 from evenpipe.megatron.adaptive.static_memory import static_bytes
+from evenpipe.megatron.adaptive.told import Teller
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
 from evenpipe.megatron.trainer.follow import Follower, reporting_to
 from evenpipe.megatron.trainer.recorder import Recorder
@@ -125,7 +126,7 @@ def _tuning(learner: Learner, note: Callable[[str], None]) -> Tuning:
         interval=options.retune_interval,
         sizes=lambda _, size: None if cut else [size],
         resumed=lambda goes_on: note(f"--load {options.load}: {_GOES_ON if goes_on else _ANEW}"),
-        retuned=lambda retune, seconds: note(f"{retune}; links measured in {seconds:.1f} s"),
+        retuned=Teller(note).retuned,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from evenpipe.megatron.adaptive.static_memory import static_bytes
 from evenpipe.megatron.trainer.engines import Engine
 from evenpipe.megatron.trainer.gather import Found, Tuned, highest
 from evenpipe.megatron.trainer.options import TrainOptions
@@ -112,6 +113,7 @@ def _measured(learner: Learner, engine: Engine) -> StageMeasurement:
         parameter_bytes,
         0 if extra is None else extra.weight_version_bytes,
         0 if extra is None else extra.held_gradient_bytes,
+        static_bytes(learner.replica.chunks, learner.optimizer),
     )
 
 

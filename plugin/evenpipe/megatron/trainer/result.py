@@ -17,7 +17,8 @@ class StageMeasurement(NamedTuple):
     """One stage over all iterations: peaks of own plus accepted saved activations, and bytes evicted per iteration.
 
     `peak_live` counts units (micro-batch × model chunk). What follows are bytes of one process: its trainable
-    parameters in their own dtype, other versions of them, and gradients kept until their step.
+    parameters in their own dtype, other versions of them, gradients kept until their step; and, with all that the
+    optimizer keeps, whatever stays from batch to batch (`static_bytes`, the second version left out).
     """
 
     peak_live: int
@@ -26,6 +27,7 @@ class StageMeasurement(NamedTuple):
     parameter_bytes: int
     weight_version_bytes: int
     held_gradient_bytes: int
+    static_bytes: int
 
 
 @dataclass(frozen=True)

@@ -72,10 +72,7 @@ def _group_size_is_tuned(options: TrainOptions) -> None:
         return
     for name, given in (("--retune-interval", options.retune_interval), ("--memory-gib", options.memory_gib)):
         if given is not None:
-            raise ValueError(
-                f"{name} {given:g}: --group-size {options.group_size} is not tuned: "
-                f"use --group-size auto, or leave {name} out"
-            )
+            raise ValueError(f"{name} {given:g}: is for --group-size auto: use that, or leave {name} out")
 
 
 def _optimizer_knows_its_settings(options: TrainOptions) -> None:
@@ -123,6 +120,11 @@ def _fault_happens(options: TrainOptions) -> None:
         raise ValueError(
             f"--fault-at {options.fault_at}: no such action in this run: "
             "choose one that `evenpipe schedule` shows for that stage"
+        )
+    if options.group_size == "auto" and fault.action.micro_batch:
+        raise ValueError(
+            f"--fault-at {options.fault_at}: --group-size auto may make one micro-batch of a batch: name an action of "
+            "micro-batch 0"
         )
     if fault.kind == "nan" and fault.action.kind != FORWARD:
         raise ValueError(f"--fault-at {options.fault_at}: --fault-kind nan is of a forward: name one, such as 1:F3")

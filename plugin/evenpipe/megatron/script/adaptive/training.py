@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from evenpipe.megatron.schedule import PipelineSchedule
     from evenpipe.megatron.script.adaptive.schedule import ScriptSchedule
     from evenpipe.runtime.executor import Observer
-    from evenpipe.tuner.tuner import Retune
 
-__all__ = ["AdaptiveTraining", "adaptive_patches", "retune_line"]
+__all__ = ["AdaptiveTraining", "adaptive_patches"]
 
 _UNEVEN: Final = "samples count different tokens in the loss: add --calculate-per-token-loss, if the script honours it"
 
@@ -38,13 +37,14 @@ class AdaptiveTraining:
         connected: Callable[[PipelineSchedule], None],
     ) -> None:
         from evenpipe.megatron.adaptive.schedule import Tuning
+        from evenpipe.megatron.adaptive.told import Teller
         from evenpipe.megatron.script.adaptive.schedule import ScriptSchedule, micro_batch_size
 
         self.args = args
         self._config = config
         self._static_bytes: Callable[[], int] = int
         self._weights: LossWeights | None = None
-        self._before: tuple[int, int] | None = None
+        self._teller = Teller(_say)
         self._one_size: str | None = None
         tuning = Tuning(
             limit_bytes=0,  # known when the devices are
@@ -52,7 +52,7 @@ class AdaptiveTraining:
             interval=config.retune_interval,
             sizes=self._sizes,
             around_batch=functools.partial(micro_batch_size, args),
-            retuned=self._retuned,
+            retuned=self._teller.retuned,
             resumed=self._resumed,
         )
         self.schedule: ScriptSchedule = ScriptSchedule(tuning, args, config.bpipe, observer, connected)
@@ -80,7 +80,7 @@ class AdaptiveTraining:
         self.schedule.attach(limit, self._weights)
         state = resumed(self.args, limit)
         if state is not None:
-            self._before = tuple(state["tuner"]["current"][:2])
+            self._teller.before = tuple(state["tuner"]["current"][:2])
             self.schedule.load_state_dict(state)
 
     def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
@@ -105,28 +105,8 @@ class AdaptiveTraining:
 
     def _resumed(self, goes_on: bool) -> None:
         if not goes_on:
-            self._before = None
+            self._teller.before = None
             _say("--group-size auto: what was saved is of other batches or memory: tunes anew")
-
-    def _retuned(self, retune: Retune, seconds: float) -> None:
-        _say(retune_line(retune, self._before, seconds))
-        self._before = (retune.k, retune.b)
-
-
-def retune_line(retune: Retune, before: tuple[int, int] | None, seconds: float) -> str:
-    """What was decided, in place of (k, b) `before`, and what an iteration should take under each candidate."""
-    was = (
-        ""
-        if before is None
-        else " (as before)"
-        if before == (retune.k, retune.b)
-        else " (was k={}, b={})".format(*before)
-    )
-    estimates = ", ".join(f"{name} {ms:,.{1 if ms < 100 else 0}f} ms" for name, ms in retune.estimates_ms.items())
-    return (
-        f"iteration {retune.iteration + 1}: k={retune.k}, b={retune.b}{was}; estimates: {estimates}; "
-        f"links measured in {seconds:.1f} s"
-    )
 
 
 def adaptive_patches(training: Any) -> list[Patch]:
