@@ -44,6 +44,7 @@ SETTINGS = {
         "overlap_grad_reduce": True,
         "distributed_optimizer": True,
         "precision": "bf16",
+        "model": "bert",
     },
     "DP2 x PP2 interleaved, overlapped": {
         "stages": 2,
@@ -73,6 +74,8 @@ ENGINES = {
     "2F2B with BPipe": {"schedule": "kfkb", "group_size": 2, "bpipe": True},
     "3F3B": {"schedule": "kfkb", "group_size": 3},
     "8F8B": {"schedule": "kfkb", "group_size": 8},
+    # BERT's micro-batches keep their size, so that k alone is tuned, here before every iteration.
+    "tuned": {"schedule": "kfkb", "group_size": "auto", "memory_gib": 1.0, "retune_interval": 1},
 }
 THREE = ["megatron", "evenpipe", "bpipe"]
 RUNS = [(setting, engine) for setting in SETTINGS for engine in THREE] + [
@@ -83,6 +86,7 @@ RUNS = [(setting, engine) for setting in SETTINGS for engine in THREE] + [
     ("full recomputation with dropout", "2F2B"),
     ("DP2 x PP2, bf16, distributed", "3F3B"),
 ]
+TUNED = [("bert, dropout, selective", "tuned"), ("DP2 x PP2, bf16, distributed", "tuned")]
 
 
 def options(setting, engine):
@@ -92,12 +96,12 @@ def options(setting, engine):
 @pytest.fixture(scope="module")
 def results():
     """All runs; one set of processes a world size."""
-    runs = sorted(RUNS, key=lambda run: options(*run).world_size)
+    runs = sorted([*RUNS, *TUNED], key=lambda run: options(*run).world_size)
     return dict(zip(runs, run_cases([options(*run) for run in runs]), strict=True))
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(("setting", "engine"), [run for run in RUNS if run[1] != "megatron"])
+@pytest.mark.parametrize(("setting", "engine"), [run for run in (*RUNS, *TUNED) if run[1] != "megatron"])
 def test_same_losses_and_weights_as_megatron(setting, engine, results):
     reference, result = results[setting, "megatron"], results[setting, engine]
     assert [loss.hex() for loss in result.losses] == [loss.hex() for loss in reference.losses]
@@ -127,3 +131,13 @@ def test_predicted_peak_bytes_are_the_measured_ones(setting, engine, results):
     case, result = options(setting, engine), results[setting, engine]
     for predicted, measured in zip(predict(case.plan, result).stages, result.stages, strict=True):
         assert predicted.peak_bytes == pytest.approx(measured.peak_saved_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(("setting", "engine"), TUNED)
+def test_a_tuned_run_is_one_of_its_candidates(setting, engine, results):
+    case, result = options(setting, engine), results[setting, engine]
+    assert [retune.iteration for retune in result.retunes] == list(range(case.iterations))
+    assert {retune.b for retune in result.retunes} == {case.micro_batch_size}
+    assert all(f"k{retune.k}b{retune.b}" in retune.estimates_ms for retune in result.retunes)
+    measured = [stage.peak_saved_bytes for stage in result.stages]
+    assert measured == pytest.approx(result.predicted_saved_bytes, rel=0.02)

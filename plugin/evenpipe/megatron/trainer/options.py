@@ -85,7 +85,7 @@ class TrainOptions(BaseModel):
         None,
         gt=0,
         allow_inf_nan=False,
-        description="what --group-size auto may use on each device; a GPU's own, if left out",
+        description="what --group-size auto may use on each device; nine tenths of a GPU's, if left out",
     )
     engine: Literal["evenpipe", "megatron"] = Field(
         "evenpipe", description="who carries the schedule out: evenpipe | megatron (its own functions)"
