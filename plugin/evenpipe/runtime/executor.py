@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -75,10 +75,16 @@ class Executor:
 
         Raises what the stage raises; the links then hold half of a batch, so every later run raises RuntimeError.
         """
+        with self.batch(program, stage) as take:
+            for step in program.steps[self.stage_index]:
+                take(step)
+
+    @contextmanager
+    def batch(self, program: Program, stage: Stage) -> Iterator[Callable[[Step], None]]:
+        """The same for a caller who walks the steps of this stage: gives what carries out the next of them."""
         with self._batch():
             flow = Flow(self, program, stage)
-            for step in program.steps[self.stage_index]:
-                flow.take(step)
+            yield flow.take
             for message in program.drain[self.stage_index]:
                 flow.complete(message)
             self._assert_no_guests()

@@ -13,7 +13,7 @@ from evenpipe.megatron.cpu_mode.modules import (
     take_dataset_helpers_from_the_wheel,
 )
 from evenpipe.megatron.cpu_mode.scripts import script_patches
-from evenpipe.megatron.ending import apply_or_end
+from evenpipe.upstream.ending import apply_or_end
 from evenpipe.upstream.imports import when_imported
 
 __all__ = ["install_cpu_mode"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from evenpipe.megatron.cpu_mode.arguments import adapt_arguments, missing_package
 from evenpipe.megatron.cpu_mode.patching import no_gpu, patch
-from evenpipe.megatron.ending import end_job
+from evenpipe.upstream.ending import end_job
 from evenpipe.megatron.training_supported import TRAINING
 from evenpipe.upstream import PatchSet
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from evenpipe.config import EvenPipeConfig
 from evenpipe.megatron.apex import wrong_apex
-from evenpipe.megatron.ending import end_job
+from evenpipe.upstream.ending import end_job
 from evenpipe.megatron.script.checks import check
 from evenpipe.megatron.script.errors import ArgumentError
 from evenpipe.megatron.script.flags import config_from

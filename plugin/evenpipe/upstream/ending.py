@@ -7,7 +7,8 @@ import sys
 import time
 from typing import Final, NoReturn
 
-from evenpipe.upstream import PatchSet, UpstreamError
+from evenpipe.upstream.errors import UpstreamError
+from evenpipe.upstream.patches import PatchSet
 
 __all__ = ["apply_or_end", "end_job"]
 

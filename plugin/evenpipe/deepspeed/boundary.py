@@ -1,0 +1,61 @@
+"""What crosses from one stage to the next: tensors whose shapes and dtypes the sender tells once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Boundary", "differentiable", "tensors_of"]
+
+
+class Boundary:
+    """The input and the output of one stage's `engine`, as DeepSpeed's own protocol tells of them at the first forward.
+
+    Micro-batches all have the same: DeepSpeed's `dynamic_shape` is refused elsewhere.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._told: list[tuple[torch.Size, torch.dtype]] | None = None
+        self._input: Any = None
+
+    def tell(self, outputs: Any) -> None:
+        """At the sender, after each forward. Raises RuntimeError if it has changed."""
+        found = [(tensor.size(), tensor.dtype) for tensor in tensors_of(outputs)]
+        if self._told is None:
+            self._engine._send_tensor_meta(outputs, self._engine.next_stage)
+            self._told = found
+        elif self._told != found:
+            raise RuntimeError(
+                f"stage {self._engine.stage_id} hands {found} on where an earlier micro-batch had {self._told}: pad "
+                "micro-batches to one size, or leave the section evenpipe out"
+            )
+
+    def input_buffers(self) -> list[Tensor]:
+        """At the receiver: fresh tensors for one input; waits for the sender where it has not told yet.
+
+        No deadlock: a stage's first step posts the receive of its first input, and waits for nothing before it.
+        """
+        if self._input is None:
+            self._input = self._engine._recv_tensor_meta(self._engine.prev_stage)
+        return [
+            torch.empty(like.size(), dtype=like.dtype, device=like.device, requires_grad=like.is_floating_point())
+            for like in tensors_of(self._input)
+        ]
+
+    def as_input(self, tensors: Sequence[Tensor]) -> Any:
+        """`tensors` in the form that the stage before had them in: one tensor, or a tuple."""
+        return tuple(tensors) if isinstance(self._input, tuple) else tensors[0]
+
+
+def tensors_of(value: Any) -> tuple[Tensor, ...]:
+    """The tensors of a stage's input or output."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def differentiable(value: Any) -> list[Tensor]:
+    """Those of them that gradients come back for."""
+    return [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]

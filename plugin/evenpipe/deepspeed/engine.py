@@ -1,0 +1,83 @@
+"""DeepSpeed's pipeline engine with EvenPipe's schedules in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import TrainSchedule
+
+from evenpipe.deepspeed.boundary import Boundary
+from evenpipe.deepspeed.checkpointing import show_saved_tensors
+from evenpipe.deepspeed.lowering import ACTIONS, ProgramSchedule
+from evenpipe.deepspeed.refusals import refuse_unsupported
+from evenpipe.deepspeed.section import Section, section_of
+from evenpipe.deepspeed.stage import EngineStage
+from evenpipe.runtime.connections import connect
+from evenpipe.runtime.executor import Executor
+from evenpipe.schedule import Program, Step, build, lower
+
+__all__ = ["EvenPipeEngine"]
+
+
+class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
+    """The engine of a configuration with a section "evenpipe".
+
+    `train_batch` carries out a verified program of EvenPipe in the place of DeepSpeed's schedule; forward and backward
+    passes, what ends a batch, evaluation and checkpoints are DeepSpeed's own. `executor.counter` knows what this stage
+    holds if `executor.measure` is set.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        section = section_of(self._config._param_dict)
+        assert section is not None, "this engine is chosen by a section"
+        self.evenpipe: Section = section
+        refuse_unsupported(self)
+        if section.bpipe:
+            show_saved_tensors(self.module, self.global_rank)
+        self.executor = _executor(self, section)
+        self._boundary = Boundary(self)
+        self._schedules: dict[int, tuple[Program, ProgramSchedule]] = {}
+        self._take: Callable[[Step], None] | None = None
+
+    def reset_activation_shape(self) -> None:
+        """Micro-batches that follow have other shapes."""
+        super().reset_activation_shape()
+        self._boundary = Boundary(self)
+        self.executor.forget_sizes()
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        """EvenPipe's program in the place of DeepSpeed's training schedule; others, as for evaluation, as they are."""
+        if not isinstance(pipe_schedule, TrainSchedule):
+            super()._exec_schedule(pipe_schedule)
+            return
+        program, ours = self._schedule(pipe_schedule.micro_batches)
+        stage = EngineStage(self, self._boundary, ours.buffers)
+        with self.executor.batch(program, stage) as self._take:
+            super()._exec_schedule(ours)
+
+    def _schedule(self, micro_batches: int) -> tuple[Program, ProgramSchedule]:
+        if micro_batches not in self._schedules:
+            section = self.evenpipe
+            assert section.group_size != "auto"
+            program = lower(
+                build(section.name, self.num_stages, micro_batches, 1, section.bpipe, group_size=section.group_size)
+            )
+            self._schedules[micro_batches] = program, ProgramSchedule(program, self.stage_id)
+        return self._schedules[micro_batches]
+
+    def _exec_step(self, step: Step, buffer_id: int | None = None) -> None:
+        assert self._take is not None
+        self._take(step)
+
+    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, **dict.fromkeys(ACTIONS, _exec_step)}  # noqa: RUF012
+
+
+def _executor(engine: EvenPipeEngine, section: Section) -> Executor:
+    device = engine.device
+    ranks = [engine.grid.stage_to_global(stage) for stage in range(engine.num_stages)]
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    connections = connect(ranks, False, section.bpipe, backend, device)
+    return Executor(engine.stage_id, connections, device, engine.module.parameters(), measure=False)

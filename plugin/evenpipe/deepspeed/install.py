@@ -1,0 +1,99 @@
+"""Has `deepspeed.initialize` make EvenPipe's engine where the configuration has a section "evenpipe"."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from evenpipe.deepspeed.section import SectionError, section_of
+from evenpipe.deepspeed.supported import DEEPSPEED, ENGINE, INITIALIZE, expectations, recorded
+from evenpipe.schedule import ScheduleError
+from evenpipe.upstream import Patch, PatchSet, UpstreamError
+from evenpipe.upstream.ending import apply_or_end, end_job
+from evenpipe.upstream.imports import when_imported
+
+__all__ = ["engine_patches", "install", "start_patches"]
+
+
+def install() -> None:
+    """Prepare this process; neither DeepSpeed nor torch is imported for it.
+
+    A release of DeepSpeed that EvenPipe does not know ends the job with one line, where the section asks for EvenPipe.
+    """
+    when_imported("deepspeed", functools.partial(apply_or_end, start_patches()))
+
+
+def start_patches() -> PatchSet:
+    """What `install` applies."""
+    start = Patch(
+        name="initialize",
+        targets=(INITIALIZE,),
+        distribution=DEEPSPEED,
+        versions=recorded(INITIALIZE),
+        replacement=_reading_the_section,
+        reason="the first place that has both the configuration and the model",
+        rebinds=True,
+    )
+    return PatchSet("deepspeed", [start])
+
+
+def engine_patches() -> PatchSet:
+    """What is applied while `deepspeed.initialize` makes an engine with a section: all others are stock."""
+    engine = Patch(
+        name="engine",
+        targets=(ENGINE, "deepspeed:PipelineEngine"),
+        distribution=DEEPSPEED,
+        versions=recorded(ENGINE),
+        replacement=_evenpipe_engine,
+        reason="deepspeed.initialize has no way to be given another engine",
+    )
+    return PatchSet("deepspeed-engine", [engine], expectations())
+
+
+def _evenpipe_engine(original: Any) -> Any:
+    from evenpipe.deepspeed.engine import EvenPipeEngine
+
+    assert issubclass(EvenPipeEngine, original)
+    return EvenPipeEngine
+
+
+def _reading_the_section(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        config = _config(given)
+        try:
+            section = section_of(config) if config is not None else None
+            if section is None:
+                return original(*args, **kwargs)
+            _check_model(given.get("model"))
+            patches = engine_patches()
+            patches.apply()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                patches.revert()
+        except (SectionError, ScheduleError, UpstreamError) as error:
+            end_job(str(error))
+
+    return initialize
+
+
+def _config(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The configuration, from wherever `deepspeed.initialize` would take it; None where it would find none."""
+    from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+    places = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
+    found = next((place for place in places if place is not None), None)
+    loaded: Mapping[str, Any] | None = load_ds_config(found) if found is not None else None
+    return loaded
+
+
+def _check_model(model: Any) -> None:
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    kind = type(model)
+    if not isinstance(model, PipelineModule) or kind.__name__ == "DualPipeVModule":
+        raise SectionError("", f"{kind.__name__} is no PipelineModule with one part a stage: leave the section out")

@@ -1,0 +1,119 @@
+"""EvenPipe's program of one stage as a schedule of DeepSpeed's engine: one instruction an action."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from deepspeed.runtime.pipe import schedule
+
+from evenpipe.schedule import ACCEPT, BACKWARD, EVICT, FORWARD, LOAD, RETURN, Kind, Program, Step, Unit
+
+__all__ = [
+    "ACTIONS",
+    "AcceptActivations",
+    "Backward",
+    "EvictActivations",
+    "Forward",
+    "LoadActivations",
+    "ProgramSchedule",
+    "ReturnActivations",
+]
+
+
+class Forward(schedule.ForwardPass):  # type: ignore[misc]
+    """Wait for the input, compute, send the output; `step` says which messages are posted and waited for."""
+
+
+class Backward(schedule.BackwardPass):  # type: ignore[misc]
+    """Wait for the gradient, compute, send the input's gradient."""
+
+
+class EvictActivations(schedule.PipeInstruction):  # type: ignore[misc]
+    """At the evictor: start to send a micro-batch's saved activations to the partner stage."""
+
+
+class LoadActivations(schedule.PipeInstruction):  # type: ignore[misc]
+    """At the evictor: start to fetch them back."""
+
+
+class AcceptActivations(schedule.PipeInstruction):  # type: ignore[misc]
+    """At the acceptor, the other end of EvictActivations."""
+
+
+class ReturnActivations(schedule.PipeInstruction):  # type: ignore[misc]
+    """At the acceptor, the other end of LoadActivations."""
+
+
+_TRANSFERS: Mapping[Kind, Any] = MappingProxyType(
+    {EVICT: EvictActivations, LOAD: LoadActivations, ACCEPT: AcceptActivations, RETURN: ReturnActivations}
+)
+
+#: The instructions that carry a step of EvenPipe's program.
+ACTIONS = (Forward, Backward, *_TRANSFERS.values())
+
+
+class ProgramSchedule(schedule.PipeSchedule):  # type: ignore[misc]
+    """What `program` has stage `stage_id` do, and DeepSpeed's own end of a batch after it.
+
+    `buffers` has the pipeline buffer that each micro-batch uses from its forward to its backward.
+    """
+
+    def __init__(self, program: Program, stage_id: int) -> None:
+        super().__init__(program.schedule.micro_batches, program.schedule.stages, stage_id)
+        self._steps = tuple(_gradients_after_forwards(program.steps[stage_id]))
+        self.buffers: Mapping[Unit, int] = MappingProxyType(_buffers(self._steps))
+
+    def num_pipe_buffers(self) -> int:
+        """As many as micro-batches wait for their backward at once; evicted ones keep theirs."""
+        return max(self.buffers.values()) + 1
+
+    def steps(self) -> Iterator[list[Any]]:
+        """A list of instructions for each action, and one for the end of the batch."""
+        for step in self._steps:
+            yield list(self._instructions(step))
+        yield [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
+
+    def _instructions(self, step: Step) -> Iterator[Any]:
+        kind, unit = step.action.kind, step.action.unit
+        if kind == FORWARD:
+            if self.is_first_stage or self.is_last_stage:
+                yield schedule.LoadMicroBatch(self.buffers[unit])
+            yield Forward(self.buffers[unit], step=step)
+        elif kind == BACKWARD:
+            yield Backward(self.buffers[unit], step=step)
+        else:
+            yield _TRANSFERS[kind](step=step)
+
+
+def _gradients_after_forwards(steps: tuple[Step, ...]) -> Iterator[Step]:
+    """The same steps, with no gradient's receive posted before the forward whose outputs it is shaped like.
+
+    With few micro-batches a program posts some before that. Posted later, nothing but time can be lost.
+    """
+    forwarded: set[Unit] = set()
+    early: list[Any] = []
+    for step in steps:
+        post, still_early = [], []
+        for message in (*early, *step.post):
+            known = message.link.kind == "forward" or Unit(message.micro_batch, message.chunk) in forwarded
+            (post if known else still_early).append(message)
+        early = still_early
+        if step.action.kind == FORWARD:
+            forwarded.add(step.action.unit)
+        yield step._replace(post=tuple(post))
+
+
+def _buffers(steps: tuple[Step, ...]) -> dict[Unit, int]:
+    """The lowest buffer that is free at each micro-batch's forward."""
+    buffers: dict[Unit, int] = {}
+    in_use: set[int] = set()
+    for step in steps:
+        if step.action.kind == FORWARD:
+            lowest = next(number for number in range(len(in_use) + 1) if number not in in_use)
+            buffers[step.action.unit] = lowest
+            in_use.add(lowest)
+        elif step.action.kind == BACKWARD:
+            in_use.remove(buffers[step.action.unit])
+    return buffers

@@ -1,0 +1,58 @@
+"""What of DeepSpeed cannot be honoured, or does not work in DeepSpeed itself, said in one line."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from deepspeed.utils import logger
+
+from evenpipe.deepspeed.section import SectionError
+
+__all__ = ["refuse_unsupported"]
+
+
+class _Rule(NamedTuple):
+    broken: bool
+    line: str
+
+
+def refuse_unsupported(engine: Any) -> None:
+    """Raise SectionError for the first setting of an initialized engine that EvenPipe cannot honour; warn of others."""
+    for rule in _rules(engine):
+        if rule.broken:
+            raise SectionError("", rule.line)
+    if engine.gradient_clipping() > 0 and not (engine.bfloat16_enabled() or engine.fp16_enabled()):
+        if engine.global_rank == 0:
+            logger.warning(
+                f"evenpipe: gradient_clipping {engine.gradient_clipping()}: in fp32 DeepSpeed's norm counts the "
+                "parameters of the first stage only, with or without EvenPipe: use bf16, or clip nothing"
+            )
+
+
+def _rules(engine: Any) -> tuple[_Rule, ...]:
+    saving = engine._config.activation_checkpointing_config
+    hiding = [
+        option
+        for option in ("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing")
+        if getattr(saving, option, False)
+    ]
+    return (
+        _Rule(engine.num_stages < 2, "one stage is no pipeline: give PipelineModule at least 2, or leave it out"),
+        _Rule(
+            engine.module.dynamic_shape,
+            "PipelineModule(dynamic_shape=True) is not available yet: pad micro-batches to one size, or leave it out",
+        ),
+        _Rule(
+            engine.is_model_parallel,
+            "a topology with model parallelism is not available yet: use data and pipeline parallelism, or leave it out",
+        ),
+        _Rule(
+            engine.wall_clock_breakdown(),
+            "wall_clock_breakdown: its timers do not work in DeepSpeed's pipelines: leave one of them out",
+        ),
+        _Rule(
+            engine.evenpipe.bpipe and bool(hiding) and engine.module.activation_checkpoint_interval > 0,
+            f"activation_checkpointing.{hiding[0] if hiding else ''}: moves what bpipe would evict: leave one of them "
+            "out",
+        ),
+    )

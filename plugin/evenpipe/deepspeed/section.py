@@ -1,0 +1,106 @@
+"""The section "evenpipe" of DeepSpeed's configuration, checked."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pydantic import Field, ValidationError
+
+from evenpipe.config import EvenPipeConfig
+
+__all__ = ["NAME", "Section", "SectionError", "section_of"]
+
+NAME: Final = "evenpipe"
+
+# What Megatron's flags have and DeepSpeed's section has not.
+_NOT_HERE: Final = frozenset(("retune_interval", "memory_gib", "trace", "trace_iteration"))
+_SCHEDULES: Final = ("1f1b", "gpipe", "kfkb")
+
+
+class SectionError(ValueError):
+    """A key of the section that cannot be, or cannot be together with the rest; one line that begins with its path."""
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(f"{NAME}.{path}: {message}" if path else f"{NAME}: {message}")
+
+
+class Section(EvenPipeConfig):
+    """EvenPipe's settings, and what only DeepSpeed has to be told."""
+
+    partition: tuple[int, ...] | None = Field(
+        None,
+        description="the layers at which stages begin, and the number of layers: [0, 3, 5, 8] are three stages of the "
+        "layers 0-2, 3-4 and 5-7 (default: PipelineModule's partition_method)",
+    )
+
+    @property
+    def name(self) -> str:
+        """The schedule that is carried out."""
+        return self.schedule if self.schedule is not None else "1f1b"
+
+
+def section_of(config: Mapping[str, Any]) -> Section | None:
+    """The checked section of a DeepSpeed configuration; None where there is none. Raises SectionError."""
+    if NAME not in config:
+        return None
+    given = config[NAME]
+    if not isinstance(given, Mapping):
+        raise SectionError("", f"must be an object, such as {{\"schedule\": \"1f1b\"}}, not {json.dumps(given)}")
+    for key in given:
+        _check_key(key)
+    section = _validated(given)
+    _check_together(section)
+    return section
+
+
+def _check_key(key: str) -> None:
+    if key in _NOT_HERE:
+        raise SectionError(key, "not available with DeepSpeed yet: leave it out")
+    known = [setting for setting in Section.model_fields if setting not in _NOT_HERE]
+    if key not in known:
+        close = difflib.get_close_matches(key, known, n=1)
+        raise SectionError(key, f"unknown key, {f'did you mean {close[0]}?' if close else f'there are {_list(known)}'}")
+
+
+def _validated(given: Mapping[str, Any]) -> Section:
+    """Types as JSON has them: "2" is no number, and "yes" is no truth value."""
+    try:
+        return Section.model_validate_json(json.dumps(given), strict=True)
+    except ValidationError as error:
+        first, *others = error.errors()
+        said = [found["msg"] for found in (first, *others) if found["loc"][0] == first["loc"][0]]
+        plain = " or ".join(one.removeprefix("Value error, ").removeprefix("Input should be ") for one in said)
+        must = "must be " if said[0].startswith("Input should be ") else ""
+        # A setting of several types has them in its path, behind the key and the places in a list.
+        path = str(first["loc"][0]) + "".join(f"[{place}]" for place in first["loc"][1:] if isinstance(place, int))
+        raise SectionError(path, f"{must}{plain}, not {json.dumps(first['input'])}") from None
+
+
+def _check_together(section: Section) -> None:
+    if section.schedule not in (None, *_SCHEDULES):
+        raise SectionError(
+            "schedule", f"{section.schedule} is not available with DeepSpeed yet: choose one of {_list(_SCHEDULES)}"
+        )
+    if section.group_size == "auto":
+        raise SectionError("group_size", '"auto" is not available with DeepSpeed yet: give a number')
+    if section.group_size != 1 and section.schedule != "kfkb":
+        raise SectionError(
+            "group_size",
+            f'{section.group_size}: only the schedule kfkb runs micro-batches in groups: add "schedule": "kfkb", or '
+            "leave it out",
+        )
+    if section.bpipe and section.schedule == "gpipe":
+        raise SectionError(
+            "bpipe", "with the schedule gpipe all stages hold the same, so there is nothing to level: use 1f1b"
+        )
+    if section.pair_adjacent and not section.bpipe:
+        raise SectionError(
+            "pair_adjacent", 'only bpipe exchanges anything within a pair: add "bpipe": true, or leave it out'
+        )
+
+
+def _list(names: Any) -> str:
+    return ", ".join(names)

@@ -1,0 +1,69 @@
+"""DeepSpeed's forward and backward passes as the stage that EvenPipe's executor drives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenpipe.deepspeed.boundary import Boundary, differentiable, tensors_of
+from evenpipe.schedule import FORWARD, Kind, Unit
+
+__all__ = ["EngineStage"]
+
+
+class EngineStage:
+    """One batch on one stage of `engine`; `buffers` has the number of each micro-batch's pipeline buffer."""
+
+    def __init__(self, engine: Any, boundary: Boundary, buffers: Mapping[Unit, int]) -> None:
+        self._engine = engine
+        self._boundary = boundary
+        self._buffers = buffers
+        self._losses: dict[Unit, Any] = {}
+
+    def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
+        """Tensors like the input that the stage before told of, or like the unit's outputs, which are there by now."""
+        if kind == FORWARD:
+            return self._boundary.input_buffers()
+        outputs = differentiable(self._engine.pipe_buffers["outputs"][self._buffers[unit]])
+        return [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
+
+    def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
+        """DeepSpeed's forward pass. The last stage keeps the loss, since the engine has room for one only."""
+        engine, buffer = self._engine, self._buffers[unit]
+        if inputs is not None:
+            engine.pipe_buffers["inputs"][buffer] = self._boundary.as_input(inputs)
+        engine._exec_forward_pass(buffer)
+        if engine.is_last_stage():
+            self._losses[unit] = engine.loss
+            return []
+        outputs = engine.pipe_buffers["outputs"][buffer]
+        self._boundary.tell(outputs)
+        return list(tensors_of(outputs))
+
+    def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
+        """DeepSpeed's backward pass; lets go of all that the engine holds of the micro-batch."""
+        engine, buffer = self._engine, self._buffers[unit]
+        if gradients is None:
+            engine.loss = self._losses.pop(unit)
+        else:
+            one = isinstance(engine.pipe_buffers["outputs"][buffer], Tensor)
+            engine.grad_layer = gradients[0] if one else gradients
+        engine._exec_backward_pass(buffer)
+        results = [] if engine.is_first_stage() else _gradients(engine.pipe_buffers["inputs"][buffer])
+        engine.grad_layer = None
+        for of_kind in engine.pipe_buffers.values():
+            of_kind[buffer] = None
+        return results
+
+
+def _gradients(inputs: Any) -> list[Tensor]:
+    gradients = [tensor.grad for tensor in differentiable(inputs)]
+    if any(gradient is None for gradient in gradients):
+        raise RuntimeError(
+            "a floating-point input of a stage got no gradient, so the stage before would wait for it: use every one "
+            "of them in the stage, or hand on integers"
+        )
+    return gradients

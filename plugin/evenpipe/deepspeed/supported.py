@@ -1,0 +1,66 @@
+"""The releases of DeepSpeed that EvenPipe works with, and what it relies on in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from evenpipe.upstream import BUILTIN, Distribution, Expectation
+
+__all__ = ["DEEPSPEED", "ENGINE", "INITIALIZE", "expectations", "recorded"]
+
+DEEPSPEED = Distribution("deepspeed", version_at="deepspeed:__version__")
+INITIALIZE = "deepspeed:initialize"
+ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
+
+# Releases one by one: 0.18.5 to 0.19.3 scale the gradients of pipelines wrongly.
+_RELEASES = ("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")
+
+_MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
+_SCHEDULE = "deepspeed.runtime.pipe.schedule"
+_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
+
+_SIGNATURES: Mapping[str, str] = MappingProxyType(
+    {
+        INITIALIZE: (
+            "(args=None, model=None, optimizer=None, model_parameters=None, training_data=None, lr_scheduler=None, "
+            "distributed_port=29500, mpu=None, dist_init_required=None, collate_fn=None, config=None, mesh_param=None, "
+            "config_params=None)"
+        ),
+        ENGINE: "(has_bool_tensors=False, *super_args, **super_kwargs)",
+        # Where both ways to a schedule meet: `_train_schedule()` of 0.19.8, and `train_batch` itself before it.
+        f"{ENGINE}._exec_schedule": "(self, pipe_schedule)",
+        f"{ENGINE}._INSTRUCTION_MAP": BUILTIN,
+        f"{ENGINE}._exec_forward_pass": "(self, buffer_id)",
+        f"{ENGINE}._exec_backward_pass": "(self, buffer_id)",
+        f"{ENGINE}._send_tensor_meta": "(self, buffer, recv_stage)",
+        f"{ENGINE}._recv_tensor_meta": "(self, send_stage)",
+        f"{ENGINE}.reset_activation_shape": "(self)",
+        f"{_SCHEDULE}:PipeSchedule": "(micro_batches, stages, stage_id)",
+        f"{_SCHEDULE}:TrainSchedule": "(micro_batches, stages, stage_id)",
+        **{
+            f"{_SCHEDULE}:{instruction}": "(buffer_id, **kwargs)"
+            for instruction in ("BufferOpInstruction", "LoadMicroBatch", "ForwardPass", "BackwardPass")
+        },
+        **{
+            f"{_SCHEDULE}:{instruction}": "(**kwargs)"
+            for instruction in ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
+        },
+        f"{_MODULE}._precompute_checkpointable_values": "(self)",
+        f"{_CHECKPOINTING}:checkpoint": "(function, *args, **kwargs)",
+        f"{_CHECKPOINTING}:non_reentrant_checkpoint": "(function, *args)",
+    }
+)
+
+
+def recorded(symbol: str) -> Mapping[str, str]:
+    """The recorded signature of `symbol` in every supported release."""
+    return MappingProxyType(dict.fromkeys(_RELEASES, _SIGNATURES[symbol]))
+
+
+def expectations() -> list[Expectation]:
+    """All symbols that EvenPipe calls or overrides and does not replace."""
+    return [Expectation(symbol, DEEPSPEED, recorded(symbol)) for symbol in _SIGNATURES if symbol not in _REPLACED]
+
+
+_REPLACED = frozenset((INITIALIZE, ENGINE))

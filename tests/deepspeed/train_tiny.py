@@ -1,0 +1,186 @@
+"""Trains tiny transformers as PipelineModules with real DeepSpeed engines: several cases in one job, on CPU.
+
+torchrun ... train_tiny.py CASES.json OUT.json; a case is {"stages": p, "config": {..}, and what `Case` has}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import evenpipe.deepspeed  # noqa: F401  # isort: skip
+import deepspeed
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+VOCABULARY, HIDDEN, HEADS, SEQUENCE, MICRO_BATCH = 64, 32, 4, 16, 2
+
+
+class Case(NamedTuple):
+    """One training run."""
+
+    stages: int
+    config: dict[str, Any]
+    blocks: int = 6
+    steps: int = 3
+    tied: bool = False
+    pair: bool = False  # two tensors cross from stage to stage
+    checkpoint_interval: int = 0
+    dropout: float = 0.0
+    evaluate: bool = False
+    measure: bool = False
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCABULARY, HIDDEN) * 0.1)
+        self.position = nn.Parameter(torch.randn(SEQUENCE, HIDDEN) * 0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight) + self.position
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.first(x)).view(b, t, 3, HEADS, d // HEADS).permute(2, 0, 3, 1, 4)
+        mask = torch.full((t, t), float("-inf"), dtype=x.dtype).triu(1)
+        mixed = torch.softmax(q @ k.transpose(-1, -2) / (d // HEADS) ** 0.5 + mask, -1) @ v
+        x = x + F.dropout(self.out(mixed.transpose(1, 2).reshape(b, t, d)), self.dropout)
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class WithIntegers(nn.Module):
+    """Hands integers on beside the activations."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, given: Any) -> Any:
+        x, integers = given if isinstance(given, tuple) else (given, given)
+        return self.inner(x), integers + 1
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.weight = nn.LayerNorm(HIDDEN), nn.Parameter(torch.randn(VOCABULARY, HIDDEN) * 0.1)
+
+    def forward(self, x: Any) -> Tensor:
+        x = x[0] + x[1].sum() * 0 if isinstance(x, tuple) else x
+        return F.linear(self.norm(x), self.weight)
+
+
+def loss_of(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output.float().view(-1, VOCABULARY), labels.view(-1))
+
+
+def layers(case: Case) -> list[Any]:
+    def paired(kind: type[nn.Module], *args: Any) -> LayerSpec:
+        return LayerSpec(Paired, kind, *args) if case.pair else LayerSpec(kind, *args)
+
+    blocks = [paired(Block, case.dropout) for _ in range(case.blocks)]
+    if case.tied:
+        first = TiedLayerSpec("embedding", Embedding)
+        last = TiedLayerSpec("embedding", Embedding, forward_fn=lambda module, x: F.linear(x, module.weight))
+        return [first, *blocks, last]
+    return [paired(Embedding), *blocks, LayerSpec(Head)]
+
+
+class Paired(WithIntegers):
+    def __init__(self, kind: type[nn.Module], *args: Any) -> None:
+        super().__init__(kind(*args))
+
+
+def batches(replica: int, replicas: int, micro_batches: int) -> Any:
+    generator = torch.Generator().manual_seed(5)
+    while True:
+        tokens = torch.randint(0, VOCABULARY, (micro_batches, replicas, MICRO_BATCH, SEQUENCE + 1), generator=generator)
+        for number in range(micro_batches):
+            yield tokens[number, replica, :, :-1].contiguous(), tokens[number, replica, :, 1:].contiguous()
+
+
+def train(case: Case) -> dict[str, Any]:
+    net = PipelineModule(
+        layers(case),
+        num_stages=case.stages,
+        loss_fn=loss_of,
+        seed_layers=True,
+        base_seed=7,
+        partition_method="uniform",
+        activation_checkpoint_interval=case.checkpoint_interval,
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": 8,
+        "optimizer": {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}},
+        "steps_per_print": 1000,
+        **case.config,
+    }
+    given = list(net.parameters())
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=given, config=config)
+    torch.manual_seed(3 + engine.global_rank)
+    data = batches(engine.grid.data_parallel_id, engine.grid.data_parallel_size, engine.micro_batches)
+    if case.measure:
+        engine.executor.measure = True
+    losses = []
+    for _ in range(case.steps):
+        losses.append(float(engine.train_batch(data_iter=data)).hex())
+        if case.evaluate:
+            losses.append(float(engine.eval_batch(data_iter=data)).hex())
+    weights = {name: _digest(weight) for name, weight in net.named_parameters()}
+    found = {
+        "engine": type(engine).__name__,
+        "stage": engine.stage_id,
+        "replica": engine.grid.data_parallel_id,
+        "parts": net.parts,
+        "losses": losses,
+        "weights": weights,
+        "buffers": engine.num_pipe_buffers,
+        "checkpointed": sum(net.is_checkpointable_results),
+    }
+    if case.measure:
+        snapshot = engine.executor.counter.snapshot()
+        found |= {"peak_units": snapshot.peak_units, "peak_bytes": snapshot.peak_bytes, "left": snapshot.own_units}
+        found |= {"evicted_bytes": snapshot.evicted_bytes}
+    return found
+
+
+def _digest(weight: Tensor) -> str:
+    return hashlib.sha256(weight.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def main(cases: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    # DeepSpeed would compile a shared-memory all-reduce; gloo's does as well.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo")
+    results = []
+    for given in json.loads(cases.read_text()):
+        found = train(Case(**given))
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, found)
+        results.append(everybody)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
