@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import evenpipe.deepspeed  # noqa: F401  # isort: skip
@@ -45,7 +44,7 @@ class Embedding(nn.Module):
         self.position = nn.Parameter(torch.randn(SEQUENCE, HIDDEN) * 0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.weight) + self.position
+        return nn.functional.embedding(tokens, self.weight) + self.position
 
 
 class Block(nn.Module):
@@ -61,8 +60,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.first(x)).view(b, t, 3, HEADS, d // HEADS).permute(2, 0, 3, 1, 4)
         mask = torch.full((t, t), float("-inf"), dtype=x.dtype).triu(1)
         mixed = torch.softmax(q @ k.transpose(-1, -2) / (d // HEADS) ** 0.5 + mask, -1) @ v
-        x = x + F.dropout(self.out(mixed.transpose(1, 2).reshape(b, t, d)), self.dropout)
-        return x + self.down(F.gelu(self.up(self.second(x))))
+        x = x + nn.functional.dropout(self.out(mixed.transpose(1, 2).reshape(b, t, d)), self.dropout)
+        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
 
 
 class WithIntegers(nn.Module):
@@ -84,11 +83,11 @@ class Head(nn.Module):
 
     def forward(self, x: Any) -> Tensor:
         x = x[0] + x[1].sum() * 0 if isinstance(x, tuple) else x
-        return F.linear(self.norm(x), self.weight)
+        return nn.functional.linear(self.norm(x), self.weight)
 
 
 def loss_of(output: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(output.float().view(-1, VOCABULARY), labels.view(-1))
+    return nn.functional.cross_entropy(output.float().view(-1, VOCABULARY), labels.view(-1))
 
 
 def layers(case: Case) -> list[Any]:
@@ -98,9 +97,15 @@ def layers(case: Case) -> list[Any]:
     blocks = [paired(Block, case.dropout) for _ in range(case.blocks)]
     if case.tied:
         first = TiedLayerSpec("embedding", Embedding)
-        last = TiedLayerSpec("embedding", Embedding, forward_fn=lambda module, x: F.linear(x, module.weight))
+        last = TiedLayerSpec(
+            "embedding", Embedding, forward_fn=lambda module, x: nn.functional.linear(x, module.weight)
+        )
         return [first, *blocks, last]
     return [paired(Embedding), *blocks, LayerSpec(Head)]
+
+
+def _project(embedding: Any, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, embedding.weight)
 
 
 class Paired(WithIntegers):
@@ -125,6 +130,8 @@ def train(case: Case) -> dict[str, Any]:
         base_seed=7,
         partition_method="uniform",
         activation_checkpoint_interval=case.checkpoint_interval,
+        # The default function does not get through a layer whose input has no gradient.
+        checkpointable_layers=["Block"] if case.checkpoint_interval else None,
     )
     config = {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,

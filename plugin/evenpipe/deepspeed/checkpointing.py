@@ -15,8 +15,8 @@ __all__ = ["show_saved_tensors"]
 def show_saved_tensors(module: Any, rank: int) -> None:
     """Checkpoint the layers of a PipelineModule with torch's function in the place of DeepSpeed's.
 
-    DeepSpeed's keep the inputs of a checkpointed layer in attributes and closures, where nobody sees them; torch's saves
-    them as autograd does. A function of the user's own stays.
+    DeepSpeed's keep the inputs of a checkpointed layer in attributes and closures, where nobody sees them; torch's
+    saves them as autograd does. A function of the user's own stays.
     """
     if module.activation_checkpoint_func not in (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint):
         return
@@ -27,6 +27,6 @@ def show_saved_tensors(module: Any, rank: int) -> None:
         module._precompute_checkpointable_values()
         if rank == 0:
             logger.info(
-                "evenpipe: bpipe: activation checkpointing goes through torch.utils.checkpoint, as DeepSpeed's own hides "
-                "what it saves"
+                "evenpipe: bpipe: activation checkpointing goes through torch.utils.checkpoint, as DeepSpeed's own "
+                "hides what it saves"
             )

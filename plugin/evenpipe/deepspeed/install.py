@@ -20,7 +20,7 @@ __all__ = ["engine_patches", "install", "start_patches"]
 def install() -> None:
     """Prepare this process; neither DeepSpeed nor torch is imported for it.
 
-    A release of DeepSpeed that EvenPipe does not know ends the job with one line, where the section asks for EvenPipe.
+    A release of DeepSpeed that EvenPipe does not know ends the job with one line when it is imported.
     """
     when_imported("deepspeed", functools.partial(apply_or_end, start_patches()))
 
@@ -62,17 +62,22 @@ def _evenpipe_engine(original: Any) -> Any:
 def _reading_the_section(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        config = _config(given)
+        call = inspect.signature(original).bind(*args, **kwargs)
+        config = _config(call.arguments)
+        if config is None:
+            return original(*args, **kwargs)
         try:
-            section = section_of(config) if config is not None else None
+            section = section_of(config)
             if section is None:
                 return original(*args, **kwargs)
-            _check_model(given.get("model"))
             patches = engine_patches()
             patches.apply()
             try:
-                return original(*args, **kwargs)
+                # Imported here: it needs DeepSpeed, and to have been found to be as recorded.
+                from evenpipe.deepspeed.arrange import arrange
+
+                arrange(section, call.arguments)
+                return original(*call.args, **call.kwargs)
             finally:
                 patches.revert()
         except (SectionError, ScheduleError, UpstreamError) as error:
@@ -89,11 +94,3 @@ def _config(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     found = next((place for place in places if place is not None), None)
     loaded: Mapping[str, Any] | None = load_ds_config(found) if found is not None else None
     return loaded
-
-
-def _check_model(model: Any) -> None:
-    from deepspeed.runtime.pipe.module import PipelineModule
-
-    kind = type(model)
-    if not isinstance(model, PipelineModule) or kind.__name__ == "DualPipeVModule":
-        raise SectionError("", f"{kind.__name__} is no PipelineModule with one part a stage: leave the section out")

@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed.runtime.pipe import schedule
 
-from evenpipe.schedule import ACCEPT, BACKWARD, EVICT, FORWARD, LOAD, RETURN, Kind, Program, Step, Unit
+from evenpipe.schedule import ACCEPT, BACKWARD, EVICT, FORWARD, LOAD, RETURN, Kind, Message, Program, Step, Unit
 
 __all__ = [
     "ACTIONS",
@@ -93,9 +93,10 @@ def _gradients_after_forwards(steps: tuple[Step, ...]) -> Iterator[Step]:
     With few micro-batches a program posts some before that. Posted later, nothing but time can be lost.
     """
     forwarded: set[Unit] = set()
-    early: list[Any] = []
+    early: list[Message] = []
     for step in steps:
-        post, still_early = [], []
+        post: list[Message] = []
+        still_early: list[Message] = []
         for message in (*early, *step.post):
             known = message.link.kind == "forward" or Unit(message.micro_batch, message.chunk) in forwarded
             (post if known else still_early).append(message)

@@ -21,12 +21,12 @@ def refuse_unsupported(engine: Any) -> None:
     for rule in _rules(engine):
         if rule.broken:
             raise SectionError("", rule.line)
-    if engine.gradient_clipping() > 0 and not (engine.bfloat16_enabled() or engine.fp16_enabled()):
-        if engine.global_rank == 0:
-            logger.warning(
-                f"evenpipe: gradient_clipping {engine.gradient_clipping()}: in fp32 DeepSpeed's norm counts the "
-                "parameters of the first stage only, with or without EvenPipe: use bf16, or clip nothing"
-            )
+    in_fp32 = not (engine.bfloat16_enabled() or engine.fp16_enabled())
+    if in_fp32 and engine.gradient_clipping() > 0 and engine.global_rank == 0:
+        logger.warning(
+            f"evenpipe: gradient_clipping {engine.gradient_clipping()}: in fp32 DeepSpeed's norm counts the parameters "
+            "of the first stage only, with or without EvenPipe: use bf16, or clip nothing"
+        )
 
 
 def _rules(engine: Any) -> tuple[_Rule, ...]:
@@ -44,7 +44,7 @@ def _rules(engine: Any) -> tuple[_Rule, ...]:
         ),
         _Rule(
             engine.is_model_parallel,
-            "a topology with model parallelism is not available yet: use data and pipeline parallelism, or leave it out",
+            "a topology with model parallelism is not available yet: use data and pipeline parallelism only",
         ),
         _Rule(
             engine.wall_clock_breakdown(),

@@ -48,7 +48,7 @@ def section_of(config: Mapping[str, Any]) -> Section | None:
         return None
     given = config[NAME]
     if not isinstance(given, Mapping):
-        raise SectionError("", f"must be an object, such as {{\"schedule\": \"1f1b\"}}, not {json.dumps(given)}")
+        raise SectionError("", f'must be an object, such as {{"schedule": "1f1b"}}, not {json.dumps(given)}')
     for key in given:
         _check_key(key)
     section = _validated(given)
@@ -76,7 +76,7 @@ def _validated(given: Mapping[str, Any]) -> Section:
         must = "must be " if said[0].startswith("Input should be ") else ""
         # A setting of several types has them in its path, behind the key and the places in a list.
         path = str(first["loc"][0]) + "".join(f"[{place}]" for place in first["loc"][1:] if isinstance(place, int))
-        raise SectionError(path, f"{must}{plain}, not {json.dumps(first['input'])}") from None
+        raise SectionError(path, f"{json.dumps(first['input'])}: {must}{plain}") from None
 
 
 def _check_together(section: Section) -> None:

@@ -60,10 +60,12 @@ class EngineStage:
 
 
 def _gradients(inputs: Any) -> list[Tensor]:
-    gradients = [tensor.grad for tensor in differentiable(inputs)]
-    if any(gradient is None for gradient in gradients):
-        raise RuntimeError(
-            "a floating-point input of a stage got no gradient, so the stage before would wait for it: use every one "
-            "of them in the stage, or hand on integers"
-        )
+    gradients = []
+    for tensor in differentiable(inputs):
+        if tensor.grad is None:
+            raise RuntimeError(
+                "a floating-point input of a stage got no gradient, so the stage before would wait for it: use every "
+                "one of them in the stage, or hand on integers"
+            )
+        gradients.append(tensor.grad)
     return gradients

@@ -9,9 +9,9 @@ from typing import Any
 
 from evenpipe.megatron.cpu_mode.arguments import adapt_arguments, missing_package
 from evenpipe.megatron.cpu_mode.patching import no_gpu, patch
-from evenpipe.upstream.ending import end_job
 from evenpipe.megatron.training_supported import TRAINING
 from evenpipe.upstream import PatchSet
+from evenpipe.upstream.ending import end_job
 
 __all__ = ["script_patches"]
 

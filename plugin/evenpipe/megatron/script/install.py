@@ -9,9 +9,9 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
-from evenpipe.upstream.ending import apply_or_end
 from evenpipe.megatron.training_supported import training_patch
 from evenpipe.upstream import PatchSet
+from evenpipe.upstream.ending import apply_or_end
 from evenpipe.upstream.imports import when_imported
 
 __all__ = ["install", "script_patches"]

@@ -13,11 +13,11 @@ from typing import Any, Final
 
 from evenpipe.config import EvenPipeConfig
 from evenpipe.megatron.apex import wrong_apex
-from evenpipe.upstream.ending import end_job
 from evenpipe.megatron.script.checks import check
 from evenpipe.megatron.script.errors import ArgumentError
 from evenpipe.megatron.script.flags import config_from
 from evenpipe.upstream import UpstreamError
+from evenpipe.upstream.ending import end_job
 
 __all__ = ["start"]
 

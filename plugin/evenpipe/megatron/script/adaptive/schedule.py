@@ -9,10 +9,10 @@ from typing import Any
 
 from evenpipe.megatron.adaptive.loss_weights import LossWeights
 from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
-from evenpipe.upstream.ending import end_job
 from evenpipe.megatron.schedule import PipelineSchedule
 from evenpipe.planner import PlanError
 from evenpipe.runtime.executor import Observer
+from evenpipe.upstream.ending import end_job
 
 __all__ = ["ScriptSchedule", "micro_batch_size"]
 

@@ -1,0 +1,58 @@
+"""EvenPipe's programs as schedules of DeepSpeed's engine."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from evenpipe.deepspeed.lowering import EvictActivations, ProgramSchedule
+from evenpipe.schedule import BACKWARD, FORWARD, build, lower
+
+
+def _instructions(name: str, stages: int, micro_batches: int, stage: int, **more: object) -> list[str]:
+    program = lower(build(name, stages, micro_batches, **more))  # type: ignore[arg-type]
+    return [type(one).__name__ for step in ProgramSchedule(program, stage) for one in step]
+
+
+def test_a_stage_does_what_its_program_says_and_ends_as_deepspeed_does() -> None:
+    end = ["ReduceTiedGrads", "ReduceGrads", "OptimizerStep"]
+    first, last = ["LoadMicroBatch", "Forward"], ["Forward", "Backward"]
+    assert _instructions("1f1b", 3, 2, 0) == [*first, *first, "Backward", "Backward", *end]
+    assert _instructions("1f1b", 3, 2, 1) == [*["Forward"] * 2, *["Backward"] * 2, *end]
+    assert _instructions("1f1b", 3, 2, 2) == ["LoadMicroBatch", *last, "LoadMicroBatch", *last, *end]
+
+
+def test_pairs_trade_by_instructions_of_their_own() -> None:
+    evictor = _instructions("1f1b", 4, 8, 0, bpipe=True)
+    acceptor = _instructions("1f1b", 4, 8, 3, bpipe=True)
+    evictions = evictor.count(EvictActivations.__name__)
+    assert evictions > 0
+    assert evictions == evictor.count("LoadActivations")
+    assert evictions == acceptor.count("AcceptActivations") == acceptor.count("ReturnActivations")
+
+
+@pytest.mark.parametrize(("name", "held"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8] * 4), ("kfkb", [8, 6, 4, 2])])
+def test_a_stage_has_a_buffer_for_each_micro_batch_that_waits_for_its_backward(name: str, held: list[int]) -> None:
+    program = lower(build(name, 4, 8, group_size=2 if name == "kfkb" else 1))
+    assert [ProgramSchedule(program, stage).num_pipe_buffers() for stage in range(4)] == held
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+@pytest.mark.parametrize("group_size", [1, 2, 4])
+def test_a_gradient_is_awaited_only_when_the_forward_has_shown_what_it_is_like(
+    micro_batches: int, group_size: int
+) -> None:
+    program = lower(build("kfkb", 3, micro_batches, group_size=group_size))
+    for stage in range(3):
+        forwarded, posted = set(), set()
+        for instructions in ProgramSchedule(program, stage):
+            for step in (one.step for one in instructions if hasattr(one, "step")):
+                for message in step.post:
+                    posted.add(message)
+                    assert message.link.kind == "forward" or message.micro_batch in forwarded
+                assert {message for message in step.complete if message.link.target == stage} <= posted
+                if step.action.kind == FORWARD:
+                    forwarded.add(step.action.micro_batch)
+                elif step.action.kind == BACKWARD:
+                    assert step.action.micro_batch in forwarded

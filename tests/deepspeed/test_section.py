@@ -1,0 +1,68 @@
+"""The section "evenpipe" of DeepSpeed's configuration: one line with the path of the key for whatever cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from evenpipe.deepspeed.section import SectionError, section_of
+
+
+def test_without_a_section_there_is_nothing_to_do() -> None:
+    assert section_of({"train_batch_size": 8}) is None
+
+
+def test_values_have_the_types_of_json() -> None:
+    section = section_of({"evenpipe": {"schedule": "kfkb", "group_size": 2, "bpipe": True, "partition": [0, 3, 5]}})
+    assert section is not None
+    assert (section.name, section.group_size, section.bpipe, section.partition) == ("kfkb", 2, True, (0, 3, 5))
+
+
+def test_an_empty_section_is_1f1b() -> None:
+    section = section_of({"evenpipe": {"partition": None, "pair_adjacent": None}})
+    assert section is not None
+    assert (section.name, section.bpipe, section.partition, section.pair_adjacent) == ("1f1b", False, None, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"group_sise": 2}, "evenpipe.group_sise: unknown key, did you mean group_size?"),
+        (
+            {"colour": 2},
+            "evenpipe.colour: unknown key, there are schedule, bpipe, group_size, pair_adjacent, partition",
+        ),
+        ({"group_size": "2"}, "evenpipe.group_size: \"2\": must be a valid integer or 'auto'"),
+        ({"bpipe": "yes"}, 'evenpipe.bpipe: "yes": must be a valid boolean'),
+        ({"schedule": "1f1"}, 'evenpipe.schedule: "1f1": unknown schedule, did you mean 1f1b?'),
+        ({"partition": [0, "a"]}, 'evenpipe.partition[1]: "a": must be a valid integer'),
+        (True, 'evenpipe: must be an object, such as {"schedule": "1f1b"}, not true'),
+        ({"trace": "t.json"}, "evenpipe.trace: not available with DeepSpeed yet: leave it out"),
+        (
+            {"schedule": "2bw"},
+            "evenpipe.schedule: 2bw is not available with DeepSpeed yet: choose one of 1f1b, gpipe, kfkb",
+        ),
+        (
+            {"schedule": "kfkb", "group_size": "auto"},
+            'evenpipe.group_size: "auto" is not available with DeepSpeed yet: give a number',
+        ),
+        (
+            {"group_size": 2},
+            'evenpipe.group_size: 2: only the schedule kfkb runs micro-batches in groups: add "schedule": "kfkb", '
+            "or leave it out",
+        ),
+        (
+            {"schedule": "gpipe", "bpipe": True},
+            "evenpipe.bpipe: with the schedule gpipe all stages hold the same, so there is nothing to level: use 1f1b",
+        ),
+        (
+            {"pair_adjacent": True},
+            'evenpipe.pair_adjacent: only bpipe exchanges anything within a pair: add "bpipe": true, or leave it out',
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_path(given: Any, line: str) -> None:
+    with pytest.raises(SectionError) as refused:
+        section_of({"evenpipe": given})
+    assert str(refused.value) == line
