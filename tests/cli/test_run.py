@@ -104,3 +104,21 @@ def test_a_missing_script_is_one_line():
         "evenpipe run: error: no/such/pretrain_gpt.py: No such file or directory: "
         "name the script to run, such as pretrain_gpt.py"
     ]
+
+
+def test_with_deepspeed_the_script_and_its_children_are_as_ever(script):
+    path = script(
+        """
+        import json, multiprocessing, sys
+
+        def work():
+            return __name__
+
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                child = pool.apply(work)
+            print(json.dumps([sys.argv, "evenpipe.deepspeed" in sys.modules, "torch" in sys.modules, child]))
+        """
+    )
+    done = run(path, "--local_rank", "0", before=["--deepspeed"])
+    assert json.loads(done.stdout) == [[path, "--local_rank", "0"], True, False, "__mp_main__"], done.stderr

@@ -54,7 +54,8 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
             super()._exec_schedule(pipe_schedule)
             return
         program, ours = self._schedule(pipe_schedule.micro_batches)
-        stage = EngineStage(self, self._boundary, ours.buffers)
+        evicts = program.schedule.evictions[self.stage_id] > 0
+        stage = EngineStage(self, self._boundary, ours.buffers, evicts)
         with self.executor.batch(program, stage) as self._take:
             super()._exec_schedule(ours)
 

@@ -15,12 +15,16 @@ __all__ = ["EngineStage"]
 
 
 class EngineStage:
-    """One batch on one stage of `engine`; `buffers` has the number of each micro-batch's pipeline buffer."""
+    """One batch on one stage of `engine`; `buffers` has the number of each micro-batch's pipeline buffer.
 
-    def __init__(self, engine: Any, boundary: Boundary, buffers: Mapping[Unit, int]) -> None:
+    Where the stage `evicts`, autograd's saved tensors are all recorded, and what the engine keeps beside them is freed.
+    """
+
+    def __init__(self, engine: Any, boundary: Boundary, buffers: Mapping[Unit, int], evicts: bool) -> None:
         self._engine = engine
         self._boundary = boundary
         self._buffers = buffers
+        self._evicts = evicts
         self._losses: dict[Unit, Any] = {}
 
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
@@ -41,7 +45,14 @@ class EngineStage:
             return []
         outputs = engine.pipe_buffers["outputs"][buffer]
         self._boundary.tell(outputs)
-        return list(tensors_of(outputs))
+        handed_over = [output.detach() for output in tensors_of(outputs)]
+        if self._evicts:
+            # The engine computed with a clone of the input, of which only the gradient is still needed; of an output
+            # only its place in the graph is. What has none may be anybody's, such as a mask that a layer keeps.
+            computed = [output for output in tensors_of(outputs) if output.grad_fn is not None]
+            for tensor in (*(inputs or ()), *computed):
+                _free(tensor)
+        return handed_over
 
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         """DeepSpeed's backward pass; lets go of all that the engine holds of the micro-batch."""
@@ -57,6 +68,11 @@ class EngineStage:
         for of_kind in engine.pipe_buffers.values():
             of_kind[buffer] = None
         return results
+
+
+def _free(tensor: Tensor) -> None:
+    """Give up the memory of `tensor` and keep its shape, which backward passes look at."""
+    tensor.data = tensor.new_empty(()).expand(tensor.shape)
 
 
 def _gradients(inputs: Any) -> list[Tensor]:

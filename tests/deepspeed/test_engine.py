@@ -1,0 +1,101 @@
+"""Real DeepSpeed engines with EvenPipe's schedules train as stock ones do, bit for bit, and hold less."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+_BF16 = {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
+_ZERO = {"zero_optimization": {"stage": 1}}
+
+# Stages, what DeepSpeed is told, the model; and the sections that are compared with a run without one.
+_RUNS: list[tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = [
+    (
+        4,
+        {},
+        {},
+        [
+            {"schedule": "1f1b"},
+            {"schedule": "gpipe"},
+            {"schedule": "kfkb", "group_size": 2},
+            {"schedule": "kfkb", "group_size": 2, "bpipe": True},
+            {"bpipe": True},
+            {"bpipe": True, "pair_adjacent": True, "partition": [0, 1, 3, 6, 8]},
+        ],
+    ),
+    (4, {**_BF16, **_ZERO}, {"tied": True}, [{"bpipe": True}]),
+    (4, {}, {"checkpoint_interval": 1}, [{"schedule": "1f1b"}, {"bpipe": True}]),
+    (4, {}, {"pair": True, "evaluate": True}, [{"bpipe": True}]),
+    (2, _ZERO, {}, [{"schedule": "1f1b", "partition": [0, 3, 8]}]),
+    (2, _BF16, {"tied": True}, [{"schedule": "kfkb", "group_size": 3}]),
+    (2, {"gradient_accumulation_steps": 1}, {}, [{"schedule": "1f1b"}]),
+]
+
+
+def _cases() -> Iterator[dict[str, Any]]:
+    for stages, config, model, sections in _RUNS:
+        yield {"stages": stages, "config": config, **model}
+        for section in sections:
+            yield {"stages": stages, "config": {**config, "evenpipe": section}, "measure": True, **model}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """All runs, in one job of four processes: two replicas where there are two stages."""
+    folder: Path = tmp_path_factory.mktemp("deepspeed")
+    cases, out = folder / "cases.json", folder / "out.json"
+    cases.write_text(json.dumps(list(_cases())))
+    script = Path(__file__).with_name("train_tiny.py")
+    job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script), str(cases), str(out)]
+    done = subprocess.run(
+        [sys.executable, *job],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return iter(json.loads(out.read_text()))
+
+
+def _weights(ranks: list[dict[str, Any]]) -> set[tuple[int, str, str]]:
+    return {(rank["replica"], *weight) for rank in ranks for weight in rank["weights"].items()}
+
+
+def test_losses_and_weights_are_those_of_the_stock_engine(results: Any) -> None:
+    for stages, config, model, sections in _RUNS:
+        stock = next(results)
+        assert {rank["engine"] for rank in stock} == {"PipelineEngine"}
+        for section in sections:
+            ours, told = next(results), (stages, config, model, section)
+            assert {rank["engine"] for rank in ours} == {"EvenPipeEngine"}, told
+            assert ours[0]["parts"] == section.get("partition", stock[0]["parts"]), told
+            assert [rank["losses"] for rank in ours] == [rank["losses"] for rank in stock], told
+            assert _weights(ours) == _weights(stock), told
+            assert [rank["checkpointed"] for rank in ours] == [rank["checkpointed"] for rank in stock], told
+            assert all(rank["left"] == 0 for rank in ours), told
+            _assert_held(ours, stages, config.get("gradient_accumulation_steps", 8), section)
+
+
+def _assert_held(ranks: list[dict[str, Any]], stages: int, micro_batches: int, section: dict[str, Any]) -> None:
+    """BPipe: every stage holds k ⌈(p + 2) / 2⌉ micro-batches at most; without it, the first holds k p."""
+    group = section.get("group_size", 1)
+    peak = max(rank["peak_units"] for rank in ranks)
+    if section.get("bpipe"):
+        assert peak == group * ((stages + 3) // 2)
+        assert sum(rank["evicted_bytes"] for rank in ranks) > 0
+    elif section.get("schedule") == "gpipe":
+        assert peak == micro_batches
+    else:
+        assert peak == min(group * stages, micro_batches)
+    if section.get("pair_adjacent"):
+        assert [rank["stage"] for rank in ranks] == [0, 3, 1, 2]
