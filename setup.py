@@ -14,6 +14,7 @@ setup(
     install_requires=["torch>=2.6", "numpy", "pydantic>=2", "rich", "matplotlib"],
     extras_require={
         "megatron": ["megatron-core>=0.14,<0.20"],
+        "deepspeed": ["deepspeed>=0.19.4,<=0.19.8"],
         "test": ["hypothesis", "import-linter", "mypy", "pytest", "pytest-timeout", "ruff"],
     },
     entry_points={"console_scripts": ["evenpipe = evenpipe.cli.main:main"]},

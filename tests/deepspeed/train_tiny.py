@@ -32,7 +32,6 @@ class Case(NamedTuple):
     tied: bool = False
     pair: bool = False  # two tensors cross from stage to stage
     checkpoint_interval: int = 0
-    dropout: float = 0.0
     evaluate: bool = False
     measure: bool = False
 
@@ -48,28 +47,27 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
         self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
-        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, d = x.shape
         q, k, v = self.qkv(self.first(x)).view(b, t, 3, HEADS, d // HEADS).permute(2, 0, 3, 1, 4)
         mask = torch.full((t, t), float("-inf"), dtype=x.dtype).triu(1)
         mixed = torch.softmax(q @ k.transpose(-1, -2) / (d // HEADS) ** 0.5 + mask, -1) @ v
-        x = x + nn.functional.dropout(self.out(mixed.transpose(1, 2).reshape(b, t, d)), self.dropout)
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
         return x + self.down(nn.functional.gelu(self.up(self.second(x))))
 
 
-class WithIntegers(nn.Module):
+class Paired(nn.Module):
     """Hands integers on beside the activations."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner = kind()
 
     def forward(self, given: Any) -> Any:
         x, integers = given if isinstance(given, tuple) else (given, given)
@@ -91,26 +89,18 @@ def loss_of(output: Tensor, labels: Tensor) -> Tensor:
 
 
 def layers(case: Case) -> list[Any]:
-    def paired(kind: type[nn.Module], *args: Any) -> LayerSpec:
-        return LayerSpec(Paired, kind, *args) if case.pair else LayerSpec(kind, *args)
+    def paired(kind: type[nn.Module]) -> LayerSpec:
+        return LayerSpec(Paired, kind) if case.pair else LayerSpec(kind)
 
-    blocks = [paired(Block, case.dropout) for _ in range(case.blocks)]
+    blocks = [paired(Block) for _ in range(case.blocks)]
     if case.tied:
-        first = TiedLayerSpec("embedding", Embedding)
-        last = TiedLayerSpec(
-            "embedding", Embedding, forward_fn=lambda module, x: nn.functional.linear(x, module.weight)
-        )
+        first, last = (TiedLayerSpec("embedding", Embedding, forward_fn=forward) for forward in (None, _project))
         return [first, *blocks, last]
     return [paired(Embedding), *blocks, LayerSpec(Head)]
 
 
 def _project(embedding: Any, x: Tensor) -> Tensor:
     return nn.functional.linear(x, embedding.weight)
-
-
-class Paired(WithIntegers):
-    def __init__(self, kind: type[nn.Module], *args: Any) -> None:
-        super().__init__(kind(*args))
 
 
 def batches(replica: int, replicas: int, micro_batches: int) -> Any:
@@ -143,7 +133,6 @@ def train(case: Case) -> dict[str, Any]:
     }
     given = list(net.parameters())
     engine, *_ = deepspeed.initialize(model=net, model_parameters=given, config=config)
-    torch.manual_seed(3 + engine.global_rank)
     data = batches(engine.grid.data_parallel_id, engine.grid.data_parallel_size, engine.micro_batches)
     if case.measure:
         engine.executor.measure = True

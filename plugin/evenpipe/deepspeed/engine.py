@@ -37,9 +37,10 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         refuse_unsupported(self)
         if section.bpipe:
             show_saved_tensors(self.module, self.global_rank)
+        self._schedules: dict[int, tuple[Program, ProgramSchedule]] = {}
+        self._schedule(self.micro_batches)  # what cannot be is refused now, and not in the first batch
         self.executor = _executor(self, section)
         self._boundary = Boundary(self)
-        self._schedules: dict[int, tuple[Program, ProgramSchedule]] = {}
         self._take: Callable[[Step], None] | None = None
 
     def reset_activation_shape(self) -> None:

@@ -75,7 +75,9 @@ def _reading_the_section(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 # Imported here: it needs DeepSpeed, and to have been found to be as recorded.
                 from evenpipe.deepspeed.arrange import arrange
+                from evenpipe.deepspeed.refusals import refuse_configuration
 
+                refuse_configuration(config)
                 arrange(section, call.arguments)
                 return original(*call.args, **call.kwargs)
             finally:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from deepspeed.utils import logger
 
 from evenpipe.deepspeed.section import SectionError
 
-__all__ = ["refuse_unsupported"]
+__all__ = ["refuse_configuration", "refuse_unsupported"]
 
 
 class _Rule(NamedTuple):
     broken: bool
     line: str
+
+
+def refuse_configuration(config: Mapping[str, Any]) -> None:
+    """Raise SectionError for a configuration for which DeepSpeed makes no pipeline engine."""
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    if stage not in (0, 1):
+        raise SectionError("", f"zero_optimization.stage {stage}: DeepSpeed's pipelines work with 0 and 1 only: use 1")
 
 
 def refuse_unsupported(engine: Any) -> None:
