@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from deepspeed.utils import logger
 
 from evenpipe.deepspeed.section import SectionError
+from evenpipe.runtime.device_queues import ONE_QUEUE, one_queue
 
 __all__ = ["refuse_configuration", "refuse_unsupported"]
 
@@ -54,6 +56,10 @@ def _rules(engine: Any) -> tuple[_Rule, ...]:
         _Rule(
             engine.is_model_parallel,
             "a topology with model parallelism is not available yet: use data and pipeline parallelism only",
+        ),
+        _Rule(
+            engine.evenpipe.group_size != 1 and one_queue(engine.device.type, os.environ),
+            f"group_size {engine.evenpipe.group_size}: {ONE_QUEUE}",
         ),
         _Rule(
             engine.wall_clock_breakdown(),

@@ -13,12 +13,12 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
 from evenpipe.megatron.choice import in_place_of_megatron
-from evenpipe.megatron.device_queues import ONE_QUEUE, one_queue
 from evenpipe.megatron.process_groups import process_groups
 from evenpipe.megatron.refusals import refuse_unsupported
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import CoreRelease, installed_release
 from evenpipe.runtime.connections import connect
+from evenpipe.runtime.device_queues import ONE_QUEUE, one_queue
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.schedule import Program, build, lower
 

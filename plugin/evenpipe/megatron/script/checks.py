@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 
 from evenpipe.config import EvenPipeConfig
-from evenpipe.megatron.device_queues import ONE_QUEUE, one_queue
 from evenpipe.megatron.refusals import refused_settings
 from evenpipe.megatron.script.adaptive.checks import refused_arguments as refused_with_tuning
 from evenpipe.megatron.script.errors import ArgumentError
 from evenpipe.megatron.script.flags import flag
 from evenpipe.megatron.script.two_buffered.checks import refused_arguments
 from evenpipe.report import check_writable
+from evenpipe.runtime.device_queues import ONE_QUEUE, one_queue
 
 __all__ = ["check"]
 

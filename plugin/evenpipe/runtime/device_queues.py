@@ -11,7 +11,7 @@ _CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 #: What to say where groups are asked for.
 ONE_QUEUE: Final = (
     f"{_CONNECTIONS}=1 gives a GPU one queue, in which receives that are posted ahead, one behind the other, hold up "
-    "compute that they wait for: set it to 8 (Megatron asks for 1 with tensor parallelism), or use 1f1b"
+    "compute that they wait for: set it to 8 (tensor parallelism may ask for 1), or use 1f1b"
 )
 
 
