@@ -47,7 +47,7 @@ def test_memory_grows_by_a_version_and_what_has_to_wait(ranks: list[dict[str, An
         assert 0 <= flushless["held_gradient_bytes"] - held <= (0 if not held else padding * 4 / element)
         grown = flushless["live"] - flushed["live"]
         accounted = flushless["weight_version_bytes"] + flushless["held_gradient_bytes"]
-        assert 0 <= grown - accounted <= 128, "a few numbers of the last step"
+        assert 0 <= grown - accounted <= 256, "a few numbers of the last step"
 
 
 @pytest.mark.parametrize("name", CASES)
