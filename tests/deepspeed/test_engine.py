@@ -35,6 +35,7 @@ _RUNS: list[tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = 
     (4, {**_BF16, **_ZERO}, {"tied": True}, [{"bpipe": True}]),
     (4, {}, {"checkpoint_interval": 1}, [{"schedule": "1f1b"}, {"bpipe": True}]),
     (4, {}, {"pair": True, "evaluate": True}, [{"bpipe": True}]),
+    (4, {}, {"dynamic": True}, [{"schedule": "1f1b"}, {"schedule": "kfkb", "group_size": 2}]),
     (2, _ZERO, {}, [{"schedule": "1f1b", "partition": [0, 3, 8]}]),
     (2, _BF16, {"tied": True}, [{"schedule": "kfkb", "group_size": 3}]),
     (2, {"gradient_accumulation_steps": 1}, {}, [{"schedule": "1f1b"}]),

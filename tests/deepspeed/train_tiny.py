@@ -31,6 +31,7 @@ class Case(NamedTuple):
     steps: int = 3
     tied: bool = False
     pair: bool = False  # two tensors cross from stage to stage
+    dynamic: bool = False  # every other micro-batch is half as long
     checkpoint_interval: int = 0
     evaluate: bool = False
     measure: bool = False
@@ -43,7 +44,7 @@ class Embedding(nn.Module):
         self.position = nn.Parameter(torch.randn(SEQUENCE, HIDDEN) * 0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return nn.functional.embedding(tokens, self.weight) + self.position
+        return nn.functional.embedding(tokens, self.weight) + self.position[: tokens.shape[1]]
 
 
 class Block(nn.Module):
@@ -103,12 +104,14 @@ def _project(embedding: Any, x: Tensor) -> Tensor:
     return nn.functional.linear(x, embedding.weight)
 
 
-def batches(replica: int, replicas: int, micro_batches: int) -> Any:
+def batches(replica: int, replicas: int, micro_batches: int, dynamic: bool) -> Any:
     generator = torch.Generator().manual_seed(5)
     while True:
         tokens = torch.randint(0, VOCABULARY, (micro_batches, replicas, MICRO_BATCH, SEQUENCE + 1), generator=generator)
         for number in range(micro_batches):
-            yield tokens[number, replica, :, :-1].contiguous(), tokens[number, replica, :, 1:].contiguous()
+            length = SEQUENCE // 2 if dynamic and number % 2 else SEQUENCE
+            own = tokens[number, replica, :, : length + 1]
+            yield own[:, :-1].contiguous(), own[:, 1:].contiguous()
 
 
 def train(case: Case) -> dict[str, Any]:
@@ -119,6 +122,7 @@ def train(case: Case) -> dict[str, Any]:
         seed_layers=True,
         base_seed=7,
         partition_method="uniform",
+        dynamic_shape=case.dynamic,
         activation_checkpoint_interval=case.checkpoint_interval,
         # The default function does not get through a layer whose input has no gradient.
         checkpointable_layers=["Block"] if case.checkpoint_interval else None,
@@ -133,7 +137,7 @@ def train(case: Case) -> dict[str, Any]:
     }
     given = list(net.parameters())
     engine, *_ = deepspeed.initialize(model=net, model_parameters=given, config=config)
-    data = batches(engine.grid.data_parallel_id, engine.grid.data_parallel_size, engine.micro_batches)
+    data = batches(engine.grid.data_parallel_id, engine.grid.data_parallel_size, engine.micro_batches, case.dynamic)
     if case.measure:
         engine.executor.measure = True
     losses = []

@@ -1,8 +1,12 @@
 """The scripts in examples/ run as their users run them."""
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -17,3 +21,23 @@ def test_a_megatron_core_script_with_bpipe():
     assert losses[-1] < losses[0]
     peaks = sorted(line for line in run.stdout.splitlines() if line.startswith("stage"))
     assert [int(line.split("most ")[1].split()[0]) for line in peaks] == [3, 3, 2, 3]
+
+
+def test_a_pipeline_module_of_deepspeed_with_bpipe():
+    """The same, by DeepSpeed's launcher."""
+    pytest.importorskip("deepspeed")
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "4", "--master_port", str(port)]
+    folder = EXAMPLES / "deepspeed"
+    flags = ["--deepspeed_config", folder / "bpipe.json", "--iterations", "2"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    run = subprocess.run(
+        [*command, folder / "gpt.py", *flags], timeout=200, capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("iteration")]
+    assert len(losses) == 2
+    assert losses[-1] < losses[0]
+    peaks = sorted(line for line in run.stdout.splitlines() if line.startswith("rank"))
+    assert [int(line.split(": ")[1].split()[0]) for line in peaks] == [3, 3, 2, 3]

@@ -1,4 +1,4 @@
-"""What crosses from one stage to the next: tensors whose shapes and dtypes the sender tells once."""
+"""What crosses from one stage to the next: tensors whose shapes and dtypes the sender tells."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ __all__ = ["Boundary", "differentiable", "tensors_of"]
 
 
 class Boundary:
-    """The input and the output of one stage's `engine`, as DeepSpeed's own protocol tells of them at the first forward.
+    """The input and the output of one stage's `engine`, as DeepSpeed's own protocol tells of them.
 
-    Micro-batches all have the same: DeepSpeed's `dynamic_shape` is refused elsewhere.
+    It does so at the first forward, as micro-batches are all alike; with DeepSpeed's `dynamic_shape`, at every one.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._always: bool = engine.module.dynamic_shape
         self._told: list[tuple[torch.Size, torch.dtype]] | None = None
         self._input: Any = None
 
     def tell(self, outputs: Any) -> None:
         """At the sender, after each forward. Raises RuntimeError if it has changed."""
         found = [(tensor.size(), tensor.dtype) for tensor in tensors_of(outputs)]
-        if self._told is None:
+        if self._told is None or self._always:
             self._engine._send_tensor_meta(outputs, self._engine.next_stage)
             self._told = found
         elif self._told != found:
             raise RuntimeError(
                 f"stage {self._engine.stage_id} hands {found} on where an earlier micro-batch had {self._told}: pad "
-                "micro-batches to one size, or leave the section evenpipe out"
+                "micro-batches to one size, or give PipelineModule dynamic_shape=True"
             )
 
     def input_buffers(self) -> list[Tensor]:
         """At the receiver: fresh tensors for one input; waits for the sender where it has not told yet.
 
-        No deadlock: a stage's first step posts the receive of its first input, and waits for nothing before it.
+        No deadlock: a stage's first step posts the receive of its first input, and waits for nothing before it. With
+        dynamic shapes an input is posted by its own forward, which waits for nothing but stages before.
         """
-        if self._input is None:
+        if self._input is None or self._always:
             self._input = self._engine._recv_tensor_meta(self._engine.prev_stage)
         return [
             torch.empty(like.size(), dtype=like.dtype, device=like.device, requires_grad=like.is_floating_point())

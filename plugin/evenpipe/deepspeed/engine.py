@@ -67,7 +67,7 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
             program = lower(
                 build(section.name, self.num_stages, micro_batches, 1, section.bpipe, group_size=section.group_size)
             )
-            self._schedules[micro_batches] = program, ProgramSchedule(program, self.stage_id)
+            self._schedules[micro_batches] = program, ProgramSchedule(program, self.stage_id, self.dynamic_shape)
         return self._schedules[micro_batches]
 
     def _exec_step(self, step: Step, buffer_id: int | None = None) -> None:

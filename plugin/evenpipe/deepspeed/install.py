@@ -11,7 +11,7 @@ from evenpipe.deepspeed.section import SectionError, section_of
 from evenpipe.deepspeed.supported import DEEPSPEED, ENGINE, INITIALIZE, expectations, recorded
 from evenpipe.schedule import ScheduleError
 from evenpipe.upstream import Patch, PatchSet, UpstreamError
-from evenpipe.upstream.ending import apply_or_end, end_job
+from evenpipe.upstream.ending import apply_or_end, end_job, end_with_the_first_error
 from evenpipe.upstream.imports import when_imported
 
 __all__ = ["engine_patches", "install", "start_patches"]
@@ -70,6 +70,7 @@ def _reading_the_section(original: Callable[..., Any]) -> Callable[..., Any]:
             section = section_of(config)
             if section is None:
                 return original(*args, **kwargs)
+            end_with_the_first_error()
             patches = engine_patches()
             patches.apply()
             try:

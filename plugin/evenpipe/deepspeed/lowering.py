@@ -57,12 +57,13 @@ ACTIONS = (Forward, Backward, *_TRANSFERS.values())
 class ProgramSchedule(schedule.PipeSchedule):  # type: ignore[misc]
     """What `program` has stage `stage_id` do, and DeepSpeed's own end of a batch after it.
 
-    `buffers` has the pipeline buffer that each micro-batch uses from its forward to its backward.
+    `buffers` has the pipeline buffer that each micro-batch uses from its forward to its backward. `dynamic_shape`: what
+    an input is like is known when its forward is due, and not before.
     """
 
-    def __init__(self, program: Program, stage_id: int) -> None:
+    def __init__(self, program: Program, stage_id: int, dynamic_shape: bool = False) -> None:
         super().__init__(program.schedule.micro_batches, program.schedule.stages, stage_id)
-        self._steps = tuple(_gradients_after_forwards(program.steps[stage_id]))
+        self._steps = tuple(_with_known_shapes(program.steps[stage_id], dynamic_shape))
         self.buffers: Mapping[Unit, int] = MappingProxyType(_buffers(self._steps))
 
     def num_pipe_buffers(self) -> int:
@@ -87,10 +88,11 @@ class ProgramSchedule(schedule.PipeSchedule):  # type: ignore[misc]
             yield _TRANSFERS[kind](step=step)
 
 
-def _gradients_after_forwards(steps: tuple[Step, ...]) -> Iterator[Step]:
+def _with_known_shapes(steps: tuple[Step, ...], dynamic_shape: bool) -> Iterator[Step]:
     """The same steps, with no gradient's receive posted before the forward whose outputs it is shaped like.
 
-    With few micro-batches a program posts some before that. Posted later, nothing but time can be lost.
+    With few micro-batches a program posts some before that. With `dynamic_shape`, no input's receive is posted before
+    the step of its forward either. Posted later, nothing but time can be lost.
     """
     forwarded: set[Unit] = set()
     early: list[Message] = []
@@ -98,7 +100,11 @@ def _gradients_after_forwards(steps: tuple[Step, ...]) -> Iterator[Step]:
         post: list[Message] = []
         still_early: list[Message] = []
         for message in (*early, *step.post):
-            known = message.link.kind == "forward" or Unit(message.micro_batch, message.chunk) in forwarded
+            unit = Unit(message.micro_batch, message.chunk)
+            if message.link.kind == "forward":
+                known = not dynamic_shape or (step.action.kind == FORWARD and step.action.unit == unit)
+            else:
+                known = unit in forwarded
             (post if known else still_early).append(message)
         early = still_early
         if step.action.kind == FORWARD:

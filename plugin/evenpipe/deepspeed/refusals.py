@@ -50,8 +50,9 @@ def _rules(engine: Any) -> tuple[_Rule, ...]:
     return (
         _Rule(engine.num_stages < 2, "one stage is no pipeline: give PipelineModule at least 2, or leave it out"),
         _Rule(
-            engine.module.dynamic_shape,
-            "PipelineModule(dynamic_shape=True) is not available yet: pad micro-batches to one size, or leave it out",
+            engine.evenpipe.bpipe and engine.module.dynamic_shape,
+            "bpipe evicts micro-batches of one size, not those of PipelineModule(dynamic_shape=True): pad them to one "
+            "size, or leave one of the two out",
         ),
         _Rule(
             engine.is_model_parallel,

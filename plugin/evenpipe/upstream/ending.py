@@ -1,21 +1,28 @@
-"""Ends a job that cannot go on, with one line, from all of its processes."""
+"""Ends a job that cannot go on, from all of its processes, with what was wrong."""
 
 from __future__ import annotations
 
+import faulthandler
+import functools
 import os
 import sys
 import time
-from typing import Final, NoReturn
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
 
 from evenpipe.upstream.errors import UpstreamError
 from evenpipe.upstream.patches import PatchSet
 
-__all__ = ["apply_or_end", "end_job"]
+__all__ = ["apply_or_end", "end_job", "end_with_the_first_error"]
 
 # Whoever ends first has torchrun end the others of its node, which would have said the same: so rank 0 speaks at once,
 # the first process of another node if that was not its end too, and the rest only if they alone found something.
 _FIRST_OF_A_NODE_SECONDS: Final = 10.0
 _ANY_OTHER_SECONDS: Final = 15.0
+
+_LONGEST_END_SECONDS: Final = 8.0
+_PEER_SECONDS: Final = 3.0  # DeepSpeed's launcher looks once a second
+_STDERR: Final = 2
 
 
 def end_job(message: str) -> NoReturn:
@@ -34,3 +41,22 @@ def apply_or_end(patches: PatchSet) -> None:
         patches.apply()
     except UpstreamError as error:
         end_job(str(error))
+
+
+def end_with_the_first_error() -> None:
+    """From here on an uncaught error ends this process soon, and after the error of another process that caused it."""
+    if getattr(sys.excepthook, "func", None) is not _end_soon:
+        sys.excepthook = functools.partial(_end_soon, sys.excepthook)
+
+
+def _end_soon(tell: Callable[..., Any], *error: Any) -> None:
+    """Tell of an uncaught error as ever, and see to it that the process ends, as its peers wait for it.
+
+    Links and process groups can wait for peers when they are torn down, where no Python runs any more.
+    """
+    # By number: torch.distributed, which calls this hook, has put a buffer in the place of sys.stderr.
+    faulthandler.dump_traceback_later(_LONGEST_END_SECONDS, exit=True, file=_STDERR)
+    if "by peer" in str(error[1]):
+        # gloo's "Connection closed by peer": the peer, which failed first, is to be heard and seen first.
+        time.sleep(_PEER_SECONDS)
+    tell(*error)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
-import functools
 import os
 import sys
-import time
 from argparse import Namespace
-from collections.abc import Callable
-from typing import Any, Final
 
 from evenpipe.config import EvenPipeConfig
 from evenpipe.megatron.apex import wrong_apex
@@ -17,13 +12,9 @@ from evenpipe.megatron.script.checks import check
 from evenpipe.megatron.script.errors import ArgumentError
 from evenpipe.megatron.script.flags import config_from
 from evenpipe.upstream import UpstreamError
-from evenpipe.upstream.ending import end_job
+from evenpipe.upstream.ending import end_job, end_with_the_first_error
 
 __all__ = ["start"]
-
-_LONGEST_END_SECONDS: Final = 8.0
-_PEER_SECONDS: Final = 1.0
-_STDERR: Final = 2
 
 
 def start(args: Namespace) -> None:
@@ -72,19 +63,6 @@ def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
     log = TrainingLog(schedule, args, steps)
     for patches in (in_place_of_megatron(schedule), log.patches(), *more):
         patches.apply()
-    sys.excepthook = functools.partial(_end_soon, sys.excepthook)
+    end_with_the_first_error()
     if args.rank == 0 and (apex := wrong_apex()) is not None:
         print(f"evenpipe: warning: {apex}", file=sys.stderr, flush=True)
-
-
-def _end_soon(tell: Callable[..., Any], *error: Any) -> None:
-    """Tell of an uncaught error as ever, and see to it that the process ends, as its peers wait for it.
-
-    Links and process groups can wait for peers when they are torn down, where no Python runs any more.
-    """
-    # By number: torch.distributed, which calls this hook, has put a buffer in the place of sys.stderr.
-    faulthandler.dump_traceback_later(_LONGEST_END_SECONDS, exit=True, file=_STDERR)
-    if "by peer" in str(error[1]):
-        # gloo's "Connection closed by peer": the peer, which failed first, is to be heard and seen first.
-        time.sleep(_PEER_SECONDS)
-    tell(*error)

@@ -1,0 +1,41 @@
+"""A pytest plugin for DeepSpeed's own tests: their pipeline engines get the section that EVENPIPE_SECTION holds.
+
+Without that variable they stay stock. How to run them: docs/deepspeed.md.
+"""
+
+import functools
+import inspect
+import json
+import os
+from multiprocessing import set_forkserver_preload
+
+import deepspeed
+from deepspeed.pipe import PipelineModule
+
+import evenpipe.deepspeed  # noqa: F401
+
+
+def _with_the_section(section):
+    """Wraps `deepspeed.initialize`."""
+    evenpipes = deepspeed.initialize
+
+    @functools.wraps(evenpipes)
+    def initialize(*args, **kwargs):
+        call = inspect.signature(evenpipes).bind(*args, **kwargs)
+        model = call.arguments.get("model")
+        if not (isinstance(model, PipelineModule) and model.num_stages > 1):
+            return evenpipes(*args, **kwargs)
+        call.arguments["config"] = {**call.arguments["config"], "evenpipe": section}
+        made = evenpipes(*call.args, **call.kwargs)
+        assert type(made[0]).__name__ == "EvenPipeEngine"
+        return made
+
+    return initialize
+
+
+# Their tests run in processes forked from a server, which loads this module first.
+set_forkserver_preload([__name__])
+# DeepSpeed would compile a shared-memory all-reduce; gloo's does as well.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+if "EVENPIPE_SECTION" in os.environ:
+    deepspeed.initialize = _with_the_section(json.loads(os.environ["EVENPIPE_SECTION"]))
