@@ -23,11 +23,12 @@ def _with_the_section(section):
     def initialize(*args, **kwargs):
         call = inspect.signature(evenpipes).bind(*args, **kwargs)
         model = call.arguments.get("model")
-        if not (isinstance(model, PipelineModule) and model.num_stages > 1):
+        if type(model) is not PipelineModule or model.num_stages < 2:
             return evenpipes(*args, **kwargs)
         call.arguments["config"] = {**call.arguments["config"], "evenpipe": section}
         made = evenpipes(*call.args, **call.kwargs)
         assert type(made[0]).__name__ == "EvenPipeEngine"
+        print(f"EvenPipe's engine on rank {made[0].global_rank}: {section}")  # so this module was loaded
         return made
 
     return initialize
