@@ -38,7 +38,9 @@ def train(layers: list[LayerSpec], batches: Callable[[int, int], Iterator[tuple[
         # DeepSpeed would compile an all-reduce of its own for CPUs, for half a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
-    model = PipelineModule(layers, num_stages=arguments.stages, loss_fn=loss, seed_layers=True)
+    model = PipelineModule(
+        layers, num_stages=arguments.stages, loss_fn=loss, partition_method="uniform", seed_layers=True
+    )
     engine, *_ = deepspeed.initialize(args=arguments, model=model, model_parameters=list(model.parameters()))
     ours = hasattr(engine, "evenpipe")  # the configuration has the section
     if ours:
