@@ -10,6 +10,7 @@ import os
 from multiprocessing import set_forkserver_preload
 
 import deepspeed
+import torch
 from deepspeed.pipe import PipelineModule
 
 import evenpipe.deepspeed  # noqa: F401
@@ -38,5 +39,8 @@ def _with_the_section(section):
 set_forkserver_preload([__name__])
 # DeepSpeed would compile a shared-memory all-reduce; gloo's does as well.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+# Their helper for Cifar10 forks the random state of the device by functions that torch.cpu does not have.
+torch.cpu.get_rng_state = lambda device: torch.get_rng_state()
+torch.cpu.set_rng_state = lambda state, device: torch.set_rng_state(state)
 if "EVENPIPE_SECTION" in os.environ:
     deepspeed.initialize = _with_the_section(json.loads(os.environ["EVENPIPE_SECTION"]))

@@ -25,7 +25,7 @@ def _launcher(name: str) -> list[str]:
     return ["deepspeed.launcher.runner", "--num_gpus", "4", "--master_port", str(port), "--no_local_rank"]
 
 
-@pytest.mark.parametrize(("how", "launcher"), [("raise", "deepspeed"), ("raise", "torchrun"), ("kill", "deepspeed")])
+@pytest.mark.parametrize(("how", "launcher"), [("raise", "deepspeed"), ("kill", "torchrun")])
 def test_a_stage_that_dies_ends_the_job_within_15_seconds(how: str, launcher: str, tmp_path: Path) -> None:
     cases = tmp_path / "cases.json"
     cases.write_text(json.dumps([{"stages": 4, "config": {"evenpipe": {"bpipe": True}}, "steps": 50}]))
