@@ -21,7 +21,7 @@ _FIRST_OF_A_NODE_SECONDS: Final = 10.0
 _ANY_OTHER_SECONDS: Final = 15.0
 
 _LONGEST_END_SECONDS: Final = 8.0
-_PEER_SECONDS: Final = 3.0  # DeepSpeed's launcher looks once a second
+_PEER_SECONDS: Final = 5.0  # the peer is to have ended, and DeepSpeed's launcher looks once a second
 _STDERR: Final = 2
 
 
