@@ -40,8 +40,8 @@ def test_an_empty_section_is_1f1b() -> None:
         (True, 'evenpipe: must be an object, such as {"schedule": "1f1b"}, not true'),
         ({"trace": "t.json"}, "evenpipe.trace: not available with DeepSpeed yet: leave it out"),
         (
-            {"schedule": "2bw"},
-            "evenpipe.schedule: 2bw is not available with DeepSpeed yet: choose one of 1f1b, gpipe, kfkb",
+            {"schedule": "interleaved"},
+            "evenpipe.schedule: interleaved is not available with DeepSpeed yet: choose one of 1f1b, gpipe, kfkb, 2bw",
         ),
         (
             {"schedule": "kfkb", "group_size": "auto"},

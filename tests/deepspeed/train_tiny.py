@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,16 +96,16 @@ def layers(case: Case) -> list[Any]:
 
     blocks = [paired(Block) for _ in range(case.blocks)]
     if case.tied:
-        first, last = (TiedLayerSpec("embedding", Embedding, forward_fn=forward) for forward in (None, _project))
+        first, last = (TiedLayerSpec("embedding", Embedding, forward_fn=forward) for forward in (None, project))
         return [first, *blocks, last]
     return [paired(Embedding), *blocks, LayerSpec(Head)]
 
 
-def _project(embedding: Any, x: Tensor) -> Tensor:
+def project(embedding: Any, x: Tensor) -> Tensor:
     return nn.functional.linear(x, embedding.weight)
 
 
-def batches(replica: int, replicas: int, micro_batches: int, dynamic: bool) -> Any:
+def batches(replica: int, replicas: int, micro_batches: int, dynamic: bool = False) -> Any:
     generator = torch.Generator().manual_seed(5)
     while True:
         tokens = torch.randint(0, VOCABULARY, (micro_batches, replicas, MICRO_BATCH, SEQUENCE + 1), generator=generator)
@@ -114,7 +115,8 @@ def batches(replica: int, replicas: int, micro_batches: int, dynamic: bool) -> A
             yield own[:, :-1].contiguous(), own[:, 1:].contiguous()
 
 
-def train(case: Case) -> dict[str, Any]:
+def engine_of(case: Case) -> tuple[Any, Any]:
+    """An engine, and the micro-batches of its replica."""
     net = PipelineModule(
         layers(case),
         num_stages=case.stages,
@@ -137,7 +139,14 @@ def train(case: Case) -> dict[str, Any]:
     }
     given = list(net.parameters())
     engine, *_ = deepspeed.initialize(model=net, model_parameters=given, config=config)
-    data = batches(engine.grid.data_parallel_id, engine.grid.data_parallel_size, engine.micro_batches, case.dynamic)
+    return engine, batches(
+        engine.grid.data_parallel_id, engine.grid.data_parallel_size, engine.micro_batches, case.dynamic
+    )
+
+
+def train(case: Case) -> dict[str, Any]:
+    engine, data = engine_of(case)
+    net = engine.module
     if case.measure:
         engine.executor.measure = True
     losses = []
@@ -145,7 +154,7 @@ def train(case: Case) -> dict[str, Any]:
         losses.append(float(engine.train_batch(data_iter=data)).hex())
         if case.evaluate:
             losses.append(float(engine.eval_batch(data_iter=data)).hex())
-    weights = {name: _digest(weight) for name, weight in net.named_parameters()}
+    weights = {name: digest(weight) for name, weight in net.named_parameters()}
     found = {
         "engine": type(engine).__name__,
         "stage": engine.stage_id,
@@ -163,18 +172,19 @@ def train(case: Case) -> dict[str, Any]:
     return found
 
 
-def _digest(weight: Tensor) -> str:
+def digest(weight: Tensor) -> str:
     return hashlib.sha256(weight.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def main(cases: Path, out: Path) -> None:
+def run(train: Callable[[dict[str, Any]], Any], cases: Path, out: Path) -> None:
+    """What `train` found on each rank, for each of the cases."""
     torch.set_num_threads(1)
     # DeepSpeed would compile a shared-memory all-reduce; gloo's does as well.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     results = []
     for given in json.loads(cases.read_text()):
-        found = train(Case(**given))
+        found = train(given)
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, found)
         results.append(everybody)
@@ -184,4 +194,4 @@ def main(cases: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    run(lambda given: train(Case(**given)), Path(sys.argv[1]), Path(sys.argv[2]))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import TrainSchedule
+from torch import Tensor
 
 from evenpipe.deepspeed.boundary import Boundary
 from evenpipe.deepspeed.checkpointing import show_saved_tensors
@@ -38,8 +39,7 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         if section.bpipe:
             show_saved_tensors(self.module, self.global_rank)
         self._schedules: dict[int, tuple[Program, ProgramSchedule]] = {}
-        self._schedule(self.micro_batches)  # what cannot be is refused now, and not in the first batch
-        self.executor = _executor(self, section)
+        self.executor = _executor(self, section, self._prepare())
         self._boundary = Boundary(self)
         self._take: Callable[[Step], None] | None = None
 
@@ -51,14 +51,24 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         """EvenPipe's program in the place of DeepSpeed's training schedule; others, as for evaluation, as they are."""
-        if not isinstance(pipe_schedule, TrainSchedule):
+        if isinstance(pipe_schedule, TrainSchedule):
+            self._train(pipe_schedule.micro_batches)
+        else:
             super()._exec_schedule(pipe_schedule)
-            return
-        program, ours = self._schedule(pipe_schedule.micro_batches)
+
+    def _prepare(self) -> Iterable[Tensor]:
+        """Refuse now, and not in the first batch, what cannot be; returns what is no activation."""
+        self._schedule(self.micro_batches)
+        weights: Iterable[Tensor] = self.module.parameters()
+        return weights
+
+    def _train(self, micro_batches: int) -> None:
+        """Carry out the program of a batch."""
+        program, ours = self._schedule(micro_batches)
         evicts = program.schedule.evictions[self.stage_id] > 0
-        stage = EngineStage(self, self._boundary, ours.buffers, evicts)
+        stage = EngineStage(self, self._boundary, ours.buffers.__getitem__, evicts)
         with self.executor.batch(program, stage) as self._take:
-            super()._exec_schedule(ours)
+            self._exec_schedule(ours)
 
     def _schedule(self, micro_batches: int) -> tuple[Program, ProgramSchedule]:
         if micro_batches not in self._schedules:
@@ -77,9 +87,9 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
     _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, **dict.fromkeys(ACTIONS, _exec_step)}  # noqa: RUF012
 
 
-def _executor(engine: EvenPipeEngine, section: Section) -> Executor:
+def _executor(engine: EvenPipeEngine, section: Section, weights: Iterable[Tensor]) -> Executor:
     device = engine.device
     ranks = [engine.grid.stage_to_global(stage) for stage in range(engine.num_stages)]
     backend = "nccl" if device.type == "cuda" else "gloo"
     connections = connect(ranks, False, section.bpipe, backend, device)
-    return Executor(engine.stage_id, connections, device, engine.module.parameters(), measure=False)
+    return Executor(engine.stage_id, connections, device, weights, measure=False)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from evenpipe.deepspeed.section import SectionError, section_of
+from evenpipe.deepspeed.section import Section, SectionError, section_of
 from evenpipe.deepspeed.supported import DEEPSPEED, ENGINE, INITIALIZE, expectations, recorded
 from evenpipe.schedule import ScheduleError
 from evenpipe.upstream import Patch, PatchSet, UpstreamError
@@ -39,24 +39,26 @@ def start_patches() -> PatchSet:
     return PatchSet("deepspeed", [start])
 
 
-def engine_patches() -> PatchSet:
+def engine_patches(section: Section) -> PatchSet:
     """What is applied while `deepspeed.initialize` makes an engine with a section: all others are stock."""
     engine = Patch(
         name="engine",
         targets=(ENGINE, "deepspeed:PipelineEngine"),
         distribution=DEEPSPEED,
         versions=recorded(ENGINE),
-        replacement=_evenpipe_engine,
+        replacement=functools.partial(_evenpipe_engine, section),
         reason="deepspeed.initialize has no way to be given another engine",
     )
     return PatchSet("deepspeed-engine", [engine], expectations())
 
 
-def _evenpipe_engine(original: Any) -> Any:
-    from evenpipe.deepspeed.engine import EvenPipeEngine
-
-    assert issubclass(EvenPipeEngine, original)
-    return EvenPipeEngine
+def _evenpipe_engine(section: Section, original: Any) -> Any:
+    if section.name == "2bw":
+        from evenpipe.deepspeed.two_buffered.engine import TwoBufferedEngine as Engine
+    else:
+        from evenpipe.deepspeed.engine import EvenPipeEngine as Engine
+    assert issubclass(Engine, original)
+    return Engine
 
 
 def _reading_the_section(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +73,7 @@ def _reading_the_section(original: Callable[..., Any]) -> Callable[..., Any]:
             if section is None:
                 return original(*args, **kwargs)
             end_with_the_first_error()
-            patches = engine_patches()
+            patches = engine_patches(section)
             patches.apply()
             try:
                 # Imported here: it needs DeepSpeed, and to have been found to be as recorded.

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from deepspeed.runtime.pipe import schedule
 
-from evenpipe.schedule import ACCEPT, BACKWARD, EVICT, FORWARD, LOAD, RETURN, Kind, Message, Program, Step, Unit
+from evenpipe.schedule import (
+    ACCEPT,
+    BACKWARD,
+    EVICT,
+    FORWARD,
+    LOAD,
+    RETURN,
+    UPDATE,
+    Kind,
+    Message,
+    Program,
+    Step,
+    Stream,
+    Unit,
+)
 
 __all__ = [
     "ACTIONS",
     "AcceptActivations",
     "Backward",
     "EvictActivations",
+    "FinishStep",
     "Forward",
     "LoadActivations",
     "ProgramSchedule",
     "ReturnActivations",
+    "StreamSchedule",
 ]
 
 
@@ -46,15 +62,54 @@ class ReturnActivations(schedule.PipeInstruction):  # type: ignore[misc]
     """At the acceptor, the other end of LoadActivations."""
 
 
-_TRANSFERS: Mapping[Kind, Any] = MappingProxyType(
-    {EVICT: EvictActivations, LOAD: LoadActivations, ACCEPT: AcceptActivations, RETURN: ReturnActivations}
+class FinishStep(schedule.PipeInstruction):  # type: ignore[misc]
+    """2bw: make new weights of the gradients of the batch before."""
+
+
+_OTHERS: Mapping[Kind, Any] = MappingProxyType(
+    {
+        EVICT: EvictActivations,
+        LOAD: LoadActivations,
+        ACCEPT: AcceptActivations,
+        RETURN: ReturnActivations,
+        UPDATE: FinishStep,
+    }
 )
 
 #: The instructions that carry a step of EvenPipe's program.
-ACTIONS = (Forward, Backward, *_TRANSFERS.values())
+ACTIONS = (Forward, Backward, *_OTHERS.values())
 
 
-class ProgramSchedule(schedule.PipeSchedule):  # type: ignore[misc]
+class _Steps(schedule.PipeSchedule):  # type: ignore[misc]
+    """`taken` as instructions, and then those that `end` a batch."""
+
+    def __init__(
+        self, sizes: tuple[int, int, int], taken: Sequence[Step], buffer_of: Callable[[Unit], int], end: Sequence[Any]
+    ) -> None:
+        super().__init__(*sizes)
+        self._taken = taken
+        self._buffer_of = buffer_of
+        self._end = end
+
+    def steps(self) -> Iterator[list[Any]]:
+        """A list of instructions for each action, and one for the end of the batch."""
+        for step in self._taken:
+            yield list(self._instructions(step))
+        yield list(self._end)
+
+    def _instructions(self, step: Step) -> Iterator[Any]:
+        kind, unit = step.action.kind, step.action.unit
+        if kind == FORWARD:
+            if self.is_first_stage or self.is_last_stage:
+                yield schedule.LoadMicroBatch(self._buffer_of(unit))
+            yield Forward(self._buffer_of(unit), step=step)
+        elif kind == BACKWARD:
+            yield Backward(self._buffer_of(unit), step=step)
+        else:
+            yield _OTHERS[kind](step=step)
+
+
+class ProgramSchedule(_Steps):
     """What `program` has stage `stage_id` do, and DeepSpeed's own end of a batch after it.
 
     `buffers` has the pipeline buffer that each micro-batch uses from its forward to its backward. `dynamic_shape`: what
@@ -62,30 +117,35 @@ class ProgramSchedule(schedule.PipeSchedule):  # type: ignore[misc]
     """
 
     def __init__(self, program: Program, stage_id: int, dynamic_shape: bool = False) -> None:
-        super().__init__(program.schedule.micro_batches, program.schedule.stages, stage_id)
-        self._steps = tuple(_with_known_shapes(program.steps[stage_id], dynamic_shape))
-        self.buffers: Mapping[Unit, int] = MappingProxyType(_buffers(self._steps))
+        steps = tuple(_with_known_shapes(program.steps[stage_id], dynamic_shape))
+        self.buffers: Mapping[Unit, int] = MappingProxyType(_buffers(steps))
+        sizes = program.schedule.micro_batches, program.schedule.stages, stage_id
+        end = schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()
+        super().__init__(sizes, steps, self.buffers.__getitem__, end)
 
     def num_pipe_buffers(self) -> int:
         """As many as micro-batches wait for their backward at once; evicted ones keep theirs."""
         return max(self.buffers.values()) + 1
 
-    def steps(self) -> Iterator[list[Any]]:
-        """A list of instructions for each action, and one for the end of the batch."""
-        for step in self._steps:
-            yield list(self._instructions(step))
-        yield [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
 
-    def _instructions(self, step: Step) -> Iterator[Any]:
-        kind, unit = step.action.kind, step.action.unit
-        if kind == FORWARD:
-            if self.is_first_stage or self.is_last_stage:
-                yield schedule.LoadMicroBatch(self.buffers[unit])
-            yield Forward(self.buffers[unit], step=step)
-        elif kind == BACKWARD:
-            yield Backward(self.buffers[unit], step=step)
-        else:
-            yield _TRANSFERS[kind](step=step)
+class StreamSchedule(_Steps):
+    """What stage `stage_id` does in one call of `stream`: `taken`, and the end of a batch whose step is finished later.
+
+    A stage forwards p - 1 - s micro-batches ahead of its backwards, and uses its buffers in turn.
+    """
+
+    def __init__(self, stream: Stream, stage_id: int, taken: Sequence[Step]) -> None:
+        self.buffers = stream.stages - stage_id
+        sizes = stream.micro_batches, stream.stages, stage_id
+        super().__init__(sizes, taken, self.buffer_of, (schedule.ReduceGrads(), schedule.OptimizerStep()))
+
+    def buffer_of(self, unit: Unit) -> int:
+        """The pipeline buffer that a micro-batch, counted along the stream, uses."""
+        return unit.micro_batch % self.buffers
+
+    def num_pipe_buffers(self) -> int:
+        """As many as micro-batches wait for their backward at once."""
+        return self.buffers
 
 
 def _with_known_shapes(steps: tuple[Step, ...], dynamic_shape: bool) -> Iterator[Step]:

@@ -17,7 +17,7 @@ NAME: Final = "evenpipe"
 
 # What Megatron's flags have and DeepSpeed's section has not.
 _NOT_HERE: Final = frozenset(("retune_interval", "memory_gib", "trace", "trace_iteration"))
-_SCHEDULES: Final = ("1f1b", "gpipe", "kfkb")
+_SCHEDULES: Final = ("1f1b", "gpipe", "kfkb", "2bw")
 
 
 class SectionError(ValueError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,15 +15,15 @@ __all__ = ["EngineStage"]
 
 
 class EngineStage:
-    """One batch on one stage of `engine`; `buffers` has the number of each micro-batch's pipeline buffer.
+    """One batch on one stage of `engine`; `buffer_of` knows the number of a micro-batch's pipeline buffer.
 
     Where the stage `evicts`, autograd's saved tensors are all recorded, and what the engine keeps beside them is freed.
     """
 
-    def __init__(self, engine: Any, boundary: Boundary, buffers: Mapping[Unit, int], evicts: bool) -> None:
+    def __init__(self, engine: Any, boundary: Boundary, buffer_of: Callable[[Unit], int], evicts: bool) -> None:
         self._engine = engine
         self._boundary = boundary
-        self._buffers = buffers
+        self._buffer_of = buffer_of
         self._evicts = evicts
         self._losses: dict[Unit, Any] = {}
 
@@ -31,12 +31,12 @@ class EngineStage:
         """Tensors like the input that the stage before told of, or like the unit's outputs, which are there by now."""
         if kind == FORWARD:
             return self._boundary.input_buffers()
-        outputs = differentiable(self._engine.pipe_buffers["outputs"][self._buffers[unit]])
+        outputs = differentiable(self._engine.pipe_buffers["outputs"][self._buffer_of(unit)])
         return [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
         """DeepSpeed's forward pass. The last stage keeps the loss, since the engine has room for one only."""
-        engine, buffer = self._engine, self._buffers[unit]
+        engine, buffer = self._engine, self._buffer_of(unit)
         if inputs is not None:
             engine.pipe_buffers["inputs"][buffer] = self._boundary.as_input(inputs)
         engine._exec_forward_pass(buffer)
@@ -56,7 +56,7 @@ class EngineStage:
 
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         """DeepSpeed's backward pass; lets go of all that the engine holds of the micro-batch."""
-        engine, buffer = self._engine, self._buffers[unit]
+        engine, buffer = self._engine, self._buffer_of(unit)
         if gradients is None:
             engine.loss = self._losses.pop(unit)
         else:

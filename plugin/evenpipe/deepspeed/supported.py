@@ -18,6 +18,8 @@ _RELEASES = ("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")
 
 _MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
 _SCHEDULE = "deepspeed.runtime.pipe.schedule"
+_BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
+_ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 _SIGNATURES: Mapping[str, str] = MappingProxyType(
@@ -36,6 +38,16 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
         f"{ENGINE}._send_tensor_meta": "(self, buffer, recv_stage)",
         f"{ENGINE}._recv_tensor_meta": "(self, send_stage)",
         f"{ENGINE}.reset_activation_shape": "(self)",
+        f"{ENGINE}._next_batch": "(self)",
+        f"{ENGINE}._exec_optimizer_step": "(self, lr_kwargs=None)",
+        f"{ENGINE}._aggregate_total_loss": "(self)",
+        f"{ENGINE}.save_checkpoint": (
+            "(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False)"
+        ),
+        f"{ENGINE}.load_checkpoint": (
+            "(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, "
+            "load_lr_scheduler_states=True, load_module_only=False, custom_load_fn=None)"
+        ),
         f"{_SCHEDULE}:PipeSchedule": "(micro_batches, stages, stage_id)",
         f"{_SCHEDULE}:TrainSchedule": "(micro_batches, stages, stage_id)",
         **{
@@ -47,6 +59,13 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
             for instruction in ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
         },
         f"{_MODULE}._precompute_checkpointable_values": "(self)",
+        f"{_MODULE}.get_tied_weights_and_groups": "(self)",
+        f"{_MODULE}.get_additional_losses": "(self)",
+        f"{_BF16}.get_grads_for_norm": "(self, for_clipping=False)",
+        f"{_BF16}.clear_hp_grads": "(self)",
+        f"{_BF16}._split_flat_tensor": "(self, flat_tensor, num_elem_list)",
+        f"{_ZERO}.scaled_global_norm": "(self, norm_type=2)",
+        f"{_ZERO}._model_parallel_all_reduce": "(self, tensor, op)",
         f"{_CHECKPOINTING}:checkpoint": "(function, *args, **kwargs)",
         f"{_CHECKPOINTING}:non_reentrant_checkpoint": "(function, *args)",
     }

@@ -94,12 +94,18 @@ class Executor:
 
         `program` is a stretch of the same stream, and says what a stage evicts and accepts. Raises as `run` does.
         """
+        with self.stretch(program, stage) as take:
+            for step in steps:
+                take(step)
+
+    @contextmanager
+    def stretch(self, program: Program, stage: SteppingStage) -> Iterator[Callable[[Step], None]]:
+        """The same for a caller who walks the steps of this stage: gives what carries out the next of them."""
         with self._batch():
             if self._stream is None:
                 self._stream = Flow(self, program, stage)
             self._stream.stage, self._stream.update = stage, stage.update
-            for step in steps:
-                self._stream.take(step)
+            yield self._stream.take
 
     def forget_sizes(self) -> None:
         """Between batches, on all stages alike: the micro-batches that follow have other sizes than those so far."""

@@ -16,8 +16,8 @@ from evenpipe.megatron.refusals import refused_with_two_versions
 from evenpipe.megatron.two_buffered.gradients import HeldGradients, Reduction, local_figures, tied_embedding
 from evenpipe.megatron.two_buffered.loss_scales import LossScales
 from evenpipe.megatron.two_buffered.memory import forget_shards, weight_versions
-from evenpipe.megatron.two_buffered.settings import as_submitted, settings_of
 from evenpipe.runtime.exchange import Exchange
+from evenpipe.runtime.step_settings import as_submitted, settings_of
 
 __all__ = ["Settled", "StepResult", "TwoBuffered"]
 

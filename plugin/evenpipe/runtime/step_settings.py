@@ -10,8 +10,8 @@ __all__ = ["as_submitted", "settings_of"]
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Learning rate and weight decay of a parameter group, which training loops change after every iteration."""
-    return {name: group[name] for name in ("lr", "weight_decay") if name in group}
+    """What of a parameter group training loops and learning-rate schedules change after every iteration."""
+    return {name: group[name] for name in ("lr", "weight_decay", "betas", "momentum") if name in group}
 
 
 @contextmanager

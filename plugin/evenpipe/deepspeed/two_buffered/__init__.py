@@ -1,0 +1,1 @@
+"""2BW in DeepSpeed's engine: no flushes between `train_batch` calls, two weight versions, steps finished later."""

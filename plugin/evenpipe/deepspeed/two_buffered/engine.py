@@ -1,0 +1,158 @@
+"""DeepSpeed's pipeline engine without flushes between batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import schedule
+from torch import Tensor
+
+from evenpipe.deepspeed.engine import EvenPipeEngine
+from evenpipe.deepspeed.lowering import StreamSchedule
+from evenpipe.deepspeed.two_buffered import checkpoint
+from evenpipe.deepspeed.two_buffered.gradients import gradients_of
+from evenpipe.deepspeed.two_buffered.inputs import ReadAhead
+from evenpipe.deepspeed.two_buffered.losses import Losses
+from evenpipe.deepspeed.two_buffered.refusals import refuse_for_two_buffered
+from evenpipe.deepspeed.two_buffered.stage import StreamStage
+from evenpipe.deepspeed.two_buffered.steps import DeferredSteps
+from evenpipe.schedule import Stream
+
+__all__ = ["TwoBufferedEngine"]
+
+
+class TwoBufferedEngine(EvenPipeEngine):
+    """The engine of a section whose schedule is 2bw.
+
+    A `train_batch` forwards what is left of its batch and the first micro-batches of the next, and backwards all of its
+    batch. So data iterators run ahead, by up to p - 1 micro-batches on the first stage, and the weights lack the step
+    of the last batch until `drain`.
+    """
+
+    data_iterator: Any
+    is_pipe_parallel: bool
+    _stream: Stream | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._inputs = ReadAhead()
+        self._stage: StreamStage | None = None
+        self._called = 0  # batches of the stream
+        ranks = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
+        self._losses = Losses(ranks, "nccl" if self.device.type == "cuda" else "gloo", self.device)
+
+    def drain(self) -> None:
+        """Finish the step of the last batch, and drop what has been forwarded of the next: all ranks call it.
+
+        Afterwards the module's parameters are the newest weights. What had been read for the dropped forwards will be
+        read again. Nothing to do twice.
+        """
+        if self._stream is None:
+            return
+        self.executor.break_off(self._stream.owed(self.stage_id, self._called - 1))
+        self._losses.settle()
+        for of_kind in self.pipe_buffers.values():
+            of_kind[:] = [None] * len(of_kind)
+        self._inputs.rewind()
+        self._stream = self._stage = None
+        self._steps.finish()
+        self._steps.versions.use(self._steps.versions.latest)
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's, on the newest weights."""
+        self.drain()
+        return super().eval_batch(*args, **kwargs)
+
+    def reset_activation_shape(self) -> None:
+        """Micro-batches that follow have other shapes."""
+        self.drain()
+        super().reset_activation_shape()
+
+    def save_checkpoint(self, save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's, with the newest weights, and the version before them in files of their own."""
+        self.drain()
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        if save_dir:
+            checkpoint.save(self, self._steps, save_dir, tag)
+        return super().save_checkpoint(save_dir, tag, *args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's; then both weight versions are as they were saved, or the loaded one, and the log says which."""
+        self.drain()
+        given = inspect.signature(super().load_checkpoint).bind(*args, **kwargs).arguments
+        goes_on = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
+        found = super().load_checkpoint(*args, **kwargs)
+        if found[0] is not None:
+            checkpoint.resume(self, self._steps, found[0], goes_on)
+        return found
+
+    def destroy(self) -> None:
+        """Drain, and let go."""
+        self.drain()
+        super().destroy()
+
+    def __del__(self) -> None:
+        # Nobody else drains now.
+        self._stream = None
+        super().__del__()
+
+    def _prepare(self) -> Iterable[Tensor]:
+        self._stream_of(self.micro_batches)
+        gradients = gradients_of(self)
+        refuse_for_two_buffered(self, gradients)
+        assert gradients is not None
+        self._steps = DeferredSteps(self, gradients)
+        return [*self.module.parameters(), *self._steps.versions.memory]
+
+    def _stream_of(self, micro_batches: int) -> Stream:
+        return Stream(self.num_stages, micro_batches, self.evenpipe.bpipe)
+
+    def _train(self, micro_batches: int) -> None:
+        if self._stream is not None and self._stream.micro_batches != micro_batches:
+            self.drain()
+        started = self._stream is None
+        if self._stream is None or self._stage is None:
+            self._stream, self._called = self._stream_of(micro_batches), 0
+        taken = self._stream.call(self.stage_id, self._called, self._steps.update_early)
+        ours = StreamSchedule(self._stream, self.stage_id, taken)
+        if started:
+            self._stage = StreamStage(self, self._boundary, self._stream, ours.buffer_of, self._steps)
+        assert self._stage is not None
+        self._inputs.start_batch(self.data_iterator, micro_batches)
+        with self.executor.stretch(self._stream.program, self._stage) as self._take:
+            self._exec_schedule(ours)
+        self._called += 1
+        # Outside of a batch the parameters are what the last finished step made of them.
+        self._steps.versions.use(self._steps.versions.latest)
+
+    def _next_batch(self) -> Any:
+        source = self.data_iterator
+        if source is None:
+            return super()._next_batch()
+        self.data_iterator = iter([self._inputs.read(source)])
+        try:
+            return super()._next_batch()
+        finally:
+            self.data_iterator = source
+
+    def _submit_step(self, lr_kwargs: Any = None) -> None:
+        with self._steps.submitting():
+            super()._exec_optimizer_step(lr_kwargs)
+
+    def _aggregate_total_loss(self) -> Tensor:
+        if not self.is_last_stage():
+            self.dp_group_loss, told = self._losses.hear(2).unbind()
+            return told
+        # Told by ourselves: DeepSpeed's broadcast has stages wait for each other.
+        broadcasts, self.is_pipe_parallel = self.is_pipe_parallel, False
+        try:
+            loss: Tensor = super()._aggregate_total_loss()
+        finally:
+            self.is_pipe_parallel = broadcasts
+        self._losses.tell(torch.stack([self.dp_group_loss, loss]).float())
+        return loss
+
+    _INSTRUCTION_MAP = {**EvenPipeEngine._INSTRUCTION_MAP, schedule.OptimizerStep: _submit_step}  # noqa: RUF012
