@@ -45,7 +45,7 @@ def test_groups_hide_messages_as_simulated_and_the_tuner_follows_the_network(tmp
         [sys.executable, SCRIPT, "--json", "--quick", "--picture", picture], capture_output=True, text=True, timeout=120
     )
     assert finished.returncode == 0, finished.stderr
-    assert emulated_parts() == before
+    assert emulated_parts() <= before, "something new is left"
     shown = json.loads(finished.stdout)
     assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "preempted_network")
     half, constant, adaptive = shown["results"]
@@ -88,7 +88,7 @@ def test_an_interrupted_run_leaves_nothing(told: signal.Signals) -> None:
     finally:
         running.kill()
         running.wait()
-    assert emulated_parts() == before
+    assert emulated_parts() <= before, "something new is left"
 
 
 def test_without_root_it_says_so_in_one_line() -> None:
