@@ -64,9 +64,9 @@ def measure(
 ) -> Measured:
     """In each process: all batches of a case."""
     pipeline = EmulatedPipeline()
-    todo = programs(group_sizes)
+    carried_out = programs(group_sizes)
     traffic.switch(True)
-    pipeline.batch_ms(todo[group_sizes[0]], compute)
+    pipeline.batch_ms(carried_out[group_sizes[0]], compute)
     measured = Measured({k: [] for k in group_sizes}, {k: [] for k in group_sizes}, [])
     for turn in range(repeats):
         began_ms = clock_ms()
@@ -76,7 +76,7 @@ def measure(
             measured.message_ms[k].append(of_links)
         first = turn % len(group_sizes)
         for k in (*group_sizes[first:], *group_sizes[:first]):
-            measured.batches_ms[k].append(pipeline.batch_ms(todo[k], compute))
+            measured.batches_ms[k].append(pipeline.batch_ms(carried_out[k], compute))
             tick()
     pipeline.close()
     return measured
@@ -95,12 +95,12 @@ def result(case: Case, compute: Compute, measured: Measured) -> dict[str, Any]:
     """One entry of the document: medians, the throughput compared with 1F1B's, and what the simulator says of it."""
     times = StageTimes((compute.forward_ms,) * STAGES, (compute.backward_ms,) * STAGES)
     batch_ms = {k: median(batches) for k, batches in measured.batches_ms.items()}
-    todo = programs(list(batch_ms))
+    carried_out = programs(list(batch_ms))
     entry: dict[str, Any] = {"case": case.name, "mbit": case.mbit, "flows": [flow._asdict() for flow in case.flows]}
     for k, took_ms in batch_ms.items():
         turns = measured.message_ms[k]
         message_ms = {link: fmean(turn[link] for turn in turns) for link in turns[0]}
-        simulated_ms = estimate_ms(todo[k], times, message_ms)
+        simulated_ms = estimate_ms(carried_out[k], times, message_ms)
         entry |= {
             f"k{k}_ms": took_ms,
             f"k{k}_speed_up": batch_ms[min(batch_ms)] / took_ms,

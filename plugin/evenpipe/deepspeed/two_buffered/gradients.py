@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 __all__ = ["FlatGradients", "Gradients", "PlainGradients", "ShardedGradients", "gradients_of"]
 
 
-class Gradients:
+class Gradients(ABC):
     """`counted`: the step needs the norm over all stages, of which `squares` is this one's part.
 
     `weights` are tensors beside the parameters that the optimizer reads or writes the weights through.
@@ -22,21 +23,21 @@ class Gradients:
     counted = False
     weights: tuple[Tensor, ...] = ()
 
+    @abstractmethod
     def keep(self) -> None:
         """Take the batch's gradients, which have been reduced between replicas, out of the next one's way."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kept(self, weight: Tensor) -> Tensor | None:
         """What is kept for `weight`, to be changed in place; None where it has no gradient."""
-        raise NotImplementedError
 
+    @abstractmethod
     def squares(self) -> float:
         """The sum of squares of what is kept, without what another stage counts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, step: Callable[[], Any], norm: float) -> None:
         """Let `step` see what was kept, and `norm` for the norm over all stages; it is gone then."""
-        raise NotImplementedError
 
 
 class PlainGradients(Gradients):
@@ -52,6 +53,9 @@ class PlainGradients(Gradients):
     def kept(self, weight: Tensor) -> Tensor | None:
         kept = zip(self._parameters, self._kept, strict=True)
         return next((gradient for parameter, gradient in kept if parameter is weight), None)
+
+    def squares(self) -> float:
+        raise AssertionError("clipping is refused")
 
     def step(self, step: Callable[[], Any], norm: float) -> None:
         following = self._exchanged(self._kept)
