@@ -7,12 +7,13 @@ from typing import Any
 
 import torch.utils.checkpoint
 from deepspeed.runtime.activation_checkpointing import checkpointing
-from deepspeed.utils import logger
+
+from evenpipe.deepspeed.told import tell
 
 __all__ = ["show_saved_tensors"]
 
 
-def show_saved_tensors(module: Any, rank: int) -> None:
+def show_saved_tensors(module: Any) -> None:
     """Checkpoint the layers of a PipelineModule with torch's function in the place of DeepSpeed's.
 
     DeepSpeed's keep the inputs of a checkpointed layer in attributes and closures, where nobody sees them; torch's
@@ -25,8 +26,6 @@ def show_saved_tensors(module: Any, rank: int) -> None:
         # Which layers are checkpointed depends on the function.
         module.is_checkpointable_results_interval = None
         module._precompute_checkpointable_values()
-        if rank == 0:
-            logger.info(
-                "evenpipe: bpipe: activation checkpointing goes through torch.utils.checkpoint, as DeepSpeed's own "
-                "hides what it saves"
-            )
+        tell(
+            "bpipe: activation checkpointing goes through torch.utils.checkpoint, as DeepSpeed's own hides what it saves"
+        )

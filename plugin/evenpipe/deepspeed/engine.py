@@ -37,7 +37,7 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         self.evenpipe: Section = section
         refuse_unsupported(self)
         if section.bpipe:
-            show_saved_tensors(self.module, self.global_rank)
+            show_saved_tensors(self.module)
         self._schedules: dict[int, tuple[Program, ProgramSchedule]] = {}
         self.executor = _executor(self, section, self._prepare())
         self._boundary = Boundary(self)

@@ -6,9 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from deepspeed.utils import logger
-
 from evenpipe.deepspeed.section import SectionError
+from evenpipe.deepspeed.told import tell
 from evenpipe.runtime.device_queues import ONE_QUEUE, one_queue
 
 __all__ = ["refuse_configuration", "refuse_unsupported"]
@@ -33,9 +32,9 @@ def refuse_unsupported(engine: Any) -> None:
         if rule.broken:
             raise SectionError("", rule.line)
     in_fp32 = not (engine.bfloat16_enabled() or engine.fp16_enabled())
-    if in_fp32 and engine.gradient_clipping() > 0 and engine.global_rank == 0:
-        logger.warning(
-            f"evenpipe: gradient_clipping {engine.gradient_clipping()}: in fp32 DeepSpeed's norm counts the parameters "
+    if in_fp32 and engine.gradient_clipping() > 0:
+        tell(
+            f"warning: gradient_clipping {engine.gradient_clipping()}: in fp32 DeepSpeed's norm counts the parameters "
             "of the first stage only, with or without EvenPipe: use bf16, or clip nothing"
         )
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import logger
 from torch import Tensor
+
+from evenpipe.deepspeed.told import tell
 
 if TYPE_CHECKING:
     from evenpipe.deepspeed.two_buffered.steps import DeferredSteps
@@ -61,11 +62,10 @@ def resume(engine: Any, steps: DeferredSteps, loaded_from: str, goes_on: bool) -
     dist.all_reduce(missing)
     complete = not missing.item()
     steps.restart(found["before"] if complete and found is not None else None)
-    if engine.global_rank == 0:
-        if complete:
-            logger.info("evenpipe: 2bw: both weight versions are as they were saved")
-        else:
-            logger.warning("evenpipe: 2bw: both weight versions are the loaded one: no older one goes with it")
+    if complete:
+        tell("2bw: both weight versions are as they were saved")
+    else:
+        tell("warning: 2bw: both weight versions are the loaded one: no older one goes with it")
 
 
 def _path(checkpoint: Path, stage: int) -> Path:
