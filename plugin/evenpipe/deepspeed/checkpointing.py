@@ -27,5 +27,6 @@ def show_saved_tensors(module: Any) -> None:
         module.is_checkpointable_results_interval = None
         module._precompute_checkpointable_values()
         tell(
-            "bpipe: activation checkpointing goes through torch.utils.checkpoint, as DeepSpeed's own hides what it saves"
+            "bpipe: activation checkpointing goes through torch.utils.checkpoint, as DeepSpeed's own hides what it "
+            "saves"
         )

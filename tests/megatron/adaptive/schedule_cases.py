@@ -91,8 +91,8 @@ def adaptive(of: Learner, bpipe: bool, sizes: tuple[int, ...] | None = None, lim
 
 def switching(turns: tuple[tuple[int, int], ...], bpipe: bool, dropout: float) -> dict[str, Any]:
     """`turns` are decided for, one after the other; with what was predicted for each."""
-    from evenpipe.megatron.adaptive import schedule as module
     from evenpipe.planner import Candidate, saved_peaks
+    from evenpipe.tuner.conditions import Conditions
     from evenpipe.tuner.tuner import Tuner
 
     of = learner(dropout)
@@ -100,22 +100,23 @@ def switching(turns: tuple[tuple[int, int], ...], bpipe: bool, dropout: float) -
     samples = SIZE * MICRO_BATCHES
     wanted = [Candidate(k, b, samples // b) for k, b in turns]
     # What is tested is how a run switches, not between what: under the memory-limit curve lie more than candidates.
-    decide, find = Tuner.decide, module.candidates
+    decide, fitting = Tuner.decide, Conditions.fitting
 
     def decide_as_given(self: Tuner, iteration: int) -> tuple[Candidate, list[float], int]:
         _, estimates, following = decide(self, iteration)
         return wanted[iteration], estimates, following
 
     Tuner.decide = decide_as_given  # type: ignore[method-assign]
-    module.candidates = lambda *_: tuple(dict.fromkeys(wanted))  # type: ignore[assignment]
+    Conditions.fitting = lambda *_: tuple(dict.fromkeys(wanted))  # type: ignore[method-assign]
     try:
         found = train(of, schedule, 0, len(turns))
     finally:
-        Tuner.decide, module.candidates = decide, find  # type: ignore[method-assign]
+        Tuner.decide, Conditions.fitting = decide, fitting  # type: ignore[method-assign]
     assert schedule.tuner is not None
     assert schedule.executor is not None
+    assert schedule._conditions is not None
     stage = schedule.executor.stage_index
-    found["predicted"] = [saved_peaks(schedule._memory, candidate, bpipe)[stage] for candidate in wanted]
+    found["predicted"] = [saved_peaks(schedule._conditions.memory, candidate, bpipe)[stage] for candidate in wanted]
     found["decided"] = [(retune.k, retune.b) for retune in schedule.tuner.retunes]
     schedule.close()
     return found
@@ -139,13 +140,15 @@ def limited() -> dict[str, Any]:
     assert schedule.tuner is not None
     assert schedule.executor is not None
     roomy = [list(candidate) for candidate in schedule.tuner.candidates]
-    whole = [stage.static_bytes + stage.shared_bytes for stage in schedule._memory]
-    limit = max(whole) + 6 * schedule._memory[0].sample_bytes
+    whole = [stage.static_bytes + stage.shared_bytes for stage in schedule._conditions.memory]
+    limit = max(whole) + 6 * schedule._conditions.memory[0].sample_bytes
     schedule.close()
     of = learner()
     schedule = adaptive(of, False, limit=limit)
     found = train(of, schedule, 0, 3)
-    found["static"] = schedule._memory[schedule.executor.stage_index].static_bytes if schedule.executor else 0
+    found["static"] = (
+        schedule._conditions.memory[schedule.executor.stage_index].static_bytes if schedule.executor else 0
+    )
     assert schedule.tuner is not None
     found |= {"roomy": roomy, "candidates": [list(one) for one in schedule.tuner.candidates], "limit": limit}
     found["predicted"] = schedule.predicted_saved_bytes

@@ -5,9 +5,9 @@ from argparse import Namespace
 
 import pytest
 
-from evenpipe.megatron.adaptive.told import Teller
 from evenpipe.megatron.script.adaptive.checks import why_one_size
 from evenpipe.megatron.script.adaptive.schedule import micro_batch_size
+from evenpipe.tuner.told import Teller
 from evenpipe.tuner.tuner import Retune
 
 RETUNE = Retune(11, 2, 2, {"k1b4": 1234.4, "k2b2": 98.76})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from evenpipe.megatron.adaptive.samples import items_of, micro_batches_of
+from evenpipe.tuner.samples import items_of, micro_batches_of
 
 __all__ = ["Given"]
 

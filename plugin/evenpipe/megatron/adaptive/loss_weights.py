@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenpipe.megatron.adaptive.samples import items_of
+from evenpipe.tuner.samples import items_of
 
 __all__ = ["LossWeights"]
 

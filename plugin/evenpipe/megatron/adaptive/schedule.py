@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,16 +14,11 @@ from evenpipe.megatron.adaptive.given import Given
 from evenpipe.megatron.adaptive.preparation import Preparation
 from evenpipe.megatron.adaptive.rehearsal import Rehearsal
 from evenpipe.megatron.schedule import Call, PipelineSchedule
-from evenpipe.planner import StageMemory, candidates, saved_peaks
 from evenpipe.runtime.executor import Executor, Observer
-from evenpipe.tuner.collective import retune
-from evenpipe.tuner.tuner import Retune, Tuner, worth_telling_apart
+from evenpipe.tuner.conditions import Conditions
+from evenpipe.tuner.tuner import Retune, Tuner
 
 __all__ = ["AdaptiveSchedule", "Tuning"]
-
-_FORMAT: Final = "evenpipe.tuner/1"
-#: Memory that differs by less is the same.
-_SAME: Final = 0.01
 
 
 class Tuning(NamedTuple):
@@ -71,20 +65,15 @@ class AdaptiveSchedule(PipelineSchedule):
         self._tuning = tuning
         self.iteration = 0
         self._sizes: tuple[int, ...] = ()
-        self._samples = 0
         self._size = 0
-        self._memory: tuple[StageMemory, ...] = ()
+        self._conditions: Conditions | None = None
         self._state: Mapping[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any] | None:
         """What a run needs to go on as this one would, as JSON has it, the same on all ranks; None before a batch."""
-        if self.tuner is None:
+        if self.tuner is None or self._conditions is None:
             return None
-        return {
-            **self._conditions,
-            "memory": [list(stage) for stage in self._memory],
-            "tuner": self.tuner.state_dict(),
-        }
+        return self._conditions.state_dict(self.tuner)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before the first batch. Where the state is of other batches, memory or limits, candidates are found anew."""
@@ -94,8 +83,8 @@ class AdaptiveSchedule(PipelineSchedule):
     def predicted_saved_bytes(self) -> tuple[int, ...]:
         """Per stage, the most that the candidates save that have been decided for."""
         assert self.tuner is not None, "nothing has been tuned yet"
-        peaks = [saved_peaks(self._memory, candidate, self.bpipe) for candidate in self.tuner.used]
-        return tuple(map(max, zip(*peaks, strict=True)))
+        assert self._conditions is not None
+        return self._conditions.predicted_saved_bytes(self.tuner.used)
 
     def _train(self, **arguments: Any) -> list[Any]:
         given = Given(arguments)
@@ -104,13 +93,14 @@ class AdaptiveSchedule(PipelineSchedule):
         if self.tuner is None or (self.tuner.due(self.iteration) and self._sizes_of((), given) != self._sizes):
             given = self._prepare(given, call, executor)
         assert self.tuner is not None
-        if given.samples != self._samples:
+        assert self._conditions is not None
+        if given.samples != self._conditions.samples:
             raise ValueError(
-                f"a batch of {given.samples} samples after one of {self._samples}: group sizes that are tuned need "
-                "batches of one size; leave batch-size ramp-up out, or name a group size"
+                f"a batch of {given.samples} samples after one of {self._conditions.samples}: group sizes that are "
+                "tuned need batches of one size; leave batch-size ramp-up out, or name a group size"
             )
         if self.tuner.due(self.iteration):
-            self._retune(self.tuner, call, executor)
+            self._retune(self.tuner, self._conditions, call, executor)
         chosen = self.tuner.current
         assert chosen is not None
         if self._size != chosen.b:
@@ -125,16 +115,6 @@ class AdaptiveSchedule(PipelineSchedule):
     def _in_groups(self) -> bool:
         return True
 
-    @property
-    def _conditions(self) -> dict[str, Any]:
-        """Under which a state is of use, besides equal memory."""
-        return {
-            "format": _FORMAT,
-            "samples": self._samples,
-            "bpipe": self.bpipe,
-            "limit_bytes": self._tuning.limit_bytes,
-        }
-
     def _sizes_of(self, loaded: Sequence[Any], given: Given) -> tuple[int, ...]:
         sizes = self._tuning.sizes(loaded, given.size)
         if sizes is None:
@@ -144,48 +124,28 @@ class AdaptiveSchedule(PipelineSchedule):
     def _prepare(self, given: Given, call: Call, executor: Executor) -> Given:
         """Rehearse, and make the tuner; the arguments, with what was read for it read again."""
         loaded = [] if given.source is None else list(itertools.islice(given.source, given.micro_batches))
-        self._samples, self._sizes = given.samples, self._sizes_of(loaded, given)
+        self._sizes = self._sizes_of(loaded, given)
         limit_bytes, around_batch = self._tuning.limit_bytes, self._tuning.around_batch
         rehearsal = Rehearsal(executor, self._weights(list(call.batch.model)), self._release)
         preparation = Preparation(rehearsal, given, loaded, self._call, around_batch)
         with rehearsal.without_a_trace(call):
-            self._memory = preparation.memory(self._sizes, self._tuning.static_bytes(), limit_bytes)
+            memory = preparation.memory(self._sizes, self._tuning.static_bytes(), limit_bytes)
+            self._conditions = Conditions(given.samples, self.bpipe, limit_bytes, memory)
             state, self._state = self._state, None
-            self.tuner = None if state is None else self._resumed(state)
+            self.tuner = None
             if state is not None:
+                self.tuner = self._conditions.resumed(state, self._sizes, self._tuning.interval, self.iteration)
                 self._tuning.resumed(self.tuner is not None)
             if self.tuner is None:
-                fitting = candidates(self._memory, given.samples, limit_bytes, self.bpipe, self._sizes)
-                chosen = worth_telling_apart(fitting)
+                chosen = self._conditions.fitting(self._sizes)
                 times = preparation.times({candidate.b for candidate in chosen})
-                self.tuner = Tuner(chosen, len(self._memory), self.bpipe, times, self._tuning.interval)
+                self.tuner = Tuner(chosen, len(memory), self.bpipe, times, self._tuning.interval)
         if executor.device.type == "cuda":
             # Blocks of sizes that will not be asked for again.
             torch.cuda.empty_cache()
         return given if given.source is None else given.reading(itertools.chain(loaded, given.source))
 
-    def _resumed(self, state: Mapping[str, Any]) -> Tuner | None:
-        """The tuner that gave `state`, if this run is of the same batches, limit and memory."""
-        memory = [StageMemory(*stage) for stage in state.get("memory", ())]
-        if not self._conditions.items() <= state.items() or not _alike(memory, self._memory):
-            return None
-        tuner = Tuner((), len(memory), self.bpipe, {}, self._tuning.interval)
-        tuner.load_state_dict(state["tuner"], self.iteration)
-        return tuner if {candidate.b for candidate in tuner.candidates} <= set(self._sizes) else None
-
-    def _retune(self, tuner: Tuner, call: Call, executor: Executor) -> None:
+    def _retune(self, tuner: Tuner, conditions: Conditions, call: Call, executor: Executor) -> None:
         start = time.monotonic()
-        message = max(stage.message_bytes for stage in self._memory)
-        sizes = {candidate.b: candidate.b * message for candidate in tuner.candidates}
-        stage, stages = call.pipeline.rank(), call.pipeline.size()
-        decided = retune(tuner, executor.connections, stage, stages, sizes, self.iteration, executor.device)
+        decided = conditions.retune(tuner, executor.connections, call.pipeline.rank(), self.iteration, executor.device)
         self._tuning.retuned(decided, time.monotonic() - start)
-
-
-def _alike(saved: Sequence[StageMemory], now: Sequence[StageMemory]) -> bool:
-    """Whether runs hold the same, but for what libraries of other versions may keep."""
-    return len(saved) == len(now) and all(
-        math.isclose(before, after, rel_tol=_SAME)
-        for one, other in zip(saved, now, strict=True)
-        for before, after in zip(one, other, strict=True)
-    )

@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Protocol
 
-from evenpipe.megatron.adaptive.limit import limit_bytes
 from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
 from evenpipe.megatron.adaptive.static_memory import static_bytes
-from evenpipe.megatron.adaptive.told import Teller
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
 from evenpipe.megatron.trainer.follow import Follower, reporting_to
 from evenpipe.megatron.trainer.recorder import Recorder
@@ -18,6 +16,8 @@ from evenpipe.megatron.two_buffered import StreamSchedule, TwoBuffered
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import FORWARD, UPDATE, Action
+from evenpipe.tuner.limit import limit_bytes
+from evenpipe.tuner.told import Teller
 from evenpipe.upstream import PatchSet
 
 __all__ = ["Engine", "engine_for"]

@@ -37,8 +37,8 @@ class AdaptiveTraining:
         connected: Callable[[PipelineSchedule], None],
     ) -> None:
         from evenpipe.megatron.adaptive.schedule import Tuning
-        from evenpipe.megatron.adaptive.told import Teller
         from evenpipe.megatron.script.adaptive.schedule import ScriptSchedule, micro_batch_size
+        from evenpipe.tuner.told import Teller
 
         self.args = args
         self._config = config
@@ -65,10 +65,10 @@ class AdaptiveTraining:
         """Called by all ranks when Megatron has made model and optimizer, and loaded what was to be loaded."""
         import torch
 
-        from evenpipe.megatron.adaptive.limit import limit_bytes
         from evenpipe.megatron.adaptive.loss_weights import LossWeights
         from evenpipe.megatron.adaptive.static_memory import static_bytes
         from evenpipe.megatron.script.adaptive.checkpoint import resumed
+        from evenpipe.tuner.limit import limit_bytes
 
         if optimizer is None:
             return  # --skip-train

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from evenpipe.megatron.adaptive.samples import items_of, micro_batches_of
+from evenpipe.tuner.samples import items_of, micro_batches_of
 
 SEQUENCE = 3
 
