@@ -25,13 +25,23 @@ def test_an_empty_section_is_1f1b() -> None:
     assert (section.name, section.bpipe, section.partition, section.pair_adjacent) == ("1f1b", False, None, None)
 
 
+def test_auto_leaves_to_evenpipe_what_null_does() -> None:
+    given = {"schedule": "kfkb", "group_size": "auto", "bpipe": True}
+    auto = dict.fromkeys(("partition", "pair_adjacent", "retune_interval", "memory_gib"), "auto")
+    section = section_of({"evenpipe": {**given, **auto, "micro_batch_size": "auto"}})
+    assert section == section_of({"evenpipe": {**given, **dict.fromkeys(auto), "micro_batch_size": "auto"}})
+    assert section is not None
+    assert (section.group_size, section.micro_batch_size) == ("auto", "auto")
+
+
 @pytest.mark.parametrize(
     ("given", "line"),
     [
         ({"group_sise": 2}, "evenpipe.group_sise: unknown key, did you mean group_size?"),
         (
             {"colour": 2},
-            "evenpipe.colour: unknown key, there are schedule, bpipe, group_size, pair_adjacent, partition",
+            "evenpipe.colour: unknown key, there are schedule, bpipe, group_size, retune_interval, memory_gib, "
+            "pair_adjacent, partition, micro_batch_size",
         ),
         ({"group_size": "2"}, "evenpipe.group_size: \"2\": must be a valid integer or 'auto'"),
         ({"bpipe": "yes"}, 'evenpipe.bpipe: "yes": must be a valid boolean'),
@@ -44,8 +54,17 @@ def test_an_empty_section_is_1f1b() -> None:
             "evenpipe.schedule: interleaved is not available with DeepSpeed yet: choose one of 1f1b, gpipe, kfkb, 2bw",
         ),
         (
-            {"schedule": "kfkb", "group_size": "auto"},
-            'evenpipe.group_size: "auto" is not available with DeepSpeed yet: give a number',
+            {"group_size": "auto"},
+            'evenpipe.group_size: "auto": only the schedule kfkb runs micro-batches in groups: add "schedule": "kfkb", '
+            "or leave it out",
+        ),
+        (
+            {"schedule": "kfkb", "group_size": 2, "memory_gib": 40},
+            'evenpipe.memory_gib: only "group_size": "auto" makes use of it: add that, or leave it out',
+        ),
+        (
+            {"schedule": "kfkb", "group_size": "auto", "micro_batch_size": 4},
+            "evenpipe.micro_batch_size: 4: must be 'auto'",
         ),
         (
             {"group_size": 2},

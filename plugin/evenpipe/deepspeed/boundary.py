@@ -23,6 +23,12 @@ class Boundary:
         self._told: list[tuple[torch.Size, torch.dtype]] | None = None
         self._input: Any = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a micro-batch's input or output, whichever is larger, as they have been told."""
+        given = [(tensor.size(), tensor.dtype) for tensor in tensors_of(self._input)] if self._input is not None else []
+        return max(sum(size.numel() * dtype.itemsize for size, dtype in told) for told in (given, self._told or []))
+
     def tell(self, outputs: Any) -> None:
         """At the sender, after each forward. Raises RuntimeError if it has changed."""
         found = [(tensor.size(), tensor.dtype) for tensor in tensors_of(outputs)]

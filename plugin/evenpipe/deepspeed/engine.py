@@ -17,7 +17,7 @@ from evenpipe.deepspeed.section import Section, section_of
 from evenpipe.deepspeed.stage import EngineStage
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
-from evenpipe.schedule import Program, Step, build, lower
+from evenpipe.schedule import Program, Step, Unit, build, lower
 
 __all__ = ["EvenPipeEngine"]
 
@@ -38,7 +38,8 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         refuse_unsupported(self)
         if section.bpipe:
             show_saved_tensors(self.module)
-        self._schedules: dict[int, tuple[Program, ProgramSchedule]] = {}
+        self.group_size = 1 if section.group_size == "auto" else section.group_size
+        self._schedules: dict[tuple[int, int], tuple[Program, ProgramSchedule]] = {}
         self.executor = _executor(self, section, self._prepare())
         self._boundary = Boundary(self)
         self._take: Callable[[Step], None] | None = None
@@ -66,19 +67,22 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         """Carry out the program of a batch."""
         program, ours = self._schedule(micro_batches)
         evicts = program.schedule.evictions[self.stage_id] > 0
-        stage = EngineStage(self, self._boundary, ours.buffers.__getitem__, evicts)
+        stage = self._make_stage(self._boundary, ours.buffers.__getitem__, evicts)
         with self.executor.batch(program, stage) as self._take:
             self._exec_schedule(ours)
 
+    def _make_stage(self, boundary: Boundary, buffer_of: Callable[[Unit], int], evicts: bool) -> EngineStage:
+        return EngineStage(self, boundary, buffer_of, evicts)
+
     def _schedule(self, micro_batches: int) -> tuple[Program, ProgramSchedule]:
-        if micro_batches not in self._schedules:
+        key = micro_batches, self.group_size
+        if key not in self._schedules:
             section = self.evenpipe
-            assert section.group_size != "auto"
             program = lower(
-                build(section.name, self.num_stages, micro_batches, 1, section.bpipe, group_size=section.group_size)
+                build(section.name, self.num_stages, micro_batches, 1, section.bpipe, group_size=self.group_size)
             )
-            self._schedules[micro_batches] = program, ProgramSchedule(program, self.stage_id, self.dynamic_shape)
-        return self._schedules[micro_batches]
+            self._schedules[key] = program, ProgramSchedule(program, self.stage_id, self.dynamic_shape)
+        return self._schedules[key]
 
     def _exec_step(self, step: Step, buffer_id: int | None = None) -> None:
         assert self._take is not None

@@ -55,6 +55,8 @@ def engine_patches(section: Section) -> PatchSet:
 def _evenpipe_engine(section: Section, original: Any) -> Any:
     if section.name == "2bw":
         from evenpipe.deepspeed.two_buffered.engine import TwoBufferedEngine as Engine
+    elif section.group_size == "auto":
+        from evenpipe.deepspeed.adaptive.engine import AdaptiveEngine as Engine
     else:
         from evenpipe.deepspeed.engine import EvenPipeEngine as Engine
     assert issubclass(Engine, original)

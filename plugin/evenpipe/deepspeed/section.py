@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
@@ -16,7 +16,9 @@ __all__ = ["NAME", "Section", "SectionError", "section_of"]
 NAME: Final = "evenpipe"
 
 # What Megatron's flags have and DeepSpeed's section has not.
-_NOT_HERE: Final = frozenset(("retune_interval", "memory_gib", "trace", "trace_iteration"))
+_NOT_HERE: Final = frozenset(("trace", "trace_iteration"))
+# "auto", as in the rest of DeepSpeed's configuration: left to EvenPipe, like null.
+_LEFT_TO_US: Final = frozenset(("partition", "pair_adjacent", "retune_interval", "memory_gib"))
 _SCHEDULES: Final = ("1f1b", "gpipe", "kfkb", "2bw")
 
 
@@ -34,6 +36,12 @@ class Section(EvenPipeConfig):
         None,
         description="the layers at which stages begin, and the number of layers: [0, 3, 5, 8] are three stages of the "
         "layers 0-2, 3-4 and 5-7 (default: PipelineModule's partition_method)",
+    )
+
+    micro_batch_size: Literal["auto"] | None = Field(
+        None,
+        description="auto: with group_size auto, batches may be cut into micro-batches of another size, which trains "
+        "the same if the loss is a mean over samples that count alike (default: train_micro_batch_size_per_gpu)",
     )
 
     @property
@@ -68,7 +76,8 @@ def _check_key(key: str) -> None:
 def _validated(given: Mapping[str, Any]) -> Section:
     """Types as JSON has them: "2" is no number, and "yes" is no truth value."""
     try:
-        return Section.model_validate_json(json.dumps(given), strict=True)
+        left = {key: None if value == "auto" and key in _LEFT_TO_US else value for key, value in given.items()}
+        return Section.model_validate_json(json.dumps(left), strict=True)
     except ValidationError as error:
         first, *others = error.errors()
         said = [found["msg"] for found in (first, *others) if found["loc"][0] == first["loc"][0]]
@@ -84,14 +93,15 @@ def _check_together(section: Section) -> None:
         raise SectionError(
             "schedule", f"{section.schedule} is not available with DeepSpeed yet: choose one of {_list(_SCHEDULES)}"
         )
-    if section.group_size == "auto":
-        raise SectionError("group_size", '"auto" is not available with DeepSpeed yet: give a number')
     if section.group_size != 1 and section.schedule != "kfkb":
         raise SectionError(
             "group_size",
-            f'{section.group_size}: only the schedule kfkb runs micro-batches in groups: add "schedule": "kfkb", or '
-            "leave it out",
+            f"{json.dumps(section.group_size)}: only the schedule kfkb runs micro-batches in groups: add "
+            '"schedule": "kfkb", or leave it out',
         )
+    for tuned in ("micro_batch_size", "retune_interval", "memory_gib"):
+        if getattr(section, tuned) is not None and section.group_size != "auto":
+            raise SectionError(tuned, 'only "group_size": "auto" makes use of it: add that, or leave it out')
     if section.bpipe and section.schedule == "gpipe":
         raise SectionError(
             "bpipe", "with the schedule gpipe all stages hold the same, so there is nothing to level: use 1f1b"

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["items_of", "micro_batches_of"]
+__all__ = ["CutError", "items_of", "micro_batches_of"]
+
+
+class CutError(ValueError):
+    """What has been read cannot be made micro-batches of another size; one line."""
 
 
 def micro_batches_of(size: int, given: int, source: Iterator[Any] | None) -> Iterator[Any] | None:
@@ -18,7 +22,7 @@ def micro_batches_of(size: int, given: int, source: Iterator[Any] | None) -> Ite
     A micro-batch is a nest of dicts, lists and tuples of tensors whose first dimension are the samples; None stands for
     what there is not. `source` is read as late as can be: of a batch that both sizes divide, nothing is left over.
     Where nothing is to be cut it is handed over as it is, None (a process that reads nothing) too. Reading raises
-    ValueError, with one line, for what has no such dimension, or is not alike in micro-batches that are to be joined.
+    CutError for what has no such dimension, or is not alike in micro-batches that are to be joined.
     """
     return source if source is None or size == given else _Cut(size, given, source)
 
@@ -69,14 +73,14 @@ class _Cut(Iterator[Any]):
                 return pytree.tree_unflatten([_joined(parts) for parts in zip(*pieces, strict=True)], read.tree)
             read = self._read()
             if read.kind != first.kind:
-                raise ValueError(f"{self._cannot}: one that follows another has other tensors, or other shapes")
+                raise CutError(f"{self._cannot}: one that follows another has other tensors, or other shapes")
 
     def _read(self) -> _Read:
         paths, tree = pytree.tree_flatten_with_path(next(self._source))
         for path, leaf in paths:
             if leaf is not None and not (isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == self._given):
                 found = f"of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
-                raise ValueError(
+                raise CutError(
                     f"{self._cannot}: {pytree.keystr(path) or 'it'} ({found}) is no tensor of {self._given} samples"
                 )
         return _Read([leaf for _, leaf in paths], tree, 0)

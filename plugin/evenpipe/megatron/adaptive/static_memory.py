@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenpipe.tuner.optimizer_state import bytes_to_come
+
 __all__ = ["static_bytes"]
 
 
@@ -22,7 +24,7 @@ def static_bytes(chunks: Sequence[Any], optimizer: Any) -> int:
     for tensor in (*_of_model(chunks), *_of_optimizers(inner)):
         storage = tensor.untyped_storage()
         storages[storage._cdata] = storage
-    return sum(storage.nbytes() for storage in storages.values()) + sum(map(_still_to_come, inner))
+    return sum(storage.nbytes() for storage in storages.values()) + sum(map(bytes_to_come, inner))
 
 
 def _of_model(chunks: Iterable[Any]) -> Iterator[Tensor]:
@@ -42,13 +44,3 @@ def _of_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Tens
         for state in optimizer.state.values():
             # Counters of steps are numbers, in tensors of no dimension.
             yield from (value for value in state.values() if torch.is_tensor(value) and value.dim())
-
-
-def _still_to_come(optimizer: torch.optim.Optimizer) -> int:
-    """Of parameters without a state so far: two averages of Adam's, or one if SGD has a momentum."""
-    return sum(
-        (2 if "betas" in group else int(bool(group.get("momentum")))) * parameter.nbytes
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if not optimizer.state.get(parameter)
-    )

@@ -1,0 +1,106 @@
+"""Group sizes that real DeepSpeed engines choose, and choose again, while they train."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+_AUTO = {"schedule": "kfkb", "group_size": "auto", "memory_gib": 0.01, "retune_interval": 1}
+_ZERO = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+_GROUPS = {
+    "stock": {"case": {"stages": 4, "config": {}, "steps": 5}},
+    "groups": {
+        "case": {"stages": 4, "config": {"evenpipe": _AUTO}, "steps": 5},
+        "turns": [(1, 2), (3, 2), (8, 2), (2, 2)],
+        "loader": True,
+    },
+    "groups, bpipe": {
+        "case": {"stages": 4, "config": {"evenpipe": {**_AUTO, "bpipe": True}}, "steps": 5},
+        "turns": [(2, 2), (4, 2), (1, 2)],
+    },
+}
+_CUT = {**_AUTO, "micro_batch_size": "auto"}
+_FEW = {"gradient_accumulation_steps": 4}
+_SIZES = {
+    "stock": {"case": {"stages": 2, "config": _FEW, "steps": 11, "tied": True, "evaluate": True}},
+    "sizes": {
+        "case": {"stages": 2, "config": {**_FEW, "evenpipe": _CUT}, "steps": 11, "tied": True, "evaluate": True},
+        "turns": [(1, 8), (2, 4), (1, 8)],
+    },
+}
+_RESUMED = {"case": {"stages": 2, "config": {**_ZERO, "evenpipe": {**_AUTO, "retune_interval": 3}}, "steps": 3}}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """All runs, in one job of four processes: two replicas where there are two stages."""
+    folder: Path = tmp_path_factory.mktemp("adaptive")
+    cases, out = folder / "cases.json", folder / "out.json"
+    runs = [*_GROUPS.values(), *_SIZES.values(), {**_RESUMED, "folder": str(folder / "checkpoint")}]
+    cases.write_text(json.dumps(runs))
+    script = Path(__file__).with_name("train_adaptive.py")
+    job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script), str(cases), str(out)]
+    done = subprocess.run(
+        [sys.executable, *job],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    found = json.loads(out.read_text())
+    names = [*_GROUPS, *(f"cut, {name}" for name in _SIZES), "resumed"]
+    return dict(zip(names, found, strict=True)) | {"said": done.stderr}
+
+
+def test_groups_are_tuned_to_the_losses_and_weights_of_the_stock_engine(results: dict[str, Any]) -> None:
+    stock = results["stock"]
+    for name in ("groups", "groups, bpipe"):
+        ours, turns = results[name], _GROUPS[name]["turns"]
+        assert {rank["engine"] for rank in ours} == {"AdaptiveEngine"}
+        for rank, of_stock in zip(ours, stock, strict=True):
+            assert rank["losses"] == of_stock["losses"]
+            assert rank["weights"] == of_stock["weights"]
+            # The first batch was measured, and the next one decided for.
+            assert [(k, b) for _, k, b in rank["retunes"]] == [*turns, *turns][:4]
+            assert [iteration for iteration, _, _ in rank["retunes"]] == [1, 2, 3, 4]
+            assert rank["left"] == 0
+
+
+def test_no_stage_holds_more_than_was_predicted(results: dict[str, Any]) -> None:
+    for name in ("groups", "groups, bpipe", "cut, sizes"):
+        for rank in results[name]:
+            # What is predicted counts inputs and outputs that the engine keeps, which autograd does not.
+            assert 0.8 * rank["predicted"] <= rank["peak_bytes"] <= rank["predicted"], (name, rank)
+
+
+def test_batches_are_cut_into_other_micro_batches_with_the_same_samples(results: dict[str, Any]) -> None:
+    stock, ours = results["cut, stock"], results["cut, sizes"]
+    for rank, of_stock in zip(ours, stock, strict=True):
+        for kind in ("losses", "evaluated"):
+            wanted = [float.fromhex(loss) for loss in of_stock[kind]]
+            assert [float.fromhex(loss) for loss in rank[kind]] == pytest.approx(wanted, rel=2e-6)
+        assert len({b for _, _, b in rank["retunes"]}) == 2
+        assert rank["size"] == of_stock["size"] == [2, 4, 4]
+
+
+def test_a_resumed_run_goes_on_tuning(results: dict[str, Any]) -> None:
+    for rank in results["resumed"]:
+        resumed = rank["resumed"]
+        assert [iteration for iteration, _, _ in rank["retunes"]] == [1]
+        # Decided before the second batch; the state says that the next time is three later, before the fifth.
+        assert [iteration for iteration, _, _ in resumed["retunes"]] == [4]
+        assert resumed["client_state"]["mine"] == 7
+        assert "evenpipe_tuner" not in resumed["client_state"]
+        assert resumed["size"] == [2, 8, 8]
+    assert 'evenpipe: group_size "auto": goes on tuning as it was saved' in results["said"]
+    assert results["said"].count("evenpipe: iteration 2: k=") == 3

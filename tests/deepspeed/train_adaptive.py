@@ -1,0 +1,85 @@
+"""Trains as train_tiny does, with groups that are tuned: several cases in one job.
+
+A case is {"case": {..}}, and as wanted "turns" ((k, b) to be decided for, one batch after the other), "loader" (the
+engine reads the data itself) and "folder" (where a checkpoint goes; a second engine then goes on from it).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from train_tiny import Case, digest, engine_of, run
+
+from evenpipe.planner import Candidate
+from evenpipe.tuner.tuner import Tuner
+
+
+def train(given: dict[str, Any]) -> dict[str, Any]:
+    case = Case(**given["case"])
+    with _deciding_for([tuple(turn) for turn in given.get("turns", ())]):
+        engine, data = engine_of(case)
+        if given.get("loader"):
+            engine.data_iterator, data = data, None
+        found = _train(engine, data, case)
+        if "folder" in given:
+            engine.save_checkpoint(given["folder"], client_state={"mine": 7})
+            again, data = engine_of(case)
+            _, client_state = again.load_checkpoint(given["folder"])
+            for _ in islice(data, case.steps * again.micro_batches):
+                pass
+            found["resumed"] = _train(again, data, case) | {"client_state": client_state}
+    return found
+
+
+def _train(engine: Any, data: Any, case: Case) -> dict[str, Any]:
+    auto = hasattr(engine, "evenpipe")
+    if auto:
+        engine.executor.measure = True
+    losses, evaluated = [], []
+    for _ in range(case.steps):
+        losses.append(float(engine.train_batch(data)).hex())
+        if case.evaluate:
+            evaluated.append(float(engine.eval_batch(data)).hex())
+    found = {
+        "engine": type(engine).__name__,
+        "stage": engine.stage_id,
+        "replica": engine.grid.data_parallel_id,
+        "losses": losses,
+        "evaluated": evaluated,
+        "weights": {name: digest(weight) for name, weight in engine.module.named_parameters()},
+        "size": [engine.micro_batch_size, engine.micro_batches, engine.gradient_accumulation_steps()],
+    }
+    if auto:
+        assert engine.tuner is not None
+        found["retunes"] = [[retune.iteration, retune.k, retune.b] for retune in engine.tuner.retunes]
+        found["predicted"] = engine.predicted_saved_bytes[engine.stage_id]
+        found["peak_bytes"] = engine.executor.counter.peak_bytes
+        found["left"] = engine.executor.counter.own_units
+    return found
+
+
+@contextmanager
+def _deciding_for(turns: list[tuple[int, int]]) -> Iterator[None]:
+    """What is tested is how a run switches, and not when: these are decided for, one after the other."""
+    decide, wanted = Tuner.decide, cycle(turns)
+
+    def decide_as_given(self: Tuner, iteration: int) -> tuple[Candidate, list[float], int]:
+        _, estimates, following = decide(self, iteration)
+        turn = next(wanted)
+        return next(one for one in self.candidates if (one.k, one.b) == turn), estimates, following
+
+    if turns:
+        Tuner.decide = decide_as_given  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tuner.decide = decide  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    run(train, Path(sys.argv[1]), Path(sys.argv[2]))
