@@ -25,20 +25,18 @@ a variant in every round; the times are those in Megatron's log, at every iterat
 
 from __future__ import annotations
 
-import argparse
 import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import pretrain_jobs
 import torch
 import torch.distributed as dist
 from emulation import Accelerator, clock_ms
-from harness import Benchmark, Tick, positive, prepare_to_fork, progress_bar, run_in_processes
-from rich.table import Table
+from flushes import Setting, add_flags, common, result, settings_of, table
+from harness import Benchmark, Tick, prepare_to_fork, progress_bar, run_in_processes
 from sleeping_stages import follow_waits, slow_down
 
 with warnings.catch_warnings():
@@ -60,33 +58,11 @@ CASES: Final = ("4x4", "4x8", "8x8")
 MODEL: Final[dict[str, Any]] = {"hidden": 32, "heads": 4, "seq_length": 16, "clip_grad": 1.0, "lr_decay": "none"}
 
 
-class Setting(NamedTuple):
-    """One pipeline; a backward takes twice a forward. `batches` are measured in every round, after `warm_up` others."""
-
-    stages: int
-    micro_batches: int
-    forward_ms: float
-    repeats: int
-    warm_up: int
-    batches: int
-
-    @property
-    def pair_ms(self) -> float:
-        """A forward and a backward."""
-        return 3 * self.forward_ms
-
-    @property
-    def theory_ms(self) -> dict[str, float]:
-        """A batch, per variant."""
-        flushed = (self.micro_batches + self.stages - 1) * self.pair_ms
-        return {"megatron": flushed, "evenpipe": flushed, "2bw": self.micro_batches * self.pair_ms}
-
-    @property
-    def options(self) -> TrainOptions:
-        """Of the model and its training. Raises OptionsError where there is no such pipeline."""
-        shape = {"stages": self.stages, "layers": self.stages, "micro_batches": self.micro_batches}
-        TrainOptions.of(**MODEL, **shape, schedule="2bw")
-        return TrainOptions.of(**MODEL, **shape)
+def options_of(setting: Setting) -> TrainOptions:
+    """Of the model and its training. Raises OptionsError where 2BW has no such pipeline."""
+    shape = {"stages": setting.stages, "layers": setting.stages, "micro_batches": setting.micro_batches}
+    TrainOptions.of(**MODEL, **shape, schedule="2bw")
+    return TrainOptions.of(**MODEL, **shape)
 
 
 class Variant:
@@ -132,7 +108,7 @@ def measure(rank: int, setting: Setting, tick: Tick) -> dict[str, list[float]]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=setting.stages)
     accelerator = Accelerator(setting.forward_ms, 2 * setting.forward_ms)
     follow_waits(accelerator)
-    variants = {name: Variant(name, setting.options, accelerator, rank) for name in VARIANTS}
+    variants = {name: Variant(name, options_of(setting), accelerator, rank) for name in VARIANTS}
     times: dict[str, list[float]] = {name: [] for name in VARIANTS}
     with open(os.devnull, "w") as log:
         for _ in range(setting.repeats):
@@ -147,62 +123,20 @@ def measure(rank: int, setting: Setting, tick: Tick) -> dict[str, list[float]]:
     return times
 
 
-def result(setting: Setting, times: dict[str, list[float]]) -> dict[str, Any]:
-    """One entry of the document: medians, theory, and every round."""
-    measured, theory = {name: median(rounds) for name, rounds in times.items()}, setting.theory_ms
-    entry: dict[str, Any] = {"stages": setting.stages, "micro_batches": setting.micro_batches}
-    for name in VARIANTS:
-        entry |= {f"{name}_ms": measured[name], f"theory_{name}_ms": theory[name]}
-        entry[f"{name}_ratio"] = measured[name] / theory[name]
-    for prefix, values in (("", measured), ("theory_", theory)):
-        entry |= {f"{prefix}{name}_speed_up": values["megatron"] / values[name] for name in ("evenpipe", "2bw")}
-    return entry | {"rounds_ms": times}
-
-
-def table(results: list[dict[str, Any]]) -> Table:
-    """The same for people."""
-    shown = Table("stages", "m", "schedule", "ms", "theory", "× theory", "speed-up", "theory")
-    for entry in results:
-        for name in VARIANTS:
-            pipeline = (str(entry["stages"]), str(entry["micro_batches"])) if name == "megatron" else ("", "")
-            times = [f"{entry[f'{prefix}{name}_ms']:,.0f}" for prefix in ("", "theory_")]
-            gains = [f"{entry.get(f'{prefix}{name}_speed_up', 1):.3f}" for prefix in ("", "theory_")]
-            shown.add_row(*pipeline, name, *times, f"{entry[f'{name}_ratio']:.3f}", *gains)
-        shown.add_section()
-    return shown
-
-
-def settings_of(arguments: argparse.Namespace) -> list[Setting]:
-    """One pipeline for each value of --cases. Raises OptionsError where 2BW has none."""
-    settings = []
-    for stages, micro_batches in arguments.cases:
-        counts = (arguments.repeats, arguments.warm_up, arguments.batches)
-        settings.append(Setting(stages, micro_batches, arguments.forward_ms, *counts))
-        _ = settings[-1].options
-    return settings
-
-
-def case(text: str) -> tuple[int, int]:
-    """The value of --cases: stages x micro-batches."""
-    stages, _, micro_batches = text.partition("x")
-    return positive(stages), positive(micro_batches)
-
-
 def main() -> None:
     benchmark = Benchmark("bubbles", __doc__, repeats=5)
-    add = benchmark.parser.add_argument
-    default = [case(text) for text in CASES]
-    add("--cases", type=case, nargs="+", default=default, metavar="PxM", help=f"(default {' '.join(CASES)})")
-    add("--forward-ms", type=float, default=100.0, help="a backward takes twice as long (default 100)")
-    add("--warm-up", type=positive, default=2, help="batches of a round that are not measured (default 2)")
-    add("--batches", type=positive, default=3, help="measured batches of a round (default 3)")
-    add("--megatron-lm", type=Path, metavar="PATH", help="a checkout whose pretrain_gpt.py is to be measured")
+    add_flags(benchmark, CASES)
+    benchmark.parser.add_argument(
+        "--megatron-lm", type=Path, metavar="PATH", help="a checkout whose pretrain_gpt.py is to be measured"
+    )
     arguments = benchmark.parser.parse_args()
     checkout: Path | None = arguments.megatron_lm
     if checkout is not None and not (checkout / "pretrain_gpt.py").exists():
         benchmark.parser.error(f"--megatron-lm {checkout}: has no pretrain_gpt.py: name a Megatron-LM checkout")
+    settings = settings_of(arguments)
     try:
-        settings = settings_of(arguments)
+        for setting in settings:
+            options_of(setting)
     except OptionsError as error:
         benchmark.parser.error(str(error))
     prepare_to_fork()
@@ -214,9 +148,8 @@ def main() -> None:
             else:
                 times = pretrain_jobs.measure(checkout.resolve(), setting, MODEL, tick)
             results.append(result(setting, times))
-    common = {name: getattr(arguments, name) for name in ("forward_ms", "repeats", "warm_up", "batches")}
     where = {} if checkout is None else {"megatron_lm": checkout.name}
-    benchmark.report(common | {"backward_ms": 2 * arguments.forward_ms} | where, results, table(results))
+    benchmark.report(common(arguments) | where, results, table(results))
 
 
 if __name__ == "__main__":

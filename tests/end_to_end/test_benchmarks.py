@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -73,6 +75,21 @@ def test_bubbles():
         assert usable(entry[f"{variant}_ratio"])
     assert entry["theory_2bw_speed_up"] == 1.5
     # Far from theory only where others keep the machine busy.
+    assert entry["2bw_speed_up"] > 1.15
+
+
+def test_bubbles_under_deepspeed():
+    pytest.importorskip("deepspeed")
+    shown = document(
+        "deepspeed_bubbles.py", "--cases", "2x2", "--dtypes", "bf16", "--repeats", "1", "--forward-ms", "40",
+        "--batches", "2",
+    )  # fmt: skip
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "deepspeed_bubbles")
+    (entry,) = shown["results"]
+    assert (entry["stages"], entry["micro_batches"], entry["dtype"]) == (2, 2, "bf16")
+    for variant, theory_ms in (("stock", 3 * 120), ("evenpipe", 3 * 120), ("2bw", 2 * 120)):
+        assert entry[f"theory_{variant}_ms"] == theory_ms
+        assert min(entry["rounds_ms"][variant]) > 0.9 * theory_ms
     assert entry["2bw_speed_up"] > 1.15
 
 
