@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,12 @@ def test_what_is_installed_fits_and_nothing_is_started_or_replaced() -> None:
     assert (flags["patch"], flags["needed_for"]) == ("flags", "training")
     assert flags["series"][0] == "0.14"
     assert flags["reason"]
+    if importlib.util.find_spec("deepspeed") is None:
+        assert document["deepspeed"] is None
+    else:
+        assert document["deepspeed"]["supported"] is True
+        assert document["deepspeed"]["version"] == metadata.version("deepspeed")
+        assert states(document["deepspeed"], "deepspeed.runtime") == {"fits"}
 
 
 def test_a_megatron_that_cannot_be_imported_is_a_state(tmp_path: Path) -> None:
@@ -149,11 +157,36 @@ def test_a_release_that_is_not_known_gives_one_line(copy: Path, capsys: pytest.C
     assert line.startswith("megatron-core 0.13.1: unknown release, expected one of 0.14, ")
 
 
+def test_no_deepspeed_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.core")
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    assert main(["patches"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "deepspeed: not installed here"
+
+
+def test_a_folder_with_deepspeed_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here one that EvenPipe does not know, as a checkout states it."""
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").touch()
+    (tmp_path / "setup.py").touch()
+    (tmp_path / "version.txt").write_text("0.18.9\n")
+    status, text = check(capsys, tmp_path)
+    assert status == 1
+    first, blank, line = text.splitlines()
+    assert (first, blank) == (f"deepspeed 0.18.9 in {tmp_path}: not supported", "")
+    assert line.startswith("deepspeed 0.18.9: unknown release, expected one of 0.19.4, ")
+    _, text = check(capsys, tmp_path, "--json")
+    assert json.loads(text)["deepspeed"]["problems"] == [line]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--check", "{folder}/nowhere"], "--check {folder}/nowhere: there is no such folder"),
-        (["--check", "{folder}"], "--check {folder}: has no megatron/core/package_info.py: name a checkout"),
+        (
+            ["--check", "{folder}"],
+            "--check {folder}: has neither megatron/core/package_info.py nor deepspeed/__init__.py: name a checkout",
+        ),
         (["--check", "{folder}", "--markdown"], "leave out --check"),
         (["--json", "--markdown"], "not allowed with argument --json"),
     ],

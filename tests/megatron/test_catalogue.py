@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 import evenpipe
-from evenpipe.megatron.catalogue import Item, Purpose, catalogue
+from evenpipe.megatron.catalogue import catalogue
 from evenpipe.megatron.checkout import examine, version_in
-from evenpipe.megatron.findings import State
 from evenpipe.megatron.supported import RELEASES
 from evenpipe.upstream import UpstreamError, signature_of
+from evenpipe.upstream.findings import State
+from evenpipe.upstream.items import Item, Purpose
 from evenpipe.upstream.source import signature_in
 from evenpipe.upstream.symbols import locate, original_of
 

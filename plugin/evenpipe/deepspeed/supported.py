@@ -7,14 +7,14 @@ from types import MappingProxyType
 
 from evenpipe.upstream import BUILTIN, Distribution, Expectation
 
-__all__ = ["DEEPSPEED", "ENGINE", "INITIALIZE", "expectations", "recorded"]
+__all__ = ["DEEPSPEED", "ENGINE", "INITIALIZE", "RELEASES", "expectations", "recorded"]
 
 DEEPSPEED = Distribution("deepspeed", version_at="deepspeed:__version__")
 INITIALIZE = "deepspeed:initialize"
 ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 
 # Releases one by one: 0.18.5 to 0.19.3 scale the gradients of pipelines wrongly.
-_RELEASES = ("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")
+RELEASES = ("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")
 
 _MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
 _SCHEDULE = "deepspeed.runtime.pipe.schedule"
@@ -74,7 +74,7 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
 
 def recorded(symbol: str) -> Mapping[str, str]:
     """The recorded signature of `symbol` in every supported release."""
-    return MappingProxyType(dict.fromkeys(_RELEASES, _SIGNATURES[symbol]))
+    return MappingProxyType(dict.fromkeys(RELEASES, _SIGNATURES[symbol]))
 
 
 def expectations() -> list[Expectation]:

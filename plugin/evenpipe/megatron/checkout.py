@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from evenpipe.megatron.catalogue import Item, Purpose, catalogue
-from evenpipe.megatron.findings import TRAINING_PACKAGE, Finding, Findings, State
+from evenpipe.megatron.catalogue import TRAINING_PACKAGE, catalogue
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
-from evenpipe.upstream import Distribution, UpstreamError
-from evenpipe.upstream.source import literal_in, signature_in
+from evenpipe.upstream import UpstreamError
+from evenpipe.upstream.findings import Finding, Findings, ReadVersion, State, find_in_source
+from evenpipe.upstream.items import Item, Purpose
+from evenpipe.upstream.source import literal_in
 
 __all__ = ["VERSION_FILE", "examine", "version_in"]
 
@@ -24,10 +24,10 @@ def examine(root: Path) -> Findings:
     version = None
     try:
         version = version_in(root)
-        series = _Read(MEGATRON_CORE.name, found=version).series(RELEASES)
+        series = ReadVersion(MEGATRON_CORE.name, found=version).series(RELEASES)
     except UpstreamError as error:
         return Findings(root, version, None, str(error), ())
-    items = [item for item in catalogue() if item.purpose is not Purpose.TRAINER and item.of_megatron]
+    items = [item for item in catalogue() if item.purpose is not Purpose.TRAINER and item.in_package("megatron")]
     findings = tuple(_finding(root, item, series, version) for item in items if series in item.versions)
     return Findings(root, version, series, None, findings)
 
@@ -41,30 +41,7 @@ def version_in(root: Path) -> str:
     return ".".join(map(str, parts)) + str(literal_in(root, "megatron.core.package_info:PRE_RELEASE"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Read(Distribution):
-    """A distribution whose version has been read."""
-
-    found: str
-
-    def version(self) -> str:
-        return self.found
-
-
 def _finding(root: Path, item: Item, series: str, version: str) -> Finding:
     if item.in_package(TRAINING_PACKAGE) and not root.joinpath(*TRAINING_PACKAGE.split(".")).exists():
         return Finding(item, State.ABSENT)
-    expected = item.versions[series]
-    for symbol in item.symbols:
-        try:
-            found = signature_in(root, symbol)
-        except UpstreamError as error:
-            return Finding(item, State.MISFIT, str(error))
-        if found != expected:
-            return Finding(
-                item,
-                State.MISFIT,
-                f"{symbol}: {item.distribution.name} {version} has signature {found}, expected {expected}: use an "
-                "unmodified supported release",
-            )
-    return Finding(item, State.FITS)
+    return find_in_source(root, item, series, version)

@@ -9,10 +9,11 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 
-from evenpipe.megatron.catalogue import Item, catalogue
-from evenpipe.megatron.findings import TRAINING_PACKAGE, Finding, Findings, State
+from evenpipe.megatron.catalogue import TRAINING_PACKAGE, catalogue
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
 from evenpipe.upstream import ANY, APPLIED, FITS, UpstreamError
+from evenpipe.upstream.findings import Finding, Findings, State
+from evenpipe.upstream.items import Item
 from evenpipe.upstream.symbols import module_of
 
 __all__ = ["look"]

@@ -54,6 +54,8 @@ def _class(scope: Module | Class, name: str) -> Class:
 
 def _text(found: Found, in_class: bool) -> str:
     if isinstance(found, Value):
+        if isinstance(found.node, ast.Dict):
+            return BUILTIN
         raise Unreadable(f"is made by {ast.unparse(found.node)} in {found.module.path}, which has to be run")
     if isinstance(found, Class):
         return str(Signature(_constructor(found)))

@@ -1,0 +1,54 @@
+"""Everything of DeepSpeed that EvenPipe replaces or relies on, and whether a copy of it is one that EvenPipe knows."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any, Final
+
+from evenpipe.deepspeed.install import engine_patches, start_patches
+from evenpipe.deepspeed.supported import DEEPSPEED, RELEASES, expectations
+from evenpipe.upstream import UpstreamError
+from evenpipe.upstream.findings import Findings, ReadVersion, find_in_source
+from evenpipe.upstream.items import Item, Purpose, relied_on, replaced_by
+from evenpipe.upstream.source import literal_in
+
+__all__ = ["MAIN_FILE", "catalogue", "examine", "installed_in"]
+
+MAIN_FILE: Final = Path("deepspeed", "__init__.py")
+
+# The sets are read, never applied: no section has asked for an engine.
+_NO_SECTION: Any = None
+
+
+def catalogue() -> tuple[Item, ...]:
+    """The patches first, then what is relied on; listed without importing DeepSpeed."""
+    sets = (start_patches(), engine_patches(_NO_SECTION))
+    patches = [item for each in sets for item in replaced_by(Purpose.TRAINING, each)]
+    return (*patches, *(relied_on(Purpose.TRAINING, "deepspeed-engine", each) for each in expectations()))
+
+
+def installed_in() -> Path | None:
+    """The folder that an import would take DeepSpeed from; None where it is not installed."""
+    spec = importlib.util.find_spec(DEEPSPEED.name)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parents[1]
+
+
+def examine(root: Path) -> Findings:
+    """Look at a checkout of DeepSpeed, or at the folder that it is installed in, without importing anything."""
+    version = None
+    try:
+        version = _version_in(root)
+        series = ReadVersion(DEEPSPEED.name, found=version).series(dict.fromkeys(RELEASES))
+    except UpstreamError as error:
+        return Findings(root, version, None, str(error), ())
+    findings = tuple(find_in_source(root, item, series, version) for item in catalogue())
+    return Findings(root, version, series, None, findings)
+
+
+def _version_in(root: Path) -> str:
+    """As an installed release states it, or a checkout, which has the version in a file of its own."""
+    stated = root / "version.txt"
+    if not (root / "setup.py").is_file() or not stated.is_file():
+        return str(literal_in(root, "deepspeed.git_version_info_installed:version"))
+    return stated.read_text().strip()

@@ -1,0 +1,85 @@
+"""What became of the symbols of a list in one copy of a package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+from evenpipe.upstream.errors import UpstreamError
+from evenpipe.upstream.expectation import Distribution
+from evenpipe.upstream.items import Item, Purpose
+from evenpipe.upstream.source import signature_in
+
+__all__ = ["Finding", "Findings", "ReadVersion", "State", "find_in_source"]
+
+
+class State(Enum):
+    """Whether a symbol is what EvenPipe was written against."""
+
+    FITS = "fits"
+    APPLIED = "applied"
+    MISFIT = "does not fit"
+    NOT_IMPORTABLE = "not importable here"
+    ABSENT = "absent"
+
+
+class Finding(NamedTuple):
+    """`detail` is one line where something keeps the symbol from being used: what was found, expected, what to do."""
+
+    item: Item
+    state: State
+    detail: str | None = None
+
+
+@dataclass(frozen=True)
+class Findings:
+    """One copy: the folder that its packages lie in, its version and series where these are known.
+
+    `problem` is one line where the version keeps everything else from being looked at, or from being used.
+    """
+
+    root: Path | None
+    version: str | None
+    series: str | None
+    problem: str | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def supported(self) -> bool:
+        """Whether EvenPipe can train with it; CPU mode, which GPU runs do not need, does not count."""
+        return not self.problems(Purpose.TRAINING)
+
+    def problems(self, purpose: Purpose) -> tuple[str, ...]:
+        """The lines that say what keeps that from working."""
+        lines = [self.problem, *(finding.detail for finding in self.findings if finding.item.purpose is purpose)]
+        return tuple(dict.fromkeys(line for line in lines if line is not None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadVersion(Distribution):
+    """A distribution whose version has been read."""
+
+    found: str
+
+    def version(self) -> str:
+        return self.found
+
+
+def find_in_source(root: Path, item: Item, series: str, version: str) -> Finding:
+    """Compare the item with the source in the folder `root`, of that series, without importing anything."""
+    expected = item.versions[series]
+    for symbol in item.symbols:
+        try:
+            found = signature_in(root, symbol)
+        except UpstreamError as error:
+            return Finding(item, State.MISFIT, str(error))
+        if found != expected:
+            return Finding(
+                item,
+                State.MISFIT,
+                f"{symbol}: {item.distribution.name} {version} has signature {found}, expected {expected}: use an "
+                "unmodified supported release",
+            )
+    return Finding(item, State.FITS)
