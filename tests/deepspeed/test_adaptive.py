@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ _RESUMED = {"case": {"stages": 2, "config": {**_ZERO, "evenpipe": {**_AUTO, "ret
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All runs, in one job of four processes: two replicas where there are two stages."""
     folder: Path = tmp_path_factory.mktemp("adaptive")
     cases, out = folder / "cases.json", folder / "out.json"

@@ -34,6 +34,7 @@ _RUNS: list[tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = 
     ),
     (4, {**_BF16, **_ZERO}, {"tied": True}, [{"bpipe": True}]),
     (4, {}, {"checkpoint_interval": 1}, [{"schedule": "1f1b"}, {"bpipe": True}]),
+    (4, {}, {"checkpoints_itself": True}, [{"bpipe": True}]),
     (4, {}, {"pair": True, "evaluate": True}, [{"bpipe": True}]),
     (4, {}, {"dynamic": True}, [{"schedule": "1f1b"}, {"schedule": "kfkb", "group_size": 2}]),
     (2, _ZERO, {}, [{"schedule": "1f1b", "partition": [0, 3, 8]}]),
@@ -65,6 +66,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert done.stderr.count("bpipe: activation checkpointing goes through torch.utils.checkpoint") == 1
     return iter(json.loads(out.read_text()))
 
 

@@ -34,6 +34,7 @@ class Case(NamedTuple):
     pair: bool = False  # two tensors cross from stage to stage
     dynamic: bool = False  # every other micro-batch is half as long
     checkpoint_interval: int = 0
+    checkpoints_itself: bool = False  # layers call DeepSpeed's function
     evaluate: bool = False
     measure: bool = False
 
@@ -62,6 +63,11 @@ class Block(nn.Module):
         mixed = torch.softmax(q @ k.transpose(-1, -2) / (d // HEADS) ** 0.5 + mask, -1) @ v
         x = x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
         return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+
+
+class CheckpointedBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return deepspeed.checkpointing.checkpoint(super().forward, x)
 
 
 class Paired(nn.Module):
@@ -94,7 +100,8 @@ def layers(case: Case) -> list[Any]:
     def paired(kind: type[nn.Module]) -> LayerSpec:
         return LayerSpec(Paired, kind) if case.pair else LayerSpec(kind)
 
-    blocks = [paired(Block) for _ in range(case.blocks)]
+    block = CheckpointedBlock if case.checkpoints_itself else Block
+    blocks = [paired(block) for _ in range(case.blocks)]
     if case.tied:
         first, last = (TiedLayerSpec("embedding", Embedding, forward_fn=forward) for forward in (None, project))
         return [first, *blocks, last]

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from evenpipe.upstream import ANY, APPLIED, BUILTIN, FITS, Distribution, Expectation, Patch, PatchSet, UpstreamError
 
@@ -229,6 +230,11 @@ def test_a_rebinding_replaced_by_somebody_else_is_refused(engine: OldEngine) -> 
 def test_a_context_manager_counts_as_code_of_its_own_module(engine: OldEngine) -> None:
     """Its code is in contextlib, which must not be taken for somebody's replacement."""
     assert PatchSet("test", [patch("old_engine.core:paused", signature="(why)")]).check()[0].state == FITS
+
+
+def test_a_function_that_torch_does_not_compile_counts_as_code_of_its_own_module(engine: OldEngine) -> None:
+    engine.core.stop = torch._disable_dynamo(engine.core.stop)
+    assert PatchSet("test", [patch("old_engine.core:stop", signature="()")]).check()[0].state == FITS
 
 
 def test_a_function_in_c_is_told_from_one_in_python() -> None:

@@ -3,30 +3,71 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-import torch.utils.checkpoint
-from deepspeed.runtime.activation_checkpointing import checkpointing
+from evenpipe.deepspeed.supported import CHECKPOINTS, DEEPSPEED, recorded
+from evenpipe.upstream import APPLIED, Patch, PatchSet
 
-from evenpipe.deepspeed.told import tell
+__all__ = ["checkpointing_patches", "show_saved_tensors"]
 
-__all__ = ["show_saved_tensors"]
+
+def checkpointing_patches() -> PatchSet:
+    """What `show_saved_tensors` applies, for the rest of the process."""
+    return PatchSet(
+        "deepspeed-checkpointing",
+        [
+            Patch(
+                name=symbol.partition(":")[2],
+                targets=(symbol,),
+                distribution=DEEPSPEED,
+                versions=recorded(symbol),
+                replacement=_through_torch,
+                reason="keeps the inputs of a layer in attributes and closures, where bpipe cannot see them",
+                rebinds=True,
+            )
+            for symbol in CHECKPOINTS
+        ],
+    )
 
 
 def show_saved_tensors(module: Any) -> None:
-    """Checkpoint the layers of a PipelineModule with torch's function in the place of DeepSpeed's.
+    """Have DeepSpeed's two functions, for a PipelineModule and for layers that call them, checkpoint as torch's does.
 
-    DeepSpeed's keep the inputs of a checkpointed layer in attributes and closures, where nobody sees them; torch's
-    saves them as autograd does. A function of the user's own stays.
+    A function of the user's own stays.
     """
-    if module.activation_checkpoint_func not in (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint):
-        return
-    module.activation_checkpoint_func = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-    if module.activation_checkpoint_interval > 0:
-        # Which layers are checkpointed depends on the function.
-        module.is_checkpointable_results_interval = None
-        module._precompute_checkpointable_values()
-        tell(
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    patches = checkpointing_patches()
+    if any(state != APPLIED for _, state in patches.check()):
+        patches.apply()
+    routed = {inspected.__wrapped__: inspected for inspected in _functions(checkpointing)}
+    # Which layers are checkpointed depends on the function; it has been found out, and stays.
+    module.activation_checkpoint_func = routed.get(module.activation_checkpoint_func, module.activation_checkpoint_func)
+
+
+def _functions(checkpointing: Any) -> tuple[Any, ...]:
+    return tuple(getattr(checkpointing, symbol.partition(":")[2]) for symbol in CHECKPOINTS)
+
+
+def _through_torch(original: Callable[..., Any]) -> Callable[..., Any]:
+    from torch import is_tensor
+    from torch.utils.checkpoint import checkpoint
+
+    from evenpipe.deepspeed.told import tell
+
+    # Once: which of a model's layers call it, and when, is the model's business.
+    say = functools.cache(tell)
+
+    @functools.wraps(original)
+    def through_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        say(
             "bpipe: activation checkpointing goes through torch.utils.checkpoint, as DeepSpeed's own hides what it "
             "saves"
         )
+        outputs = checkpoint(function, *args, use_reentrant=False, **kwargs)
+        if is_tensor(outputs):
+            return outputs
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    return through_torch

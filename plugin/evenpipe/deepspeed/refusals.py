@@ -66,7 +66,7 @@ def _rules(engine: Any) -> tuple[_Rule, ...]:
             "wall_clock_breakdown: its timers do not work in DeepSpeed's pipelines: leave one of them out",
         ),
         _Rule(
-            engine.evenpipe.bpipe and bool(hiding) and engine.module.activation_checkpoint_interval > 0,
+            engine.evenpipe.bpipe and bool(hiding),
             f"activation_checkpointing.{hiding[0] if hiding else ''}: moves what bpipe would evict: leave one of them "
             "out",
         ),

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from evenpipe.upstream import BUILTIN, Distribution, Expectation
 
-__all__ = ["DEEPSPEED", "ENGINE", "INITIALIZE", "RELEASES", "expectations", "recorded"]
+__all__ = ["CHECKPOINTS", "DEEPSPEED", "ENGINE", "INITIALIZE", "RELEASES", "expectations", "recorded"]
 
 DEEPSPEED = Distribution("deepspeed", version_at="deepspeed:__version__")
 INITIALIZE = "deepspeed:initialize"
@@ -21,6 +21,7 @@ _SCHEDULE = "deepspeed.runtime.pipe.schedule"
 _BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
+CHECKPOINTS = (f"{_CHECKPOINTING}:checkpoint", f"{_CHECKPOINTING}:non_reentrant_checkpoint")
 
 _SIGNATURES: Mapping[str, str] = MappingProxyType(
     {
@@ -58,7 +59,6 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
             f"{_SCHEDULE}:{instruction}": "(**kwargs)"
             for instruction in ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
         },
-        f"{_MODULE}._precompute_checkpointable_values": "(self)",
         f"{_MODULE}.get_tied_weights_and_groups": "(self)",
         f"{_MODULE}.get_additional_losses": "(self)",
         f"{_BF16}.get_grads_for_norm": "(self, for_clipping=False)",
@@ -66,8 +66,8 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
         f"{_BF16}._split_flat_tensor": "(self, flat_tensor, num_elem_list)",
         f"{_ZERO}.scaled_global_norm": "(self, norm_type=2)",
         f"{_ZERO}._model_parallel_all_reduce": "(self, tensor, op)",
-        f"{_CHECKPOINTING}:checkpoint": "(function, *args, **kwargs)",
-        f"{_CHECKPOINTING}:non_reentrant_checkpoint": "(function, *args)",
+        CHECKPOINTS[0]: "(function, *args, **kwargs)",
+        CHECKPOINTS[1]: "(function, *args)",
     }
 )
 
@@ -82,4 +82,4 @@ def expectations() -> list[Expectation]:
     return [Expectation(symbol, DEEPSPEED, recorded(symbol)) for symbol in _SIGNATURES if symbol not in _REPLACED]
 
 
-_REPLACED = frozenset((INITIALIZE, ENGINE))
+_REPLACED = frozenset((INITIALIZE, ENGINE, *CHECKPOINTS))

@@ -2,7 +2,7 @@
 
 import inspect
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from evenpipe.upstream.errors import UpstreamError
 
@@ -13,6 +13,9 @@ BUILTIN = "builtin"
 
 MARK = "__evenpipe_patch__"
 """Attribute that every replacement carries; its value is a `patches.Mark`."""
+
+# What these modules wrap around a function is no code of somebody else's.
+_DECORATORS: Final = frozenset(("contextlib", "torch._compile"))
 
 
 class Slot(NamedTuple):
@@ -64,14 +67,15 @@ def code_module(symbol: Any) -> str | None:
     """The module whose code runs when `symbol` is called; None where Python cannot tell (functions in C).
 
     `__module__` would not do: `functools.wraps` copies it onto a foreign wrapper. A function that
-    `contextlib.contextmanager` made belongs to the generator inside it.
+    `contextlib.contextmanager` made belongs to the generator inside it, and one that torch's compiler is to leave alone
+    to the function inside.
     """
     if isinstance(symbol, type):
         return symbol.__module__
     namespace = getattr(symbol, "__globals__", None)
     if namespace is None:
         return None
-    if namespace["__name__"] == "contextlib" and hasattr(symbol, "__wrapped__"):
+    if namespace["__name__"] in _DECORATORS and hasattr(symbol, "__wrapped__"):
         return code_module(symbol.__wrapped__)
     return str(namespace["__name__"])
 
