@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any, Final
 
+from evenpipe.deepspeed.checkpointing import checkpointing_patches
 from evenpipe.deepspeed.install import engine_patches, start_patches
 from evenpipe.deepspeed.supported import DEEPSPEED, RELEASES, expectations
 from evenpipe.upstream import UpstreamError
@@ -23,7 +24,7 @@ _NO_SECTION: Any = None
 
 def catalogue() -> tuple[Item, ...]:
     """The patches first, then what is relied on; listed without importing DeepSpeed."""
-    sets = (start_patches(), engine_patches(_NO_SECTION))
+    sets = (start_patches(), engine_patches(_NO_SECTION), checkpointing_patches())
     patches = [item for each in sets for item in replaced_by(Purpose.TRAINING, each)]
     return (*patches, *(relied_on(Purpose.TRAINING, "deepspeed-engine", each) for each in expectations()))
 

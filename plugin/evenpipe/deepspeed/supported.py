@@ -39,6 +39,8 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
         f"{ENGINE}._send_tensor_meta": "(self, buffer, recv_stage)",
         f"{ENGINE}._recv_tensor_meta": "(self, send_stage)",
         f"{ENGINE}.reset_activation_shape": "(self)",
+        f"{ENGINE}.train_batch": "(self, data_iter=None)",
+        f"{ENGINE}.set_dataiterator": "(self, iterator)",
         f"{ENGINE}._next_batch": "(self)",
         f"{ENGINE}._exec_optimizer_step": "(self, lr_kwargs=None)",
         f"{ENGINE}._aggregate_total_loss": "(self)",

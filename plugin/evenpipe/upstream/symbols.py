@@ -15,7 +15,7 @@ MARK = "__evenpipe_patch__"
 """Attribute that every replacement carries; its value is a `patches.Mark`."""
 
 # What these modules wrap around a function is no code of somebody else's.
-_DECORATORS: Final = frozenset(("contextlib", "torch._compile"))
+_DECORATORS: Final = frozenset(("contextlib", "torch._compile", "torch._dynamo.eval_frame"))
 
 
 class Slot(NamedTuple):
