@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from evenpipe.schedule import build
+
 pytest.importorskip("deepspeed")
 
 _BF16 = {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
@@ -29,7 +31,7 @@ _RUNS: list[tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = 
             {"schedule": "kfkb", "group_size": 2},
             {"schedule": "kfkb", "group_size": 2, "bpipe": True},
             {"bpipe": True},
-            {"bpipe": True, "pair_adjacent": True, "partition": [0, 1, 3, 6, 8]},
+            {"bpipe": True, "pair_adjacent": True, "partition": [0, 1, 3, 6, 8], "trace": "T.json"},
         ],
     ),
     (4, {**_BF16, **_ZERO}, {"tied": True}, [{"bpipe": True}]),
@@ -51,9 +53,14 @@ def _cases() -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the job runs."""
+    return tmp_path_factory.mktemp("deepspeed")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Iterator[Any]:
     """All runs, in one job of four processes: two replicas where there are two stages."""
-    folder: Path = tmp_path_factory.mktemp("deepspeed")
     cases, out = folder / "cases.json", folder / "out.json"
     cases.write_text(json.dumps(list(_cases())))
     script = Path(__file__).with_name("train_tiny.py")
@@ -63,6 +70,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         capture_output=True,
         text=True,
         timeout=280,
+        cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -87,6 +95,18 @@ def test_losses_and_weights_are_those_of_the_stock_engine(results: Any) -> None:
             assert [rank["checkpointed"] for rank in ours] == [rank["checkpointed"] for rank in stock], told
             assert all(rank["left"] == 0 for rank in ours), told
             _assert_held(ours, stages, config.get("gradient_accumulation_steps", 8), section)
+
+
+def test_a_timeline_has_what_each_rank_did_in_the_second_iteration(results: Any, folder: Path) -> None:
+    document = json.loads((folder / "T.json").read_text())
+    assert document["otherData"] == {"title": "iteration 2"}
+    events = document["traceEvents"]
+    rows = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    # A pair's two stages are next to each other.
+    assert rows == [f"stage {stage}, data 0 (rank {rank})" for stage, rank in enumerate((0, 2, 3, 1))]
+    for stage, actions in enumerate(build("1f1b", 4, 8, bpipe=True).actions):
+        slices = [event["name"] for event in events if event["ph"] == "X" and event["pid"] == stage]
+        assert sorted(slices) == sorted(map(str, actions))
 
 
 def _assert_held(ranks: list[dict[str, Any]], stages: int, micro_batches: int, section: dict[str, Any]) -> None:

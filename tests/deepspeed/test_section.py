@@ -41,14 +41,22 @@ def test_auto_leaves_to_evenpipe_what_null_does() -> None:
         (
             {"colour": 2},
             "evenpipe.colour: unknown key, there are schedule, bpipe, group_size, retune_interval, memory_gib, "
-            "pair_adjacent, partition, micro_batch_size",
+            "pair_adjacent, trace, trace_iteration, partition, micro_batch_size",
         ),
         ({"group_size": "2"}, "evenpipe.group_size: \"2\": must be a valid integer or 'auto'"),
         ({"bpipe": "yes"}, 'evenpipe.bpipe: "yes": must be a valid boolean'),
         ({"schedule": "1f1"}, 'evenpipe.schedule: "1f1": unknown schedule, did you mean 1f1b?'),
         ({"partition": [0, "a"]}, 'evenpipe.partition[1]: "a": must be a valid integer'),
         (True, 'evenpipe: must be an object, such as {"schedule": "1f1b"}, not true'),
-        ({"trace": "t.json"}, "evenpipe.trace: not available with DeepSpeed yet: leave it out"),
+        (
+            {"trace_iteration": 3},
+            "evenpipe.trace_iteration: 3: nothing is traced without trace: name its file",
+        ),
+        (
+            {"schedule": "2bw", "bpipe": True, "trace": "t.json"},
+            "evenpipe.trace: with 2bw and bpipe, partners are amid transfers between batches, where a trace begins: "
+            "leave one of them out",
+        ),
         (
             {"schedule": "interleaved"},
             "evenpipe.schedule: interleaved is not available with DeepSpeed yet: choose one of 1f1b, gpipe, kfkb, 2bw",

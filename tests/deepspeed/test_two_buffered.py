@@ -30,13 +30,14 @@ _FEW = {"gradient_accumulation_steps": 4}
 
 def _case(stages: int, config: dict[str, Any], bpipe: bool = False, **more: Any) -> dict[str, Any]:
     section = {"schedule": "2bw", "bpipe": bpipe}
+    section |= {key: more.pop(key) for key in ("trace", "trace_iteration") if key in more}
     return {"stages": stages, "config": {**_ADAM, **config, "evenpipe": section}, "steps": 4, **more}
 
 
 _RUNS: list[dict[str, Any]] = [
     {"case": _case(4, _FEW), "evaluate": True},
     {"case": _case(4, {}, bpipe=True, measure=True), "changes": 4},
-    {"case": _case(2, _SGD)},
+    {"case": _case(2, _SGD, trace="T.json", trace_iteration=3)},
     {"case": _case(4, {}, tied=True), "folder": "fp32"},
     # In bf16, DeepSpeed itself loads checkpoints with ZeRO-1 only.
     {"case": _case(4, {**_BF16, **_FEW, **_ZERO, **_IN_FP32}, tied=True), "folder": "bf16"},
@@ -47,9 +48,14 @@ _RUNS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the job runs."""
+    return tmp_path_factory.mktemp("two_buffered")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Iterator[Any]:
     """All runs, in one job of four processes: two replicas where there are two stages."""
-    folder: Path = tmp_path_factory.mktemp("two_buffered")
     cases, out = folder / "cases.json", folder / "out.json"
     given = [{**one, "folder": str(folder / one["folder"])} if "folder" in one else one for one in _RUNS]
     cases.write_text(json.dumps(given))
@@ -60,6 +66,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         capture_output=True,
         text=True,
         timeout=280,
+        cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -86,3 +93,16 @@ def test_losses_and_weights_are_those_of_plain_pytorch(results: Any) -> None:
         if "left" in ranks[0]:
             assert max(rank["peak_units"] for rank in ranks) == 3  # (p + 2) / 2
             assert all(rank["left"] == 0 for rank in ranks)
+
+
+def test_a_timeline_of_a_batch_has_the_first_forwards_of_the_next(results: Any, folder: Path) -> None:
+    document = json.loads((folder / "T.json").read_text())
+    assert document["otherData"] == {"title": "iteration 3"}
+    events = document["traceEvents"]
+    rows = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert rows == [f"stage {stage}, data {data} (rank {2 * stage + data})" for data in range(2) for stage in range(2)]
+    for row in range(4):
+        done = [event["name"] for event in events if event["ph"] in "Xi" and event["pid"] == row]
+        ahead = 1 - row % 2
+        forwards = [f"F{number + ahead}" for number in range(16, 24)]
+        assert sorted(done) == sorted(["U1", *forwards, *(f"B{number}" for number in range(16, 24))])

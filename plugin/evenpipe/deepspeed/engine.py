@@ -15,6 +15,7 @@ from evenpipe.deepspeed.lowering import ACTIONS, ProgramSchedule
 from evenpipe.deepspeed.refusals import refuse_unsupported
 from evenpipe.deepspeed.section import Section, section_of
 from evenpipe.deepspeed.stage import EngineStage
+from evenpipe.deepspeed.trace import trace_of
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Program, Step, Unit, build, lower
@@ -95,5 +96,6 @@ def _executor(engine: EvenPipeEngine, section: Section, weights: Iterable[Tensor
     device = engine.device
     ranks = [engine.grid.stage_to_global(stage) for stage in range(engine.num_stages)]
     backend = "nccl" if device.type == "cuda" else "gloo"
+    trace = trace_of(engine)
     connections = connect(ranks, False, section.bpipe, backend, device)
-    return Executor(engine.stage_id, connections, device, weights, measure=False)
+    return Executor(engine.stage_id, connections, device, weights, trace, measure=False)

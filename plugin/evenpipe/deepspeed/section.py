@@ -15,10 +15,8 @@ __all__ = ["NAME", "Section", "SectionError", "section_of"]
 
 NAME: Final = "evenpipe"
 
-# What Megatron's flags have and DeepSpeed's section has not.
-_NOT_HERE: Final = frozenset(("trace", "trace_iteration"))
 # "auto", as in the rest of DeepSpeed's configuration: left to EvenPipe, like null.
-_LEFT_TO_US: Final = frozenset(("partition", "pair_adjacent", "retune_interval", "memory_gib"))
+_LEFT_TO_US: Final = frozenset(("partition", "pair_adjacent", "retune_interval", "memory_gib", "trace_iteration"))
 _SCHEDULES: Final = ("1f1b", "gpipe", "kfkb", "2bw")
 
 
@@ -65,9 +63,7 @@ def section_of(config: Mapping[str, Any]) -> Section | None:
 
 
 def _check_key(key: str) -> None:
-    if key in _NOT_HERE:
-        raise SectionError(key, "not available with DeepSpeed yet: leave it out")
-    known = [setting for setting in Section.model_fields if setting not in _NOT_HERE]
+    known = list(Section.model_fields)
     if key not in known:
         close = difflib.get_close_matches(key, known, n=1)
         raise SectionError(key, f"unknown key, {f'did you mean {close[0]}?' if close else f'there are {_list(known)}'}")
@@ -109,6 +105,16 @@ def _check_together(section: Section) -> None:
     if section.pair_adjacent and not section.bpipe:
         raise SectionError(
             "pair_adjacent", 'only bpipe exchanges anything within a pair: add "bpipe": true, or leave it out'
+        )
+    if section.trace_iteration is not None and section.trace is None:
+        raise SectionError(
+            "trace_iteration", f"{section.trace_iteration}: nothing is traced without trace: name its file"
+        )
+    if section.trace is not None and section.bpipe and section.schedule == "2bw":
+        raise SectionError(
+            "trace",
+            "with 2bw and bpipe, partners are amid transfers between batches, where a trace begins: leave one of them "
+            "out",
         )
 
 

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from megatron.core import parallel_state
 
 from evenpipe.megatron.cpu_mode import cpu_mode
-from evenpipe.megatron.script.trace import IterationTrace
+from evenpipe.megatron.script.trace import trace_of
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import ModuleStage
@@ -35,7 +35,7 @@ def work(rank: int, folder: Path) -> None:
     connections = connect(dist.get_process_group_ranks(pipeline), False, True, "gloo", torch.device("cpu"))
     module = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU())
     args = Namespace(rank=rank, curr_iteration=None)
-    trace = IterationTrace(folder / "T.json", 12, args)
+    trace = trace_of(folder / "T.json", 12, args)
     executor = Executor(pipeline.rank(), connections, torch.device("cpu"), module.parameters(), trace)
     with open(folder / f"rank-{rank}", "w") as said, redirect_stdout(said):
         for number in TRAINED:

@@ -38,10 +38,10 @@ def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
     from evenpipe.megatron.script.links import LinkTable
     from evenpipe.megatron.script.log import TrainingLog
     from evenpipe.megatron.script.placing import place_process
-    from evenpipe.megatron.script.trace import IterationTrace
+    from evenpipe.megatron.script.trace import trace_of
 
     placement = place_process(args, config, os.environ)
-    observer = IterationTrace(config.trace, config.trace_iteration, args) if config.trace is not None else None
+    observer = trace_of(config.trace, config.trace_iteration, args) if config.trace is not None else None
     report = LinkTable(args, config, placement).report
     schedule: PipelineSchedule
     steps, more = None, []

@@ -6,18 +6,24 @@ from statistics import median
 from typing import NamedTuple
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from evenpipe.runtime.clock import Clock
 from evenpipe.runtime.spans import SpanRecorder
 from evenpipe.schedule import parse
 from evenpipe.simulate import Span
 
-__all__ = ["Recording", "Row"]
+__all__ = ["Place", "Recording", "Row"]
 
 # Four processes on two busy cores left one barrier 1.3 ms apart, at worst 34 ms. The median over nine of them aligns
 # their clocks to 0.2 ms, at worst 0.35 ms.
 _BARRIERS = 9
+
+
+class Place(NamedTuple):
+    """Where a rank is in the grid of its job: rows are in `order`, pipeline by pipeline, then stage by stage."""
+
+    order: tuple[int, ...]
+    name: str
 
 
 class Recording:
@@ -31,40 +37,28 @@ class Recording:
             self._barriers.append(clock.mark())
         self.spans = SpanRecorder(clock)
 
-    def row(self) -> Row:
+    def row(self, place: Place) -> Row:
         """What it was."""
         last = self._barriers[-1]
         return Row(
-            parallel_state.get_data_parallel_rank(),
-            parallel_state.get_context_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-            dist.get_rank(),
+            [*place.order, dist.get_rank()],
+            f"{place.name} (rank {dist.get_rank()})",
             [self._clock.elapsed_ms(left, last) for left in self._barriers],
             [(str(action), round(start, 4), round(end, 4)) for action, start, end in self.spans.since(last)],
         )
 
 
 class Row(NamedTuple):
-    """One rank's part; all of it goes through JSON. Rows sort by pipeline, then stage.
+    """One rank's part; all of it goes through JSON, and rows sort by their places.
 
     `barriers`: how long before it left the last of the opening barriers the rank had left each, in milliseconds;
     `spans`: (notation, start, end), in milliseconds after that.
     """
 
-    data: int
-    context: int
-    tensor: int
-    stage: int
-    rank: int
+    order: list[int]
+    name: str
     barriers: list[float]
     spans: list[tuple[str, float, float]]
-
-    @property
-    def name(self) -> str:
-        """Where the rank is in Megatron's grid."""
-        context = f", context {self.context}" if parallel_state.get_context_parallel_world_size() > 1 else ""
-        return f"stage {self.stage}, data {self.data}{context}, tensor {self.tensor} (rank {self.rank})"
 
     def timeline(self, first: Row) -> tuple[Span, ...]:
         """The spans in milliseconds after `first` left the last barrier.

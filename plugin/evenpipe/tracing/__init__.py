@@ -1,0 +1,1 @@
+"""A timeline of one training iteration, from all ranks, whatever framework trains."""

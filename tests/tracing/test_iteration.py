@@ -1,0 +1,39 @@
+"""Rows of ranks are aligned; a run that does not get to the iteration says so."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenpipe.tracing.row import Row
+
+
+def test_ranks_are_aligned_by_what_most_barriers_say() -> None:
+    """A rank that was held up once, at the last barrier, would else have everything too early."""
+    first = Row([0, 0], "stage 0", [3.0, 2.0, 1.0, 0.0], [("F0", 1.0, 2.0)])
+    held_up = Row([0, 1], "stage 1", [10.0, 9.1, 8.0, 0.0], [("F0", 1.0, 2.0)])
+    assert [span[1:] for span in first.timeline(first)] == [(1.0, 2.0)]
+    assert [span[1:] for span in held_up.timeline(first)] == [pytest.approx((8.0, 9.0))]
+
+
+def test_a_run_that_ends_before_says_so_on_rank_0(tmp_path: Path) -> None:
+    program = """
+from pathlib import Path
+from evenpipe.runtime.clock import HostClock
+from evenpipe.tracing.iteration import IterationTrace, TracedJob
+def say(line):
+    print(line)
+for rank, wanted in ((0, 9), (0, 2), (1, 9)):
+    numbers = iter((5, 6))
+    trace = IterationTrace(Path("T.json"), wanted, TracedJob(rank, lambda: next(numbers), None, say))
+    for _ in range(2):
+        trace.batch_started(HostClock())
+        trace.batch_ended()
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == [
+        f"no timeline in {tmp_path}/T.json: iteration {wanted} did not come, this run trained 5 to 6"
+        for wanted in (2, 9)
+    ]
