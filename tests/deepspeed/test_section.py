@@ -27,7 +27,7 @@ def test_an_empty_section_is_1f1b() -> None:
 
 def test_auto_leaves_to_evenpipe_what_null_does() -> None:
     given = {"schedule": "kfkb", "group_size": "auto", "bpipe": True}
-    auto = dict.fromkeys(("partition", "pair_adjacent", "retune_interval", "memory_gib"), "auto")
+    auto = dict.fromkeys(("partition", "pair_adjacent", "retune_interval", "memory_gib", "trace_iteration"), "auto")
     section = section_of({"evenpipe": {**given, **auto, "micro_batch_size": "auto"}})
     assert section == section_of({"evenpipe": {**given, **dict.fromkeys(auto), "micro_batch_size": "auto"}})
     assert section is not None
