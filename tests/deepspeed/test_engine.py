@@ -17,6 +17,7 @@ from evenpipe.schedule import build
 pytest.importorskip("deepspeed")
 
 _BF16 = {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
+_WHOLE = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
 _ZERO = {"zero_optimization": {"stage": 1}}
 
 # Stages, what DeepSpeed is told, the model; and the sections that are compared with a run without one.
@@ -41,6 +42,7 @@ _RUNS: list[tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = 
     (4, {}, {"dynamic": True}, [{"schedule": "1f1b"}, {"schedule": "kfkb", "group_size": 2}]),
     (2, _ZERO, {}, [{"schedule": "1f1b", "partition": [0, 3, 8]}]),
     (2, _BF16, {"tied": True}, [{"schedule": "kfkb", "group_size": 3}]),
+    (2, _WHOLE, {"model_parallel": True, "tied": True}, [{"schedule": "kfkb", "group_size": 2}]),
     (2, {"gradient_accumulation_steps": 1}, {}, [{"schedule": "1f1b"}]),
 ]
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import evenpipe.deepspeed  # noqa: F401  # isort: skip
 import deepspeed
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 VOCABULARY, HIDDEN, HEADS, SEQUENCE, MICRO_BATCH = 64, 32, 4, 16, 2
 
@@ -35,6 +36,7 @@ class Case(NamedTuple):
     dynamic: bool = False  # every other micro-batch is half as long
     checkpoint_interval: int = 0
     checkpoints_itself: bool = False  # layers call DeepSpeed's function
+    model_parallel: bool = False  # two processes a stage, which compute the same
     evaluate: bool = False
     measure: bool = False
 
@@ -126,7 +128,11 @@ def engine_of(case: Case) -> tuple[Any, Any]:
     """An engine, and the micro-batches of its replica."""
     net = PipelineModule(
         layers(case),
-        num_stages=case.stages,
+        **(
+            {"topology": PipeModelDataParallelTopology(num_pp=case.stages, num_mp=2, num_dp=1)}
+            if case.model_parallel
+            else {"num_stages": case.stages}
+        ),
         loss_fn=loss_of,
         seed_layers=True,
         base_seed=7,

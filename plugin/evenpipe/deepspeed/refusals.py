@@ -54,8 +54,9 @@ def _rules(engine: Any) -> tuple[_Rule, ...]:
             "size, or leave one of the two out",
         ),
         _Rule(
-            engine.is_model_parallel,
-            "a topology with model parallelism is not available yet: use data and pipeline parallelism only",
+            engine.is_pipe_partitioned or engine.is_grad_partitioned,
+            "activations that are cut up among the ranks of a model-parallel stage are not available: set "
+            '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}',
         ),
         _Rule(
             engine.evenpipe.group_size != 1 and one_queue(engine.device.type, os.environ),

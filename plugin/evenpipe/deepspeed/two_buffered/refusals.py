@@ -16,6 +16,10 @@ def refuse_for_two_buffered(engine: Any, gradients: Gradients | None) -> None:
     """Raise SectionError for the first setting of an initialized engine that 2bw cannot honour."""
     for broken, line in (
         (
+            engine.is_model_parallel,
+            "a topology with model parallelism is not available with 2bw: use data and pipeline parallelism only",
+        ),
+        (
             engine.fp16_enabled(),
             "fp16 is not available with 2bw yet: use bf16, or fp32",
         ),
