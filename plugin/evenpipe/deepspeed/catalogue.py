@@ -9,6 +9,7 @@ from typing import Any, Final
 from evenpipe.deepspeed.checkpointing import checkpointing_patches
 from evenpipe.deepspeed.install import engine_patches, start_patches
 from evenpipe.deepspeed.supported import DEEPSPEED, RELEASES, expectations
+from evenpipe.deepspeed.two_buffered.ending import ending_patches
 from evenpipe.upstream import UpstreamError
 from evenpipe.upstream.findings import Findings, ReadVersion, find_in_source
 from evenpipe.upstream.items import Item, Purpose, relied_on, replaced_by
@@ -24,7 +25,7 @@ _NO_SECTION: Any = None
 
 def catalogue() -> tuple[Item, ...]:
     """The patches first, then what is relied on; listed without importing DeepSpeed."""
-    sets = (start_patches(), engine_patches(_NO_SECTION), checkpointing_patches())
+    sets = (start_patches(), engine_patches(_NO_SECTION), checkpointing_patches(), ending_patches())
     patches = [item for each in sets for item in replaced_by(Purpose.TRAINING, each)]
     return (*patches, *(relied_on(Purpose.TRAINING, "deepspeed-engine", each) for each in expectations()))
 

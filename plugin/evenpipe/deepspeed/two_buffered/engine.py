@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from evenpipe.deepspeed.engine import EvenPipeEngine
 from evenpipe.deepspeed.lowering import StreamSchedule
 from evenpipe.deepspeed.two_buffered import checkpoint
+from evenpipe.deepspeed.two_buffered.ending import drain_at_the_end, let_go
 from evenpipe.deepspeed.two_buffered.gradients import gradients_of
 from evenpipe.deepspeed.two_buffered.inputs import ReadAhead
 from evenpipe.deepspeed.two_buffered.losses import Losses
@@ -29,7 +31,8 @@ class TwoBufferedEngine(EvenPipeEngine):
 
     A `train_batch` forwards what is left of its batch and the first micro-batches of the next, and backwards all of its
     batch. So data iterators run ahead, by up to p - 1 micro-batches on the first stage, and the weights lack the step
-    of the last batch until `drain`.
+    of the last batch until `drain`. Until it is destroyed, the process keeps the engine, to drain it at its end.
+    `last_batch_s`: seconds of the last call.
     """
 
     data_iterator: Any
@@ -43,6 +46,8 @@ class TwoBufferedEngine(EvenPipeEngine):
         self._called = 0  # batches of the stream
         ranks = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
         self._losses = Losses(ranks, "nccl" if self.device.type == "cuda" else "gloo", self.device)
+        self.last_batch_s = 0.0
+        drain_at_the_end(self)
 
     def drain(self) -> None:
         """Finish the step of the last batch, and drop what has been forwarded of the next: all ranks call it.
@@ -92,10 +97,11 @@ class TwoBufferedEngine(EvenPipeEngine):
     def destroy(self) -> None:
         """Drain, and let go."""
         self.drain()
+        let_go(self)
         super().destroy()
 
     def __del__(self) -> None:
-        # Nobody else drains now.
+        # The process has failed, or its engine has been drained.
         self._stream = None
         super().__del__()
 
@@ -121,9 +127,11 @@ class TwoBufferedEngine(EvenPipeEngine):
         if started:
             self._stage = StreamStage(self, self._boundary, self._stream, ours.buffer_of, self._steps)
         assert self._stage is not None
+        start = time.monotonic()
         self._inputs.start_batch(self.data_iterator, micro_batches)
         with self.executor.stretch(self._stream.program, self._stage) as self._take:
             self._exec_schedule(ours)
+        self.last_batch_s = time.monotonic() - start
         self._called += 1
         # Outside of a batch the parameters are what the last finished step made of them.
         self._steps.versions.use(self._steps.versions.latest)
