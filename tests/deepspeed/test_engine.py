@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ _RUNS: list[tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = 
             {"bpipe": True, "pair_adjacent": True, "partition": [0, 1, 3, 6, 8], "trace": "T.json"},
         ],
     ),
-    (4, {**_BF16, **_ZERO}, {"tied": True}, [{"bpipe": True}]),
+    (4, {**_BF16, **_ZERO, "steps_per_print": 3}, {"tied": True}, [{"bpipe": True}]),
     (4, {}, {"checkpoint_interval": 1}, [{"schedule": "1f1b"}, {"bpipe": True}]),
     (4, {}, {"checkpoints_itself": True}, [{"bpipe": True}]),
     (4, {}, {"pair": True, "evaluate": True}, [{"bpipe": True}]),
@@ -76,6 +77,7 @@ def results(folder: Path) -> Iterator[Any]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert re.findall(r"evenpipe: iteration (\d+) \| peak live: (.*?) \|", done.stderr) == [("3", "3 3 2 3")]
     assert done.stderr.count("bpipe: activation checkpointing goes through torch.utils.checkpoint") == 1
     return iter(json.loads(out.read_text()))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from evenpipe.deepspeed.boundary import Boundary
 from evenpipe.deepspeed.checkpointing import show_saved_tensors
+from evenpipe.deepspeed.log import told_of
 from evenpipe.deepspeed.lowering import ACTIONS, ProgramSchedule
 from evenpipe.deepspeed.refusals import refuse_unsupported
 from evenpipe.deepspeed.section import Section, section_of
@@ -44,6 +45,12 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         self.executor = _executor(self, section, self._prepare())
         self._boundary = Boundary(self)
         self._take: Callable[[Step], None] | None = None
+
+    def train_batch(self, data_iter: Any = None) -> Tensor:
+        """DeepSpeed's, under EvenPipe's schedule."""
+        with told_of(self):
+            loss: Tensor = super().train_batch(data_iter)
+        return loss
 
     def reset_activation_shape(self) -> None:
         """Micro-batches that follow have other shapes."""

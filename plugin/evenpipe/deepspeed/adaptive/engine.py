@@ -78,7 +78,7 @@ class AdaptiveEngine(EvenPipeEngine):
             self.reset_activation_shape()
         try:
             with self._measuring(self._explored is None), self._in_micro_batches_of(size):
-                loss: Tensor = super().train_batch()
+                loss = super().train_batch()
         except CutError as error:
             end_job(f'{NAME}.micro_batch_size: "auto": {error}: leave it out')
         if self._explored is None:

@@ -6,9 +6,10 @@ import functools
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from evenpipe.megatron.training_supported import training_patch
+from evenpipe.report.log_line import log_line, scalars
 from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.upstream import Patch, PatchSet
 
@@ -16,26 +17,7 @@ if TYPE_CHECKING:
     from evenpipe.megatron.schedule import PipelineSchedule
     from evenpipe.megatron.script.two_buffered.log import StepLog
 
-__all__ = ["TrainingLog", "kept_line", "log_line", "log_patch", "tell"]
-
-_MIB = 1 << 20
-
-
-class _Column(NamedTuple):
-    """A figure in the log: its name there and in TensorBoard, decimals, and its value in the unit that these name."""
-
-    title: str
-    tag: str
-    decimals: int
-    value: Callable[[StageFigures], float]
-
-
-_COLUMNS = (
-    _Column("peak live", "peak-live", 0, lambda figures: figures.peak_live),
-    _Column("peak saved MiB", "peak-saved-MiB", 1, lambda figures: figures.peak_bytes / _MIB),
-    _Column("evicted MiB", "evicted-MiB", 1, lambda figures: figures.evicted_bytes / _MIB),
-    _Column("transfers exposed ms", "transfers-exposed-ms", 1, lambda figures: figures.exposed_ms),
-)
+__all__ = ["TrainingLog", "kept_line", "log_patch", "tell"]
 
 
 def log_patch(replacement: Callable[[Any], Any]) -> Patch:
@@ -118,15 +100,6 @@ class TrainingLog:
         return bool(iteration % self._args.log_interval == 0)
 
 
-def log_line(iteration: int, stages: Sequence[StageFigures]) -> str:
-    """One line in the style of Megatron's, values in the order of stages."""
-    columns = [
-        f"{title}: {' '.join(f'{value(figures):.{decimals}f}' for figures in stages)}"
-        for title, _, decimals, value in _COLUMNS
-    ]
-    return f" [evenpipe] iteration {iteration} | {' | '.join(columns)} |"
-
-
 def kept_line(stage: int, types: Iterable[str]) -> str:
     """What an evicting stage was told to save but keeps, since it cannot be moved; each such stage says it once."""
     names = ", ".join(sorted(types))
@@ -144,15 +117,10 @@ def tell(iteration: int, stages: Sequence[StageFigures]) -> None:
     """Log and write the figures of an iteration; only Megatron's last rank does."""
     from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_last
 
-    print_rank_last(log_line(iteration, stages))
-    scalars = {
-        f"evenpipe/{column.tag}/stage-{stage}": column.value(figures)
-        for column in _COLUMNS
-        for stage, figures in enumerate(stages)
-    }
+    print_rank_last(f" [evenpipe] {log_line(iteration, stages)}")
     # Megatron has these on its last rank only.
     if (tensorboard := get_tensorboard_writer()) is not None:
-        for tag, value in scalars.items():
+        for tag, value in scalars(stages).items():
             tensorboard.add_scalar(tag, value, iteration)
     if (wandb := get_wandb_writer()) is not None:
-        wandb.log(scalars, iteration)
+        wandb.log(scalars(stages), iteration)

@@ -1,0 +1,58 @@
+"""What each stage held, moved and waited for in an iteration, as a line of a log and as scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol
+
+__all__ = ["Figures", "log_line", "scalars"]
+
+_MIB: Final = 1 << 20
+
+
+class Figures(Protocol):
+    """Of one stage: live micro-batches, bytes that they save, bytes given to the partner, ms waited for transfers."""
+
+    @property
+    def peak_live(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def evicted_bytes(self) -> int: ...
+    @property
+    def exposed_ms(self) -> float: ...
+
+
+class _Column(NamedTuple):
+    """A figure in the log: its name there and among scalars, decimals, and its value in the unit that these name."""
+
+    title: str
+    tag: str
+    decimals: int
+    value: Callable[[Figures], float]
+
+
+_COLUMNS = (
+    _Column("peak live", "peak-live", 0, lambda figures: figures.peak_live),
+    _Column("peak saved MiB", "peak-saved-MiB", 1, lambda figures: figures.peak_bytes / _MIB),
+    _Column("evicted MiB", "evicted-MiB", 1, lambda figures: figures.evicted_bytes / _MIB),
+    _Column("transfers exposed ms", "transfers-exposed-ms", 1, lambda figures: figures.exposed_ms),
+)
+
+
+def log_line(iteration: int, stages: Sequence[Figures]) -> str:
+    """One line, values in the order of stages."""
+    columns = [
+        f"{title}: {' '.join(f'{value(figures):.{decimals}f}' for figures in stages)}"
+        for title, _, decimals, value in _COLUMNS
+    ]
+    return f"iteration {iteration} | {' | '.join(columns)} |"
+
+
+def scalars(stages: Sequence[Figures]) -> dict[str, float]:
+    """The same by names for TensorBoard and Weights & Biases."""
+    return {
+        f"evenpipe/{column.tag}/stage-{stage}": column.value(figures)
+        for column in _COLUMNS
+        for stage, figures in enumerate(stages)
+    }
