@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.deepspeed.job import run_cases
 
 pytest.importorskip("deepspeed")
 
@@ -43,22 +41,10 @@ _RESUMED = {"case": {"stages": 2, "config": {**_ZERO, "evenpipe": {**_AUTO, "ret
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All runs, in one job of four processes: two replicas where there are two stages."""
     folder: Path = tmp_path_factory.mktemp("adaptive")
-    cases, out = folder / "cases.json", folder / "out.json"
     runs = [*_GROUPS.values(), *_SIZES.values(), {**_RESUMED, "folder": str(folder / "checkpoint")}]
-    cases.write_text(json.dumps(runs))
-    script = Path(__file__).with_name("train_adaptive.py")
-    job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script), str(cases), str(out)]
-    done = subprocess.run(
-        [sys.executable, *job],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    found = json.loads(out.read_text())
+    found, said = run_cases("train_adaptive.py", runs, folder)
     names = [*_GROUPS, *(f"cut, {name}" for name in _SIZES), "resumed"]
-    return dict(zip(names, found, strict=True)) | {"said": done.stderr}
+    return dict(zip(names, found, strict=True)) | {"said": said}
 
 
 def test_groups_are_tuned_to_the_losses_and_weights_of_the_stock_engine(results: dict[str, Any]) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 
 from evenpipe.schedule import build
+from tests.deepspeed.job import run_cases
 
 pytest.importorskip("deepspeed")
 
@@ -64,22 +62,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Iterator[Any]:
     """All runs, in one job of four processes: two replicas where there are two stages."""
-    cases, out = folder / "cases.json", folder / "out.json"
-    cases.write_text(json.dumps(list(_cases())))
-    script = Path(__file__).with_name("train_tiny.py")
-    job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script), str(cases), str(out)]
-    done = subprocess.run(
-        [sys.executable, *job],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert re.findall(r"evenpipe: iteration (\d+) \| peak live: (.*?) \|", done.stderr) == [("3", "3 3 2 3")]
-    assert done.stderr.count("bpipe: activation checkpointing goes through torch.utils.checkpoint") == 1
-    return iter(json.loads(out.read_text()))
+    found, said = run_cases("train_tiny.py", list(_cases()), folder)
+    assert re.findall(r"evenpipe: iteration (\d+) \| peak live: (.*?) \|", said) == [("3", "3 3 2 3")]
+    assert said.count("bpipe: activation checkpointing goes through torch.utils.checkpoint") == 1
+    return iter(found)
 
 
 def _weights(ranks: list[dict[str, Any]]) -> set[tuple[int, str, str]]:
