@@ -6,8 +6,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["Run"]
+__all__ = ["Ending", "Run"]
 
 TINY = {
     "--stages": "2",
@@ -19,6 +20,13 @@ TINY = {
     "--iterations": "100000",
 }
 SECONDS = 15
+
+
+class Ending(NamedTuple):
+    """Of a command: its exit status, and the last line that it wrote to standard error."""
+
+    status: int
+    line: str
 
 
 class Run:
@@ -59,14 +67,14 @@ class Run:
         processes = self.processes()
         return sorted(pid for pid, parent in processes.items() if processes.get(parent) == self.process.pid)
 
-    def ending(self) -> tuple[int, str]:
-        """Exit status and last line on standard error, once nothing is left; both within SECONDS from now."""
+    def ending(self) -> Ending:
+        """How it ended, once nothing is left; within SECONDS from now."""
         deadline = time.monotonic() + SECONDS
         _, said = self.process.communicate(timeout=SECONDS)
         while self.processes():
             assert time.monotonic() < deadline, f"left behind: {self.processes()}"
             time.sleep(0.05)
-        return self.process.returncode, said.splitlines()[-1] if said else ""
+        return Ending(self.process.returncode, said.splitlines()[-1] if said else "")
 
     def end(self) -> None:
         for pid in self.processes():

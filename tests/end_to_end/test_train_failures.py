@@ -4,69 +4,131 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from evenpipe.megatron.trainer.launch import run_cases
 from evenpipe.megatron.trainer.options import TrainOptions
-from tests.end_to_end.running import Run
+from tests.end_to_end.running import Ending, Run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds a session's processes in /proc")
 
 
+def _kill_a_stage(run: Run) -> None:
+    os.kill(run.training()[1], signal.SIGKILL)
+
+
+def _kill_the_command(run: Run) -> None:
+    assert len(run.training()) == 2
+    run.process.kill()
+
+
+def _signal_to_the_command(number: signal.Signals) -> Callable[[Run], None]:
+    return lambda run: os.kill(run.process.pid, number)
+
+
+class _Case(NamedTuple):
+    """A run, and what is done to it after its first iteration."""
+
+    changes: dict[str, str]
+    flags: tuple[str, ...] = ()
+    done: Callable[[Run], None] = lambda run: None
+
+
+CASES = {
+    "raises, megatron": _Case({"engine": "megatron", "fault_at": "0:F2"}),
+    "raises, evenpipe": _Case({"engine": "evenpipe", "fault_at": "1:B3"}),
+    "raises during a transfer": _Case({"stages": "4", "layers": "4", "fault_at": "3:A1@0"}, ("--bpipe",)),
+    "a stage is killed": _Case({}, done=_kill_a_stage),
+    "SIGTERM": _Case({}, done=_signal_to_the_command(signal.SIGTERM)),
+    "SIGINT": _Case({}, done=_signal_to_the_command(signal.SIGINT)),
+    "the command is killed": _Case({}, done=_kill_the_command),
+    "no number": _Case({"precision": "bf16", "model": "bert", "fault_at": "0:F2", "fault_kind": "nan"}),
+    "a stage of a run that saves dies": _Case({"fault_at": "1:B3", "fault_kind": "kill", "save": "saved"}),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the run that saves would."""
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def endings(saved: Path) -> Iterator[dict[str, Future[Ending]]]:
+    """How each of CASES ended. A few are under way at a time: they mostly import and wait."""
+
+    def ending(case: _Case) -> Ending:
+        changes = {**case.changes, **({"save": str(saved)} if "save" in case.changes else {})}
+        run = Run(*case.flags, **changes)
+        try:
+            run.wait_for_first_iteration()
+            case.done(run)
+            return run.ending()
+        finally:
+            run.end()
+
+    with ThreadPoolExecutor(3) as pool:
+        yield {name: pool.submit(ending, case) for name, case in CASES.items()}
+
+
 @pytest.mark.parametrize(("engine", "stage", "action"), [("megatron", 0, "F2"), ("evenpipe", 1, "B3")])
 def test_a_stage_that_raises_ends_the_run_with_its_error_as_the_last_line(
-    run: Callable[..., Run], engine: str, stage: int, action: str
+    endings: dict[str, Future[Ending]], engine: str, stage: int, action: str
 ) -> None:
-    status, line = run(engine=engine, fault_at=f"{stage}:{action}").ending()
+    status, line = endings[f"raises, {engine}"].result()
     assert line == (
         f"evenpipe train: stage {stage} failed at {action}: RuntimeError: rehearsed failure, asked for by --fault-at"
     )
     assert status == 1
 
 
-def test_a_stage_that_raises_during_a_transfer_does_too(run: Callable[..., Run]) -> None:
+def test_a_stage_that_raises_during_a_transfer_does_too(endings: dict[str, Future[Ending]]) -> None:
     """Its partner has the other end of the transfer under way."""
-    status, line = run("--bpipe", stages="4", layers="4", fault_at="3:A1@0").ending()
+    status, line = endings["raises during a transfer"].result()
     assert line.startswith("evenpipe train: stage 3 failed at A1@0: RuntimeError: rehearsed failure")
     assert status == 1
 
 
 def test_a_process_that_dies_without_a_word_is_named_rather_than_the_peers_that_lost_it(
-    run: Callable[..., Run],
+    endings: dict[str, Future[Ending]],
 ) -> None:
-    running = run()
-    os.kill(running.training()[1], signal.SIGKILL)
-    status, line = running.ending()
+    status, line = endings["a stage is killed"].result()
     assert re.fullmatch(r"evenpipe train: stage \d failed: its process was killed by SIGKILL", line)
     assert status == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_command_ends_all_processes(run: Callable[..., Run], number: signal.Signals) -> None:
-    running = run()
-    os.kill(running.process.pid, number)
-    status, line = running.ending()
+def test_a_signal_to_the_command_ends_all_processes(endings: dict[str, Future[Ending]], number: signal.Signals) -> None:
+    status, line = endings[number.name].result()
     assert line == f"evenpipe train: stopped by {number.name}"
     assert status == 128 + number
 
 
-def test_no_process_outlives_a_command_that_was_killed(run: Callable[..., Run]) -> None:
-    running = run()
-    assert len(running.training()) == 2
-    running.process.kill()
-    status, _ = running.ending()
+def test_no_process_outlives_a_command_that_was_killed(endings: dict[str, Future[Ending]]) -> None:
+    status, _ = endings["the command is killed"].result()
     assert status == -signal.SIGKILL
 
 
-def test_a_loss_that_is_no_number_is_told_with_iteration_stage_and_micro_batch(run: Callable[..., Run]) -> None:
-    status, line = run(precision="bf16", model="bert", fault_at="0:F2", fault_kind="nan").ending()
+def test_a_loss_that_is_no_number_is_told_with_iteration_stage_and_micro_batch(
+    endings: dict[str, Future[Ending]],
+) -> None:
+    status, line = endings["no number"].result()
     assert line.startswith(
         "evenpipe train: stage 1 failed at F2: FloatingPointError: loss is nan in iteration 2, micro-batch 2: use a"
     )
     assert status == 1
+
+
+def test_a_stage_that_dies_ends_a_run_that_saves_just_as_soon(endings: dict[str, Future[Ending]], saved: Path) -> None:
+    status, line = endings["a stage of a run that saves dies"].result()
+    assert re.fullmatch(r"evenpipe train: stage \d failed: its process was killed by SIGKILL", line)
+    assert status == 1
+    assert not (saved / "latest").exists()
 
 
 def test_in_fp16_a_loss_that_is_no_number_costs_one_step() -> None:
@@ -79,10 +141,3 @@ def test_in_fp16_a_loss_that_is_no_number_costs_one_step() -> None:
         document = spoilt.to_json()
         assert [norm is None for norm in document["grad_norms"]] == [False, True, False, False]
         assert [loss is None for loss in document["losses"]] == [False, True, False, False]
-
-
-def test_a_stage_that_dies_ends_a_run_that_saves_just_as_soon(run: Callable[..., Run], tmp_path: Path) -> None:
-    status, line = run(fault_at="1:B3", fault_kind="kill", save=str(tmp_path)).ending()
-    assert re.fullmatch(r"evenpipe train: stage \d failed: its process was killed by SIGKILL", line)
-    assert status == 1
-    assert not (tmp_path / "latest").exists()
