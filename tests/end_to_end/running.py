@@ -30,7 +30,10 @@ class Ending(NamedTuple):
 
 
 class Run:
-    """`evenpipe train` in a session of its own, so that all its processes can be told from others."""
+    """`evenpipe train` in a session of its own, so that all its processes can be told from others.
+
+    In a `with` statement it trains, its first iteration behind it, and afterwards nothing of it is left.
+    """
 
     def __init__(self, *flags: str, **changes: str) -> None:
         options = TINY | {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
@@ -49,6 +52,17 @@ class Run:
         while said[-1] and ": iteration " not in said[-1]:
             said.append(self.process.stderr.readline())
         assert said[-1], "".join(said)
+
+    def __enter__(self) -> "Run":
+        try:
+            self.wait_for_first_iteration()
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def processes(self) -> dict[int, int]:
         """Parents of all processes of the session, zombies aside."""

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from evenpipe.megatron.trainer.checkpoint import find
 from evenpipe.megatron.trainer.launch import run_cases
 from evenpipe.megatron.trainer.options import TrainOptions
-from tests.end_to_end.running import Run
+from tests.end_to_end.running import Ending, Run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds a session's processes in /proc")
 
@@ -115,57 +117,93 @@ def goes_on_exactly(folder: Path) -> None:
     assert rest.weights_sha256 == whole.weights_sha256
 
 
-def test_sigterm_saves_after_the_same_iteration_everywhere(run: Callable[..., Run], tmp_path: Path) -> None:
-    running = run(save=str(tmp_path))
-    os.kill(running.process.pid, signal.SIGTERM)
-    status, line = running.ending()
-    saved = find(tmp_path)
-    assert line == f"evenpipe train: stopped by SIGTERM: saved {saved.folder}: go on with --load {tmp_path}"
-    assert status == 128 + signal.SIGTERM
-    goes_on_exactly(tmp_path)
+def told_to_end(folder: Path, tell: Callable[[Run], None]) -> Ending:
+    with Run(save=str(folder)) as run:
+        tell(run)
+        return run.ending()
 
 
-def test_sigterm_to_all_processes_at_once_does_too(run: Callable[..., Run], tmp_path: Path) -> None:
-    running = run(save=str(tmp_path))
-    os.killpg(running.process.pid, signal.SIGTERM)
-    status, line = running.ending()
-    assert f"saved {find(tmp_path).folder}" in line
-    assert status == 128 + signal.SIGTERM
-
-
-def test_killed_at_any_moment_a_run_goes_on_from_its_latest_checkpoint(run: Callable[..., Run], tmp_path: Path) -> None:
+def killed_twice(folder: Path) -> list[tuple[Ending, int]]:
+    """How a run that is killed at any moment ends, and where its latest checkpoint is then; and how it does again."""
     moments = random.Random(7)
-    behind = 0
+    found: list[tuple[Ending, int]] = []
     for _ in range(2):
-        load = {"load": str(tmp_path)} if behind else {}
-        running = run(save=str(tmp_path), save_interval="1", **load)
-        while not (tmp_path / "latest").exists():
-            time.sleep(0.01)
-        time.sleep(moments.uniform(0, 0.3))
-        os.killpg(running.process.pid, signal.SIGKILL)
-        assert running.ending()[0] == -signal.SIGKILL
-        assert find(tmp_path).iterations >= max(behind, 1)
-        behind = find(tmp_path).iterations
-    goes_on_exactly(tmp_path)
+        with Run(save=str(folder), save_interval="1", **({"load": str(folder)} if found else {})) as run:
+            while not (folder / "latest").exists():
+                time.sleep(0.01)
+            time.sleep(moments.uniform(0, 0.3))
+            os.killpg(run.process.pid, signal.SIGKILL)
+            found.append((run.ending(), find(folder).iterations))
+    return found
 
 
-@pytest.fixture
-def little_room(tmp_path: Path) -> Iterator[Path]:
-    """A folder with room for one checkpoint, but not for two."""
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", tmp_path], capture_output=True)
+def out_of_room(folder: Path) -> Ending | None:
+    """How a run ends whose folder has room for one checkpoint, but not for two; None without the right to mount one."""
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", folder], capture_output=True)
     if mount.returncode != 0:
+        return None
+    with Run(save=str(folder), save_interval="2") as run:
+        return run.ending()
+
+
+STOPPED: dict[str, Callable[[Path], Any]] = {
+    "killed twice": killed_twice,
+    "terminated": lambda folder: told_to_end(folder, lambda run: os.kill(run.process.pid, signal.SIGTERM)),
+    "all terminated": lambda folder: told_to_end(folder, lambda run: os.killpg(run.process.pid, signal.SIGTERM)),
+    "out of room": out_of_room,
+}
+
+
+class Stopped(NamedTuple):
+    """What one of STOPPED found, and the folder of its checkpoints."""
+
+    found: Future[Any]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Stopped]]:
+    """Runs of STOPPED. A few are under way at a time: they mostly import and wait."""
+    folders = {name: tmp_path_factory.mktemp("stopped") for name in STOPPED}
+    with ThreadPoolExecutor(3) as pool:
+        yield {name: Stopped(pool.submit(stop, folders[name]), folders[name]) for name, stop in STOPPED.items()}
+    subprocess.run(["umount", folders["out of room"]], capture_output=True)
+
+
+def test_sigterm_saves_after_the_same_iteration_everywhere(stopped: dict[str, Stopped]) -> None:
+    ending, folder = stopped["terminated"]
+    status, line = ending.result()
+    saved = find(folder)
+    assert line == f"evenpipe train: stopped by SIGTERM: saved {saved.folder}: go on with --load {folder}"
+    assert status == 128 + signal.SIGTERM
+    goes_on_exactly(folder)
+
+
+def test_sigterm_to_all_processes_at_once_does_too(stopped: dict[str, Stopped]) -> None:
+    ending, folder = stopped["all terminated"]
+    status, line = ending.result()
+    assert f"saved {find(folder).folder}" in line
+    assert status == 128 + signal.SIGTERM
+
+
+def test_killed_at_any_moment_a_run_goes_on_from_its_latest_checkpoint(stopped: dict[str, Stopped]) -> None:
+    endings, folder = stopped["killed twice"]
+    (first, saved), (second, saved_later) = endings.result()
+    assert first.status == second.status == -signal.SIGKILL
+    assert 1 <= saved <= saved_later
+    goes_on_exactly(folder)
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(stopped: dict[str, Stopped]) -> None:
+    ended, folder = stopped["out of room"]
+    ending = ended.result()
+    if ending is None:
         pytest.skip("mounting a small file system needs root")
-    yield tmp_path
-    subprocess.run(["umount", tmp_path], check=True)
-
-
-def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(run: Callable[..., Run], little_room: Path) -> None:
-    status, line = run(save=str(little_room), save_interval="2").ending()
     assert re.fullmatch(
-        rf"evenpipe train: stage \d failed at saving: NotSaved: --save {little_room}: "
-        rf"{little_room}/iter_0000004.partial/rank_0000\d.pt: No space left on device: make room, or save elsewhere",
-        line,
+        rf"evenpipe train: stage \d failed at saving: NotSaved: --save {folder}: "
+        rf"{folder}/iter_0000004.partial/rank_0000\d.pt: No space left on device: make room, or save elsewhere",
+        ending.line,
     )
-    assert status == 1
-    assert sorted(path.name for path in little_room.iterdir()) == ["iter_0000002", "latest"]
-    assert find(little_room).iterations == 2
+    assert ending.status == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000002", "latest"]
+    assert find(folder).iterations == 2

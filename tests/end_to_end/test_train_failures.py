@@ -64,13 +64,9 @@ def endings(saved: Path) -> Iterator[dict[str, Future[Ending]]]:
 
     def ending(case: _Case) -> Ending:
         changes = {**case.changes, **({"save": str(saved)} if "save" in case.changes else {})}
-        run = Run(*case.flags, **changes)
-        try:
-            run.wait_for_first_iteration()
+        with Run(*case.flags, **changes) as run:
             case.done(run)
             return run.ending()
-        finally:
-            run.end()
 
     with ThreadPoolExecutor(3) as pool:
         yield {name: pool.submit(ending, case) for name, case in CASES.items()}
