@@ -23,21 +23,27 @@ def test_a_megatron_core_script_with_bpipe():
     assert [int(line.split("most ")[1].split()[0]) for line in peaks] == [3, 3, 2, 3]
 
 
-def test_a_pipeline_module_of_deepspeed_with_bpipe():
-    """The same, by DeepSpeed's launcher."""
+@pytest.mark.parametrize(
+    ("script", "configuration", "peaks"), [("gpt", "bpipe", [3, 3, 2, 3]), ("bert", "kfkb", [8, 6, 4, 2])]
+)
+def test_pipeline_modules_of_deepspeed(script, configuration, peaks):
+    """By DeepSpeed's launcher, with the commands in the README."""
     pytest.importorskip("deepspeed")
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "4", "--master_port", str(port)]
-    folder = EXAMPLES / "deepspeed"
-    flags = ["--deepspeed_config", folder / "bpipe.json", "--iterations", "2"]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    launcher = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", "4", "--master_port", str(port)]
+    flags = ["--deepspeed_config", f"examples/deepspeed/{configuration}.json", "--iterations", "2"]
     run = subprocess.run(
-        [*command, folder / "gpt.py", *flags], timeout=200, capture_output=True, text=True, env=environment
+        [*launcher, f"examples/deepspeed/{script}.py", *flags],
+        timeout=200,
+        capture_output=True,
+        text=True,
+        cwd=EXAMPLES.parent,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
     )
     assert run.returncode == 0, run.stdout + run.stderr
     losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("iteration")]
     assert len(losses) == 2
     assert losses[-1] < losses[0]
-    peaks = sorted(line for line in run.stdout.splitlines() if line.startswith("rank"))
-    assert [int(line.split(": ")[1].split()[0]) for line in peaks] == [3, 3, 2, 3]
+    found = sorted(line for line in run.stdout.splitlines() if line.startswith("rank"))
+    assert [int(line.split(": ")[1].split()[0]) for line in found] == peaks
