@@ -5,6 +5,7 @@ torchrun ... train_tiny.py CASES.json OUT.json; a case is {"stages": p, "config"
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import sys
@@ -20,6 +21,7 @@ import evenpipe.deepspeed  # noqa: F401  # isort: skip
 import deepspeed
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.utils import groups
 
 VOCABULARY, HIDDEN, HEADS, SEQUENCE, MICRO_BATCH = 64, 32, 4, 16, 2
 
@@ -189,18 +191,28 @@ def digest(weight: Tensor) -> str:
     return hashlib.sha256(weight.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
+def _groups() -> list[dist.ProcessGroup]:
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 def run(train: Callable[[dict[str, Any]], Any], cases: Path, out: Path) -> None:
     """What `train` found on each rank, for each of the cases."""
     torch.set_num_threads(1)
     # DeepSpeed would compile a shared-memory all-reduce; gloo's does as well.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
+    groups._clone_world_group()  # DeepSpeed keeps it
+    lasting = set(_groups())
     results = []
     for given in json.loads(cases.read_text()):
         found = train(given)
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, found)
         results.append(everybody)
+        gc.collect()
+        # Groups outlive their engine, and idle ones of gloo's wake their threads a hundred times a second.
+        for group in set(_groups()) - lasting:
+            dist.destroy_process_group(group)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
     dist.destroy_process_group()
