@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,17 @@ _SGD = {
         "params": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"},
     },
 }
+_SCHEDULED = {
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 8, "warmup_type": "linear"},
+    }
+}
 _BF16 = {"bf16": {"enabled": True}, "gradient_clipping": 0.5}
 _ZERO = {"zero_optimization": {"stage": 1}}
 _IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+_CLIPPED = {"gradient_clipping": 0.5}
+_FP16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 20, "loss_scale_window": 1, "hysteresis": 1}
 _FEW = {"gradient_accumulation_steps": 4}
 
 
@@ -35,16 +43,35 @@ def _case(stages: int, config: dict[str, Any], bpipe: bool = False, **more: Any)
 
 
 _RUNS: list[dict[str, Any]] = [
-    {"case": _case(4, _FEW), "evaluate": True},
+    {"case": _case(4, _FEW), "evaluate": True, "others": True},
     {"case": _case(4, {}, bpipe=True, measure=True), "changes": 4},
     {"case": _case(2, _SGD, trace="T.json", trace_iteration=3)},
-    {"case": _case(4, {}, tied=True), "folder": "fp32"},
+    {"case": _case(4, _CLIPPED, tied=True), "folder": "fp32"},
     # In bf16, DeepSpeed itself loads checkpoints with ZeRO-1 only.
     {"case": _case(4, {**_BF16, **_FEW, **_ZERO, **_IN_FP32}, tied=True), "folder": "bf16"},
-    {"case": _case(2, _BF16)},
-    {"case": _case(2, {**_FEW, **_ZERO}), "evaluate": True},
-    {"case": _case(2, {**_BF16, **_ZERO, "gradient_clipping": 0.0}), "folder": "zero"},
+    {"case": _case(2, _BF16), "broken": 1},
+    {"case": _case(2, {**_FEW, **_ZERO}, tied=True), "evaluate": True, "broken": 2},
+    {"case": _case(2, {**_BF16, **_ZERO, "gradient_clipping": 0.0}, tied=True), "folder": "zero"},
+    # The first losses are scaled by too much: the first two steps, and then some, are skipped.
+    {"case": _case(4, {**_SCHEDULED, **_FEW, **_CLIPPED, "fp16": _FP16}, tied=True) | {"steps": 3}, "folder": "fp16"},
+    {"case": _case(2, {**_FEW, "fp16": _FP16}) | {"steps": 7}, "fused": True},
+    {"case": _case(2, {**_FEW, **_ZERO, "fp16": _FP16}, tied=True) | {"steps": 3}, "folder": "fp16_zero"},
+    {"case": _case(4, {**_FEW, **_ZERO, **_CLIPPED, "fp16": {"enabled": True, "loss_scale": 128}})},
 ]
+_REFUSED: dict[str, dict[str, Any]] = {
+    "a topology with model parallelism is not available with 2bw: use data and pipeline parallelism only": {
+        "stages": 2,
+        "model_parallel": True,
+        "config": {},
+    },
+    'use Adam or SGD, ZeRO 0 or 1, no offloading, and in fp16 no other "grad_accum_dtype"': {
+        "config": {"fp16": {"enabled": True}, **_ZERO, **_IN_FP32}
+    },
+    "gradient scaling under torch_autocast are not available with 2bw: leave them out": {
+        "config": {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+    },
+    "PipelineModule(dynamic_shape=True) is not available with 2bw: pad micro-batches": {"dynamic": True, "config": {}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +81,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> Iterator[Any]:
+def results(folder: Path) -> list[Any]:
     """All runs, in one job of four processes: two replicas where there are two stages."""
     cases, out = folder / "cases.json", folder / "out.json"
     given = [{**one, "folder": str(folder / one["folder"])} if "folder" in one else one for one in _RUNS]
+    given += [{"case": {"stages": 4, **one}, "refused": True} for one in _REFUSED.values()]
+    given.append({"case": _case(4, _FEW), "iterators": True})
     cases.write_text(json.dumps(given))
     script = Path(__file__).with_name("train_two_buffered.py")
     job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script), str(cases), str(out)]
@@ -70,18 +99,20 @@ def results(folder: Path) -> Iterator[Any]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return iter(json.loads(out.read_text()))
+    found: list[Any] = json.loads(out.read_text())
+    return found
 
 
-def test_losses_and_weights_are_those_of_plain_pytorch(results: Any) -> None:
-    for given in _RUNS:
-        ranks = next(results)
+def test_losses_and_weights_are_those_of_plain_pytorch(results: list[Any]) -> None:
+    for given, ranks in zip(_RUNS, results, strict=False):
         wanted = ranks[0]["delayed"]
         assert {rank["engine"] for rank in ranks} == {"TwoBufferedEngine"}, given
         for rank in ranks:
             assert rank["losses"] == wanted["losses"], given
             assert rank["evaluated"] == wanted["evaluated"], given
             assert rank["steps"] == len(wanted["losses"]), given
+            assert rank["skipped"] == sum(wanted["skipped"][:-1]), given  # the last is counted with the next batch
+            assert rank["scale"] == wanted["scales"][-1], given
             assert rank["versions"] == 2, given
             if "folder" in given:  # the batches after the checkpoint, by an engine that has loaded it
                 assert rank["resumed"] == wanted["losses"][-len(rank["resumed"]) :], given
@@ -106,3 +137,45 @@ def test_a_timeline_of_a_batch_has_the_first_forwards_of_the_next(results: Any, 
         ahead = 1 - row % 2
         forwards = [f"F{number + ahead}" for number in range(16, 24)]
         assert sorted(done) == sorted(["U1", *forwards, *(f"B{number}" for number in range(16, 24))])
+
+
+def test_what_there_is_to_skip_is_skipped_and_the_scale_grows_again(results: list[Any]) -> None:
+    grown = False
+    for given, ranks in zip(_RUNS, results, strict=False):
+        found = ranks[0]["delayed"]["skipped"]
+        if given.get("fused") or str(given.get("folder")).startswith("fp16"):
+            assert found[:2] == [True, True], given
+            assert not all(found), given
+            scales = ranks[0]["delayed"]["scales"]
+            grown = grown or any(before < after for before, after in pairwise(scales[:-1]))
+        elif "broken" in given:
+            assert sum(found) == 1, given
+        else:
+            assert not any(found), given
+    assert grown
+    kinds = {ranks[0]["optimizer"] for ranks in results[: len(_RUNS)]}
+    assert kinds >= {"FP16_Optimizer", "FP16_UnfusedOptimizer", "DeepSpeedZeroOptimizer", "BF16_Optimizer", "AdamW"}
+
+
+def test_all_stages_are_told_the_additional_losses(results: list[Any]) -> None:
+    for given, ranks in zip(_RUNS, results, strict=False):
+        for rank in ranks:
+            loss = float.fromhex(rank["losses"][-1])
+            wanted = {"twice": (2 * loss).hex(), "half": (loss / 2).hex()} if given.get("others") else None
+            assert rank["others"] == wanted, given
+
+
+def test_what_two_buffered_cannot_do_is_said_in_one_line(results: list[Any]) -> None:
+    for line, ranks in zip(_REFUSED, results[len(_RUNS) :], strict=False):
+        for rank in ranks:
+            assert str(rank["refused"]).startswith("evenpipe.schedule: "), line
+            assert line in rank["refused"]
+
+
+def test_another_data_iterator_and_one_that_ended_are_said_in_one_line(results: list[Any]) -> None:
+    said = [one.splitlines() for one in results[-1][0]["said"]]
+    assert [len(one) for one in said] == [1, 1, 1]
+    assert "train_batch was given another data iterator when 3 micro-batches had been read ahead" in said[0][0]
+    assert "the data iterator ended within this batch" in said[1][0]
+    assert "the data iterator ended within this batch" in said[2][0]
+    assert all("call engine.drain() before a new one" in one for (one,) in said)

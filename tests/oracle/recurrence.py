@@ -40,6 +40,10 @@ class DelayedUpdates:
         self._optimizer.step()
         self._versions = [*self._versions[1:], self._copy()]
 
+    def skip(self) -> None:
+        """Make W(t+1) = W(t): batch t's gradients are no numbers."""
+        self._versions = [*self._versions[1:], self._versions[-1]]
+
     def _copy(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self._newest]
 

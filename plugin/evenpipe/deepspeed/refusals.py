@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from evenpipe.deepspeed.section import SectionError
@@ -31,11 +31,22 @@ def refuse_unsupported(engine: Any) -> None:
     for rule in _rules(engine):
         if rule.broken:
             raise SectionError("", rule.line)
+    if engine.evenpipe.name != "2bw":  # which has a norm, and losses scaled, of its own
+        for warning in _warnings(engine):
+            tell(f"warning: {warning}")
+
+
+def _warnings(engine: Any) -> Iterator[str]:
     in_fp32 = not (engine.bfloat16_enabled() or engine.fp16_enabled())
     if in_fp32 and engine.gradient_clipping() > 0:
-        tell(
-            f"warning: gradient_clipping {engine.gradient_clipping()}: in fp32 DeepSpeed's norm counts the parameters "
-            "of the first stage only, with or without EvenPipe: use bf16, or clip nothing"
+        yield (
+            f"gradient_clipping {engine.gradient_clipping()}: in fp32 DeepSpeed's norm counts the parameters of the "
+            "first stage only, with or without EvenPipe: use bf16, or clip nothing"
+        )
+    if engine.fp16_enabled() and not engine.zero_optimization() and engine.optimizer.loss_scale != 1:
+        yield (
+            "fp16 without ZeRO: DeepSpeed divides gradients by the loss scale and does not multiply losses by it, with "
+            'or without EvenPipe: use "zero_optimization": {"stage": 1}, or bf16'
         )
 
 

@@ -19,6 +19,9 @@ RELEASES = ("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")
 _MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
 _SCHEDULE = "deepspeed.runtime.pipe.schedule"
 _BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
+_FUSED = "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer"
+_UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
+_OVERFLOW = "deepspeed.runtime.utils:CheckOverflow"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 CHECKPOINTS = (f"{_CHECKPOINTING}:checkpoint", f"{_CHECKPOINTING}:non_reentrant_checkpoint")
@@ -44,6 +47,7 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
         f"{ENGINE}._next_batch": "(self)",
         f"{ENGINE}._exec_optimizer_step": "(self, lr_kwargs=None)",
         f"{ENGINE}._aggregate_total_loss": "(self)",
+        f"{ENGINE}.clip_fp32_gradients": "(self)",
         f"{ENGINE}.save_checkpoint": (
             "(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False)"
         ),
@@ -66,7 +70,16 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
         f"{_BF16}.get_grads_for_norm": "(self, for_clipping=False)",
         f"{_BF16}.clear_hp_grads": "(self)",
         f"{_BF16}._split_flat_tensor": "(self, flat_tensor, num_elem_list)",
+        f"{_FUSED}.unscale_and_clip_grads": "(self, grad_groups_flat, total_norm, apply_scale=True)",
+        f"{_FUSED}._update_scale": "(self, skip)",
+        f"{_UNFUSED}.unscale_and_clip_grads": "(self, total_norm, apply_scale=True)",
+        f"{_UNFUSED}._update_scale": "(self, skip)",
+        f"{_OVERFLOW}.check": "(self, param_groups=None)",
+        f"{_OVERFLOW}.has_overflow": "(self, params, has_moe_params=None)",
         f"{_ZERO}.scaled_global_norm": "(self, norm_type=2)",
+        f"{_ZERO}.get_grad_norm_direct": "(self, gradients, params, norm_type=2)",
+        f"{_ZERO}.check_overflow": "(self, partition_gradients=True)",
+        f"{_ZERO}._update_scale": "(self, has_overflow=False)",
         f"{_ZERO}._model_parallel_all_reduce": "(self, tensor, op)",
         CHECKPOINTS[0]: "(function, *args, **kwargs)",
         CHECKPOINTS[1]: "(function, *args)",

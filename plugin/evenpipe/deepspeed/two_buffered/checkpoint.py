@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["resume", "save"]
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 
 
 def save(engine: Any, steps: DeferredSteps, folder: str, tag: str) -> None:
@@ -35,6 +35,7 @@ def save(engine: Any, steps: DeferredSteps, folder: str, tag: str) -> None:
         "format": _FORMAT,
         "newest": _fingerprint(engine.module.parameters()),
         "before": None if before is None else [tensor.detach().cpu() for tensor in before],
+        "skipped": steps.skipped,
     }
     path = _path(Path(folder, tag), engine.stage_id)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,10 +62,11 @@ def resume(engine: Any, steps: DeferredSteps, loaded_from: str, goes_on: bool) -
     missing = torch.tensor([float(found is None)], device=engine.device)
     dist.all_reduce(missing)
     complete = not missing.item()
-    steps.restart(found["before"] if complete and found is not None else None)
-    if complete:
+    if complete and found is not None:
+        steps.restart(found["before"], found["skipped"])
         tell("2bw: both weight versions are as they were saved")
     else:
+        steps.restart(None)
         tell("warning: 2bw: both weight versions are the loaded one: no older one goes with it")
 
 

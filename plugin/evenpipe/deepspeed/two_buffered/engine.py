@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,13 +16,14 @@ from evenpipe.deepspeed.engine import EvenPipeEngine
 from evenpipe.deepspeed.lowering import StreamSchedule
 from evenpipe.deepspeed.two_buffered import checkpoint
 from evenpipe.deepspeed.two_buffered.ending import drain_at_the_end, let_go
-from evenpipe.deepspeed.two_buffered.gradients import gradients_of
-from evenpipe.deepspeed.two_buffered.inputs import ReadAhead
+from evenpipe.deepspeed.two_buffered.inputs import InputError, ReadAhead
+from evenpipe.deepspeed.two_buffered.kinds import gradients_of
 from evenpipe.deepspeed.two_buffered.losses import Losses
 from evenpipe.deepspeed.two_buffered.refusals import refuse_for_two_buffered
 from evenpipe.deepspeed.two_buffered.stage import StreamStage
 from evenpipe.deepspeed.two_buffered.steps import DeferredSteps
 from evenpipe.schedule import Stream
+from evenpipe.upstream.ending import end_job
 
 __all__ = ["TwoBufferedEngine"]
 
@@ -63,8 +65,7 @@ class TwoBufferedEngine(EvenPipeEngine):
             of_kind[:] = [None] * len(of_kind)
         self._inputs.rewind()
         self._stream = self._stage = None
-        self._steps.finish()
-        self._steps.versions.use(self._steps.versions.latest)
+        self._steps.drain()
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's, on the newest weights."""
@@ -93,6 +94,9 @@ class TwoBufferedEngine(EvenPipeEngine):
         if found[0] is not None:
             checkpoint.resume(self, self._steps, found[0], goes_on)
         return found
+
+    def clip_fp32_gradients(self) -> None:
+        """Done when the step is finished."""
 
     def destroy(self) -> None:
         """Drain, and let go."""
@@ -128,9 +132,14 @@ class TwoBufferedEngine(EvenPipeEngine):
             self._stage = StreamStage(self, self._boundary, self._stream, ours.buffer_of, self._steps)
         assert self._stage is not None
         start = time.monotonic()
-        self._inputs.start_batch(self.data_iterator, micro_batches)
-        with self.executor.stretch(self._stream.program, self._stage) as self._take:
-            self._exec_schedule(ours)
+        try:
+            self._inputs.start_batch(self.data_iterator, micro_batches)
+            self._steps.start_batch()
+            with self.executor.stretch(self._stream.program, self._stage) as self._take:
+                self._exec_schedule(ours)
+        except InputError as error:
+            let_go(self)  # others are in the batch: nobody drains
+            end_job(str(error))
         self.last_batch_s = time.monotonic() - start
         self._called += 1
         # Outside of a batch the parameters are what the last finished step made of them.
@@ -152,7 +161,10 @@ class TwoBufferedEngine(EvenPipeEngine):
 
     def _aggregate_total_loss(self) -> Tensor:
         if not self.is_last_stage():
-            self.dp_group_loss, told = self._losses.hear(2).unbind()
+            named = self.module.get_additional_losses()
+            self.dp_group_loss, told, *others = self._losses.hear(2 + len(named or ())).unbind()
+            if named is not None:
+                self.agg_additional_losses = OrderedDict(zip(named, others, strict=True))
             return told
         # Told by ourselves: DeepSpeed's broadcast has stages wait for each other.
         broadcasts, self.is_pipe_parallel = self.is_pipe_parallel, False
@@ -160,7 +172,8 @@ class TwoBufferedEngine(EvenPipeEngine):
             loss: Tensor = super()._aggregate_total_loss()
         finally:
             self.is_pipe_parallel = broadcasts
-        self._losses.tell(torch.stack([self.dp_group_loss, loss]).float())
+        additional: Iterable[Tensor] = (self.agg_additional_losses or {}).values()
+        self._losses.tell(torch.stack([self.dp_group_loss, loss, *additional]).float())
         return loss
 
     _INSTRUCTION_MAP = {**EvenPipeEngine._INSTRUCTION_MAP, schedule.OptimizerStep: _submit_step}  # noqa: RUF012

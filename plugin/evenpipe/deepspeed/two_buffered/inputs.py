@@ -6,14 +6,23 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["ReadAhead"]
+__all__ = ["InputError", "ReadAhead"]
+
+_ENDED = (
+    "2bw: the data iterator ended within this batch: give all calls one that goes on, such as "
+    "deepspeed.utils.RepeatingLoader, or call engine.drain() before a new one"
+)
+
+
+class InputError(Exception):
+    """The data iterator is not as a stream of batches needs it; says so in one line."""
 
 
 class ReadAhead:
     """Stands before the user's iterator and keeps what has been read of the batch after the present one.
 
     Where the iterator ends within that batch, which may never be asked for, its last item stands in, and `start_batch`
-    raises if the batch comes.
+    raises InputError if the batch comes.
     """
 
     def __init__(self) -> None:
@@ -26,15 +35,12 @@ class ReadAhead:
         self._last: Any = None
 
     def start_batch(self, source: Iterator[Any] | None, micro_batches: int) -> None:
-        """A batch of so many begins, of which some may have been read. Raises RuntimeError where they must not be."""
+        """A batch of so many begins, of which some may have been read. Raises InputError where they must not be."""
         if self._ended:
-            raise RuntimeError(
-                "2bw: the data iterator ended within this batch: give all calls one that goes on, or call "
-                "engine.drain() before a new one"
-            )
+            raise InputError(_ENDED)
         if source is not self._source:
             if self._ahead:
-                raise RuntimeError(
+                raise InputError(
                     f"2bw: train_batch was given another data iterator when {len(self._ahead)} micro-batches had been "
                     "read ahead from the one before: give all calls the same, or call engine.drain() before a new one"
                 )
@@ -62,7 +68,7 @@ class ReadAhead:
                 item = next(source)
             except StopIteration:
                 if not ahead:
-                    raise
+                    raise InputError(_ENDED) from None
                 self._ended = True
                 return self._last
         if ahead:

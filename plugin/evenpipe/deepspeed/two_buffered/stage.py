@@ -35,6 +35,8 @@ class StreamStage(EngineStage):
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         """On the same."""
         self._steps.versions.use(self._version(unit))
+        if unit in self._losses:
+            self._losses[unit] = self._steps.scaled(self._losses[unit])
         return super().backward(unit, gradients)
 
     def update(self, batch: int) -> None:

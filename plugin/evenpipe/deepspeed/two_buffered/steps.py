@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.deepspeed.two_buffered.gradients import Gradients
+from evenpipe.deepspeed.two_buffered.loss_scale import LossScale
+from evenpipe.deepspeed.two_buffered.ties import Ties
 from evenpipe.runtime.exchange import Exchange
 from evenpipe.runtime.step_settings import as_submitted, settings_of
 from evenpipe.runtime.weight_versions import WeightVersions
@@ -34,20 +35,32 @@ class DeferredSteps:
         parameters = list(engine.module.parameters())
         self.versions = WeightVersions(parameters, gradients.weights)
         self.batch = 0  # submitted so far; the first one that runs on two equal versions is 0
-        self._ties: list[tuple[Tensor, dist.ProcessGroup]] = engine.module.get_tied_weights_and_groups()
-        # A tied weight is counted by the first stage that has it.
-        self._counts_ties = any(min(comm["ranks"]) == dist.get_rank() for comm in engine.module.tied_comms.values())
+        self._ties = Ties(engine, gradients)
+        self._loss_scale = LossScale(engine.optimizer) if engine.fp16_enabled() else None
         self._exchange: Exchange | None = None
         if gradients.counted:
             self._exchange = Exchange(engine.grid.get_pipe_parallel_group(), 1, engine.device)
         self._stage_id: int = engine.stage_id
         self._settings: list[dict[str, Any]] | None = None
-        self._tying: list[dist.Work] = []
 
     @property
     def update_early(self) -> bool:
         """Whether a step can be finished before the next batch's first backward, as stage 0 is the last to end one."""
-        return self._stage_id == 0 or not (self._ties or self._gradients.counted)
+        return self._stage_id == 0 or not (self._ties.any or self._gradients.counted)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step that was finished left the weights as they were, for a gradient that is no number."""
+        return bool(getattr(self._optimizer, "overflow", False))
+
+    def start_batch(self) -> None:
+        """The batch begins that is submitted next."""
+        if self._loss_scale is not None:
+            self._loss_scale.start_batch(self.batch)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """`loss`, for its backward pass."""
+        return self._gradients.scaled(loss)
 
     @contextmanager
     def submitting(self) -> Iterator[None]:
@@ -69,36 +82,41 @@ class DeferredSteps:
         if self._settings is None:
             return
         settings, self._settings = self._settings, None
-        self._wait_for_ties()
+        self._ties.finish()
         norm = math.sqrt(sum(squares for (squares,) in self._exchange.finish())) if self._exchange else 0.0
-        with self.versions.writing(), as_submitted(self._optimizer.param_groups, settings):
+        scale = self._loss_scale.as_submitted(self.batch - 1) if self._loss_scale is not None else nullcontext()
+        with self.versions.writing(), as_submitted(self._optimizer.param_groups, settings), scale:
             self._gradients.step(self._optimizer.step, norm)
 
-    def restart(self, before: list[Tensor] | None) -> None:
-        """Go on from weights that have been loaded, and the version before them; None: both are these."""
+    def drain(self) -> None:
+        """Finish the submitted step, and leave the newest weights."""
+        self.finish()
+        self.versions.use(self.versions.latest)
+        self.start_batch()  # a checkpoint is to have what the scaler knows then
+
+    def restart(self, before: list[Tensor] | None, skipped: bool = False) -> None:
+        """Go on from weights that have been loaded, and the version before them; None: both are these.
+
+        `skipped` is what it was when they were saved.
+        """
         self.batch = 0 if before is None else 1
         self.versions.restart(self.batch, before)
+        if self._loss_scale is not None:
+            self._loss_scale.restart(self.batch, skipped)
+        if hasattr(self._optimizer, "overflow"):
+            self._optimizer.overflow = skipped
 
     @torch.no_grad()
     def _submit(self) -> None:
         assert self._settings is None, "the schedule finishes one step before the next is submitted"
         self._settings = [settings_of(group) for group in self._optimizer.param_groups]
         self.batch += 1
+        if self._loss_scale is not None:
+            self._loss_scale.submit()
         self._gradients.keep()
-        self._tying = []
-        for weight, group in self._ties:
-            gradient = self._gradients.kept(weight)
-            if gradient is not None:
-                work = dist.all_reduce(gradient, group=group, async_op=True)
-                assert work is not None
-                self._tying.append(work)
+        self._ties.start()
         if self._exchange is not None:
-            if self._counts_ties:
+            if self._ties.counted_here:
                 # Of the sum. Later stages have given their part: they end a batch earlier.
-                self._wait_for_ties()
+                self._ties.finish()
             self._exchange.start([self._gradients.squares()])
-
-    def _wait_for_ties(self) -> None:
-        for work in self._tying:
-            work.wait()
-        self._tying = []

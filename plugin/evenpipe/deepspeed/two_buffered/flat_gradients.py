@@ -1,0 +1,73 @@
+"""Gradients of bf16 weights that add up in flat buffers beside the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenpipe.deepspeed.two_buffered.gradients import Gradients, sum_of_squares
+
+__all__ = ["FlatGradients"]
+
+
+class FlatGradients(Gradients):
+    """bf16 without ZeRO, or with ZeRO-1 and fp32 gradients."""
+
+    counted = True
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.weights = (
+            *optimizer.bf16_groups_flat,
+            *(part for parts in optimizer.bf16_partitioned_groups for part in parts),
+        )
+        self._flat: list[Tensor] = optimizer.fp32_groups_gradients_flat
+        self._kept = [torch.zeros_like(flat) for flat in self._flat]
+        self._there: list[list[bool]] = []
+        self._views = {
+            id(weight): (group, place, view)
+            for group, (weights, kept) in enumerate(zip(optimizer.bf16_groups, self._kept, strict=True))
+            for place, (weight, view) in enumerate(
+                zip(weights, optimizer._split_flat_tensor(kept, [one.numel() for one in weights]), strict=True)
+            )
+        }
+
+    def keep(self) -> None:
+        self._there = [list(there) for there in self._optimizer.fp32_groups_has_gradients]
+        for flat, kept in zip(self._flat, self._kept, strict=True):
+            kept.copy_(flat)
+        self._optimizer.clear_hp_grads()
+
+    def kept(self, weight: Tensor) -> Tensor | None:
+        group, place, view = self._views[id(weight)]
+        return view if self._there[group][place] else None
+
+    def squares(self) -> float:
+        return sum_of_squares((weight, self.kept(weight)) for group in self._optimizer.bf16_groups for weight in group)
+
+    def step(self, step: Callable[[], Any], norm: float) -> None:
+        optimizer = self._optimizer
+        following = self._exchange(self._there)
+        all_of, mpu = optimizer.get_grads_for_norm, optimizer.mpu
+        told = torch.tensor([norm], dtype=torch.float32, device=self._flat[0].device)
+        # The norm of what it is given as the gradients, over no other process, is the one that was told.
+        optimizer.get_grads_for_norm = lambda for_clipping=False: all_of(True) if for_clipping else ([told], {})
+        optimizer.mpu = None
+        try:
+            step()
+        finally:
+            optimizer.mpu = mpu
+            del optimizer.get_grads_for_norm
+        self._exchange(following)
+
+    def _exchange(self, there: list[list[bool]]) -> list[list[bool]]:
+        before = [list(one) for one in self._optimizer.fp32_groups_has_gradients]
+        for flat, kept in zip(self._flat, self._kept, strict=True):
+            present = flat.clone()
+            flat.copy_(kept)
+            kept.copy_(present)
+        self._optimizer.fp32_groups_has_gradients[:] = there
+        return before
