@@ -61,14 +61,12 @@ def _run(arguments: Namespace) -> int:
 
 
 def _look() -> _Found:
-    from evenpipe.deepspeed.catalogue import examine, installed_in
-    from evenpipe.megatron.installed import look
+    from evenpipe.deepspeed import catalogue as deepspeed
+    from evenpipe.megatron import installed as megatron
     from evenpipe.upstream.imports import forget_all
 
     forget_all()
-    # From its source: an import of DeepSpeed looks for devices and compilers.
-    root = installed_in()
-    return _Found(look(), None if root is None else examine(root))
+    return _Found(megatron.look(), deepspeed.look())
 
 
 def _examine(path: Path) -> _Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any, Final
@@ -11,11 +12,11 @@ from evenpipe.deepspeed.install import engine_patches, start_patches
 from evenpipe.deepspeed.supported import DEEPSPEED, RELEASES, expectations
 from evenpipe.deepspeed.two_buffered.ending import ending_patches
 from evenpipe.upstream import UpstreamError
-from evenpipe.upstream.findings import Findings, ReadVersion, find_in_source
+from evenpipe.upstream.findings import Findings, ReadVersion, find_by_import, find_in_source
 from evenpipe.upstream.items import Item, Purpose, relied_on, replaced_by
 from evenpipe.upstream.source import literal_in
 
-__all__ = ["MAIN_FILE", "catalogue", "examine", "installed_in"]
+__all__ = ["MAIN_FILE", "catalogue", "examine", "installed_in", "look"]
 
 MAIN_FILE: Final = Path("deepspeed", "__init__.py")
 
@@ -36,15 +37,32 @@ def installed_in() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parents[1]
 
 
+def look() -> Findings | None:
+    """What this interpreter would import; None where DeepSpeed is not installed.
+
+    DeepSpeed's symbols are read from its source: an import looks for devices and compilers.
+    """
+    root = installed_in()
+    if root is None:
+        return None
+    found = examine(root)
+    others = tuple(find_by_import(item) for item in catalogue() if not item.in_package(DEEPSPEED.name))
+    return dataclasses.replace(found, findings=(*found.findings, *others))
+
+
 def examine(root: Path) -> Findings:
-    """Look at a checkout of DeepSpeed, or at the folder that it is installed in, without importing anything."""
+    """Look at a checkout of DeepSpeed, or at the folder that it is installed in, without importing anything.
+
+    Symbols of torch are left out.
+    """
     version = None
     try:
         version = _version_in(root)
         series = ReadVersion(DEEPSPEED.name, found=version).series(dict.fromkeys(RELEASES))
     except UpstreamError as error:
         return Findings(root, version, None, str(error), ())
-    findings = tuple(find_in_source(root, item, series, version) for item in catalogue())
+    items = [item for item in catalogue() if item.in_package(DEEPSPEED.name)]
+    findings = tuple(find_in_source(root, item, series, version) for item in items)
     return Findings(root, version, series, None, findings)
 
 

@@ -11,14 +11,12 @@ from pathlib import Path
 
 from evenpipe.megatron.catalogue import TRAINING_PACKAGE, catalogue
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
-from evenpipe.upstream import ANY, APPLIED, FITS, UpstreamError
-from evenpipe.upstream.findings import Finding, Findings, State
+from evenpipe.upstream import ANY, UpstreamError
+from evenpipe.upstream.findings import Finding, Findings, State, find_by_import
 from evenpipe.upstream.items import Item
 from evenpipe.upstream.symbols import module_of
 
 __all__ = ["look"]
-
-_STATES = {FITS: State.FITS, APPLIED: State.APPLIED}
 
 
 def look() -> Findings:
@@ -43,8 +41,7 @@ def _finding(item: Item) -> Finding:
     module = module_of(item.symbols[0])
     failure = _import(module)
     if failure is None:
-        said = item.check()
-        return Finding(item, State.MISFIT, said) if said not in _STATES else Finding(item, _STATES[said])
+        return find_by_import(item)
     if item.in_package(TRAINING_PACKAGE) and _import("megatron.core") is None and not _exists(TRAINING_PACKAGE):
         return Finding(item, State.ABSENT)
     return Finding(item, State.NOT_IMPORTABLE, failure)

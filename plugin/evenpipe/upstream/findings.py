@@ -10,9 +10,10 @@ from typing import NamedTuple
 from evenpipe.upstream.errors import UpstreamError
 from evenpipe.upstream.expectation import Distribution
 from evenpipe.upstream.items import Item, Purpose
+from evenpipe.upstream.patches import APPLIED, FITS
 from evenpipe.upstream.source import signature_in
 
-__all__ = ["Finding", "Findings", "ReadVersion", "State", "find_in_source"]
+__all__ = ["Finding", "Findings", "ReadVersion", "State", "find_by_import", "find_in_source"]
 
 
 class State(Enum):
@@ -23,6 +24,9 @@ class State(Enum):
     MISFIT = "does not fit"
     NOT_IMPORTABLE = "not importable here"
     ABSENT = "absent"
+
+
+_STATES = {FITS: State.FITS, APPLIED: State.APPLIED}
 
 
 class Finding(NamedTuple):
@@ -65,6 +69,12 @@ class ReadVersion(Distribution):
 
     def version(self) -> str:
         return self.found
+
+
+def find_by_import(item: Item) -> Finding:
+    """Compare the item with what this interpreter imports."""
+    said = item.check()
+    return Finding(item, _STATES[said]) if said in _STATES else Finding(item, State.MISFIT, said)
 
 
 def find_in_source(root: Path, item: Item, series: str, version: str) -> Finding:

@@ -10,6 +10,7 @@ from enum import Enum
 from evenpipe.upstream.errors import UpstreamError
 from evenpipe.upstream.expectation import Distribution, Expectation
 from evenpipe.upstream.patches import FITS, Patch, PatchSet
+from evenpipe.upstream.symbols import module_of
 
 __all__ = ["Item", "Purpose", "relied_on", "replaced_by"]
 
@@ -46,7 +47,7 @@ class Item:
 
     def in_package(self, package: str) -> bool:
         """Whether it is defined in that package."""
-        return self.symbols[0].startswith(f"{package}.")
+        return f"{module_of(self.symbols[0])}.".startswith(f"{package}.")
 
 
 def replaced_by(purpose: Purpose, patches: PatchSet) -> Iterator[Item]:
