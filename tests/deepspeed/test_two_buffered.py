@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.deepspeed.job import run_cases
 
 pytest.importorskip("deepspeed")
 
@@ -83,23 +82,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[Any]:
     """All runs, in one job of four processes: two replicas where there are two stages."""
-    cases, out = folder / "cases.json", folder / "out.json"
     given = [{**one, "folder": str(folder / one["folder"])} if "folder" in one else one for one in _RUNS]
     given += [{"case": {"stages": 4, **one}, "refused": True} for one in _REFUSED.values()]
     given.append({"case": _case(4, _FEW), "iterators": True})
-    cases.write_text(json.dumps(given))
-    script = Path(__file__).with_name("train_two_buffered.py")
-    job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script), str(cases), str(out)]
-    done = subprocess.run(
-        [sys.executable, *job],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    found: list[Any] = json.loads(out.read_text())
+    found, _ = run_cases("train_two_buffered.py", given, folder)
     return found
 
 
