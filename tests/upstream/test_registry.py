@@ -191,7 +191,7 @@ def test_a_series_is_made_of_whole_numbers(engine: OldEngine) -> None:
 
 def test_the_imported_code_states_the_version_not_the_installed_metadata(engine: OldEngine) -> None:
     """A source checkout on the path shadows an installed package, whose metadata stays as it was."""
-    engine.root.__version__ = "1.3.0"
+    engine.root.__version__ = "1.3.0 "
     assert ENGINE.version() == "1.3.0"
     assert Distribution("old-engine").version() == "1.2.3"
 

@@ -31,7 +31,8 @@ class Distribution:
             if self.version_at is None:
                 return metadata.version(self.name)
             module, _, attribute = self.version_at.partition(":")
-            return str(getattr(import_module(module), attribute))
+            # The modules in DeepSpeed's source archives have a blank behind it.
+            return str(getattr(import_module(module), attribute)).strip()
         except (ImportError, AttributeError) as error:
             raise UpstreamError(f"{self.name} is not installed ({error}): install it in this environment") from error
 
