@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,12 @@ def test_auto_leaves_to_evenpipe_what_null_does() -> None:
     assert section == section_of({"evenpipe": {**given, **dict.fromkeys(auto), "micro_batch_size": "auto"}})
     assert section is not None
     assert (section.group_size, section.micro_batch_size) == ("auto", "auto")
+
+
+def test_a_dictionary_may_have_a_path() -> None:
+    section = section_of({"evenpipe": {"trace": Path("t.json")}})
+    assert section is not None
+    assert section.trace == Path("t.json")
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def section_of(config: Mapping[str, Any]) -> Section | None:
     if not isinstance(given, Mapping):
         raise SectionError("", f'must be an object, such as {{"schedule": "1f1b"}}, not {json.dumps(given)}')
     for key in given:
-        _check_key(key)
+        _check_key(str(key))
     section = _validated(given)
     _check_together(section)
     return section
@@ -70,10 +70,10 @@ def _check_key(key: str) -> None:
 
 
 def _validated(given: Mapping[str, Any]) -> Section:
-    """Types as JSON has them: "2" is no number, and "yes" is no truth value."""
+    """Types as JSON has them: "2" is no number, "yes" is no truth value; a dictionary's paths are strings there."""
     try:
         left = {key: None if value == "auto" and key in _LEFT_TO_US else value for key, value in given.items()}
-        return Section.model_validate_json(json.dumps(left), strict=True)
+        return Section.model_validate_json(json.dumps(left, default=str), strict=True)
     except ValidationError as error:
         first, *others = error.errors()
         said = [found["msg"] for found in (first, *others) if found["loc"][0] == first["loc"][0]]
