@@ -19,7 +19,10 @@ def check_boundaries(boundaries: Sequence[int], layers: int, stages: int) -> Non
     """Raise SectionError unless `boundaries` give each of so many stages at least one of so many layers, in order."""
     said = f"{list(boundaries)}"
     if len(boundaries) != stages + 1:
-        raise SectionError("partition", f"{said} makes {len(boundaries) - 1} stages, PipelineModule has {stages}")
+        raise SectionError(
+            "partition",
+            f"{said} has {len(boundaries)} numbers: give {stages + 1}, for the {stages} stages of PipelineModule",
+        )
     if boundaries[0] != 0 or boundaries[-1] != layers:
         raise SectionError("partition", f"{said} must begin with 0 and end with {layers}, the number of layers")
     if any(start >= stop for start, stop in pairwise(boundaries)):
