@@ -87,8 +87,11 @@ def _reading_the_section(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(*call.args, **call.kwargs)
             finally:
                 patches.revert()
-        except (SectionError, ScheduleError, UpstreamError) as error:
+        except (SectionError, UpstreamError) as error:
             end_job(str(error))
+        except ScheduleError as error:
+            # DeepSpeed's configuration has a name of its own for what schedules count.
+            end_job(str(error).replace("micro_batches=", "gradient_accumulation_steps="))
 
     return initialize
 
