@@ -105,19 +105,21 @@ def measure(rank: int, setting: Setting, dtype: str, tick: Tick) -> dict[str, li
     for engine in engines.values():
         slow_down(engine.module, accelerator)
     times: dict[str, list[float]] = {name: [] for name in SECTIONS}
-    for _ in range(setting.repeats):
-        for name, engine in engines.items():
-            dist.barrier()
-            accelerator.not_before(clock_ms())
-            for _ in range(setting.warm_up):
-                engine.train_batch(data)
-            start_ms = clock_ms()
-            for _ in range(setting.batches):
-                engine.train_batch(data)
-            took = torch.tensor((clock_ms() - start_ms) / setting.batches, dtype=torch.float64)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            times[name].append(took.item())
-            tick()
+    # What stages held is no result either.
+    with open(os.devnull, "w") as log, contextlib.redirect_stderr(log):
+        for _ in range(setting.repeats):
+            for name, engine in engines.items():
+                dist.barrier()
+                accelerator.not_before(clock_ms())
+                for _ in range(setting.warm_up):
+                    engine.train_batch(data)
+                start_ms = clock_ms()
+                for _ in range(setting.batches):
+                    engine.train_batch(data)
+                took = torch.tensor((clock_ms() - start_ms) / setting.batches, dtype=torch.float64)
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+                times[name].append(took.item())
+                tick()
     return times
 
 
