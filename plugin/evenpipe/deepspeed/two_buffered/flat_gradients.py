@@ -45,7 +45,7 @@ class FlatGradients(Gradients):
         group, place, view = self._views[id(weight)]
         return view if self._there[group][place] else None
 
-    def squares(self) -> float:
+    def squares(self) -> Tensor:
         return sum_of_squares((weight, self.kept(weight)) for group in self._optimizer.bf16_groups for weight in group)
 
     def step(self, step: Callable[[], Any], norm: float) -> None:

@@ -40,8 +40,11 @@ class Gradients(ABC):
         assert not self.sharded, "a copy has to be put back"
 
     @abstractmethod
-    def squares(self) -> float:
-        """The sum of squares of what is kept, without what another stage counts; no number if one of them is none."""
+    def squares(self) -> Tensor:
+        """The sum of squares of what is kept, without what another stage counts; no number if one of them is none.
+
+        A double of no dimension on the device, so that the host need not wait for the batch's last backward.
+        """
 
     @abstractmethod
     def step(self, step: Callable[[], Any], norm: float) -> None:
@@ -52,12 +55,12 @@ class Gradients(ABC):
         return loss
 
 
-def sum_of_squares(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> float:
-    """Of all gradients, given with their weights, but of tied weights that another stage counts."""
+def sum_of_squares(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """Of all gradients, given with their weights, but of tied weights that another stage counts; a double."""
     counted = [
         gradient
         for weight, gradient in gradients
         if gradient is not None and not getattr(weight, "ds_pipe_replicated", False)
     ]
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in counted]
-    return float(torch.stack(norms).double().square().sum()) if norms else 0.0
+    return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)

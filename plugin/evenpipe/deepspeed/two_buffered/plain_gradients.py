@@ -30,7 +30,7 @@ class PlainGradients(Gradients):
         kept = zip(self._parameters, self._kept, strict=True)
         return next((gradient for parameter, gradient in kept if parameter is weight), None)
 
-    def squares(self) -> float:
+    def squares(self) -> Tensor:
         return sum_of_squares(zip(self._parameters, self._kept, strict=True))
 
     def step(self, step: Callable[[], Any], norm: float) -> None:

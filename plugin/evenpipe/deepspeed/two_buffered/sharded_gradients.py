@@ -46,13 +46,15 @@ class ShardedGradients(Gradients):
         for part, piece in self._pieces(weight):
             piece.copy_(gradient[part].view_as(piece))
 
-    def squares(self) -> float:
+    def squares(self) -> Tensor:
         optimizer = self._optimizer
-        norms = [
-            float(optimizer.get_grad_norm_direct(optimizer.averaged_gradients[group], parameters))
-            for group, parameters in enumerate(optimizer.params_in_partition)
-        ]
-        return sum(norm**2 if norm >= 0 else math.nan for norm in norms)  # DeepSpeed says -1 where it is no number
+        norms = torch.stack(
+            [
+                optimizer.get_grad_norm_direct(optimizer.averaged_gradients[group], parameters).double()
+                for group, parameters in enumerate(optimizer.params_in_partition)
+            ]
+        )
+        return norms.square().masked_fill(norms < 0, math.nan).sum()  # DeepSpeed says -1 where it is no number
 
     def step(self, step: Callable[[], Any], norm: float) -> None:
         optimizer = self._optimizer

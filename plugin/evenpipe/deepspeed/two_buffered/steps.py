@@ -119,4 +119,4 @@ class DeferredSteps:
             if self._ties.counted_here:
                 # Of the sum. Later stages have given their part: they end a batch earlier.
                 self._ties.finish()
-            self._exchange.start([self._gradients.squares()])
+            self._exchange.start(self._gradients.squares().view(1))
