@@ -31,4 +31,4 @@ class Breaking(train_tiny.Block):
 
 if __name__ == "__main__":
     train_tiny.Block = Breaking
-    train_tiny.run(lambda given: train_tiny.train(train_tiny.Case(**given)), Path(sys.argv[2]), Path(sys.argv[3]))
+    train_tiny.work(lambda given: train_tiny.train(train_tiny.Case(**given)), Path(sys.argv[2]), Path(sys.argv[3]))

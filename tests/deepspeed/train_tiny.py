@@ -1,6 +1,6 @@
 """Trains tiny transformers as PipelineModules with real DeepSpeed engines: several cases in one job, on CPU.
 
-torchrun ... train_tiny.py CASES.json OUT.json; a case is {"stages": p, "config": {..}, and what `Case` has}.
+train_tiny.py CASES.json OUT.json; a case is {"stages": p, "config": {..}, and what `Case` has}.
 """
 
 from __future__ import annotations
@@ -8,13 +8,17 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
+import socket
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import evenpipe.deepspeed  # noqa: F401  # isort: skip
@@ -23,6 +27,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups
 
+RANKS = 4
 VOCABULARY, HIDDEN, HEADS, SEQUENCE, MICRO_BATCH = 64, 32, 4, 16, 2
 
 
@@ -196,7 +201,24 @@ def _groups() -> list[dist.ProcessGroup]:
 
 
 def run(train: Callable[[dict[str, Any]], Any], cases: Path, out: Path) -> None:
-    """What `train` found on each rank, for each of the cases."""
+    """What `train` found on each rank, for each of the cases; the ranks are forked when all has been imported."""
+    for lazily in ("torch._dynamo", "torch.optim", "evenpipe.deepspeed.engine"):
+        import_module(lazily)
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    gc.collect()
+    gc.freeze()
+    mp.start_processes(_forked, (port, train, cases, out), nprocs=RANKS, start_method="fork")
+
+
+def _forked(rank: int, port: int, train: Callable[[dict[str, Any]], Any], cases: Path, out: Path) -> None:
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "localhost", **{name: str(value) for name, value in places.items()}}
+    work(train, cases, out)
+
+
+def work(train: Callable[[dict[str, Any]], Any], cases: Path, out: Path) -> None:
+    """The part of one rank, which the environment tells."""
     torch.set_num_threads(1)
     # DeepSpeed would compile a shared-memory all-reduce; gloo's does as well.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
