@@ -14,11 +14,12 @@ pytest.importorskip("deepspeed")
 _AUTO = {"schedule": "kfkb", "group_size": "auto", "memory_gib": 0.01, "retune_interval": 1}
 _ZERO = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
 _GROUPS = {
-    "stock": {"case": {"stages": 4, "config": {}, "steps": 5}},
+    "stock": {"case": {"stages": 4, "config": {}, "steps": 5}, "changes": 4},
     "groups": {
         "case": {"stages": 4, "config": {"evenpipe": _AUTO}, "steps": 5},
         "turns": [(1, 2), (3, 2), (8, 2), (2, 2)],
         "loader": True,
+        "changes": 4,
     },
     "groups, bpipe": {
         "case": {"stages": 4, "config": {"evenpipe": {**_AUTO, "bpipe": True}}, "steps": 5},
@@ -26,7 +27,7 @@ _GROUPS = {
     },
 }
 _CUT = {**_AUTO, "micro_batch_size": "auto"}
-_FEW = {"gradient_accumulation_steps": 4}
+_FEW = {"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1}}
 _SIZES = {
     "stock": {"case": {"stages": 2, "config": _FEW, "steps": 11, "tied": True, "evaluate": True}},
     "sizes": {
@@ -34,6 +35,8 @@ _SIZES = {
         "turns": [(1, 8), (2, 4), (1, 8)],
     },
 }
+_SMALL = {"stages": 4, "config": {"evenpipe": {**_CUT, "memory_gib": 0.0001}}}
+_ENDED: dict[str, Any] = {"nothing fits": {"case": _SMALL, "said": True}}
 _RESUMED = {"case": {"stages": 2, "config": {**_ZERO, "evenpipe": {**_AUTO, "retune_interval": 3}}, "steps": 3}}
 
 
@@ -41,9 +44,9 @@ _RESUMED = {"case": {"stages": 2, "config": {**_ZERO, "evenpipe": {**_AUTO, "ret
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All runs, in one job of four processes: two replicas where there are two stages."""
     folder: Path = tmp_path_factory.mktemp("adaptive")
-    runs = [*_GROUPS.values(), *_SIZES.values(), {**_RESUMED, "folder": str(folder / "checkpoint")}]
+    runs = [*_GROUPS.values(), *_SIZES.values(), *_ENDED.values(), {**_RESUMED, "folder": str(folder / "checkpoint")}]
     found, said = run_cases("train_adaptive.py", runs, folder)
-    names = [*_GROUPS, *(f"cut, {name}" for name in _SIZES), "resumed"]
+    names = [*_GROUPS, *(f"cut, {name}" for name in _SIZES), *_ENDED, "resumed"]
     return dict(zip(names, found, strict=True)) | {"said": said}
 
 
@@ -89,3 +92,18 @@ def test_a_resumed_run_goes_on_tuning(results: dict[str, Any]) -> None:
         assert resumed["size"] == [2, 8, 8]
     assert 'evenpipe: group_size "auto": goes on tuning as it was saved' in results["said"]
     assert results["said"].count("evenpipe: iteration 2: k=") == 3
+
+
+def test_another_batch_size_is_measured_and_chosen_for_anew(results: dict[str, Any]) -> None:
+    for rank, of_stock in zip(results["groups"], results["stock"], strict=True):
+        assert rank["changed"]["losses"] == of_stock["changed"]["losses"]
+        assert rank["changed"]["weights"] == of_stock["changed"]["weights"]
+        # After one batch in groups of one.
+        assert [iteration for iteration, _, _ in rank["changed"]["retunes"]] == [6]
+        assert rank["changed"]["size"] == [2, 4, 4]
+
+
+def test_a_limit_that_nothing_fits_into_ends_the_job(results: dict[str, Any]) -> None:
+    for rank in results["nothing fits"]:
+        assert rank["said"].startswith("evenpipe.memory_gib: 0.0001: no micro-batch size fits: stage ")
+        assert "GiB" in rank["said"]

@@ -14,6 +14,11 @@ def test_without_a_section_there_is_nothing_to_do() -> None:
     assert section_of({"train_batch_size": 8}) is None
 
 
+def test_a_misspelt_section_is_no_stock_run() -> None:
+    with pytest.raises(SectionError, match=r'^evenpipe: .* has no such section, but "evenpip": rename'):
+        section_of({"train_batch_size": 8, "evenpip": {"bpipe": True}})
+
+
 def test_values_have_the_types_of_json() -> None:
     section = section_of({"evenpipe": {"schedule": "kfkb", "group_size": 2, "bpipe": True, "partition": [0, 3, 5]}})
     assert section is not None

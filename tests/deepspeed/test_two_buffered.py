@@ -79,10 +79,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("two_buffered")
 
 
+# Ranks 0, 2, 3 and 1 run the stages 0 to 3, of which 1 and 3 share a weight.
+_PLACED = {**_case(4, {**_BF16, **_ZERO}, bpipe=True), "late_tie": True}
+_NORMS = [
+    {**_PLACED, "config": {**_PLACED["config"], "evenpipe": {"schedule": name, "bpipe": True, "pair_adjacent": True}}}
+    for name in ("1f1b", "2bw")
+]
+
+
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[Any]:
     """All runs, in one job of four processes: two replicas where there are two stages."""
     given = [{**one, "folder": str(folder / one["folder"])} if "folder" in one else one for one in _RUNS]
+    given += [{"case": one, "norm": True} for one in _NORMS]
+    # Last: DeepSpeed's autocast stays on in the process.
     given += [{"case": {"stages": 4, **one}, "refused": True} for one in _REFUSED.values()]
     given.append({"case": _case(4, _FEW), "iterators": True})
     found, _ = run_cases("train_two_buffered.py", given, folder)
@@ -107,9 +117,17 @@ def test_losses_and_weights_are_those_of_plain_pytorch(results: list[Any]) -> No
             missing = {tuple(weight) for weight in wanted["weights"]} - found
             # What is not tied of a tied layer, DeepSpeed saves on the first stage that has it only.
             assert {name for name, _ in missing} <= {"tied_modules.embedding.position"}, given
+            unwanted = found - {tuple(weight) for weight in wanted["weights"]}
+            assert {name for name, _ in unwanted} <= {"tied_modules.embedding.position"}, given
         if "left" in ranks[0]:
             assert max(rank["peak_units"] for rank in ranks) == 3  # (p + 2) / 2
             assert all(rank["left"] == 0 for rank in ranks)
+
+
+def test_tied_weights_are_counted_once_wherever_stages_are_placed(results: list[Any]) -> None:
+    flushed, streamed = results[len(_RUNS) :][: len(_NORMS)]
+    for one, other in zip(flushed, streamed, strict=True):
+        assert one["norm"] == pytest.approx(other["norm"], rel=1e-6)
 
 
 def test_a_timeline_of_a_batch_has_the_first_forwards_of_the_next(results: Any, folder: Path) -> None:
@@ -152,7 +170,7 @@ def test_all_stages_are_told_the_additional_losses(results: list[Any]) -> None:
 
 
 def test_what_two_buffered_cannot_do_is_said_in_one_line(results: list[Any]) -> None:
-    for line, ranks in zip(_REFUSED, results[len(_RUNS) :], strict=False):
+    for line, ranks in zip(_REFUSED, results[len(_RUNS) + len(_NORMS) :], strict=False):
         for rank in ranks:
             assert str(rank["refused"]).startswith("evenpipe.schedule: "), line
             assert line in rank["refused"]

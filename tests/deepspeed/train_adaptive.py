@@ -1,7 +1,8 @@
 """Trains as train_tiny does, with groups that are tuned: several cases in one job.
 
 A case is {"case": {..}}, and as wanted "turns" ((k, b) to be decided for, one batch after the other), "loader" (the
-engine reads the data itself) and "folder" (where a checkpoint goes; a second engine then goes on from it).
+engine reads the data itself), "changes" (the micro-batches of later batches), "said" (the job ends with a line) and
+"folder" (where a checkpoint goes; a second engine then goes on from it).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from train_tiny import Case, digest, engine_of, run
+from train_tiny import MICRO_BATCH, Case, digest, engine_of, run
 
 from evenpipe.planner import Candidate
 from evenpipe.tuner.tuner import Tuner
@@ -25,7 +26,12 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
         engine, data = engine_of(case)
         if given.get("loader"):
             engine.data_iterator, data = data, None
+        if "said" in given:
+            return {"said": _said(engine, data)}
         found = _train(engine, data, case)
+        if "changes" in given:
+            engine.set_train_batch_size(given["changes"] * MICRO_BATCH * engine.grid.data_parallel_size)
+            found["changed"] = _train(engine, data, case._replace(steps=2))
         if "folder" in given:
             engine.save_checkpoint(given["folder"], client_state={"mine": 7})
             again, data = engine_of(case)
@@ -34,6 +40,21 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
                 pass
             found["resumed"] = _train(again, data, case) | {"client_state": client_state}
     return found
+
+
+def _said(engine: Any, data: Any) -> str:
+    """What the job would end with."""
+    from evenpipe.deepspeed.adaptive import engine as module
+
+    ending = module.end_job
+    module.end_job = sys.exit
+    try:
+        engine.train_batch(data)
+    except SystemExit as ended:
+        return str(ended)
+    finally:
+        module.end_job = ending
+    return "nothing"
 
 
 def _train(engine: Any, data: Any, case: Case) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Case(NamedTuple):
     blocks: int = 6
     steps: int = 3
     tied: bool = False
+    late_tie: bool = False  # the second stage and the last share a weight
     pair: bool = False  # two tensors cross from stage to stage
     dynamic: bool = False  # every other micro-batch is half as long
     checkpoint_interval: int = 0
@@ -111,6 +112,8 @@ def layers(case: Case) -> list[Any]:
 
     block = CheckpointedBlock if case.checkpoints_itself else Block
     blocks = [paired(block) for _ in range(case.blocks)]
+    if case.late_tie:
+        blocks[2] = blocks[-1] = TiedLayerSpec("late", Block, tied_weight_attr="out.weight")
     if case.tied:
         first, last = (TiedLayerSpec("embedding", Embedding, forward_fn=forward) for forward in (None, project))
         return [first, *blocks, last]
@@ -157,8 +160,7 @@ def engine_of(case: Case) -> tuple[Any, Any]:
         "gradient_clipping": 0.0,  # in fp32, what DeepSpeed clips to depends on the partition
         **case.config,
     }
-    given = list(net.parameters())
-    engine, *_ = deepspeed.initialize(model=net, model_parameters=given, config=config)
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
     return engine, batches(
         engine.grid.data_parallel_id, engine.grid.data_parallel_size, engine.micro_batches, case.dynamic
     )

@@ -3,7 +3,8 @@
 A case is {"case": {..}}, and as wanted "evaluate", "changes" (the micro-batches of later batches), "folder" (where a
 checkpoint goes after `case.steps`; the job then goes on, and a second engine goes on from the checkpoint), "fused" (the
 optimizer that DeepSpeed has for its own Adam), "broken" (a batch that has a loss that is no number), "iterators" (data
-iterators that must not be) and "refused" (what 2bw cannot do with this configuration).
+iterators that must not be), "norm" (that of the first batch) and "refused" (what 2bw cannot do with this
+configuration).
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
         return _refused(case)
     if "iterators" in given:
         return _iterators(case)
+    if "norm" in given:
+        return {"norm": _first_norm(case)}
     train_tiny.PipelineModule = Net if "others" in given else PipelineModule
     if "fused" in given:
         deepspeed_engine.FusedAdam = torch.optim.AdamW
@@ -129,6 +132,15 @@ def _refused(case: Case) -> dict[str, Any]:
     except SectionError as error:
         return {"refused": str(error)}
     return {"refused": None}
+
+
+def _first_norm(case: Case) -> float:
+    """Of the first batch's gradients, which under 2bw is known after the second one."""
+    engine, data = engine_of(case)
+    engine.train_batch(data)
+    if hasattr(engine, "drain"):
+        engine.train_batch(data)
+    return float(engine.get_global_grad_norm())
 
 
 def _iterators(case: Case) -> dict[str, Any]:

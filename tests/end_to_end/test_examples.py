@@ -24,7 +24,8 @@ def test_a_megatron_core_script_with_bpipe():
 
 
 @pytest.mark.parametrize(
-    ("script", "configuration", "peaks"), [("gpt", "bpipe", [3, 3, 2, 3]), ("bert", "kfkb", [8, 6, 4, 2])]
+    ("script", "configuration", "peaks"),
+    [("gpt", "bpipe", [3, 3, 2, 3]), ("bert", "kfkb", [8, 6, 4, 2]), ("gpt", "2bw", [3, 3, 2, 3])],
 )
 def test_pipeline_modules_of_deepspeed(script, configuration, peaks):
     """By DeepSpeed's launcher, with the commands in the README."""
@@ -32,7 +33,7 @@ def test_pipeline_modules_of_deepspeed(script, configuration, peaks):
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     launcher = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", "4", "--master_port", str(port)]
-    flags = ["--deepspeed_config", f"examples/deepspeed/{configuration}.json", "--iterations", "2"]
+    flags = ["--deepspeed_config", f"examples/deepspeed/{configuration}.json", "--iterations", "4"]
     run = subprocess.run(
         [*launcher, f"examples/deepspeed/{script}.py", *flags],
         timeout=200,
@@ -43,7 +44,7 @@ def test_pipeline_modules_of_deepspeed(script, configuration, peaks):
     )
     assert run.returncode == 0, run.stdout + run.stderr
     losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("iteration")]
-    assert len(losses) == 2
+    assert len(losses) == 4
     assert losses[-1] < losses[0]
     found = sorted(line for line in run.stdout.splitlines() if line.startswith("rank"))
     assert [int(line.split(": ")[1].split()[0]) for line in found] == peaks

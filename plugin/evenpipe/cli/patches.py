@@ -88,7 +88,7 @@ def _examine(path: Path) -> _Found:
 
 
 def _document(found: _Found) -> dict[str, Any]:
-    """Megatron's part has its keys at the top, DeepSpeed's under its name; null where it is not installed."""
+    """Megatron's part, if there is one, has its keys at the top; DeepSpeed's is under its name, null without one."""
     from evenpipe.megatron.apex import wrong_apex
     from evenpipe.upstream.items import Purpose
 

@@ -40,6 +40,8 @@ def arrange(section: Section, arguments: MutableMapping[str, Any]) -> None:
             "partition and pair_adjacent deal layers out anew, after the optimizer was made of them: give a function "
             "that makes it, or name it in the configuration",
         )
-    before = list(module.parameters())
+    before, given = list(module.parameters()), arguments.get("model_parameters")
+    # A generator, such as `model.parameters()`, is to be of the parameters that there are now.
+    given = None if given is None else list(given)
     deal_out(module, boundaries, topology)
-    arguments["model_parameters"] = parameters_after(arguments.get("model_parameters"), before, module)
+    arguments["model_parameters"] = parameters_after(given, before, module)

@@ -54,7 +54,7 @@ def _through_torch(original: Callable[..., Any]) -> Callable[..., Any]:
     from torch import is_tensor
     from torch.utils.checkpoint import checkpoint
 
-    from evenpipe.deepspeed.told import tell
+    from evenpipe.deepspeed.saying import tell
 
     # Once: which of a model's layers call it, and when, is the model's business.
     say = functools.cache(tell)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,14 +15,15 @@ from evenpipe.deepspeed.checkpointing import show_saved_tensors
 from evenpipe.deepspeed.log import told_of
 from evenpipe.deepspeed.lowering import ACTIONS, ProgramSchedule
 from evenpipe.deepspeed.refusals import refuse_unsupported
-from evenpipe.deepspeed.section import Section, section_of
+from evenpipe.deepspeed.section import Section, in_its_words, section_of
 from evenpipe.deepspeed.stage import EngineStage
 from evenpipe.deepspeed.trace import trace_of
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
-from evenpipe.schedule import Program, Step, Unit, build, lower
+from evenpipe.schedule import Program, ScheduleError, Step, Unit, build, lower
+from evenpipe.upstream.ending import end_job
 
-__all__ = ["EvenPipeEngine"]
+__all__ = ["EvenPipeEngine", "goes_on"]
 
 
 class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
@@ -61,7 +63,10 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         """EvenPipe's program in the place of DeepSpeed's training schedule; others, as for evaluation, as they are."""
         if isinstance(pipe_schedule, TrainSchedule):
-            self._train(pipe_schedule.micro_batches)
+            try:
+                self._train(pipe_schedule.micro_batches)
+            except ScheduleError as error:  # since the batch size has been set anew
+                end_job(in_its_words(error))
         else:
             super()._exec_schedule(pipe_schedule)
 
@@ -97,6 +102,12 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         self._take(step)
 
     _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, **dict.fromkeys(ACTIONS, _exec_step)}  # noqa: RUF012
+
+
+def goes_on(*args: Any, **kwargs: Any) -> bool:
+    """Whether what `load_checkpoint` is given, the engine too, has a run go on, and not only have its weights."""
+    given = inspect.signature(PipelineEngine.load_checkpoint).bind(*args, **kwargs).arguments
+    return bool(given.get("load_optimizer_states", True) and not given.get("load_module_only", False))
 
 
 def _executor(engine: EvenPipeEngine, section: Section, weights: Iterable[Tensor]) -> Executor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -52,18 +52,17 @@ def deal_out(module: Any, boundaries: Sequence[int], topology: Any) -> None:
     module._synchronize_tied_weights()
 
 
-def parameters_after(given: Iterable[Any] | None, before: Sequence[torch.nn.Parameter], module: Any) -> Any:
+def parameters_after(given: Sequence[Any] | None, before: Sequence[torch.nn.Parameter], module: Any) -> Any:
     """What to give `deepspeed.initialize` as `model_parameters`, where it was given some that were there `before`.
 
     Raises SectionError where they are neither all of the module's nor all that are trained.
     """
     if given is None:
         return None
-    listed = list(given)
     known, trained = {id(one) for one in before}, {id(one) for one in before if one.requires_grad}
-    if {id(one) for one in listed} == known:
+    if {id(one) for one in given} == known:
         return list(module.parameters())
-    if {id(one) for one in listed} == trained:
+    if {id(one) for one in given} == trained:
         return [one for one in module.parameters() if one.requires_grad]
     raise SectionError(
         "",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from evenpipe.deepspeed.told import say
+from evenpipe.deepspeed.saying import say
 from evenpipe.report.log_line import log_line, scalars
 from evenpipe.runtime.figures import StageFigures, per_stage
 

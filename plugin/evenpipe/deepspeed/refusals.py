@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from evenpipe.deepspeed.saying import tell
 from evenpipe.deepspeed.section import SectionError
-from evenpipe.deepspeed.told import tell
 from evenpipe.runtime.device_queues import ONE_QUEUE, one_queue
 
 __all__ = ["refuse_configuration", "refuse_unsupported"]

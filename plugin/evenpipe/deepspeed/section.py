@@ -10,8 +10,9 @@ from typing import Any, Final, Literal
 from pydantic import Field, ValidationError
 
 from evenpipe.config import EvenPipeConfig
+from evenpipe.schedule import ScheduleError
 
-__all__ = ["NAME", "Section", "SectionError", "section_of"]
+__all__ = ["NAME", "Section", "SectionError", "in_its_words", "section_of"]
 
 NAME: Final = "evenpipe"
 
@@ -25,6 +26,11 @@ class SectionError(ValueError):
 
     def __init__(self, path: str, message: str) -> None:
         super().__init__(f"{NAME}.{path}: {message}" if path else f"{NAME}: {message}")
+
+
+def in_its_words(error: ScheduleError) -> str:
+    """What a schedule cannot be, with the name that DeepSpeed's configuration has for what schedules count."""
+    return str(error).replace("micro_batches=", "gradient_accumulation_steps=")
 
 
 class Section(EvenPipeConfig):
@@ -51,6 +57,7 @@ class Section(EvenPipeConfig):
 def section_of(config: Mapping[str, Any]) -> Section | None:
     """The checked section of a DeepSpeed configuration; None where there is none. Raises SectionError."""
     if NAME not in config:
+        _check_misspelt(config)
         return None
     given = config[NAME]
     if not isinstance(given, Mapping):
@@ -60,6 +67,13 @@ def section_of(config: Mapping[str, Any]) -> Section | None:
     section = _validated(given)
     _check_together(section)
     return section
+
+
+def _check_misspelt(config: Mapping[str, Any]) -> None:
+    """DeepSpeed does not look at keys that it does not know."""
+    close = difflib.get_close_matches(NAME, [key for key in config if isinstance(key, str)], n=1, cutoff=0.75)
+    if close:
+        raise SectionError("", f'the configuration has no such section, but "{close[0]}": rename it, or leave it out')
 
 
 def _check_key(key: str) -> None:

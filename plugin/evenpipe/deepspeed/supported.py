@@ -17,6 +17,7 @@ ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 RELEASES = ("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")
 
 _MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
+_TOPOLOGY = "deepspeed.runtime.pipe.topology"
 _SCHEDULE = "deepspeed.runtime.pipe.schedule"
 _BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 _FUSED = "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer"
@@ -55,6 +56,14 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
             "(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, "
             "load_lr_scheduler_states=True, load_module_only=False, custom_load_fn=None)"
         ),
+        f"{ENGINE}.eval_batch": (
+            "(self, data_iter, return_logits=False, compute_loss=True, reduce_output='avg', bcast_loss=True, "
+            "num_micro_batches=None)"
+        ),
+        f"{ENGINE}.destroy": "(self)",
+        f"{_TOPOLOGY}:PipelineParallelGrid": "(topology=None, process_group=None)",
+        f"{_TOPOLOGY}:PipeDataParallelTopology": "(num_pp, num_dp)",
+        "deepspeed.runtime.tensor_parallel.init_utils:load_ds_config": "(config)",
         f"{_SCHEDULE}:PipeSchedule": "(micro_batches, stages, stage_id)",
         f"{_SCHEDULE}:TrainSchedule": "(micro_batches, stages, stage_id)",
         **{
@@ -65,6 +74,10 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
             f"{_SCHEDULE}:{instruction}": "(**kwargs)"
             for instruction in ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
         },
+        f"{_MODULE}._build": "(self)",
+        f"{_MODULE}._set_bounds": "(self, start=None, stop=None)",
+        f"{_MODULE}._index_tied_modules": "(self)",
+        f"{_MODULE}._synchronize_tied_weights": "(self)",
         f"{_MODULE}.get_tied_weights_and_groups": "(self)",
         f"{_MODULE}.get_additional_losses": "(self)",
         f"{_BF16}.get_grads_for_norm": "(self, for_clipping=False)",

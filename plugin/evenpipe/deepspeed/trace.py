@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from evenpipe.deepspeed.saying import say
 from evenpipe.deepspeed.section import SectionError
-from evenpipe.deepspeed.told import say
 from evenpipe.report import check_writable
 from evenpipe.tracing.iteration import IterationTrace, TracedJob
 from evenpipe.tracing.row import Place

@@ -20,6 +20,8 @@ def as_submitted(groups: Sequence[dict[str, Any]], settings: Sequence[dict[str, 
     present = [settings_of(group) for group in groups]
     for group, values in zip(groups, settings, strict=True):
         group.update(values)
-    yield
-    for group, values in zip(groups, present, strict=True):
-        group.update(values)
+    try:
+        yield
+    finally:
+        for group, values in zip(groups, present, strict=True):
+            group.update(values)

@@ -15,10 +15,10 @@ from evenpipe.deepspeed.adaptive.measured import Measured, MeasuredStage, Notes
 from evenpipe.deepspeed.adaptive.refusals import refuse_for_tuning
 from evenpipe.deepspeed.adaptive.static_memory import static_bytes
 from evenpipe.deepspeed.boundary import Boundary
-from evenpipe.deepspeed.engine import EvenPipeEngine
+from evenpipe.deepspeed.engine import EvenPipeEngine, goes_on
+from evenpipe.deepspeed.saying import tell
 from evenpipe.deepspeed.section import NAME
 from evenpipe.deepspeed.stage import EngineStage
-from evenpipe.deepspeed.told import tell
 from evenpipe.planner import PlanError
 from evenpipe.schedule import Unit
 from evenpipe.tuner.conditions import Conditions
@@ -97,8 +97,10 @@ class AdaptiveEngine(EvenPipeEngine):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's; the run goes on tuning as the one that saved, if batches, limit and memory are the same."""
         path, client_state = super().load_checkpoint(*args, **kwargs)
-        self._state = client_state.pop(_STATE, None) if client_state is not None else None
-        self._start_anew()
+        if path is not None:
+            state = client_state.pop(_STATE, None)
+            self._state = state if goes_on(self, *args, **kwargs) else None
+            self._start_anew()
         return path, client_state
 
     def _start_anew(self) -> None:

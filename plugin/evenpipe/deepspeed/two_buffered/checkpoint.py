@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenpipe.deepspeed.told import tell
+from evenpipe.deepspeed.saying import tell
 
 if TYPE_CHECKING:
     from evenpipe.deepspeed.two_buffered.steps import DeferredSteps

@@ -1,34 +1,34 @@
-"""Drains before the processes of a job part: what one stage still owes another would be lost with it."""
+"""What is done before the processes of a job part: what one stage still owes another would be lost with it."""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import faulthandler
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 
 from evenpipe.upstream import ANY, APPLIED, Distribution, Patch, PatchSet
 
-if TYPE_CHECKING:
-    from evenpipe.deepspeed.two_buffered.engine import TwoBufferedEngine
-
-__all__ = ["drain_at_the_end", "ending_patches", "let_go"]
+__all__ = ["Drained", "drain_at_the_end", "ending_patches", "let_go"]
 
 _SYMBOL: Final = "torch.distributed.distributed_c10d:destroy_process_group"
-# Of a job whose batches are short. The other stages are in their last batch by now, or never come.
-_LEAST_SECONDS: Final = 10.0
-_STDERR: Final = 2
 
 
-def drain_at_the_end(engine: TwoBufferedEngine) -> None:
-    """Keep `engine`, and drain it when the process groups are destroyed or the process ends, if all went well.
+class Drained(Protocol):
+    """An engine: `drain` is for all ranks together, `break_off` settles with stages that may be elsewhere by now."""
 
-    An accepting stage is done with a batch before its partner, whose activations it holds.
+    def drain(self) -> None: ...
+    def break_off(self) -> None: ...
+
+
+def drain_at_the_end(engine: Drained) -> None:
+    """Keep `engine`; drain it when the process groups are destroyed, or break it off when the process ends before.
+
+    An accepting stage is done with a batch before its partner, whose activations it holds. Nothing is done in a process
+    that fails, which ends at once.
     """
     patches = ending_patches()
     if any(state != APPLIED for _, state in patches.check()):
@@ -36,9 +36,9 @@ def drain_at_the_end(engine: TwoBufferedEngine) -> None:
     _engines().append(engine)
 
 
-def let_go(engine: TwoBufferedEngine) -> None:
+def let_go(engine: Drained) -> None:
     """Forget `engine`, which needs no draining any more."""
-    with contextlib.suppress(ValueError):
+    if engine in _engines():
         _engines().remove(engine)
 
 
@@ -56,36 +56,34 @@ def ending_patches() -> PatchSet:
     return PatchSet("deepspeed-2bw", [destroy])
 
 
-def _engines() -> list[TwoBufferedEngine]:
-    engines: list[TwoBufferedEngine] = dist.destroy_process_group.engines  # type: ignore[attr-defined]
-    return engines
+def _engines() -> list[Drained]:
+    return getattr(dist.destroy_process_group, "engines", [])
 
 
 def _draining_first(original: Callable[..., None]) -> Callable[..., None]:
-    engines: list[TwoBufferedEngine] = []
+    engines: list[Drained] = []
 
-    def drain() -> None:
-        failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
+    def end(each: Callable[[Drained], None]) -> None:
+        failed = _has_failed()
         while engines:
             engine = engines.pop()
             if not failed:
-                with _at_most(max(_LEAST_SECONDS, 2 * engine.last_batch_s)):
-                    engine.drain()
+                each(engine)
 
     @functools.wraps(original)
     def destroy_process_group(group: Any = None) -> None:
         if group in (None, dist.group.WORLD):
-            drain()
+            end(lambda engine: engine.drain())
         original(group)
 
     destroy_process_group.engines = engines  # type: ignore[attr-defined]
-    atexit.register(drain)
+    # Other ranks may be busy with something else: what takes all of them is left out, and nobody sees it any more.
+    atexit.register(end, lambda engine: engine.break_off())
     return destroy_process_group
 
 
-@contextlib.contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """End the process if it takes longer: a peer has ended without a word, such as by `sys.exit(1)`."""
-    faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
-    yield
-    faulthandler.cancel_dump_traceback_later()
+def _has_failed() -> bool:
+    """Whether an error is on its way, or has ended the script; the end of the data is none."""
+    error = sys.exc_info()[0]
+    on_its_way = error is not None and not issubclass(error, StopIteration)
+    return on_its_way or getattr(sys, "last_value", None) is not None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
-from evenpipe.deepspeed.engine import EvenPipeEngine
+from evenpipe.deepspeed.engine import EvenPipeEngine, goes_on
 from evenpipe.deepspeed.lowering import StreamSchedule
 from evenpipe.deepspeed.two_buffered import checkpoint
 from evenpipe.deepspeed.two_buffered.ending import drain_at_the_end, let_go
@@ -34,7 +32,6 @@ class TwoBufferedEngine(EvenPipeEngine):
     A `train_batch` forwards what is left of its batch and the first micro-batches of the next, and backwards all of its
     batch. So data iterators run ahead, by up to p - 1 micro-batches on the first stage, and the weights lack the step
     of the last batch until `drain`. Until it is destroyed, the process keeps the engine, to drain it at its end.
-    `last_batch_s`: seconds of the last call.
     """
 
     data_iterator: Any
@@ -48,7 +45,6 @@ class TwoBufferedEngine(EvenPipeEngine):
         self._called = 0  # batches of the stream
         ranks = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
         self._losses = Losses(ranks, "nccl" if self.device.type == "cuda" else "gloo", self.device)
-        self.last_batch_s = 0.0
         drain_at_the_end(self)
 
     def drain(self) -> None:
@@ -59,13 +55,22 @@ class TwoBufferedEngine(EvenPipeEngine):
         """
         if self._stream is None:
             return
+        self.break_off()
+        self._steps.drain()
+
+    def break_off(self) -> None:
+        """Settle what other stages are owed, and drop what has been forwarded; the last step stays to be made.
+
+        Waits for nothing that another stage has not started yet.
+        """
+        if self._stream is None:
+            return
         self.executor.break_off(self._stream.owed(self.stage_id, self._called - 1))
         self._losses.settle()
         for of_kind in self.pipe_buffers.values():
             of_kind[:] = [None] * len(of_kind)
         self._inputs.rewind()
         self._stream = self._stage = None
-        self._steps.drain()
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's, on the newest weights."""
@@ -88,11 +93,9 @@ class TwoBufferedEngine(EvenPipeEngine):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's; then both weight versions are as they were saved, or the loaded one, and the log says which."""
         self.drain()
-        given = inspect.signature(super().load_checkpoint).bind(*args, **kwargs).arguments
-        goes_on = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
         found = super().load_checkpoint(*args, **kwargs)
         if found[0] is not None:
-            checkpoint.resume(self, self._steps, found[0], goes_on)
+            checkpoint.resume(self, self._steps, found[0], goes_on(self, *args, **kwargs))
         return found
 
     def clip_fp32_gradients(self) -> None:
@@ -102,6 +105,8 @@ class TwoBufferedEngine(EvenPipeEngine):
         """Drain, and let go."""
         self.drain()
         let_go(self)
+        self._losses.close()
+        self._steps.close()
         super().destroy()
 
     def __del__(self) -> None:
@@ -131,7 +136,6 @@ class TwoBufferedEngine(EvenPipeEngine):
         if started:
             self._stage = StreamStage(self, self._boundary, self._stream, ours.buffer_of, self._steps)
         assert self._stage is not None
-        start = time.monotonic()
         try:
             self._inputs.start_batch(self.data_iterator, micro_batches)
             self._steps.start_batch()
@@ -140,7 +144,6 @@ class TwoBufferedEngine(EvenPipeEngine):
         except InputError as error:
             let_go(self)  # others are in the batch: nobody drains
             end_job(str(error))
-        self.last_batch_s = time.monotonic() - start
         self._called += 1
         # Outside of a batch the parameters are what the last finished step made of them.
         self._steps.versions.use(self._steps.versions.latest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from evenpipe.deepspeed.two_buffered.gradients import Gradients, sum_of_squares
 
 __all__ = ["FlatGradients"]
+
+_PIECE: Final = 1 << 24  # numbers
 
 
 class FlatGradients(Gradients):
@@ -66,8 +68,10 @@ class FlatGradients(Gradients):
     def _exchange(self, there: list[list[bool]]) -> list[list[bool]]:
         before = [list(one) for one in self._optimizer.fp32_groups_has_gradients]
         for flat, kept in zip(self._flat, self._kept, strict=True):
-            present = flat.clone()
-            flat.copy_(kept)
-            kept.copy_(present)
+            # Piece by piece: the gradients are not to be there a third time.
+            for one, other in zip(torch.split(flat, _PIECE), torch.split(kept, _PIECE), strict=True):
+                present = one.clone()
+                one.copy_(other)
+                other.copy_(present)
         self._optimizer.fp32_groups_has_gradients[:] = there
         return before

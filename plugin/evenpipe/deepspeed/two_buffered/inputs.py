@@ -67,6 +67,8 @@ class ReadAhead:
             try:
                 item = next(source)
             except StopIteration:
+                if not self._streaming:
+                    raise
                 if not ahead:
                     raise InputError(_ENDED) from None
                 self._ended = True

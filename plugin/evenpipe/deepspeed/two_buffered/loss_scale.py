@@ -38,9 +38,11 @@ class LossScale:
         present, optimizer.loss_scale = optimizer.loss_scale, self._submitted
         # Learnt later. And DeepSpeed would divide the gradients by the next scale in a step that makes it grow.
         optimizer._update_scale = lambda overflow: None
-        yield
-        del optimizer._update_scale
-        optimizer.loss_scale = present
+        try:
+            yield
+        finally:
+            del optimizer._update_scale
+            optimizer.loss_scale = present
         self._to_learn.append((batch, optimizer.overflow))
 
     def restart(self, batch: int, skipped: bool) -> None:

@@ -35,6 +35,12 @@ class Losses:
         self._channels[0].receive([losses]).wait()
         return losses
 
+    def close(self) -> None:
+        """Close the links, once all is settled."""
+        for channel in self._channels:
+            channel.close()
+        self._channels = []
+
     def settle(self) -> None:
         """Wait until all others have the losses."""
         for transfer in self._sent:

@@ -70,7 +70,7 @@ class HalfGradients(PlainGradients):
         unscale, checker, mpu = optimizer.unscale_and_clip_grads, optimizer.overflow_checker, optimizer.mpu
         # Both kinds give the norm last; the one that they would find is this stage's.
         optimizer.unscale_and_clip_grads = lambda *gradients_and_norm: unscale(*gradients_and_norm[:-1], norm)
-        optimizer.overflow_checker = _Told(overflow)
+        optimizer.overflow_checker = _OverflowAsTold(overflow)
         optimizer.mpu = None
         try:
             super().step(step, norm)
@@ -85,7 +85,7 @@ class HalfGradients(PlainGradients):
         return scaled
 
 
-class _Told:
+class _OverflowAsTold:
     """In the place of DeepSpeed's `CheckOverflow`, which would ask the other stages."""
 
     def __init__(self, overflow: bool) -> None:

@@ -46,7 +46,7 @@ class DeferredSteps:
     @property
     def update_early(self) -> bool:
         """Whether a step can be finished before the next batch's first backward, as stage 0 is the last to end one."""
-        return self._stage_id == 0 or not (self._ties.any or self._gradients.counted)
+        return self._stage_id == 0 or not (self._ties or self._gradients.counted)
 
     @property
     def skipped(self) -> bool:
@@ -88,6 +88,10 @@ class DeferredSteps:
         with self.versions.writing(), as_submitted(self._optimizer.param_groups, settings), scale:
             self._gradients.step(self._optimizer.step, norm)
 
+    def close(self) -> None:
+        """Let go of what was made for this among the ranks; nothing is under way."""
+        self._ties.close()
+
     def drain(self) -> None:
         """Finish the submitted step, and leave the newest weights."""
         self.finish()
@@ -116,7 +120,5 @@ class DeferredSteps:
         self._gradients.keep()
         self._ties.start()
         if self._exchange is not None:
-            if self._ties.counted_here:
-                # Of the sum. Later stages have given their part: they end a batch earlier.
-                self._ties.finish()
+            self._ties.finish_counted()
             self._exchange.start(self._gradients.squares().view(1))

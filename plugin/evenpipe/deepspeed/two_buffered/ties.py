@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,38 +13,71 @@ from evenpipe.deepspeed.two_buffered.gradients import Gradients
 __all__ = ["Ties"]
 
 
+class _Tie(NamedTuple):
+    """A tied weight, the ranks that its gradient is summed over, and whether this stage is the first that has it."""
+
+    weight: Tensor
+    group: dist.ProcessGroup
+    is_first: bool
+
+
 class Ties:
-    """The tied weights of one stage of `engine`; all ranks make one alike."""
+    """The tied weights of one stage of `engine`; all ranks make one alike.
+
+    A weight is counted in the norm by the first stage that has it, which is the last to end a batch.
+    """
 
     def __init__(self, engine: Any, gradients: Gradients) -> None:
         self._gradients = gradients
         comms: dict[str, Any] = engine.module.tied_comms
-        self._weights: list[tuple[Tensor, dist.ProcessGroup]] = engine.module.get_tied_weights_and_groups()
+        # In the order of stages, which need not be that of ranks.
+        is_first = {id(comm["group"]): comm["ranks"][0] == dist.get_rank() for comm in comms.values()}
+        summed_over = {id(comm["group"]): comm["group"] for comm in comms.values()}
         if gradients.sharded:
             # A replica keeps other parts of a weight on each stage: so each gives what it has, and zeros for the rest.
             wide = _across_replicas({key: comm["ranks"] for key, comm in comms.items()})
-            found = {id(comm["group"]): wide[key] for key, comm in comms.items()}
-            self._weights = [(weight, found[id(group)]) for weight, group in self._weights]
-        self.any = bool(self._weights)
-        # A tied weight is counted by the first stage that has it.
-        self.counted_here = any(min(comm["ranks"]) == dist.get_rank() for comm in comms.values())
-        self._under_way: list[tuple[Tensor, Tensor, dist.Work]] = []
+            summed_over = {id(comm["group"]): wide[key] for key, comm in comms.items()}
+        self._ties = [
+            _Tie(weight, summed_over[id(group)], is_first[id(group)])
+            for weight, group in engine.module.get_tied_weights_and_groups()
+        ]
+        self._own_groups = list(summed_over.values()) if gradients.sharded else []
+        self._under_way: list[tuple[_Tie, Tensor, dist.Work]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._ties)
 
     def start(self) -> None:
         """Give this stage's part of a batch's gradients, which are kept."""
-        for weight, group in self._weights:
-            gradient = self._gradients.kept(weight)
+        for tie in self._ties:
+            gradient = self._gradients.kept(tie.weight)
             if gradient is not None:
-                work = dist.all_reduce(gradient, group=group, async_op=True)
+                work = dist.all_reduce(gradient, group=tie.group, async_op=True)
                 assert work is not None
-                self._under_way.append((weight, gradient, work))
+                self._under_way.append((tie, gradient, work))
+
+    def finish_counted(self) -> None:
+        """Wait for the sums of what is counted here: other stages have given their part, they end a batch earlier."""
+        self._finish(lambda tie: tie.is_first)
 
     def finish(self) -> None:
-        """Wait for the others': what is kept are the sums. Nothing to do twice."""
-        for weight, gradient, work in self._under_way:
-            work.wait()
-            self._gradients.put_back(weight, gradient)
-        self._under_way = []
+        """Wait for all: what is kept are the sums. Nothing to do twice."""
+        self._finish(lambda tie: True)
+
+    def close(self) -> None:
+        """Destroy the groups that were made for this, once nothing is under way; the end of all groups does it too."""
+        groups, self._own_groups = self._own_groups, []
+        for group in groups if dist.is_initialized() else ():
+            dist.destroy_process_group(group)
+
+    def _finish(self, wanted: Callable[[_Tie], bool]) -> None:
+        under_way, self._under_way = self._under_way, []
+        for tie, gradient, work in under_way:
+            if wanted(tie):
+                work.wait()
+                self._gradients.put_back(tie.weight, gradient)
+            else:
+                self._under_way.append((tie, gradient, work))
 
 
 def _across_replicas(ranks: dict[str, list[int]]) -> dict[str, dist.ProcessGroup]:
