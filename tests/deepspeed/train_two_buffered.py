@@ -138,9 +138,12 @@ def _first_norm(case: Case) -> float:
     """Of the first batch's gradients, which under 2bw is known after the second one."""
     engine, data = engine_of(case)
     engine.train_batch(data)
-    if hasattr(engine, "drain"):
-        engine.train_batch(data)
-    return float(engine.get_global_grad_norm())
+    if not hasattr(engine, "drain"):
+        return float(engine.get_global_grad_norm())
+    engine.train_batch(data)
+    norm = float(engine.get_global_grad_norm())
+    engine.drain()
+    return norm
 
 
 def _iterators(case: Case) -> dict[str, Any]:
