@@ -41,7 +41,7 @@ def show_saved_tensors(module: Any) -> None:
     patches = checkpointing_patches()
     if any(state != APPLIED for _, state in patches.check()):
         patches.apply()
-    routed = {inspected.__wrapped__: inspected for inspected in _functions(checkpointing)}
+    routed = {function.__wrapped__: function for function in _functions(checkpointing)}
     # Which layers are checkpointed depends on the function; it has been found out, and stays.
     module.activation_checkpoint_func = routed.get(module.activation_checkpoint_func, module.activation_checkpoint_func)
 
