@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import evenpipe.deepspeed  # noqa: F401  # isort: skip
 import deepspeed
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups
@@ -224,6 +225,8 @@ def work(train: Callable[[dict[str, Any]], Any], cases: Path, out: Path) -> None
     torch.set_num_threads(1)
     # DeepSpeed would compile a shared-memory all-reduce; gloo's does as well.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed refuses fp16 on CPUs without AVX512-FP16, where torch computes it as well.
+    get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="gloo")
     groups._clone_world_group()  # DeepSpeed keeps it
     lasting = set(_groups())
