@@ -31,10 +31,10 @@ with warnings.catch_warnings():
     from variants import installed, patches_for
 
     from evenpipe.megatron.cpu_mode import cpu_mode
-    from evenpipe.megatron.trainer import data
-    from evenpipe.megatron.trainer.options import OptionsError, TrainOptions
-    from evenpipe.megatron.trainer.step import make_learner, micro_batches, train_step
-    from evenpipe.megatron.trainer.whereabouts import Whereabouts
+    from evenpipe.megatron.train_engine.step import make_learner, micro_batches, train_step
+    from evenpipe.train import data
+    from evenpipe.train.options import OptionsError, TrainOptions
+    from evenpipe.train.whereabouts import Whereabouts
 
 #: EvenPipe's schedule of each variant.
 SCHEDULES: Final = {"flush": "1f1b", "2bw": "2bw"}

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, pipeline_parallel
 
-from evenpipe.megatron.trainer.data import Corpus
-from evenpipe.megatron.trainer.step import Learner, forward_step, micro_batches
-from evenpipe.megatron.trainer.whereabouts import Whereabouts
+from evenpipe.megatron.train_engine.step import Learner, forward_step, micro_batches
+from evenpipe.train.data import Corpus
+from evenpipe.train.whereabouts import Whereabouts
 
 __all__ = ["Held", "split"]
 

@@ -13,9 +13,9 @@ from typing import Any, Final
 from harness import Benchmark, progress_bar
 from rich.table import Table
 
-from evenpipe.megatron.trainer.launch import run_cases
-from evenpipe.megatron.trainer.options import TrainOptions
-from evenpipe.megatron.trainer.predict import predict
+from evenpipe.train.launch import run_cases
+from evenpipe.train.options import TrainOptions
+from evenpipe.train.predict import predict
 
 MIB: Final = 2**20
 MODEL: Final = {"hidden": 128, "heads": 4, "seq_length": 128, "micro_batch_size": 4, "iterations": 2}

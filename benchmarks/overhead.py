@@ -36,10 +36,10 @@ with warnings.catch_warnings():
 
     from evenpipe.megatron.cpu_mode import cpu_mode
     from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
-    from evenpipe.megatron.trainer import data
-    from evenpipe.megatron.trainer.options import OptionsError, TrainOptions
-    from evenpipe.megatron.trainer.step import make_learner, micro_batches, train_step
-    from evenpipe.megatron.trainer.whereabouts import Whereabouts
+    from evenpipe.megatron.train_engine.step import make_learner, micro_batches, train_step
+    from evenpipe.train import data
+    from evenpipe.train.options import OptionsError, TrainOptions
+    from evenpipe.train.whereabouts import Whereabouts
 
 # The first iteration opens links, tells layouts and fills pools; the second is for caches.
 WARM_UP: Final = 2

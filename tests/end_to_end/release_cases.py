@@ -2,8 +2,8 @@
 
 import json
 
-from evenpipe.megatron.trainer.launch import run_cases
-from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.train.launch import run_cases
+from evenpipe.train.options import TrainOptions
 
 BASE = {"stages": 4, "hidden": 32, "heads": 4, "seq_length": 32, "iterations": 2}
 SETTINGS = {

@@ -2,9 +2,9 @@
 
 import pytest
 
-from evenpipe.megatron.trainer.launch import run_cases
-from evenpipe.megatron.trainer.options import TrainOptions
-from evenpipe.megatron.trainer.predict import predict
+from evenpipe.train.launch import run_cases
+from evenpipe.train.options import TrainOptions
+from evenpipe.train.predict import predict
 
 SMALL = {"hidden": 32, "heads": 4, "seq_length": 32, "iterations": 2}
 

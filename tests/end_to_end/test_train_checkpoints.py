@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from evenpipe.megatron.trainer.checkpoint import find
-from evenpipe.megatron.trainer.launch import run_cases
-from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.train.checkpoint import find
+from evenpipe.train.launch import run_cases
+from evenpipe.train.options import TrainOptions
 from tests.end_to_end.running import Ending, Run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds a session's processes in /proc")

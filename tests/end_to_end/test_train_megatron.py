@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from evenpipe.megatron.trainer.launch import run_cases
-from evenpipe.megatron.trainer.options import TrainOptions
-from evenpipe.megatron.trainer.predict import predict
-from evenpipe.megatron.trainer.result import RunResult
+from evenpipe.train.launch import run_cases
+from evenpipe.train.options import TrainOptions
+from evenpipe.train.predict import predict
+from evenpipe.train.result import RunResult
 
 TINY = {
     "engine": "megatron",

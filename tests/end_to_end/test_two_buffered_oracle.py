@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from evenpipe.megatron.trainer.launch import run_cases
-from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.train.launch import run_cases
+from evenpipe.train.options import TrainOptions
 from tests.oracle.clipping import clip, global_norm
 from tests.oracle.process import Case, train_cases
 from tests.oracle.recurrence import DelayedUpdates, descend

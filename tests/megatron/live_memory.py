@@ -16,14 +16,14 @@ import torch.multiprocessing as mp
 from megatron.core import parallel_state
 
 from evenpipe.megatron.cpu_mode import cpu_mode
-from evenpipe.megatron.trainer import data
-from evenpipe.megatron.trainer.engines import engine_for
-from evenpipe.megatron.trainer.loop import Tell, Watched, iterate
-from evenpipe.megatron.trainer.options import TrainOptions
-from evenpipe.megatron.trainer.recorder import Recorder
-from evenpipe.megatron.trainer.step import make_learner
-from evenpipe.megatron.trainer.whereabouts import Whereabouts
+from evenpipe.megatron.train_engine.engines import engine_for
+from evenpipe.megatron.train_engine.loop import Tell, Watched, iterate
+from evenpipe.megatron.train_engine.step import make_learner
 from evenpipe.schedule import Action
+from evenpipe.train import data
+from evenpipe.train.options import TrainOptions
+from evenpipe.train.recorder import Recorder
+from evenpipe.train.whereabouts import Whereabouts
 
 WORLD = 4
 SMALL = {"layers": 2, "hidden": 32, "seq_length": 16, "stages": 2, "data_parallel": 2, "micro_batches": 3}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.train.options import TrainOptions
 from tests.oracle.result import Trained
 
 __all__ = ["Case", "train_cases"]

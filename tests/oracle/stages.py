@@ -12,9 +12,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from evenpipe.megatron.trainer.data import Corpus, MicroBatch
-from evenpipe.megatron.trainer.models import initialise
-from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.train_engine.models import initialise
+from evenpipe.train.data import Corpus, MicroBatch
+from evenpipe.train.options import TrainOptions
 
 __all__ = ["Stage", "build_stages", "forward_backward"]
 

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from evenpipe.megatron.trainer import data
-from evenpipe.megatron.trainer.gather import digest
-from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.train import data
+from evenpipe.train.gather import digest
+from evenpipe.train.options import TrainOptions
 from tests.oracle.clipping import clip, global_norm
 from tests.oracle.recurrence import DelayedUpdates, descend
 from tests.oracle.result import Trained

@@ -16,9 +16,9 @@ from rich.table import Table
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import gibibytes, picture_file, positive
 from evenpipe.megatron.profile import PlannedRun, ProfileError, stage_memory
-from evenpipe.megatron.trainer.options import OptionsError, TrainOptions, flag
 from evenpipe.planner import Candidate, PlanError, StageMemory, candidates, peak_bytes
 from evenpipe.report.limit import Limit, draw_limit
+from evenpipe.train.options import OptionsError, TrainOptions, flag
 
 __all__ = ["add_to"]
 

@@ -15,11 +15,11 @@ from rich.table import Table
 from evenpipe.cli.parser import Commands
 from evenpipe.cli.training import run_training
 from evenpipe.cli.values import picture_file
-from evenpipe.megatron.trainer.options import TrainOptions
-from evenpipe.megatron.trainer.predict import predict
-from evenpipe.megatron.trainer.result import RunResult
 from evenpipe.report import StageMemory, Timeline
 from evenpipe.report.picture import draw_comparison
+from evenpipe.train.options import TrainOptions
+from evenpipe.train.predict import predict
+from evenpipe.train.result import RunResult
 
 __all__ = ["add_to"]
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from evenpipe.megatron.trainer.journal import Iteration
+from evenpipe.train.journal import Iteration
 
 __all__ = ["training_progress"]
 

@@ -13,12 +13,12 @@ from rich.table import Table
 from evenpipe.cli.options import add_output_options, title_of, write_reports
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.training import run_training
-from evenpipe.megatron.trainer import checkpoint, data
-from evenpipe.megatron.trainer.options import OptionsError, TrainOptions, flag
-from evenpipe.megatron.trainer.predict import last_plan, predict, predicted_peaks
-from evenpipe.megatron.trainer.result import RunResult
 from evenpipe.report import StageMemory, Timeline
 from evenpipe.simulate import Simulation
+from evenpipe.train import checkpoint, data
+from evenpipe.train.options import OptionsError, TrainOptions, flag
+from evenpipe.train.predict import last_plan, predict, predicted_peaks
+from evenpipe.train.result import RunResult
 
 __all__ = ["add_to"]
 

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 
 from evenpipe.cli.parser import UsageError
 from evenpipe.cli.progress import training_progress
-from evenpipe.megatron.trainer.launch import StageFailed, Stopped, run_cases
-from evenpipe.megatron.trainer.options import OptionsError, TrainOptions
-from evenpipe.megatron.trainer.result import RunResult
+from evenpipe.train.launch import StageFailed, Stopped, run_cases
+from evenpipe.train.options import OptionsError, TrainOptions
+from evenpipe.train.result import RunResult
 
 __all__ = ["run_training"]
 

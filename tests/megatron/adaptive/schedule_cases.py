@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule
     from evenpipe.megatron.schedule import PipelineSchedule
-    from evenpipe.megatron.trainer.step import Learner
+    from evenpipe.megatron.train_engine.step import Learner
 
 STAGES, SIZE, MICRO_BATCHES = 4, 2, 8
 MODEL = {"layers": 4, "hidden": 32, "heads": 4, "seq_length": 32, "stages": STAGES, "iterations": 9}
@@ -29,9 +29,9 @@ LIMIT_BYTES = 1 << 30
 def learner(dropout: float = 0.0) -> Learner:
     import torch
 
-    from evenpipe.megatron.trainer import data
-    from evenpipe.megatron.trainer.options import TrainOptions
-    from evenpipe.megatron.trainer.step import make_learner
+    from evenpipe.megatron.train_engine.step import make_learner
+    from evenpipe.train import data
+    from evenpipe.train.options import TrainOptions
 
     options = TrainOptions.of(**MODEL, micro_batch_size=SIZE, micro_batches=MICRO_BATCHES, dropout=dropout)
     return make_learner(options, data.load(options), torch.device("cpu"))
@@ -40,9 +40,9 @@ def learner(dropout: float = 0.0) -> Learner:
 def train(of: Learner, schedule: PipelineSchedule, first: int, iterations: int) -> dict[str, Any]:
     """Losses on the last stage, a digest of the weights, and per iteration what was held and done."""
     from evenpipe.megatron.schedule import in_place_of_megatron
-    from evenpipe.megatron.trainer.gather import digest
-    from evenpipe.megatron.trainer.step import micro_batches, train_step
-    from evenpipe.megatron.trainer.whereabouts import Whereabouts
+    from evenpipe.megatron.train_engine.step import micro_batches, train_step
+    from evenpipe.train.gather import digest
+    from evenpipe.train.whereabouts import Whereabouts
 
     found: dict[str, Any] = {"losses": [], "held": []}
     streams = micro_batches(of, first)
@@ -232,7 +232,7 @@ def main() -> None:
     import torch.multiprocessing as mp
 
     import evenpipe.megatron.adaptive.schedule
-    import evenpipe.megatron.trainer.worker  # noqa: F401
+    import evenpipe.megatron.train_engine.worker  # noqa: F401
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)

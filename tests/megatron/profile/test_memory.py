@@ -13,9 +13,9 @@ import torch
 pytest.importorskip("megatron.core")
 
 from evenpipe.megatron.profile import PlannedRun, ProfileError, stage_memories, stage_memory
-from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.planner import Candidate, StageMemory, unit_bytes
 from evenpipe.planner.memory import saved_bytes
+from evenpipe.train.options import TrainOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
 from measured_memory import CASES, FOUR, WORLD

@@ -18,7 +18,7 @@ def main() -> None:
     os.environ.update(CUDA_VISIBLE_DEVICES="", CUDA_DEVICE_MAX_CONNECTIONS="1")
     with contextlib.redirect_stdout(sys.stderr), _traceback_as_it_is():
         from evenpipe.megatron.profile.stages import profile, without_memory
-        from evenpipe.megatron.trainer.options import TrainOptions
+        from evenpipe.train.options import TrainOptions
 
         without_memory(asked["device"])
         # Checked by whoever asks.

@@ -10,10 +10,10 @@ from typing import Final
 
 from pydantic import model_validator
 
-from evenpipe.megatron.trainer.device_type import device_type
-from evenpipe.megatron.trainer.options import TrainOptions
-from evenpipe.megatron.trainer.rules import RULES, fits_this_machine
 from evenpipe.planner import StageMemory
+from evenpipe.train.device_type import device_type
+from evenpipe.train.options import TrainOptions
+from evenpipe.train.rules import RULES, fits_this_machine
 
 __all__ = ["PlannedRun", "ProfileError", "stage_memories", "stage_memory"]
 

@@ -18,14 +18,14 @@ from evenpipe.megatron.adaptive.static_memory import static_bytes
 from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import installed_release
-from evenpipe.megatron.trainer.data import Corpus
-from evenpipe.megatron.trainer.models import DTYPES
-from evenpipe.megatron.trainer.options import TrainOptions
-from evenpipe.megatron.trainer.step import Learner, Tensors, forward_step, make_learner
-from evenpipe.megatron.trainer.whereabouts import Whereabouts
+from evenpipe.megatron.train_engine.models import DTYPES
+from evenpipe.megatron.train_engine.step import Learner, Tensors, forward_step, make_learner
 from evenpipe.planner import StageMemory
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import FORWARD, Unit, build
+from evenpipe.train.data import Corpus
+from evenpipe.train.options import TrainOptions
+from evenpipe.train.whereabouts import Whereabouts
 
 __all__ = ["profile", "without_memory"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from evenpipe.megatron.trainer.device_type import device_type
-from evenpipe.megatron.trainer.flags import in_flags
 from evenpipe.schedule import FORWARD, ScheduleError
+from evenpipe.train.device_type import device_type
+from evenpipe.train.flags import in_flags
 
 if TYPE_CHECKING:
-    from evenpipe.megatron.trainer.options import TrainOptions
+    from evenpipe.train.options import TrainOptions
 
 __all__ = ["RULES", "fits_this_machine"]
 

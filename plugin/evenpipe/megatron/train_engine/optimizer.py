@@ -7,8 +7,8 @@ from typing import Final
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from evenpipe.megatron.trainer.models import DTYPES, Replica
-from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.megatron.train_engine.models import DTYPES, Replica
+from evenpipe.train.options import TrainOptions
 
 __all__ = ["make_optimizer", "make_scheduler"]
 

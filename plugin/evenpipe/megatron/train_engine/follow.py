@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from evenpipe.megatron.supported import MEGATRON_CORE, SCHEDULES, recorded
-from evenpipe.megatron.trainer.recorder import Recorder
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import BACKWARD, FORWARD, Action, Kind
+from evenpipe.train.recorder import Recorder
 from evenpipe.upstream import Patch, PatchSet
 
 __all__ = ["Follower", "reporting_to"]

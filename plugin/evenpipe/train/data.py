@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from evenpipe.megatron.trainer.options import BUILTIN_TEXT, OptionsError, TrainOptions
+from evenpipe.train.options import BUILTIN_TEXT, OptionsError, TrainOptions
 
 __all__ = ["MASK_TOKEN", "Corpus", "MicroBatch", "load", "sample_bytes"]
 

@@ -22,14 +22,14 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.megatron.cpu_mode import cpu_mode
-from evenpipe.megatron.trainer.journal import STOPPED_STATUS, Failure, Iteration, Note, Saved, append
-from evenpipe.megatron.trainer.loop import Tell
-from evenpipe.megatron.trainer.options import OptionsError, TrainOptions
-from evenpipe.megatron.trainer.presence import anybody_gone, sign_in
-from evenpipe.megatron.trainer.result import RunResult
-from evenpipe.megatron.trainer.stopping import StopRequest
-from evenpipe.megatron.trainer.whereabouts import Whereabouts
-from evenpipe.megatron.trainer.worker import run_case
+from evenpipe.megatron.train_engine.loop import Tell
+from evenpipe.megatron.train_engine.worker import run_case
+from evenpipe.train.journal import STOPPED_STATUS, Failure, Iteration, Note, Saved, append
+from evenpipe.train.options import OptionsError, TrainOptions
+from evenpipe.train.presence import anybody_gone, sign_in
+from evenpipe.train.result import RunResult
+from evenpipe.train.stopping import StopRequest
+from evenpipe.train.whereabouts import Whereabouts
 
 __all__ = ["run_cases"]
 

@@ -16,11 +16,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from evenpipe.megatron.trainer import data
-from evenpipe.megatron.trainer.models import Replica, build_replica
-from evenpipe.megatron.trainer.optimizer import make_optimizer, make_scheduler
-from evenpipe.megatron.trainer.options import TrainOptions
-from evenpipe.megatron.trainer.whereabouts import Whereabouts
+from evenpipe.megatron.train_engine.models import Replica, build_replica
+from evenpipe.megatron.train_engine.optimizer import make_optimizer, make_scheduler
+from evenpipe.train import data
+from evenpipe.train.options import TrainOptions
+from evenpipe.train.whereabouts import Whereabouts
 
 __all__ = ["Learner", "Stepped", "Tensors", "forward_step", "make_learner", "micro_batches", "train_step"]
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evenpipe.megatron.trainer.checkpoint import Draft, find, rank_file, refuse_misfit
-from evenpipe.megatron.trainer.engines import Engine
-from evenpipe.megatron.trainer.flags import OptionsError
-from evenpipe.megatron.trainer.options import TrainOptions
-from evenpipe.megatron.trainer.state import capture, restore
-from evenpipe.megatron.trainer.step import Learner
-from evenpipe.megatron.trainer.stopping import Agreement
-from evenpipe.megatron.trainer.whereabouts import Whereabouts
+from evenpipe.megatron.train_engine.engines import Engine
+from evenpipe.megatron.train_engine.state import capture, restore
+from evenpipe.megatron.train_engine.step import Learner
+from evenpipe.train.checkpoint import Draft, find, rank_file, refuse_misfit
+from evenpipe.train.flags import OptionsError
+from evenpipe.train.options import TrainOptions
+from evenpipe.train.stopping import Agreement
+from evenpipe.train.whereabouts import Whereabouts
 
 __all__ = ["NotSaved", "Saver", "load"]
 

@@ -15,10 +15,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from evenpipe.megatron.trainer.device_type import device_type
-from evenpipe.megatron.trainer.journal import STOPPED_STATUS, Failure, Iteration, JournalReader, Note, Saved
-from evenpipe.megatron.trainer.options import OptionsError, TrainOptions
-from evenpipe.megatron.trainer.result import RunResult
+from evenpipe.train.device_type import device_type
+from evenpipe.train.journal import STOPPED_STATUS, Failure, Iteration, JournalReader, Note, Saved
+from evenpipe.train.options import OptionsError, TrainOptions
+from evenpipe.train.result import RunResult
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -30,7 +30,7 @@ Progress = Callable[[Iteration], None]
 
 _POLL_SECONDS: Final = 0.05
 _AGENT_LOGGERS: Final = ("torch.distributed.elastic", "torch.multiprocessing")
-_PRELOAD: Final = "evenpipe.megatron.trainer.preload"
+_PRELOAD: Final = "evenpipe.megatron.train_engine.preload"
 
 
 class StageFailed(RuntimeError):
@@ -77,7 +77,7 @@ def _run_together(cases: tuple[TrainOptions, ...], progress: Progress) -> list[R
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from evenpipe.megatron.trainer.entry import entry
+    from evenpipe.train.entry import entry
 
     world_size = cases[0].world_size
     kind = device_type(world_size)

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
-from evenpipe.megatron.trainer.flags import OptionsError, flag
-from evenpipe.megatron.trainer.options import TrainOptions
 from evenpipe.report.files import check_writable
+from evenpipe.train.flags import OptionsError, flag
+from evenpipe.train.options import TrainOptions
 
 __all__ = ["Checkpoint", "Draft", "check", "find", "rank_file", "refuse_misfit"]
 

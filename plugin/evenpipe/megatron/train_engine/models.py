@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from evenpipe.megatron.trainer.options import TrainOptions
+from evenpipe.train.options import TrainOptions
 
 __all__ = ["DTYPES", "Replica", "build_replica", "initialise"]
 

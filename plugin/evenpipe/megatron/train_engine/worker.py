@@ -8,19 +8,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from evenpipe.megatron.trainer import data
-from evenpipe.megatron.trainer.engines import engine_for
-from evenpipe.megatron.trainer.gather import Coordinates, Share, combine, digest, gather
-from evenpipe.megatron.trainer.loop import Tell, Watched, iterate
-from evenpipe.megatron.trainer.options import OptionsError, TrainOptions
-from evenpipe.megatron.trainer.recorder import Recorder
-from evenpipe.megatron.trainer.result import RunResult
-from evenpipe.megatron.trainer.saver import Saver, load
-from evenpipe.megatron.trainer.step import make_learner
-from evenpipe.megatron.trainer.stopping import Agreement, StopRequest
-from evenpipe.megatron.trainer.whereabouts import Whereabouts
+from evenpipe.megatron.train_engine.engines import engine_for
+from evenpipe.megatron.train_engine.loop import Tell, Watched, iterate
+from evenpipe.megatron.train_engine.saver import Saver, load
+from evenpipe.megatron.train_engine.step import make_learner
 from evenpipe.planner import PlanError
 from evenpipe.runtime.exchange import Exchange
+from evenpipe.train import data
+from evenpipe.train.gather import Coordinates, Share, combine, digest, gather
+from evenpipe.train.options import OptionsError, TrainOptions
+from evenpipe.train.recorder import Recorder
+from evenpipe.train.result import RunResult
+from evenpipe.train.stopping import Agreement, StopRequest
+from evenpipe.train.whereabouts import Whereabouts
 
 __all__ = ["run_case"]
 

@@ -11,8 +11,8 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from evenpipe.megatron.trainer.engines import Engine
-from evenpipe.megatron.trainer.step import Learner
+from evenpipe.megatron.train_engine.engines import Engine
+from evenpipe.megatron.train_engine.step import Learner
 
 __all__ = ["capture", "restore"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
-from evenpipe.megatron.trainer.options import Fault
 from evenpipe.schedule import Action
+from evenpipe.train.options import Fault
 
 __all__ = ["Whereabouts"]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evenpipe.megatron.trainer.data import MASK_TOKEN, load, sample_bytes
-from evenpipe.megatron.trainer.options import OptionsError, TrainOptions
+from evenpipe.train.data import MASK_TOKEN, load, sample_bytes
+from evenpipe.train.options import OptionsError, TrainOptions
 
 
 @pytest.mark.parametrize("model", ["gpt", "bert"])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from evenpipe.megatron.trainer.whereabouts import Whereabouts
 from evenpipe.runtime.clock import HostClock
 from evenpipe.runtime.spans import SpanRecorder
 from evenpipe.schedule import Action
 from evenpipe.simulate import Span
+from evenpipe.train.whereabouts import Whereabouts
 
 __all__ = ["Recorder"]
 

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from evenpipe.megatron.adaptive.static_memory import static_bytes
-from evenpipe.megatron.trainer.engines import Engine
-from evenpipe.megatron.trainer.gather import Found, Tuned, highest
-from evenpipe.megatron.trainer.options import TrainOptions
-from evenpipe.megatron.trainer.outcomes import Outcomes
-from evenpipe.megatron.trainer.recorder import Recorder
-from evenpipe.megatron.trainer.result import StageMeasurement
-from evenpipe.megatron.trainer.step import Learner, micro_batches, train_step
-from evenpipe.megatron.trainer.whereabouts import Whereabouts
+from evenpipe.megatron.train_engine.engines import Engine
+from evenpipe.megatron.train_engine.step import Learner, micro_batches, train_step
 from evenpipe.schedule import FORWARD, Action
+from evenpipe.train.gather import Found, Tuned, highest
+from evenpipe.train.options import TrainOptions
+from evenpipe.train.outcomes import Outcomes
+from evenpipe.train.recorder import Recorder
+from evenpipe.train.result import StageMeasurement
+from evenpipe.train.whereabouts import Whereabouts
 
 __all__ = ["Tell", "Watched", "iterate"]
 

@@ -13,7 +13,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 # megatron-core warns of every optional package that is missing, in several ways; none of them is needed here.
 with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
     warnings.simplefilter("ignore")
-    import evenpipe.megatron.trainer.process  # noqa: F401
+    import evenpipe.megatron.train_engine.process  # noqa: F401
 
 # What is imported stays: the collector need not walk it in every process (0.8 s a collection, 4 processes on 2 cores).
 gc.freeze()

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from evenpipe.megatron.trainer.result import RunResult, StageMeasurement
 from evenpipe.simulate import Span
+from evenpipe.train.result import RunResult, StageMeasurement
 from evenpipe.tuner.tuner import Retune
 
 __all__ = ["Coordinates", "Found", "Share", "Tuned", "combine", "digest", "gather", "highest"]

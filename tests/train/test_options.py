@@ -5,8 +5,8 @@ import pickle
 import pytest
 from pydantic import ValidationError
 
-from evenpipe.megatron.trainer.options import OptionsError, TrainOptions, flag
 from evenpipe.schedule import Action
+from evenpipe.train.options import OptionsError, TrainOptions, flag
 
 KFKB = {"schedule": "kfkb"}
 REFUSED = [

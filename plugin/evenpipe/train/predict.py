@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import median
 
-from evenpipe.megatron.trainer.options import TrainOptions
-from evenpipe.megatron.trainer.result import RunResult
 from evenpipe.schedule import BACKWARD, FORWARD, Kind, Schedule, build, lower
 from evenpipe.simulate import Costs, Simulation, Span, simulate
+from evenpipe.train.options import TrainOptions
+from evenpipe.train.result import RunResult
 
 __all__ = ["last_plan", "predict", "predicted_peaks"]
 

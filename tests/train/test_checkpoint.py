@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.megatron.trainer.checkpoint import Draft, check, find, refuse_misfit
-from evenpipe.megatron.trainer.options import OptionsError, TrainOptions
+from evenpipe.train.checkpoint import Draft, check, find, refuse_misfit
+from evenpipe.train.options import OptionsError, TrainOptions
 
 OPTIONS = TrainOptions.of(iterations=100)
 

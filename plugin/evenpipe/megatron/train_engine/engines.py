@@ -9,13 +9,13 @@ from typing import Final, Protocol
 from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
 from evenpipe.megatron.adaptive.static_memory import static_bytes
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
-from evenpipe.megatron.trainer.follow import Follower, reporting_to
-from evenpipe.megatron.trainer.recorder import Recorder
-from evenpipe.megatron.trainer.step import Learner
+from evenpipe.megatron.train_engine.follow import Follower, reporting_to
+from evenpipe.megatron.train_engine.step import Learner
 from evenpipe.megatron.two_buffered import StreamSchedule, TwoBuffered
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import FORWARD, UPDATE, Action
+from evenpipe.train.recorder import Recorder
 from evenpipe.tuner.limit import limit_bytes
 from evenpipe.tuner.told import Teller
 from evenpipe.upstream import PatchSet

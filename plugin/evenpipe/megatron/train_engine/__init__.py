@@ -1,0 +1,1 @@
+"""The trainer's models, optimizer and iterations in megatron-core."""

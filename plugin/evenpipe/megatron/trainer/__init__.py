@@ -1,1 +1,0 @@
-"""The embedded trainer behind `evenpipe train`: real megatron-core models in processes started by torchrun's API."""

@@ -1,0 +1,1 @@
+"""The trainer behind `evenpipe train`: options, processes started by torchrun's API, checkpoints and results."""
