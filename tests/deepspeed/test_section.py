@@ -66,8 +66,9 @@ def test_a_dictionary_may_have_a_path() -> None:
         ),
         (
             {"schedule": "2bw", "bpipe": True, "trace": "t.json"},
-            "evenpipe.trace: with 2bw and bpipe, partners are amid transfers between batches, where a trace begins: "
-            "leave one of them out",
+            'evenpipe.trace: "t.json": with "schedule": "2bw" and "bpipe": true partners are amid transfers between '
+            "batches, "
+            "where a trace begins: leave one of them out",
         ),
         (
             {"schedule": "interleaved"},
@@ -75,12 +76,13 @@ def test_a_dictionary_may_have_a_path() -> None:
         ),
         (
             {"group_size": "auto"},
-            'evenpipe.group_size: "auto": only the schedule kfkb runs micro-batches in groups: add "schedule": "kfkb", '
-            "or leave it out",
+            'evenpipe.group_size: "auto": only "schedule": "kfkb" runs micro-batches in groups: use it, or leave '
+            "group_size "
+            "out",
         ),
         (
             {"schedule": "kfkb", "group_size": 2, "memory_gib": 40},
-            'evenpipe.memory_gib: only "group_size": "auto" makes use of it: add that, or leave it out',
+            'evenpipe.memory_gib: 40.0: only "group_size": "auto" makes use of it: use that, or leave memory_gib out',
         ),
         (
             {"schedule": "kfkb", "group_size": "auto", "micro_batch_size": 4},
@@ -88,16 +90,18 @@ def test_a_dictionary_may_have_a_path() -> None:
         ),
         (
             {"group_size": 2},
-            'evenpipe.group_size: 2: only the schedule kfkb runs micro-batches in groups: add "schedule": "kfkb", '
-            "or leave it out",
+            'evenpipe.group_size: 2: only "schedule": "kfkb" runs micro-batches in groups: use it, or leave '
+            "group_size out",
         ),
         (
             {"schedule": "gpipe", "bpipe": True},
-            "evenpipe.bpipe: with the schedule gpipe all stages hold the same, so there is nothing to level: use 1f1b",
+            'evenpipe.bpipe: true: with "schedule": "gpipe" all stages hold the same, so there is nothing to level: '
+            "use 1f1b",
         ),
         (
             {"pair_adjacent": True},
-            'evenpipe.pair_adjacent: only bpipe exchanges anything within a pair: add "bpipe": true, or leave it out',
+            'evenpipe.pair_adjacent: true: only "bpipe": true exchanges anything within a pair: add that, or leave '
+            "pair_adjacent out",
         ),
     ],
 )

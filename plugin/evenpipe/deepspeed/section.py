@@ -9,8 +9,8 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
-from evenpipe.config import EvenPipeConfig
 from evenpipe.schedule import ScheduleError
+from evenpipe.settings import CONTRADICTIONS, SECTION, EvenPipeConfig, contradiction_in, first_problem, only_tuned
 
 __all__ = ["NAME", "Section", "SectionError", "in_its_words", "section_of"]
 
@@ -22,10 +22,14 @@ _SCHEDULES: Final = ("1f1b", "gpipe", "kfkb", "2bw")
 
 
 class SectionError(ValueError):
-    """A key of the section that cannot be, or cannot be together with the rest; one line that begins with its path."""
+    """A key of the section that cannot be, or cannot be together with the rest; one line that begins with its path.
 
-    def __init__(self, path: str, message: str) -> None:
-        super().__init__(f"{NAME}.{path}: {message}" if path else f"{NAME}: {message}")
+    `path` is that within the section, "" for the section itself; None where `message` begins with it already.
+    """
+
+    def __init__(self, path: str | None, message: str) -> None:
+        whole = f"{NAME}.{path}: {message}" if path else f"{NAME}: {message}"
+        super().__init__(message if path is None else whole)
 
 
 def in_its_words(error: ScheduleError) -> str:
@@ -47,6 +51,11 @@ class Section(EvenPipeConfig):
         description="auto: with group_size auto, batches may be cut into micro-batches of another size, which trains "
         "the same if the loss is a mean over samples that count alike (default: train_micro_batch_size_per_gpu)",
     )
+
+    @property
+    def active(self) -> bool:
+        """Always: a section, even an empty one, asks for EvenPipe's engine."""
+        return True
 
     @property
     def name(self) -> str:
@@ -89,13 +98,10 @@ def _validated(given: Mapping[str, Any]) -> Section:
         left = {key: None if value == "auto" and key in _LEFT_TO_US else value for key, value in given.items()}
         return Section.model_validate_json(json.dumps(left, default=str), strict=True)
     except ValidationError as error:
-        first, *others = error.errors()
-        said = [found["msg"] for found in (first, *others) if found["loc"][0] == first["loc"][0]]
-        plain = " or ".join(one.removeprefix("Value error, ").removeprefix("Input should be ") for one in said)
-        must = "must be " if said[0].startswith("Input should be ") else ""
+        (key, *places), wanted, wrong = first_problem(error)
         # A setting of several types has them in its path, behind the key and the places in a list.
-        path = str(first["loc"][0]) + "".join(f"[{place}]" for place in first["loc"][1:] if isinstance(place, int))
-        raise SectionError(path, f"{json.dumps(first['input'])}: {must}{plain}") from None
+        path = str(key) + "".join(f"[{place}]" for place in places if isinstance(place, int))
+        raise SectionError(path, f"{json.dumps(wanted)}: {wrong}") from None
 
 
 def _check_together(section: Section) -> None:
@@ -103,33 +109,9 @@ def _check_together(section: Section) -> None:
         raise SectionError(
             "schedule", f"{section.schedule} is not available with DeepSpeed yet: choose one of {_list(_SCHEDULES)}"
         )
-    if section.group_size != 1 and section.schedule != "kfkb":
-        raise SectionError(
-            "group_size",
-            f"{json.dumps(section.group_size)}: only the schedule kfkb runs micro-batches in groups: add "
-            '"schedule": "kfkb", or leave it out',
-        )
-    for tuned in ("micro_batch_size", "retune_interval", "memory_gib"):
-        if getattr(section, tuned) is not None and section.group_size != "auto":
-            raise SectionError(tuned, 'only "group_size": "auto" makes use of it: add that, or leave it out')
-    if section.bpipe and section.schedule == "gpipe":
-        raise SectionError(
-            "bpipe", "with the schedule gpipe all stages hold the same, so there is nothing to level: use 1f1b"
-        )
-    if section.pair_adjacent and not section.bpipe:
-        raise SectionError(
-            "pair_adjacent", 'only bpipe exchanges anything within a pair: add "bpipe": true, or leave it out'
-        )
-    if section.trace_iteration is not None and section.trace is None:
-        raise SectionError(
-            "trace_iteration", f"{section.trace_iteration}: nothing is traced without trace: name its file"
-        )
-    if section.trace is not None and section.bpipe and section.schedule == "2bw":
-        raise SectionError(
-            "trace",
-            "with 2bw and bpipe, partners are amid transfers between batches, where a trace begins: leave one of them "
-            "out",
-        )
+    line = contradiction_in(section, SECTION, (*CONTRADICTIONS, only_tuned("micro_batch_size")))
+    if line is not None:
+        raise SectionError(None, line)
 
 
 def _list(names: Any) -> str:

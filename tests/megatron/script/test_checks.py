@@ -4,9 +4,9 @@ from argparse import Namespace
 
 import pytest
 
-from evenpipe.config import EvenPipeConfig
 from evenpipe.megatron.script.checks import check
-from evenpipe.megatron.script.errors import ArgumentError
+from evenpipe.megatron.script.flags import ArgumentError
+from evenpipe.settings import EvenPipeConfig
 
 
 def megatrons(**others):
@@ -100,7 +100,7 @@ REFUSED = {
     "2bw, traced with bpipe": (
         {"schedule": "2bw", "bpipe": True, "trace": "t.json"},
         {},
-        "--evenpipe-trace: .*2bw --bpipe .*trace without --bpipe$",
+        "--evenpipe-trace t.json: with --evenpipe-schedule 2bw and --bpipe partners .*: leave one of them out$",
     ),
     "2bw, timed": ({"schedule": "2bw"}, {"timing_log_level": 1}, "2bw: --timing-log-level joins all stages "),
     "2bw, on the nodes": (
@@ -128,9 +128,9 @@ REFUSED = {
     "nothing to retune": (
         KFKB | {"group_size": 2, "retune_interval": 5},
         {},
-        "--retune-interval 5: nothing is tuned with --group-size 2: use --group-size auto, or leave --retune-interval",
+        "--retune-interval 5: only --group-size auto makes use of it: use that, or leave --retune-interval out$",
     ),
-    "no memory to fill": (KFKB | {"memory_gib": 1}, {}, "--memory-gib 1.0: nothing is tuned with --group-size 1: "),
+    "no memory to fill": (KFKB | {"memory_gib": 1}, {}, "--memory-gib 1: only --group-size auto makes use of it: "),
     "tuned, memory unknown": (KFKB | {"group_size": "auto"}, {}, "--group-size auto: .* on CPU: give --memory-gib$"),
     "tuned, growing": (
         AUTO,

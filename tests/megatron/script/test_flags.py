@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.config import EvenPipeConfig
-from evenpipe.megatron.script.errors import ArgumentError
-from evenpipe.megatron.script.flags import add_flags, config_from, destination, flag
+from evenpipe.megatron.script.flags import ArgumentError, add_flags, config_from, destination
+from evenpipe.settings import EvenPipeConfig, flag
 
 
 def parsed(*flags):

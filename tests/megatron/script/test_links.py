@@ -14,12 +14,12 @@ from rich.console import Console
 
 pytest.importorskip("megatron.core")
 
-from evenpipe.config import EvenPipeConfig
 from evenpipe.megatron.script.links import LinkTable
 from evenpipe.megatron.script.needs import recompute_scope, transfer_need
 from evenpipe.megatron.script.seats import Seat, Seating
 from evenpipe.runtime.bandwidth import MeasuredPair
 from evenpipe.runtime.placement import place
+from evenpipe.settings import EvenPipeConfig
 
 EVICTIONS = (4, 0, 0, 0)
 

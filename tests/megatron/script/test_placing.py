@@ -4,9 +4,9 @@ from argparse import Namespace
 
 import pytest
 
-from evenpipe.config import EvenPipeConfig
-from evenpipe.megatron.script.errors import ArgumentError
+from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.megatron.script.placing import place_process, why_not_placed
+from evenpipe.settings import EvenPipeConfig
 
 ASKED = EvenPipeConfig(bpipe=True, pair_adjacent=True)
 AUTOMATIC = EvenPipeConfig(bpipe=True)

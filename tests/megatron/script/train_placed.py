@@ -15,11 +15,11 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from torch.distributed.rendezvous import rendezvous
 
-from evenpipe.config import EvenPipeConfig
 from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
 from evenpipe.megatron.script.links import LinkTable
 from evenpipe.megatron.script.placing import place_process
+from evenpipe.settings import EvenPipeConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from train_tiny_gpt import LAYOUTS, MICRO_BATCH, MICRO_BATCHES, SEQUENCE, train

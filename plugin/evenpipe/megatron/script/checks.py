@@ -1,4 +1,4 @@
-"""Whether EvenPipe's settings go together with each other and with Megatron's arguments."""
+"""Checks that EvenPipe's settings go together with Megatron's arguments, before anything is started."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from evenpipe.config import EvenPipeConfig
 from evenpipe.megatron.refusals import refused_settings
 from evenpipe.megatron.script.adaptive.checks import refused_arguments as refused_with_tuning
-from evenpipe.megatron.script.errors import ArgumentError
-from evenpipe.megatron.script.flags import flag
+from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.megatron.script.two_buffered.checks import refused_arguments
 from evenpipe.report import check_writable
 from evenpipe.runtime.device_queues import ONE_QUEUE, one_queue
+from evenpipe.settings import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, FLAGS, EvenPipeConfig, contradiction_in, flag
 
 __all__ = ["check"]
 
@@ -48,10 +47,13 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
     # Rank 0 writes the trace; the other nodes need not have its folder.
     if config.trace is not None and args.rank == 0 and (obstacle := check_writable(config.trace)) is not None:
         raise ArgumentError(f"{flag('trace')} {config.trace}: {obstacle}")
-    for rule in (*_among_ours(config), *(_with_megatrons(config, args) if config.active else ())):
-        if rule.broken:
-            raise ArgumentError(rule.line)
+    rows = CONTRADICTIONS if torch.cuda.is_available() else (*CONTRADICTIONS, *CONTRADICTIONS_ON_CPU)
+    if (line := contradiction_in(config, FLAGS, rows)) is not None:
+        raise ArgumentError(line)
     if config.active:
+        for rule in _with_megatrons(config, args):
+            if rule.broken:
+                raise ArgumentError(rule.line)
         asked = _asked(config)
         with_two_versions = refused_arguments(args, config.bpipe) if config.schedule == "2bw" else ()
         with_tuning = refused_with_tuning(args) if config.group_size == "auto" else ()
@@ -61,48 +63,13 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
             raise ArgumentError(f"{asked}: {setting} {refusal.reason}: {refusal.remedy}")
 
 
-def _among_ours(config: EvenPipeConfig) -> tuple[_Rule, ...]:
-    schedule, bpipe, trace, group = flag("schedule"), flag("bpipe"), flag("trace"), flag("group_size")
-    return (
-        _Rule(
-            config.trace is not None and not config.active,
-            f"{trace} {config.trace}: there is no EvenPipe schedule to trace: add {schedule} 1f1b or {bpipe}",
-        ),
-        _Rule(
-            config.trace_iteration is not None and config.trace is None,
-            f"{flag('trace_iteration')} {config.trace_iteration}: nothing is traced without {trace}: name its file",
-        ),
-        _Rule(
-            config.group_size != 1 and config.schedule != "kfkb",
-            f"{group} {config.group_size}: only {schedule} kfkb runs micro-batches in groups: use it, or leave {group} "
-            "out",
-        ),
-        *(
-            _Rule(
-                getattr(config, setting) is not None and config.group_size != "auto",
-                f"{flag(setting)} {getattr(config, setting)}: nothing is tuned with {group} {config.group_size}: use "
-                f"{group} auto, or leave {flag(setting)} out",
-            )
-            for setting in ("retune_interval", "memory_gib")
-        ),
-        _Rule(
-            bool(config.pair_adjacent) and not config.bpipe,
-            f"{flag('pair_adjacent')}: only {bpipe} exchanges anything within a pair: add {bpipe}, or leave it out",
-        ),
-        _Rule(
-            config.bpipe and config.schedule == "gpipe",
-            f"{bpipe}: with {schedule} gpipe all stages hold the same, so there is nothing to level: use 1f1b",
-        ),
-    )
-
-
 def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...]:
     asked, schedule, group = _asked(config), flag("schedule"), flag("group_size")
     stages = args.pipeline_model_parallel_size
     chunks = args.virtual_pipeline_model_parallel_size
     batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     return (
-        *(_with_two_versions(config, args) if config.schedule == "2bw" else ()),
+        *(_with_two_versions(args) if config.schedule == "2bw" else ()),
         _Rule(
             stages < 2,
             f"{asked}: --pipeline-model-parallel-size {stages} is no pipeline: use at least 2 stages",
@@ -128,10 +95,6 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...
             f"{group} {config.group_size}: {ONE_QUEUE}",
         ),
         _Rule(
-            config.group_size == "auto" and config.memory_gib is None and not torch.cuda.is_available(),
-            f"{group} auto: how much memory it may use is not known on CPU: give {flag('memory_gib')}",
-        ),
-        _Rule(
             getattr(args, "inprocess_restart", False),
             f"{asked}: --inprocess-restart would go on with links that hold half of a batch: leave one out, and let "
             "torchrun restart the processes (--max-restarts)",
@@ -146,7 +109,7 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...
     )
 
 
-def _with_two_versions(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...]:
+def _with_two_versions(args: Namespace) -> tuple[_Rule, ...]:
     asked, stages = f"{flag('schedule')} 2bw", args.pipeline_model_parallel_size
     together = args.micro_batch_size * args.data_parallel_size
     size, samples = "--global-batch-size", args.global_batch_size
@@ -157,11 +120,6 @@ def _with_two_versions(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, 
             args.virtual_pipeline_model_parallel_size is not None,
             f"{asked}: has one model chunk a stage, but --num-layers-per-virtual-pipeline-stage, "
             "--num-virtual-stages-per-pipeline-rank or the layout gives it more: use 1f1b, or no virtual stages",
-        ),
-        _Rule(
-            config.bpipe and config.trace is not None,
-            f"{flag('trace')}: its barriers would wait for ever, as with {asked} {flag('bpipe')} partners are amid "
-            f"transfers between iterations: trace without {flag('bpipe')}",
         ),
         _Rule(
             samples // together < stages,

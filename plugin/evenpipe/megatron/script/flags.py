@@ -8,15 +8,13 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from evenpipe.config import ConfigError, EvenPipeConfig
-from evenpipe.megatron.script.errors import ArgumentError
+from evenpipe.settings import ConfigError, EvenPipeConfig, flag
 
-__all__ = ["add_flags", "config_from", "destination", "flag"]
+__all__ = ["ArgumentError", "add_flags", "config_from", "destination"]
 
 
-def flag(setting: str) -> str:
-    """The flag of a field of EvenPipeConfig: `schedule` is --evenpipe-schedule."""
-    return str(_extra(setting)["flag"])
+class ArgumentError(ValueError):
+    """Arguments under which EvenPipe cannot run; one line: which flags, why they do not go together, what to do."""
 
 
 def destination(setting: str) -> str:
@@ -35,7 +33,8 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
             options["action"] = argparse.BooleanOptionalAction
         else:
             # Values are checked with everything else: argparse would print Megatron's whole usage before its line.
-            options["metavar"] = _extra(setting)["metavar"]
+            assert isinstance(field.json_schema_extra, dict)
+            options["metavar"] = field.json_schema_extra["metavar"]
         group.add_argument(flag(setting), **options)
     return parser
 
@@ -58,9 +57,3 @@ def config_from(args: Namespace, argv: Sequence[str] | None = None) -> EvenPipeC
         )
     except ConfigError as error:
         raise ArgumentError(f"{flag(error.setting)} {error}") from None
-
-
-def _extra(setting: str) -> dict[str, Any]:
-    extra = EvenPipeConfig.model_fields[setting].json_schema_extra
-    assert isinstance(extra, dict)
-    return extra

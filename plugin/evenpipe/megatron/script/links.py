@@ -17,9 +17,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from rich.console import Console, Group
 from rich.text import Text
 
-from evenpipe.config import EvenPipeConfig
 from evenpipe.megatron.schedule import PipelineSchedule
-from evenpipe.megatron.script.flags import flag
 from evenpipe.megatron.script.needs import Need, compute_flops, recompute_scope, transfer_need
 from evenpipe.megatron.script.placing import why_not_placed
 from evenpipe.megatron.script.seats import Seat, Seating
@@ -27,6 +25,7 @@ from evenpipe.runtime.bandwidth import MeasuredPair, bandwidth_warnings
 from evenpipe.runtime.gather import gather_text
 from evenpipe.runtime.link_speed import sending_gbps
 from evenpipe.runtime.placement import Placement
+from evenpipe.settings import EvenPipeConfig, flag
 
 __all__ = ["LinkTable"]
 

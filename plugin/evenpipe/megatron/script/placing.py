@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from evenpipe.config import EvenPipeConfig
-from evenpipe.megatron.script.errors import ArgumentError
-from evenpipe.megatron.script.flags import flag
+from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.runtime.placement import Placement, place
+from evenpipe.settings import EvenPipeConfig, flag
 
 __all__ = ["place_process", "why_not_placed"]
 

@@ -6,11 +6,10 @@ import os
 import sys
 from argparse import Namespace
 
-from evenpipe.config import EvenPipeConfig
 from evenpipe.megatron.apex import wrong_apex
 from evenpipe.megatron.script.checks import check
-from evenpipe.megatron.script.errors import ArgumentError
-from evenpipe.megatron.script.flags import config_from
+from evenpipe.megatron.script.flags import ArgumentError, config_from
+from evenpipe.settings import EvenPipeConfig
 from evenpipe.upstream import UpstreamError
 from evenpipe.upstream.ending import end_job, end_with_the_first_error
 

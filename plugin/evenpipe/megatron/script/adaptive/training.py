@@ -7,9 +7,9 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from evenpipe.config import EvenPipeConfig
 from evenpipe.megatron.script.adaptive.checks import why_one_size
 from evenpipe.megatron.script.hooks import save_patch, set_up_patch
+from evenpipe.settings import EvenPipeConfig
 from evenpipe.upstream import Patch, PatchSet
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""EvenPipe's settings: the one typed model from which Megatron's flags and other front ends are derived."""
+"""EvenPipeConfig: the one typed model of what a user can ask for; Megatron's flags and JSON keys derive from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from evenpipe.schedule import ScheduleError, named
 
-__all__ = ["ConfigError", "EvenPipeConfig"]
+__all__ = ["ConfigError", "EvenPipeConfig", "first_problem"]
 
 
 class ConfigError(ValueError):
@@ -91,16 +91,20 @@ class EvenPipeConfig(BaseModel):
         try:
             return cls(**values)
         except ValidationError as error:
-            first, *others = error.errors()
-            # A setting of several types has something to say for each of them.
-            more = [
-                found["msg"].removeprefix("Input should be ") for found in others if found["loc"][0] == first["loc"][0]
-            ]
-            said = first["msg"].removeprefix("Value error, ").replace("Input should be ", "must be ")
-            said = " or ".join((said, *more))
-            raise ConfigError(str(first["loc"][0]), f"{first['input']}: {said}") from None
+            (setting, *_), given, wrong = first_problem(error)
+            raise ConfigError(str(setting), f"{given}: {wrong}") from None
 
     @property
     def active(self) -> bool:
         """Whether EvenPipe carries out the pipeline schedule."""
         return self.bpipe or self.schedule is not None
+
+
+def first_problem(error: ValidationError) -> tuple[tuple[int | str, ...], Any, str]:
+    """The path of the first setting that is not one, what it was given, and what is wrong with that."""
+    first, *others = error.errors()
+    # A setting of several types has something to say for each of them.
+    said = [found["msg"] for found in (first, *others) if found["loc"][0] == first["loc"][0]]
+    plain = " or ".join(one.removeprefix("Value error, ").removeprefix("Input should be ") for one in said)
+    must = "must be " if said[0].startswith("Input should be ") else ""
+    return first["loc"], first["input"], must + plain

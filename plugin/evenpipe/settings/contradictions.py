@@ -1,0 +1,107 @@
+"""The table of EvenPipe's settings that contradict each other, whatever framework trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from evenpipe.settings.config import EvenPipeConfig
+from evenpipe.settings.spelling import Spelling
+
+__all__ = ["CONTRADICTIONS", "CONTRADICTIONS_ON_CPU", "Contradiction", "contradiction_in", "only_tuned"]
+
+
+class Contradiction(NamedTuple):
+    """A `setting` that `holds` says cannot be had with the others: what is wrong, and what to do.
+
+    In both texts {group_size} stands for the setting's name and {group_size:auto} for the setting with that value
+    ({bpipe:true} for true), as the front end writes them.
+    """
+
+    setting: str
+    holds: Callable[[EvenPipeConfig], bool]
+    wrong: str
+    remedy: str
+
+
+def contradiction_in(config: EvenPipeConfig, spelling: Spelling, rows: Sequence[Contradiction]) -> str | None:
+    """One line for the first of `rows` that holds: the setting with its value, what is wrong, what to do; or None."""
+    names = {setting: _Mention(setting, spelling) for setting in type(config).model_fields}
+    for setting, holds, wrong, remedy in rows:
+        if holds(config):
+            head = spelling.head(setting, getattr(config, setting))
+            return f"{head}: {wrong.format(**names)}: {remedy.format(**names)}"
+    return None
+
+
+class _Mention(NamedTuple):
+    """A setting amid a text: `format` writes it, with the value that the specification gives."""
+
+    setting: str
+    spelling: Spelling
+
+    def __format__(self, value: str) -> str:
+        given: Any = True if value == "true" else value or None
+        return self.spelling.mention(self.setting, given)
+
+
+def only_tuned(setting: str) -> Contradiction:
+    """The row of a setting that only a tuned group size makes use of."""
+    return Contradiction(
+        setting,
+        lambda config: getattr(config, setting) is not None and config.group_size != "auto",
+        "only {group_size:auto} makes use of it",
+        f"use that, or leave {{{setting}}} out",
+    )
+
+
+CONTRADICTIONS: Final = (
+    Contradiction(
+        "trace",
+        lambda config: config.trace is not None and not config.active,
+        "there is no EvenPipe schedule to trace",
+        "add {schedule:1f1b} or {bpipe:true}",
+    ),
+    Contradiction(
+        "trace_iteration",
+        lambda config: config.trace_iteration is not None and config.trace is None,
+        "nothing is traced without {trace}",
+        "name its file",
+    ),
+    Contradiction(
+        "group_size",
+        lambda config: config.group_size != 1 and config.schedule != "kfkb",
+        "only {schedule:kfkb} runs micro-batches in groups",
+        "use it, or leave {group_size} out",
+    ),
+    only_tuned("retune_interval"),
+    only_tuned("memory_gib"),
+    Contradiction(
+        "pair_adjacent",
+        lambda config: bool(config.pair_adjacent) and not config.bpipe,
+        "only {bpipe:true} exchanges anything within a pair",
+        "add that, or leave {pair_adjacent} out",
+    ),
+    Contradiction(
+        "bpipe",
+        lambda config: config.bpipe and config.schedule == "gpipe",
+        "with {schedule:gpipe} all stages hold the same, so there is nothing to level",
+        "use 1f1b",
+    ),
+    Contradiction(
+        "trace",
+        lambda config: config.trace is not None and config.bpipe and config.schedule == "2bw",
+        "with {schedule:2bw} and {bpipe:true} partners are amid transfers between batches, where a trace begins",
+        "leave one of them out",
+    ),
+)
+
+#: What cannot be where there is no GPU, whose memory could be asked for.
+CONTRADICTIONS_ON_CPU: Final = (
+    Contradiction(
+        "group_size",
+        lambda config: config.group_size == "auto" and config.memory_gib is None,
+        "how much memory it may use is not known on CPU",
+        "give {memory_gib}",
+    ),
+)

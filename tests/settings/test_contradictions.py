@@ -1,0 +1,107 @@
+"""One table of settings that contradict each other, in the words of whoever wrote them."""
+
+import pytest
+
+from evenpipe.settings import (
+    CONTRADICTIONS,
+    CONTRADICTIONS_ON_CPU,
+    FLAGS,
+    SECTION,
+    EvenPipeConfig,
+    contradiction_in,
+)
+from evenpipe.settings.spelling import with_flags
+
+COMMAND = with_flags(lambda setting: "--" + setting.replace("_", "-"))
+CASES = [
+    (
+        {"trace": "t.json"},
+        "--evenpipe-trace t.json: there is no EvenPipe schedule to trace: add --evenpipe-schedule 1f1b or --bpipe",
+        'evenpipe.trace: "t.json": there is no EvenPipe schedule to trace: add "schedule": "1f1b" or "bpipe": true',
+    ),
+    (
+        {"bpipe": True, "trace_iteration": 3},
+        "--evenpipe-trace-iteration 3: nothing is traced without --evenpipe-trace: name its file",
+        "evenpipe.trace_iteration: 3: nothing is traced without trace: name its file",
+    ),
+    (
+        {"schedule": "1f1b", "group_size": "auto"},
+        "--group-size auto: only --evenpipe-schedule kfkb runs micro-batches in groups: use it, or leave --group-size "
+        "out",
+        'evenpipe.group_size: "auto": only "schedule": "kfkb" runs micro-batches in groups: use it, or leave '
+        "group_size "
+        "out",
+    ),
+    (
+        {"schedule": "kfkb", "group_size": 2, "retune_interval": 5},
+        "--retune-interval 5: only --group-size auto makes use of it: use that, or leave --retune-interval out",
+        'evenpipe.retune_interval: 5: only "group_size": "auto" makes use of it: use that, or leave retune_interval '
+        "out",
+    ),
+    (
+        {"schedule": "kfkb", "memory_gib": 0.5},
+        "--memory-gib 0.5: only --group-size auto makes use of it: use that, or leave --memory-gib out",
+        'evenpipe.memory_gib: 0.5: only "group_size": "auto" makes use of it: use that, or leave memory_gib out',
+    ),
+    (
+        {"schedule": "1f1b", "pair_adjacent": True},
+        "--pair-adjacent: only --bpipe exchanges anything within a pair: add that, or leave --pair-adjacent out",
+        'evenpipe.pair_adjacent: true: only "bpipe": true exchanges anything within a pair: add that, or leave '
+        "pair_adjacent out",
+    ),
+    (
+        {"schedule": "gpipe", "bpipe": True},
+        "--bpipe: with --evenpipe-schedule gpipe all stages hold the same, so there is nothing to level: use 1f1b",
+        'evenpipe.bpipe: true: with "schedule": "gpipe" all stages hold the same, so there is nothing to level: use '
+        "1f1b",
+    ),
+    (
+        {"schedule": "2bw", "bpipe": True, "trace": "t.json"},
+        "--evenpipe-trace t.json: with --evenpipe-schedule 2bw and --bpipe partners are amid transfers between "
+        "batches, where a trace begins: leave one of them out",
+        'evenpipe.trace: "t.json": with "schedule": "2bw" and "bpipe": true partners are amid transfers between '
+        "batches, where a trace begins: leave one of them out",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "flags", "section"), CASES, ids=[flags.partition(":")[0] for _, flags, _ in CASES])
+def test_a_line_names_the_setting_the_fault_and_the_remedy_as_flags_or_as_keys(given, flags, section):
+    config = EvenPipeConfig.of(**given)
+    assert contradiction_in(config, FLAGS, CONTRADICTIONS) == flags
+    assert contradiction_in(config, SECTION, CONTRADICTIONS) == section
+
+
+def test_there_is_a_case_for_every_row():
+    assert len(CASES) == len(CONTRADICTIONS)
+    for (given, _, _), row in zip(CASES, CONTRADICTIONS, strict=True):
+        assert row.holds(EvenPipeConfig.of(**given))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"bpipe": True, "pair_adjacent": True, "trace": "t.json", "trace_iteration": 3},
+        {"schedule": "kfkb", "group_size": "auto", "memory_gib": 1, "retune_interval": 2},
+        {"schedule": "2bw", "trace": "t.json"},
+        {"schedule": "gpipe", "pair_adjacent": False},
+    ],
+)
+def test_what_goes_together_is_no_line(given):
+    assert contradiction_in(EvenPipeConfig.of(**given), FLAGS, (*CONTRADICTIONS, *CONTRADICTIONS_ON_CPU)) is None
+
+
+def test_memory_is_to_be_named_where_no_gpu_can_be_asked():
+    config = EvenPipeConfig.of(schedule="kfkb", group_size="auto")
+    assert contradiction_in(config, FLAGS, CONTRADICTIONS) is None
+    assert (
+        contradiction_in(config, SECTION, CONTRADICTIONS_ON_CPU)
+        == 'evenpipe.group_size: "auto": how much memory it may use is not known on CPU: give memory_gib'
+    )
+
+
+def test_a_command_has_flags_of_its_own():
+    config = EvenPipeConfig.of(schedule="gpipe", bpipe=True)
+    line = contradiction_in(config, COMMAND, CONTRADICTIONS)
+    assert line == "--bpipe: with --schedule gpipe all stages hold the same, so there is nothing to level: use 1f1b"
