@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from evenpipe.megatron.cpu_mode import adapt_arguments
-from evenpipe.megatron.cpu_mode.arguments import missing_package
+from evenpipe.megatron.cpu_mode.scripts import missing_package
 
 
 def test_megatron_s_defaults_are_changed_and_named() -> None:

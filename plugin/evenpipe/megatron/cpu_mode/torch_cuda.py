@@ -1,9 +1,12 @@
-"""CUDA devices and their tensors, on the CPU, or on no device at all."""
+"""torch.cuda without CUDA: devices and their tensors, random state and streams, on the CPU or on no device at all."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +16,7 @@ from evenpipe.upstream import BUILTIN, Patch
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["device_patches"]
+__all__ = ["device_patches", "random_patches", "stream_patches"]
 
 _FACTORIES = ("tensor", "empty", "zeros", "ones", "empty_like")
 
@@ -123,3 +126,115 @@ def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
         return f"torch.cuda.{result.removeprefix('torch.').removeprefix('cuda.').removeprefix('meta.')}"
 
     return type_name
+
+
+def random_patches() -> list[Patch]:
+    """Every draw comes from the CPU's generator, and its state is what is kept and put back."""
+    one_generator = "megatron-core keeps the CUDA random state; without CUDA every draw comes from the CPU's generator"
+    random = "megatron.core.tensor_parallel.random"
+    return [
+        patch(
+            "torch.cuda.random:manual_seed",
+            lambda original: lambda seed: _seed(seed),
+            one_generator,
+            "(seed)",
+            "torch.cuda:manual_seed",
+        ),
+        patch(
+            "torch.cuda.random:get_rng_state",
+            lambda original: lambda device="cuda": _state(),
+            one_generator,
+            "(device='cuda')",
+            "torch.cuda:get_rng_state",
+        ),
+        patch(
+            "torch.cuda.random:set_rng_state",
+            lambda original: lambda new_state, device="cuda": _set_state(new_state),
+            one_generator,
+            "(new_state, device='cuda')",
+            "torch.cuda:set_rng_state",
+        ),
+        patch(
+            f"{random}:_set_cuda_rng_state",
+            lambda original: lambda new_state, device=-1, graph_safe=False: _set_state(new_state),
+            one_generator,
+            "(new_state, device=-1, graph_safe=False)",
+        ),
+        patch(
+            f"{random}:CudaRNGStatesTracker.fork",
+            _without_warning,
+            "megatron-core warns when a draw inside a fork moves the CPU's random state; here every draw does",
+            "(self, name='model-parallel-rng')",
+        ),
+    ]
+
+
+def _seed(seed: int) -> None:
+    import torch
+
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _state() -> torch.Tensor:
+    import torch
+
+    return torch.get_rng_state()
+
+
+def _set_state(state: torch.Tensor) -> None:
+    import torch
+
+    torch.set_rng_state(state)
+
+
+def _without_warning(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`fork` with the logger of its module switched off for its duration."""
+    logger = logging.getLogger(original.__module__)
+
+    @contextlib.contextmanager
+    @functools.wraps(original)
+    def fork(*args: Any, **kwargs: Any) -> Iterator[None]:
+        before, logger.disabled = logger.disabled, True
+        try:
+            with original(*args, **kwargs):
+                yield
+        finally:
+            logger.disabled = before
+
+    return fork
+
+
+def stream_patches() -> list[Patch]:
+    """Streams can be made, entered and waited for; everything on them has already happened."""
+    in_order = "megatron-core orders CUDA work with streams; CPU work happens in program order"
+    return [
+        patch(
+            "torch.cuda.streams:Stream",
+            lambda original: type("Stream", (_Stream,), {}),
+            in_order,
+            "(device=None, priority=0, **kwargs)",
+            "torch.cuda:Stream",
+        ),
+        patch("torch.cuda:current_stream", lambda original: lambda device=None: _Stream(), in_order, "(device=None)"),
+        patch("torch.cuda:default_stream", lambda original: lambda device=None: _Stream(), in_order, "(device=None)"),
+        patch("torch.cuda:stream", lambda original: lambda stream: contextlib.nullcontext(), in_order, "(stream)"),
+    ]
+
+
+class _Stream:
+    """A stream on which everything has already happened."""
+
+    def __init__(self, device: object = None, priority: int = 0, **kwargs: object) -> None:
+        """Like CUDA's."""
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device("cpu")
+
+    def wait_stream(self, stream: object) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
