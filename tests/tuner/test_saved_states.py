@@ -1,0 +1,63 @@
+"""Tuners that real runs have saved go on: states/ has one of a Megatron-LM script, of the trainer and of DeepSpeed.
+
+They were written by the first release that tunes. decided.json has what each run would have decided next.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenpipe.planner import StageMemory
+from evenpipe.tuner.conditions import Conditions
+
+STATES = Path(__file__).with_name("states")
+SIZES = (1, 2, 4, 8)
+DECIDED: dict[str, Any] = json.loads((STATES / "decided.json").read_text())
+
+
+def saved(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((STATES / f"{name}.json").read_text())
+    if name == "script":
+        assert content["format"] == "evenpipe.script_tuner/1"
+        return dict(content["state"])
+    return content
+
+
+def conditions(state: dict[str, Any]) -> Conditions:
+    memory = tuple(StageMemory(*stage) for stage in state["memory"])
+    return Conditions(state["samples"], state["bpipe"], state["limit_bytes"], memory)
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_it_is_gone_on_with_to_the_same_decision(name: str) -> None:
+    state, wanted = saved(name), DECIDED[name]
+    assert state["format"] == "evenpipe.tuner/1"
+    due = state["tuner"]["next"]
+    tuner = conditions(state).resumed(state, SIZES, 3, due)
+    assert tuner is not None
+    assert list(tuner.current or ()) == state["tuner"]["current"]
+    assert [tuner.due(iteration) for iteration in (due - 1, due)] == [False, True]
+    chosen, estimates, following = tuner.decide(due)
+    assert (list(chosen), following) == (wanted["chosen"], wanted["next"])
+    assert estimates == pytest.approx(wanted["estimates_ms"], rel=1e-9)
+    assert conditions(state).state_dict(tuner) == state, "what is saved has the form of before"
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_under_other_conditions_it_is_not(name: str) -> None:
+    state = saved(name)
+    now, due = conditions(state), state["tuner"]["next"]
+    heavier = tuple(stage._replace(sample_bytes=2 * stage.sample_bytes) for stage in now.memory)
+    for other in (
+        now._replace(samples=16),
+        now._replace(bpipe=True),
+        now._replace(limit_bytes=now.limit_bytes - 1),
+        now._replace(memory=heavier),
+        now._replace(memory=now.memory[:1]),
+    ):
+        assert other.resumed(state, SIZES, 3, due) is None
+    assert now.resumed(state, (1,), 3, due) is None
