@@ -48,8 +48,8 @@ with warnings.catch_warnings():
     from evenpipe.megatron.cpu_mode import cpu_mode
     from evenpipe.megatron.train_engine.step import Learner, Stepped, make_learner, micro_batches, train_step
     from evenpipe.train import data
+    from evenpipe.train.failure import FailureContext
     from evenpipe.train.options import OptionsError, TrainOptions
-    from evenpipe.train.whereabouts import Whereabouts
 
 #: EvenPipe's schedule of each variant.
 SCHEDULES: Final = {"megatron": None, "evenpipe": "1f1b", "2bw": "2bw"}
@@ -74,7 +74,7 @@ class Variant:
         slow_down(chunk.module, accelerator)
         self._flushes = name != "2bw"
         self._streams = micro_batches(self.learner, 0)
-        self._whereabouts = Whereabouts(rank)
+        self._failure = FailureContext(rank)
         self._patches = None if SCHEDULES[name] is None else patches_for(SCHEDULES[name], self.learner)
 
     def run(self, batches: int, log: Callable[[str], object]) -> list[float]:
@@ -83,7 +83,7 @@ class Variant:
         with installed(self._patches):
             for _ in range(batches):
                 starts.append(clock_ms())
-                stepped = train_step(self.learner, self._streams, self._whereabouts)
+                stepped = train_step(self.learner, self._streams, self._failure)
                 updated, norm = agreed(stepped) if self._flushes else (stepped.updated, stepped.grad_norm)
                 if stepped.reduced:
                     losses = [total / count for total, count in (one["lm loss"].tolist() for one in stepped.reduced)]

@@ -33,8 +33,8 @@ with warnings.catch_warnings():
     from evenpipe.megatron.cpu_mode import cpu_mode
     from evenpipe.megatron.train_engine.step import make_learner, micro_batches, train_step
     from evenpipe.train import data
+    from evenpipe.train.failure import FailureContext
     from evenpipe.train.options import OptionsError, TrainOptions
-    from evenpipe.train.whereabouts import Whereabouts
 
 #: EvenPipe's schedule of each variant.
 SCHEDULES: Final = {"flush": "1f1b", "2bw": "2bw"}
@@ -64,7 +64,7 @@ def train(rank: int, options: TrainOptions, interval: int, tick: Tick) -> dict[s
             for done in range(options.iterations):
                 if done % interval == 0:
                     validation.append((done, held.loss()))
-                stepped = train_step(learner, streams, Whereabouts(rank))
+                stepped = train_step(learner, streams, FailureContext(rank))
                 sums = [one["lm loss"].tolist() for one in stepped.reduced]
                 losses.append(sum(total / count for total, count in sums) / options.micro_batches)
                 tick()

@@ -12,7 +12,7 @@ from megatron.core import parallel_state, pipeline_parallel
 
 from evenpipe.megatron.train_engine.step import Learner, forward_step, micro_batches
 from evenpipe.train.data import Corpus
-from evenpipe.train.whereabouts import Whereabouts
+from evenpipe.train.failure import FailureContext
 
 __all__ = ["Held", "split"]
 
@@ -41,7 +41,7 @@ class Held:
         options, (chunk,) = self._learner.options, self._learner.replica.chunks
         reduced = pipeline_parallel.get_forward_backward_func()(
             forward_step_func=partial(
-                forward_step, options, Whereabouts(parallel_state.get_pipeline_model_parallel_rank())
+                forward_step, options, FailureContext(parallel_state.get_pipeline_model_parallel_rank())
             ),
             data_iterator=micro_batches(self._learner, 0)[0],
             model=chunk,

@@ -38,8 +38,8 @@ with warnings.catch_warnings():
     from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
     from evenpipe.megatron.train_engine.step import make_learner, micro_batches, train_step
     from evenpipe.train import data
+    from evenpipe.train.failure import FailureContext
     from evenpipe.train.options import OptionsError, TrainOptions
-    from evenpipe.train.whereabouts import Whereabouts
 
 # The first iteration opens links, tells layouts and fills pools; the second is for caches.
 WARM_UP: Final = 2
@@ -74,7 +74,7 @@ def measure(rank: int, options: TrainOptions, repeats: int, tick: Tick) -> dict[
         with installed(patches):
             dist.barrier()
             start, cpu_start = time.perf_counter(), time.process_time()
-            train_step(learner, micro_batches(learner, number), Whereabouts(rank))
+            train_step(learner, micro_batches(learner, number), FailureContext(rank))
             seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
         took = torch.tensor([seconds, cpu_seconds], dtype=torch.float64) * 1e3
         dist.all_reduce(took[:1], dist.ReduceOp.MAX)

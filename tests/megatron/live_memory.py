@@ -13,17 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from megatron.core import parallel_state
 
 from evenpipe.megatron.cpu_mode import cpu_mode
-from evenpipe.megatron.train_engine.engines import engine_for
-from evenpipe.megatron.train_engine.loop import Tell, Watched, iterate
-from evenpipe.megatron.train_engine.step import make_learner
+from evenpipe.megatron.train_engine.engine import opened
 from evenpipe.schedule import Action
 from evenpipe.train import data
+from evenpipe.train.engine import Case
+from evenpipe.train.failure import FailureContext
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.recorder import Recorder
-from evenpipe.train.whereabouts import Whereabouts
+from evenpipe.train.run import RunEvents, iterate
 
 WORLD = 4
 SMALL = {"layers": 2, "hidden": 32, "seq_length": 16, "stages": 2, "data_parallel": 2, "micro_batches": 3}
@@ -34,6 +33,16 @@ CASES = {
     "bf16, distributed optimizer": {"precision": "bf16", "distributed_optimizer": True},
     "fp32, distributed optimizer": {"distributed_optimizer": True},
 }
+
+
+NOBODY = RunEvents(*[lambda *_: None] * 3)
+
+
+def case_of(options: TrainOptions) -> Case:
+    """The run of this process, on CPU."""
+    failure = FailureContext(dist.get_rank() // (options.data_parallel * options.tensor_parallel))
+    recorder = Recorder(failure)
+    return Case(options, data.load(options), torch.device("cpu"), failure, recorder, lambda text: None)
 
 
 def live_bytes() -> int:
@@ -62,23 +71,13 @@ def _watch(engine: Any, chunk: Any, reducing: list[tuple[str, bool]]) -> None:
 def train(options: TrainOptions) -> dict[str, Any]:
     """What this process keeps when nothing is under way."""
     before = live_bytes()  # Megatron's distributed optimizer does not let go of all of an earlier model
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=options.stages)
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    whereabouts = Whereabouts(stage)
-    learner = make_learner(options, data.load(options), torch.device("cpu"))
+    case = case_of(options)
     reducing: list[tuple[str, bool]] = []
-    with engine_for(learner, stage, recorder := Recorder(whereabouts)) as engine:
-        _watch(engine, learner.replica.chunks[0], reducing)
-        found = iterate(
-            Watched(learner, engine, recorder, whereabouts),
-            0,
-            lambda done: False,
-            Tell(*[lambda *_: None] * 3),
-        )
-        kept = {"live": live_bytes() - before, **found.measured._asdict(), "reducing": reducing}
-    del learner, engine, recorder
-    parallel_state.destroy_model_parallel()
-    return kept
+    with opened(case) as engine:
+        _watch(engine.schedule, engine.learner.replica.chunks[0], reducing)
+        engine.begin(0)
+        found = iterate(case, engine, 0, lambda done: False, NOBODY)
+        return {"live": live_bytes() - before, **found.measured._asdict(), "reducing": reducing}
 
 
 def run(rank: int, folder: str) -> None:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from evenpipe.cli.parser import UsageError
 from evenpipe.cli.progress import training_progress
+from evenpipe.train.engine import ENGINES
 from evenpipe.train.launch import StageFailed, Stopped, run_cases
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.result import RunResult
@@ -19,10 +20,11 @@ def run_training(command: str, cases: Sequence[TrainOptions], names: Sequence[st
     """The results of `cases`, shown under `names` while they run, for the sub-command `command`.
 
     A failure ends the process: status 1 and the failure as the last line; 128 + n for signal n. UsageError without
-    megatron-core, and for options that turned out wrong.
+    what the engine needs, and for options that turned out wrong.
     """
-    if find_spec("megatron") is None:
-        raise UsageError("megatron-core is not installed: pip install 'evenpipe[megatron]'")
+    for required in {ENGINES[options.engine].requires for options in cases}:
+        if required is not None and find_spec(required[0]) is None:
+            raise UsageError(required[1])
     try:
         with training_progress(list(names), cases[0].iterations) as show:
             return run_cases(cases, show)

@@ -12,7 +12,7 @@ from evenpipe.megatron.script.install import script_patches
 from evenpipe.megatron.script.log import log_patch
 from evenpipe.megatron.script.two_buffered.training import two_buffered_patches
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, recorded
-from evenpipe.megatron.train_engine.follow import reporting_to
+from evenpipe.megatron.train_engine.stock import reporting_to
 from evenpipe.upstream import Expectation, PatchSet
 from evenpipe.upstream.items import Item, Purpose, relied_on, replaced_by
 

@@ -10,25 +10,10 @@ import torch
 import torch.distributed as dist
 
 from evenpipe.simulate import Span
+from evenpipe.train.engine import Coordinates, Tuned
 from evenpipe.train.result import RunResult, StageMeasurement
-from evenpipe.tuner.tuner import Retune
 
-__all__ = ["Coordinates", "Found", "Share", "Tuned", "combine", "digest", "gather", "highest"]
-
-
-class Coordinates(NamedTuple):
-    """A process in the run: pipeline stage, tensor-parallel rank, data-parallel replica; the order of digests."""
-
-    stage: int
-    shard: int
-    replica: int
-
-
-class Tuned(NamedTuple):
-    """Decisions on group and micro-batch sizes, and per stage what was predicted for them; the same everywhere."""
-
-    retunes: tuple[Retune, ...] = ()
-    predicted_saved_bytes: tuple[int, ...] = ()
+__all__ = ["Found", "Share", "combine", "digest", "gather", "highest"]
 
 
 class Found(NamedTuple):

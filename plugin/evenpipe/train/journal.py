@@ -1,4 +1,4 @@
-"""What training processes tell their parent, as lines in files: it survives any death of the writer."""
+"""What training processes report to their parent, as lines in files: it survives any death of the writer."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ _KINDS: Final[dict[str, type[Entry]]] = {kind.__name__.lower(): kind for kind in
 
 
 def append(folder: Path, rank: int, entry: Entry) -> None:
-    """Add `entry` to what process `rank` has told so far."""
+    """Add `entry` to what process `rank` has reported so far."""
     with (folder / f"{rank}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"kind": type(entry).__name__.lower(), **entry._asdict()}) + "\n")
 
 
 class JournalReader:
-    """Reads what has been told since the last look."""
+    """Reads what has been reported since the last look."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from evenpipe.train.device_type import device_type
+from evenpipe.train.engine import ENGINES
 from evenpipe.train.journal import STOPPED_STATUS, Failure, Iteration, JournalReader, Note, Saved
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.result import RunResult
@@ -30,7 +31,6 @@ Progress = Callable[[Iteration], None]
 
 _POLL_SECONDS: Final = 0.05
 _AGENT_LOGGERS: Final = ("torch.distributed.elastic", "torch.multiprocessing")
-_PRELOAD: Final = "evenpipe.megatron.train_engine.preload"
 
 
 class StageFailed(RuntimeError):
@@ -51,7 +51,7 @@ class Stopped(RuntimeError):
 
 
 def run_cases(cases: Sequence[TrainOptions], progress: Progress = lambda iteration: None) -> list[RunResult]:
-    """Train every case; consecutive cases of one world size share their processes. Results in the order of the cases.
+    """Train every case; consecutive ones of one world size and engine package share processes. Results in their order.
 
     `progress` is called from another thread, with the number of the case among all. All processes have ended when this
     returns or raises. Raises StageFailed for the failure that came first, OptionsError where that is one of the options
@@ -64,7 +64,7 @@ def run_cases(cases: Sequence[TrainOptions], progress: Progress = lambda iterati
         progress(done._replace(case=len(results) + done.case))
 
     try:
-        for _, together in groupby(cases, key=lambda options: options.world_size):
+        for _, together in groupby(cases, key=_processes):
             results += _run_together(tuple(together), numbered)
     except KeyboardInterrupt:
         # Before the agent is there, whose handlers make a SignalException of it.
@@ -72,12 +72,17 @@ def run_cases(cases: Sequence[TrainOptions], progress: Progress = lambda iterati
     return results
 
 
+def _processes(options: TrainOptions) -> tuple[int, str]:
+    """Cases with the same can run in the same processes, one after the other."""
+    return options.world_size, ENGINES[options.engine].path
+
+
 def _run_together(cases: tuple[TrainOptions, ...], progress: Progress) -> list[RunResult]:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from evenpipe.train.entry import entry
+    from evenpipe.train.process import train_cases
 
     world_size = cases[0].world_size
     kind = device_type(world_size)
@@ -93,29 +98,29 @@ def _run_together(cases: tuple[TrainOptions, ...], progress: Progress) -> list[R
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            start_method=_start_method(kind),
+            start_method=_start_method(kind, f"{ENGINES[cases[0].engine].path}.preload"),
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder, "logs")), redirects=Std.ALL),
         )
         ended: SignalException | ChildFailedError
-        with _followed(journal, progress) as told:
+        with _read_on(journal, progress) as reported:
             try:
-                returned = elastic_launch(config, entry)(cases, kind, str(journal))
+                returned = elastic_launch(config, train_cases)(cases, kind, str(journal))
             except (SignalException, ChildFailedError) as error:
                 ended = error
             else:
                 return list(returned[0])
-        raise _why(ended, told, cases)
+        raise _why(ended, reported, cases)
 
 
-def _start_method(kind: str) -> str:
-    """A fork server imports torch and megatron-core once for all processes; CUDA needs processes of their own."""
+def _start_method(kind: str, preload: str) -> str:
+    """A fork server imports torch and the engine once for all processes; CUDA needs processes of their own."""
     if kind == "cuda" or "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
-    multiprocessing.set_forkserver_preload([_PRELOAD])
+    multiprocessing.set_forkserver_preload([preload])
     return "forkserver"
 
 
-class _Told(NamedTuple):
+class _Reported(NamedTuple):
     """Failures, and the folders of checkpoints, in the order in which they were read."""
 
     failures: list[Failure]
@@ -123,61 +128,61 @@ class _Told(NamedTuple):
 
 
 @contextmanager
-def _followed(journal: Path, progress: Progress) -> Iterator[_Told]:
+def _read_on(journal: Path, progress: Progress) -> Iterator[_Reported]:
     """Read the journal from a thread: iterations go to `progress`, notes to standard error, and the rest into the
     result, which is complete after the block."""
-    told = _Told([], [])
+    reported = _Reported([], [])
     reader, done = JournalReader(journal), threading.Event()
 
     def read() -> None:
         for entry in reader.new_entries():
             if isinstance(entry, Failure):
-                told.failures.append(entry)
+                reported.failures.append(entry)
             elif isinstance(entry, Saved):
-                told.saved.append(Path(entry.folder))
+                reported.saved.append(Path(entry.folder))
             elif isinstance(entry, Note):
                 print(f"evenpipe: {entry.text}", file=sys.stderr)
             else:
                 progress(entry)
 
-    def follow() -> None:
+    def keep_reading() -> None:
         while not done.wait(_POLL_SECONDS):
             read()
         read()
 
-    thread = threading.Thread(target=follow, name="evenpipe-journal", daemon=True)
+    thread = threading.Thread(target=keep_reading, name="evenpipe-journal", daemon=True)
     thread.start()
     try:
-        yield told
+        yield reported
     finally:
         done.set()
         thread.join()
 
 
 def _why(
-    ended: SignalException | ChildFailedError, told: _Told, cases: tuple[TrainOptions, ...]
+    ended: SignalException | ChildFailedError, reported: _Reported, cases: tuple[TrainOptions, ...]
 ) -> StageFailed | OptionsError | Stopped:
     """What to raise for what the agent raised."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    saved = told.saved[-1] if told.saved else None
+    saved = reported.saved[-1] if reported.saved else None
     if isinstance(ended, SignalException):
         # A run that saves goes on for a moment, in which it may fail; any other loses processes to the signal itself.
-        could_not_save = told.failures and any(options.save is not None for options in cases)
-        return _as_told(told.failures) if could_not_save else Stopped(ended.sigval, saved)
-    if not told.failures and ended.get_first_failure()[1].exitcode == STOPPED_STATUS:
+        could_not_save = reported.failures and any(options.save is not None for options in cases)
+        return _as_reported(reported.failures) if could_not_save else Stopped(ended.sigval, saved)
+    if not reported.failures and ended.get_first_failure()[1].exitcode == STOPPED_STATUS:
         # The signal came to a process rather than to the agent.
         return Stopped(signal.SIGTERM, saved)
-    return _first_failure(told.failures, ended, cases)
+    return _first_failure(reported.failures, ended, cases)
 
 
 def _first_failure(
     failures: Sequence[Failure], agent_error: ChildFailedError, cases: tuple[TrainOptions, ...]
 ) -> StageFailed | OptionsError:
-    """What ended the run: the earliest error told, unless the agent saw a process die that had told none."""
+    """What ended the run: the earliest error reported, unless the agent saw a process die that had reported none."""
     rank, died = agent_error.get_first_failure()
     if failures and died.exitcode > 0:
-        return _as_told(failures)
+        return _as_reported(failures)
     stage = rank // (cases[0].data_parallel * cases[0].tensor_parallel)
     if died.exitcode < 0:
         return StageFailed(f"stage {stage} failed: its process was killed by {signal.Signals(-died.exitcode).name}", "")
@@ -185,7 +190,7 @@ def _first_failure(
     return StageFailed(f"stage {stage} failed at start-up: {str(said).strip().partition(chr(10))[0]}", "")
 
 
-def _as_told(failures: Sequence[Failure]) -> StageFailed | OptionsError:
+def _as_reported(failures: Sequence[Failure]) -> StageFailed | OptionsError:
     first = min(failures)
     return OptionsError(first.error) if first.of_options else StageFailed(str(first), first.traceback)
 

@@ -6,7 +6,7 @@ from evenpipe.runtime.clock import HostClock
 from evenpipe.runtime.spans import SpanRecorder
 from evenpipe.schedule import Action
 from evenpipe.simulate import Span
-from evenpipe.train.whereabouts import Whereabouts
+from evenpipe.train.failure import FailureContext
 
 __all__ = ["Recorder"]
 
@@ -18,8 +18,8 @@ class Recorder:
     handed to the device, not when the device did it.
     """
 
-    def __init__(self, whereabouts: Whereabouts) -> None:
-        self._whereabouts = whereabouts
+    def __init__(self, failure: FailureContext) -> None:
+        self._failure = failure
         self._recorder = SpanRecorder(HostClock())
         self._unit_bytes: dict[int, int] = {}
 
@@ -40,7 +40,7 @@ class Recorder:
 
     def started(self, action: Action) -> None:
         """`action` starts. Raises RuntimeError where a failure is to be rehearsed."""
-        self._whereabouts.act(action)
+        self._failure.start_action(action)
         self._recorder.started(action)
 
     def ended(self, action: Action) -> None:

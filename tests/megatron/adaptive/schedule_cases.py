@@ -41,8 +41,8 @@ def train(of: Learner, schedule: PipelineSchedule, first: int, iterations: int) 
     """Losses on the last stage, a digest of the weights, and per iteration what was held and done."""
     from evenpipe.megatron.schedule import in_place_of_megatron
     from evenpipe.megatron.train_engine.step import micro_batches, train_step
+    from evenpipe.train.failure import FailureContext
     from evenpipe.train.gather import digest
-    from evenpipe.train.whereabouts import Whereabouts
 
     found: dict[str, Any] = {"losses": [], "held": []}
     streams = micro_batches(of, first)
@@ -52,7 +52,7 @@ def train(of: Learner, schedule: PipelineSchedule, first: int, iterations: int) 
         for _ in range(iterations):
             if schedule.executor is not None:
                 schedule.executor.counter.reset_peak()
-            reduced = train_step(of, streams, Whereabouts(0)).reduced
+            reduced = train_step(of, streams, FailureContext(0)).reduced
             found["losses"].append(
                 [(total / count).hex() for total, count in (one["lm loss"].tolist() for one in reduced)]
             )
@@ -230,9 +230,6 @@ def main() -> None:
     """Fork, once everything is imported."""
     import torch
     import torch.multiprocessing as mp
-
-    import evenpipe.megatron.adaptive.schedule
-    import evenpipe.megatron.train_engine.worker  # noqa: F401
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)

@@ -13,19 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from megatron.core import parallel_state
 
 from evenpipe.megatron.cpu_mode import cpu_mode
-from evenpipe.megatron.train_engine.engines import engine_for
-from evenpipe.megatron.train_engine.loop import Tell, Watched, iterate
-from evenpipe.megatron.train_engine.step import make_learner
-from evenpipe.train import data
+from evenpipe.megatron.train_engine.engine import opened
 from evenpipe.train.options import TrainOptions
-from evenpipe.train.recorder import Recorder
-from evenpipe.train.whereabouts import Whereabouts
+from evenpipe.train.run import iterate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from live_memory import live_bytes
+from live_memory import NOBODY, case_of, live_bytes
 
 WORLD = 4
 FOUR: dict[str, Any] = {"layers": 4, "hidden": 64, "seq_length": 32, "stages": 4, "micro_batches": 7, "iterations": 2}
@@ -54,17 +49,12 @@ CASES: dict[str, dict[str, Any]] = {
 def train(options: TrainOptions) -> dict[str, int]:
     """What this process held."""
     before = live_bytes()  # Megatron's distributed optimizer does not let go of all of an earlier model
-    parallel_state.initialize_model_parallel(options.tensor_parallel, options.stages)
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    whereabouts = Whereabouts(stage)
-    learner = make_learner(options, data.load(options), torch.device("cpu"))
-    with engine_for(learner, stage, recorder := Recorder(whereabouts)) as engine:
-        watched = Watched(learner, engine, recorder, whereabouts)
-        found = iterate(watched, 0, lambda done: done == options.iterations, Tell(*[lambda *_: None] * 3))
-        held = {"stage": stage, "live": live_bytes() - before, "saved": found.measured.peak_saved_bytes}
-    del learner, engine, recorder, watched
-    parallel_state.destroy_model_parallel()
-    return held
+    case = case_of(options)
+    with opened(case) as engine:
+        engine.begin(0)
+        found = iterate(case, engine, 0, lambda done: done == options.iterations, NOBODY)
+        stage = engine.coordinates.stage
+        return {"stage": stage, "live": live_bytes() - before, "saved": found.measured.peak_saved_bytes}
 
 
 def run(rank: int, folder: str) -> None:

@@ -24,8 +24,8 @@ from evenpipe.planner import StageMemory
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import FORWARD, Unit, build
 from evenpipe.train.data import Corpus
+from evenpipe.train.failure import FailureContext
 from evenpipe.train.options import TrainOptions
-from evenpipe.train.whereabouts import Whereabouts
 
 __all__ = ["profile", "without_memory"]
 
@@ -106,7 +106,7 @@ def _forward(learner: Learner, stage: int, store: ActivationStore, unit: Unit, s
     micro_batch = Tensors(tokens, torch.zeros_like(tokens), torch.zeros(tokens.shape, device=_META))
     shape = (options.seq_length, samples, options.hidden)
     batch = Batch(
-        partial(forward_step, options, Whereabouts(stage)),
+        partial(forward_step, options, FailureContext(stage)),
         [iter([micro_batch])],
         learner.replica.chunks,
         config,

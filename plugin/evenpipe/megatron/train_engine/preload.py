@@ -1,19 +1,5 @@
-"""What the fork server imports once, so that every training process starts with it: torch and megatron-core."""
+"""Imported by a fork server; nothing else imports it."""
 
-import contextlib
-import gc
-import io
-import signal
-import warnings
+from evenpipe.train.preload import preload
 
-# A SIGTERM to the whole process group must leave the fork server: without it the agent knows nothing of its processes.
-# These inherit the mask, and take what has come in the meantime when they lift it. Before the imports, for threads.
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-# megatron-core warns of every optional package that is missing, in several ways; none of them is needed here.
-with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-    warnings.simplefilter("ignore")
-    import evenpipe.megatron.train_engine.process  # noqa: F401
-
-# What is imported stays: the collector need not walk it in every process (0.8 s a collection, 4 processes on 2 cores).
-gc.freeze()
+preload("evenpipe.megatron.train_engine.engine")

@@ -11,13 +11,13 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from evenpipe.megatron.train_engine.engines import Engine
+from evenpipe.megatron.train_engine.schedules import InstalledSchedule
 from evenpipe.megatron.train_engine.step import Learner
 
 __all__ = ["capture", "restore"]
 
 
-def capture(learner: Learner, engine: Engine) -> dict[str, Any]:
+def capture(learner: Learner, schedule: InstalledSchedule) -> dict[str, Any]:
     """All that a process has which the options do not give; nothing is under way.
 
     What is captured may share the memory of what is being trained.
@@ -30,12 +30,12 @@ def capture(learner: Learner, engine: Engine) -> dict[str, Any]:
         "optimizers": [_optimizer_state(optimizer) for optimizer in _parts(learner.optimizer)],
         "scheduler": learner.scheduler.state_dict(),
         "random": _random_state(learner.device),
-        "extra": None if engine.extra is None else engine.extra.state_dict(),
-        "adaptive": None if engine.adaptive is None else engine.adaptive.state_dict(),
+        "extra": None if schedule.extra is None else schedule.extra.state_dict(),
+        "adaptive": None if schedule.adaptive is None else schedule.adaptive.state_dict(),
     }
 
 
-def restore(learner: Learner, engine: Engine, state: dict[str, Any]) -> str | None:
+def restore(learner: Learner, schedule: InstalledSchedule, state: dict[str, Any]) -> str | None:
     """Take over what `capture` gave on the same rank of a run with the same layout.
 
     Returns what to tell the user where the run does not keep what the checkpoint has, or the other way round: it then
@@ -49,9 +49,9 @@ def restore(learner: Learner, engine: Engine, state: dict[str, Any]) -> str | No
             _restore_optimizer(optimizer, saved)
     learner.scheduler.load_state_dict(state["scheduler"])
     _restore_random(learner.device, state["random"])
-    if engine.adaptive is not None and state.get("adaptive") is not None:
-        engine.adaptive.load_state_dict(state["adaptive"])
-    extra = engine.extra
+    if schedule.adaptive is not None and state.get("adaptive") is not None:
+        schedule.adaptive.load_state_dict(state["adaptive"])
+    extra = schedule.extra
     if extra is not None:
         extra.load_state_dict(state["extra"])
     if (extra is None) == (state["extra"] is None):

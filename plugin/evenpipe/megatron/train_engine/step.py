@@ -19,8 +19,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from evenpipe.megatron.train_engine.models import Replica, build_replica
 from evenpipe.megatron.train_engine.optimizer import make_optimizer, make_scheduler
 from evenpipe.train import data
+from evenpipe.train.failure import FailureContext
 from evenpipe.train.options import TrainOptions
-from evenpipe.train.whereabouts import Whereabouts
 
 __all__ = ["Learner", "Stepped", "Tensors", "forward_step", "make_learner", "micro_batches", "train_step"]
 
@@ -68,7 +68,7 @@ def micro_batches(learner: Learner, first_iteration: int) -> list[Iterator[Tenso
     return [_stream(learner, first_iteration) for _ in learner.replica.chunks]
 
 
-def train_step(learner: Learner, streams: list[Iterator[Tensors]], whereabouts: Whereabouts) -> Stepped:
+def train_step(learner: Learner, streams: list[Iterator[Tensors]], failure: FailureContext) -> Stepped:
     """One iteration on what `streams`, one for each model chunk, have next.
 
     Whatever `get_forward_backward_func` returns carries out the schedule.
@@ -79,7 +79,7 @@ def train_step(learner: Learner, streams: list[Iterator[Tensors]], whereabouts: 
         chunk.zero_grad_buffer()
     learner.optimizer.zero_grad()
     reduced: list[dict[str, torch.Tensor]] = pipeline_parallel.get_forward_backward_func()(
-        forward_step_func=partial(forward_step, options, whereabouts),
+        forward_step_func=partial(forward_step, options, failure),
         data_iterator=streams if len(chunks) > 1 else streams[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=options.micro_batches,
@@ -88,7 +88,7 @@ def train_step(learner: Learner, streams: list[Iterator[Tensors]], whereabouts: 
         decoder_seq_length=options.seq_length,
         forward_only=False,
     )
-    whereabouts.enter("optimizer step")
+    failure.enter("optimizer step")
     updated, grad_norm, _ = learner.optimizer.step()
     return Stepped(reduced, updated, grad_norm)
 
@@ -110,7 +110,7 @@ def _stream(learner: Learner, first_iteration: int) -> Iterator[Tensors]:
 
 
 def forward_step(
-    options: TrainOptions, whereabouts: Whereabouts, iterator: Iterator[Tensors], model: torch.nn.Module
+    options: TrainOptions, failure: FailureContext, iterator: Iterator[Tensors], model: torch.nn.Module
 ) -> tuple[Any, Any]:
     """Megatron's forward step: the model's output for the next micro-batch, and how to make a loss of it."""
     batch = next(iterator)
@@ -120,7 +120,7 @@ def forward_step(
         output = model(batch.tokens, positions, None, labels=batch.labels)
     else:
         output = model(batch.tokens, torch.ones_like(batch.tokens), lm_labels=batch.labels)
-    if whereabouts.spoils_output:
+    if failure.spoils_output:
         output = (output[0] * math.nan, *output[1:]) if isinstance(output, tuple) else output * math.nan
     return output, partial(_loss, batch.counted)
 

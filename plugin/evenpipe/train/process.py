@@ -1,4 +1,4 @@
-"""The life of one training process, as torchrun's agent starts it: environment, cases one by one, failures told."""
+"""The life of one training process, as torchrun's agent starts it: environment, cases one by one, failures reported."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from evenpipe.megatron.cpu_mode import cpu_mode
-from evenpipe.megatron.train_engine.loop import Tell
-from evenpipe.megatron.train_engine.worker import run_case
+from evenpipe.train.engine import ENGINES
+from evenpipe.train.failure import FailureContext
 from evenpipe.train.journal import STOPPED_STATUS, Failure, Iteration, Note, Saved, append
 from evenpipe.train.options import OptionsError, TrainOptions
-from evenpipe.train.presence import anybody_gone, sign_in
 from evenpipe.train.result import RunResult
+from evenpipe.train.run import RunEvents, run_case
 from evenpipe.train.stopping import StopRequest
-from evenpipe.train.whereabouts import Whereabouts
 
-__all__ = ["run_cases"]
+__all__ = ["train_cases"]
 
 _TIMEOUT: Final = timedelta(minutes=10)
 # The agent polls every 0.1 s. A process that dies without a word (out of memory, say) breaks its peers' connections at
@@ -39,29 +37,30 @@ _TIMEOUT: Final = timedelta(minutes=10)
 _NOTICE_SECONDS: Final = 0.5
 
 
-def run_cases(cases: tuple[TrainOptions, ...], device_type: str, journal: str) -> list[RunResult]:
+def train_cases(cases: tuple[TrainOptions, ...], device_type: str, journal: str) -> list[RunResult]:
     """Run `cases` one after the other, each in a torch.distributed world of its own; results on rank 0 only.
 
     With --save, SIGTERM has the case under way save, and then ends the process with STOPPED_STATUS.
-    Never raises: an error is told in the journal, and ends the process with status 1.
+    All use engines of one package. Never raises: an error goes into the journal, and ends the process with status 1.
     """
     _end_with_the_parent()
     _environment(device_type, any(options.tensor_parallel > 1 for options in cases))
     rank, folder = int(os.environ["RANK"]), Path(journal)
-    sign_in(folder, rank)
-    whereabouts = Whereabouts(0)
+    (folder / f"{rank}.pid").write_text(str(os.getpid()))
+    failure = FailureContext(0)
     try:
         device = _device(device_type)
+        ENGINES[cases[0].engine].module().prepare(device)
         store = next(rendezvous("env://", timeout=_TIMEOUT))[0]
         stop = None
         if any(options.save is not None for options in cases):
-            stop = StopRequest(lambda: anybody_gone(folder, cases[0].world_size))
+            stop = StopRequest(lambda: _anybody_gone(folder, cases[0].world_size))
         results = []
         for number, options in enumerate(cases):
             stage = rank // (options.data_parallel * options.tensor_parallel)
-            whereabouts = Whereabouts(stage, options.fault)
+            failure = FailureContext(stage, options.fault)
             with _world(PrefixStore(f"case {number}", store), rank, options.world_size, device) as host_group:
-                result = run_case(options, device, whereabouts, _telling(folder, rank, number), host_group, stop)
+                result = run_case(options, device, failure, _into_journal(folder, rank, number), host_group, stop)
             if result is not None:
                 results.append(result)
             if stop is not None and stop.made:
@@ -69,19 +68,29 @@ def run_cases(cases: tuple[TrainOptions, ...], device_type: str, journal: str) -
                 os._exit(STOPPED_STATUS)
         return results
     except BaseException as error:
-        append(folder, rank, _failure(error, whereabouts))
+        append(folder, rank, _entry(error, failure))
         time.sleep(_NOTICE_SECONDS)
         # Not sys.exit: process groups wait for their peers when they are torn down.
         os._exit(1)
 
 
-def _telling(folder: Path, rank: int, case: int) -> Tell:
-    """What case `case` has to say goes into the journal."""
-    return Tell(
+def _into_journal(folder: Path, rank: int, case: int) -> RunEvents:
+    """The events of case `case` go into the journal."""
+    return RunEvents(
         iteration=lambda iteration, loss, ms: append(folder, rank, Iteration(case, iteration, loss, ms)),
         saved=lambda checkpoint: append(folder, rank, Saved(str(checkpoint))),
         note=lambda text: append(folder, rank, Note(text)),
     )
+
+
+def _anybody_gone(folder: Path, processes: int) -> bool:
+    """Whether one of the ranks below `processes`, which leave their process' number there, has ended or not begun."""
+    try:
+        for rank in range(processes):
+            os.kill(int((folder / f"{rank}.pid").read_text()), 0)
+    except (FileNotFoundError, ProcessLookupError, ValueError):
+        return True
+    return False
 
 
 def _end_with_the_parent() -> None:
@@ -121,7 +130,6 @@ def _device(device_type: str) -> torch.device:
         torch.use_deterministic_algorithms(True)
         return device
     torch.set_num_threads(1)
-    cpu_mode().apply()
     return torch.device("cpu")
 
 
@@ -146,13 +154,13 @@ def _world(store: Store, rank: int, size: int, device: torch.device) -> Iterator
     gc.collect()
 
 
-def _failure(error: BaseException, whereabouts: Whereabouts) -> Failure:
+def _entry(error: BaseException, context: FailureContext) -> Failure:
     message = str(error).strip().partition("\n")[0]
     of_options = isinstance(error, OptionsError)
     return Failure(
         clock=time.monotonic(),
-        stage=whereabouts.stage,
-        position=whereabouts.position,
+        stage=context.stage,
+        position=context.position,
         error=message if of_options else f"{type(error).__name__}: {message}" if message else type(error).__name__,
         traceback="".join(traceback.format_exception(error)),
         of_options=of_options,

@@ -1,4 +1,4 @@
-"""What carries out the pipeline schedule: Megatron's own functions, or EvenPipe's in their place."""
+"""The schedule functions that the trainer installs: EvenPipe's, or Megatron's own with an observer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Final, Protocol
 from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
 from evenpipe.megatron.adaptive.static_memory import static_bytes
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
-from evenpipe.megatron.train_engine.follow import Follower, reporting_to
 from evenpipe.megatron.train_engine.step import Learner
+from evenpipe.megatron.train_engine.stock import StockSchedule, reporting_to
 from evenpipe.megatron.two_buffered import StreamSchedule, TwoBuffered
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.executor import Observer
@@ -20,13 +20,13 @@ from evenpipe.tuner.limit import limit_bytes
 from evenpipe.tuner.told import Teller
 from evenpipe.upstream import PatchSet
 
-__all__ = ["Engine", "engine_for"]
+__all__ = ["InstalledSchedule", "installed_schedule"]
 
 _GOES_ON: Final = "group and micro-batch sizes are gone on with"
 _ANEW: Final = "group and micro-batch sizes are chosen anew, as batches, memory or its limit are others"
 
 
-class Engine(Protocol):
+class InstalledSchedule(Protocol):
     """One stage's side of the schedule, installed where `get_forward_backward_func` finds it."""
 
     @property
@@ -46,29 +46,27 @@ class Engine(Protocol):
 
 
 @contextmanager
-def engine_for(
+def installed_schedule(
     learner: Learner, stage: int, recorder: Recorder, note: Callable[[str], None] = lambda text: None
-) -> Iterator[Engine]:
-    """The engine that the learner's options name, active inside; it tells `recorder` of every action.
+) -> Iterator[InstalledSchedule]:
+    """The schedule of the learner's options, in force inside; `recorder` is told of every action.
 
-    `note` is told what the user should see, on every rank.
-
-    One stage is no pipeline: there Megatron's own loop, which is 1F1B, runs under either engine.
+    `note` shows the user a line. One stage is no pipeline: there Megatron's own loop, which is 1F1B, runs always.
     """
     options = learner.options
     if options.engine == "evenpipe" and options.stages > 1:
-        engine = _EvenPipe(learner, recorder, note)
-        with _applied(in_place_of_megatron(engine.schedule)):
-            yield engine
-        engine.schedule.close()  # not after a failure: the process ends, and its peers may wait at the other ends
+        ours = _EvenPipeSchedule(learner, recorder, note)
+        with _applied(in_place_of_megatron(ours.schedule)):
+            yield ours
+        ours.schedule.close()  # not after a failure: the process ends, and its peers may wait at the other ends
     else:
         parameters = [parameter for chunk in learner.replica.chunks for parameter in chunk.parameters()]
-        follower = Follower(options.plan.actions[stage], parameters, recorder)
-        with _applied(reporting_to(follower)):
-            yield follower
+        stock = StockSchedule(options.plan.actions[stage], parameters, recorder)
+        with _applied(reporting_to(stock)):
+            yield stock
 
 
-class _EvenPipe(Observer):
+class _EvenPipeSchedule(Observer):
     """EvenPipe's schedule function; the observer of its executor."""
 
     def __init__(self, learner: Learner, recorder: Recorder, note: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Follows Megatron's own schedules through the actions that they are expected to carry out."""
+"""Megatron's own schedules, observed through the actions that they are expected to carry out."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from evenpipe.schedule import BACKWARD, FORWARD, Action, Kind
 from evenpipe.train.recorder import Recorder
 from evenpipe.upstream import Patch, PatchSet
 
-__all__ = ["Follower", "reporting_to"]
+__all__ = ["StockSchedule", "reporting_to"]
 
 
-class Follower:
-    """Tells a recorder of each compute action of one stage, and counts what each forward saves, while somebody else's
-    schedule carries them out.
+class StockSchedule:
+    """One stage's side of a Megatron schedule: tells a recorder of each compute action, and counts what it saves.
 
     `expected` are the compute actions of one batch, in order; `parameters` are not counted as saved.
     """
@@ -42,7 +41,7 @@ class Follower:
         self._next = 0
 
     @contextmanager
-    def act(self, kind: Kind) -> Iterator[None]:
+    def action(self, kind: Kind) -> Iterator[None]:
         """Around the next action. Raises RuntimeError when another kind of action was expected."""
         action = self._expected[self._next] if self._next < len(self._expected) else None
         if action is None or action.kind != kind:
@@ -56,27 +55,27 @@ class Follower:
             self._recorder.saved(action, self._store.nbytes(action.unit))
 
 
-def reporting_to(follower: Follower) -> PatchSet:
-    """The patches under which Megatron's forward and backward steps report to `follower`."""
-    return PatchSet("follow", [_patch("forward_step", FORWARD, follower), _patch("backward_step", BACKWARD, follower)])
+def reporting_to(schedule: StockSchedule) -> PatchSet:
+    """The patches under which Megatron's forward and backward steps report to `schedule`."""
+    return PatchSet("follow", [_patch("forward_step", FORWARD, schedule), _patch("backward_step", BACKWARD, schedule)])
 
 
-def _patch(function: str, kind: Kind, follower: Follower) -> Patch:
+def _patch(function: str, kind: Kind, schedule: StockSchedule) -> Patch:
     target = f"{SCHEDULES}:{function}"
     return Patch(
         name=function,
         targets=(target,),
         distribution=MEGATRON_CORE,
         versions=recorded(target),
-        replacement=functools.partial(_reporting, follower=follower, kind=kind),
+        replacement=functools.partial(_reporting, schedule=schedule, kind=kind),
         reason="Megatron's schedules do not tell which micro-batch they are at, when, and what it saved",
     )
 
 
-def _reporting(original: Callable[..., Any], follower: Follower, kind: Kind) -> Callable[..., Any]:
+def _reporting(original: Callable[..., Any], schedule: StockSchedule, kind: Kind) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(*args: Any, **kwargs: Any) -> Any:
-        with follower.act(kind):
+        with schedule.action(kind):
             return original(*args, **kwargs)
 
     return step

@@ -8,11 +8,11 @@ import signal
 from evenpipe.schedule import Action
 from evenpipe.train.options import Fault
 
-__all__ = ["Whereabouts"]
+__all__ = ["FailureContext"]
 
 
-class Whereabouts:
-    """Follows one process of stage `stage`. `position` names the action, or the phase outside of a schedule."""
+class FailureContext:
+    """Knows where one process of stage `stage` is: `position` names the action, or the phase outside of a schedule."""
 
     def __init__(self, stage: int, fault: Fault | None = None) -> None:
         self.stage = stage
@@ -31,7 +31,7 @@ class Whereabouts:
         self._iteration = iteration
         self.position = "start of the iteration"
 
-    def act(self, action: Action) -> None:
+    def start_action(self, action: Action) -> None:
         """The process starts `action`. Raises RuntimeError, or ends the process, where that is to be rehearsed."""
         self.position = str(action)
         fault = self._fault

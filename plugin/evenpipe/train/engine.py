@@ -1,0 +1,155 @@
+"""What a training run needs of an engine, and the engines by name.
+
+An engine is a package that `ENGINES` names by its path, so that nothing of it is imported before a process trains with
+it. Its module `engine` fulfils `EngineModule`; a fork server imports its module `preload`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from evenpipe.runtime.counters import MemoryCounter
+    from evenpipe.train.data import Corpus
+    from evenpipe.train.failure import FailureContext
+    from evenpipe.train.options import TrainOptions
+    from evenpipe.train.recorder import Recorder
+    from evenpipe.tuner.tuner import Retune
+
+__all__ = ["ENGINES", "Case", "Coordinates", "Engine", "EnginePackage", "KeptBytes", "OptimizerStep", "Tuned"]
+
+
+class Case(NamedTuple):
+    """One training run, as one of its processes has it; `note` shows the user a line, on rank 0."""
+
+    options: TrainOptions
+    corpus: Corpus
+    device: torch.device
+    failure: FailureContext
+    recorder: Recorder
+    note: Callable[[str], None]
+
+
+class Coordinates(NamedTuple):
+    """A process in the run: pipeline stage, tensor-parallel rank, data-parallel replica; the order of digests."""
+
+    stage: int
+    shard: int
+    replica: int
+
+
+class OptimizerStep(NamedTuple):
+    """What became of an iteration's step; `grad_norm`, before clipping, is None where it was skipped."""
+
+    iteration: int
+    updated: bool
+    grad_norm: float | None
+
+
+class KeptBytes(NamedTuple):
+    """What one process keeps from batch to batch, as in `StageMeasurement`."""
+
+    parameter_bytes: int
+    weight_version_bytes: int
+    held_gradient_bytes: int
+    static_bytes: int
+
+
+class Tuned(NamedTuple):
+    """Decisions on group and micro-batch sizes, and per stage what was predicted for them; the same everywhere."""
+
+    retunes: tuple[Retune, ...] = ()
+    predicted_saved_bytes: tuple[int, ...] = ()
+
+
+class Engine(Protocol):
+    """One process' part of a model in training. It tells the case's recorder of every action."""
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Which part this is."""
+
+    @property
+    def replicas(self) -> dist.ProcessGroup:
+        """The processes with the same part in other data-parallel replicas, and this one."""
+
+    @property
+    def counter(self) -> MemoryCounter:
+        """What this stage holds, with peaks since the last `reset_peak`."""
+
+    def restore(self, state: dict[str, Any]) -> str | None:
+        """Take over what `state` gave on the same rank; what to tell the user where not all of it is kept."""
+
+    def begin(self, iteration: int) -> None:
+        """`iteration`, counted from 0, is the first to be trained; called once, after `restore`."""
+
+    def start_batch(self) -> None:
+        """A batch begins."""
+
+    def train(self, iteration: int) -> list[float]:
+        """Train on the batch of `iteration`; the micro-batches' losses, where the model ends, else nothing.
+
+        Raises OptionsError for an option of which only a run can find that it does not fit.
+        """
+
+    @property
+    def finished(self) -> OptimizerStep | None:
+        """The last step of which everything is known."""
+
+    def drain(self) -> None:
+        """Finish what is under way, on all stages alike: the next batch starts a pipeline of its own."""
+
+    @property
+    def versions_peak(self) -> int:
+        """The most versions of the weights that there have been at once."""
+
+    @property
+    def tuned(self) -> Tuned:
+        """What has been chosen while training."""
+
+    def kept_bytes(self) -> KeptBytes:
+        """What stays from batch to batch."""
+
+    def weights_sha256(self) -> str:
+        """A digest of this process' parameters, see `evenpipe.train.gather.digest`."""
+
+    def state(self) -> dict[str, Any]:
+        """All that this process has which the options do not give, as plain tensors and numbers; nothing is under way.
+
+        What is given may share the memory of what is being trained.
+        """
+
+
+class EngineModule(Protocol):
+    """The functions of an engine's module `engine`."""
+
+    def prepare(self, device: torch.device) -> None:
+        """Called once in a process, before its first run."""
+
+    def opened(self, case: Case) -> AbstractContextManager[Engine]:
+        """The engine of one run, ready to train inside; needs torch.distributed initialised. Leaves nothing behind."""
+
+
+class EnginePackage(NamedTuple):
+    """Where an engine is: the path of its package, and what must be installed for it: (import name, how)."""
+
+    path: str
+    requires: tuple[str, str] | None = None
+
+    def module(self) -> EngineModule:
+        """Import the engine."""
+        return cast(EngineModule, import_module(f"{self.path}.engine"))
+
+
+_MEGATRON: Final = EnginePackage(
+    "evenpipe.megatron.train_engine", ("megatron", "megatron-core is not installed: pip install 'evenpipe[megatron]'")
+)
+#: By the value of --engine.
+ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType({"evenpipe": _MEGATRON, "megatron": _MEGATRON})

@@ -1,0 +1,158 @@
+"""One training run in one of its processes: the iterations, and this process' share of the result."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from evenpipe.runtime.exchange import Exchange
+from evenpipe.schedule import FORWARD, Action
+from evenpipe.train import data
+from evenpipe.train.engine import ENGINES, Case, Engine, OptimizerStep
+from evenpipe.train.failure import FailureContext
+from evenpipe.train.gather import Found, Share, combine, gather, highest
+from evenpipe.train.options import TrainOptions
+from evenpipe.train.recorder import Recorder
+from evenpipe.train.result import RunResult, StageMeasurement
+from evenpipe.train.saver import Saver, load
+from evenpipe.train.stopping import Agreement, StopRequest
+
+__all__ = ["RunEvents", "iterate", "run_case"]
+
+
+class RunEvents(NamedTuple):
+    """What to call while a run is under way.
+
+    `iteration` with (iteration, loss, milliseconds) after each, by one process: the one that knows the loss; `saved`
+    with the folder of a complete checkpoint, `note` with a line that the user should see, both on rank 0.
+    """
+
+    iteration: Callable[[int, float, float], None]
+    saved: Callable[[Path], None]
+    note: Callable[[str], None]
+
+
+def run_case(
+    options: TrainOptions,
+    device: torch.device,
+    failure: FailureContext,
+    events: RunEvents,
+    host_group: dist.ProcessGroup | None = None,
+    stop: StopRequest | None = None,
+) -> RunResult | None:
+    """Train as `options` say; needs torch.distributed initialised with `options.world_size` processes.
+
+    Leaves nothing of the engine behind, so that other cases can follow. The result is returned on rank 0, None
+    elsewhere. `host_group` holds all ranks and moves host memory; it may be left out where the default group does so.
+    `stop` is needed with --save. Raises OptionsError when the data or the checkpoint cannot be read, and NotSaved.
+    """
+    rank, recorder = dist.get_rank(), Recorder(failure)
+    note = events.note if rank == 0 else _nothing
+    case = Case(options, data.load(options), device, failure, recorder, note)
+    with ENGINES[options.engine].module().opened(case) as engine:
+        first = load(options, engine, rank, note)
+        engine.begin(first)
+        found = iterate(case, engine, first, _ending(case, engine, stop, host_group, events), events)
+        failure.enter("gathering results")
+        share = Share(engine.coordinates, found, engine.weights_sha256(), recorder.unit_bytes, recorder.spans)
+        shares = gather(share, host_group)
+    return combine(shares) if shares is not None else None
+
+
+def iterate(case: Case, engine: Engine, first: int, ends_after: Callable[[int], bool], events: RunEvents) -> Found:
+    """All iterations from `first` on, or until `ends_after`, called with how many are done, says so.
+
+    Nothing is under way when it returns. Raises FloatingPointError for a loss that is not finite, but in fp16, where
+    the step is skipped.
+    """
+    losses: list[float] = []
+    times: list[float] = []
+    peaks: list[StageMeasurement] = []
+    # By iteration: a step may be known late, or told more often than once.
+    steps: dict[int, OptimizerStep] = {}
+    for iteration in range(first, case.options.iterations):
+        case.failure.start_iteration(iteration)
+        engine.start_batch()
+        engine.counter.reset_peak()
+        case.recorder.start_batch()
+        start = _clock(case.device)
+        of_micro_batches = engine.train(iteration)
+        times.append((_clock(case.device) - start) * 1e3)
+        _note_step(steps, engine)
+        held = engine.counter.snapshot()
+        peaks.append(StageMeasurement(held.peak_units, held.peak_bytes, held.evicted_bytes, *engine.kept_bytes()))
+        if of_micro_batches:
+            losses.append(_loss(of_micro_batches, iteration, case))
+            mean = _over_replicas(losses[-1], engine.replicas, case.device)
+            if engine.coordinates.replica == engine.coordinates.shard == 0:
+                events.iteration(iteration, mean, times[-1])
+        if ends_after(iteration + 1):
+            break
+        _note_step(steps, engine)
+    engine.drain()
+    _note_step(steps, engine)
+    in_order = [step for _, step in sorted(steps.items())]
+    return Found(
+        first=first,
+        losses=tuple(losses),
+        iteration_ms=tuple(times),
+        measured=highest(peaks),
+        grad_norms=tuple(step.grad_norm if step.updated else None for step in in_order),
+        skipped=tuple(step.iteration for step in in_order if not step.updated),
+        weight_versions=engine.versions_peak,
+        tuned=engine.tuned,
+    )
+
+
+def _note_step(steps: dict[int, OptimizerStep], engine: Engine) -> None:
+    if engine.finished is not None:
+        steps[engine.finished.iteration] = engine.finished
+
+
+def _ending(
+    case: Case, engine: Engine, stop: StopRequest | None, host_group: dist.ProcessGroup | None, events: RunEvents
+) -> Callable[[int], bool]:
+    """Called with how many iterations are done: saves when it is time to, and says whether the run is to end."""
+    if case.options.save is None:
+        return lambda done: done == case.options.iterations
+    assert stop is not None, "a run that saves can be asked to stop"
+    exchange = Exchange(dist.new_group(backend="gloo"), 1, torch.device("cpu"))
+    group = host_group if host_group is not None else dist.group.WORLD
+    assert group is not None
+    return Saver(case, engine, Agreement(stop, exchange), group, events.saved).ends_after
+
+
+def _nothing(text: str) -> None:
+    """Somebody else notes it."""
+
+
+def _loss(of_micro_batches: Sequence[float], iteration: int, case: Case) -> float:
+    """The mean over the micro-batches of this replica."""
+    for micro_batch, value in enumerate(of_micro_batches):
+        if case.options.precision != "fp16" and not math.isfinite(value):
+            case.failure.enter(str(Action(FORWARD, micro_batch, case.options.chunks - 1)))
+            raise FloatingPointError(
+                f"loss is {value} in iteration {iteration + 1}, micro-batch {micro_batch}: "
+                "use a smaller --lr, a longer --lr-warmup, or --load from before it"
+            )
+    return sum(of_micro_batches) / len(of_micro_batches)
+
+
+def _over_replicas(loss: float, replicas: dist.ProcessGroup, device: torch.device) -> float:
+    """The mean over data-parallel replicas, for the log."""
+    mean = torch.tensor(loss, dtype=torch.float64, device=device)
+    dist.all_reduce(mean, group=replicas)
+    return mean.item() / replicas.size()
+
+
+def _clock(device: torch.device) -> float:
+    """Seconds, once the device has computed what it was told; transfers may still be under way."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter()
