@@ -40,9 +40,11 @@ from evenpipe.schedule import ScheduleError, Stream
 os.environ["DS_ACCELERATOR"] = "cpu"
 with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
     warnings.simplefilter("ignore")
-    import evenpipe.deepspeed  # noqa: F401  # isort: skip
+    import evenpipe.deepspeed  # isort: skip
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule
+
+evenpipe.deepspeed.install()
 
 #: What each variant's configuration has under "evenpipe".
 SECTIONS: Final[dict[str, dict[str, str] | None]] = {

@@ -12,7 +12,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor
 from transformer import loss
 
-import evenpipe.deepspeed  # noqa: F401  # the one line that EvenPipe needs; the rest is DeepSpeed's and yours
+import evenpipe.deepspeed
+
+evenpipe.deepspeed.install()  # all that EvenPipe needs; the rest is DeepSpeed's and yours
 
 
 def text(micro_batch: int, length: int, seed: int) -> Iterator[Tensor]:

@@ -13,7 +13,9 @@ import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
 
-import evenpipe.deepspeed  # noqa: F401
+import evenpipe.deepspeed
+
+evenpipe.deepspeed.install()
 
 
 def _with_the_section(section):

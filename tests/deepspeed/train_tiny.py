@@ -21,12 +21,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-import evenpipe.deepspeed  # noqa: F401  # isort: skip
+import evenpipe.deepspeed  # isort: skip
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups
+
+evenpipe.deepspeed.install()
 
 RANKS = 4
 VOCABULARY, HIDDEN, HEADS, SEQUENCE, MICRO_BATCH = 64, 32, 4, 16, 2

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import evenpipe
-from evenpipe.megatron.catalogue import catalogue
-from evenpipe.megatron.checkout import examine, version_in
+from evenpipe.megatron.catalogue import catalogue, examine, version_in
 from evenpipe.megatron.supported import RELEASES
 from evenpipe.upstream import UpstreamError, signature_of
 from evenpipe.upstream.findings import State

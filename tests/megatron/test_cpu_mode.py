@@ -159,7 +159,7 @@ def test_the_cuda_random_state_is_the_cpu_s(mode: PatchSet) -> None:
 
 
 def test_nothing_is_compiled_even_where_torch_was_imported_first() -> None:
-    """A script that imports evenpipe.megatron after Megatron once compiled functions, or looked for a C++ compiler."""
+    """A script that asked for EvenPipe after Megatron once compiled functions, or looked for a C++ compiler."""
     code = """
 import os
 import torch
@@ -171,6 +171,7 @@ def no_compiler(graph, inputs):
 function = torch.compile(lambda x: 2 * x, backend=no_compiler)
 os.environ["EVENPIPE_CPU"] = "1"
 import evenpipe.megatron
+evenpipe.megatron.install()
 assert function(torch.ones(1)) == 2
 """
     environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}

@@ -41,7 +41,8 @@ def test_a_script_saves_and_resumes_and_its_children_are_in_cpu_mode_too(tmp_pat
 def test_a_checkout_that_has_compiled_nothing_uses_the_helpers_of_the_wheel(tmp_path: Path) -> None:
     [installed] = megatron.core.__path__
     shutil.copytree(installed, tmp_path / "megatron" / "core", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    code = "import evenpipe.megatron; from megatron.core.datasets import helpers; import megatron.core as core; "
+    code = "import evenpipe.megatron as ours; ours.install(); "
+    code += "from megatron.core.datasets import helpers; import megatron.core as core; "
     code += "print(core.__path__[0], helpers.build_sample_idx_int32.__module__)"
     run = python("-c", code, EVENPIPE_CPU="1", PYTHONPATH=str(tmp_path))
     assert run.returncode == 0, run.stderr
@@ -60,7 +61,8 @@ def test_a_stand_in_for_triton_s_kernels_raises_when_it_is_called() -> None:
 
 
 def test_switching_it_on_imports_neither_torch_nor_megatron() -> None:
-    code = "import sys, evenpipe.megatron; print('torch' in sys.modules, 'megatron.core' in sys.modules)"
+    code = "import sys, evenpipe.megatron as ours; ours.install(); "
+    code += "print('torch' in sys.modules, 'megatron.core' in sys.modules)"
     run = python("-c", code, EVENPIPE_CPU="1")
     assert run.stdout == "False False\n"
 
@@ -68,7 +70,8 @@ def test_switching_it_on_imports_neither_torch_nor_megatron() -> None:
 @pytest.mark.parametrize(("local", "interface"), [("2", "lo"), ("1", "")])
 @pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface has this name on Linux")
 def test_gloo_stays_on_the_machine_only_where_all_processes_do(local: str, interface: str) -> None:
-    code = "import os, evenpipe.megatron; print(os.environ.get('GLOO_SOCKET_IFNAME', ''))"
+    code = "import os, evenpipe.megatron as ours; ours.install(); "
+    code += "print(os.environ.get('GLOO_SOCKET_IFNAME', ''))"
     run = subprocess.run(
         [sys.executable, "-c", code],
         env={

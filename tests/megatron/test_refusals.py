@@ -13,7 +13,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from evenpipe.megatron.refusals import refuse_unsupported, refused_settings, refused_with_two_versions
-from evenpipe.megatron.saved_tensors import keeping_identity
+from evenpipe.megatron.schedule_patches import keeping_identity
 from evenpipe.megatron.supported import installed_release
 from evenpipe.upstream import PatchSet
 

@@ -13,6 +13,7 @@ from tests.megatron_lm.launch import gpt_flags, start, torchrun
 FLAGS = [*gpt_flags(50), "--pipeline-model-parallel-size", "4", "--bpipe"]
 RAISES = """
     import evenpipe.megatron
+    evenpipe.megatron.install()
     import functools
     import os
     import megatron.core.pipeline_parallel.schedules as schedules

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.megatron.checkout import examine
+from evenpipe.megatron.catalogue import examine
 from tests.megatron_lm.launch import gpt_flags, start, torchrun
 
 PATCHES = Path(__file__).resolve().parent.parent.parent / "patches"
@@ -28,7 +28,7 @@ def patch_for(checkout: Path) -> Path:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_the_patch_adds_one_line_before_every_import_and_can_be_taken_back(copy: Path, tool: str) -> None:
+def test_the_patch_adds_two_lines_before_every_import_and_can_be_taken_back(copy: Path, tool: str) -> None:
     before = (copy / PATCHED).read_text()
     # git would otherwise look for a repository around the copy, and skip what lies outside of it.
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(copy.parent)}
@@ -36,7 +36,8 @@ def test_the_patch_adds_one_line_before_every_import_and_can_be_taken_back(copy:
     subprocess.run(command, cwd=copy, env=environment, check=True)
     after = (copy / PATCHED).read_text()
     first_import = before.index("import ")
-    assert after == f"{before[:first_import]}import evenpipe.megatron\n{before[first_import:]}"
+    ours = "import evenpipe.megatron\nevenpipe.megatron.install()\n"
+    assert after == before[:first_import] + ours + before[first_import:]
     subprocess.run([*command[:2], "-R", *command[2:]], cwd=copy, env=environment, check=True)
     assert (copy / PATCHED).read_text() == before
 

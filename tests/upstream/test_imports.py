@@ -3,9 +3,7 @@
 import importlib
 import importlib.util
 import inspect
-import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -105,13 +103,3 @@ def test_a_missing_module_is_missing_as_ever(package):
     when_imported("early.nowhere", replace_made)
     with pytest.raises(ModuleNotFoundError, match=r"early\.nowhere"):
         importlib.import_module("early.nowhere")
-
-
-def test_the_one_line_import_loads_neither_torch_nor_megatron():
-    program = """
-        import sys
-        import evenpipe.megatron
-        heavy = {"torch", "numpy", "pydantic", "megatron", "matplotlib"} & set(sys.modules)
-        assert not heavy, heavy
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60)

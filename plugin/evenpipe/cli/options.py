@@ -12,8 +12,8 @@ from evenpipe.cli.values import group_size, output_file, picture_file
 from evenpipe.report import StageMemory, Timeline, perfetto_trace, write_atomically
 from evenpipe.report.picture import draw_comparison
 from evenpipe.schedule import SCHEDULES, Schedule, ScheduleError, build
+from evenpipe.settings import in_flags
 from evenpipe.simulate import Simulation
-from evenpipe.train.options import in_flags
 
 __all__ = [
     "add_output_options",

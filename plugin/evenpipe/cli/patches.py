@@ -62,16 +62,14 @@ def _run(arguments: Namespace) -> int:
 
 def _look() -> _Found:
     from evenpipe.deepspeed import catalogue as deepspeed
-    from evenpipe.megatron import installed as megatron
-    from evenpipe.upstream.imports import forget_all
+    from evenpipe.megatron import catalogue as megatron
 
-    forget_all()
     return _Found(megatron.look(), deepspeed.look())
 
 
 def _examine(path: Path) -> _Found:
     from evenpipe.deepspeed import catalogue as deepspeed
-    from evenpipe.megatron import checkout as megatron
+    from evenpipe.megatron import catalogue as megatron
 
     if not path.is_dir():
         raise UsageError(f"--check {path}: there is no such folder: name a checkout of Megatron-LM or DeepSpeed")

@@ -15,7 +15,7 @@ from evenpipe.cli.parser import Commands, UsageError
 
 __all__ = ["add_to"]
 
-_RERUN = "evenpipe.megatron.script.rerun"
+_SPAWNED = "evenpipe.cli.spawned"
 
 
 def add_to(commands: Commands) -> None:
@@ -53,12 +53,15 @@ def _run(arguments: Namespace) -> None:
     main.__file__ = str(script)
     if arguments.deepspeed:
         import evenpipe.deepspeed
-    else:
-        import evenpipe.megatron  # noqa: F401
 
-        # But spawned children, such as those that write checkpoints, start with the module _RERUN.
+        evenpipe.deepspeed.install()
+    else:
+        import evenpipe.megatron
+
+        evenpipe.megatron.install()
+        # But spawned children, such as those that write checkpoints, start with the module _SPAWNED.
         os.environ["EVENPIPE_SCRIPT"] = str(script.resolve())
-        main.__spec__ = ModuleSpec(_RERUN, loader=None)
+        main.__spec__ = ModuleSpec(_SPAWNED, loader=None)
     sys.modules["__main__"] = main
     try:
         exec(compile(source, str(script), "exec", dont_inherit=True), vars(main))

@@ -1,9 +1,14 @@
-"""The only room that names DeepSpeed. Importing it lets a section "evenpipe" of DeepSpeed's configuration take effect.
+"""The only room that names DeepSpeed: its pipeline engine, topology and configuration under EvenPipe.
 
-A script that says `import evenpipe.deepspeed` and whose configuration has no such section runs as if that line were not
-there.
+Importing it changes nothing. A section "evenpipe" of DeepSpeed's configuration takes effect in a script that asks for
+it, before it calls `deepspeed.initialize`::
+
+    import evenpipe.deepspeed
+    evenpipe.deepspeed.install()
+
+Without such a section, it runs as if these lines were not there.
 """
 
-from evenpipe.deepspeed.install import install
+from evenpipe.deepspeed.start import install
 
-install()
+__all__ = ["install"]

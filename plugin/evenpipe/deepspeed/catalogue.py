@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from evenpipe.deepspeed.checkpointing import checkpointing_patches
-from evenpipe.deepspeed.install import engine_patches, start_patches
+from evenpipe.deepspeed.start import engine_patches, start_patches
 from evenpipe.deepspeed.supported import DEEPSPEED, RELEASES, expectations
 from evenpipe.deepspeed.two_buffered.ending import ending_patches
 from evenpipe.upstream import UpstreamError

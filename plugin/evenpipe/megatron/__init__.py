@@ -1,9 +1,13 @@
-"""The only room that names Megatron. Importing it readies the process for a script of Megatron-LM.
+"""The only room that names Megatron: its schedules, optimizers, arguments and checkpoints under EvenPipe.
 
-A script that says `import evenpipe.megatron` before its other imports knows EvenPipe's flags; with none of them given,
-it runs as if that line were not there.
+Importing it changes nothing. A script of Megatron-LM that asks for EvenPipe before its other imports knows its flags::
+
+    import evenpipe.megatron
+    evenpipe.megatron.install()
+
+With none of them given, it runs as if these lines were not there.
 """
 
-from evenpipe.megatron.script import install
+from evenpipe.megatron.script.install import install
 
-install()
+__all__ = ["install"]

@@ -1,32 +1,44 @@
-"""Everything of other packages that EvenPipe replaces or relies on, listed without importing Megatron."""
+"""Everything of Megatron that EvenPipe replaces or relies on, and whether a copy of it is one that EvenPipe knows."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
 
-from evenpipe.megatron.choice import schedule_patches
 from evenpipe.megatron.cpu_mode.core import cpu_mode
 from evenpipe.megatron.cpu_mode.scripts import script_patches as cpu_script_patches
+from evenpipe.megatron.schedule_patches import schedule_patches
 from evenpipe.megatron.script.adaptive.training import adaptive_patches
 from evenpipe.megatron.script.install import script_patches
 from evenpipe.megatron.script.log import log_patch
 from evenpipe.megatron.script.two_buffered.training import two_buffered_patches
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, recorded
 from evenpipe.megatron.train_engine.stock import reporting_to
-from evenpipe.upstream import Expectation, PatchSet
+from evenpipe.upstream import ANY, Expectation, PatchSet, UpstreamError
+from evenpipe.upstream.findings import Finding, Findings, ReadVersion, State, find_by_import, find_in_source
 from evenpipe.upstream.items import Item, Purpose, relied_on, replaced_by
+from evenpipe.upstream.source import literal_in
+from evenpipe.upstream.symbols import module_of
 
-__all__ = ["TRAINING_PACKAGE", "catalogue"]
+__all__ = ["TRAINING_PACKAGE", "VERSION_FILE", "catalogue", "examine", "look", "version_in"]
+
 
 TRAINING_PACKAGE: Final = "megatron.training"
 """What scripts of Megatron-LM are made of; wheels of megatron-core before 0.17 do not have it."""
+
+VERSION_FILE: Final = Path("megatron", "core", "package_info.py")
 
 # The sets below are read and checked, never applied: there is nothing that they could plug in.
 _NOTHING: Any = None
 
 
 def catalogue() -> tuple[Item, ...]:
-    """The patches first, then what is relied on."""
+    """The patches first, then what is relied on; listed without importing Megatron."""
     patches = [item for purpose, sets in _sets().items() for each in sets for item in replaced_by(purpose, each)]
     replaced = {item.symbols[0] for item in patches if item.purpose is Purpose.TRAINING}
     called = dict.fromkeys(symbol for release in RELEASES.values() for symbol in release.signatures)
@@ -46,3 +58,76 @@ def _sets() -> dict[Purpose, list[PatchSet]]:
         Purpose.CPU_MODE: [cpu_mode(), *cpu_script_patches().values()],
         Purpose.TRAINER: [reporting_to(_NOTHING)],
     }
+
+
+def examine(root: Path) -> Findings:
+    """Look at a checkout of Megatron-LM, or at the folder that megatron-core is installed in.
+
+    Symbols of torch are left out, as most are written in C.
+    """
+    version = None
+    try:
+        version = version_in(root)
+        series = ReadVersion(MEGATRON_CORE.name, found=version).series(RELEASES)
+    except UpstreamError as error:
+        return Findings(root, version, None, str(error), ())
+    items = [item for item in catalogue() if item.purpose is not Purpose.TRAINER and item.in_package("megatron")]
+    findings = tuple(_found_in_source(root, item, series, version) for item in items if series in item.versions)
+    return Findings(root, version, series, None, findings)
+
+
+def version_in(root: Path) -> str:
+    """The version of the megatron-core in `root`, without the commit that an import of a checkout adds to it.
+
+    Raises UpstreamError where its file does not state one.
+    """
+    parts = [literal_in(root, f"megatron.core.package_info:{name}") for name in ("MAJOR", "MINOR", "PATCH")]
+    return ".".join(map(str, parts)) + str(literal_in(root, "megatron.core.package_info:PRE_RELEASE"))
+
+
+def _found_in_source(root: Path, item: Item, series: str, version: str) -> Finding:
+    if item.in_package(TRAINING_PACKAGE) and not root.joinpath(*TRAINING_PACKAGE.split(".")).exists():
+        return Finding(item, State.ABSENT)
+    return find_in_source(root, item, series, version)
+
+
+def look() -> Findings:
+    """Import what the catalogue names, and compare it with what is recorded. Never raises for what it finds."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")
+        problem = _import("megatron.core")
+        version = series = root = None
+        if problem is None:
+            root = Path(sys.modules["megatron.core"].__path__[0]).parents[1]
+            try:
+                version = MEGATRON_CORE.version()
+                series = MEGATRON_CORE.series(RELEASES)
+            except UpstreamError as error:
+                problem = str(error)
+        # What a release does not have, nothing of that release relies on.
+        items = [item for item in catalogue() if series is None or not {series, ANY}.isdisjoint(item.versions)]
+        return Findings(root, version, series, problem, tuple(_finding(item) for item in items))
+
+
+def _finding(item: Item) -> Finding:
+    module = module_of(item.symbols[0])
+    failure = _import(module)
+    if failure is None:
+        return find_by_import(item)
+    if item.in_package(TRAINING_PACKAGE) and _import("megatron.core") is None and not _exists(TRAINING_PACKAGE):
+        return Finding(item, State.ABSENT)
+    return Finding(item, State.NOT_IMPORTABLE, failure)
+
+
+def _exists(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _import(module: str) -> str | None:
+    """One line when the module cannot be imported, whatever it raises."""
+    try:
+        import_module(module)
+    except (Exception, SystemExit) as error:
+        said = " ".join(str(error).split())
+        return f"{module}: cannot be imported here ({type(error).__name__}: {said}): run in the environment that trains"
+    return None

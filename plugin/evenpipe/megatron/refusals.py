@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from evenpipe.megatron.saved_tensors import keeps_identity
+from evenpipe.megatron.schedule_patches import keeps_identity
 
 __all__ = ["Refusal", "refuse_unsupported", "refused_settings", "refused_with_two_versions"]
 

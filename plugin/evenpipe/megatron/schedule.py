@@ -12,9 +12,9 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
-from evenpipe.megatron.choice import in_place_of_megatron
 from evenpipe.megatron.process_groups import process_groups
 from evenpipe.megatron.refusals import refuse_unsupported
+from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import CoreRelease, installed_release
 from evenpipe.runtime.connections import connect

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 from evenpipe.upstream.errors import UpstreamError
-from evenpipe.upstream.patches import PatchSet
+from evenpipe.upstream.patches import APPLIED, PatchSet
 
 __all__ = ["apply_or_end", "end_job", "end_with_the_first_error"]
 
@@ -36,9 +36,10 @@ def end_job(message: str) -> NoReturn:
 
 
 def apply_or_end(patches: PatchSet) -> None:
-    """Apply `patches`; what does not fit ends the job."""
+    """Apply `patches`, unless another instance of them has been; what does not fit ends the job."""
     try:
-        patches.apply()
+        if any(state != APPLIED for _, state in patches.check()):
+            patches.apply()
     except UpstreamError as error:
         end_job(str(error))
 

@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["forget_all", "when_imported"]
+__all__ = ["when_imported"]
 
 Action = Callable[[], None]
 
@@ -23,18 +23,13 @@ def when_imported(module: str, action: Action) -> None:
     finder = next((finder for finder in sys.meta_path if isinstance(finder, _Finder)), None)
     if module in sys.modules and (finder is None or module not in finder.executing):
         if getattr(sys.modules[module].__spec__, "_initializing", False):
-            raise ImportError(f"{module} is being imported already: import evenpipe.megatron before it")
+            raise ImportError(f"{module} is being imported already: call evenpipe.megatron.install() before that")
         action()
         return
     if finder is None:
         finder = _Finder()
         sys.meta_path.insert(0, finder)
     finder.actions.setdefault(module, []).append(action)
-
-
-def forget_all() -> None:
-    """Act on no import any more, for a process that wants to look at modules as they are."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
 
 
 class _Finder(MetaPathFinder):

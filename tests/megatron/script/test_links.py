@@ -14,20 +14,19 @@ from rich.console import Console
 
 pytest.importorskip("megatron.core")
 
-from evenpipe.megatron.script.links import LinkTable
-from evenpipe.megatron.script.needs import recompute_scope, transfer_need
-from evenpipe.megatron.script.seats import Seat, Seating
+from evenpipe.megatron.script.link_table import LinkTable, recompute_scope, transfer_need
 from evenpipe.runtime.bandwidth import MeasuredPair
+from evenpipe.runtime.locations import JobLayout, ProcessLocation
 from evenpipe.runtime.placement import place
 from evenpipe.settings import EvenPipeConfig
 
 EVICTIONS = (4, 0, 0, 0)
 
 
-def seats(nodes, pipeline=0, gbps=10.0):
+def processes(nodes, pipeline=0, gbps=10.0):
     """One pipeline, a stage on each of `nodes`; stage s sends s GB/s faster than stage 0."""
     return [
-        Seat(pipeline + 10 * stage, pipeline, stage, node, "host", 0, gbps + stage, 1e12)
+        ProcessLocation(pipeline + 10 * stage, pipeline, stage, node, "host", 0, gbps + stage, 1e12)
         for stage, node in enumerate(nodes)
     ]
 
@@ -45,8 +44,8 @@ def shown(table):
 
 
 def test_the_table_has_a_row_a_stage_of_rank_0s_pipeline():
-    mixed = [*seats("BBBB", pipeline=1), *reversed(seats("ABBA"))]
-    assert shown(Seating(mixed, EVICTIONS).table(8.5)) == [
+    mixed = [*processes("BBBB", pipeline=1), *reversed(processes("ABBA"))]
+    assert shown(JobLayout(mixed, EVICTIONS).table(8.5)) == [
         ["stage", "node", "local rank", "rank", "role", "partner", "link", "needs GB/s", "has GB/s"],
         ["0", "A (host)", "0", "0", "evictor", "3", "same node", "8.50", "10.00"],
         ["1", "B (host)", "0", "10", "alone", "", "", "", ""],
@@ -56,32 +55,33 @@ def test_the_table_has_a_row_a_stage_of_rank_0s_pipeline():
 
 
 def test_a_pair_is_as_fast_as_its_slower_direction():
-    seating = Seating([*seats("ABBA"), *seats("AABB", 1, 2.0)], EVICTIONS)
-    assert seating.pairs == (MeasuredPair(0, 3, False, 10.0), MeasuredPair(0, 3, True, 2.0))
+    layout = JobLayout([*processes("ABBA"), *processes("AABB", 1, 2.0)], EVICTIONS)
+    assert layout.pairs == (MeasuredPair(0, 3, False, 10.0), MeasuredPair(0, 3, True, 2.0))
 
 
 @pytest.mark.parametrize(
     ("others", "summary"),
     [
         ([], "0 of 1 pairs cross nodes"),
-        ([seats("CDDC", 1)], "all 2 pipelines sit like this one; 0 of 2 pairs cross nodes"),
+        ([processes("CDDC", 1)], "all 2 pipelines sit like this one; 0 of 2 pairs cross nodes"),
         (
-            [seats("CDDC", 1), seats("CCDD", 2)],
+            [processes("CDDC", 1), processes("CCDD", 2)],
             "2 of 3 pipelines sit like this one; 1 of 3 pairs cross nodes",
         ),
     ],
 )
 def test_the_summary_counts_every_pipeline(others, summary):
-    assert Seating([*seats("ABBA"), *(seat for other in others for seat in other)], EVICTIONS).summary() == summary
+    everybody = [*processes("ABBA"), *(process for other in others for process in other)]
+    assert JobLayout(everybody, EVICTIONS).summary() == summary
 
 
 def test_pipelines_of_64_stages_are_shown_whole():
     placement = place(64, 1, 1, 8)
     rows = [
-        Seat(placement.rank_of_slot(slot), 0, c.pp, str(slot // 8), "host", slot % 8, 1.0, 1e12)
+        ProcessLocation(placement.rank_of_slot(slot), 0, c.pp, str(slot // 8), "host", slot % 8, 1.0, 1e12)
         for slot, c in enumerate(placement.slots)
     ]
-    table = shown(Seating(rows, [1] * 31 + [0] * 33).table(1.0))
+    table = shown(JobLayout(rows, [1] * 31 + [0] * 33).table(1.0))
     assert [row[0] for row in table[1:]] == [str(stage) for stage in range(64)]
     assert {row[6] for row in table[1:]} == {"same node", ""}
 
@@ -170,7 +170,8 @@ LINES = {
 def test_below_the_table_is_how_ranks_are_placed_and_what_to_do(case):
     (placement, nodes, gbps), arguments, order, remedy = LINES[case]
     args = megatrons(use_tp_pp_dp_mapping=True, **arguments)
-    lines = printed(LinkTable(args, EvenPipeConfig(bpipe=True), placement).rendered(seats(nodes, 0, gbps), EVICTIONS))
+    table = LinkTable(args, EvenPipeConfig(bpipe=True), placement)
+    lines = printed(table.rendered(processes(nodes, 0, gbps), EVICTIONS))
     below = [line.strip() for line in lines[lines.index(next(line for line in lines if line[0] == "└")) + 1 :]]
     assert below[0] == order
     assert [line.split(":")[0] for line in below[2:]] == ["needs", "has", *(["warning"] if remedy else [])]
@@ -179,7 +180,8 @@ def test_below_the_table_is_how_ranks_are_placed_and_what_to_do(case):
 
 
 def test_a_short_pipeline_evicts_nothing():
-    lines = printed(LinkTable(megatrons(), EvenPipeConfig(bpipe=True), place(2, 1, 1, 2)).rendered(seats("AA"), (0, 0)))
+    table = LinkTable(megatrons(), EvenPipeConfig(bpipe=True), place(2, 1, 1, 2))
+    lines = printed(table.rendered(processes("AA"), (0, 0)))
     assert lines[-1] == "  no stage holds more micro-batches than BPipe's bound: nothing will be evicted"
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from evenpipe.megatron.script.folders import folder_of
+from evenpipe.megatron.script.hooks import folder_of
 from evenpipe.megatron.script.two_buffered.checkpoint import resume, save
 
 BESIDE, INSIDE = ".evenpipe_2bw/0000007_stage_02_shard_01.pt", "iter_0000007/evenpipe_2bw/stage_02_shard_01.pt"

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
-from evenpipe.megatron.script.links import LinkTable
+from evenpipe.megatron.script.link_table import LinkTable
 from evenpipe.megatron.script.placing import place_process
 from evenpipe.settings import EvenPipeConfig
 

@@ -1,5 +1,1 @@
 """The drop-in for Megatron-LM's own scripts: flags in Megatron's parser, EvenPipe's schedule where they ask for it."""
-
-from evenpipe.megatron.script.install import install
-
-__all__ = ["install"]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from evenpipe.megatron.script.folders import folder_of
 from evenpipe.megatron.training_supported import training_patch
 from evenpipe.upstream import Patch
 
-__all__ = ["Training", "save_patch", "set_up_patch"]
+__all__ = ["Training", "folder_of", "folders_loaded_from", "save_patch", "set_up_patch"]
 
 
 class Training(Protocol):
@@ -63,3 +63,19 @@ def _with_save(original: Callable[..., Any], training: Training) -> Callable[...
         return training.save(given.arguments["iteration"], given.arguments["model"], folder, write)
 
     return save_checkpoint
+
+
+def folder_of(args: Namespace, non_persistent: bool) -> str:
+    """Where Megatron puts the folders of its checkpoints."""
+    if not non_persistent:
+        return str(args.save)
+    return str(args.non_persistent_global_ckpt_dir or os.path.join(args.save, "non_persistent"))
+
+
+def folders_loaded_from(args: Namespace) -> list[str]:
+    """Where Megatron has looked for what it loaded."""
+    return [
+        folder
+        for folder in (args.load, os.path.join(args.load, "non_persistent"), args.non_persistent_global_ckpt_dir)
+        if folder
+    ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evenpipe.megatron.apex import wrong_apex
 from evenpipe.megatron.script.checks import check
@@ -13,7 +15,10 @@ from evenpipe.settings import EvenPipeConfig
 from evenpipe.upstream import UpstreamError
 from evenpipe.upstream.ending import end_job, end_with_the_first_error
 
-__all__ = ["start"]
+if TYPE_CHECKING:
+    from evenpipe.tracing.iteration import IterationTrace
+
+__all__ = ["start", "trace_of"]
 
 
 def start(args: Namespace) -> None:
@@ -34,10 +39,9 @@ def start(args: Namespace) -> None:
 def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
     # Imported here: a run without EvenPipe's flags does not pay for it.
     from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
-    from evenpipe.megatron.script.links import LinkTable
+    from evenpipe.megatron.script.link_table import LinkTable
     from evenpipe.megatron.script.log import TrainingLog
     from evenpipe.megatron.script.placing import place_process
-    from evenpipe.megatron.script.trace import trace_of
 
     placement = place_process(args, config, os.environ)
     observer = trace_of(config.trace, config.trace_iteration, args) if config.trace is not None else None
@@ -65,3 +69,28 @@ def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
     end_with_the_first_error()
     if args.rank == 0 and (apex := wrong_apex()) is not None:
         print(f"evenpipe: warning: {apex}", file=sys.stderr, flush=True)
+
+
+def trace_of(path: Path, iteration: int | None, args: Namespace) -> IterationTrace:
+    """What records the timeline of `iteration`, as Megatron's log counts (None: the second of this run), into `path`.
+
+    `args` are Megatron's: `rank`, and `curr_iteration`, which Megatron sets before each iteration::
+
+        PipelineSchedule(name, bpipe, observer=trace_of(config.trace, config.trace_iteration, args))
+    """
+    from megatron.core import parallel_state
+
+    from evenpipe.tracing.iteration import IterationTrace, TracedJob
+    from evenpipe.tracing.row import Place
+
+    def place() -> Place:
+        data, context = parallel_state.get_data_parallel_rank(), parallel_state.get_context_parallel_rank()
+        tensor = parallel_state.get_tensor_model_parallel_rank()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        shown = f", context {context}" if parallel_state.get_context_parallel_world_size() > 1 else ""
+        return Place((data, context, tensor, stage), f"stage {stage}, data {data}{shown}, tensor {tensor}")
+
+    def log(line: str) -> None:
+        print(f" [evenpipe] {line}", flush=True)
+
+    return IterationTrace(path, iteration, TracedJob(args.rank, lambda: args.curr_iteration + 1, place, log))

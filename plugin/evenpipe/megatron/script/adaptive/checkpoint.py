@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from evenpipe.megatron.script.adaptive.checks import why_one_size
-from evenpipe.megatron.script.folders import folders_loaded_from
+from evenpipe.megatron.script.hooks import folders_loaded_from
 from evenpipe.report import write_atomically
 
 __all__ = ["resumed", "save"]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from evenpipe.megatron.script.folders import folders_loaded_from
+from evenpipe.megatron.script.hooks import folders_loaded_from
 
 if TYPE_CHECKING:
     from evenpipe.megatron.two_buffered import TwoBuffered

@@ -9,8 +9,9 @@ import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -18,16 +19,24 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from evenpipe.megatron.schedule import PipelineSchedule
-from evenpipe.megatron.script.needs import Need, compute_flops, recompute_scope, transfer_need
 from evenpipe.megatron.script.placing import why_not_placed
-from evenpipe.megatron.script.seats import Seat, Seating
-from evenpipe.runtime.bandwidth import MeasuredPair, bandwidth_warnings
+from evenpipe.runtime.bandwidth import (
+    MeasuredPair,
+    ModelShape,
+    Recompute,
+    bandwidth_warnings,
+    forward_flops,
+    required_gbps,
+    transfer_bytes,
+)
+from evenpipe.runtime.compute_speed import matrix_flops
 from evenpipe.runtime.gather import gather_text
 from evenpipe.runtime.link_speed import sending_gbps
+from evenpipe.runtime.locations import JobLayout, ProcessLocation
 from evenpipe.runtime.placement import Placement
 from evenpipe.settings import EvenPipeConfig, flag
 
-__all__ = ["LinkTable"]
+__all__ = ["LinkTable", "Need", "compute_flops", "recompute_scope", "transfer_need"]
 
 _WIDTH_OF_A_LOG: Final = 200
 _NO_PAIRS: Final = ("no stage holds more micro-batches than BPipe's bound: nothing will be evicted",)
@@ -59,7 +68,7 @@ class LinkTable:
         assert executor is not None, "called when the links have been made"
         pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
         host = socket.gethostname()
-        seat = Seat(
+        process = ProcessLocation(
             rank=dist.get_rank(),
             pipeline=pipeline[0],
             stage=executor.stage_index,
@@ -70,21 +79,21 @@ class LinkTable:
             flops=compute_flops(self._args, executor.device),
             sends_gbps=sending_gbps(executor.connections, executor.stage_index, executor.device),
         )
-        texts = gather_text(json.dumps(seat))
+        texts = gather_text(json.dumps(process))
         if texts is not None:
             chunks = self._args.virtual_pipeline_model_parallel_size or 1
             program = schedule.program(len(pipeline), get_num_microbatches(), chunks)
-            _print(self.rendered([Seat(*json.loads(text)) for text in texts], program.schedule.evictions))
+            _print(self.rendered([ProcessLocation(*json.loads(text)) for text in texts], program.schedule.evictions))
 
-    def rendered(self, seats: Sequence[Seat], evictions: Sequence[int]) -> Group:
-        """The table and the lines below it, for all seats of a job whose stages evict so many micro-batches each."""
-        need = transfer_need(self._args, statistics.median(seat.flops for seat in seats))
-        seating = Seating(seats, evictions)
-        pairs = seating.pairs
-        lines = (self._order(), *(_explained(seating, need) if pairs else _NO_PAIRS))
+    def rendered(self, processes: Sequence[ProcessLocation], evictions: Sequence[int]) -> Group:
+        """The table and the lines below it, for a job's processes, whose stages evict so many micro-batches each."""
+        need = transfer_need(self._args, statistics.median(process.flops for process in processes))
+        layout = JobLayout(processes, evictions)
+        pairs = layout.pairs
+        lines = (self._order(), *(_explained(layout, need) if pairs else _NO_PAIRS))
         return Group(
             Text("evenpipe: where stages sit, and what the links between partners carry", style="bold"),
-            seating.table(need.strict_gbps),
+            layout.table(need.strict_gbps),
             *(Text(f"  {line}") for line in lines),
             *(Text(f"  warning: {line}", style="yellow") for line in self._warnings(pairs, need)),
         )
@@ -107,9 +116,9 @@ class LinkTable:
         return bandwidth_warnings(pairs, need.strict_gbps, across_nodes=across, within_nodes=recompute)
 
 
-def _explained(seating: Seating, need: Need) -> tuple[str, ...]:
+def _explained(layout: JobLayout, need: Need) -> tuple[str, ...]:
     return (
-        seating.summary(),
+        layout.summary(),
         f"needs: at most, estimated: {need.origin}; two thirds of it hide all but a part of the loads",
         "has: measured on these links just now, all pairs at once, in the direction in which the stage sends",
     )
@@ -121,3 +130,57 @@ def _print(printed: Group) -> None:
         console.width = _WIDTH_OF_A_LOG
     console.print(printed, soft_wrap=True)
     sys.stdout.flush()
+
+
+_EQUATIONS: Final[dict[Recompute, str]] = {
+    "none": "equation 4, attention scores saved",
+    "selective": "equation 5, no attention scores saved",
+    "full": "equation 6, layers recomputed",
+}
+# A device is as fast with more rows or columns; these are allocated at once.
+_MOST_ROWS: Final = 4096
+_MOST_COLUMNS: Final = 4096
+
+
+class Need(NamedTuple):
+    """GB/s (10^9 bytes/s) that hide a transfer behind one forward, and in words where the number comes from."""
+
+    strict_gbps: float
+    origin: str
+
+
+def compute_flops(args: Namespace, device: torch.device) -> float:
+    """Floating-point operations per second of `device` in a matrix product of the model's shape and type."""
+    rows = args.seq_length // args.context_parallel_size * args.micro_batch_size
+    columns = 4 * args.hidden_size // args.tensor_model_parallel_size
+    return matrix_flops(device, args.params_dtype, min(rows, _MOST_ROWS), args.hidden_size, min(columns, _MOST_COLUMNS))
+
+
+def transfer_need(args: Namespace, flops: float) -> Need:
+    """What one transfer of a micro-batch's saved activations needs, if a forward runs at `flops` all the time.
+
+    An upper bound for dense layers with an MLP of four times the hidden size: a real forward takes longer.
+    """
+    shape = ModelShape(args.num_layers, args.num_attention_heads, args.hidden_size, args.seq_length)
+    p, t = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    # Context-parallel ranks share a micro-batch's sequence as they would share its samples.
+    b = args.micro_batch_size / args.context_parallel_size
+    scope, fp32 = recompute_scope(args), args.params_dtype == torch.float32
+    nbytes = transfer_bytes(shape, p, t, b, scope, sequence_parallel=args.sequence_parallel) * (2 if fp32 else 1)
+    strict = required_gbps(nbytes, forward_flops(shape, p, t, b) / flops * 1e3)
+    sequence = f"{'with' if args.sequence_parallel else 'without'} sequence parallelism, " if t > 1 else ""
+    return Need(
+        strict,
+        f"{nbytes / 2**20:,.1f} MiB a micro-batch ({_EQUATIONS[scope]}, {sequence}{'32' if fp32 else '16'} bit) within "
+        f"a forward, if it ran at the {flops / 1e12:,.3g} TFLOP/s of a matrix product of this shape",
+    )
+
+
+def recompute_scope(args: Namespace) -> Recompute:
+    """What Megatron's arguments have recomputed; fused attention saves as little as recomputed attention."""
+    if args.recompute_granularity == "full":
+        return "full"
+    recomputed = args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"])
+    backend = getattr(getattr(args, "attention_backend", None), "name", "auto")
+    fused = args.transformer_impl == "transformer_engine" and backend in ("auto", "flash", "fused")
+    return "selective" if recomputed or fused else "none"

@@ -10,10 +10,10 @@ from rich.table import Table
 from evenpipe.runtime.bandwidth import MeasuredPair
 from evenpipe.schedule import partner
 
-__all__ = ["Seat", "Seating"]
+__all__ = ["JobLayout", "ProcessLocation"]
 
 
-class Seat(NamedTuple):
+class ProcessLocation(NamedTuple):
     """One process. `pipeline` is the rank of its first stage; `node` tells nodes apart, `host` is the machine's name.
 
     `sends_gbps` is how fast it sends to its partner; `flops` is how fast it computes.
@@ -29,24 +29,24 @@ class Seat(NamedTuple):
     flops: float
 
 
-class Seating:
-    """All seats of a job, with `evictions`: how many micro-batches each stage evicts in a batch."""
+class JobLayout:
+    """All processes of a job, with `evictions`: how many micro-batches each stage evicts in a batch."""
 
-    def __init__(self, seats: Sequence[Seat], evictions: Sequence[int]) -> None:
+    def __init__(self, processes: Sequence[ProcessLocation], evictions: Sequence[int]) -> None:
         self._stages = len(evictions)
         self._evictors = [stage for stage, count in enumerate(evictions) if count]
-        self._pipelines: dict[int, list[Seat]] = {}
-        for seat in sorted(seats, key=lambda seat: (seat.pipeline, seat.stage)):
-            self._pipelines.setdefault(seat.pipeline, []).append(seat)
+        self._pipelines: dict[int, list[ProcessLocation]] = {}
+        for process in sorted(processes, key=lambda process: (process.pipeline, process.stage)):
+            self._pipelines.setdefault(process.pipeline, []).append(process)
 
     @property
     def pairs(self) -> tuple[MeasuredPair, ...]:
         """Every pair that exchanges activations, pipeline by pipeline."""
         found = []
-        for seats in self._pipelines.values():
+        for processes in self._pipelines.values():
             for stage in self._evictors:
-                evictor, acceptor = seats[stage], seats[partner(stage, self._stages)]
-                gbps = min(seat.sends_gbps or 0.0 for seat in (evictor, acceptor))
+                evictor, acceptor = processes[stage], processes[partner(stage, self._stages)]
+                gbps = min(process.sends_gbps or 0.0 for process in (evictor, acceptor))
                 found.append(MeasuredPair(stage, acceptor.stage, evictor.node != acceptor.node, gbps))
         return tuple(found)
 
@@ -56,15 +56,15 @@ class Seating:
         for column in table.columns:
             column.overflow = "fold"
             column.justify = "left" if column.header in ("node", "role", "link") else "right"
-        seats = self._pipelines[0]
-        for seat in seats:
-            other = seats[partner(seat.stage, self._stages)]
-            where = seat.host if seat.node == seat.host else f"{seat.node} ({seat.host})"
-            cells = [str(seat.stage), where, str(seat.local_rank), str(seat.rank)]
-            if seat.stage in self._evictors or other.stage in self._evictors:
-                role = "evictor" if seat.stage in self._evictors else "acceptor"
-                link = "same node" if seat.node == other.node else "between nodes"
-                cells += [role, str(other.stage), link, f"{strict_gbps:.2f}", f"{seat.sends_gbps or 0.0:.2f}"]
+        processes = self._pipelines[0]
+        for process in processes:
+            other = processes[partner(process.stage, self._stages)]
+            where = process.host if process.node == process.host else f"{process.node} ({process.host})"
+            cells = [str(process.stage), where, str(process.local_rank), str(process.rank)]
+            if process.stage in self._evictors or other.stage in self._evictors:
+                role = "evictor" if process.stage in self._evictors else "acceptor"
+                link = "same node" if process.node == other.node else "between nodes"
+                cells += [role, str(other.stage), link, f"{strict_gbps:.2f}", f"{process.sends_gbps or 0.0:.2f}"]
             else:
                 cells += ["alone", "", "", "", ""]
             table.add_row(*cells)
@@ -74,13 +74,13 @@ class Seating:
         """How many pipelines sit alike, and how many pairs cross nodes."""
         pairs, pipelines = self.pairs, len(self._pipelines)
         crossing = sum(pair.crosses_nodes for pair in pairs)
-        alike = sum(_pattern(seats) == _pattern(self._pipelines[0]) for seats in self._pipelines.values())
+        alike = sum(_pattern(processes) == _pattern(self._pipelines[0]) for processes in self._pipelines.values())
         spread = f"all {pipelines}" if alike == pipelines else f"{alike} of {pipelines}"
         replicas = f"{spread} pipelines sit like this one; " if pipelines > 1 else ""
         return f"{replicas}{crossing} of {len(pairs)} pairs cross nodes"
 
 
-def _pattern(seats: Sequence[Seat]) -> list[int]:
+def _pattern(processes: Sequence[ProcessLocation]) -> list[int]:
     """For each stage, the first stage on its node: the same for pipelines that sit alike on different nodes."""
-    nodes = [seat.node for seat in seats]
+    nodes = [process.node for process in processes]
     return [nodes.index(node) for node in nodes]

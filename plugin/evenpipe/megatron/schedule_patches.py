@@ -1,17 +1,54 @@
-"""In `ctx.saved_tensors` autograd functions find the very leaves that they saved, recorded or not."""
+"""The patches under which Megatron's training loop is given EvenPipe's schedule, and saved leaves stay themselves."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from evenpipe.upstream import ANY, BUILTIN, Distribution, Patch
+from evenpipe.megatron.supported import MEGATRON_CORE, SCHEDULES, installed_release, recorded
+from evenpipe.upstream import ANY, BUILTIN, Distribution, Expectation, Patch, PatchSet
 from evenpipe.upstream.symbols import MARK
 
-__all__ = ["keeping_identity", "keeps_identity"]
+__all__ = ["in_place_of_megatron", "keeping_identity", "keeps_identity", "schedule_patches"]
+
+_CHOICE = f"{SCHEDULES}:get_forward_backward_func"
+
+
+def in_place_of_megatron(schedule: Callable[..., Any]) -> PatchSet:
+    """The patches under which `get_forward_backward_func` returns `schedule` where it would return a pipelined one."""
+    called = [symbol for symbol in installed_release().signatures if symbol != _CHOICE]
+    expectations = [Expectation(symbol, MEGATRON_CORE, recorded(symbol)) for symbol in called]
+    return PatchSet("schedule", schedule_patches(schedule), expectations)
+
+
+def schedule_patches(schedule: Callable[..., Any]) -> list[Patch]:
+    """What `in_place_of_megatron` applies; made without looking at what is installed."""
+    choice = Patch(
+        name="schedule",
+        targets=(_CHOICE, "megatron.core.pipeline_parallel:get_forward_backward_func"),
+        distribution=MEGATRON_CORE,
+        versions=recorded(_CHOICE),
+        replacement=functools.partial(_choosing, schedule=schedule),
+        reason="Megatron has no other way to plug in a pipeline schedule",
+        rebinds=True,
+    )
+    return [choice, keeping_identity()]
+
+
+def _choosing(original: Callable[..., Any], schedule: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+    @functools.wraps(original)
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        chosen = original(*args, **kwargs)
+        return chosen if chosen is forward_backward_no_pipelining else schedule
+
+    return get_forward_backward_func
 
 
 def keeping_identity() -> Patch:

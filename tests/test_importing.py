@@ -1,0 +1,99 @@
+"""Importing EvenPipe changes nothing: no patch, no finder, and nothing heavy, before somebody asks."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+IMPORTS_EVERYTHING = """
+    import os, pkgutil, sys, types
+    from importlib import import_module
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed, megatron.core.models.gpt, megatron.core.optimizer, torch._dynamo
+    import megatron.core.pipeline_parallel.schedules
+
+    def symbols():
+        found = {}
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] in ("torch", "megatron", "deepspeed") and isinstance(module, types.ModuleType):
+                for key, value in list(vars(module).items()):
+                    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+                        found[name, key] = value
+                        if isinstance(value, type):
+                            found |= {(name, key, inner): held for inner, held in list(vars(value).items())
+                                      if callable(held) or isinstance(held, (property, staticmethod, classmethod))}
+        return found
+
+    finders, before, hook = list(sys.meta_path), symbols(), sys.excepthook
+    assert len(before) > 20000, len(before)
+    import evenpipe
+    for module in pkgutil.walk_packages(evenpipe.__path__, "evenpipe."):
+        if module.name not in ("evenpipe.__main__", {preload!r}):
+            import_module(module.name)
+    after = symbols()
+    changed = [name for name, value in before.items() if after.get(name) is not value]
+    assert not changed, changed
+    assert sys.meta_path == finders, sys.meta_path
+    assert sys.excepthook is hook
+
+    from evenpipe.deepspeed.catalogue import catalogue as of_deepspeed
+    from evenpipe.megatron.catalogue import catalogue as of_megatron
+    from evenpipe.upstream import APPLIED
+    items = [item for item in (*of_megatron(), *of_deepspeed()) if item.is_replaced]
+    assert len(items) > 50
+    assert not [item.name for item in items if item.check() == APPLIED]
+"""
+PRELOAD = "evenpipe.megatron.train_engine.preload"
+"""Made to be imported by a server that training processes are forked from: it prepares that process."""
+
+
+def run(program: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_every_module_leaves_finders_and_frameworks_as_they_were() -> None:
+    run(IMPORTS_EVERYTHING.replace("{preload!r}", repr(PRELOAD)))
+
+
+@pytest.mark.parametrize(("framework", "needed"), [("megatron", set()), ("deepspeed", {"pydantic"})])
+def test_asking_imports_no_framework_and_asking_twice_is_asking_once(framework: str, needed: set[str]) -> None:
+    run(f"""
+        import sys
+        before = list(sys.meta_path)
+        import evenpipe.{framework}
+        assert sys.meta_path == before
+        for _ in range(2):
+            evenpipe.{framework}.install()
+        assert len(sys.meta_path) == len(before) + 1
+        heavy = {{"torch", "numpy", "pydantic", "megatron", "deepspeed", "matplotlib"}} & set(sys.modules)
+        assert sorted(heavy) == {sorted(needed)}
+    """)
+
+
+def test_what_is_asked_for_twice_is_applied_once() -> None:
+    run("""
+        import os
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import evenpipe.deepspeed
+        evenpipe.deepspeed.install()
+        evenpipe.deepspeed.install()
+        import deepspeed
+        evenpipe.deepspeed.install()
+        assert hasattr(deepspeed.initialize, "__evenpipe_patch__")
+        assert not hasattr(deepspeed.initialize.__wrapped__, "__evenpipe_patch__")
+    """)
+
+
+@pytest.mark.parametrize("command", ["schedule", "simulate"])
+def test_looking_at_a_schedule_needs_neither_a_framework_nor_torch(command: str) -> None:
+    costs = ["--forward-ms", "1", "--backward-ms", "2"] if command == "simulate" else []
+    run(f"""
+        import sys
+        from evenpipe.cli.main import main
+        assert main([{command!r}, "--schedule", "1f1b", "--stages", "2", "--micro-batches", "2", *{costs}]) == 0
+        found = {{"torch", "evenpipe.megatron", "evenpipe.deepspeed", "evenpipe.train"}} & set(sys.modules)
+        assert not found, found
+    """)
