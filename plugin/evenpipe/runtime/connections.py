@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from evenpipe.runtime.channel import Channel, open_channels
+from evenpipe.runtime.ending import rest_at_exit
 from evenpipe.schedule import Link, partner
 
 __all__ = ["Connections", "connect", "pipeline_links"]
@@ -47,6 +48,7 @@ def connect(ranks: Sequence[int], wraps: bool, bpipe: bool, backend: str, device
     Large messages hold up small ones behind them, so every link has a group of its own. What an evicted micro-batch
     consists of is told over gloo on the host, beside the activations.
     """
+    rest_at_exit()
     stages = len(ranks)
     links = pipeline_links(stages, wraps, bpipe)
     opened = open_channels([(link.kind, ranks[link.source], ranks[link.target]) for link in links], backend, device)

@@ -14,6 +14,7 @@ from evenpipe.megatron.cpu_mode.modules import (
     take_dataset_helpers_from_the_wheel,
 )
 from evenpipe.megatron.cpu_mode.scripts import script_patches
+from evenpipe.runtime.ending import rest_at_exit
 from evenpipe.upstream.ending import apply_or_end
 from evenpipe.upstream.imports import when_imported
 
@@ -27,6 +28,7 @@ def install_cpu_mode() -> None:
     """
     _set_environment(os.environ)
     _compile_nothing(os.environ)
+    rest_at_exit()
     stand_in_for_triton_kernels()
     when_imported(DATASETS, take_dataset_helpers_from_the_wheel)
     when_imported("megatron.core", functools.partial(apply_or_end, cpu_mode()))
