@@ -1,15 +1,17 @@
-"""What the section says of the model, done before an engine is made for it: its partition and its placement."""
+"""Deals the layers of a PipelineModule out to stages as the section says, before an engine is made for it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
-from evenpipe.deepspeed.layers import check_boundaries, deal_out, parameters_after
 from evenpipe.deepspeed.section import Section, SectionError
 from evenpipe.deepspeed.topology import wanted_topology
 
@@ -31,7 +33,7 @@ def arrange(section: Section, arguments: MutableMapping[str, Any]) -> None:
     boundaries = module.parts
     if section.partition is not None:
         boundaries = list(section.partition)
-        check_boundaries(boundaries, len(module._layer_specs), module.num_stages)
+        _check_boundaries(boundaries, len(module._layer_specs), module.num_stages)
     if boundaries == module.parts and topology is module._topo:
         return
     if isinstance(arguments.get("optimizer"), torch.optim.Optimizer):
@@ -43,5 +45,61 @@ def arrange(section: Section, arguments: MutableMapping[str, Any]) -> None:
     before, given = list(module.parameters()), arguments.get("model_parameters")
     # A generator, such as `model.parameters()`, is to be of the parameters that there are now.
     given = None if given is None else list(given)
-    deal_out(module, boundaries, topology)
-    arguments["model_parameters"] = parameters_after(given, before, module)
+    _rebuild(module, boundaries, topology)
+    arguments["model_parameters"] = _parameters_after(given, before, module)
+
+
+def _check_boundaries(boundaries: Sequence[int], layers: int, stages: int) -> None:
+    """Raise SectionError unless `boundaries` give each of so many stages at least one of so many layers, in order."""
+    said = f"{list(boundaries)}"
+    if len(boundaries) != stages + 1:
+        raise SectionError(
+            "partition",
+            f"{said} has {len(boundaries)} numbers: give {stages + 1}, for the {stages} stages of PipelineModule",
+        )
+    if boundaries[0] != 0 or boundaries[-1] != layers:
+        raise SectionError("partition", f"{said} must begin with 0 and end with {layers}, the number of layers")
+    if any(start >= stop for start, stop in pairwise(boundaries)):
+        raise SectionError("partition", f"{said} must increase: every stage needs a layer")
+
+
+def _rebuild(module: Any, boundaries: Sequence[int], topology: Any) -> None:
+    """Give `module` these boundaries and this topology, and build what this rank has of it then.
+
+    DeepSpeed reads its configuration when the module has been built. So what was built is let go, and the same
+    specifications are built again, as PipelineModule's constructor does it: with `seed_layers`, to the same weights.
+    """
+    for name in [name for name in module._modules if name.isdecimal()]:
+        delattr(module, name)
+    module.forward_funcs, module.fwd_map = [], {}
+    module.tied_modules, module.tied_weight_attrs = torch.nn.ModuleDict(), {}
+    module.is_checkpointable_results, module.is_checkpointable_results_interval = [], None
+    if topology is not module._topo:
+        module._topo = topology
+        module._grid = PipelineParallelGrid(process_group=module.world_group, topology=topology)
+        module.stage_id = topology.get_coord(module.global_rank).pipe
+    module.parts = list(boundaries)
+    module._set_bounds(module.parts[module.stage_id], module.parts[module.stage_id + 1])
+    module._build()
+    module.to(get_accelerator().device_name(module.local_rank))
+    module.tied_comms = module._index_tied_modules()
+    module._synchronize_tied_weights()
+
+
+def _parameters_after(given: Sequence[Any] | None, before: Sequence[torch.nn.Parameter], module: Any) -> Any:
+    """What to give `deepspeed.initialize` as `model_parameters`, where it was given some that were there `before`.
+
+    Raises SectionError where they are neither all of the module's nor all that are trained.
+    """
+    if given is None:
+        return None
+    known, trained = {id(one) for one in before}, {id(one) for one in before if one.requires_grad}
+    if {id(one) for one in given} == known:
+        return list(module.parameters())
+    if {id(one) for one in given} == trained:
+        return [one for one in module.parameters() if one.requires_grad]
+    raise SectionError(
+        "",
+        "partition and pair_adjacent deal layers out anew, after model_parameters was made of them: give all of the "
+        "model's, or those that require a gradient, or none",
+    )

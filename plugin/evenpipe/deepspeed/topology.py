@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
 from evenpipe.deepspeed.section import Section, SectionError
-from evenpipe.runtime.placement import place
+from evenpipe.runtime.placement import NotPlacedError, place
 
 __all__ = ["PairAdjacentTopology", "wanted_topology"]
 
@@ -36,14 +36,10 @@ def wanted_topology(
     """
     try:
         return _paired(section, present, environ)
-    except _NotPlacedError as obstacle:
+    except NotPlacedError as obstacle:
         if section.pair_adjacent:
             raise SectionError("pair_adjacent", f"{obstacle}") from None
         return None
-
-
-class _NotPlacedError(Exception):
-    """Why ranks stay as they are, and what to do."""
 
 
 def _paired(
@@ -59,13 +55,13 @@ def _paired(
     if section.pair_adjacent is False:
         return None
     if type(present) is not PipeDataParallelTopology:
-        raise _NotPlacedError(
+        raise NotPlacedError(
             f"PipelineModule was given a {type(present).__name__}, which places ranks itself: give it num_stages, or "
             "leave this out"
         )
     if given is None:
-        raise _NotPlacedError("LOCAL_WORLD_SIZE is not set: start the processes with torchrun or deepspeed")
+        raise NotPlacedError("LOCAL_WORLD_SIZE is not set: start the processes with torchrun or deepspeed")
     try:
         return PairAdjacentTopology(stages, replicas, int(given))
     except ValueError as error:
-        raise _NotPlacedError(str(error)) from None
+        raise NotPlacedError(str(error)) from None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
-__all__ = ["Coordinate", "Placement", "place"]
+__all__ = ["Coordinate", "Launch", "NotPlacedError", "Placement", "place"]
 
 
 class Coordinate(NamedTuple):
@@ -72,6 +72,35 @@ class Placement:
         rank = self.rank_of_slot(slot)
         environ["RANK"] = str(rank)
         return rank
+
+
+class NotPlacedError(Exception):
+    """Ranks are not to be placed, or cannot be: why, and what to do."""
+
+
+class Launch(NamedTuple):
+    """What torchrun says of this process, by the lower-case names of its variables."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    group_rank: int
+    group_world_size: int
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Launch:
+        """Read from the environment that torchrun made. Raises NotPlacedError where a variable is missing."""
+        missing = [name.upper() for name in cls._fields if name.upper() not in environ]
+        if missing:
+            raise NotPlacedError(f"{missing[0]} is not set: start the processes with torchrun, or set what it sets")
+        return cls(*(int(environ[name.upper()]) for name in cls._fields))
+
+    @property
+    def counts_node_by_node(self) -> bool:
+        """Whether every node has as many processes, as far as this one can tell, numbered one node after the other."""
+        full = self.group_world_size * self.local_world_size == self.world_size
+        return full and self.group_rank * self.local_world_size + self.local_rank == self.rank
 
 
 def place(p: int, t: int, d: int, gpus_per_node: int) -> Placement:

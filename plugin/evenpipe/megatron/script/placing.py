@@ -1,16 +1,15 @@
-"""Pair-adjacent ranks: the two stages that trade activations become neighbours on one node."""
+"""Gives processes the ranks under which the two stages that trade activations are neighbours on one node."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, MutableMapping
 from math import lcm
-from typing import NamedTuple
 
 import torch.distributed as dist
 
 from evenpipe.megatron.script.flags import ArgumentError
-from evenpipe.runtime.placement import Placement, place
+from evenpipe.runtime.placement import Launch, NotPlacedError, Placement, place
 from evenpipe.settings import EvenPipeConfig, flag
 
 __all__ = ["place_process", "why_not_placed"]
@@ -28,7 +27,7 @@ def place_process(args: Namespace, config: EvenPipeConfig, environ: MutableMappi
     """
     try:
         placement = _placement(args, config, environ)
-    except _NotPlacedError as obstacle:
+    except NotPlacedError as obstacle:
         if config.pair_adjacent:
             raise ArgumentError(f"{flag('pair_adjacent')}: {obstacle}") from None
         return None
@@ -40,68 +39,40 @@ def why_not_placed(args: Namespace, config: EvenPipeConfig, environ: Mapping[str
     """Why :func:`place_process` places nothing in the environment that torchrun made; None where it does."""
     try:
         _placement(args, config, environ)
-    except _NotPlacedError as obstacle:
+    except NotPlacedError as obstacle:
         return str(obstacle)
     return None
 
 
-class _NotPlacedError(Exception):
-    """Ranks are not to be placed, or cannot be: why, and what to do."""
-
-
-class _Launch(NamedTuple):
-    """What torchrun says of this process, by the lower-case names of its variables."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    group_rank: int
-    group_world_size: int
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str]) -> _Launch:
-        missing = [name.upper() for name in cls._fields if name.upper() not in environ]
-        if missing:
-            raise _NotPlacedError(f"{missing[0]} is not set: start the processes with torchrun, or set what it sets")
-        return cls(*(int(environ[name.upper()]) for name in cls._fields))
-
-    @property
-    def counts_node_by_node(self) -> bool:
-        """Whether every node has as many processes, as far as this one can tell, numbered one node after the other."""
-        full = self.group_world_size * self.local_world_size == self.world_size
-        return full and self.group_rank * self.local_world_size + self.local_rank == self.rank
-
-
 def _placement(args: Namespace, config: EvenPipeConfig, environ: Mapping[str, str]) -> Placement:
     _refuse(args, config)
-    launch = _Launch.of(environ)
+    launch = Launch.of(environ)
     if not launch.counts_node_by_node:
-        raise _NotPlacedError(
+        raise NotPlacedError(
             f"WORLD_SIZE {launch.world_size} is not {launch.group_world_size} nodes of {launch.local_world_size}, "
             "numbered one after the other: start as many processes, --nproc-per-node, on every node"
         )
     stages, per_node = args.pipeline_model_parallel_size, launch.local_world_size
-    talking, tensor = _talking(args), args.tensor_model_parallel_size
-    if launch.world_size % (stages * talking):
-        raise _NotPlacedError(
+    together, tensor = _exchanging_in_every_layer(args), args.tensor_model_parallel_size
+    if launch.world_size % (stages * together):
+        raise NotPlacedError(
             f"WORLD_SIZE {launch.world_size} is not --pipeline-model-parallel-size {stages} times whole groups of "
-            f"{talking} tensor-, context- and expert-parallel ranks: choose other sizes"
+            f"{together} tensor-, context- and expert-parallel ranks: choose other sizes"
         )
     # Asked for, pairs come before context- and expert-parallel ranks; nobody is to be surprised by that.
-    for group in (talking, tensor) if config.pair_adjacent else (talking,):
+    for group in (together, tensor) if config.pair_adjacent else (together,):
         if launch.group_world_size == 1 or (per_node % group == 0 and per_node >= 2 * group):
             if stages < 4 and args.virtual_pipeline_model_parallel_size is None and not config.pair_adjacent:
-                raise _NotPlacedError(
+                raise NotPlacedError(
                     f"--pipeline-model-parallel-size {stages} holds no more than BPipe's bound, so no pair trades"
                 )
             return place(stages, group, launch.world_size // (stages * group), per_node)
-    if config.pair_adjacent or talking == tensor:
-        raise _NotPlacedError(
+    if config.pair_adjacent or together == tensor:
+        raise NotPlacedError(
             f"a node of {per_node} processes does not hold two whole groups of --tensor-model-parallel-size {tensor}"
         )
-    raise _NotPlacedError(
-        f"a node of {per_node} processes does not hold two whole groups of {talking} tensor-, context- and expert-"
+    raise NotPlacedError(
+        f"a node of {per_node} processes does not hold two whole groups of {together} tensor-, context- and expert-"
         f"parallel ranks; {flag('pair_adjacent')} spreads such groups over nodes"
     )
 
@@ -109,27 +80,27 @@ def _placement(args: Namespace, config: EvenPipeConfig, environ: Mapping[str, st
 def _refuse(args: Namespace, config: EvenPipeConfig) -> None:
     """Raise for what does not go together with placed ranks, whatever the sizes."""
     if not config.bpipe:
-        raise _NotPlacedError(f"without {flag('bpipe')} there are no pairs: add it, or leave this out")
+        raise NotPlacedError(f"without {flag('bpipe')} there are no pairs: add it, or leave this out")
     if config.pair_adjacent is False:
-        raise _NotPlacedError(f"{flag('pair_adjacent').replace('--', '--no-')} is given")
+        raise NotPlacedError(f"{flag('pair_adjacent').replace('--', '--no-')} is given")
     if args.use_tp_pp_dp_mapping:
-        raise _NotPlacedError("--use-tp-pp-dp-mapping numbers ranks in an order of its own: leave one of them out")
+        raise NotPlacedError("--use-tp-pp-dp-mapping numbers ranks in an order of its own: leave one of them out")
     if args.async_save and args.use_persistent_ckpt_worker:
         # The worker synchronises the device rank % device_count before it writes what it copied from another one.
-        raise _NotPlacedError(
+        raise NotPlacedError(
             "--use-persistent-ckpt-worker takes a rank for the number of a GPU, and would write unfinished copies: "
             "leave one of them out"
         )
     if getattr(args, "non_persistent_ckpt_type", None) == "local":
-        raise _NotPlacedError(
+        raise NotPlacedError(
             "--non-persistent-ckpt-type local keeps copies by rank, --replication-jump ranks apart, on the nodes that "
             "hold the ranks: leave one of them out"
         )
     if dist.is_initialized():
-        raise _NotPlacedError("torch.distributed has been started before Megatron's arguments are known")
+        raise NotPlacedError("torch.distributed has been started before Megatron's arguments are known")
 
 
-def _talking(args: Namespace) -> int:
+def _exchanging_in_every_layer(args: Namespace) -> int:
     """How many ranks, consecutive in Megatron's order, exchange something in every layer: best left on one node."""
     dense = args.tensor_model_parallel_size * args.context_parallel_size * getattr(args, "gtp_weight_remat_size", 1)
     if args.num_experts is None:
