@@ -3,6 +3,7 @@
 import pytest
 
 from evenpipe.settings import (
+    COMMAND,
     CONTRADICTIONS,
     CONTRADICTIONS_ON_CPU,
     FLAGS,
@@ -10,9 +11,7 @@ from evenpipe.settings import (
     EvenPipeConfig,
     contradiction_in,
 )
-from evenpipe.settings.spelling import with_flags
 
-COMMAND = with_flags(lambda setting: "--" + setting.replace("_", "-"))
 CASES = [
     (
         {"trace": "t.json"},

@@ -46,7 +46,7 @@ REFUSED = [
         "--chunks 2: --schedule kfkb has one model chunk a stage: use --schedule interleaved, or leave --chunks out",
     ),
     ({"group_size": 2}, "--group-size 2: 1f1b groups no micro-batches: give 1, or choose schedule kfkb"),
-    ({"group_size": "auto"}, "--group-size auto: 1f1b groups no micro-batches: give 1, or use --schedule kfkb"),
+    ({"group_size": "auto"}, "--group-size auto: only --schedule kfkb runs micro-batches in groups: use it, or leave --group-size out"),
     ({**KFKB, "group_size": 0}, "--group-size 0: must be greater than or equal to 1 or 'auto'"),
     (
         {**KFKB, "group_size": "two"},
@@ -54,15 +54,15 @@ REFUSED = [
     ),
     (
         {**KFKB, "group_size": "auto", "stages": 128, "layers": 128},  # no machine has so many GPUs
-        "--group-size auto: how much memory it may use is not known on CPU: give --memory-gib GIB",
+        "--group-size auto: how much memory it may use is not known on CPU: give --memory-gib",
     ),
     (
         {**KFKB, "group_size": 2, "retune_interval": 9},
-        "--retune-interval 9: is for --group-size auto: use that, or leave --retune-interval out",
+        "--retune-interval 9: only --group-size auto makes use of it: use that, or leave --retune-interval out",
     ),
     (
         {"memory_gib": 0.5},
-        "--memory-gib 0.5: is for --group-size auto: use that, or leave --memory-gib out",
+        "--memory-gib 0.5: only --group-size auto makes use of it: use that, or leave --memory-gib out",
     ),
     ({**KFKB, "memory_gib": "inf"}, "--memory-gib inf: must be a finite number"),
     (

@@ -8,9 +8,10 @@ from evenpipe.settings.contradictions import (
     contradiction_in,
     only_tuned,
 )
-from evenpipe.settings.spelling import FLAGS, SECTION, Spelling, flag, in_flags
+from evenpipe.settings.spelling import COMMAND, FLAGS, SECTION, Spelling, flag, in_flags
 
 __all__ = [
+    "COMMAND",
     "CONTRADICTIONS",
     "CONTRADICTIONS_ON_CPU",
     "FLAGS",

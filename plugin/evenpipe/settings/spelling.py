@@ -1,4 +1,7 @@
-"""How front ends write settings: as flags (--group-size auto), or as keys of a JSON section ("group_size": "auto")."""
+"""How front ends write settings: as flags (--group-size auto), or as keys of a JSON section ("group_size": "auto").
+
+FLAGS are Megatron's, COMMAND those of the commands of `evenpipe`, SECTION is DeepSpeed's configuration.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from evenpipe.schedule import ScheduleError
 from evenpipe.settings.config import EvenPipeConfig
 
-__all__ = ["FLAGS", "SECTION", "Spelling", "flag", "in_flags", "with_flags"]
+__all__ = ["COMMAND", "FLAGS", "SECTION", "Spelling", "flag", "in_flags"]
 
 
 class Spelling(NamedTuple):
@@ -27,7 +30,7 @@ def flag(setting: str) -> str:
     return str(extra["flag"])
 
 
-def with_flags(flag_of: Callable[[str], str]) -> Spelling:
+def _with_flags(flag_of: Callable[[str], str]) -> Spelling:
     """The spelling of a command line whose flags are what `flag_of` makes of a setting's name."""
 
     def written(setting: str, value: Any) -> str:
@@ -49,15 +52,16 @@ def _path(setting: str, value: Any) -> str:
     return f"evenpipe.{setting}: {json.dumps(value, default=str)}"
 
 
-FLAGS: Final = with_flags(flag)
+def _command_flag(setting: str) -> str:
+    return "--" + setting.replace("_", "-")
+
+
+FLAGS: Final = _with_flags(flag)
+COMMAND: Final = _with_flags(_command_flag)
 SECTION: Final = Spelling(_path, _key)
 
 
 def in_flags(error: ScheduleError) -> str:
     """The first line of `error`, with `chunks=1:` as the commands of `evenpipe` have it: `--chunks 1:`."""
     line = str(error).partition("\n")[0]
-    return re.sub(
-        r"^(\w+)(?:=(\S+))?:",
-        lambda match: " ".join(filter(None, ("--" + match[1].replace("_", "-"), match[2]))) + ":",
-        line,
-    )
+    return re.sub(r"^(\w+)(?:=(\S+))?:", lambda match: COMMAND.mention(match[1], match[2]) + ":", line)

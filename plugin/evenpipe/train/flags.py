@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 from pydantic import ValidationError
 
-from evenpipe.schedule import ScheduleError
-
-__all__ = ["OptionsError", "flag", "in_flags", "in_one_line"]
+__all__ = ["OptionsError", "flag", "in_one_line"]
 
 
 class OptionsError(ValueError):
@@ -18,12 +14,6 @@ class OptionsError(ValueError):
 def flag(field: str) -> str:
     """The command-line flag of a field of TrainOptions: `micro_batches` is --micro-batches."""
     return "--" + field.replace("_", "-")
-
-
-def in_flags(error: ScheduleError) -> str:
-    """The first line of `error`, with `chunks=1:` written as the user wrote it: `--chunks 1:`."""
-    line = str(error).partition("\n")[0]
-    return re.sub(r"^(\w+)(?:=(\S+))?:", lambda m: " ".join(filter(None, (flag(m[1]), m[2]))) + ":", line)
 
 
 def in_one_line(error: ValidationError) -> str:

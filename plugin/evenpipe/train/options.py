@@ -8,10 +8,10 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from evenpipe.schedule import SCHEDULES, Action, Schedule, build, parse
-from evenpipe.train.flags import OptionsError, flag, in_flags, in_one_line
+from evenpipe.train.flags import OptionsError, flag, in_one_line
 from evenpipe.train.rules import RULES
 
-__all__ = ["BUILTIN_TEXT", "Fault", "OptionsError", "TrainOptions", "flag", "in_flags"]
+__all__ = ["BUILTIN_TEXT", "Fault", "OptionsError", "TrainOptions", "flag"]
 
 BUILTIN_TEXT: Final = "builtin"
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from evenpipe.schedule import FORWARD, ScheduleError
+from evenpipe.settings import (
+    COMMAND,
+    CONTRADICTIONS,
+    CONTRADICTIONS_ON_CPU,
+    EvenPipeConfig,
+    contradiction_in,
+    in_flags,
+)
 from evenpipe.train.device_type import device_type
-from evenpipe.train.flags import in_flags
 
 if TYPE_CHECKING:
     from evenpipe.train.options import TrainOptions
@@ -61,18 +68,14 @@ def _schedule_exists(options: TrainOptions) -> None:
         raise ValueError(in_flags(error)) from None
 
 
-def _group_size_is_tuned(options: TrainOptions) -> None:
-    if options.group_size == "auto":
-        if options.schedule != "kfkb":
-            raise ValueError(
-                f"--group-size auto: {options.schedule} groups no micro-batches: give 1, or use --schedule kfkb"
-            )
-        if options.memory_gib is None and device_type(options.world_size) == "cpu":
-            raise ValueError("--group-size auto: how much memory it may use is not known on CPU: give --memory-gib GIB")
-        return
-    for name, given in (("--retune-interval", options.retune_interval), ("--memory-gib", options.memory_gib)):
-        if given is not None:
-            raise ValueError(f"{name} {given:g}: is for --group-size auto: use that, or leave {name} out")
+def _settings_go_together(options: TrainOptions) -> None:
+    shared = ("schedule", "bpipe", "group_size", "retune_interval", "memory_gib")
+    config = EvenPipeConfig.of(**{setting: getattr(options, setting) for setting in shared})
+    rows = CONTRADICTIONS
+    if options.group_size == "auto" and device_type(options.world_size) == "cpu":
+        rows += CONTRADICTIONS_ON_CPU
+    if (line := contradiction_in(config, COMMAND, rows)) is not None:
+        raise ValueError(line)
 
 
 def _optimizer_knows_its_settings(options: TrainOptions) -> None:
@@ -135,7 +138,7 @@ RULES: Final = (
     fits_this_machine,
     _model_fits_its_ranks,
     _schedule_exists,
-    _group_size_is_tuned,
+    _settings_go_together,
     _optimizer_knows_its_settings,
     _saved_somewhere,
     _fault_happens,
