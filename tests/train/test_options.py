@@ -46,7 +46,10 @@ REFUSED = [
         "--chunks 2: --schedule kfkb has one model chunk a stage: use --schedule interleaved, or leave --chunks out",
     ),
     ({"group_size": 2}, "--group-size 2: 1f1b groups no micro-batches: give 1, or choose schedule kfkb"),
-    ({"group_size": "auto"}, "--group-size auto: only --schedule kfkb runs micro-batches in groups: use it, or leave --group-size out"),
+    (
+        {"group_size": "auto"},
+        "--group-size auto: only --schedule kfkb runs micro-batches in groups: use it, or leave --group-size out",
+    ),
     ({**KFKB, "group_size": 0}, "--group-size 0: must be greater than or equal to 1 or 'auto'"),
     (
         {**KFKB, "group_size": "two"},

@@ -71,9 +71,8 @@ def _schedule_exists(options: TrainOptions) -> None:
 def _settings_go_together(options: TrainOptions) -> None:
     shared = ("schedule", "bpipe", "group_size", "retune_interval", "memory_gib")
     config = EvenPipeConfig.of(**{setting: getattr(options, setting) for setting in shared})
-    rows = CONTRADICTIONS
-    if options.group_size == "auto" and device_type(options.world_size) == "cpu":
-        rows += CONTRADICTIONS_ON_CPU
+    on_cpu = options.group_size == "auto" and device_type(options.world_size) == "cpu"
+    rows = (*CONTRADICTIONS, *CONTRADICTIONS_ON_CPU) if on_cpu else CONTRADICTIONS
     if (line := contradiction_in(config, COMMAND, rows)) is not None:
         raise ValueError(line)
 
