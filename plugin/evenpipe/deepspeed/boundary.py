@@ -1,4 +1,4 @@
-"""What crosses from one stage to the next: tensors whose shapes and dtypes the sender tells."""
+"""The tensors that cross from one stage to the next, whose shapes and dtypes the sender announces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Boundary", "differentiable", "tensors_of"]
 
 
 class Boundary:
-    """The input and the output of one stage's `engine`, as DeepSpeed's own protocol tells of them.
+    """The input and the output of one stage's `engine`, their shapes announced by DeepSpeed's own protocol.
 
     It does so at the first forward, as micro-batches are all alike; with DeepSpeed's `dynamic_shape`, at every one.
     """
@@ -20,29 +20,29 @@ class Boundary:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._always: bool = engine.module.dynamic_shape
-        self._told: list[tuple[torch.Size, torch.dtype]] | None = None
+        self._outputs: list[tuple[torch.Size, torch.dtype]] | None = None
         self._input: Any = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a micro-batch's input or output, whichever is larger, as they have been told."""
-        given = [(tensor.size(), tensor.dtype) for tensor in tensors_of(self._input)] if self._input is not None else []
-        return max(sum(size.numel() * dtype.itemsize for size, dtype in told) for told in (given, self._told or []))
+        """Bytes of a micro-batch's input or output, whichever is larger, as announced."""
+        inputs = [] if self._input is None else [(tensor.size(), tensor.dtype) for tensor in tensors_of(self._input)]
+        return max(sum(size.numel() * dtype.itemsize for size, dtype in end) for end in (inputs, self._outputs or []))
 
-    def tell(self, outputs: Any) -> None:
+    def announce(self, outputs: Any) -> None:
         """At the sender, after each forward. Raises RuntimeError if it has changed."""
         found = [(tensor.size(), tensor.dtype) for tensor in tensors_of(outputs)]
-        if self._told is None or self._always:
+        if self._outputs is None or self._always:
             self._engine._send_tensor_meta(outputs, self._engine.next_stage)
-            self._told = found
-        elif self._told != found:
+            self._outputs = found
+        elif self._outputs != found:
             raise RuntimeError(
-                f"stage {self._engine.stage_id} hands {found} on where an earlier micro-batch had {self._told}: pad "
+                f"stage {self._engine.stage_id} hands {found} on where an earlier micro-batch had {self._outputs}: pad "
                 "micro-batches to one size, or give PipelineModule dynamic_shape=True"
             )
 
     def input_buffers(self) -> list[Tensor]:
-        """At the receiver: fresh tensors for one input; waits for the sender where it has not told yet.
+        """At the receiver: fresh tensors for one input; waits for the sender where it has not announced one yet.
 
         No deadlock: a stage's first step posts the receive of its first input, and waits for nothing before it. With
         dynamic shapes an input is posted by its own forward, which waits for nothing but stages before.

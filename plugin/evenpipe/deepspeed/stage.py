@@ -28,7 +28,7 @@ class EngineStage:
         self._losses: dict[Unit, Any] = {}
 
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
-        """Tensors like the input that the stage before told of, or like the unit's outputs, which are there by now."""
+        """Tensors like the input that the stage before announced, or like the unit's outputs, which exist by now."""
         if kind == FORWARD:
             return self._boundary.input_buffers()
         outputs = differentiable(self._engine.pipe_buffers["outputs"][self._buffer_of(unit)])
@@ -44,7 +44,7 @@ class EngineStage:
             self._losses[unit] = engine.loss
             return []
         outputs = engine.pipe_buffers["outputs"][buffer]
-        self._boundary.tell(outputs)
+        self._boundary.announce(outputs)
         handed_over = [output.detach() for output in tensors_of(outputs)]
         if self._evicts:
             # The engine computed with a clone of the input, of which only the gradient is still needed; of an output

@@ -1,4 +1,4 @@
-"""Tells another package of the name "apex", as the registry has one, from NVIDIA Apex, which Megatron means."""
+"""Recognises another package of the name "apex", as the registry has one, where Megatron means NVIDIA Apex."""
 
 from __future__ import annotations
 

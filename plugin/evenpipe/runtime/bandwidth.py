@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 __all__ = [
     "MeasuredPair",
     "ModelShape",
+    "Need",
     "Recompute",
     "bandwidth_warnings",
     "forward_flops",
@@ -37,6 +38,13 @@ class MeasuredPair(NamedTuple):
     acceptor: int
     crosses_nodes: bool
     gbps: float
+
+
+class Need(NamedTuple):
+    """GB/s (10^9 bytes/s) that hide a transfer behind one forward, and in words where the number comes from."""
+
+    strict_gbps: float
+    origin: str
 
 
 def transfer_bytes(

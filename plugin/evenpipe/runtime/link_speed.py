@@ -38,10 +38,10 @@ def _trades(kind: str) -> bool:
 
 
 class _Pair:
-    """One end of the two links; what size comes next is told on the host's own link, from evictor to acceptor."""
+    """One end of the two links; what size comes next is sent on the host's own link, from evictor to acceptor."""
 
-    def __init__(self, told: Channel, out: Channel, back: Channel, device: torch.device) -> None:
-        self._told = told
+    def __init__(self, sizes: Channel, out: Channel, back: Channel, device: torch.device) -> None:
+        self._sizes = sizes
         self._out = out
         self._back = back
         self._device = device
@@ -57,13 +57,13 @@ class _Pair:
             start = time.perf_counter()
             gbps = self._there_and_back(nbytes)
             if nbytes >= _MOST_BYTES or time.perf_counter() - start >= _LONG_ENOUGH_SECONDS:
-                self._tell(0)
+                self._send_size(0)
                 return gbps
             nbytes *= 4
 
     def _there_and_back(self, nbytes: int) -> float:
-        self._tell(nbytes)
-        self._hear()
+        self._send_size(nbytes)
+        self._await_confirmation()
         gbps = self._send(nbytes)
         self._receive(nbytes)
         self._finish()
@@ -72,7 +72,7 @@ class _Pair:
     def follow(self) -> float:
         """The acceptor's part."""
         gbps = 0.0
-        while nbytes := self._told_next():
+        while nbytes := self._receive_size():
             self._confirm()
             self._receive(nbytes)
             gbps = self._send(nbytes)
@@ -83,7 +83,7 @@ class _Pair:
         self._finish()
         start = time.perf_counter()
         transfer = self._out.send(self._message(nbytes))
-        self._hear()
+        self._await_confirmation()
         self._finish()
         taken = time.perf_counter() - start
         transfer.wait()
@@ -96,7 +96,7 @@ class _Pair:
     def _confirm(self) -> None:
         self._out.send([self._byte]).wait()
 
-    def _hear(self) -> None:
+    def _await_confirmation(self) -> None:
         self._back.receive([self._byte]).wait()
 
     def _finish(self) -> None:
@@ -104,13 +104,13 @@ class _Pair:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _tell(self, nbytes: int) -> None:
-        self._told.send([torch.tensor([nbytes])]).wait()
+    def _send_size(self, nbytes: int) -> None:
+        self._sizes.send([torch.tensor([nbytes])]).wait()
 
-    def _told_next(self) -> int:
-        told = torch.empty(1, dtype=torch.int64)
-        self._told.receive([told]).wait()
-        return int(told)
+    def _receive_size(self) -> int:
+        nbytes = torch.empty(1, dtype=torch.int64)
+        self._sizes.receive([nbytes]).wait()
+        return int(nbytes)
 
     def _message(self, nbytes: int) -> list[Tensor]:
         """As evictions are: many tensors at once. They share memory, since nobody reads it."""

@@ -1,16 +1,22 @@
-"""Which stage sits where, and what its link carries, as the table and the lines that a user reads."""
+"""The stages of a job by node, and what their links need and carry, as the table and the lines that a user reads."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
-from evenpipe.runtime.bandwidth import MeasuredPair
+from evenpipe.runtime.bandwidth import MeasuredPair, Need, bandwidth_warnings
 from evenpipe.schedule import partner
 
-__all__ = ["JobLayout", "ProcessLocation"]
+__all__ = ["JobLayout", "ProcessLocation", "print_for_a_log"]
+
+_WIDTH_OF_A_LOG: Final = 200
+_NO_PAIRS: Final = ("no stage holds more micro-batches than BPipe's bound: nothing will be evicted",)
 
 
 class ProcessLocation(NamedTuple):
@@ -50,6 +56,25 @@ class JobLayout:
                 found.append(MeasuredPair(stage, acceptor.stage, evictor.node != acceptor.node, gbps))
         return tuple(found)
 
+    def rendered(self, need: Need, order: str, across_nodes: str, within_nodes: str) -> Group:
+        """The table and the lines below it: the `order` of ranks, what links need and have, and warnings of slow ones.
+
+        The last two say what to do about slow pairs between nodes, and within one.
+        """
+        pairs = self.pairs
+        explained = (
+            self.summary(),
+            f"needs: at most, estimated: {need.origin}; two thirds of it hide all but a part of the loads",
+            "has: measured on these links just now, all pairs at once, in the direction in which the stage sends",
+        )
+        warnings = bandwidth_warnings(pairs, need.strict_gbps, across_nodes=across_nodes, within_nodes=within_nodes)
+        return Group(
+            Text("evenpipe: where stages sit, and what the links between partners carry", style="bold"),
+            self.table(need.strict_gbps),
+            *(Text(f"  {line}") for line in (order, *(explained if pairs else _NO_PAIRS))),
+            *(Text(f"  warning: {line}", style="yellow") for line in warnings),
+        )
+
     def table(self, strict_gbps: float) -> Table:
         """The pipeline of rank 0, a row a stage; its links need `strict_gbps`."""
         table = Table("stage", "node", "local rank", "rank", "role", "partner", "link", "needs GB/s", "has GB/s")
@@ -84,3 +109,12 @@ def _pattern(processes: Sequence[ProcessLocation]) -> list[int]:
     """For each stage, the first stage on its node: the same for pipelines that sit alike on different nodes."""
     nodes = [process.node for process in processes]
     return [nodes.index(node) for node in nodes]
+
+
+def print_for_a_log(printed: Group) -> None:
+    """On standard output, in wide lines where that is no terminal."""
+    console = Console(file=sys.stdout)
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_A_LOG
+    console.print(printed, soft_wrap=True)
+    sys.stdout.flush()

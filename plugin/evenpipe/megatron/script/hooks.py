@@ -1,4 +1,4 @@
-"""Patches through which a script's training loop tells of its model and optimizer, and of every checkpoint."""
+"""Patches of a script's training loop: calls when model and optimizer are made, and in the place of every saving."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Training", "folder_of", "folders_loaded_from", "save_patch", "set_up
 
 
 class Training(Protocol):
-    """Who is told, on all ranks; `args` are Megatron's."""
+    """What the patches call, on all ranks; `args` are Megatron's."""
 
     args: Namespace
 

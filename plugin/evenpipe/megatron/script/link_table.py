@@ -6,25 +6,22 @@ import json
 import os
 import socket
 import statistics
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from rich.console import Console, Group
-from rich.text import Text
+from rich.console import Group
 
 from evenpipe.megatron.schedule import PipelineSchedule
 from evenpipe.megatron.script.placing import why_not_placed
 from evenpipe.runtime.bandwidth import (
-    MeasuredPair,
     ModelShape,
+    Need,
     Recompute,
-    bandwidth_warnings,
     forward_flops,
     required_gbps,
     transfer_bytes,
@@ -32,14 +29,20 @@ from evenpipe.runtime.bandwidth import (
 from evenpipe.runtime.compute_speed import matrix_flops
 from evenpipe.runtime.gather import gather_text
 from evenpipe.runtime.link_speed import sending_gbps
-from evenpipe.runtime.locations import JobLayout, ProcessLocation
+from evenpipe.runtime.locations import JobLayout, ProcessLocation, print_for_a_log
 from evenpipe.runtime.placement import Placement
 from evenpipe.settings import EvenPipeConfig, flag
 
-__all__ = ["LinkTable", "Need", "compute_flops", "recompute_scope", "transfer_need"]
+__all__ = ["LinkTable", "compute_flops", "recompute_scope", "transfer_need"]
 
-_WIDTH_OF_A_LOG: Final = 200
-_NO_PAIRS: Final = ("no stage holds more micro-batches than BPipe's bound: nothing will be evicted",)
+_EQUATIONS: Final[dict[Recompute, str]] = {
+    "none": "equation 4, attention scores saved",
+    "selective": "equation 5, no attention scores saved",
+    "full": "equation 6, layers recomputed",
+}
+# A device is as fast with more rows or columns; these are allocated at once.
+_MOST_ROWS: Final = 4096
+_MOST_COLUMNS: Final = 4096
 
 
 class LinkTable:
@@ -83,27 +86,22 @@ class LinkTable:
         if texts is not None:
             chunks = self._args.virtual_pipeline_model_parallel_size or 1
             program = schedule.program(len(pipeline), get_num_microbatches(), chunks)
-            _print(self.rendered([ProcessLocation(*json.loads(text)) for text in texts], program.schedule.evictions))
+            processes = [ProcessLocation(*json.loads(text)) for text in texts]
+            print_for_a_log(self.rendered(processes, program.schedule.evictions))
 
     def rendered(self, processes: Sequence[ProcessLocation], evictions: Sequence[int]) -> Group:
         """The table and the lines below it, for a job's processes, whose stages evict so many micro-batches each."""
-        need = transfer_need(self._args, statistics.median(process.flops for process in processes))
         layout = JobLayout(processes, evictions)
-        pairs = layout.pairs
-        lines = (self._order(), *(_explained(layout, need) if pairs else _NO_PAIRS))
-        return Group(
-            Text("evenpipe: where stages sit, and what the links between partners carry", style="bold"),
-            layout.table(need.strict_gbps),
-            *(Text(f"  {line}") for line in lines),
-            *(Text(f"  warning: {line}", style="yellow") for line in self._warnings(pairs, need)),
-        )
+        need = transfer_need(self._args, statistics.median(process.flops for process in processes))
+        return layout.rendered(need, self._order(), *self._remedies())
 
     def _order(self) -> str:
         if self._placement is not None:
             return "ranks are placed pair-adjacent: partners are neighbours"
         return f"ranks are in Megatron's own order, not pair-adjacent: {self._why_not_placed}"
 
-    def _warnings(self, pairs: Sequence[MeasuredPair], need: Need) -> tuple[str, ...]:
+    def _remedies(self) -> tuple[str, str]:
+        """What to do about slow links between nodes, and within one."""
         recompute = (
             "use faster links" if recompute_scope(self._args) == "full" else "recompute more (--recompute-granularity)"
         )
@@ -113,40 +111,7 @@ class LinkTable:
         elif self._placement.gpus_per_node % 2 == 0:
             half = self._placement.gpus_per_node // 2
             across = f"choose a --tensor-model-parallel-size that divides {half}, or {recompute}"
-        return bandwidth_warnings(pairs, need.strict_gbps, across_nodes=across, within_nodes=recompute)
-
-
-def _explained(layout: JobLayout, need: Need) -> tuple[str, ...]:
-    return (
-        layout.summary(),
-        f"needs: at most, estimated: {need.origin}; two thirds of it hide all but a part of the loads",
-        "has: measured on these links just now, all pairs at once, in the direction in which the stage sends",
-    )
-
-
-def _print(printed: Group) -> None:
-    console = Console(file=sys.stdout)
-    if not console.is_terminal:
-        console.width = _WIDTH_OF_A_LOG
-    console.print(printed, soft_wrap=True)
-    sys.stdout.flush()
-
-
-_EQUATIONS: Final[dict[Recompute, str]] = {
-    "none": "equation 4, attention scores saved",
-    "selective": "equation 5, no attention scores saved",
-    "full": "equation 6, layers recomputed",
-}
-# A device is as fast with more rows or columns; these are allocated at once.
-_MOST_ROWS: Final = 4096
-_MOST_COLUMNS: Final = 4096
-
-
-class Need(NamedTuple):
-    """GB/s (10^9 bytes/s) that hide a transfer behind one forward, and in words where the number comes from."""
-
-    strict_gbps: float
-    origin: str
+        return across, recompute
 
 
 def compute_flops(args: Namespace, device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""What happens in a script of Megatron-LM once its arguments are known: EvenPipe is checked, placed and plugged in."""
+"""Checks, places and plugs in what EvenPipe's flags ask for, once the arguments of a Megatron-LM script are known."""
 
 from __future__ import annotations
 
