@@ -13,7 +13,7 @@ from evenpipe.deepspeed.supported import DEEPSPEED, RELEASES, expectations
 from evenpipe.deepspeed.two_buffered.ending import ending_patches
 from evenpipe.upstream import UpstreamError
 from evenpipe.upstream.findings import Findings, ReadVersion, find_by_import, find_in_source
-from evenpipe.upstream.items import Item, Purpose, relied_on, replaced_by
+from evenpipe.upstream.items import Item, Purpose, expected_item, patch_items
 from evenpipe.upstream.source import literal_in
 
 __all__ = ["MAIN_FILE", "catalogue", "examine", "installed_in", "look"]
@@ -27,8 +27,8 @@ _NO_SECTION: Any = None
 def catalogue() -> tuple[Item, ...]:
     """The patches first, then what is relied on; listed without importing DeepSpeed."""
     sets = (start_patches(), engine_patches(_NO_SECTION), checkpointing_patches(), ending_patches())
-    patches = [item for each in sets for item in replaced_by(Purpose.TRAINING, each)]
-    return (*patches, *(relied_on(Purpose.TRAINING, "deepspeed-engine", each) for each in expectations()))
+    patches = [item for each in sets for item in patch_items(Purpose.TRAINING, each)]
+    return (*patches, *(expected_item(Purpose.TRAINING, "deepspeed-engine", each) for each in expectations()))
 
 
 def installed_in() -> Path | None:

@@ -21,7 +21,7 @@ from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, recorded
 from evenpipe.megatron.train_engine.stock import reporting_to
 from evenpipe.upstream import ANY, Expectation, PatchSet, UpstreamError
 from evenpipe.upstream.findings import Finding, Findings, ReadVersion, State, find_by_import, find_in_source
-from evenpipe.upstream.items import Item, Purpose, relied_on, replaced_by
+from evenpipe.upstream.items import Item, Purpose, expected_item, patch_items
 from evenpipe.upstream.source import literal_in
 from evenpipe.upstream.symbols import module_of
 
@@ -39,11 +39,11 @@ _NOTHING: Any = None
 
 def catalogue() -> tuple[Item, ...]:
     """The patches first, then what is relied on; listed without importing Megatron."""
-    patches = [item for purpose, sets in _sets().items() for each in sets for item in replaced_by(purpose, each)]
+    patches = [item for purpose, sets in _sets().items() for each in sets for item in patch_items(purpose, each)]
     replaced = {item.symbols[0] for item in patches if item.purpose is Purpose.TRAINING}
     called = dict.fromkeys(symbol for release in RELEASES.values() for symbol in release.signatures)
     expected = [Expectation(symbol, MEGATRON_CORE, recorded(symbol)) for symbol in called if symbol not in replaced]
-    return (*patches, *(relied_on(Purpose.TRAINING, "schedule", each) for each in expected))
+    return (*patches, *(expected_item(Purpose.TRAINING, "schedule", each) for each in expected))
 
 
 def _sets() -> dict[Purpose, list[PatchSet]]:

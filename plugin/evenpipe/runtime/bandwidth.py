@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 __all__ = [
     "MeasuredPair",
@@ -12,6 +12,7 @@ __all__ = [
     "Need",
     "Recompute",
     "bandwidth_warnings",
+    "estimated_need",
     "forward_flops",
     "required_gbps",
     "transfer_bytes",
@@ -91,6 +92,38 @@ def required_gbps(nbytes: float, forward_ms: float, *, relaxed: bool = False) ->
         raise ValueError(f"forward time is {forward_ms} ms: give the time of one micro-batch's forward")
     strict = nbytes / (forward_ms / 1e3) / 1e9
     return strict * 2 / 3 if relaxed else strict
+
+
+_EQUATIONS: Final[dict[Recompute, str]] = {
+    "none": "equation 4, attention scores saved",
+    "selective": "equation 5, no attention scores saved",
+    "full": "equation 6, layers recomputed",
+}
+
+
+def estimated_need(
+    shape: ModelShape,
+    p: int,
+    t: int,
+    b: float,
+    recompute: Recompute,
+    *,
+    sequence_parallel: bool,
+    fp32: bool,
+    flops: float,
+) -> Need:
+    """What a transfer of one micro-batch of size b needs, if a forward runs at ``flops`` a second all the time.
+
+    An upper bound for dense layers with an MLP of four times the hidden size: a real forward takes longer.
+    """
+    nbytes = transfer_bytes(shape, p, t, b, recompute, sequence_parallel=sequence_parallel) * (2 if fp32 else 1)
+    strict = required_gbps(nbytes, forward_flops(shape, p, t, b) / flops * 1e3)
+    sequence = f"{'with' if sequence_parallel else 'without'} sequence parallelism, " if t > 1 else ""
+    return Need(
+        strict,
+        f"{nbytes / 2**20:,.1f} MiB a micro-batch ({_EQUATIONS[recompute]}, {sequence}{'32' if fp32 else '16'} bit) "
+        f"within a forward, if it ran at the {flops / 1e12:,.3g} TFLOP/s of a matrix product of this shape",
+    )
 
 
 def bandwidth_warnings(

@@ -12,7 +12,7 @@ from evenpipe.upstream.expectation import Distribution, Expectation
 from evenpipe.upstream.patches import FITS, Patch, PatchSet
 from evenpipe.upstream.symbols import module_of
 
-__all__ = ["Item", "Purpose", "relied_on", "replaced_by"]
+__all__ = ["Item", "Purpose", "expected_item", "patch_items"]
 
 
 class Purpose(Enum):
@@ -50,7 +50,7 @@ class Item:
         return f"{module_of(self.symbols[0])}.".startswith(f"{package}.")
 
 
-def replaced_by(purpose: Purpose, patches: PatchSet) -> Iterator[Item]:
+def patch_items(purpose: Purpose, patches: PatchSet) -> Iterator[Item]:
     """An item for each of the patches."""
     for patch in patches.list():
         yield Item(
@@ -65,8 +65,8 @@ def replaced_by(purpose: Purpose, patches: PatchSet) -> Iterator[Item]:
         )
 
 
-def relied_on(purpose: Purpose, owner: str, expectation: Expectation) -> Item:
-    """The item of a symbol that is called, or overridden."""
+def expected_item(purpose: Purpose, owner: str, expectation: Expectation) -> Item:
+    """The item of a symbol that `owner` calls, or overrides."""
 
     def check() -> str:
         try:

@@ -22,9 +22,7 @@ from evenpipe.runtime.bandwidth import (
     ModelShape,
     Need,
     Recompute,
-    forward_flops,
-    required_gbps,
-    transfer_bytes,
+    estimated_need,
 )
 from evenpipe.runtime.compute_speed import matrix_flops
 from evenpipe.runtime.gather import gather_text
@@ -35,11 +33,6 @@ from evenpipe.settings import EvenPipeConfig, flag
 
 __all__ = ["LinkTable", "compute_flops", "recompute_scope", "transfer_need"]
 
-_EQUATIONS: Final[dict[Recompute, str]] = {
-    "none": "equation 4, attention scores saved",
-    "selective": "equation 5, no attention scores saved",
-    "full": "equation 6, layers recomputed",
-}
 # A device is as fast with more rows or columns; these are allocated at once.
 _MOST_ROWS: Final = 4096
 _MOST_COLUMNS: Final = 4096
@@ -122,22 +115,18 @@ def compute_flops(args: Namespace, device: torch.device) -> float:
 
 
 def transfer_need(args: Namespace, flops: float) -> Need:
-    """What one transfer of a micro-batch's saved activations needs, if a forward runs at `flops` all the time.
-
-    An upper bound for dense layers with an MLP of four times the hidden size: a real forward takes longer.
-    """
+    """What one transfer of a micro-batch's saved activations needs, if a forward runs at `flops` all the time."""
     shape = ModelShape(args.num_layers, args.num_attention_heads, args.hidden_size, args.seq_length)
-    p, t = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
-    # Context-parallel ranks share a micro-batch's sequence as they would share its samples.
-    b = args.micro_batch_size / args.context_parallel_size
-    scope, fp32 = recompute_scope(args), args.params_dtype == torch.float32
-    nbytes = transfer_bytes(shape, p, t, b, scope, sequence_parallel=args.sequence_parallel) * (2 if fp32 else 1)
-    strict = required_gbps(nbytes, forward_flops(shape, p, t, b) / flops * 1e3)
-    sequence = f"{'with' if args.sequence_parallel else 'without'} sequence parallelism, " if t > 1 else ""
-    return Need(
-        strict,
-        f"{nbytes / 2**20:,.1f} MiB a micro-batch ({_EQUATIONS[scope]}, {sequence}{'32' if fp32 else '16'} bit) within "
-        f"a forward, if it ran at the {flops / 1e12:,.3g} TFLOP/s of a matrix product of this shape",
+    return estimated_need(
+        shape,
+        args.pipeline_model_parallel_size,
+        args.tensor_model_parallel_size,
+        # Context-parallel ranks share a micro-batch's sequence as they would share its samples.
+        args.micro_batch_size / args.context_parallel_size,
+        recompute_scope(args),
+        sequence_parallel=args.sequence_parallel,
+        fp32=args.params_dtype == torch.float32,
+        flops=flops,
     )
 
 
