@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -30,6 +30,10 @@ _FLAGS = MappingProxyType(
         "nccl_ub": "--use-nccl-ub",
     }
 )
+
+
+#: Schedules of pipelines with one model chunk a stage only.
+_ONE_CHUNK: Final = ("gpipe", "kfkb", "2bw")
 
 
 class _Rule(NamedTuple):
@@ -75,7 +79,7 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...
             f"{asked}: --pipeline-model-parallel-size {stages} is no pipeline: use at least 2 stages",
         ),
         _Rule(
-            chunks is not None and config.schedule in ("gpipe", "kfkb"),
+            chunks is not None and config.schedule in _ONE_CHUNK,
             f"{asked}: has one model chunk a stage, but --num-layers-per-virtual-pipeline-stage, "
             f"--num-virtual-stages-per-pipeline-rank or the layout gives it {chunks}: use 1f1b, or no virtual stages",
         ),
@@ -116,11 +120,6 @@ def _with_two_versions(args: Namespace) -> tuple[_Rule, ...]:
     if args.rampup_batch_size is not None:
         size, samples = "--rampup-batch-size", int(args.rampup_batch_size[0])
     return (
-        _Rule(
-            args.virtual_pipeline_model_parallel_size is not None,
-            f"{asked}: has one model chunk a stage, but --num-layers-per-virtual-pipeline-stage, "
-            "--num-virtual-stages-per-pipeline-rank or the layout gives it more: use 1f1b, or no virtual stages",
-        ),
         _Rule(
             samples // together < stages,
             f"{asked}: {size} {samples} makes {samples // together} micro-batches, fewer than "
