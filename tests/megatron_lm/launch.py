@@ -1,17 +1,24 @@
 """Start a script of a Megatron-LM checkout with torchrun on CPU, and read what it printed and saved."""
 
+import atexit
+import functools
 import os
 import re
-import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from tests.megatron_lm.ranks import RankServer
+
 __all__ = ["LAYOUTS", "Run", "differences", "gpt_flags", "launch", "model_flags", "start", "torchrun"]
+
+BYTECODE = Path(__file__).parents[2] / "build" / "bytecode"
+"""Compiled modules, since checkouts need not be writable."""
 
 MODEL = (
     *("--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4"),
@@ -96,7 +103,9 @@ def torchrun(processes: int, *agent: str) -> list[str]:
 
 def start(command: Sequence[str], checkout: Path, environment: dict[str, str] | None = None) -> "subprocess.Popen[str]":
     """Start `command` in `checkout`, in a process group of its own."""
-    given = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPYCACHEPREFIX": str(BYTECODE)}
+    given |= environment or {}
+    given.pop("PYTHONDONTWRITEBYTECODE", None)
     # The checkout's own megatron.core, not one that happens to be installed, is what is tested.
     given["PYTHONPATH"] = os.pathsep.join(filter(None, (str(checkout), given.get("PYTHONPATH"))))
     return subprocess.Popen(
@@ -115,19 +124,24 @@ def _knows(checkout: Path, flag: str) -> bool:
 
 
 def launch(
-    checkout: Path, script: str, processes: int, flags: Sequence[str], timeout: float = 240, check: bool = True
+    checkout: Path, script: str, processes: int, flags: Sequence[str], timeout: float = 800, check: bool = True
 ) -> Run:
     """Run `script` of `checkout` to its end with `evenpipe run --cpu`; without EvenPipe's flags that is stock."""
-    job = start([*torchrun(processes), "-m", "evenpipe", "run", "--cpu", script, *flags], checkout)
-    try:
-        output, _ = job.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        output, _ = job.communicate()
-        raise AssertionError(f"no end after {timeout} s:\n{output[-4000:]}") from None
+    with tempfile.TemporaryDirectory(prefix="evenpipe-") as folder:
+        said = Path(folder, "output")
+        status = _server().run(checkout, ["run", "--cpu", script, *flags], processes, said, timeout)
+        output = said.read_text(errors="replace")
+    assert status is not None, f"no end after {timeout} s:\n{output[-4000:]}"
     if check:
-        assert job.returncode == 0, output[-6000:]
-    return Run(job.returncode, output)
+        assert status == 0, f"status {status}:\n{output[-6000:]}"
+    return Run(status, output)
+
+
+@functools.cache
+def _server() -> RankServer:
+    server = RankServer(BYTECODE)
+    atexit.register(server.close)
+    return server
 
 
 def differences(one: Path, other: Path) -> list[str]:
