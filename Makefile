@@ -3,10 +3,10 @@ PYTHON ?= python3
 export PYTHON
 BIN := .venv/bin
 
-.PHONY: help prepare demo test check lint types boundaries clean
+.PHONY: help prepare demo test test-all check lint types boundaries clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
 prepare: ## make .venv fit the pins, and install the package into it
 	@.ci/prepare
@@ -14,9 +14,18 @@ prepare: ## make .venv fit the pins, and install the package into it
 demo: prepare ## train a GPT on four pipeline stages, three ways; prints a table, writes a picture
 	@$(BIN)/evenpipe demo --picture demo.png
 
-test: ## run all tests; ARGS="-k bpipe" narrows them down
+# Several tests at a time, those of a file by one worker in their order; benchmarks measure times, so they are alone.
+NONE_LEFT := 5# what pytest ends with when ARGS leave no tests
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+
+test: prepare ## run the tests; ARGS="-k bpipe" narrows them down
+	@$(PYTEST) -m "not benchmarks and not megatron_lm and not releases" $(ARGS)
+
+test-all: ## also with older megatron-core releases, Megatron-LM's scripts (where MEGATRON_LM is), and benchmarks
 	@releases=$$(.ci/prepare --releases) && \
-	EVENPIPE_MEGATRON_RELEASES="$$releases" $(BIN)/python -m pytest $(ARGS)
+	export EVENPIPE_MEGATRON_RELEASES="$$releases" && \
+	{ $(PYTEST) $(ARGS) -m "not benchmarks" || [ $$? = $(NONE_LEFT) ]; } && \
+	{ $(BIN)/python -m pytest $(ARGS) -m benchmarks || [ $$? = $(NONE_LEFT) ]; }
 
 check: lint types boundaries ## what pre-commit runs: the three below
 

@@ -60,7 +60,7 @@ class Checkout:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=800,
         )
 
     def script(self) -> ModuleType:

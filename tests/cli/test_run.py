@@ -14,7 +14,7 @@ def run(script, *flags, before=(), environment=None):
         [sys.executable, "-m", "evenpipe", "run", *before, script, *flags],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
         env={**os.environ, **(environment or {})},
     )
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 __all__ = ["run_cases"]
 
-_LONGEST_SECONDS: Final = 280
+_LONGEST_SECONDS: Final = 800
 
 
 def run_cases(script: str, cases: Sequence[Any], folder: Path) -> tuple[list[Any], str]:

@@ -19,7 +19,7 @@ TINY = {
     "--micro-batches": "4",
     "--iterations": "100000",
 }
-SECONDS = 15
+SECONDS = 15.0
 
 
 class Ending(NamedTuple):
@@ -37,6 +37,7 @@ class Run:
 
     def __init__(self, *flags: str, **changes: str) -> None:
         options = TINY | {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+        self._started = time.monotonic()
         words = [word for option in options.items() for word in option]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "evenpipe", "train", *words, *flags],
@@ -82,9 +83,11 @@ class Run:
         return sorted(pid for pid, parent in processes.items() if processes.get(parent) == self.process.pid)
 
     def ending(self) -> Ending:
-        """How it ended, once nothing is left; within SECONDS from now."""
-        deadline = time.monotonic() + SECONDS
-        _, said = self.process.communicate(timeout=SECONDS)
+        """How it ended, once nothing is left; within SECONDS from now, or what its start took where that is more."""
+        now = time.monotonic()
+        patience = max(SECONDS, now - self._started)
+        deadline = now + patience
+        _, said = self.process.communicate(timeout=patience)
         while self.processes():
             assert time.monotonic() < deadline, f"left behind: {self.processes()}"
             time.sleep(0.05)

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.benchmarks
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def run(script, *arguments):
     """The script's standard output, standard error and exit status."""
     return subprocess.run(
-        [sys.executable, BENCHMARKS / script, *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, BENCHMARKS / script, *arguments], capture_output=True, text=True, timeout=800
     )
 
 

@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_a_megatron_core_script_with_bpipe():
     """The loss falls, and no stage holds more than ⌈(4+2)/2⌉ micro-batches."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    run = subprocess.run([*command, EXAMPLES / "megatron_core.py"], timeout=200, capture_output=True, text=True)
+    run = subprocess.run([*command, EXAMPLES / "megatron_core.py"], timeout=800, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("iteration")]
     assert len(losses) == 5
@@ -36,7 +36,7 @@ def test_pipeline_modules_of_deepspeed(script, configuration, peaks):
     flags = ["--deepspeed_config", f"examples/deepspeed/{configuration}.json", "--iterations", "4"]
     run = subprocess.run(
         [*launcher, f"examples/deepspeed/{script}.py", *flags],
-        timeout=200,
+        timeout=800,
         capture_output=True,
         text=True,
         cwd=EXAMPLES.parent,

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.releases
+
 SCRIPT = Path(__file__).with_name("release_cases.py")
 FOLDERS = [folder for folder in os.environ.get("EVENPIPE_MEGATRON_RELEASES", "").split(os.pathsep) if folder]
 
@@ -20,7 +22,7 @@ def runs() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
 
     def run(folder: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": folder}
-        return subprocess.run([sys.executable, SCRIPT], env=environment, timeout=200, capture_output=True, text=True)
+        return subprocess.run([sys.executable, SCRIPT], env=environment, timeout=800, capture_output=True, text=True)
 
     with ThreadPoolExecutor(2) as pool:
         yield {folder: pool.submit(run, folder) for folder in FOLDERS}
@@ -38,4 +40,6 @@ def test_a_release_trains_to_the_same_bits(folder, runs):
 
 def test_releases_are_given_or_the_way_to_give_them_is_told():
     if not FOLDERS:
-        pytest.skip("set EVENPIPE_MEGATRON_RELEASES to folders that hold other megatron-core releases (make test does)")
+        pytest.skip(
+            "set EVENPIPE_MEGATRON_RELEASES to folders that hold other megatron-core releases (make test-all does)"
+        )

@@ -48,7 +48,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
         for rank in range(PROCESSES)
     ]
     try:
-        outputs = [process.communicate(timeout=240) for process in processes]
+        outputs = [process.communicate(timeout=800) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -22,7 +22,7 @@ KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 def python(*arguments: str | Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     given = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-W", "ignore", *arguments]
-    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=800)
 
 
 @needs_cpu_only_machine

@@ -43,7 +43,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process wrote down."""
     folder = tmp_path_factory.mktemp("schedule_function")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", SCRIPT, folder], capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, "-W", "ignore", SCRIPT, folder], capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, done.stderr
     found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]

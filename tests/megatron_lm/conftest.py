@@ -1,4 +1,4 @@
-"""Megatron-LM checkouts to run real scripts from: paths in MEGATRON_LM, separated by ':'."""
+"""Megatron-LM checkouts to run real scripts from: paths in MEGATRON_LM, separated by ':'; the main one first."""
 
 import os
 from pathlib import Path
@@ -18,12 +18,21 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("megatron_lm", given, ids=lambda path: path.name if path else "none", scope="session")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_itemcollected(item):
+    item.add_marker(pytest.mark.megatron_lm)
+
+
+def pytest_collection_modifyitems(config, items):
+    """On the first checkout everything is run, on the others what can differ between releases."""
     here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.megatron_lm)
-            item.add_marker(pytest.mark.timeout(900))
+    left_out = [item for item in items if here in item.path.parents and _repeats(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _repeats(item):
+    first = item.callspec.params.get("megatron_lm") in (None, *CHECKOUTS[:1]) if hasattr(item, "callspec") else True
+    return not first and item.get_closest_marker("every_release") is None
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ def losses(run: Run) -> list[float]:
     return [float(loss) for line in run.lines for loss in re.findall(r"lm loss: (\S+)", line)]
 
 
+@pytest.mark.every_release
 def test_gpt_is_cut_to_fit_trains_as_stock_and_goes_on_tuning_after_a_stop(megatron_lm, tmp_path):
     """The loader's micro-batches of eight samples do not fit; shards of a tensor-parallel group are cut alike."""
     processes, parallel = LAYOUTS["TP2xPP2"]

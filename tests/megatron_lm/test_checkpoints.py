@@ -9,7 +9,7 @@ STOPS, ENDS = 2, 4
 
 
 @pytest.mark.parametrize("layout", ["PP4", "DP2xPP4 distributed optimizer"])
-@pytest.mark.parametrize("format_", ["torch", "torch_dist"])
+@pytest.mark.parametrize("format_", ["torch", pytest.param("torch_dist", marks=pytest.mark.every_release)])
 def test_saved_by_one_and_resumed_by_the_other(megatron_lm, format_, layout, tmp_path):
     processes, parallel = LAYOUTS[layout]
     flags = [*gpt_flags(ENDS), *parallel, "--ckpt-format", format_, "--save-interval", str(STOPS)]

@@ -70,7 +70,7 @@ def alone(megatron_lm, flags, world=4):
         "MASTER_PORT": "1",
     }
     job = start([sys.executable, "-m", "evenpipe", "run", "--cpu", SCRIPT, *flags], megatron_lm, environment)
-    output, _ = job.communicate(timeout=120)
+    output, _ = job.communicate(timeout=800)
     return job.returncode, output
 
 
@@ -85,15 +85,17 @@ def test_wrong_flags_get_one_line_that_names_them(megatron_lm, case):
     assert "Traceback" not in output
 
 
+@pytest.mark.every_release
 def test_help_needs_no_gpu_and_starts_nothing(megatron_lm):
     job = start([sys.executable, "-m", "evenpipe", "run", SCRIPT, "--help"], megatron_lm)
-    output, _ = job.communicate(timeout=120)
+    output, _ = job.communicate(timeout=800)
     assert job.returncode == 0, output[-3000:]
     assert "EvenPipe:" in output
     assert "--bpipe" in output
     assert "--pipeline-model-parallel-size" in output
 
 
+@pytest.mark.every_release
 def test_an_unknown_release_is_refused_by_name(megatron_lm, tmp_path):
     subprocess.run(["cp", "-r", str(megatron_lm), str(tmp_path / "copy")], check=True)
     info = tmp_path / "copy" / "megatron" / "core" / "package_info.py"

@@ -21,6 +21,7 @@ def logged(output):
     }
 
 
+@pytest.mark.every_release
 def test_the_log_has_a_line_for_each_of_megatrons(megatron_lm, tmp_path):
     """Every third iteration is measured: it has the peaks that the schedule promises."""
     trace = tmp_path / "T.json"

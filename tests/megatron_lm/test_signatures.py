@@ -1,10 +1,13 @@
 """What is recorded of megatron.training is what the checkout has."""
 
+import pytest
+
 from evenpipe.megatron.supported import RELEASES
 from evenpipe.megatron.training_supported import TRAINING
 from evenpipe.upstream.source import literal_in, signature_in
 
 
+@pytest.mark.every_release
 def test_every_recorded_signature_is_the_checkouts(megatron_lm):
     release = [literal_in(megatron_lm, f"megatron.core.package_info:{part}") for part in ("MAJOR", "MINOR")]
     series = ".".join(map(str, release))

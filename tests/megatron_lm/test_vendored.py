@@ -12,6 +12,8 @@ import pytest
 from evenpipe.megatron.catalogue import examine
 from tests.megatron_lm.launch import gpt_flags, start, torchrun
 
+pytestmark = pytest.mark.every_release
+
 PATCHES = Path(__file__).resolve().parent.parent.parent / "patches"
 PATCHED = Path("megatron", "training", "__init__.py")
 TOOLS = {"git": ["git", "apply", "--unidiff-zero"], "patch": ["patch", "--silent", "-p1", "-i"]}
@@ -48,6 +50,6 @@ def test_a_patched_copy_is_supported_and_trains_with_evenpipe_s_flags(copy: Path
     assert examine(copy).supported
     flags = [*gpt_flags(2), "--pipeline-model-parallel-size", "2", "--bpipe"]
     job = start([*torchrun(2), "pretrain_gpt.py", *flags], copy, {"EVENPIPE_CPU": "1"})
-    output, _ = job.communicate(timeout=300)
+    output, _ = job.communicate(timeout=800)
     assert job.returncode == 0, output[-6000:]
     assert "[evenpipe] iteration 2 | peak live: " in output

@@ -94,7 +94,7 @@ def test_sizes_divide_the_batch() -> None:
 @pytest.mark.parametrize(("bpipe", "stages", "seconds"), [(False, 64, 5), (True, 16, 30)])
 def test_a_large_batch_takes_seconds(bpipe: bool, stages: int, seconds: float) -> None:
     memory = (StageMemory(0, 0, 0, 10, 1),) * stages
-    began = time.perf_counter()
+    began = time.process_time()
     found = candidates(memory, 1536, 10 * stages * 4, bpipe)
     assert found[0].b > found[-1].b
-    assert time.perf_counter() - began < seconds
+    assert time.process_time() - began < seconds

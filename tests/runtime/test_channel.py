@@ -28,7 +28,7 @@ CASES = (
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """For each rank, what became of each case."""
     folder = tmp_path_factory.mktemp("channels")
-    run = subprocess.run([sys.executable, SCRIPT, folder], timeout=200, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, SCRIPT, folder], timeout=800, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
 

@@ -15,5 +15,5 @@ RUN = "import runpy, sys; from evenpipe.runtime.ending import rest_at_exit; rest
 def test_gloos_threads_come_to_rest_before_the_interpreter_is_torn_down(command: tuple[str, ...]) -> None:
     """Without that the process is aborted: "terminate called without an active exception"."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, *command, str(SCRIPT)], env=environment, capture_output=True, timeout=200)
+    run = subprocess.run([sys.executable, *command, str(SCRIPT)], env=environment, capture_output=True, timeout=800)
     assert (run.returncode, run.stderr.partition(b"terminate called")[1]) == (0, b""), run.stderr[-2000:]

@@ -89,7 +89,7 @@ def outcomes(tmp_path_factory):
         for name, (schedule, settings) in ({name: (schedule, {}) for name, schedule in CASES.items()} | WATCHED).items()
     }
     (folder / "cases.json").write_text(json.dumps(cases))
-    run = subprocess.run([sys.executable, SCRIPT, folder], timeout=240, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, SCRIPT, folder], timeout=800, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(8)]
 

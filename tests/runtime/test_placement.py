@@ -260,7 +260,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[list[Seen]]:
     folder = tmp_path_factory.mktemp("placement")
     (folder / "cases.json").write_text(json.dumps([case for case, _ in MEGATRON.values()] + [STANDARD]))
     script = Path(__file__).with_name("groups_by_slot.py")
-    run = subprocess.run([sys.executable, script, folder], timeout=120, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, script, folder], timeout=800, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     by_slot = [json.loads((folder / f"slot-{slot}.json").read_text()) for slot in range(8)]
     return [list(case) for case in zip(*by_slot, strict=True)]

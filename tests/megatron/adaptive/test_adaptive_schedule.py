@@ -27,7 +27,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("adaptive")
     script = Path(__file__).with_name("schedule_cases.py")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, folder], capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, "-W", "ignore", script, folder], capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, done.stderr
     found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(STAGES)]

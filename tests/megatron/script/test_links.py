@@ -154,7 +154,7 @@ def test_two_agents_of_two_processes_train_placed_as_megatron_does(tmp_path):
         )
         for node in range(2)
     ]
-    said = [agent.communicate(timeout=200) for agent in agents]
+    said = [agent.communicate(timeout=800) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], said
     seen = [json.loads((tmp_path / f"slot-{slot}.json").read_text()) for slot in range(4)]
     assert [process["rank"] for process in seen] == [0, 3, 1, 2]

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("trace_cases.py")
 def traced(tmp_path_factory):
     """The folder in which a traced run has left its document and what each rank printed."""
     folder = tmp_path_factory.mktemp("trace")
-    run = subprocess.run([sys.executable, SCRIPT, folder], timeout=120, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, SCRIPT, folder], timeout=800, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return folder
 
