@@ -48,3 +48,19 @@ def test_pipeline_modules_of_deepspeed(script, configuration, peaks):
     assert losses[-1] < losses[0]
     found = sorted(line for line in run.stdout.splitlines() if line.startswith("rank"))
     assert [int(line.split(": ")[1].split()[0]) for line in found] == peaks
+
+
+def test_plain_modules_of_a_users_own():
+    """Any schedule gives the same losses, to the last digit shown; the script is short."""
+    script = EXAMPLES / "plain_torch.py"
+    assert len(script.read_text().splitlines()) <= 30
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", script]
+    printed = []
+    for schedule in ("1f1b", "gpipe"):
+        run = subprocess.run([*command, schedule], timeout=100, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        printed.append(run.stdout)
+    losses = [float(line.split()[-1]) for line in printed[0].splitlines()]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+    assert printed[1] == printed[0]

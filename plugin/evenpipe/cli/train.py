@@ -1,4 +1,4 @@
-"""``evenpipe train``: train a real GPT or BERT of megatron-core under a schedule, and measure it."""
+"""``evenpipe train``: train a GPT or BERT, of megatron-core or of plain modules, under a schedule, and measure it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MIB = 2**20
 
 def add_to(commands: Commands) -> None:
     """Add the sub-command: a flag for every field of TrainOptions."""
-    text = "train a GPT or BERT of megatron-core under a schedule"
+    text = "train a GPT or BERT, of megatron-core or in plain PyTorch, under a schedule"
     parser = commands.add_parser("train", help=text, description=f"{text[0].upper()}{text[1:]}.")
     group = parser.add_argument_group("run")
     for name, field in TrainOptions.model_fields.items():

@@ -1,7 +1,7 @@
 """Checkpoints on disk: a folder each, complete from the moment it has its name, and a file that names the latest.
 
 DIR/latest                         iter_0000010
-DIR/iter_0000010/checkpoint.json   format, iterations done, options, size of every file
+DIR/iter_0000010/checkpoint.json   format, iterations done, framework, options, size of every file
 DIR/iter_0000010/rank_00000.pt     what one process needs to go on
 DIR/iter_0000015.partial/          being written, or left by a process that was killed: never loaded
 DIR/iter_0000010.replaced/         makes room for another of its name, and comes back if that never arrives
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 from evenpipe.report.files import check_writable
+from evenpipe.train.engine import ENGINES
 from evenpipe.train.flags import OptionsError, flag
 from evenpipe.train.options import TrainOptions
 
@@ -44,10 +45,11 @@ _MUST_AGREE: Final = (
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint: its folder, how many iterations it has behind it, and the options that must agree."""
+    """A complete checkpoint: its folder, how many iterations it has behind it, and what must agree with a run's."""
 
     folder: Path
     iterations: int
+    framework: str
     options: dict[str, object]
 
 
@@ -85,6 +87,7 @@ class Draft:
         manifest = {
             "format": _FORMAT,
             "iteration": self._iterations,
+            "framework": ENGINES[options.engine].framework,
             "options": {name: getattr(options, name) for name in _MUST_AGREE},
             "files": {path.name: path.stat().st_size for path in sorted(self.partial.iterdir())},
         }
@@ -136,6 +139,12 @@ def find(directory: Path) -> Checkpoint:
 
 def refuse_misfit(options: TrainOptions, checkpoint: Checkpoint) -> None:
     """Raise OptionsError, naming flag and values, where a run with `options` cannot go on from `checkpoint`."""
+    if checkpoint.framework != ENGINES[options.engine].framework:
+        engine = next(name for name, package in ENGINES.items() if package.framework == checkpoint.framework)
+        raise OptionsError(
+            f"--engine {options.engine}: {checkpoint.folder} was saved with --engine {engine}: "
+            "use that, or another --load"
+        )
     for name, saved in checkpoint.options.items():
         mine = getattr(options, name)
         if mine != saved:
@@ -170,7 +179,9 @@ def _read(folder: Path) -> Checkpoint:
         raise OptionsError(f"--load {folder}: the checkpoint is damaged ({damaged[0]} has another size): name another")
     if form != _FORMAT:
         raise OptionsError(f"--load {folder}: its format is {form}, not {_FORMAT}: use the evenpipe that saved it")
-    return Checkpoint(folder, iterations, {name: options.get(name) for name in _MUST_AGREE})
+    # Before there was another framework it went without saying.
+    framework = manifest.get("framework", "megatron")
+    return Checkpoint(folder, iterations, framework, {name: options.get(name) for name in _MUST_AGREE})
 
 
 def _settle(directory: Path) -> None:

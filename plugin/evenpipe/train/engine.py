@@ -117,8 +117,11 @@ class Engine(Protocol):
     def kept_bytes(self) -> KeptBytes:
         """What stays from batch to batch."""
 
-    def weights_sha256(self) -> str:
-        """A digest of this process' parameters, see `evenpipe.train.gather.digest`."""
+    def weights(self) -> dict[tuple[int, int], str]:
+        """Digests of the parameters here (`evenpipe.train.gather.digest`), in the order of the keys over all processes.
+
+        The processes of other replicas have the same keys, and must have the same weights.
+        """
 
     def state(self) -> dict[str, Any]:
         """All that this process has which the options do not give, as plain tensors and numbers; nothing is under way.
@@ -138,9 +141,14 @@ class EngineModule(Protocol):
 
 
 class EnginePackage(NamedTuple):
-    """Where an engine is: the path of its package, and what must be installed for it: (import name, how)."""
+    """Where an engine is: the path of its package, and whose checkpoints it goes on from.
 
+    `offers` is what schedules may need of it, `requires` what must be installed: (import name, what to say if not).
+    """
+
+    framework: str
     path: str
+    offers: frozenset[str]
     requires: tuple[str, str] | None = None
 
     def module(self) -> EngineModule:
@@ -148,8 +156,13 @@ class EnginePackage(NamedTuple):
         return cast(EngineModule, import_module(f"{self.path}.engine"))
 
 
-_MEGATRON: Final = EnginePackage(
-    "evenpipe.megatron.train_engine", ("megatron", "megatron-core is not installed: pip install 'evenpipe[megatron]'")
-)
+_MEGATRON: Final = "evenpipe.megatron.train_engine"
+_MEGATRON_CORE: Final = ("megatron", "megatron-core is not installed: pip install 'evenpipe[megatron]'")
 #: By the value of --engine.
-ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType({"evenpipe": _MEGATRON, "megatron": _MEGATRON})
+ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType(
+    {
+        "evenpipe": EnginePackage("megatron", _MEGATRON, frozenset({"chunks", "groups", "stream"}), _MEGATRON_CORE),
+        "megatron": EnginePackage("megatron", _MEGATRON, frozenset({"chunks"}), _MEGATRON_CORE),
+        "module": EnginePackage("module", "evenpipe.train.module", frozenset({"chunks", "groups"})),
+    }
+)

@@ -37,7 +37,7 @@ class Share(NamedTuple):
 
     at: Coordinates
     found: Found
-    weights: str
+    weights: dict[tuple[int, int], str]
     unit_bytes: tuple[int, ...]
     spans: tuple[Span, ...]
 
@@ -92,18 +92,14 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _weights(shares: Sequence[Share]) -> str:
-    sha = hashlib.sha256()
     known: dict[tuple[int, int], str] = {}
     for share in sorted(shares, key=_place):
-        weights = known.setdefault(share.at[:2], share.weights)
-        if weights != share.weights:
+        if any(known.setdefault(where, weights) != weights for where, weights in share.weights.items()):
             raise RuntimeError(
                 f"stage {share.at.stage}, tensor-parallel rank {share.at.shard}: "
                 f"data-parallel replicas 0 and {share.at.replica} ended with different weights"
             )
-        if share.at.replica == 0:
-            sha.update(weights.encode())
-    return sha.hexdigest()
+    return hashlib.sha256("".join(weights for _, weights in sorted(known.items())).encode()).hexdigest()
 
 
 def _from_common_start(spans: Sequence[tuple[Span, ...]]) -> tuple[tuple[Span, ...], ...]:

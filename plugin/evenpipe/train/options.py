@@ -43,7 +43,9 @@ class TrainOptions(BaseModel):
     hidden: int = Field(128, ge=1, description="hidden size")
     heads: int = Field(4, ge=1, description="attention heads")
     seq_length: int = Field(128, ge=2, description="tokens (bytes of text) in a sample")
-    untie_embeddings: bool = Field(False, description="give the output layer weights of its own")
+    untie_embeddings: bool = Field(
+        False, description="give the output layer weights of its own (--engine module: always)"
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of hidden states and attention")
     data: str = Field(BUILTIN_TEXT, description="a text file, or builtin: text that comes with Python")
 
@@ -87,8 +89,10 @@ class TrainOptions(BaseModel):
         allow_inf_nan=False,
         description="what --group-size auto may use on each device; nine tenths of a GPU's, if left out",
     )
-    engine: Literal["evenpipe", "megatron"] = Field(
-        "evenpipe", description="who carries the schedule out: evenpipe | megatron (its own functions)"
+    engine: Literal["evenpipe", "megatron", "module"] = Field(
+        "evenpipe",
+        description="who carries the schedule out: evenpipe (in megatron-core) | megatron (its own functions) | "
+        "module (plain PyTorch)",
     )
     bpipe: bool = Field(False, description="level the stages' memory by evicting to partner stages")
     recompute: Literal["none", "selective", "full"] = Field(

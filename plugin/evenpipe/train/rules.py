@@ -22,6 +22,15 @@ __all__ = ["RULES", "fits_this_machine"]
 
 #: Beyond any machine's GPUs; a typing error should not start a thousand processes.
 _MOST_PROCESSES: Final = 256
+#: What the engine "module" knows of settings of which it knows only some.
+_PLAIN_TORCH: Final[dict[str, tuple[object, ...]]] = {
+    "tensor_parallel": (1,),
+    "dropout": (0.0,),
+    "precision": ("fp32", "bf16"),
+    "distributed_optimizer": (False,),
+    "recompute": ("none",),
+    "overlap_grad_reduce": (False,),
+}
 _NOT_MEGATRONS: Final = ("gpipe", "kfkb", "2bw")
 
 
@@ -60,6 +69,8 @@ def _schedule_exists(options: TrainOptions) -> None:
         raise ValueError(f"{asked}: one stage is no pipeline: use --schedule 1f1b, or at least 2 stages")
     if options.engine == "megatron" and options.schedule in _NOT_MEGATRONS:
         raise ValueError(f"{asked}: Megatron has no such schedule: use --engine evenpipe")
+    if options.engine == "module" and options.schedule == "2bw":
+        raise ValueError(f"{asked}: needs batches without a flush between: use --engine evenpipe")
     if options.engine == "megatron" and options.bpipe:
         raise ValueError("--bpipe: Megatron has no such schedule: use --engine evenpipe")
     try:
@@ -75,6 +86,17 @@ def _settings_go_together(options: TrainOptions) -> None:
     rows = (*CONTRADICTIONS, *CONTRADICTIONS_ON_CPU) if on_cpu else CONTRADICTIONS
     if (line := contradiction_in(config, COMMAND, rows)) is not None:
         raise ValueError(line)
+
+
+def _engine_knows_its_settings(options: TrainOptions) -> None:
+    if options.engine != "module":
+        return
+    for name, known in _PLAIN_TORCH.items():
+        given, bare = COMMAND.head(name, getattr(options, name)), COMMAND.mention(name, None)
+        if getattr(options, name) not in known:
+            raise ValueError(f"{given}: --engine module has none: use --engine evenpipe, or leave {bare} out")
+    if options.group_size == "auto":
+        raise ValueError("--group-size auto: --engine module chooses none: give a number, or use --engine evenpipe")
 
 
 def _optimizer_knows_its_settings(options: TrainOptions) -> None:
@@ -138,6 +160,7 @@ RULES: Final = (
     _model_fits_its_ranks,
     _schedule_exists,
     _settings_go_together,
+    _engine_knows_its_settings,
     _optimizer_knows_its_settings,
     _saved_somewhere,
     _fault_happens,

@@ -60,7 +60,7 @@ def run_case(
         engine.begin(first)
         found = iterate(case, engine, first, _ending(case, engine, stop, host_group, events), events)
         failure.enter("gathering results")
-        share = Share(engine.coordinates, found, engine.weights_sha256(), recorder.unit_bytes, recorder.spans)
+        share = Share(engine.coordinates, found, engine.weights(), recorder.unit_bytes, recorder.spans)
         shares = gather(share, host_group)
     return combine(shares) if shares is not None else None
 

@@ -122,8 +122,8 @@ class MegatronEngine:
             static_bytes(chunks, self.learner.optimizer),
         )
 
-    def weights_sha256(self) -> str:
-        return digest(self.learner.replica.chunks)
+    def weights(self) -> dict[tuple[int, int], str]:
+        return {(self.coordinates.stage, self.coordinates.shard): digest(self.learner.replica.chunks)}
 
     def state(self) -> dict[str, Any]:
         return capture(self.learner, self.schedule)

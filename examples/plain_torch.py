@@ -1,0 +1,29 @@
+"""Your own nn.Modules under any schedule: torchrun --nproc-per-node 4 examples/plain_torch.py [SCHEDULE]"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from evenpipe.schedule import build, lower
+from evenpipe.train.pipeline import ModulePipeline
+
+
+def part(position: int) -> torch.nn.Module:
+    """The model from its start: called for the parts that the schedule places on this process."""
+    torch.manual_seed(position)
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
+
+
+dist.init_process_group("gloo")
+schedule = build(sys.argv[1] if len(sys.argv) > 1 else "1f1b", stages=dist.get_world_size(), micro_batches=8)
+pipeline = ModulePipeline(part, lower(schedule), torch.nn.functional.mse_loss, boundary=torch.empty(4, 64))
+optimizer = torch.optim.Adam(pipeline.parameters())
+batches = torch.Generator().manual_seed(0)
+for iteration in range(5):
+    inputs = torch.randn(8 * 4, 64, generator=batches)
+    optimizer.zero_grad()
+    loss = pipeline.step(inputs, targets=inputs.roll(1, dims=1))
+    optimizer.step()
+    if loss is not None:  # where the model ends
+        print(f"iteration {iteration}: loss {loss.item():.6f}")

@@ -1,0 +1,1 @@
+"""The engine "module": a small transformer of plain `nn.Module`s, in pipelines of plain PyTorch."""

@@ -1,0 +1,99 @@
+"""ModulePipeline: one stage of a pipeline of plain `nn.Module`s, trained under any schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evenpipe.runtime.connections import connect
+from evenpipe.runtime.executor import Executor, Observer
+from evenpipe.runtime.stage import ModuleStage
+from evenpipe.schedule import Program
+
+__all__ = ["ModulePipeline"]
+
+
+class ModulePipeline:
+    """One stage of a pipeline, in a process of its own: forwards, backwards and messages of every batch.
+
+    part: gives the part of the model at a position, counted from the model's start; called for those that `program`
+    places on this stage, and no others. A part takes one tensor and returns one, the last part what `loss` takes.
+    program: what `evenpipe.schedule.build` returns, for as many stages as `group` has ranks.
+    loss: `loss(output, target)` of a micro-batch, a scalar.
+    boundary: a tensor like the one that passes from part to part for one micro-batch; its device is the parts'.
+    group: the ranks of the pipeline, stage by stage; all ranks, if left out.
+    observer: is told of every action; with `measure`, `executor.counter` knows what this stage saves.
+
+    All ranks of the group make it alike. Raises ValueError where `program` is not for such a group.
+    """
+
+    def __init__(
+        self,
+        part: Callable[[int], nn.Module],
+        program: Program,
+        loss: Callable[[Tensor, Any], Tensor],
+        boundary: Tensor,
+        group: dist.ProcessGroup | None = None,
+        observer: Observer | None = None,
+        measure: bool = False,
+    ) -> None:
+        schedule, ranks = program.schedule, dist.get_process_group_ranks(group)
+        if len(ranks) != schedule.stages:
+            raise ValueError(f"program: is for {schedule.stages} stages, but the group has {len(ranks)} ranks")
+        self.stage = ranks.index(dist.get_rank())
+        self.chunks = [part(chunk * schedule.stages + self.stage) for chunk in range(schedule.chunks)]
+        self.is_last = self.stage == schedule.stages - 1
+        #: Of the micro-batches of the last batch, where the model ends.
+        self.losses: list[Tensor] = []
+        self._program = program
+        self._loss = loss
+        self._boundary = boundary
+        backend = "nccl" if boundary.device.type == "cuda" else "gloo"
+        bpipe = any(schedule.evictions)
+        connections = connect(ranks, schedule.chunks > 1, bpipe, backend, boundary.device)
+        self.executor = Executor(
+            self.stage, connections, boundary.device, self.parameters(), observer, measure or bpipe
+        )
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of this stage's parts, for an optimizer."""
+        return (parameter for chunk in self.chunks for parameter in chunk.parameters())
+
+    def step(self, inputs: Tensor | Sequence[Tensor] = (), targets: Tensor | Sequence[Any] = ()) -> Tensor | None:
+        """Forward and backward of a batch; gradients of its mean loss are added to `parameter.grad`.
+
+        `inputs` are read where the model starts, `targets` where it ends: a tensor of whose first dimension every
+        micro-batch has an equal share, or a sequence with an entry a micro-batch. Returns the mean loss where the model
+        ends, None elsewhere. Raises ValueError where they cannot be shared out.
+        """
+        count, self.losses = self._program.schedule.micro_batches, []
+        first = _shares("inputs", inputs, count) if self.stage == 0 else ()
+        last = _shares("targets", targets, count) if self.is_last else ()
+
+        def share_of_loss(micro_batch: int, output: Tensor) -> Tensor:
+            loss = self._loss(output, last[micro_batch])
+            self.losses.append(loss.detach())
+            return loss / count
+
+        stage = ModuleStage(self.chunks, self._boundary, first.__getitem__, share_of_loss, self.is_last)
+        self.executor.run(self._program, stage)
+        return torch.stack(self.losses).mean() if self.is_last else None
+
+    def close(self) -> None:
+        """Destroy the links, once no batch is under way."""
+        self.executor.connections.close()
+
+
+def _shares(name: str, values: Tensor | Sequence[Any], count: int) -> Sequence[Any]:
+    """What each of `count` micro-batches gets of `values`."""
+    if not isinstance(values, Tensor):
+        if len(values) != count:
+            raise ValueError(f"{name}: {len(values)} entries for {count} micro-batches: give one for each")
+        return values
+    if len(values) % count:
+        raise ValueError(f"{name}: {len(values)} samples cannot be shared out to {count} micro-batches")
+    return values.chunk(count)

@@ -1,0 +1,154 @@
+"""The engine "module": whatever the schedule, losses and weights are those of a loop in one process, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evenpipe.train import data
+from evenpipe.train.gather import digest
+from evenpipe.train.launch import StageFailed, run_cases
+from evenpipe.train.module.engine import clip, learning_rate, loss_of, make_optimizer, squares
+from evenpipe.train.module.model import initialised_piece
+from evenpipe.train.options import OptionsError, TrainOptions
+from evenpipe.train.predict import predict
+from evenpipe.train.result import RunResult
+
+MODEL: dict[str, Any] = {
+    "engine": "module",
+    "layers": 8,
+    "hidden": 32,
+    "seq_length": 32,
+    "stages": 4,
+    "micro_batches": 9,
+    "iterations": 3,
+    "clip_grad": 0.5,
+    "lr_warmup": 1,
+    "lr_decay": "cosine",
+}
+CASES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "1f1b, BPipe": {"bpipe": True},
+    "gpipe": {"schedule": "gpipe"},
+    "2F2B": {"schedule": "kfkb", "group_size": 2},
+    "2F2B, BPipe": {"schedule": "kfkb", "group_size": 2, "bpipe": True},
+    "two stages of two replicas": {"stages": 2, "data_parallel": 2},
+    "bf16": {"precision": "bf16"},
+    "bf16, 2F2B, BPipe": {"precision": "bf16", "schedule": "kfkb", "group_size": 2, "bpipe": True},
+    "BERT, SGD": {"model": "bert", "optimizer": "sgd", "momentum": 0.9, "lr": 0.1},
+    "interleaved": {"schedule": "interleaved", "chunks": 2, "micro_batches": 8},
+    "one stage": {"stages": 1},
+}
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def options_of(**changes: Any) -> TrainOptions:
+    return TrainOptions.of(**MODEL | changes)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, RunResult]:
+    return dict(zip(CASES, run_cases([options_of(**case) for case in CASES.values()]), strict=True))
+
+
+def train_in_one_process(options: TrainOptions) -> tuple[tuple[float, ...], str]:
+    """Plain PyTorch: every micro-batch through the whole model, one after the other."""
+    corpus = data.load(options)
+    pieces = [initialised_piece(options, corpus.vocabulary, number) for number in range(options.layers + 2)]
+    parameters = [parameter for piece in pieces for parameter in piece.parameters()]
+    optimizer = make_optimizer(options, parameters)
+    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    losses = []
+    for iteration in range(options.iterations):
+        of_replicas, sums = [], [torch.zeros_like(parameter) for parameter in parameters]
+        for replica in range(options.data_parallel):
+            optimizer.zero_grad()
+            found = []
+            for batch in corpus.micro_batches(iteration, replica):
+                value, *target = map(torch.from_numpy, batch)
+                for piece in pieces:
+                    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                        value = piece(value).to(dtype)
+                loss = loss_of(value, target)
+                (loss / options.micro_batches).backward()
+                found.append(loss.item())
+            of_replicas.append(sum(found) / len(found))
+            for total, parameter in zip(sums, parameters, strict=True):
+                total += parameter.grad
+        for total, parameter in zip(sums, parameters, strict=True):
+            parameter.grad = total / options.data_parallel
+        losses.append(sum(of_replicas) / len(of_replicas))
+        clip([parameter.grad for parameter in parameters], [squares(piece).item() for piece in pieces], 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(options, iteration)
+        optimizer.step()
+    return tuple(losses), hashlib.sha256("".join(digest([piece]) for piece in pieces).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_weights_are_those_of_a_loop_in_one_process(results: dict[str, RunResult], name: str) -> None:
+    losses, weights = train_in_one_process(options_of(**CASES[name]))
+    assert results[name].losses == losses
+    assert results[name].weights_sha256 == weights
+    assert losses[-1] < losses[0]
+
+
+def test_weights_do_not_depend_on_the_cut_or_the_schedule(results: dict[str, RunResult]) -> None:
+    same = ["1f1b", "1f1b, BPipe", "gpipe", "2F2B", "2F2B, BPipe", "one stage"]
+    assert len({(results[name].losses, results[name].weights_sha256) for name in same}) == 1
+    assert results["bf16"].weights_sha256 == results["bf16, 2F2B, BPipe"].weights_sha256
+    assert results["bf16"].losses != results["1f1b"].losses
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peaks_are_as_predicted(results: dict[str, RunResult], name: str) -> None:
+    options, result = options_of(**CASES[name]), results[name]
+    prediction = predict(options.plan, result)
+    assert [stage.peak_live for stage in result.stages] == [stage.peak_live for stage in prediction.stages]
+    for found, predicted in zip(result.stages, prediction.stages, strict=True):
+        assert found.peak_saved_bytes == pytest.approx(predicted.peak_bytes, rel=0.02)
+    assert [stage.evicted_bytes > 0 for stage in result.stages] == [count > 0 for count in options.plan.evictions]
+
+
+def test_a_run_that_is_saved_and_gone_on_with_is_the_run_that_was_not(
+    results: dict[str, RunResult], tmp_path: Path
+) -> None:
+    changes = {"precision": "bf16", "save": str(tmp_path), "save_interval": 2}
+    [whole] = run_cases([options_of(**changes)])
+    (tmp_path / "latest").write_text("iter_0000002\n")
+    [rest] = run_cases([options_of(precision="bf16", load=str(tmp_path))])
+    assert rest.first_iteration == 2
+    assert whole.losses == results["bf16"].losses
+    assert rest.losses == whole.losses[2:]
+    assert rest.weights_sha256 == whole.weights_sha256 == results["bf16"].weights_sha256
+
+
+def test_a_failure_names_stage_and_action() -> None:
+    with pytest.raises(StageFailed, match="stage 1 failed at B3: RuntimeError: rehearsed"):
+        run_cases([options_of(fault_at="1:B3")])
+    with pytest.raises(StageFailed, match="stage 3 failed at F2: FloatingPointError: loss is nan in iteration 2"):
+        run_cases([options_of(fault_at="1:F2", fault_kind="nan")])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tensor_parallel": 2}, "--tensor-parallel 2: --engine module has none"),
+        ({"dropout": 0.1}, "--dropout 0.1: --engine module has none"),
+        ({"precision": "fp16"}, "--precision fp16: --engine module has none"),
+        ({"recompute": "full"}, "--recompute full: --engine module has none"),
+        ({"distributed_optimizer": True}, "--distributed-optimizer: --engine module has none"),
+        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce: --engine module has none"),
+        ({"schedule": "2bw"}, "--schedule 2bw: needs batches without a flush between"),
+        ({"schedule": "kfkb", "group_size": "auto", "memory_gib": 1}, "--group-size auto: --engine module"),
+    ],
+)
+def test_what_it_has_not_is_refused_in_one_line(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionsError, match=said) as caught:
+        options_of(**changes)
+    assert "\n" not in str(caught.value)
