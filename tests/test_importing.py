@@ -29,7 +29,7 @@ IMPORTS_EVERYTHING = """
     assert len(before) > 20000, len(before)
     import evenpipe
     for module in pkgutil.walk_packages(evenpipe.__path__, "evenpipe."):
-        if module.name not in ("evenpipe.__main__", {preload!r}):
+        if module.name not in ("evenpipe.__main__", *{preloads!r}):
             import_module(module.name)
     after = symbols()
     changed = [name for name, value in before.items() if after.get(name) is not value]
@@ -44,8 +44,8 @@ IMPORTS_EVERYTHING = """
     assert len(items) > 50
     assert not [item.name for item in items if item.check() == APPLIED]
 """
-PRELOAD = "evenpipe.megatron.train_engine.preload"
-"""Made to be imported by a server that training processes are forked from: it prepares that process."""
+PRELOADS = ("evenpipe.megatron.train_engine.preload", "evenpipe.train.module.preload")
+"""Made to be imported by a server that training processes are forked from: they prepare that process."""
 
 
 def run(program: str) -> None:
@@ -55,7 +55,7 @@ def run(program: str) -> None:
 
 
 def test_importing_every_module_leaves_finders_and_frameworks_as_they_were() -> None:
-    run(IMPORTS_EVERYTHING.replace("{preload!r}", repr(PRELOAD)))
+    run(IMPORTS_EVERYTHING.replace("{preloads!r}", repr(PRELOADS)))
 
 
 @pytest.mark.parametrize(("framework", "needed"), [("megatron", set()), ("deepspeed", {"pydantic"})])
@@ -84,6 +84,15 @@ def test_what_is_asked_for_twice_is_applied_once() -> None:
         evenpipe.deepspeed.install()
         assert hasattr(deepspeed.initialize, "__evenpipe_patch__")
         assert not hasattr(deepspeed.initialize.__wrapped__, "__evenpipe_patch__")
+    """)
+
+
+def test_training_in_plain_torch_imports_no_framework() -> None:
+    run("""
+        import sys
+        import evenpipe.train.launch, evenpipe.train.module.engine, evenpipe.train.process
+        found = {"megatron", "deepspeed", "evenpipe.megatron", "evenpipe.deepspeed"} & set(sys.modules)
+        assert not found, found
     """)
 
 

@@ -1,5 +1,6 @@
 """Checkpoints on disk: whenever a process dies while writing one, the one before or the new one is found."""
 
+import json
 import os
 import resource
 import signal
@@ -164,6 +165,21 @@ def test_a_run_that_does_not_fit_is_refused_with_both_values(
 def test_what_changes_no_tensor_may_change(values: dict[str, object], tmp_path: Path) -> None:
     save(tmp_path, 5)
     refuse_misfit(TrainOptions.of(iterations=100, **values), find(tmp_path))
+
+
+def test_an_engine_of_another_framework_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    with pytest.raises(OptionsError, match=r"--engine module: .*/iter_0000005 was saved with --engine evenpipe: use"):
+        refuse_misfit(TrainOptions.of(iterations=100, engine="module"), find(tmp_path))
+
+
+def test_a_checkpoint_of_before_there_were_frameworks_is_of_megatron(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    manifest = tmp_path / "iter_0000005" / "checkpoint.json"
+    fields = json.loads(manifest.read_text())
+    assert fields.pop("framework") == "megatron"
+    manifest.write_text(json.dumps(fields))
+    refuse_misfit(OPTIONS, find(tmp_path))
 
 
 def test_a_folder_that_cannot_be_saved_to_is_told_before_the_run(tmp_path: Path) -> None:

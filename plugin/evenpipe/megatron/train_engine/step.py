@@ -16,8 +16,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from evenpipe.megatron.train_engine.models import Replica, build_replica
-from evenpipe.megatron.train_engine.optimizer import make_optimizer, make_scheduler
+from evenpipe.megatron.train_engine.models import Replica, build_replica, make_optimizer, make_scheduler
 from evenpipe.train import data
 from evenpipe.train.failure import FailureContext
 from evenpipe.train.options import TrainOptions

@@ -53,11 +53,13 @@ class ModuleEngine(Observer):
         self.finished: OptimizerStep | None = None
         self.coordinates = Coordinates(case.failure.stage, 0, dist.get_rank() % options.data_parallel)
         self.replicas, pipeline = _groups(options)
-        parts, vocabulary, dtype = options.stages * options.chunks, case.corpus.vocabulary, _DTYPES[options.precision]
+        parts, dtype = options.stages * options.plan.chunks, _DTYPES[options.precision]
 
         def part(position: int) -> nn.Module:
             pieces = pieces_of(options, position, parts)
-            made = Part({number: initialised_piece(options, vocabulary, number) for number in pieces}, dtype)
+            made = Part(
+                {number: initialised_piece(options, case.corpus.vocabulary, number) for number in pieces}, dtype
+            )
             made.to(case.device).register_forward_hook(self._spoiled)
             return made
 

@@ -1,0 +1,61 @@
+"""A ModulePipeline of one stage: what it gives, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from evenpipe.schedule import build, lower
+from evenpipe.train.pipeline import ModulePipeline
+
+MICRO_BATCHES = 3
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Iterator[ModulePipeline]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        yield made(1)
+    finally:
+        dist.destroy_process_group()
+
+
+def made(stages: int) -> ModulePipeline:
+    def part(position: int) -> torch.nn.Module:
+        torch.manual_seed(position)
+        return torch.nn.Linear(4, 4)
+
+    program = lower(build("1f1b", stages, MICRO_BATCHES))
+    return ModulePipeline(part, program, torch.nn.functional.mse_loss, boundary=torch.empty(2, 4))
+
+
+def test_the_loss_is_the_mean_and_gradients_are_added_up(pipeline: ModulePipeline) -> None:
+    inputs = torch.randn(2 * MICRO_BATCHES, 4, generator=torch.Generator().manual_seed(0))
+    loss = pipeline.step(inputs, inputs)
+    [module] = pipeline.chunks
+    once = [parameter.grad.clone() for parameter in module.parameters()]
+    module.zero_grad()
+    whole = torch.nn.functional.mse_loss(module(inputs), inputs)
+    whole.backward()
+    torch.testing.assert_close(loss, whole.detach())
+    for parameter, gradient in zip(module.parameters(), once, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    pipeline.step(list(inputs.chunk(MICRO_BATCHES)), list(inputs.chunk(MICRO_BATCHES)))
+    for parameter, gradient in zip(module.parameters(), once, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * gradient)
+
+
+def test_what_cannot_be_shared_out_is_refused(pipeline: ModulePipeline) -> None:
+    with pytest.raises(ValueError, match="inputs: 4 samples cannot be shared out to 3 micro-batches"):
+        pipeline.step(torch.empty(4, 4), torch.empty(6, 4))
+    with pytest.raises(ValueError, match="targets: 2 entries for 3 micro-batches: give one for each"):
+        pipeline.step(torch.empty(6, 4), [torch.empty(2, 4)] * 2)
+
+
+def test_a_program_for_other_stages_is_refused(pipeline: ModulePipeline) -> None:
+    with pytest.raises(ValueError, match="program: is for 2 stages, but the group has 1 ranks"):
+        made(2)
