@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ from evenpipe.train.rules import RULES, fits_this_machine
 
 __all__ = ["PlannedRun", "ProfileError", "stage_memories", "stage_memory"]
 
-_CHILD: Final = "evenpipe.megatron.profile.child"
+_CHILD: Final = "evenpipe.megatron.profile.stages"
+_WITHOUT_GPU: Final = {"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 class ProfileError(RuntimeError):
@@ -56,9 +58,14 @@ def stage_memories(cases: Sequence[TrainOptions], device: str) -> list[tuple[Sta
     """
     asked = json.dumps({"cases": [options.model_dump(mode="json") for options in cases], "device": device})
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", _CHILD], input=asked, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-m", _CHILD],
+        input=asked,
+        env={**os.environ, **_WITHOUT_GPU},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise ProfileError(f"the model cannot be profiled: {lines[-1]}", done.stderr)
-    return [tuple(StageMemory(*stage) for stage in stages) for stages in json.loads(done.stdout)]
+    return [tuple(StageMemory(*stage) for stage in stages) for stages in json.loads(done.stdout.splitlines()[-1])]

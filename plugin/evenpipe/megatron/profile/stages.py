@@ -1,9 +1,15 @@
-"""Every stage of a model built and run on the meta device, in a process of its own, one rank after another."""
+"""Builds and runs every stage of a model on the meta device, in a process of its own, one rank after another.
+
+As a script: options in on standard input; stages out, as JSON, on the last line of standard output.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -61,7 +67,7 @@ def _profile(options: TrainOptions, stage: int) -> StageMemory:
     return StageMemory(static, grown.shared, grown.fixed, grown.sample, message, grown.workspace)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _as_rank_of(options: TrainOptions, stage: int) -> Iterator[None]:
     """The first process of `stage` in a world of which there is no other."""
     rank = stage * options.data_parallel * options.tensor_parallel
@@ -132,3 +138,22 @@ def _fake_groups(new_group: Callable[..., Any]) -> Callable[..., Any]:
 def _dropout_on_cuda(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     """As CUDA's own: it saves a mask of booleans, where the CPU's saves one of the input's type."""
     return torch.native_dropout(input, p, training)[0] if training and p else input
+
+
+def _main() -> None:
+    """Profile what is asked for. Whatever goes wrong ends the process with a traceback, its last line the error's."""
+    asked = json.load(sys.stdin)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            without_memory(asked["device"])
+            # Checked by whoever asks.
+            found = [profile(TrainOptions.model_construct(**options)) for options in asked["cases"]]
+    except Exception:
+        # Here, since torch.distributed would put the rank before each of its lines.
+        traceback.print_exc()
+        raise SystemExit(1) from None
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _main()
