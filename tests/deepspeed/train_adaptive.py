@@ -76,9 +76,9 @@ def _train(engine: Any, data: Any, case: Case) -> dict[str, Any]:
         "size": [engine.micro_batch_size, engine.micro_batches, engine.gradient_accumulation_steps()],
     }
     if auto:
-        assert engine.tuner is not None
-        found["retunes"] = [[retune.iteration, retune.k, retune.b] for retune in engine.tuner.retunes]
-        found["predicted"] = engine.predicted_saved_bytes[engine.stage_id]
+        assert engine.loop.tuner is not None
+        found["retunes"] = [[retune.iteration, retune.k, retune.b] for retune in engine.loop.tuner.retunes]
+        found["predicted"] = engine.loop.predicted_saved_bytes[engine.stage_id]
         found["peak_bytes"] = engine.executor.counter.peak_bytes
         found["left"] = engine.executor.counter.own_units
     return found

@@ -7,10 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenpipe.planner import Candidate, PlanError, StageMemory, candidates, peak_bytes
+from evenpipe.planner import (
+    Candidate,
+    PlanError,
+    StageMemory,
+    candidates,
+    k_forward_k_backward,
+    peak_bytes,
+)
 
 GIB = 2**30
 EVEN = (StageMemory(100, 0, 0, 10, 0),) * 4  # stage 0 peaks at 100 + 10·b·min(4k, m)
+
+
+FOUR = k_forward_k_backward(4)
 
 
 def _names(found: tuple[Candidate, ...]) -> list[str]:
@@ -19,12 +29,12 @@ def _names(found: tuple[Candidate, ...]) -> list[str]:
 
 def test_each_group_size_has_its_largest_micro_batch() -> None:
     """Stage 0 keeps 4k micro-batches, or all of them."""
-    assert _names(candidates(EVEN, 16, 100 + 10 * 15)) == ["k1b2", "k2b1", "k3b1"]
-    assert _names(candidates(EVEN, 16, 100 + 10 * 7)) == ["k1b1"]
+    assert _names(candidates(EVEN, 16, 100 + 10 * 15, FOUR)) == ["k1b2", "k2b1", "k3b1"]
+    assert _names(candidates(EVEN, 16, 100 + 10 * 7, FOUR)) == ["k1b1"]
 
 
 def test_where_the_whole_batch_fits_there_is_no_grouping_that_does_not() -> None:
-    found = candidates(EVEN, 16, 100 + 10 * 16)
+    found = candidates(EVEN, 16, 100 + 10 * 16, FOUR)
     assert _names(found) == [
         "k1b16",
         "k2b8",
@@ -33,7 +43,7 @@ def test_where_the_whole_batch_fits_there_is_no_grouping_that_does_not() -> None
         *(f"k{k}b2" for k in range(5, 9)),
         *(f"k{k}b1" for k in range(9, 17)),
     ]
-    assert _names(candidates(EVEN, 16, 100 + 10 * 16, sizes=[2, 4])) == [
+    assert _names(candidates(EVEN, 16, 100 + 10 * 16, FOUR, sizes=[2, 4])) == [
         "k1b4",
         "k2b4",
         "k3b4",
@@ -43,7 +53,7 @@ def test_where_the_whole_batch_fits_there_is_no_grouping_that_does_not() -> None
 
 
 def test_a_group_is_never_larger_than_the_batch() -> None:
-    found = candidates(EVEN, 4, GIB)
+    found = candidates(EVEN, 4, GIB, FOUR)
     assert _names(found) == ["k1b4", "k2b2", "k3b1", "k4b1"]
     assert all(candidate.m * candidate.b == 4 for candidate in found)
 
@@ -55,12 +65,13 @@ def test_a_group_is_never_larger_than_the_batch() -> None:
     st.booleans(),
 )
 def test_candidates_are_the_curve(memory: list[StageMemory], samples: int, limit: int, bpipe: bool) -> None:
+    schedule = k_forward_k_backward(len(memory), bpipe)
     try:
-        found = candidates(memory, samples, limit, bpipe)
+        found = candidates(memory, samples, limit, schedule)
     except PlanError:
         found = ()
     assert [candidate.k for candidate in found] == list(range(1, len(found) + 1))
-    assert all(max(peak_bytes(memory, candidate, bpipe)) <= limit for candidate in found)
+    assert all(max(peak_bytes(memory, candidate, schedule)) <= limit for candidate in found)
     sizes = [candidate.b for candidate in found]
     assert sizes == sorted(sizes, reverse=True)
     if bpipe:
@@ -68,7 +79,7 @@ def test_candidates_are_the_curve(memory: list[StageMemory], samples: int, limit
     # Whatever else fits has the k of a candidate and a smaller b.
     for b in range(1, samples + 1):
         for k in range(1, samples // b + 1):
-            if samples % b == 0 and max(peak_bytes(memory, Candidate(k, b, samples // b))) <= limit:
+            if samples % b == 0 and max(peak_bytes(memory, Candidate(k, b, samples // b), schedule)) <= limit:
                 assert found[k - 1].b >= b
 
 
@@ -76,25 +87,26 @@ def test_candidates_are_the_curve(memory: list[StageMemory], samples: int, limit
 @given(st.integers(1, 10**12), st.integers(0, 10**9), st.sampled_from([1, 6, 12]))
 def test_the_memory_asked_for_is_enough(bpipe: bool, static: int, sample: int, samples: int) -> None:
     memory = (StageMemory(static, 0, 5, sample, 1), StageMemory(static // 2, 0, 0, 2 * sample, 1))
+    schedule = k_forward_k_backward(2, bpipe)
     with pytest.raises(PlanError) as error:
-        candidates(memory, samples, 0, bpipe)
+        candidates(memory, samples, 0, schedule)
     assert "\n" not in str(error.value)
     [asked] = re.findall(r"give at least ([\d.]+) GiB", str(error.value))
-    found = candidates(memory, samples, int(float(asked) * GIB), bpipe)
+    found = candidates(memory, samples, int(float(asked) * GIB), schedule)
     assert found
     with pytest.raises(PlanError):
-        candidates(memory, samples, int(float(asked) * GIB * 0.998), bpipe)
+        candidates(memory, samples, int(float(asked) * GIB * 0.998), schedule)
 
 
 def test_sizes_divide_the_batch() -> None:
     with pytest.raises(PlanError, match="micro-batches of 3 samples: do not divide the 8 of a batch"):
-        candidates(EVEN, 8, GIB, sizes=[1, 3])
+        candidates(EVEN, 8, GIB, FOUR, sizes=[1, 3])
 
 
 @pytest.mark.parametrize(("bpipe", "stages", "seconds"), [(False, 64, 5), (True, 16, 30)])
 def test_a_large_batch_takes_seconds(bpipe: bool, stages: int, seconds: float) -> None:
     memory = (StageMemory(0, 0, 0, 10, 1),) * stages
     began = time.process_time()
-    found = candidates(memory, 1536, 10 * stages * 4, bpipe)
+    found = candidates(memory, 1536, 10 * stages * 4, k_forward_k_backward(stages, bpipe))
     assert found[0].b > found[-1].b
     assert time.process_time() - began < seconds

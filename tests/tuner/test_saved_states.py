@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from evenpipe.planner import StageMemory
+from evenpipe.planner import StageMemory, k_forward_k_backward
 from evenpipe.tuner.conditions import Conditions
 
 STATES = Path(__file__).with_name("states")
@@ -29,7 +29,8 @@ def saved(name: str) -> dict[str, Any]:
 
 def conditions(state: dict[str, Any]) -> Conditions:
     memory = tuple(StageMemory(*stage) for stage in state["memory"])
-    return Conditions(state["samples"], state["bpipe"], state["limit_bytes"], memory)
+    schedule = k_forward_k_backward(len(memory), state["bpipe"])
+    return Conditions(schedule, state["samples"], state["limit_bytes"], memory)
 
 
 @pytest.mark.parametrize("name", DECIDED)
@@ -44,7 +45,7 @@ def test_it_is_gone_on_with_to_the_same_decision(name: str) -> None:
     chosen, estimates, following = tuner.decide(due)
     assert (list(chosen), following) == (wanted["chosen"], wanted["next"])
     assert estimates == pytest.approx(wanted["estimates_ms"], rel=1e-9)
-    assert conditions(state).state_dict(tuner) == state, "what is saved has the form of before"
+    assert conditions(state).state_dict(tuner) == {**state, "schedule": "kfkb"}, "what is saved has the form of before"
 
 
 @pytest.mark.parametrize("name", DECIDED)
@@ -54,7 +55,8 @@ def test_under_other_conditions_it_is_not(name: str) -> None:
     heavier = tuple(stage._replace(sample_bytes=2 * stage.sample_bytes) for stage in now.memory)
     for other in (
         now._replace(samples=16),
-        now._replace(bpipe=True),
+        now._replace(schedule=k_forward_k_backward(len(now.memory), bpipe=True)),
+        now._replace(schedule=now.schedule._replace(name="another")),
         now._replace(limit_bytes=now.limit_bytes - 1),
         now._replace(memory=heavier),
         now._replace(memory=now.memory[:1]),

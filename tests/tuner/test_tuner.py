@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenpipe.planner import Candidate, StageTimes, estimate_ms
+from evenpipe.planner import Candidate, StageTimes, estimate_ms, k_forward_k_backward
 from evenpipe.runtime.connections import pipeline_links
-from evenpipe.schedule import build, lower
 from evenpipe.tuner import tuner as tuner_module
 from evenpipe.tuner.tuner import HYSTERESIS, Tuner, worth_telling_apart
 
 STAGES = 4
+SCHEDULE = k_forward_k_backward(STAGES)
 # A group of one, of large micro-batches, computes faster; groups hide messages.
 CANDIDATES = (Candidate(1, 4, 6), Candidate(2, 2, 12), Candidate(4, 1, 24))
 TIMES = {b: StageTimes((20.0 + 20 * b,) * STAGES, (40.0 + 40 * b,) * STAGES) for b in (1, 2, 4)}
@@ -20,7 +20,7 @@ TIMES = {b: StageTimes((20.0 + 20 * b,) * STAGES, (40.0 + 40 * b,) * STAGES) for
 
 def tuned(message_ms_a_sample: float, tuner: Tuner | None = None, iteration: int = 0) -> Tuner:
     """After a decision on a network on which messages take so long."""
-    tuner = Tuner(CANDIDATES, STAGES, False, TIMES, 3) if tuner is None else tuner
+    tuner = Tuner(SCHEDULE, CANDIDATES, TIMES, 3) if tuner is None else tuner
     for candidate in tuner.candidates:
         for link in pipeline_links(STAGES, wraps=False, bpipe=False):
             tuner.observe(candidate, link, [message_ms_a_sample * candidate.b] * 5)
@@ -30,7 +30,7 @@ def tuned(message_ms_a_sample: float, tuner: Tuner | None = None, iteration: int
 
 def best(message_ms: float) -> Candidate:
     def milliseconds(candidate: Candidate) -> float:
-        program = lower(build("kfkb", STAGES, candidate.m, group_size=candidate.k))
+        program = SCHEDULE.programs(candidate.k, candidate.m)
         links = pipeline_links(STAGES, wraps=False, bpipe=False)
         return estimate_ms(program, TIMES[candidate.b], dict.fromkeys(links, message_ms * candidate.b))
 
@@ -66,7 +66,7 @@ def test_no_switch_for_little(networks):
 
 def test_of_equals_the_smallest_group():
     candidates = [Candidate(k, 1, 12) for k in range(1, 7)]
-    tuner = Tuner(candidates, STAGES, False, {1: TIMES[1]}, None)
+    tuner = Tuner(SCHEDULE, candidates, {1: TIMES[1]}, None)
     # Free links: all take (m + p - 1)(tf + tb).
     tuner.adopt(0, *tuner.decide(0))
     assert len({round(ms, 6) for ms in tuner.retunes[0].estimates_ms.values()}) == 1
@@ -81,7 +81,7 @@ def test_an_interval_is_counted_in_iterations():
 def test_an_hour_is_counted_in_iterations(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(tuner_module.time, "monotonic", lambda: now[0])
-    tuner = Tuner(CANDIDATES, STAGES, False, TIMES, None)
+    tuner = Tuner(SCHEDULE, CANDIDATES, TIMES, None)
     tuner.adopt(0, *tuner.decide(0))
     # Nobody knows yet what an iteration takes.
     assert [tuner.due(iteration) for iteration in (1, 9, 10)] == [False, False, True]
@@ -93,7 +93,7 @@ def test_an_hour_is_counted_in_iterations(monkeypatch):
 def test_a_state_goes_on_as_the_tuner_would():
     tuner = tuned(60, tuned(0), 3)
     saved = json.loads(json.dumps(tuner.state_dict()))
-    other = Tuner((), STAGES, False, {}, 3)
+    other = Tuner(SCHEDULE, (), {}, 3)
     other.load_state_dict(saved, 5)
     assert (other.current, other.candidates) == (tuner.current, tuner.candidates)
     assert [other.due(iteration) for iteration in range(9)] == [tuner.due(iteration) for iteration in range(9)]
@@ -106,7 +106,7 @@ def test_a_shorter_interval_counts_from_the_resume():
     saved = tuner.state_dict()
     assert tuner.due(6)
     for interval, first in ((1, 5), (2, 6), (9, 6), (None, 6)):
-        other = Tuner((), STAGES, False, {}, interval)
+        other = Tuner(SCHEDULE, (), {}, interval)
         other.load_state_dict(saved, 4)
         assert next(iteration for iteration in range(4, 20) if other.due(iteration)) == first
 

@@ -16,7 +16,16 @@ from rich.table import Table
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import gibibytes, picture_file, positive
 from evenpipe.megatron.profile import PlannedRun, ProfileError, stage_memory
-from evenpipe.planner import Candidate, PlanError, StageMemory, candidates, peak_bytes
+from evenpipe.planner import (
+    Candidate,
+    GroupedSchedule,
+    PlanError,
+    StageMemory,
+    candidates,
+    divisors,
+    k_forward_k_backward,
+    peak_bytes,
+)
 from evenpipe.report.limit import Limit, draw_limit
 from evenpipe.train.options import OptionsError, TrainOptions, flag
 
@@ -67,16 +76,16 @@ def add_to(commands: Commands) -> None:
 def _run(arguments: Namespace) -> None:
     options, samples = _plan(arguments)
     memory = _profile(options, arguments.device)
-    limit_bytes = int(arguments.memory_gib * _GIB)
+    schedule, limit_bytes = k_forward_k_backward(options.stages, options.bpipe), int(arguments.memory_gib * _GIB)
     try:
-        found = candidates(memory, samples, limit_bytes, options.bpipe)
+        found = candidates(memory, samples, limit_bytes, schedule)
     except PlanError as error:
         raise UsageError(f"--memory-gib {arguments.memory_gib:g}: {error}") from error
-    peaks = [peak_bytes(memory, candidate, options.bpipe) for candidate in found]
+    peaks = [peak_bytes(memory, candidate, schedule) for candidate in found]
     title = f"{options.model}, {options.stages} stages, {samples} samples a replica, {arguments.memory_gib:g} GiB"
     title += ", BPipe" if options.bpipe else ""
     if arguments.picture:
-        _draw(arguments.picture, _limit(title, memory, samples, arguments.memory_gib, options.bpipe, found))
+        _draw(arguments.picture, _limit(title, memory, samples, arguments.memory_gib, schedule, found))
     if arguments.json:
         print(json.dumps(_document(found, peaks)))
         return
@@ -134,14 +143,14 @@ def _limit(
     memory: Sequence[StageMemory],
     samples: int,
     limit_gib: float,
-    bpipe: bool,
+    schedule: GroupedSchedule,
     found: Sequence[Candidate],
 ) -> Limit:
     """Every (k, b) up to one step beyond the candidates."""
-    divisors = [b for b in range(1, samples + 1) if samples % b == 0]
-    sizes = divisors[: divisors.index(found[0].b) + 2]
+    sizes = divisors(samples)
+    sizes = sizes[: sizes.index(found[0].b) + 2]
     points = [Candidate(k, b, samples // b) for k in range(1, len(found) + 2) for b in sizes]
-    peaks = {(point.k, point.b): max(peak_bytes(memory, point, bpipe)) / _GIB for point in points}
+    peaks = {(point.k, point.b): max(peak_bytes(memory, point, schedule)) / _GIB for point in points}
     return Limit(title, samples, peaks, limit_gib, {(candidate.k, candidate.b) for candidate in found})
 
 

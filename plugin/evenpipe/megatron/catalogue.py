@@ -13,7 +13,7 @@ from typing import Any, Final
 from evenpipe.megatron.cpu_mode.core import cpu_mode
 from evenpipe.megatron.cpu_mode.scripts import script_patches as cpu_script_patches
 from evenpipe.megatron.schedule_patches import schedule_patches
-from evenpipe.megatron.script.adaptive.training import adaptive_patches
+from evenpipe.megatron.script.adaptive import adaptive_patches
 from evenpipe.megatron.script.install import script_patches
 from evenpipe.megatron.script.log import log_patch
 from evenpipe.megatron.script.two_buffered.training import two_buffered_patches

@@ -4,35 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from decimal import ROUND_CEILING, Context, Decimal
-from typing import NamedTuple
 
+from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.planner.memory import StageMemory, peak_bytes
 
-__all__ = ["Candidate", "PlanError", "candidates"]
+__all__ = ["PlanError", "candidates", "divisors"]
 
 
 class PlanError(ValueError):
     """There is no candidate; the message is one line that says what would do."""
 
 
-class Candidate(NamedTuple):
-    """Groups of ``k`` micro-batches of ``b`` samples, of which a replica's batch has ``m``."""
-
-    k: int
-    b: int
-    m: int
-
-    @property
-    def name(self) -> str:
-        """Such as k2b4."""
-        return f"k{self.k}b{self.b}"
-
-
 def candidates(
     memory: Sequence[StageMemory],
     samples: int,
     limit_bytes: int,
-    bpipe: bool = False,
+    schedule: GroupedSchedule,
     sizes: Sequence[int] | None = None,
 ) -> tuple[Candidate, ...]:
     """For k = 1, 2, ..: the largest b whose peak is within ``limit_bytes`` on every stage, up to the last k that fits.
@@ -43,7 +30,7 @@ def candidates(
     Raises PlanError where nothing fits, with the least memory that would do, and for a size that does not divide.
     """
     if sizes is None:
-        sizes = [size for size in range(1, samples + 1) if samples % size == 0]
+        sizes = divisors(samples)
     for size in sizes:
         if size < 1 or samples % size:
             raise PlanError(f"micro-batches of {size} samples: do not divide the {samples} of a batch: use a divisor")
@@ -51,19 +38,24 @@ def candidates(
     found: list[Candidate] = []
     while left:
         tried = Candidate(len(found) + 1, left[0], samples // left[0])
-        if tried.k <= tried.m and max(peak_bytes(memory, tried, bpipe)) <= limit_bytes:
+        if tried.k <= tried.m and max(peak_bytes(memory, tried, schedule)) <= limit_bytes:
             found.append(tried)
         else:
             # What does not fit now does not fit larger groups either.
             del left[0]
     if not found:
-        raise PlanError(_least(memory, [Candidate(1, size, samples // size) for size in sizes], bpipe))
+        raise PlanError(_least(memory, [Candidate(1, size, samples // size) for size in sizes], schedule))
     return tuple(found)
 
 
-def _least(memory: Sequence[StageMemory], tried: Sequence[Candidate], bpipe: bool) -> str:
+def divisors(samples: int) -> list[int]:
+    """The sizes that micro-batches of so many samples together may have."""
+    return [size for size in range(1, samples + 1) if samples % size == 0]
+
+
+def _least(memory: Sequence[StageMemory], tried: Sequence[Candidate], schedule: GroupedSchedule) -> str:
     """What to say where none of ``tried`` fits."""
-    peaks = {candidate: peak_bytes(memory, candidate, bpipe) for candidate in tried}
+    peaks = {candidate: peak_bytes(memory, candidate, schedule) for candidate in tried}
     best = min(peaks, key=lambda candidate: max(peaks[candidate]))
     needed = max(peaks[best])
     stage = peaks[best].index(needed)

@@ -1,17 +1,13 @@
-"""What every stage holds at most under kFkB: the schedule's live micro-batches, weighed, and what stays."""
+"""What every stage holds at most in groups of k: the schedule's live micro-batches, weighed, and what stays."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from evenpipe.schedule import build, lower
-from evenpipe.simulate import Costs, simulate
+from evenpipe.planner.grouped import Candidate, GroupedSchedule
 
-if TYPE_CHECKING:
-    from evenpipe.planner.candidates import Candidate
-
-__all__ = ["StageMemory", "messages_at_once", "peak_bytes", "saved_bytes", "saved_peaks", "unit_bytes"]
+__all__ = ["StageMemory", "messages_at_once", "peak_bytes", "saved_peaks", "unit_bytes"]
 
 
 class StageMemory(NamedTuple):
@@ -36,38 +32,24 @@ def unit_bytes(stage: StageMemory, micro_batch_size: int) -> int:
     return stage.fixed_bytes + micro_batch_size * stage.sample_bytes
 
 
-def peak_bytes(memory: Sequence[StageMemory], candidate: Candidate, bpipe: bool = False) -> tuple[int, ...]:
+def peak_bytes(memory: Sequence[StageMemory], candidate: Candidate, schedule: GroupedSchedule) -> tuple[int, ...]:
     """Per stage, the most that one of its processes holds in a batch under ``candidate``.
 
     Saved activations at their peak, with what stays, and the messages that are under way beside them. What an operation
     takes only while it runs is not among it.
     """
     peaks = []
-    for number, (stage, saved) in enumerate(zip(memory, saved_peaks(memory, candidate, bpipe), strict=True)):
+    for number, (stage, saved) in enumerate(zip(memory, saved_peaks(memory, candidate, schedule), strict=True)):
         messages = messages_at_once(len(memory), number, candidate)
         beside = candidate.b * (stage.workspace_bytes + messages * stage.message_bytes)
         peaks.append(stage.static_bytes + saved + beside)
     return tuple(peaks)
 
 
-def saved_peaks(memory: Sequence[StageMemory], candidate: Candidate, bpipe: bool = False) -> tuple[int, ...]:
+def saved_peaks(memory: Sequence[StageMemory], candidate: Candidate, schedule: GroupedSchedule) -> tuple[int, ...]:
     """Per stage, the most that one of its processes has saved for backwards in a batch under ``candidate``."""
-    saved = saved_bytes([unit_bytes(stage, candidate.b) for stage in memory], candidate, bpipe)
+    saved = schedule.saved_bytes([unit_bytes(stage, candidate.b) for stage in memory], candidate)
     return tuple(stage.shared_bytes + held for stage, held in zip(memory, saved, strict=True))
-
-
-def saved_bytes(units: Sequence[int], candidate: Candidate, bpipe: bool = False) -> tuple[int, ...]:
-    """Per stage, the peak of own plus accepted saved activations; ``units[s]``: those of a micro-batch of stage s.
-
-    Without BPipe stage s holds min(k(p − s), m) micro-batches of its own. With it, the simulator counts what each stage
-    holds of its own and of its partner's; times do not matter, since transfers are waited for by the bound.
-    """
-    stages, (k, _, m) = len(units), candidate
-    if not bpipe:
-        return tuple(min(k * (stages - stage), m) * unit for stage, unit in enumerate(units))
-    program = lower(build("kfkb", stages, _before_it_repeats(stages, k, m), bpipe=True, group_size=k))
-    simulation = simulate(program, Costs((1.0,) * stages, (2.0,) * stages), [(unit,) for unit in units])
-    return tuple(stage.peak_bytes for stage in simulation.stages)
 
 
 def messages_at_once(stages: int, stage: int, candidate: Candidate) -> int:
@@ -79,12 +61,3 @@ def messages_at_once(stages: int, stage: int, candidate: Candidate) -> int:
     neighbours = (stage > 0) + (stage < stages - 1)
     ahead = candidate.k + 1
     return min(ahead, neighbours * candidate.m) + neighbours * min(ahead, candidate.m)
-
-
-def _before_it_repeats(stages: int, k: int, m: int) -> int:
-    """The fewest micro-batches under which stages with BPipe peak as they do under m: those of three 1F1B warm-ups.
-
-    By then evictions have settled into a pattern that longer batches only repeat; a smaller last group changes it.
-    """
-    enough = k * (3 * stages + 2)
-    return m if m <= enough else enough + (m - enough) % k

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import median
 
-from evenpipe.schedule import BACKWARD, FORWARD, Kind, Schedule, build, lower
+from evenpipe.planner import k_forward_k_backward
+from evenpipe.schedule import BACKWARD, FORWARD, Kind, Schedule, lower
 from evenpipe.simulate import Costs, Simulation, Span, simulate
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.result import RunResult
@@ -19,7 +20,7 @@ def last_plan(options: TrainOptions, result: RunResult) -> Schedule:
         return options.plan
     decided = result.retunes[-1]
     micro_batches = options.micro_batches * options.micro_batch_size // decided.b
-    return build("kfkb", options.stages, micro_batches, bpipe=options.bpipe, group_size=decided.k)
+    return k_forward_k_backward(options.stages, options.bpipe).programs(decided.k, micro_batches).schedule
 
 
 def predict(plan: Schedule, result: RunResult) -> Simulation:

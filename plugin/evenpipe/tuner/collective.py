@@ -9,12 +9,12 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from evenpipe.planner import Measured
 from evenpipe.runtime.connections import Connections, pipeline_links
 from evenpipe.tuner.links import Burst, measure_links
-from evenpipe.tuner.tuner import Retune, Tuner
-from evenpipe.tuner.window import WINDOW
+from evenpipe.tuner.tuner import WINDOW, Retune, Tuner
 
-__all__ = ["highest_of_all", "retune"]
+__all__ = ["fits_on_all", "highest_of_all", "of_all_stages", "retune"]
 
 #: Longer ones take no less for each message.
 _LONGEST_BURST: Final = 8
@@ -60,6 +60,17 @@ def retune(
     dist.broadcast(decision, 0)
     index, following, *estimates = decision.tolist()
     return tuner.adopt(iteration, candidates[int(index)], estimates, int(following))
+
+
+def of_all_stages(mine: Measured, stage: int, stages: int, device: torch.device) -> tuple[Measured, ...]:
+    """Every stage's: of its replicas and shards the highest numbers, of which this process, of `stage`, has `mine`."""
+    table = [mine if at == stage else [0.0] * len(mine) for at in range(stages)]
+    return tuple(Measured(*numbers) for numbers in highest_of_all(table, device))
+
+
+def fits_on_all(nbytes: int, limit_bytes: int, device: torch.device) -> bool:
+    """Whether no rank's `nbytes` are more than its limit, so that all go on, or none."""
+    return bool(highest_of_all([nbytes - limit_bytes], device)[0] <= 0)
 
 
 def highest_of_all(table: Sequence[Any], device: torch.device) -> Any:

@@ -6,44 +6,34 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-import torch
-
-from evenpipe.planner import Candidate, StageMemory, candidates, saved_peaks
-from evenpipe.runtime.connections import Connections
-from evenpipe.tuner.collective import retune
-from evenpipe.tuner.tuner import Retune, Tuner, worth_telling_apart
+from evenpipe.planner import Candidate, GroupedSchedule, StageMemory, candidates, saved_peaks
+from evenpipe.tuner.tuner import Tuner, worth_telling_apart
 
 __all__ = ["Conditions"]
 
 _FORMAT: Final = "evenpipe.tuner/1"
+#: The schedule of states that do not say which.
+_FIRST: Final = "kfkb"
 #: Memory that differs by less is the same.
 _SAME: Final = 0.01
 
 
 class Conditions(NamedTuple):
-    """The same on all ranks: `samples` of a replica's batch, the memory of every process, and what each stage needs."""
+    """The same on all ranks: what trains `samples` in a replica's batch, the limit of a process, what stages need."""
 
+    schedule: GroupedSchedule
     samples: int
-    bpipe: bool
     limit_bytes: int
     memory: tuple[StageMemory, ...]
 
     def fitting(self, sizes: Sequence[int]) -> tuple[Candidate, ...]:
         """The candidates to tune among, with micro-batches of one of `sizes`. Raises PlanError where none fits."""
-        return worth_telling_apart(candidates(self.memory, self.samples, self.limit_bytes, self.bpipe, sizes))
+        return worth_telling_apart(candidates(self.memory, self.samples, self.limit_bytes, self.schedule, sizes))
 
     def predicted_saved_bytes(self, used: Sequence[Candidate]) -> tuple[int, ...]:
         """Per stage, the most that one of its processes saves for backwards under any of `used`."""
-        peaks = [saved_peaks(self.memory, candidate, self.bpipe) for candidate in used]
+        peaks = [saved_peaks(self.memory, candidate, self.schedule) for candidate in used]
         return tuple(map(max, zip(*peaks, strict=True)))
-
-    def retune(
-        self, tuner: Tuner, connections: Connections, stage: int, iteration: int, device: torch.device
-    ) -> Retune:
-        """Before `iteration`, with nothing under way: all ranks measure the links, and take over what is decided."""
-        message = max(stage.message_bytes for stage in self.memory)
-        sizes = {candidate.b: candidate.b * message for candidate in tuner.candidates}
-        return retune(tuner, connections, stage, len(self.memory), sizes, iteration, device)
 
     def state_dict(self, tuner: Tuner) -> dict[str, Any]:
         """What a run needs to go on tuning as this one would, as JSON has it; the same on all ranks."""
@@ -54,9 +44,9 @@ class Conditions(NamedTuple):
     ) -> Tuner | None:
         """Before `iteration`, the tuner of the run that gave `state`; None if that one's conditions were others."""
         memory = [StageMemory(*stage) for stage in state.get("memory", ())]
-        if not self._named().items() <= state.items() or not _alike(memory, self.memory):
+        if not self._named().items() <= ({"schedule": _FIRST} | dict(state)).items() or not _alike(memory, self.memory):
             return None
-        tuner = Tuner((), len(memory), self.bpipe, {}, interval)
+        tuner = Tuner(self.schedule, (), {}, interval)
         tuner.load_state_dict(state["tuner"], iteration)
         return tuner if {candidate.b for candidate in tuner.candidates} <= set(sizes) else None
 
@@ -64,8 +54,9 @@ class Conditions(NamedTuple):
         """Those that have to be the same to the last digit."""
         return {
             "format": _FORMAT,
+            "schedule": self.schedule.name,
             "samples": self.samples,
-            "bpipe": self.bpipe,
+            "bpipe": self.schedule.bpipe,
             "limit_bytes": self.limit_bytes,
         }
 

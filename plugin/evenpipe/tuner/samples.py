@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["CutError", "items_of", "micro_batches_of"]
+__all__ = ["CutError", "items_of", "loader_of", "micro_batches_of"]
 
 
 class CutError(ValueError):
@@ -25,6 +25,12 @@ def micro_batches_of(size: int, given: int, source: Iterator[Any] | None) -> Ite
     CutError for what has no such dimension, or is not alike in micro-batches that are to be joined.
     """
     return source if source is None or size == given else _Cut(size, given, source)
+
+
+def loader_of(given: Any) -> Iterator[Any] | None:
+    """The loader in `given`, which is one, or a list of one; None where this process reads nothing."""
+    source: Iterator[Any] | None = given[0] if isinstance(given, list) else given
+    return source if source is None or hasattr(source, "__iter__") else items_of(source)
 
 
 def items_of(source: Iterator[Any]) -> Iterator[Any]:

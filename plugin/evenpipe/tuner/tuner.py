@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from statistics import fmean
 from typing import Any, Final, NamedTuple
 
-from evenpipe.planner import Candidate, StageTimes, estimate_ms
-from evenpipe.schedule import Link, Program, build, lower
-from evenpipe.tuner.window import Window
+from evenpipe.planner import Candidate, GroupedSchedule, StageTimes, estimate_ms
+from evenpipe.schedule import Link, Program
 
-__all__ = ["HYSTERESIS", "Retune", "Tuner", "worth_telling_apart"]
+__all__ = ["HYSTERESIS", "WINDOW", "Retune", "Tuner", "worth_telling_apart"]
 
 #: No switch for a predicted gain under this part of the present candidate's time.
 HYSTERESIS: Final = 0.02
 #: Among estimates this close to the best the smallest k wins, which holds the fewest micro-batches.
 _TIE: Final = 0.005
+#: Samples that are averaged (§4.3). A measurement brings as many, so that a network that has changed is believed at
+#: once, but for one that would take too long and brings fewer.
+WINDOW: Final = 5
 #: Without an interval in iterations (the paper's experiments tune once an hour, §6.2.4).
 _INTERVAL_S: Final = 3600.0
 #: The first time, since nobody knows yet how long an iteration takes, and devices and network have just been woken up.
@@ -37,7 +41,7 @@ class Retune(NamedTuple):
 
 
 class Tuner:
-    """One run's choice among `candidates`; every rank has one, and rank 0's decides.
+    """One run's choice among `candidates` of `schedule`; every rank has one, and rank 0's decides.
 
     `times` has, for every micro-batch size, what the stages compute: measured once, as nobody preempts devices. What
     messages take is measured again before every decision. `interval` counts iterations between decisions; None: so many
@@ -46,9 +50,8 @@ class Tuner:
 
     def __init__(
         self,
+        schedule: GroupedSchedule,
         candidates: Sequence[Candidate],
-        stages: int,
-        bpipe: bool,
         times: Mapping[int, StageTimes],
         interval: int | None,
     ) -> None:
@@ -57,11 +60,12 @@ class Tuner:
         self.retunes: list[Retune] = []
         self._times = dict(times)
         self._interval = interval
-        self._windows: dict[tuple[str, Link], Window] = {}
+        #: What the last messages of a candidate took on a link, in ms, oldest first.
+        self._windows: dict[tuple[str, Link], deque[float]] = {}
         self._next = 0
         self._since: tuple[int, float | None] = (0, None)
         # All task orders live at once (§3.2.1); each is made and verified when it is first needed.
-        self._program = cache(lambda k, m: lower(build("kfkb", stages, m, bpipe=bpipe, group_size=k)))
+        self._program = cache(schedule.programs)
 
     def program(self, candidate: Candidate) -> Program:
         """What is carried out under `candidate`."""
@@ -79,7 +83,7 @@ class Tuner:
 
     def observe(self, candidate: Candidate, link: Link, message_ms: Sequence[float]) -> None:
         """Messages of `candidate` have taken so long on `link`."""
-        self._windows.setdefault((candidate.name, link), Window()).add(message_ms)
+        self._windows.setdefault((candidate.name, link), _window()).extend(message_ms)
 
     def decide(self, iteration: int) -> tuple[Candidate, list[float], int]:
         """Rank 0's part: the candidate to use from `iteration` on, all estimates in ms, and when to look again.
@@ -112,7 +116,7 @@ class Tuner:
             "current": None if self.current is None else list(self.current),
             "next": self._next,
             "times": {str(b): [list(of_kind) for of_kind in times] for b, times in self._times.items()},
-            "message_ms": [[name, *link, window.samples] for (name, link), window in self._windows.items()],
+            "message_ms": [[name, *link, list(window)] for (name, link), window in self._windows.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], iteration: int) -> None:
@@ -128,10 +132,10 @@ class Tuner:
         self._times = {int(b): StageTimes(*map(tuple, times)) for b, times in state["times"].items()}
         self._windows = {}
         for name, kind, source, target, samples in state["message_ms"]:
-            self._windows[name, Link(kind, source, target)] = Window(samples)
+            self._windows[name, Link(kind, source, target)] = _window(samples)
 
     def _estimate_ms(self, candidate: Candidate) -> float:
-        message_ms = {link: window.mean for (name, link), window in self._windows.items() if name == candidate.name}
+        message_ms = {link: fmean(window) for (name, link), window in self._windows.items() if name == candidate.name}
         return estimate_ms(self.program(candidate), self._times[candidate.b], message_ms)
 
     def _iterations_between(self, iteration: int) -> int:
@@ -142,6 +146,10 @@ class Tuner:
         if at is None or iteration == before:
             return _FIRST_INTERVAL
         return max(1, math.ceil(_INTERVAL_S * (iteration - before) / (time.monotonic() - at)))
+
+
+def _window(samples: Iterable[float] = ()) -> deque[float]:
+    return deque(samples, maxlen=WINDOW)
 
 
 def worth_telling_apart(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

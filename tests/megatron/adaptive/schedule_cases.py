@@ -112,12 +112,13 @@ def switching(turns: tuple[tuple[int, int], ...], bpipe: bool, dropout: float) -
         found = train(of, schedule, 0, len(turns))
     finally:
         Tuner.decide, Conditions.fitting = decide, fitting  # type: ignore[method-assign]
-    assert schedule.tuner is not None
+    assert schedule.loop.tuner is not None
     assert schedule.executor is not None
-    assert schedule._conditions is not None
+    assert schedule.loop.explored is not None
+    grouped, memory = schedule.loop.explored.conditions.schedule, schedule.loop.explored.conditions.memory
     stage = schedule.executor.stage_index
-    found["predicted"] = [saved_peaks(schedule._conditions.memory, candidate, bpipe)[stage] for candidate in wanted]
-    found["decided"] = [(retune.k, retune.b) for retune in schedule.tuner.retunes]
+    found["predicted"] = [saved_peaks(memory, candidate, grouped)[stage] for candidate in wanted]
+    found["decided"] = [(retune.k, retune.b) for retune in schedule.loop.tuner.retunes]
     schedule.close()
     return found
 
@@ -137,21 +138,21 @@ def limited() -> dict[str, Any]:
     of = learner()
     schedule: AdaptiveSchedule = adaptive(of, False)
     train(of, schedule, 0, 1)
-    assert schedule.tuner is not None
+    assert schedule.loop.tuner is not None
     assert schedule.executor is not None
-    roomy = [list(candidate) for candidate in schedule.tuner.candidates]
-    whole = [stage.static_bytes + stage.shared_bytes for stage in schedule._conditions.memory]
-    limit = max(whole) + 6 * schedule._conditions.memory[0].sample_bytes
+    roomy = [list(candidate) for candidate in schedule.loop.tuner.candidates]
+    assert schedule.loop.explored is not None
+    memory = schedule.loop.explored.conditions.memory
+    whole = [stage.static_bytes + stage.shared_bytes for stage in memory]
+    limit = max(whole) + 6 * memory[0].sample_bytes
     schedule.close()
     of = learner()
     schedule = adaptive(of, False, limit=limit)
     found = train(of, schedule, 0, 3)
-    found["static"] = (
-        schedule._conditions.memory[schedule.executor.stage_index].static_bytes if schedule.executor else 0
-    )
-    assert schedule.tuner is not None
-    found |= {"roomy": roomy, "candidates": [list(one) for one in schedule.tuner.candidates], "limit": limit}
-    found["predicted"] = schedule.predicted_saved_bytes
+    found["static"] = memory[schedule.executor.stage_index].static_bytes if schedule.executor else 0
+    assert schedule.loop.tuner is not None
+    found |= {"roomy": roomy, "candidates": [list(one) for one in schedule.loop.tuner.candidates], "limit": limit}
+    found["predicted"] = schedule.loop.predicted_saved_bytes
     schedule.close()
     schedule = adaptive(learner(), False, limit=max(whole) // 2)
     try:
@@ -187,8 +188,8 @@ def resumed() -> dict[str, Any]:
         other.load_state_dict(state | ({"memory": heavier} if name == "memory" else {}))
         other.iteration = 4
         train(of, other, 4, 1)
-        assert other.tuner is not None
-        found["anew"][name] = [retune.iteration for retune in other.tuner.retunes]
+        assert other.loop.tuner is not None
+        found["anew"][name] = [retune.iteration for retune in other.loop.tuner.retunes]
         other.close()
     return found
 

@@ -13,8 +13,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from evenpipe.megatron.profile import PlannedRun, ProfileError, stage_memories, stage_memory
-from evenpipe.planner import Candidate, StageMemory, unit_bytes
-from evenpipe.planner.memory import saved_bytes
+from evenpipe.planner import Candidate, StageMemory, k_forward_k_backward, unit_bytes
 from evenpipe.train.options import TrainOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -55,7 +54,8 @@ def test_saved_activations_peak_as_predicted(
     options, stages = TrainOptions.of(**CASES[name]), predicted[name]
     assert isinstance(options.group_size, int)
     candidate = Candidate(options.group_size, options.micro_batch_size, options.micro_batches)
-    peaks = saved_bytes([unit_bytes(stage, candidate.b) for stage in stages], candidate, options.bpipe)
+    schedule = k_forward_k_backward(len(stages), options.bpipe)
+    peaks = schedule.saved_bytes([unit_bytes(stage, candidate.b) for stage in stages], candidate)
     for rank in measured:
         held = rank[name]
         peak = peaks[held["stage"]] + stages[held["stage"]].shared_bytes

@@ -1,11 +1,14 @@
 """The tuner's state is on disk before Megatron's checkpoint counts, and is used under its own settings only."""
 
+import json
+import shutil
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
 
-from evenpipe.megatron.script.adaptive.checkpoint import resumed, save
+from evenpipe.megatron.script.adaptive import resumed, save
 
 BESIDE, INSIDE = ".evenpipe_tuner/0000007.json", "iter_0000007/evenpipe_tuner.json"
 LIMIT = 1 << 30
@@ -45,6 +48,21 @@ def test_it_is_there_before_megatron_saves_and_inside_afterwards(one_rank, tmp_p
     assert capsys.readouterr().out == (
         " [evenpipe] --group-size auto: checkpoint of iteration 7: goes on tuning as it was saved\n"
     )
+
+
+def test_a_file_that_a_script_saved_is_gone_on_with(one_rank, tmp_path, capsys):
+    """As the first release that tunes wrote it, in Megatron-LM 0.16.1."""
+    file = Path(__file__).parents[2] / "tuner" / "states" / "script.json"
+    content = json.loads(file.read_text())
+    settings = {name: value for name, value in content["settings"].items() if name != "one_size"}
+    (tmp_path / INSIDE).parent.mkdir()
+    shutil.copy(file, tmp_path / INSIDE)
+    args = megatrons(tmp_path, **settings)
+    assert resumed(args, content["state"]["limit_bytes"]) == content["state"]
+    assert "goes on tuning as it was saved" in capsys.readouterr().out
+    assert resumed(args, content["state"]["limit_bytes"] - 1) is None
+    save(args, 8, str(tmp_path), content["state"], lambda: None)
+    assert json.loads((tmp_path / "iter_0000008" / "evenpipe_tuner.json").read_text()) == content
 
 
 def test_a_job_killed_before_it_was_moved_finds_it(one_rank, tmp_path):

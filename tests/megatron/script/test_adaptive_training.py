@@ -1,28 +1,12 @@
-"""What --group-size auto may cut in a script, what it tells Megatron meanwhile, and what it tells the user."""
+"""What --group-size auto may cut in a script, and what it tells Megatron meanwhile."""
 
 import re
 from argparse import Namespace
 
 import pytest
 
-from evenpipe.megatron.script.adaptive.checks import why_one_size
-from evenpipe.megatron.script.adaptive.schedule import micro_batch_size
-from evenpipe.tuner.told import Teller
-from evenpipe.tuner.tuner import Retune
-
-RETUNE = Retune(11, 2, 2, {"k1b4": 1234.4, "k2b2": 98.76})
-
-
-@pytest.mark.parametrize(
-    ("before", "was"), [(None, ""), ((1, 4), " (was k=1, b=4)"), ((2, 2), " (as before)"), ((2, 4), " (was k=2, b=4)")]
-)
-def test_a_decision_is_one_line_from_the_iteration_that_megatron_logs_next(before, was):
-    said: list[str] = []
-    teller = Teller(said.append)
-    teller.before = before
-    teller.retuned(RETUNE, 1.26)
-    assert said == [f"iteration 12: k=2, b=2{was}; estimates: k1b4 1,234 ms, k2b2 98.8 ms; links measured in 1.3 s"]
-    assert teller.before == (2, 2)
+from evenpipe.megatron.refusals import why_one_size
+from evenpipe.megatron.script.adaptive import micro_batch_size
 
 
 def test_megatron_is_told_of_the_size_for_the_time_of_a_batch():

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from evenpipe.deepspeed.adaptive.exploration import Explored, explore
-from evenpipe.deepspeed.adaptive.measured import Measured, MeasuredStage, Notes
-from evenpipe.deepspeed.adaptive.refusals import refuse_for_tuning
-from evenpipe.deepspeed.adaptive.static_memory import static_bytes
+from evenpipe.deepspeed.adaptive.stage import MeasuredStage, Measurements
 from evenpipe.deepspeed.boundary import Boundary
 from evenpipe.deepspeed.engine import EvenPipeEngine, goes_on
 from evenpipe.deepspeed.saying import tell
-from evenpipe.deepspeed.section import NAME
+from evenpipe.deepspeed.section import NAME, SectionError
 from evenpipe.deepspeed.stage import EngineStage
-from evenpipe.planner import PlanError
+from evenpipe.planner import PlanError, divisors, k_forward_k_backward
 from evenpipe.schedule import Unit
-from evenpipe.tuner.conditions import Conditions
-from evenpipe.tuner.limit import limit_bytes
+from evenpipe.tuner.loop import AdaptiveLoop
+from evenpipe.tuner.process_memory import limit_bytes, reachable_tensors, static_bytes
 from evenpipe.tuner.samples import CutError, micro_batches_of
-from evenpipe.tuner.told import Teller
-from evenpipe.tuner.tuner import Tuner
 from evenpipe.upstream.ending import end_job
 
 __all__ = ["AdaptiveEngine"]
@@ -45,44 +39,34 @@ class AdaptiveEngine(EvenPipeEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        refuse_for_tuning(self)
+        _refuse(self)
         self._limit_bytes = limit_bytes(self.evenpipe.memory_gib, self.device)
-        self._teller = Teller(tell)
-        self._state: dict[str, Any] | None = None
+        self.loop = AdaptiveLoop(self.evenpipe.retune_interval, tell, _tell_resumed, alone=False)
         self._size: int = self.micro_batch_size  # of the last batch's micro-batches
-        self._start_anew()
-
-    @property
-    def tuner(self) -> Tuner | None:
-        """What decides; None while the first batches are measured."""
-        return None if self._explored is None else self._explored.tuner
-
-    @property
-    def predicted_saved_bytes(self) -> tuple[int, ...]:
-        """Per stage, the most that the candidates hold of micro-batches that have been decided for."""
-        assert self._explored is not None, "nothing has been tuned yet"
-        return self._explored.conditions.predicted_saved_bytes(self._explored.tuner.used)
+        self._start_loop()
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """DeepSpeed's, with the group size and the micro-batch size of the moment."""
         if self._given != (self.micro_batch_size, self.micro_batches):
-            self._start_anew()
+            self._start_loop()
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        if self._explored is not None:
-            size, self.group_size = self._decided(self._explored)
+        measures = self.loop.wanted is not None
+        if self.loop.wanted is not None:
+            size, self.group_size = self.loop.wanted, 1
         else:
-            size, self.group_size = self._asked_for, 1
+            chosen = self.loop.choose(self.executor, self.global_steps, self.micro_batch_size * self.micro_batches)
+            size, self.group_size = chosen.b, chosen.k
         if size != self._size:
             self._size = size
             self.reset_activation_shape()
         try:
-            with self._measuring(self._explored is None), self._in_micro_batches_of(size):
+            with self._measuring(measures), self._in_micro_batches_of(size):
                 loss = super().train_batch()
         except CutError as error:
             end_job(f'{NAME}.micro_batch_size: "auto": {error}: leave it out')
-        if self._explored is None:
-            self._note()
+        if measures and self._measurements.complete:
+            self._end_measuring()
         return loss
 
     def save_checkpoint(
@@ -90,8 +74,8 @@ class AdaptiveEngine(EvenPipeEngine):
     ) -> Any:
         """DeepSpeed's, with the tuner's state in the client's."""
         client_state = dict(client_state or {})
-        if self._explored is not None:
-            client_state[_STATE] = self._explored.conditions.state_dict(self._explored.tuner)
+        if (state := self.loop.state_dict()) is not None:
+            client_state[_STATE] = state
         return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,56 +83,24 @@ class AdaptiveEngine(EvenPipeEngine):
         path, client_state = super().load_checkpoint(*args, **kwargs)
         if path is not None:
             state = client_state.pop(_STATE, None)
-            self._state = state if goes_on(self, *args, **kwargs) else None
-            self._start_anew()
+            self.loop.load_state_dict(state if goes_on(self, *args, **kwargs) else None)
+            self._start_loop()
         return path, client_state
 
-    def _start_anew(self) -> None:
-        self._given = self.micro_batch_size, self.micro_batches
-        self._explored: Explored | None = None
-        samples = self.micro_batch_size * self.micro_batches
-        sizes = [self.micro_batch_size]
-        if self.evenpipe.micro_batch_size == "auto":
-            sizes = [size for size in range(1, samples + 1) if samples % size == 0]
-        self._exploration: Generator[int, Measured, Explored] = explore(
-            samples, sizes, self.evenpipe.bpipe, self._limit_bytes, self.evenpipe.retune_interval, self._resumed(sizes)
-        )
-        self._asked_for: int = next(self._exploration)
-        self._notes = Notes(self.executor)
+    def _start_loop(self) -> None:
+        """Measure what batches are made of now; the next ones train in groups of one."""
+        self._given = size, count = self.micro_batch_size, self.micro_batches
+        sizes = divisors(size * count) if self.evenpipe.micro_batch_size == "auto" else [size]
+        schedule = k_forward_k_backward(self.num_stages, self.evenpipe.bpipe)
+        self.loop.start(schedule, size * count, sizes, self._limit_bytes)
+        self._measurements = Measurements(self.executor)
 
-    def _resumed(self, sizes: list[int]) -> Callable[[Conditions], Tuner | None]:
-        def resumed(conditions: Conditions) -> Tuner | None:
-            if self._state is None:
-                return None
-            state, self._state = self._state, None
-            tuner = conditions.resumed(state, sizes, self.evenpipe.retune_interval, self.global_steps)
-            others = "the checkpoint is of other batches, memory or limits: tunes anew"
-            tell(f'group_size "auto": {others if tuner is None else "goes on tuning as it was saved"}')
-            return tuner
-
-        return resumed
-
-    def _decided(self, explored: Explored) -> tuple[int, int]:
-        """The micro-batch size and the group size of this batch."""
-        conditions, tuner = explored
-        if tuner.due(self.global_steps):
-            start = time.monotonic()
-            decided = conditions.retune(tuner, self.executor.connections, self.stage_id, self.global_steps, self.device)
-            self._teller.retuned(decided, time.monotonic() - start)
-        assert tuner.current is not None
-        return tuner.current.b, tuner.current.k
-
-    def _note(self) -> None:
-        """After a batch that was measured: if it is enough, go on to the next size, or to tuning."""
-        if not self._notes.enough:
-            return
-        static = static_bytes(self.module, self.optimizer, self.device)
-        measured = self._notes.measured(self.num_stages, self._boundary.nbytes, static)
-        self._notes = Notes(self.executor)
+    def _end_measuring(self) -> None:
+        """Have the loop take what was measured, and go on to the next size, or to tuning."""
+        measured = self._measurements.summary(self._boundary.nbytes, _static_bytes(self))
+        self._measurements = Measurements(self.executor)
         try:
-            self._asked_for = self._exploration.send(measured)
-        except StopIteration as done:
-            self._explored = done.value
+            self.loop.take(measured, self.executor, self.global_steps)
         except PlanError as error:
             given = self.evenpipe.memory_gib
             where = f'{NAME}.group_size: "auto"' if given is None else f"{NAME}.memory_gib: {given:g}"
@@ -158,8 +110,8 @@ class AdaptiveEngine(EvenPipeEngine):
             torch.cuda.empty_cache()
 
     def _make_stage(self, boundary: Boundary, buffer_of: Callable[[Unit], int], evicts: bool) -> EngineStage:
-        if self._explored is None:
-            return MeasuredStage(self._notes, self, boundary, buffer_of, evicts)
+        if self.loop.wanted is not None:
+            return MeasuredStage(self._measurements, self, boundary, buffer_of, evicts)
         return super()._make_stage(boundary, buffer_of, evicts)
 
     @contextmanager
@@ -188,3 +140,38 @@ class AdaptiveEngine(EvenPipeEngine):
     def _resize(self, size: int, count: int) -> None:
         self.micro_batch_size = self._config.train_micro_batch_size_per_gpu = size
         self.micro_batches = self._config.gradient_accumulation_steps = count
+
+
+def _refuse(engine: AdaptiveEngine) -> None:
+    """Raise SectionError for the first setting of an initialized engine under which groups cannot be tuned."""
+    if engine.evenpipe.memory_gib is None and engine.device.type != "cuda":
+        raise SectionError(
+            "group_size",
+            f'"auto": how much memory it may use is not known on {engine.device.type}: give "memory_gib"',
+        )
+    if engine.module.dynamic_shape:
+        raise SectionError(
+            "group_size",
+            '"auto": micro-batches of PipelineModule(dynamic_shape=True) differ in what they save, so that the memory '
+            "of groups is not known: give a number",
+        )
+
+
+def _static_bytes(engine: AdaptiveEngine) -> int:
+    """Bytes of weights, gradients and all tensors of DeepSpeed's optimizer, which stay from batch to batch.
+
+    Each kind of optimizer keeps flat buffers, shards and fp32 copies under names of its own, so whatever can be reached
+    is counted. What there is not between batches, or not yet, counts too: gradients, and the state that a first step
+    makes.
+    """
+    module: torch.nn.Module = engine.module
+    optimizer: Any = engine.optimizer
+    roots = [*module.parameters(), *module.buffers(), optimizer]
+    held = reachable_tensors(roots, type(optimizer).__module__, engine.device)
+    gradients = sum(one.nbytes for one in module.parameters() if one.requires_grad and one.grad is None)
+    return static_bytes(held, [getattr(optimizer, "optimizer", optimizer)]) + gradients
+
+
+def _tell_resumed(goes_on: bool) -> None:
+    others = "the checkpoint is of other batches, memory or limits: tunes anew"
+    tell(f'group_size "auto": {"goes on tuning as it was saved" if goes_on else others}')

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import installed_release
 from evenpipe.megatron.train_engine.models import DTYPES
 from evenpipe.megatron.train_engine.step import Learner, Tensors, forward_step, make_learner
-from evenpipe.planner import StageMemory
+from evenpipe.planner import Measured, StageMemory, stage_memory
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import FORWARD, Unit, build
 from evenpipe.train.data import Corpus
@@ -61,10 +61,7 @@ def _profile(options: TrainOptions, stage: int) -> StageMemory:
     with _as_rank_of(options, stage):
         with _META:
             learner = make_learner(options, corpus, _META)
-        grown = _growth(learner, stage)
-        static = static_bytes(learner.replica.chunks, learner.optimizer)
-    message = options.seq_length * options.hidden * DTYPES[options.precision].itemsize
-    return StageMemory(static, grown.shared, grown.fixed, grown.sample, message, grown.workspace)
+        return _memory(learner, stage)
 
 
 @contextlib.contextmanager
@@ -83,25 +80,25 @@ def _as_rank_of(options: TrainOptions, stage: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _Growth(NamedTuple):
-    """Of saved bytes: once for all micro-batches, for each of them, and for each sample; and workspace for a sample."""
-
-    shared: int
-    fixed: int
-    sample: int
-    workspace: int
-
-
-def _growth(learner: Learner, stage: int) -> _Growth:
+def _memory(learner: Learner, stage: int) -> StageMemory:
     """From two micro-batches of one sample and one of two, all live at once: the first also saves what all share."""
-    store = ActivationStore(learner.replica.chunks[0].parameters())
+    options, store = learner.options, ActivationStore(learner.replica.chunks[0].parameters())
     alive, saved, workspace = [], [], []
     for number, samples in enumerate((1, 1, 2)):
         alive.append(_forward(learner, stage, store, Unit(number), samples))
         saved.append(store.nbytes(Unit(number)))
         workspace.append(workspace_bytes())
     first, again, double = saved
-    return _Growth(first - again, 2 * again - double, double - again, workspace[2] - workspace[1])
+    one = Measured(
+        forward_ms=0,
+        backward_ms=0,
+        each_bytes=again,
+        shared_bytes=first - again,
+        message_bytes=options.seq_length * options.hidden * DTYPES[options.precision].itemsize,
+        workspace_bytes=workspace[2] - workspace[1],
+        static_bytes=static_bytes(learner.replica.chunks, learner.optimizer),
+    )
+    return stage_memory(one, 1, one._replace(each_bytes=double), 2)
 
 
 def _forward(learner: Learner, stage: int, store: ActivationStore, unit: Unit, samples: int) -> Any:

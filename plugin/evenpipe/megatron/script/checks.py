@@ -9,8 +9,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from evenpipe.megatron.refusals import refused_settings
-from evenpipe.megatron.script.adaptive.checks import refused_arguments as refused_with_tuning
+from evenpipe.megatron.refusals import refused_settings, refused_with_tuning
 from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.megatron.script.two_buffered.checks import refused_arguments
 from evenpipe.report import check_writable

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evenpipe.megatron.apex import wrong_apex
 from evenpipe.megatron.script.checks import check
@@ -47,6 +48,7 @@ def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
     observer = trace_of(config.trace, config.trace_iteration, args) if config.trace is not None else None
     report = LinkTable(args, config, placement).report
     schedule: PipelineSchedule
+    called: Callable[..., Any] | None = None
     steps, more = None, []
     if config.schedule == "2bw":
         from evenpipe.megatron.script.two_buffered.training import TwoBufferedTraining
@@ -56,15 +58,15 @@ def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
         training = TwoBufferedTraining(stream, args)
         steps, more = training.steps, [training.patches()]
     elif config.group_size == "auto":
-        from evenpipe.megatron.script.adaptive.training import AdaptiveTraining
+        from evenpipe.megatron.script.adaptive import AdaptiveTraining
 
         tuned = AdaptiveTraining(config, args, observer, report)
-        schedule, more = tuned.schedule, [tuned.patches()]
+        schedule, called, more = tuned.schedule, tuned, [tuned.patches()]
     else:
         name = config.schedule if config.schedule not in (None, "interleaved") else "1f1b"
         schedule = PipelineSchedule(name, config.bpipe, observer, connected=report, group_size=config.group_size)
     log = TrainingLog(schedule, args, steps)
-    for patches in (in_place_of_megatron(schedule), log.patches(), *more):
+    for patches in (in_place_of_megatron(called or schedule), log.patches(), *more):
         patches.apply()
     end_with_the_first_error()
     if args.rank == 0 and (apex := wrong_apex()) is not None:

@@ -108,9 +108,9 @@ class MegatronEngine:
     @property
     def tuned(self) -> Tuned:
         adaptive = self.schedule.adaptive
-        if adaptive is None or adaptive.tuner is None:
+        if adaptive is None or (tuner := adaptive.loop.tuner) is None:
             return Tuned()
-        return Tuned(tuple(adaptive.tuner.retunes), adaptive.predicted_saved_bytes)
+        return Tuned(tuple(tuner.retunes), adaptive.loop.predicted_saved_bytes)
 
     def kept_bytes(self) -> KeptBytes:
         chunks, extra = self.learner.replica.chunks, self.schedule.extra

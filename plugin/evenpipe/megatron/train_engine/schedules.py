@@ -16,8 +16,7 @@ from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import FORWARD, UPDATE, Action
 from evenpipe.train.recorder import Recorder
-from evenpipe.tuner.limit import limit_bytes
-from evenpipe.tuner.told import Teller
+from evenpipe.tuner.process_memory import limit_bytes
 from evenpipe.upstream import PatchSet
 
 __all__ = ["InstalledSchedule", "installed_schedule"]
@@ -123,8 +122,8 @@ def _tuning(learner: Learner, note: Callable[[str], None]) -> Tuning:
         static_bytes=lambda: static_bytes(chunks, optimizer),
         interval=options.retune_interval,
         sizes=lambda _, size: None if cut else [size],
+        log=note,
         resumed=lambda goes_on: note(f"--load {options.load}: {_GOES_ON if goes_on else _ANEW}"),
-        retuned=Teller(note).retuned,
     )
 
 

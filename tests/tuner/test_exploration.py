@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 
-pytest.importorskip("deepspeed")
-
-from evenpipe.deepspeed.adaptive.exploration import Explored, explore
-from evenpipe.deepspeed.adaptive.measured import Measured
-from evenpipe.planner import Candidate, PlanError, StageMemory, StageTimes
+from evenpipe.planner import Candidate, Measured, PlanError, StageMemory, StageTimes, k_forward_k_backward
 from evenpipe.tuner.conditions import Conditions
+from evenpipe.tuner.exploration import Explored, explore
 from evenpipe.tuner.tuner import Tuner
 
-STATIC, SHARED, FIXED, BY_SAMPLE, MESSAGE = 1000, 50, 30, 100, 10
+STATIC, SHARED, FIXED, BY_SAMPLE, MESSAGE, WORKSPACE = 1000, 50, 30, 100, 10, 5
 
 
-def measured(size: int) -> Measured:
+SCHEDULE = k_forward_k_backward(2)
+
+
+def measured(size: int) -> tuple[Measured, Measured]:
     """Of two stages."""
-    times = (float(size), 2.0 * size)
     each = float(FIXED + size * BY_SAMPLE)
-    return Measured(times, times, (each, each), (SHARED, 0.0), (size * MESSAGE,) * 2, (STATIC,) * 2)
+    first = Measured(size, size, each, SHARED, size * MESSAGE, size * WORKSPACE, STATIC)
+    return first, first._replace(forward_ms=2 * size, backward_ms=2 * size, shared_bytes=0)
 
 
-def asked(limit_bytes: int, sizes: tuple[int, ...] = (1, 2, 4, 8), state: Any = None) -> tuple[list[int], Explored]:
+def asked(
+    limit_bytes: int, sizes: tuple[int, ...] = (1, 2, 4, 8), state: Any = None, alone: bool = False
+) -> tuple[list[int], Explored]:
     """The sizes that are asked for, in order, and what comes of them."""
-    exploration = explore(8, sizes, False, limit_bytes, 5, lambda conditions: state)
+    exploration = explore(SCHEDULE, 8, sizes, limit_bytes, 5, lambda conditions: state, alone)
     order = [next(exploration)]
     while True:
         try:
@@ -37,8 +40,8 @@ def asked(limit_bytes: int, sizes: tuple[int, ...] = (1, 2, 4, 8), state: Any = 
 
 def test_the_two_smallest_sizes_tell_what_grows_with_samples() -> None:
     _, explored = asked(10**6)
-    one = StageMemory(STATIC, SHARED, FIXED, BY_SAMPLE, MESSAGE)
-    assert explored.conditions == Conditions(8, False, 10**6, (one, one._replace(shared_bytes=0)))
+    one = StageMemory(STATIC, SHARED, FIXED, BY_SAMPLE, MESSAGE, WORKSPACE)
+    assert explored.conditions == Conditions(SCHEDULE, 8, 10**6, (one, one._replace(shared_bytes=0)))
 
 
 def test_what_candidates_need_is_measured_and_nothing_else() -> None:
@@ -46,7 +49,7 @@ def test_what_candidates_need_is_measured_and_nothing_else() -> None:
     assert order == [1, 2, 4, 8]
     assert explored.tuner.candidates[:2] == (Candidate(1, 8, 1), Candidate(2, 4, 2))
     # Two micro-batches of two samples fit on the first stage, and not two of four.
-    few = STATIC + SHARED + 2 * (FIXED + 2 * BY_SAMPLE) + 8 * 2 * MESSAGE
+    few = STATIC + SHARED + 2 * (FIXED + 2 * BY_SAMPLE) + 8 * 2 * MESSAGE + 2 * WORKSPACE
     order, explored = asked(few)
     assert order == [1, 2]
     assert {candidate.b for candidate in explored.tuner.candidates} <= {1, 2}
@@ -54,10 +57,21 @@ def test_what_candidates_need_is_measured_and_nothing_else() -> None:
 
 
 def test_a_size_that_does_not_fit_is_not_tried() -> None:
-    least = STATIC + SHARED + 2 * (FIXED + BY_SAMPLE) + 8 * MESSAGE
+    least = STATIC + SHARED + 2 * (FIXED + BY_SAMPLE) + 8 * MESSAGE + WORKSPACE
     order, explored = asked(least)
     assert order == [1]
     assert {candidate.b for candidate in explored.tuner.candidates} == {1}
+
+
+def test_alone_a_larger_size_is_measured_that_no_batch_may_fit_in() -> None:
+    """One micro-batch of two samples is held then, and nothing that a neighbour sends."""
+    twice = 2 * (FIXED + BY_SAMPLE)  # as if all of it grew with samples
+    batch = STATIC + SHARED + 2 * twice + 4 * 2 * MESSAGE + 2 * WORKSPACE
+    for alone, enough in ((False, batch), (True, STATIC + twice)):
+        with contextlib.suppress(PlanError):
+            assert asked(enough - 1, sizes=(1, 2), alone=alone)[0] == [1]
+        exploration = explore(SCHEDULE, 8, (1, 2), enough, 5, lambda conditions: None, alone)
+        assert [next(exploration), exploration.send(measured(1))] == [1, 2]
 
 
 def test_nothing_fits() -> None:
@@ -72,7 +86,7 @@ def test_one_size_that_is_given_is_the_only_one() -> None:
 
 
 def test_a_tuner_that_is_gone_on_with_needs_no_times() -> None:
-    going_on = Tuner((Candidate(2, 8, 1),), 2, False, {}, 5)
+    going_on = Tuner(SCHEDULE, (Candidate(2, 8, 1),), {}, 5)
     order, explored = asked(10**6, state=going_on)
     assert order == [1, 2]
     assert explored.tuner is going_on

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evenpipe.megatron.adaptive.loss_weights import LossWeights
+from evenpipe.tuner.loss_weights import LossWeights
 
 CPU = torch.device("cpu")
 FULL, PADDED = [1.0, 1, 1], [1.0, 1, 0]

@@ -1,0 +1,211 @@
+"""Adaptive kFkB in Megatron-LM's scripts: what it may use, what it may cut, what it logs, and what is saved of it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+from evenpipe.megatron.refusals import why_one_size
+from evenpipe.megatron.script.hooks import folders_loaded_from, save_patch, set_up_patch
+from evenpipe.planner import PlanError
+from evenpipe.settings import EvenPipeConfig
+from evenpipe.tuner.loss_weights import LossWeights
+from evenpipe.tuner.process_memory import limit_bytes
+from evenpipe.tuner.samples import loader_of
+from evenpipe.tuner.state_file import read_state, save_with
+from evenpipe.upstream import Patch, PatchSet
+from evenpipe.upstream.ending import end_job
+
+if TYPE_CHECKING:
+    from evenpipe.megatron.schedule import PipelineSchedule
+    from evenpipe.runtime.executor import Observer
+
+__all__ = ["AdaptiveTraining", "adaptive_patches", "micro_batch_size"]
+
+_AUTO: Final = "--group-size auto"
+_ANEW: Final = f"{_AUTO}: what was saved is of other batches or memory: tunes anew"
+_UNEVEN: Final = "samples count different tokens in the loss: add --calculate-per-token-loss, if the script honours it"
+_NAME: Final = "evenpipe_tuner"
+#: What a state is of no use without: memory and times were found with these.
+_SETTINGS: Final = (
+    *("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "data_parallel_size"),
+    *("global_batch_size", "micro_batch_size", "seq_length", "num_layers", "hidden_size", "padded_vocab_size"),
+    *("bf16", "fp16", "sequence_parallel", "use_distributed_optimizer", "optimizer", "transformer_impl"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    *("calculate_per_token_loss", "bpipe"),
+)
+
+
+class AdaptiveTraining:
+    """A script's training with --group-size auto. `args` are Megatron's, `config` is what EvenPipe was asked for.
+
+    Make it once arguments are known, have Megatron's loop call it in the place of its forward-backward function, and
+    apply what it patches. Where no candidate fits, the job ends with one line.
+    """
+
+    def __init__(
+        self,
+        config: EvenPipeConfig,
+        args: Namespace,
+        observer: Observer | None,
+        connected: Callable[[PipelineSchedule], None],
+    ) -> None:
+        from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
+
+        self.args = args
+        self._config = config
+        self._weights: LossWeights | None = None
+        self._one_size: str | None = None
+        self._warned = False
+        tuning = Tuning(
+            limit_bytes=0,  # known when the devices are
+            static_bytes=int,
+            interval=config.retune_interval,
+            sizes=self._sizes,
+            around_batch=lambda size: micro_batch_size(args, size),
+            log=_log,
+            resumed=lambda goes_on: None if goes_on else _log(_ANEW),
+        )
+        self.schedule = AdaptiveSchedule(tuning, config.bpipe, observer, connected=connected)
+
+    def __call__(self, *, forward_only: bool = False, **arguments: Any) -> list[Any]:
+        """One batch, as Megatron's own function would."""
+        if forward_only:
+            return self.schedule(forward_only=True, **arguments)
+        # Megatron may run an iteration again, which is to be cut as before.
+        self.schedule.iteration = self.args.curr_iteration
+        if self._weights is not None and (source := loader_of(arguments["data_iterator"])) is not None:
+            arguments = arguments | {"data_iterator": self._weights.watch(source)}
+        try:
+            losses = self.schedule(**arguments)
+        except PlanError as error:
+            given = self.args.memory_gib
+            end_job(f"{_AUTO if given is None else f'--memory-gib {given}'}: {error}")
+        self._warn()
+        return losses
+
+    def patches(self) -> PatchSet:
+        """What calls it with Megatron's model, optimizer and checkpoints."""
+        return PatchSet("auto", adaptive_patches(self))
+
+    def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
+        """Called by all ranks when Megatron has made model and optimizer, and loaded what was to be loaded."""
+        from evenpipe.megatron.adaptive.static_memory import static_bytes
+
+        if optimizer is None:
+            return  # --skip-train
+        # BERT's loss is a mean over each micro-batch's tokens, whatever Megatron is told.
+        per_token = self.args.calculate_per_token_loss and not _is_bert(model)
+        self._weights = None if per_token or why_one_size(self.args) is not None else LossWeights()
+        limit = limit_bytes(self._config.memory_gib, torch.device(torch.cuda.current_device()))
+        self.schedule.tuning = self.schedule.tuning._replace(
+            limit_bytes=limit, static_bytes=lambda: static_bytes(model, optimizer)
+        )
+        if (state := resumed(self.args, limit)) is not None:
+            self.schedule.load_state_dict(state)
+
+    def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
+        """Called by all ranks in the place of Megatron's saving, which is `write`."""
+        state = self.schedule.state_dict() if self.args.rank == 0 else None
+        return write() if state is None else save(self.args, iteration, folder, state, write)
+
+    def _sizes(self, loaded: Sequence[Any], given: int) -> Sequence[int] | None:
+        reason = why_one_size(self.args)
+        if self._weights is not None and not self._weights.even(torch.device(torch.cuda.current_device())):
+            reason = _UNEVEN
+        if reason is None:
+            return None
+        if reason != self._one_size:
+            self._one_size = reason
+            _log(f"{_AUTO}: micro-batches stay of --micro-batch-size {given} samples: {reason}")
+        return [given]
+
+    def _warn(self) -> None:
+        """Once: the first batch did not show what its size may be."""
+        given, uneven = self.args.micro_batch_size, self._weights is not None and not self._weights.even_here
+        if uneven and self.schedule.micro_batch_size != given and not self._warned:
+            self._warned = True
+            _print(
+                f"warning: from iteration {self.schedule.iteration} on samples count different tokens in the loss, "
+                f"which until the next decision is not what it is with --micro-batch-size {given} alone: add "
+                "--calculate-per-token-loss"
+            )
+
+
+def adaptive_patches(training: Any) -> list[Patch]:
+    """What :class:`AdaptiveTraining` applies; made without looking at what is installed."""
+    model_and_optimizer = f"{_AUTO}: the first place that has model and optimizer, whose memory counts"
+    saved = f"{_AUTO}: what has been measured and decided is saved beside what Megatron saves"
+    return [set_up_patch(training, "model-and-optimizer", model_and_optimizer), save_patch(training, saved)]
+
+
+@contextmanager
+def micro_batch_size(args: Namespace, size: int) -> Iterator[None]:
+    """Within it Megatron's `args` say that micro-batches have `size` samples.
+
+    A process that is sent its data by another one of its tensor-parallel group makes room for so many.
+    """
+    given, args.micro_batch_size = args.micro_batch_size, size
+    try:
+        yield
+    finally:
+        args.micro_batch_size = given
+
+
+def save(args: Namespace, iteration: int, folder: str, state: Any, write: Callable[[], Any]) -> Any:
+    """Let `write` save what is Megatron's, once `state` is on disk; rank 0 calls it, `folder` is of all checkpoints."""
+    inside, beside = _paths(folder, iteration)
+    return save_with(write, state, _settings(args), beside, inside, _print)
+
+
+def resumed(args: Namespace, limit: int) -> dict[str, Any] | None:
+    """The state that was saved with what Megatron has loaded, under the settings of `args` and this `limit` in bytes.
+
+    All ranks call it; rank 0 reads it for all. None, which rank 0 logs, where there is none.
+    """
+    if args.load is None or not args.iteration:
+        return None
+    found: list[Any] = [None]
+    if args.rank == 0:
+        # Beside, where the job was killed after Megatron's tracker had moved on.
+        paths = [path for folder in folders_loaded_from(args) for path in _paths(folder, args.iteration)]
+        found = [read_state(paths, _settings(args), limit)]
+        goes_on = "goes on tuning as it was saved" if found[0] else "has no tuner's state of these settings: tunes anew"
+        _print(f"{_AUTO}: checkpoint of iteration {args.iteration}: {goes_on}")
+    dist.broadcast_object_list(found, src=0)
+    state: dict[str, Any] | None = found[0]
+    return state
+
+
+def _paths(folder: str, iteration: int) -> tuple[Path, Path]:
+    """Inside the checkpoint's own folder, and beside it."""
+    inside = Path(folder, f"iter_{iteration:07d}", f"{_NAME}.json")
+    return inside, Path(folder, f".{_NAME}", f"{iteration:07d}.json")
+
+
+def _settings(args: Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name, None) for name in _SETTINGS} | {"one_size": why_one_size(args)}
+
+
+def _is_bert(model: Sequence[Any]) -> bool:
+    from megatron.core.models.bert.bert_model import BertModel
+
+    return any(isinstance(module, BertModel) for chunk in model for module in chunk.modules())
+
+
+def _print(line: str) -> None:
+    print(f" [evenpipe] {line}", flush=True)
+
+
+def _log(line: str) -> None:
+    """By the last rank, as Megatron's own log is."""
+    from megatron.training import print_rank_last
+
+    print_rank_last(f" [evenpipe] {line}")
+

@@ -1,1 +1,0 @@
-"""Adaptive kFkB in Megatron-LM's own scripts."""

@@ -1,0 +1,91 @@
+"""Two gloo processes, a pipeline of as many stages, that tune on measurements that are made up, and train nothing.
+
+Argument: a folder (stage-<stage>.json out). A script of its own, forked after the imports.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from evenpipe.planner import Measured, PlanError, divisors, k_forward_k_backward
+from evenpipe.runtime.connections import connect
+from evenpipe.runtime.executor import Executor
+from evenpipe.tuner.loop import AdaptiveLoop
+
+STAGES, SAMPLES, LIMIT = 2, 4, 10_000
+CPU = torch.device("cpu")
+
+
+def measured(stage: int, size: int) -> Measured:
+    return Measured(size, 2 * size, 100 * size + stage, 0, 64 * size, 0, 1000)
+
+
+class Run:
+    """One loop, and what it said."""
+
+    def __init__(self, executor: Executor, interval: int = 2) -> None:
+        self.said: list[Any] = []
+        self.loop = AdaptiveLoop(interval, self.said.append, self.said.append, alone=True)
+        self._executor = executor
+
+    def measure(self, limit: int = LIMIT, iteration: int = 0) -> list[int]:
+        """The sizes that were wanted."""
+        self.loop.start(k_forward_k_backward(STAGES), SAMPLES, divisors(SAMPLES), limit)
+        wanted = []
+        while (size := self.loop.wanted) is not None:
+            wanted.append(size)
+            self.loop.take(measured(self._executor.stage_index, size), self._executor, iteration)
+        return wanted
+
+    def choose(self, iterations: range) -> list[tuple[int, ...]]:
+        return [tuple(self.loop.choose(self._executor, iteration, SAMPLES)) for iteration in iterations]
+
+
+def work(executor: Executor) -> dict[str, Any]:
+    first = Run(executor)
+    found: dict[str, Any] = {"before": first.loop.state_dict(), "wanted": first.measure()}
+    found["chosen"] = first.choose(range(5))
+    assert first.loop.tuner is not None
+    found["decided"] = [retune.iteration for retune in first.loop.tuner.retunes]
+    found["predicted"] = first.loop.predicted_saved_bytes
+    found["state"] = first.loop.state_dict()
+
+    later = Run(executor)
+    later.loop.load_state_dict(json.loads(json.dumps(found["state"])))
+    found["wanted later"] = later.measure(iteration=5)
+    found["chosen later"] = later.choose(range(5, 7))
+
+    other = Run(executor)
+    other.loop.load_state_dict({**found["state"], "limit_bytes": LIMIT - 1})
+    other.measure(iteration=5)
+    other.choose(range(5, 6))
+    found["said"] = [first.said, later.said, other.said]
+
+    try:
+        first.loop.choose(executor, 5, 2 * SAMPLES)
+    except ValueError as error:
+        found["another batch"] = str(error)
+    try:
+        Run(executor).measure(limit=1000)
+    except PlanError as error:
+        found["no memory"] = str(error)
+    return found
+
+
+def main(stage: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=stage, world_size=STAGES)
+    executor = Executor(stage, connect(range(STAGES), False, False, "gloo", CPU), CPU)
+    (folder / f"stage-{stage}.json").write_text(json.dumps(work(executor)))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    mp.start_processes(main, args=(Path(sys.argv[1]),), nprocs=STAGES, start_method="fork")
