@@ -32,7 +32,7 @@ from rich.table import Table
 
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
-from evenpipe.schedule import EVICT, LOAD, Message, Program, ScheduleError, Step, build, lower
+from evenpipe.schedule import EVICT, LOAD, Message, Program, ScheduleError, Size, Step, build, links, loop
 from evenpipe.simulate import Costs, Wire, simulate
 
 MICRO_BATCHES: Final = {4: 12, 8: 16}
@@ -53,9 +53,9 @@ class Setting(NamedTuple):
 
 def programs(stages: int, micro_batches: int) -> dict[str, Program]:
     """What each mode carries out."""
-    bpipe = lower(build("1f1b", stages, micro_batches, bpipe=True))
+    bpipe = build("1f1b", Size(stages, micro_batches), bpipe=True)
     return {
-        "none": lower(build("1f1b", stages, micro_batches)),
+        "none": build("1f1b", Size(stages, micro_batches)),
         "asynchronous": bpipe,
         "synchronous": synchronous(bpipe),
     }
@@ -82,7 +82,7 @@ def measure(rank: int, setting: Setting, tick: Tick) -> dict[str, list[float]]:
     """In each process: milliseconds of every batch, per mode."""
     cpu = torch.device("cpu")
     accelerator = Accelerator(setting.forward_ms, 2 * setting.forward_ms)
-    connections = connect(range(setting.stages), wraps=False, bpipe=True, backend="gloo", device=cpu)
+    connections = connect(range(setting.stages), links(loop(setting.stages), pairs=True), backend="gloo", device=cpu)
     wires = over_wires(connections, accelerator, setting.transfer_ms)
     executor = Executor(rank, wires, cpu)
     is_last = rank == setting.stages - 1

@@ -34,7 +34,7 @@ from harness import Benchmark, Tick, prepare_to_fork, progress_bar, run_in_proce
 from sleeping_stages import follow_waits, slow_down
 from torch import Tensor, nn
 
-from evenpipe.schedule import ScheduleError, Stream
+from evenpipe.schedule import ScheduleError, Stream, find
 
 # Read when DeepSpeed is imported.
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -133,7 +133,7 @@ def main() -> None:
     settings = settings_of(arguments)
     try:
         for setting in settings:
-            Stream(setting.stages, setting.micro_batches, bpipe=False)
+            Stream(find("2bw"), setting.stages, setting.micro_batches)
     except ScheduleError as error:
         benchmark.parser.error(str(error))
     prepare_to_fork()

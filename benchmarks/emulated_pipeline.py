@@ -14,7 +14,7 @@ from emulation import Accelerator, clock_ms, emulated_stage, over_wires, sleep_u
 
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
-from evenpipe.schedule import Link, Program
+from evenpipe.schedule import Link, Program, links, loop
 from evenpipe.tuner.links import Burst, measure_links
 
 __all__ = ["STAGES", "Compute", "EmulatedPipeline", "live_on", "message_bytes"]
@@ -57,7 +57,7 @@ class EmulatedPipeline:
         self.stage = dist.get_rank()
         self.stages = dist.get_world_size()
         self._accelerator = Accelerator(0.0, 0.0)
-        self.connections = connect(range(self.stages), wraps=False, bpipe=False, backend="gloo", device=_CPU)
+        self.connections = connect(range(self.stages), links(loop(self.stages)), backend="gloo", device=_CPU)
         self._executor = Executor(self.stage, over_wires(self.connections, self._accelerator, 0.0), _CPU)
 
     def batch_ms(self, program: Program, compute: Compute) -> float:

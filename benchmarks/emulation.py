@@ -97,7 +97,7 @@ def emulated_stage(
         torch.empty(elements),
         first=lambda micro_batch: torch.full((elements,), float(micro_batch), requires_grad=True),
         loss=lambda _, output: output.sum(),
-        is_last=is_last,
+        loss_chunk=0 if is_last else None,
     )
 
 

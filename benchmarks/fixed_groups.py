@@ -15,7 +15,7 @@ from harness import Tick, progress_bar, run_in_processes
 from rich.table import Table
 
 from evenpipe.planner import StageTimes, estimate_ms
-from evenpipe.schedule import Link, Program, build, lower
+from evenpipe.schedule import Link, Program, Size, build
 from evenpipe.tuner.links import Burst
 
 __all__ = ["CASES", "MICRO_BATCHES", "Case", "compute_of", "result", "run", "table"]
@@ -51,7 +51,7 @@ class Measured(NamedTuple):
 
 def programs(group_sizes: Sequence[int]) -> dict[int, Program]:
     """What each k carries out."""
-    return {k: lower(build("kfkb", STAGES, MICRO_BATCHES, group_size=k)) for k in group_sizes}
+    return {k: build("kfkb", Size(STAGES, MICRO_BATCHES, group_size=k)) for k in group_sizes}
 
 
 def compute_of(forward_ms: float) -> Compute:

@@ -28,7 +28,7 @@ def entry(plain: TrainOptions, level: TrainOptions, results: list[Any]) -> dict[
     for name, options, result in zip(("1f1b", "bpipe"), (plain, level), results, strict=True):
         document[f"{name}_peak_live"] = [stage.peak_live for stage in result.stages]
         document[f"{name}_peak_bytes"] = [stage.peak_saved_bytes for stage in result.stages]
-        document[f"{name}_predicted_bytes"] = [stage.peak_bytes for stage in predict(options.plan, result).stages]
+        document[f"{name}_predicted_bytes"] = [stage.peak_bytes for stage in predict(options.program, result).stages]
     # The last stage also holds what the output layer saves.
     document["ratio"] = max(document["bpipe_peak_bytes"][:-1]) / max(document["1f1b_peak_bytes"])
     document["same_weights"] = results[0].weights_sha256 == results[1].weights_sha256

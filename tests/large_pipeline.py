@@ -6,7 +6,8 @@ from functools import cache
 from time import process_time
 from typing import NamedTuple
 
-from evenpipe.schedule import Schedule, build
+from evenpipe.schedule import Schedule
+from tests.schedules import build
 
 __all__ = ["built"]
 

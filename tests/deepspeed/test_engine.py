@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from evenpipe.schedule import build
 from tests.deepspeed.job import run_cases
+from tests.schedules import build
 
 pytest.importorskip("deepspeed")
 

@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from evenpipe.deepspeed.lowering import EvictActivations, ProgramSchedule
-from evenpipe.schedule import BACKWARD, FORWARD, build, lower
+from evenpipe.schedule import BACKWARD, FORWARD, lower
+from tests.schedules import build
 
 
 def _instructions(name: str, stages: int, micro_batches: int, stage: int, **more: object) -> list[str]:

@@ -129,7 +129,7 @@ def test_measured_peaks_are_the_schedules(setting, engine, results):
 @pytest.mark.parametrize(("setting", "engine"), RUNS)
 def test_predicted_peak_bytes_are_the_measured_ones(setting, engine, results):
     case, result = options(setting, engine), results[setting, engine]
-    for predicted, measured in zip(predict(case.plan, result).stages, result.stages, strict=True):
+    for predicted, measured in zip(predict(case.program, result).stages, result.stages, strict=True):
         assert predicted.peak_bytes == pytest.approx(measured.peak_saved_bytes, rel=0.02)
 
 

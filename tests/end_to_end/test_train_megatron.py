@@ -92,7 +92,7 @@ def test_megatron_carries_out_the_actions_of_the_schedule_of_that_name(
 # On the CPU, dropout saves its mask for a moment even where no graph is kept: beside next to nothing, it shows.
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"dropout, full recompute"}))
 def test_peaks_are_what_the_schedule_and_one_micro_batch_predict(name: str, results: dict[str, RunResult]) -> None:
-    predicted = predict(OPTIONS[name].plan, results[name])
+    predicted = predict(OPTIONS[name].program, results[name])
     for stage, measured in zip(predicted.stages, results[name].stages, strict=True):
         assert measured.peak_saved_bytes == pytest.approx(stage.peak_bytes, rel=0.02)
 

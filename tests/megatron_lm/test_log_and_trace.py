@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from evenpipe.schedule import build
 from tests.megatron_lm.launch import LAYOUTS, gpt_flags, launch
+from tests.schedules import build
 
 
 def logged(output):

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from evenpipe.planner import Candidate, GroupedSchedule, StageMemory, k_forward_k_backward, peak_bytes, unit_bytes
 from evenpipe.planner.memory import messages_at_once
-from evenpipe.schedule import Action, Program, Schedule, build, lower, verify
+from evenpipe.schedule import Action, Program, Schedule, lower, verify
 from evenpipe.simulate import Costs, simulate
+from tests.schedules import build
 
 STAGES, GROUPS, BATCHES = st.integers(2, 6), st.integers(1, 5), st.integers(1, 70)
 
@@ -76,7 +77,7 @@ def test_a_schedule_that_the_planner_does_not_know_is_weighed_by_its_programs(
 
     def programs(k: int, m: int) -> Program:
         actions = [Action(kind, i) for g in range(0, m, k) for kind in "FB" for i in range(g, min(g + k, m))]
-        return lower(verify(Schedule("flushed", len(units), m, 1, k, (tuple(actions),) * len(units), group_size=k)))
+        return verify(Schedule("flushed", len(units), m, 1, k, (tuple(actions),) * len(units), group_size=k))
 
     schedule = GroupedSchedule("flushed", len(units), False, programs)
     memory = [StageMemory(7, 3, 0, unit, 0) for unit in units]

@@ -6,11 +6,11 @@ from textwrap import dedent
 
 from evenpipe.report import timeline_grid
 from evenpipe.report.palette import COLOURS
-from evenpipe.schedule import build
+from tests.schedules import program
 
 
 def drawn(*args: object, width: int = 200, batches: int = 1) -> str:
-    lines = timeline_grid(build(*args, batches=batches), width).plain.splitlines()  # type: ignore[arg-type]
+    lines = timeline_grid(program(*args, batches=batches), width).plain.splitlines()  # type: ignore[arg-type]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -67,5 +67,8 @@ def test_a_narrow_terminal_gets_blocks() -> None:
 
 
 def test_kinds_differ_in_colour() -> None:
-    styles = {str(span.style) for span in timeline_grid(build("2bw", 4, 4, bpipe=True, batches=2)).spans}
-    assert all(any(colour in style for style in styles) for colour in COLOURS.values())
+    shown = program("2bw", 4, 4, bpipe=True, batches=2)
+    styles = {str(span.style) for span in timeline_grid(shown).spans}
+    kinds = {action.kind for row in shown.schedule.actions for action in row}
+    assert all(any(COLOURS[kind] in style for style in styles) for kind in kinds)
+    assert len(set(COLOURS.values())) == len(COLOURS)

@@ -14,8 +14,9 @@ from evenpipe.report import StageMemory, Timeline
 from evenpipe.report.boxes import shade
 from evenpipe.report.palette import COLOURS
 from evenpipe.report.picture import draw_comparison
-from evenpipe.schedule import build, lower
+from evenpipe.schedule import lower
 from evenpipe.simulate import Costs, Wire, simulate
+from tests.schedules import build
 
 Colour = tuple[float, float, float]
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from evenpipe.report import Timeline, perfetto_trace
-from evenpipe.schedule import build, lower, parse
+from evenpipe.schedule import lower, parse
 from evenpipe.simulate import Costs, Span, Wire, simulate
+from tests.schedules import build
 
 
 def timeline(name: str = "1f1b", chunks: int = 1, bpipe: bool = True, batches: int = 1) -> Timeline:

@@ -22,7 +22,7 @@ from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.runtime.gather import gather_text
 from evenpipe.runtime.stage import ModuleStage
-from evenpipe.schedule import Schedule, lower, verify
+from evenpipe.schedule import Schedule, verify
 
 WORLD = 8
 ROWS, WIDTH = 8, 16  # tensors of multiples of 64 bytes, to which the pool aligns
@@ -108,14 +108,15 @@ def reference(places: int, micro_batches: int, saves_output: bool) -> tuple[list
 
 def carry_out(case: dict, rank: int) -> dict:
     """Run a schedule once for each of `measure`; this rank's losses, gradients, memory and waits after each."""
-    schedule = verify(Schedule.parse(case["rows"], bound=case["bound"]))
+    program = verify(Schedule.parse(case["schedule"]))
+    schedule = program.schedule
     stages, chunks = schedule.stages, schedule.chunks
-    connections = connect(range(stages), chunks > 1, any(schedule.evictions), "gloo", torch.device("cpu"))
+    connections = connect(range(stages), program.links, "gloo", torch.device("cpu"))
     connections = slowed(connections, case["slow"], case["ms"])
-    modules = [chunk_module(chunk * stages + rank, case["saves_output"]) for chunk in range(chunks)]
+    modules = [chunk_module(schedule.places.position(rank, chunk), case["saves_output"]) for chunk in range(chunks)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
     executor = Executor(rank, connections, torch.device("cpu"), parameters)
-    program = lower(schedule)
+    last = schedule.places.last
     batches = []
     for measure in case["measure"]:
         for parameter in parameters:
@@ -123,7 +124,7 @@ def carry_out(case: dict, rank: int) -> dict:
         executor.counter.reset_peak()
         executor.measure = measure
         start = time.monotonic()
-        stage = ModuleStage(modules, torch.empty(ROWS, WIDTH), sample, loss, rank == stages - 1)
+        stage = ModuleStage(modules, torch.empty(ROWS, WIDTH), sample, loss, last.chunk if rank == last.stage else None)
         executor.run(program, stage)
         memory = executor.counter.snapshot()
         batches.append(

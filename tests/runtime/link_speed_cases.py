@@ -18,7 +18,7 @@ from torch import Tensor
 from evenpipe.runtime.channel import Channel, Transfer
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.link_speed import sending_gbps
-from evenpipe.schedule import Link
+from evenpipe.schedule import Link, links, loop
 
 STAGES = 3
 SLOW_GBPS = 0.01
@@ -35,7 +35,7 @@ class Slow(Channel):
 
 def main(stage: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=stage, world_size=STAGES)
-    connections = connect(range(STAGES), False, True, "gloo", CPU)
+    connections = connect(range(STAGES), links(loop(STAGES), pairs=True), "gloo", CPU)
     evict, load = Link("evict", 0, 2), Link("load", 2, 0)
     channels = dict(connections.channels)
     if stage == 0:

@@ -18,7 +18,8 @@ from evenpipe.runtime.exchange import Exchange
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.stage import ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
-from evenpipe.schedule import Action, Stream, required_version
+from evenpipe.schedule import Action, links, loop, required_version
+from tests.schedules import stream
 
 WORLD = 6
 BATCHES = 7
@@ -114,10 +115,10 @@ class SteppedModule(ModuleStage):
 def train(rank: int, case: Case) -> dict[str, object]:
     """This stage's losses, weights in the end, and peaks."""
     stage = SteppedModule(rank, case.stages, case.micro_batches)
-    connections = connect(list(range(case.stages)), False, case.bpipe, "gloo", torch.device("cpu"))
+    connections = connect(range(case.stages), links(loop(case.stages), case.bpipe), "gloo", torch.device("cpu"))
     paired = Paired()
     executor = Executor(rank, connections, torch.device("cpu"), stage.module.parameters(), paired)
-    stream = Stream(case.stages, case.micro_batches, case.bpipe)
+    stream = stream(case.stages, case.micro_batches, case.bpipe)
     losses, called = [], 0
     for batch in range(BATCHES):
         executor.advance(stream.program, stream.call(rank, called, case.update_early), stage)

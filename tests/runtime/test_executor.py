@@ -13,7 +13,8 @@ import torch
 from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import ModuleStage
-from evenpipe.schedule import Schedule, ScheduleError, build, lower, verify
+from evenpipe.schedule import Schedule, ScheduleError, lower, verify
+from tests.schedules import build
 
 sys.path.insert(0, str(Path(__file__).parent))
 from executor_cases import reference
@@ -78,8 +79,7 @@ def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("executor")
     cases = {
         name: {
-            "rows": str(schedule).splitlines(),
-            "bound": schedule.bound,
+            "schedule": str(schedule),
             "measure": (True, True, True),
             "saves_output": name == SAVES_OUTPUT,
             "slow": [],
@@ -191,7 +191,7 @@ def test_after_a_failure_no_other_batch_is_carried_out():
             raise ArithmeticError("no loss")
         return output.sum()
 
-    stage = ModuleStage([torch.nn.Linear(4, 4)], torch.empty(2, 4), lambda _: torch.ones(2, 4), loss, is_last=True)
+    stage = ModuleStage([torch.nn.Linear(4, 4)], torch.empty(2, 4), lambda _: torch.ones(2, 4), loss, loss_chunk=0)
     executor = Executor(0, Connections({}, None), torch.device("cpu"))
     with pytest.raises(ArithmeticError):
         executor.run(lower(build("1f1b", 1, 3)), stage)

@@ -5,7 +5,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenpipe.schedule import BACKWARD, COMPUTE, DEPARTING, RETURN, build, lower
+from evenpipe.schedule import BACKWARD, COMPUTE, DEPARTING, RETURN, lower
+from tests.schedules import build
 
 shapes = st.one_of(
     st.tuples(st.just("gpipe"), st.integers(1, 6), st.integers(1, 12), st.just(1), st.just(False)),

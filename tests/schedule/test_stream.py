@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.schedule import DEPARTING, ScheduleError, Stream, build, lower
+from evenpipe.schedule import DEPARTING, ScheduleError, lower
 from tests.schedule.weight_versions import replay, rule
+from tests.schedules import build
+from tests.schedules import stream as stream_of
 
 BATCHES = 4
 
@@ -15,7 +17,7 @@ BATCHES = 4
 @st.composite
 def streams(draw):
     p = draw(st.integers(1, 9))
-    return Stream(p, draw(st.integers(p, 3 * p + 1)), bpipe=p > 1 and draw(st.booleans()))
+    return stream_of(p, draw(st.integers(p, 3 * p + 1)), bpipe=p > 1 and draw(st.booleans()))
 
 
 def actions(stream, stage, batches, **options):
@@ -26,7 +28,7 @@ def actions(stream, stage, batches, **options):
 @settings(max_examples=40)
 def test_the_calls_are_the_beginning_of_the_schedule(p, data):
     m, bpipe = data.draw(st.integers(p, 3 * p + 1)), p > 1 and data.draw(st.booleans())
-    stream, finite = Stream(p, m, bpipe), lower(build("2bw", p, m, bpipe=bpipe, batches=BATCHES + 2))
+    stream, finite = stream_of(p, m, bpipe), lower(build("2bw", p, m, bpipe=bpipe, batches=BATCHES + 2))
     for stage in range(p):
         steps = [step for batch in range(BATCHES) for step in stream.call(stage, batch)]
         assert steps == list(finite.steps[stage][: len(steps)])
@@ -89,12 +91,12 @@ def test_broken_off_every_message_has_both_its_ends(stream, batch):
 
 
 def test_without_bpipe_nothing_is_owed():
-    stream = Stream(4, 4)
+    stream = stream_of(4, 4)
     assert all(stream.owed(stage, batch) == [] for stage in range(4) for batch in range(3))
 
 
 def test_a_call_far_along_is_an_early_one_moved():
-    stream = Stream(6, 8, bpipe=True)  # partners trade every 4, 3 or 2 micro-batches: together every 12, or 3 batches
+    stream = stream_of(6, 8, bpipe=True)  # partners trade every 4, 3 or 2 micro-batches: together every 12, or 3 batches
     batches = 3 * 10**6
     for stage in range(6):
         near, far = stream.call(stage, 4), stream.call(stage, 4 + batches)
@@ -105,6 +107,6 @@ def test_a_call_far_along_is_an_early_one_moved():
 
 def test_bad_input_is_refused_as_by_build():
     with pytest.raises(ScheduleError, match="micro_batches=3: 2bw needs at least as many as there are stages"):
-        Stream(4, 3)
+        stream_of(4, 3)
     with pytest.raises(ScheduleError, match="bpipe: one stage has no partner"):
-        Stream(1, 3, bpipe=True)
+        stream_of(1, 3, bpipe=True)

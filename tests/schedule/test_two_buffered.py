@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.schedule import Schedule, ScheduleError, build, lower, parse, required_version
+from evenpipe.schedule import Schedule, ScheduleError, lower, parse, required_version
 from evenpipe.simulate import Costs, Wire, simulate
 from tests.schedule.weight_versions import replay, rule
+from tests.schedules import build
 
 FIGURE_2 = """
 F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 U0 B4 F8 B5 F9 B6 F10 B7 F11 U1 B8 B9 B10 B11 U2

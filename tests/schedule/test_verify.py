@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.schedule import Action, Schedule, ScheduleError, build, lower, verify
+from evenpipe.schedule import Action, Schedule, ScheduleError, lower, verify
 from evenpipe.simulate import Costs, Wire, simulate
 from tests.schedule.weight_versions import replay
+from tests.schedules import build
 
 
 def refused(rows, bound=None):
@@ -24,12 +25,12 @@ def test_missing_compute():
 
 
 def test_doubled_compute():
-    assert "F0 is a second forward" in refused(["F0 F0 B0"])
-    assert "B0 is a second backward" in refused(["F0 B0 B0"])
+    assert "F0 finds its micro-batch forwarded already" in refused(["F0 F0 B0"])
+    assert "B0 finds its micro-batch done already" in refused(["F0 B0 B0"])
 
 
 def test_misordered_compute():
-    assert "B0 comes before its forward" in refused(["B0 F0"])
+    assert "B0 finds its micro-batch not forwarded yet" in refused(["B0 F0"])
 
 
 def test_a_circle_across_stages():
@@ -48,7 +49,7 @@ def test_a_transfer_with_one_end():
 
 def test_a_backward_that_is_not_resident():
     message = refused(["F0 E0 B0 L0", "F0 B0", "F0 B0", "A0@0 F0 B0 R0@0"])
-    assert "B0 is a backward whose micro-batch is not resident" in message
+    assert "B0 finds its micro-batch evicted" in message
 
 
 def test_a_broken_bound():
@@ -89,7 +90,7 @@ def test_rows_that_do_not_fit_the_number_of_stages():
 
 def test_the_grid_marks_the_step():
     first, *grid = refused(["F0 F1 B0 B1", "F0 B1 F1 B0"]).splitlines()
-    assert first == "schedule parsed, stage 1, step 1: B1 comes before its forward"
+    assert first == "schedule parsed, stage 1, step 1: B1 finds its micro-batch not forwarded yet"
     assert [re.sub(" +", " ", line) for line in grid] == [
         "step 0 1 2 3",
         "stage 0 F0 F1 B0 B1",

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from evenpipe.schedule import Schedule, ScheduleError, build, parse, verify
+from evenpipe.schedule import Schedule, ScheduleError, parse, verify
+from tests.schedules import build
 
 
 def with_row(schedule, stage, row):
@@ -36,7 +37,7 @@ def test_an_update_stands_between_its_batchs_last_backward_and_the_first_forward
     for at in range(len(rest) + 1):
         moved = with_row(STREAM, stage, [*rest[:at], parse("U1"), *rest[at:]])
         if earliest < at <= latest:
-            assert verify(moved) is moved
+            assert verify(moved).schedule is moved
         elif at <= earliest:
             assert "U1 comes" in refused(moved)
         else:
@@ -78,9 +79,9 @@ def test_an_update_that_waits_for_what_it_keeps_from_happening():
 
 
 def test_more_in_flight_than_2bw_allows():
-    schedule = Schedule.parse(["F0 F1 B0 B1 U0"] * 2, name="2bw", bound=2)
+    schedule = replace(Schedule.parse(["F0 F1 B0 B1 U0"] * 2, bound=2), weight_versions=2)
     assert "stage 1 has 2 micro-batches in flight; 2bw allows 1" in refused(schedule)
 
 
 def test_only_2bw_updates():
-    assert "U0 is an update, and only 2bw has them" in refused(Schedule.parse(["F0 B0 U0"]))
+    assert "U0 is an update, and only streams of batches have them" in refused(Schedule.parse(["F0 B0 U0"]))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from evenpipe.schedule import build, lower
+from evenpipe.schedule import lower
 from evenpipe.simulate import Costs, Simulation, Wire, simulate
+from tests.schedules import build
 
 
 def run(

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.schedule import Link, build, lower
+from evenpipe.schedule import Link, lower
 from evenpipe.simulate import Costs, Simulation, Wire, simulate
+from tests.schedules import build
 from tests.simulate.pipelines import run
 
 #: Figure 2: a backward takes two forwards, a transfer half a forward.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from evenpipe.schedule import build
 from evenpipe.simulate import Wire
+from tests.schedules import build
 from tests.simulate.pipelines import run
 
 

@@ -8,8 +8,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.schedule import Schedule, build, lower
+from evenpipe.schedule import Schedule, lower
 from evenpipe.simulate import Costs, Wire, simulate
+from tests.schedules import build
 
 ROUNDING_MS = 1e-9
 TIMES = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 3.0, 10.0])

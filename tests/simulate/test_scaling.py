@@ -6,9 +6,10 @@ from time import process_time
 
 import pytest
 
-from evenpipe.schedule import Program, build, lower
+from evenpipe.schedule import Program, lower
 from evenpipe.simulate import Costs, Wire, simulate
 from tests.large_pipeline import built
+from tests.schedules import build
 
 
 def seconds_to_simulate(program: Program) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from evenpipe.runtime.channel import Channel, Transfer
 from evenpipe.runtime.connections import connect
-from evenpipe.schedule import Link
+from evenpipe.schedule import Link, links, loop
 from evenpipe.tuner.links import Burst, measure_links
 
 STAGES = 3
@@ -35,7 +35,7 @@ class Slow(Channel):
 
 def main(stage: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=stage, world_size=STAGES)
-    connections = connect(range(STAGES), False, False, "gloo", CPU)
+    connections = connect(range(STAGES), links(loop(STAGES)), "gloo", CPU)
     channels = dict(connections.channels)
     slow = Link("backward", 1, 0)
     if stage == 1:

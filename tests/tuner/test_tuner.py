@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenpipe.planner import Candidate, StageTimes, estimate_ms, k_forward_k_backward
-from evenpipe.runtime.connections import pipeline_links
+from evenpipe.schedule import links, loop
 from evenpipe.tuner import tuner as tuner_module
 from evenpipe.tuner.tuner import HYSTERESIS, Tuner, worth_telling_apart
 
@@ -22,7 +22,7 @@ def tuned(message_ms_a_sample: float, tuner: Tuner | None = None, iteration: int
     """After a decision on a network on which messages take so long."""
     tuner = Tuner(SCHEDULE, CANDIDATES, TIMES, 3) if tuner is None else tuner
     for candidate in tuner.candidates:
-        for link in pipeline_links(STAGES, wraps=False, bpipe=False):
+        for link in links(loop(STAGES)):
             tuner.observe(candidate, link, [message_ms_a_sample * candidate.b] * 5)
     tuner.adopt(iteration, *tuner.decide(iteration))
     return tuner
@@ -31,8 +31,7 @@ def tuned(message_ms_a_sample: float, tuner: Tuner | None = None, iteration: int
 def best(message_ms: float) -> Candidate:
     def milliseconds(candidate: Candidate) -> float:
         program = SCHEDULE.programs(candidate.k, candidate.m)
-        links = pipeline_links(STAGES, wraps=False, bpipe=False)
-        return estimate_ms(program, TIMES[candidate.b], dict.fromkeys(links, message_ms * candidate.b))
+        return estimate_ms(program, TIMES[candidate.b], dict.fromkeys(links(loop(STAGES)), message_ms * candidate.b))
 
     return min(CANDIDATES, key=milliseconds)
 

@@ -72,7 +72,7 @@ def _draw(path: Path, cases: Sequence[TrainOptions], results: Sequence[RunResult
     timelines, memory = [], []
     for name, options, result in zip(_CASES, cases, results, strict=True):
         timelines.append(Timeline(name, result.spans))
-        predicted = tuple(stage.peak_bytes / _MIB for stage in predict(options.plan, result).stages)
+        predicted = tuple(stage.peak_bytes / _MIB for stage in predict(options.program, result).stages)
         measured = tuple(stage.peak_saved_bytes / _MIB for stage in result.stages)
         memory.append(StageMemory(f"{name}: peak saved", "MiB", predicted, measured))
     draw_comparison(path, timelines, memory)

@@ -11,7 +11,7 @@ from evenpipe.cli.parser import Parser, UsageError
 from evenpipe.cli.values import group_size, output_file, picture_file
 from evenpipe.report import StageMemory, Timeline, perfetto_trace, write_atomically
 from evenpipe.report.picture import draw_comparison
-from evenpipe.schedule import SCHEDULES, Schedule, ScheduleError, build
+from evenpipe.schedule import Program, Programs, Schedule, ScheduleError, Size, choose, names
 from evenpipe.settings import in_flags
 from evenpipe.simulate import Simulation
 
@@ -19,18 +19,18 @@ __all__ = [
     "add_output_options",
     "add_schedule_options",
     "peaks_of",
-    "schedule_from",
+    "program_from",
     "title_of",
     "write_reports",
 ]
 
 
 def add_schedule_options(parser: Parser) -> None:
-    """``--schedule --stages --micro-batches --chunks --group-size --batches --bpipe``, for :func:`schedule_from`."""
+    """``--schedule --stages --micro-batches --chunks --group-size --batches --bpipe``, for :func:`program_from`."""
     group = parser.add_argument_group("schedule")
-    group.add_argument("--schedule", required=True, metavar="NAME", help=" | ".join(SCHEDULES))
-    group.add_argument("--stages", required=True, type=int, metavar="P", help="pipeline stages")
-    group.add_argument("--micro-batches", required=True, type=int, metavar="M", help="micro-batches in a batch")
+    group.add_argument("--schedule", required=True, metavar="NAME", help=" | ".join((*names(), "file:PATH")))
+    group.add_argument("--stages", type=int, metavar="P", help="pipeline stages")
+    group.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches in a batch")
     group.add_argument("--chunks", type=int, default=1, metavar="V", help="model chunks a stage (interleaved only)")
     group.add_argument(
         "--group-size", type=group_size, default=1, metavar="K", help="micro-batches in a row (kfkb only)"
@@ -47,27 +47,27 @@ def add_output_options(parser: Parser) -> None:
     group.add_argument("--trace", type=output_file, metavar="T.json", help="write a trace for ui.perfetto.dev")
 
 
-def schedule_from(arguments: Namespace) -> Schedule:
-    """The verified schedule that the options ask for; UsageError where there is none."""
-    # Three batches show the start, the steady state and the end of a stream.
-    batches = arguments.batches if arguments.batches is not None else 3 if arguments.schedule == "2bw" else 1
+def program_from(arguments: Namespace) -> Program:
+    """The verified program that the options ask for; UsageError where there is none."""
     try:
-        return build(
-            arguments.schedule,
-            arguments.stages,
-            arguments.micro_batches,
-            arguments.chunks,
-            bpipe=arguments.bpipe,
-            batches=batches,
-            group_size=arguments.group_size,
-        )
+        spec = choose(arguments.schedule)
+        table = spec.table
+        for option, fixed in (("stages", table and table.stages), ("micro_batches", table and table.micro_batches)):
+            if getattr(arguments, option) is None:
+                if fixed is None:
+                    raise UsageError(f"--{option.replace('_', '-')}: how many? only a table (file:PATH) says it itself")
+                setattr(arguments, option, fixed)
+        # Three batches show the start, the steady state and the end of a stream.
+        batches = arguments.batches if arguments.batches is not None else 3 if "stream" in spec.needs else 1
+        size = Size(arguments.stages, arguments.micro_batches, arguments.chunks, arguments.group_size, batches)
+        return Programs(spec, arguments.bpipe)(size)
     except ScheduleError as error:
         raise UsageError(in_flags(error)) from error
 
 
 def title_of(schedule: Schedule, bpipe: bool) -> str:
     """What a picture of the schedule is called."""
-    group = f", k={schedule.group_size}" if schedule.name == "kfkb" else ""
+    group = f", k={schedule.group_size}" if schedule.group_size > 1 else ""
     chunks = f", {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     name = f"{schedule.name} with BPipe" if bpipe else schedule.name
     stream = f" × {schedule.batches} batches" if schedule.batches > 1 else ""

@@ -13,13 +13,13 @@ from evenpipe.cli.options import (
     add_output_options,
     add_schedule_options,
     peaks_of,
-    schedule_from,
+    program_from,
     title_of,
     write_reports,
 )
 from evenpipe.cli.parser import Commands
 from evenpipe.report import Timeline, timeline_grid
-from evenpipe.schedule import Schedule, lower
+from evenpipe.schedule import Schedule
 from evenpipe.simulate import Costs, Wire, simulate
 
 __all__ = ["add_to"]
@@ -43,7 +43,8 @@ def add_to(commands: Commands) -> None:
 
 
 def _run(arguments: Namespace) -> None:
-    schedule = schedule_from(arguments)
+    program = program_from(arguments)
+    schedule = program.schedule
     title = title_of(schedule, arguments.bpipe)
     if arguments.picture or arguments.trace:
         transfer = Wire(transmit_ms=_TRANSFER_MS)
@@ -52,14 +53,14 @@ def _run(arguments: Namespace) -> None:
             backward_ms=(_BACKWARD_MS * schedule.chunks,) * schedule.stages,
             wires={"evict": transfer, "load": transfer},
         )
-        simulation = simulate(lower(schedule), costs)
+        simulation = simulate(program, costs)
         write_reports(arguments, [Timeline.of(simulation, title, schedule.micro_batches)], peaks_of(simulation))
     if arguments.json:
         print(json.dumps(_document(schedule, arguments.bpipe)))
         return
     console = Console()
     console.print(title, style="bold", highlight=False)
-    console.print(timeline_grid(schedule, console.width))
+    console.print(timeline_grid(program, console.width))
     console.print(_table(schedule))
 
 

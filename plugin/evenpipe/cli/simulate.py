@@ -12,14 +12,13 @@ from evenpipe.cli.options import (
     add_output_options,
     add_schedule_options,
     peaks_of,
-    schedule_from,
+    program_from,
     title_of,
     write_reports,
 )
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import duration_ms, durations_ms
 from evenpipe.report import Timeline
-from evenpipe.schedule import lower
 from evenpipe.simulate import Costs, Simulation, SimulationError, Wire, simulate
 
 __all__ = ["add_to"]
@@ -49,7 +48,8 @@ def add_to(commands: Commands) -> None:
 
 
 def _run(arguments: Namespace) -> None:
-    schedule = schedule_from(arguments)
+    program = program_from(arguments)
+    schedule = program.schedule
     link, transfer = Wire(transmit_ms=arguments.link_ms), Wire(transmit_ms=arguments.transfer_ms)
     costs = Costs(
         forward_ms=_per_stage("--forward-ms", arguments.forward_ms, schedule.stages),
@@ -58,7 +58,7 @@ def _run(arguments: Namespace) -> None:
         synchronous_transfers=arguments.synchronous_transfers,
     )
     try:
-        simulation = simulate(lower(schedule), costs)
+        simulation = simulate(program, costs)
     except SimulationError as error:
         raise UsageError(str(error)) from error
     title = title_of(schedule, arguments.bpipe)

@@ -17,7 +17,7 @@ from evenpipe.report import StageMemory, Timeline
 from evenpipe.simulate import Simulation
 from evenpipe.train import checkpoint, data
 from evenpipe.train.options import OptionsError, TrainOptions, flag
-from evenpipe.train.predict import last_plan, predict, predicted_peaks
+from evenpipe.train.predict import last_program, predict, predicted_peaks
 from evenpipe.train.result import RunResult
 
 __all__ = ["add_to"]
@@ -52,9 +52,9 @@ def _run(arguments: Namespace) -> None:
     except OptionsError as error:
         raise UsageError(str(error)) from error
     [result] = run_training("train", [options], [f"{options.engine}, {options.schedule}"])
-    plan = last_plan(options, result)
-    prediction = predict(plan, result)
-    title = title_of(replace(plan, batches=1), options.bpipe)
+    program = last_program(options, result)
+    prediction = predict(program, result)
+    title = title_of(replace(program.schedule, batches=1), options.bpipe)
     title += f" of {result.retunes[-1].b}" if result.retunes else ""
     _write_reports(arguments, result, prediction, title)
     if arguments.json:

@@ -20,7 +20,7 @@ from evenpipe.deepspeed.stage import EngineStage
 from evenpipe.deepspeed.trace import trace_of
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
-from evenpipe.schedule import Program, ScheduleError, Step, Unit, build, lower
+from evenpipe.schedule import Program, Programs, ScheduleError, Size, Step, Unit, links, loop
 from evenpipe.upstream.ending import end_job
 
 __all__ = ["EvenPipeEngine", "goes_on"]
@@ -43,6 +43,7 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         if section.bpipe:
             show_saved_tensors(self.module)
         self.group_size = 1 if section.group_size == "auto" else section.group_size
+        self._programs = Programs(section.spec, section.bpipe)
         self._schedules: dict[tuple[int, int], tuple[Program, ProgramSchedule]] = {}
         self.executor = _executor(self, section, self._prepare())
         self._boundary = Boundary(self)
@@ -90,10 +91,7 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
     def _schedule(self, micro_batches: int) -> tuple[Program, ProgramSchedule]:
         key = micro_batches, self.group_size
         if key not in self._schedules:
-            section = self.evenpipe
-            program = lower(
-                build(section.name, self.num_stages, micro_batches, 1, section.bpipe, group_size=self.group_size)
-            )
+            program = self._programs(Size(self.num_stages, micro_batches, group_size=self.group_size))
             self._schedules[key] = program, ProgramSchedule(program, self.stage_id, self.dynamic_shape)
         return self._schedules[key]
 
@@ -115,5 +113,5 @@ def _executor(engine: EvenPipeEngine, section: Section, weights: Iterable[Tensor
     ranks = [engine.grid.stage_to_global(stage) for stage in range(engine.num_stages)]
     backend = "nccl" if device.type == "cuda" else "gloo"
     trace = trace_of(engine)
-    connections = connect(ranks, False, section.bpipe, backend, device)
+    connections = connect(ranks, links(loop(engine.num_stages), section.bpipe), backend, device)
     return Executor(engine.stage_id, connections, device, weights, trace, measure=False)

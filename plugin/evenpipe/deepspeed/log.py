@@ -24,7 +24,7 @@ def told_of(engine: EvenPipeEngine) -> Iterator[None]:
     are not to wait for each other, nothing is told.
     """
     every = engine.steps_per_print()
-    if not every or (engine.global_steps + 1) % every or engine.evenpipe.name == "2bw":
+    if not every or (engine.global_steps + 1) % every or engine.evenpipe.streams:
         yield
         return
     executor = engine.executor

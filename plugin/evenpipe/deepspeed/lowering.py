@@ -9,13 +9,10 @@ from typing import Any
 from deepspeed.runtime.pipe import schedule
 
 from evenpipe.schedule import (
-    ACCEPT,
     BACKWARD,
-    EVICT,
     FORWARD,
-    LOAD,
-    RETURN,
-    UPDATE,
+    KINDS,
+    ActionKind,
     Kind,
     Message,
     Program,
@@ -24,18 +21,7 @@ from evenpipe.schedule import (
     Unit,
 )
 
-__all__ = [
-    "ACTIONS",
-    "AcceptActivations",
-    "Backward",
-    "EvictActivations",
-    "FinishStep",
-    "Forward",
-    "LoadActivations",
-    "ProgramSchedule",
-    "ReturnActivations",
-    "StreamSchedule",
-]
+__all__ = ["ACTIONS", "Backward", "Forward", "ProgramSchedule", "StreamSchedule"]
 
 
 class Forward(schedule.ForwardPass):  # type: ignore[misc]
@@ -46,34 +32,14 @@ class Backward(schedule.BackwardPass):  # type: ignore[misc]
     """Wait for the gradient, compute, send the input's gradient."""
 
 
-class EvictActivations(schedule.PipeInstruction):  # type: ignore[misc]
-    """At the evictor: start to send a micro-batch's saved activations to the partner stage."""
-
-
-class LoadActivations(schedule.PipeInstruction):  # type: ignore[misc]
-    """At the evictor: start to fetch them back."""
-
-
-class AcceptActivations(schedule.PipeInstruction):  # type: ignore[misc]
-    """At the acceptor, the other end of EvictActivations."""
-
-
-class ReturnActivations(schedule.PipeInstruction):  # type: ignore[misc]
-    """At the acceptor, the other end of LoadActivations."""
-
-
-class FinishStep(schedule.PipeInstruction):  # type: ignore[misc]
-    """2bw: make new weights of the gradients of the batch before."""
+def _instruction(row: ActionKind) -> Any:
+    """The instruction of a kind of action that DeepSpeed has none for."""
+    name = row.name.title().replace(" ", "")
+    return type(name, (schedule.PipeInstruction,), {"__doc__": f"{row.letter}: {row.name}", "__module__": __name__})
 
 
 _OTHERS: Mapping[Kind, Any] = MappingProxyType(
-    {
-        EVICT: EvictActivations,
-        LOAD: LoadActivations,
-        ACCEPT: AcceptActivations,
-        RETURN: ReturnActivations,
-        UPDATE: FinishStep,
-    }
+    {letter: _instruction(row) for letter, row in KINDS.items() if letter not in (FORWARD, BACKWARD)}
 )
 
 #: The instructions that carry a step of EvenPipe's program.

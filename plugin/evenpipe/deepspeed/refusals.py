@@ -31,7 +31,7 @@ def refuse_unsupported(engine: Any) -> None:
     for rule in _rules(engine):
         if rule.broken:
             raise SectionError("", rule.line)
-    if engine.evenpipe.name != "2bw":  # which has a norm, and losses scaled, of its own
+    if not engine.evenpipe.streams:  # which has a norm, and losses scaled, of its own
         for warning in _warnings(engine):
             tell(f"warning: {warning}")
 

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
-from evenpipe.schedule import ScheduleError
+from evenpipe.schedule import Need, ScheduleError, check_offers
 from evenpipe.settings import CONTRADICTIONS, SECTION, EvenPipeConfig, contradiction_in, first_problem, only_tuned
 
 __all__ = ["NAME", "Section", "SectionError", "in_its_words", "section_of"]
@@ -18,7 +18,8 @@ NAME: Final = "evenpipe"
 
 # "auto", as in the rest of DeepSpeed's configuration: left to EvenPipe, like null.
 _LEFT_TO_US: Final = frozenset(("partition", "pair_adjacent", "retune_interval", "memory_gib", "trace_iteration"))
-_SCHEDULES: Final = ("1f1b", "gpipe", "kfkb", "2bw")
+#: What the engines here do beyond one forward and one backward at a time.
+_OFFERS: Final[frozenset[Need]] = frozenset(["groups", "stream"])
 
 
 class SectionError(ValueError):
@@ -58,9 +59,9 @@ class Section(EvenPipeConfig):
         return True
 
     @property
-    def name(self) -> str:
-        """The schedule that is carried out."""
-        return self.schedule if self.schedule is not None else "1f1b"
+    def streams(self) -> bool:
+        """Whether batches are not flushed."""
+        return "stream" in self.spec.needs
 
 
 def section_of(config: Mapping[str, Any]) -> Section | None:
@@ -105,10 +106,11 @@ def _validated(given: Mapping[str, Any]) -> Section:
 
 
 def _check_together(section: Section) -> None:
-    if section.schedule not in (None, *_SCHEDULES):
-        raise SectionError(
-            "schedule", f"{section.schedule} is not available with DeepSpeed yet: choose one of {_list(_SCHEDULES)}"
-        )
+    try:
+        check_offers(section.spec, _OFFERS, "DeepSpeed's engine")
+    except ScheduleError as error:
+        said = str(error).removeprefix(f"schedule={section.spec.name}")
+        raise SectionError("schedule", json.dumps(section.schedule) + said) from None
     line = contradiction_in(section, SECTION, (*CONTRADICTIONS, only_tuned("micro_batch_size")))
     if line is not None:
         raise SectionError(None, line)

@@ -53,7 +53,7 @@ def engine_patches(section: Section) -> PatchSet:
 
 
 def _evenpipe_engine(section: Section, original: Any) -> Any:
-    if section.name == "2bw":
+    if section.streams:
         from evenpipe.deepspeed.two_buffered.engine import TwoBufferedEngine as Engine
     elif section.group_size == "auto":
         from evenpipe.deepspeed.adaptive.engine import AdaptiveEngine as Engine

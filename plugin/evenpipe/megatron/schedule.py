@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from evenpipe.megatron.supported import CoreRelease, installed_release
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.device_queues import ONE_QUEUE, one_queue
 from evenpipe.runtime.executor import Executor, Observer
-from evenpipe.schedule import Program, build, lower
+from evenpipe.schedule import Need, Program, Programs, Size, Spec, check_offers, choose, links, loop
 
 __all__ = ["Call", "PipelineSchedule", "in_place_of_megatron"]
 
@@ -38,42 +38,40 @@ class Call(NamedTuple):
 class PipelineSchedule:
     """A drop-in for Megatron's pipelining functions: same arguments, same results, EvenPipe's order and transfers.
 
-    `name` is the schedule of pipelines with one model chunk a stage ("1f1b", "gpipe" or "kfkb", which goes through
-    `group_size` micro-batches in a row); with more it is interleaved.
+    `schedule` is one, a known one's name, or `file:PATH`; "kfkb" goes through `group_size` micro-batches in a row, and
+    "1f1b" is interleaved where the model has several chunks a stage. Raises ScheduleError for one that needs more than
+    `offers`.
     Keeps its links, pool and memory counter from batch to batch; one instance belongs to one model. With `measure`,
     `executor.counter` knows exactly what this stage holds, and held at most. `measure`, and on all stages alike
     `group_size`, may change between batches.
     `connected` is called once, by all stages of the pipeline, when `executor` and its links have been made.
     """
 
+    offers: ClassVar[frozenset[Need]] = frozenset(["chunks", "groups"])
+
     def __init__(
         self,
-        name: str = "1f1b",
+        schedule: str | Spec = "1f1b",
         bpipe: bool = False,
         observer: Observer | None = None,
         measure: bool = False,
         connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
         group_size: int = 1,
     ) -> None:
-        self.name = name
+        self.programs = Programs(choose(schedule) if isinstance(schedule, str) else schedule, bpipe)
         self.bpipe = bpipe
+        check_offers(self.programs.spec, self.offers, "megatron-core")
         self.group_size = group_size
         self.measure = measure
         self.executor: Executor | None = None
         self._observer = observer
         self._connected = connected
         self._release: CoreRelease = installed_release()
-        self._programs: dict[tuple[int, int, int, int], Program] = {}
         self._model: list[torch.nn.Module] | None = None
 
     def program(self, stages: int, micro_batches: int, chunks: int) -> Program:
         """What is carried out for so many micro-batches: verified when first asked for."""
-        asked = (stages, micro_batches, chunks, self.group_size)
-        if asked not in self._programs:
-            name = "interleaved" if chunks > 1 else self.name
-            schedule = build(name, stages, micro_batches, chunks, self.bpipe, group_size=self.group_size)
-            self._programs[asked] = lower(schedule)
-        return self._programs[asked]
+        return self.programs(Size(stages, micro_batches, chunks, self.group_size))
 
     def close(self) -> None:
         """Destroy the links, once no batch is under way."""
@@ -209,7 +207,7 @@ class PipelineSchedule:
                 raise ValueError(f"kfkb: {ONE_QUEUE}")
             backend = "nccl" if device.type == "cuda" else "gloo"
             ranks = dist.get_process_group_ranks(pipeline)
-            connections = connect(ranks, len(chunks) > 1, self.bpipe, backend, device)
+            connections = connect(ranks, links(loop(len(ranks), len(chunks)), self.bpipe), backend, device)
             self.executor = Executor(pipeline.rank(), connections, device, parameters, self._observer, self.measure)
             self._connected(self)
         self.executor.measure = self.measure

@@ -48,8 +48,7 @@ class MegatronStage:
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device=device)
         self._batch = batch
-        self._is_last_stage = stage == schedule.stages - 1
-        self._interleaved = schedule.chunks > 1
+        self._stage, self._places = stage, schedule.places
         self._sync: Sync = GradSync(batch.config, batch.model, schedule, stage)
         self._device = device
         self._backward_arguments: dict[str, Any] = {"config": batch.config}
@@ -82,7 +81,7 @@ class MegatronStage:
         batch, config = self._batch, self._batch.config
         self._sync.before_forward()
         number = unit.micro_batch % batch.num_microbatches
-        is_last = self._is_last_stage and unit.chunk == len(batch.model) - 1
+        is_last = (self._stage, unit.chunk) == self._places.last
         given: list[Tensor | None] = [None] if inputs is None else list(inputs)
         outputs, tokens = schedules.forward_step(
             batch.forward_step_func,
@@ -97,7 +96,7 @@ class MegatronStage:
             checkpoint_activations_microbatch=self._recomputes_all(),
             is_first_microbatch=number == 0,
             current_microbatch=number,
-            vp_stage=unit.chunk if self._interleaved else None,
+            vp_stage=unit.chunk if self._places.chunks > 1 else None,
             is_last_stage=is_last,
         )
         self.tokens += tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from evenpipe.schedule import Program, build, lower
+from evenpipe.schedule import Program, Size, build
 from evenpipe.simulate import Costs, simulate
 
 __all__ = ["Candidate", "GroupedSchedule", "k_forward_k_backward"]
@@ -66,6 +66,6 @@ def k_forward_k_backward(stages: int, bpipe: bool = False) -> GroupedSchedule:
         return [min(k * (stages - stage), m) for stage in range(stages)]
 
     def programs(k: int, m: int) -> Program:
-        return lower(build("kfkb", stages, m, bpipe=bpipe, group_size=k))
+        return build("kfkb", Size(stages, m, group_size=k), bpipe)
 
     return GroupedSchedule("kfkb", stages, bpipe, programs, settled, None if bpipe else live)

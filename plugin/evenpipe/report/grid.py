@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.text import Text
 
 from evenpipe.report.palette import COLOURS, NAMES
-from evenpipe.schedule import COMPUTE, Action, Kind, Schedule, lower
+from evenpipe.schedule import COMPUTE, Action, Kind, Program
 from evenpipe.simulate import Costs, Span, simulate
 
 __all__ = ["timeline_grid"]
@@ -15,8 +15,8 @@ __all__ = ["timeline_grid"]
 _Line = dict[int, Action]
 
 
-def timeline_grid(schedule: Schedule, width: int = 120) -> Text:
-    """``schedule`` with one slot a forward or backward, in blocks of slots that fit ``width`` columns.
+def timeline_grid(program: Program, width: int = 120) -> Text:
+    """``program`` with one slot a forward or backward, in blocks of slots that fit ``width`` columns.
 
     An update stands under the compute that comes next; it takes no slot.
 
@@ -26,8 +26,9 @@ def timeline_grid(schedule: Schedule, width: int = 120) -> Text:
         stage 0  F0 F1 F2 F3
                        E1       (starts when F1 has ended, runs beside F2)
     """
+    schedule = program.schedule
     whole_stage = (float(schedule.chunks),) * schedule.stages  # so that each action takes 1
-    simulation = simulate(lower(schedule), Costs(forward_ms=whole_stage, backward_ms=whole_stage))
+    simulation = simulate(program, Costs(forward_ms=whole_stage, backward_ms=whole_stage))
     stages = [_lines(spans) for spans in simulation.timeline]
 
     label = len(f"stage {schedule.stages - 1}") + 2

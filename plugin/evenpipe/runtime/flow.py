@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import cast
 
 from torch import Tensor
 
 from evenpipe.runtime.channel import Transfer
 from evenpipe.runtime.pool import Slot, aligned_bytes
-from evenpipe.runtime.stage import Stage
+from evenpipe.runtime.resources import Resources
+from evenpipe.runtime.stage import SplitStage, Stage
 from evenpipe.schedule import (
     ACCEPT,
     BACKWARD,
     EVICT,
     FORWARD,
+    INPUT_GRADIENT,
     LOAD,
     RETURN,
     UPDATE,
+    WEIGHT_GRADIENT,
     Action,
     Kind,
     Message,
@@ -26,27 +29,31 @@ from evenpipe.schedule import (
     Unit,
 )
 
-if TYPE_CHECKING:
-    from evenpipe.runtime.executor import Executor
-
 __all__ = ["Flow"]
 
 
 class Flow:
     """What is under way in a batch, or in a stream of batches."""
 
-    def __init__(self, executor: Executor, program: Program, stage: Stage) -> None:
-        self.executor = executor
+    def __init__(self, resources: Resources, program: Program, stage: Stage) -> None:
+        self.resources = resources
         self.stage = stage
         self.update: Callable[[int], None] = _no_update
-        self.channels = executor.connections.channels
-        self.evicts = program.schedule.evictions[executor.stage_index] > 0
-        self.slots_needed = _most_accepted(program.steps[executor.stage_index])
+        self.channels = resources.connections.channels
+        self.evicts = program.schedule.evictions[resources.stage_index] > 0
+        self.slots_needed = _most_accepted(program.steps[resources.stage_index])
         self.under_way: dict[Message, Transfer] = {}
         self.actions: dict[Message, Action] = {}
         self.received: dict[Message, list[Tensor]] = {}
         self.slots: dict[Unit, Slot] = {}
         self.start_transfer = {EVICT: self.evict, LOAD: self.load, ACCEPT: self.accept, RETURN: self.give_back}
+        self.act: dict[Kind, Callable[[Unit, list[Tensor] | None], list[Tensor]]] = {
+            FORWARD: self.forward,
+            BACKWARD: lambda unit, gradients: self.stage.backward(unit, gradients),
+            INPUT_GRADIENT: lambda unit, gradients: cast(SplitStage, self.stage).backward_input(unit, gradients),
+            WEIGHT_GRADIENT: self.weight_gradient,
+            UPDATE: self.update_weights,
+        }
 
     def take(self, step: Step) -> None:
         """Post, complete, transfer, compute or update, send."""
@@ -61,17 +68,23 @@ class Flow:
         if step.transfer is not None:
             self.actions[step.transfer] = action
             self.start_transfer[action.kind](step.transfer, action.unit)
-            self.executor.observer.started(action)
+            self.resources.observer.started(action)
             return
-        self.executor.observer.started(action)
-        if action.kind == UPDATE:
-            self.update(action.micro_batch)
-            self.executor.observer.ended(action)
-            return
-        results = self.forward(action.unit, step) if action.kind == FORWARD else self.backward(action.unit, step)
-        self.executor.observer.ended(action)
+        taken = None if step.takes is None else self.received.pop(step.takes)
+        self.resources.observer.started(action)
+        results = self.act[action.kind](action.unit, taken)
+        self.resources.observer.ended(action)
         if step.send is not None:
-            self.send(step.send, results)
+            self.hand_on(step.send, results)
+
+    def hand_on(self, message: Message, results: list[Tensor]) -> None:
+        """Send `results`, or keep them for the next part of the model, where that is on this stage."""
+        if not message.is_local:
+            self.send(message, results)
+        elif message.link.kind == "forward":
+            self.received[message] = [_leaf(result) for result in results]
+        else:
+            self.received[message] = results
 
     def receive(self, message: Message, buffers: list[Tensor]) -> None:
         self.under_way[message] = self.channels[message.link].receive(buffers)
@@ -80,15 +93,15 @@ class Flow:
         self.under_way[message] = self.channels[message.link].send(tensors)
 
     def evict(self, message: Message, unit: Unit) -> None:
-        self.send(message, self.executor.store.ship(unit))
+        self.send(message, self.resources.store.ship(unit))
 
     def load(self, message: Message, unit: Unit) -> None:
-        self.receive(message, self.executor.store.refill(unit))
+        self.receive(message, self.resources.store.refill(unit))
 
     def accept(self, message: Message, unit: Unit) -> None:
         sizes = self.sizes(unit.chunk)
-        self.executor.pool.reserve(self.slots_needed, aligned_bytes(sizes))
-        self.slots[unit] = self.executor.pool.acquire(aligned_bytes(sizes))
+        self.resources.pool.reserve(self.slots_needed, aligned_bytes(sizes))
+        self.slots[unit] = self.resources.pool.acquire(aligned_bytes(sizes))
         self.receive(message, self.slots[unit].parts(sizes))
 
     def give_back(self, message: Message, unit: Unit) -> None:
@@ -101,15 +114,15 @@ class Flow:
         if action is None:
             transfer.wait()
             return
-        if self.executor.measure:
-            self.executor.exposed.wait(transfer)
+        if self.resources.measure:
+            self.resources.exposed.wait(transfer)
         else:
             transfer.wait()
         if action.kind == EVICT:
-            self.executor.store.release(action.unit)
+            self.resources.store.release(action.unit)
         elif action.kind == RETURN:
-            self.executor.pool.release(self.slots.pop(action.unit))
-        self.executor.observer.ended(action)
+            self.resources.pool.release(self.slots.pop(action.unit))
+        self.resources.observer.ended(action)
 
     def break_off(self, owed: Iterable[Step]) -> None:
         """Take part in what partners have started, see everything through, and let go of it."""
@@ -120,36 +133,41 @@ class Flow:
                     self.complete(message)
             self.actions[step.transfer] = step.action
             self.start_transfer[step.action.kind](step.transfer, step.action.unit)
-            self.executor.observer.started(step.action)
+            self.resources.observer.started(step.action)
         for message in list(self.under_way):
             self.complete(message)
         for slot in self.slots.values():
-            self.executor.pool.release(slot)
+            self.resources.pool.release(slot)
 
-    def forward(self, unit: Unit, step: Step) -> list[Tensor]:
-        store = self.executor.store
-        inputs = self.inputs(step)
-        if not (self.evicts or self.executor.measure):
+    def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
+        store = self.resources.store
+        if not (self.evicts or self.resources.measure):
             return self.stage.forward(unit, inputs)
         with store.recording(unit):
             outputs = self.stage.forward(unit, inputs)
             for tensor in inputs or ():
                 store.attach(unit, tensor)
-        if self.evicts and self.executor.layouts is not None:
-            self.executor.layouts.tell(unit.chunk, store.seal(unit))
+        if self.evicts and self.resources.layouts is not None:
+            self.resources.layouts.tell(unit.chunk, store.seal(unit))
         return outputs
 
-    def backward(self, unit: Unit, step: Step) -> list[Tensor]:
-        return self.stage.backward(unit, self.inputs(step))
+    def weight_gradient(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
+        cast(SplitStage, self.stage).backward_weight(unit)
+        return []
 
-    def inputs(self, step: Step) -> list[Tensor] | None:
-        """What this step's compute received from its neighbour; None at the model's ends."""
-        messages = [message for message in step.complete if message in self.received]
-        return self.received.pop(messages[0]) if messages else None
+    def update_weights(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
+        """Of an update, the number is the batch's."""
+        self.update(unit.micro_batch)
+        return []
 
     def sizes(self, chunk: int) -> tuple[int, ...]:
-        assert self.executor.layouts is not None, "a schedule with transfers needs connections with bpipe"
-        return self.executor.layouts.sizes(chunk)
+        assert self.resources.layouts is not None, "a schedule with transfers needs connections with bpipe"
+        return self.resources.layouts.sizes(chunk)
+
+
+def _leaf(output: Tensor) -> Tensor:
+    """An input like one that was received: where autograd's graph of the next part begins."""
+    return output.detach().requires_grad_(output.is_floating_point())
 
 
 def _no_update(batch: int) -> None:

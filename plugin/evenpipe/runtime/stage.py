@@ -7,10 +7,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from evenpipe.schedule import BACKWARD, FORWARD, Kind, Unit
+from evenpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, Kind, Unit
 
-__all__ = ["ModuleStage", "Stage", "SteppingStage"]
+__all__ = ["ModuleStage", "SplitStage", "Stage", "SteppingStage"]
 
 
 class Stage(Protocol):
@@ -26,6 +27,16 @@ class Stage(Protocol):
         """Back-propagate `gradients` of the outputs (None at the end of the model); return those of the inputs."""
 
 
+class SplitStage(Stage, Protocol):
+    """A stage whose backward can be done in two halves."""
+
+    def backward_input(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
+        """What `backward` returns; the gradients of the weights are left for `backward_weight`."""
+
+    def backward_weight(self, unit: Unit) -> None:
+        """Accumulate the gradients of the weights, and let go of what is saved of the unit."""
+
+
 class SteppingStage(Stage, Protocol):
     """A stage of a stream without flushes: its weights change between two of its actions."""
 
@@ -36,9 +47,10 @@ class SteppingStage(Stage, Protocol):
 class ModuleStage:
     """A stage of plain modules, one per model chunk, that pass one tensor of one shape from chunk to chunk.
 
-    `first(i)` gives micro-batch i's input at the start of the model, `loss(i, output)` its scalar loss at the end;
+    `first(i)` gives micro-batch i's input at the start of the model, `loss(i, output)` its scalar loss at the end,
+    which follows chunk `loss_chunk` of this stage, or is on another one (None);
     `update(t)` finishes the step of batch t where a schedule asks for it.
-    Gradients accumulate in `parameter.grad`; `losses[i]` holds the detached losses of a last stage.
+    Gradients accumulate in `parameter.grad`; `losses[i]` holds the detached losses.
     """
 
     def __init__(
@@ -47,7 +59,7 @@ class ModuleStage:
         boundary: Tensor,
         first: Callable[[int], Tensor],
         loss: Callable[[int, Tensor], Tensor],
-        is_last: bool,
+        loss_chunk: int | None,
         update: Callable[[int], None] = lambda batch: None,
     ) -> None:
         self.chunks = list(chunks)
@@ -56,19 +68,20 @@ class ModuleStage:
         self._first = first
         self._loss = loss
         self._update = update
-        self._last_chunk = len(self.chunks) - 1 if is_last else -1
+        self._loss_chunk = loss_chunk
         self._inputs: dict[Unit, Tensor] = {}
         self._outputs: dict[Unit, Tensor] = {}
+        self._owed: dict[Unit, Callable[[], object]] = {}  # the second halves of backwards
 
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
         """One tensor shaped like `boundary`."""
         return [torch.empty_like(self._boundary, requires_grad=kind == FORWARD)]
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
-        """The chunk's output, or its loss on the last chunk of the last stage."""
+        """The chunk's output, or its loss where the model ends."""
         taken = self._first(unit.micro_batch) if inputs is None else inputs[0]
         output = self.chunks[unit.chunk](taken)
-        if unit.chunk == self._last_chunk:
+        if unit.chunk == self._loss_chunk:
             output = self._loss(unit.micro_batch, output)
             self.losses[unit.micro_batch] = output.detach()
         if inputs is not None:
@@ -84,6 +97,23 @@ class ModuleStage:
             return []
         assert taken.grad is not None, f"{BACKWARD}{unit.micro_batch}: the input does not reach the output"
         return [taken.grad]
+
+    def backward_input(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
+        """The gradient of the received input. At the start of the model nobody waits for one: all is left for later."""
+        taken = self._inputs.get(unit)
+        if taken is None:
+            self._owed[unit] = lambda: self.backward(unit, gradients)
+            return []
+        output, weights = self._outputs.pop(unit), list(self.chunks[unit.chunk].parameters())
+        _, groups = stage_backward_input([output], gradients, [taken], iter(weights))
+        self._owed[unit] = lambda: stage_backward_weight(iter(weights), groups)
+        del self._inputs[unit]
+        assert taken.grad is not None, f"{INPUT_GRADIENT}{unit.micro_batch}: the input does not reach the output"
+        return [taken.grad]
+
+    def backward_weight(self, unit: Unit) -> None:
+        """Accumulate into `parameter.grad`, as a whole backward does."""
+        self._owed.pop(unit)()
 
     def update(self, batch: int) -> None:
         """Call the `update` that the stage was given."""

@@ -1,63 +1,97 @@
-"""Schedules as data: actions and notation, builders, passes, and the verifier. Pure Python."""
+"""Schedules as data: actions and notation, specifications, passes, and the verifier. Pure Python."""
 
-from evenpipe.schedule.actions import (
+from evenpipe.schedule.actions import Action, Unit, parse
+from evenpipe.schedule.bpipe import balance
+from evenpipe.schedule.build import Programs, build, choose
+from evenpipe.schedule.collector import without_cycle_collector
+from evenpipe.schedule.errors import ScheduleError
+from evenpipe.schedule.grid import format_grid
+from evenpipe.schedule.kinds import (
     ACCEPT,
     BACKWARD,
     COMPUTE,
     DEPARTING,
     EVICT,
     FORWARD,
+    INPUT_GRADIENT,
+    KINDS,
     LOAD,
+    RECEIVING,
     RETURN,
+    SENDING,
+    SWAP_IN,
+    SWAP_OUT,
     UPDATE,
-    Action,
+    WEIGHT_GRADIENT,
+    ActionKind,
+    Cost,
     Kind,
-    Unit,
-    parse,
+    LinkKind,
 )
-from evenpipe.schedule.bpipe import BALANCED_BOUNDS, balance
-from evenpipe.schedule.build import SCHEDULES, build, named
-from evenpipe.schedule.collector import without_cycle_collector
-from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.grid import format_grid
+from evenpipe.schedule.known import find, names
 from evenpipe.schedule.lower import Program, Step, lower
+from evenpipe.schedule.needs import check_offers, needs_of, offered
+from evenpipe.schedule.places import Place, Places, loop, vee
 from evenpipe.schedule.schedule import Schedule
+from evenpipe.schedule.spec import Drawing, Need, Size, Spec
 from evenpipe.schedule.stream import Stream
-from evenpipe.schedule.topology import Link, LinkKind, Message, partner
-from evenpipe.schedule.two_buffered import required_version
+from evenpipe.schedule.topology import Link, Message, links, partner
 from evenpipe.schedule.verify import verify
+from evenpipe.schedule.versions import required_version
 
 __all__ = [
     "ACCEPT",
     "BACKWARD",
-    "BALANCED_BOUNDS",
     "COMPUTE",
     "DEPARTING",
     "EVICT",
     "FORWARD",
+    "INPUT_GRADIENT",
+    "KINDS",
     "LOAD",
+    "RECEIVING",
     "RETURN",
-    "SCHEDULES",
+    "SENDING",
+    "SWAP_IN",
+    "SWAP_OUT",
     "UPDATE",
+    "WEIGHT_GRADIENT",
     "Action",
+    "ActionKind",
+    "Cost",
+    "Drawing",
     "Kind",
     "Link",
     "LinkKind",
     "Message",
+    "Need",
+    "Place",
+    "Places",
     "Program",
+    "Programs",
     "Schedule",
     "ScheduleError",
+    "Size",
+    "Spec",
     "Step",
     "Stream",
     "Unit",
     "balance",
     "build",
+    "check_offers",
+    "choose",
+    "find",
     "format_grid",
+    "links",
+    "loop",
     "lower",
-    "named",
+    "names",
+    "needs_of",
+    "offered",
     "parse",
     "partner",
     "required_version",
+    "vee",
     "verify",
     "without_cycle_collector",
 ]

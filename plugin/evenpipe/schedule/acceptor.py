@@ -5,8 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from evenpipe.schedule.actions import ACCEPT, FORWARD, Action
-from evenpipe.schedule.clock import DURATION
+from evenpipe.schedule.actions import Action
+from evenpipe.schedule.clock import TICKS
+from evenpipe.schedule.kinds import ACCEPT, FORWARD
 from evenpipe.schedule.residency import own_peak
 
 __all__ = ["receive"]
@@ -25,7 +26,7 @@ def receive(
     """
     room = bound - own_peak(row)
     held: list[int] = []  # when the return of each unit that is here will be through
-    returning = {action.unit: time + DURATION[FORWARD] for action, time in transfers if action.kind != ACCEPT}
+    returning = {action.unit: time + TICKS[FORWARD] for action, time in transfers if action.kind != ACCEPT}
     placed = []
     for action, issued in transfers:
         slot = bisect_right(ends, issued)

@@ -3,48 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Final, Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
-__all__ = [
-    "ACCEPT",
-    "ARRIVING",
-    "BACKWARD",
-    "COMPUTE",
-    "DEPARTING",
-    "EVICT",
-    "FORWARD",
-    "LOAD",
-    "RETURN",
-    "UPDATE",
-    "Action",
-    "Kind",
-    "Unit",
-    "parse",
-]
+from evenpipe.schedule.kinds import KINDS, Kind
 
-Kind = Literal["F", "B", "E", "L", "A", "R", "U"]
-
-# saved[u] = autograd(input[u]);  output -> next stage
-FORWARD: Final = "F"
-# gradient -> previous stage;  del saved[u]
-BACKWARD: Final = "B"
-# At the evictor: partner <- saved[u];  del saved[u] once it is there.
-EVICT: Final = "E"
-# At the evictor: saved[u] <- partner, before B of the same unit.
-LOAD: Final = "L"
-# At the acceptor, the other end of EVICT: pool[u] <- evictor.
-ACCEPT: Final = "A"
-# At the acceptor, the other end of LOAD: evictor <- pool[u];  free pool[u] once it is there.
-RETURN: Final = "R"
-# weights[t + 1] = optimizer(weights[t], gradient of batch t), submitted at the end of batch t, is finished here; the
-# number is the batch's. Schedules that flush leave the step to the training loop, and have none.
-UPDATE: Final = "U"
-
-COMPUTE: Final = frozenset((FORWARD, BACKWARD))
-#: Transfers after which a unit is live here, from their start on.
-ARRIVING: Final = frozenset((LOAD, ACCEPT))
-#: Transfers after which a unit is no longer live here, from their completion on.
-DEPARTING: Final = frozenset((EVICT, RETURN))
+__all__ = ["Action", "Unit", "parse"]
 
 
 class Unit(NamedTuple):
@@ -55,9 +18,9 @@ class Unit(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One thing a stage does. ``evictor`` names the stage that a unit belongs to, for ACCEPT and RETURN only.
+    """One thing a stage does. ``evictor`` names the stage that a unit belongs to, where that is the partner.
 
-    Of an UPDATE, ``micro_batch`` is the number of the batch.
+    Of an update, ``micro_batch`` is the number of the batch.
     """
 
     kind: Kind
@@ -75,10 +38,16 @@ class Action(NamedTuple):
         return f"{self.kind}{self.micro_batch}{chunk}{evictor}"
 
 
+def _letters(*, guest: bool, of_batch: bool) -> str:
+    return "".join(row.letter for row in KINDS.values() if (row.guest, row.of_batch) == (guest, of_batch))
+
+
+_NUMBER = "(?:0|[1-9][0-9]*)"
+_CHUNK = r"(?:\.(?P<c{0}>[1-9][0-9]*))?"
 _NOTATION = re.compile(
-    r"([FBEL])(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?"
-    r"|([AR])(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?@(0|[1-9][0-9]*)"
-    r"|(U)(0|[1-9][0-9]*)"
+    f"(?P<k0>[{_letters(guest=False, of_batch=False)}])(?P<n0>{_NUMBER}){_CHUNK.format(0)}"
+    f"|(?P<k1>[{_letters(guest=True, of_batch=False)}])(?P<n1>{_NUMBER}){_CHUNK.format(1)}@(?P<e1>{_NUMBER})"
+    f"|(?P<k2>[{_letters(guest=False, of_batch=True)}])(?P<n2>{_NUMBER})"
 )
 
 
@@ -89,10 +58,6 @@ def parse(text: str) -> Action:
     """
     match = _NOTATION.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no action: expected F3, B3.1, E3, L3, A3@0, R3@0 or U3")
-    own, own_mb, own_chunk, guest, guest_mb, guest_chunk, evictor, update, batch = match.groups()
-    if own:
-        return Action(cast(Kind, own), int(own_mb), int(own_chunk or 0))
-    if update:
-        return Action(UPDATE, int(batch))
-    return Action(cast(Kind, guest), int(guest_mb), int(guest_chunk or 0), int(evictor))
+        raise ValueError(f"{text!r} is no action: expected F3, B3.1, D3, W3, E3, L3, A3@0, R3@0, O3, I3 or U3")
+    found = {name[0]: value for name, value in match.groupdict().items() if value is not None}
+    return Action(cast(Kind, found["k"]), int(found["n"]), int(found.get("c", 0)), int(found.get("e", -1)))

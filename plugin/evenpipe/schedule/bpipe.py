@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from evenpipe.schedule.acceptor import receive
-from evenpipe.schedule.actions import ACCEPT, BACKWARD, EVICT, FORWARD, LOAD, RETURN, Action, Kind, Unit
-from evenpipe.schedule.clock import DURATION, boundaries
+from evenpipe.schedule.actions import Action, Unit
+from evenpipe.schedule.clock import TICKS, boundaries
 from evenpipe.schedule.errors import ScheduleError
+from evenpipe.schedule.kinds import ACCEPT, BACKWARD, EVICT, FORWARD, LOAD, RETURN, Kind
 from evenpipe.schedule.residency import own_peak
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.topology import partner
 
-__all__ = ["BALANCED_BOUNDS", "balance"]
-
-#: Schedule name to ``bound(stages, chunks, group_size)``: μ_opt of §3.3, and of Appendix A for interleaved 1F1B.
-BALANCED_BOUNDS: dict[str, Callable[[int, int, int], int]] = {
-    "1f1b": lambda stages, chunks, group_size: -(-(stages + 2) // 2),
-    # As §3.3 derives it: stage s holds k(p − s) and its partner k(s + 1), so half of k(p + 1) each, and of a
-    # micro-batch that is under way both hold one. k = 1 gives 1F1B's.
-    "kfkb": lambda stages, chunks, group_size: -(-(group_size * (stages + 1) + 1) // 2),
-    "interleaved": lambda stages, chunks, group_size: stages * chunks + 1,
-    # A stream of batches has the compute order of one long 1F1B.
-    "2bw": lambda stages, chunks, group_size: -(-(stages + 2) // 2),
-}
+__all__ = ["balance"]
 
 
 class _Transfer(NamedTuple):
@@ -43,7 +33,7 @@ def balance(schedule: Schedule, bound: int) -> Schedule:
     acceptor and the middle stage do, :func:`evenpipe.schedule.verify` decides.
     """
     stages = schedule.stages
-    ends = boundaries(schedule.actions, schedule.chunks)
+    ends = boundaries(schedule.actions, schedule.routes)
     rows = list(schedule.actions)
     for evictor in range(stages // 2):
         acceptor = partner(evictor, stages)
@@ -118,7 +108,7 @@ def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int) ->
 
 def _bubble_before(slot: int, row: Sequence[Action], ends: Sequence[int]) -> bool:
     """Whether the stage waits before the compute action of ``slot``."""
-    return slot < len(row) and ends[slot] - ends[slot - 1] > DURATION[row[slot].kind]
+    return slot < len(row) and ends[slot] - ends[slot - 1] > TICKS[row[slot].kind]
 
 
 def _insert(row: Sequence[Action], inserts: Sequence[tuple[int, Action]]) -> tuple[Action, ...]:

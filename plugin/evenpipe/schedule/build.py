@@ -1,83 +1,94 @@
-"""From a schedule's name to a verified schedule: builder, passes, proof."""
+"""From a schedule's specification and a size to a verified program: compute order, passes, proof."""
 
 from __future__ import annotations
 
-import difflib
+from pathlib import Path
 
-from evenpipe.schedule.bpipe import BALANCED_BOUNDS, balance
-from evenpipe.schedule.builders import BUILDERS, k_forward_k_backward
+from evenpipe.schedule.bpipe import balance
 from evenpipe.schedule.collector import without_cycle_collector
 from evenpipe.schedule.errors import ScheduleError
+from evenpipe.schedule.known import find
+from evenpipe.schedule.lower import Program
+from evenpipe.schedule.needs import check_needs, needs_of
 from evenpipe.schedule.schedule import Schedule
-from evenpipe.schedule.two_buffered import two_buffered, with_updates
+from evenpipe.schedule.spec import Size, Spec
 from evenpipe.schedule.verify import verify
+from evenpipe.schedule.versions import with_updates
 
-__all__ = ["SCHEDULES", "build", "named"]
-
-#: The names that :func:`build` knows.
-SCHEDULES = (*BUILDERS, "kfkb", "2bw")
-
-
-def named(name: str) -> str:
-    """``name``, if there is such a schedule. Raises :class:`ScheduleError` with what may have been meant."""
-    if name not in SCHEDULES:
-        close = difflib.get_close_matches(name, SCHEDULES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(SCHEDULES)}"
-        raise ScheduleError(f"schedule={name}: unknown schedule, {hint}")
-    return name
+__all__ = ["Programs", "build", "choose"]
 
 
 @without_cycle_collector()
-def build(
-    name: str,
-    stages: int,
-    micro_batches: int,
-    chunks: int = 1,
-    bpipe: bool = False,
-    batches: int = 1,
-    group_size: int = 1,
-) -> Schedule:
-    """The verified schedule ``name`` for p ``stages`` and m ``micro_batches``, with v ``chunks`` where interleaved.
+def build(spec: Spec | str, size: Size, bpipe: bool = False) -> Program:
+    """The verified program of a schedule, given or named, for p stages and m micro-batches.
 
-    kfkb groups k = ``group_size`` micro-batches. 2bw does not flush between ``batches``; its schedule is that of a
-    stream of them.
-
-    Raises :class:`ScheduleError` with one line that names the argument, for an unknown name, counts below 1, and
+    Raises :class:`ScheduleError` with one line that names the argument, for an unknown name, a size that cannot be, and
     ``bpipe`` where it has nothing to balance.
     """
-    named(name)
-    counts = {
-        "stages": stages,
-        "micro_batches": micro_batches,
-        "chunks": chunks,
-        "batches": batches,
-        "group_size": group_size,
-    }
-    for argument, value in counts.items():
-        if value < 1:
-            raise ScheduleError(f"{argument}={value}: must be at least 1")
-    schedule = _compute_order(name, stages, micro_batches, chunks, batches, group_size)
+    spec = find(spec) if isinstance(spec, str) else spec
+    size = spec.fitted(size)
+    if spec.table is not None:
+        if bpipe != any(spec.table.evictions):
+            evicts, remedy = ("nothing", "leave bpipe out") if bpipe else ("to partner stages", "add bpipe")
+            raise ScheduleError(f"bpipe: the table of {spec.name} evicts {evicts}, and is carried out as it is: {remedy}")
+        return verify(spec.table, pairs=bpipe)
+    rows = tuple(map(tuple, spec.order(size)))
+    places = spec.places(size)
+    schedule = Schedule(
+        spec.name,
+        size.stages,
+        size.micro_batches,
+        size.chunks,
+        spec.bound(size),
+        rows,
+        size.batches,
+        size.group_size,
+        places=places,
+    )
     if bpipe:
-        if name not in BALANCED_BOUNDS:
-            raise ScheduleError(f"bpipe: {name} holds the same on every stage, so there is nothing to balance")
-        if stages < 2:
+        if spec.balanced is None:
+            raise ScheduleError(f"bpipe: {spec.name} leaves nothing to balance between stages: leave bpipe out")
+        if size.stages < 2:
             raise ScheduleError("bpipe: one stage has no partner to evict to; use at least 2 stages")
-        balanced = BALANCED_BOUNDS[name](stages, chunks, schedule.group_size)
-        schedule = balance(schedule, min(balanced, schedule.bound))
-    return verify(with_updates(schedule) if name == "2bw" else schedule)
+        schedule = balance(schedule, min(spec.balanced(size), schedule.bound))
+    update_follows = spec.update_follows
+    if update_follows is not None:
+        schedule = with_updates(schedule, lambda batch: update_follows(size, batch))
+    check_needs(spec, schedule)
+    return verify(schedule, pairs=bpipe)
 
 
-def _compute_order(name: str, stages: int, micro_batches: int, chunks: int, batches: int, group_size: int) -> Schedule:
-    if group_size != 1 and name != "kfkb":
-        raise ScheduleError(f"group_size={group_size}: {name} groups no micro-batches: give 1, or choose schedule kfkb")
-    if name == "2bw":
-        if chunks != 1:
-            raise ScheduleError(f"chunks={chunks}: 2bw has one model chunk a stage; only interleaved has more")
-        return two_buffered(stages, micro_batches, batches)
-    if batches != 1:
-        raise ScheduleError(f"batches={batches}: {name} flushes after every batch: give 1, or choose schedule 2bw")
-    if name == "kfkb":
-        if chunks != 1:
-            raise ScheduleError(f"chunks={chunks}: kfkb has one model chunk a stage; only interleaved has more")
-        return k_forward_k_backward(stages, micro_batches, min(group_size, micro_batches))
-    return BUILDERS[name](stages, micro_batches, chunks)
+def choose(text: str) -> Spec:
+    """The schedule that a user asks for: by its name, or as ``file:PATH``, as ``evenpipe schedule --out`` writes it.
+
+    Raises :class:`ScheduleError`, one line, where there is none.
+    """
+    path = text.removeprefix("file:")
+    if path == text:
+        return find(text)
+    try:
+        schedule = Schedule.parse(Path(path).read_text(encoding="utf-8"))
+        # A size, and so a line, that is too wrong to be verified later is told with the file's name.
+        verify(schedule)
+    except (OSError, UnicodeError) as error:
+        said = error.strerror if isinstance(error, OSError) else "is no text"
+        raise ScheduleError(f"schedule={text}: {said}: name a file that `evenpipe schedule --out` wrote") from None
+    except ScheduleError as error:
+        raise ScheduleError(f"schedule={text}: {error}") from None
+    return Spec.of(schedule, needs_of(schedule))
+
+
+class Programs:
+    """What to carry out for each size: one schedule, with or without BPipe, built when it is first asked for."""
+
+    def __init__(self, spec: Spec | str, bpipe: bool = False) -> None:
+        self.spec = find(spec) if isinstance(spec, str) else spec
+        self.bpipe = bpipe
+        self._built: dict[Size, Program] = {}
+
+    def __call__(self, size: Size) -> Program:
+        """The verified program. Raises :class:`ScheduleError` as :func:`build` does."""
+        if size not in self._built:
+            chunked = self.spec.chunked if size.chunks > 1 else None
+            self._built[size] = build(chunked or self.spec, size, self.bpipe)
+        return self._built[size]

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from evenpipe.schedule.actions import ACCEPT, ARRIVING, BACKWARD, DEPARTING, FORWARD, LOAD, Action, Unit
+from evenpipe.schedule.actions import Action, Unit
+from evenpipe.schedule.kinds import ACCEPT, COMPUTE, KINDS, LOAD
 
 __all__ = ["Residency", "own_peak", "residency"]
 
-_ADDING = ARRIVING | {FORWARD}
+_HELD = {letter: row.held for letter, row in KINDS.items()}
+_OWN_HELD = {letter: row.held if letter in COMPUTE else 0 for letter, row in KINDS.items()}
+_LEAVING = frozenset(letter for letter, row in KINDS.items() if row.link is not None and row.held < 0)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ def residency(row: Sequence[Action], bound: int) -> Residency:
     due = []
     for index, action in enumerate(row):
         kind, waits = action.kind, 0
-        if kind in _ADDING:
+        change = _HELD[kind]
+        if change > 0:
             excess = max(live + 1 - bound, guests + 1 - room_for_guests if kind == ACCEPT else 0)
             comes_back = leaving.index(action.unit) + 1 if kind == LOAD and action.unit in leaving else 0
             waits = max(comes_back, min(len(leaving), max(0, excess)))
@@ -53,14 +57,14 @@ def residency(row: Sequence[Action], bound: int) -> Residency:
             peak = max(peak, live)
             if broken is None and (live > bound or guests > max(0, room_for_guests)):
                 broken = index
-        elif kind == BACKWARD:
-            live -= 1
-        elif kind in DEPARTING:
+        elif kind in _LEAVING:
             leaving.append(action.unit)
+        else:
+            live += change
         due.append(waits)
     return Residency(peak, tuple(due), broken)
 
 
 def own_peak(row: Sequence[Action]) -> int:
-    """The most units of its own that a stage without evictions holds: forwards less backwards."""
-    return max(accumulate(((action.kind == FORWARD) - (action.kind == BACKWARD) for action in row), initial=0))
+    """The most units of its own that a stage without evictions holds: forwards less those whose backward is done."""
+    return max(accumulate((_OWN_HELD[action.kind] for action in row), initial=0))

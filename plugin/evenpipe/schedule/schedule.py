@@ -1,13 +1,18 @@
-"""A schedule: for each stage, which actions happen in which order. An immutable value."""
+"""A schedule: for each stage, which actions happen in which order. An immutable value, and a text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from evenpipe.schedule.actions import EVICT, UPDATE, Action, parse
+from evenpipe.schedule.actions import Action, parse
+from evenpipe.schedule.errors import ScheduleError
+from evenpipe.schedule.kinds import EVICT, KINDS
+from evenpipe.schedule.places import Places, loop, parse_places
 from evenpipe.schedule.residency import Residency, residency
+from evenpipe.schedule.topology import Routes
 
 __all__ = ["Schedule"]
 
@@ -20,6 +25,8 @@ class Schedule:
     ``bound`` is the promise that no stage ever holds more than so many live units (micro-batch × model chunk), own
     plus accepted, those in flight counted on both sides.
     ``group_size`` is kFkB's k: so many forwards, or backwards, in a row; other schedules group nothing.
+    ``weight_versions``: 1, or 2 where batches do not wait for the weights of the batch before (PipeDream-2BW).
+    ``places`` says where the model's parts are; chunk by chunk over the stages, if it is left out.
     """
 
     name: str
@@ -30,19 +37,44 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
     batches: int = 1
     group_size: int = 1
+    weight_versions: int = 1
+    places: Places = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.places is None:
+            object.__setattr__(self, "places", loop(max(1, self.stages), max(1, self.chunks)))
+
+    def __str__(self) -> str:
+        """A head line and a line a stage: ``Schedule.parse(str(schedule)) == schedule``."""
+        head = {name: getattr(self, name) for name in _HEAD}
+        rows = "\n".join(" ".join(map(str, row)) for row in self.actions)
+        return " ".join([f"format={_FORMAT}", *(f"{key}={value}" for key, value in head.items())]) + f"\n{rows}\n"
 
     @classmethod
-    def parse(cls, rows: Iterable[str], *, name: str = "parsed", bound: int | None = None) -> Schedule:
-        """A schedule from one line of space-separated actions per stage; the bound defaults to what it needs."""
-        actions = tuple(tuple(parse(word) for word in row.split()) for row in rows)
-        units = [action.unit for row in actions for action in row if action.kind != UPDATE]
+    def parse(cls, text: str | Iterable[str], *, name: str = "parsed", bound: int | None = None) -> Schedule:
+        """The schedule that ``text`` denotes: a line of actions a stage, blank lines and those with # left out.
+
+        Without a head line (see ``str``) the sizes are those that the actions show, in one batch, and ``name`` and
+        ``bound`` those given, the bound else what it needs. Raises :class:`ScheduleError`: one line with its number.
+        """
+        lines = text.splitlines() if isinstance(text, str) else list(text)
+        numbered = [(n, line.split()) for n, line in enumerate(lines, 1) if not line.lstrip().startswith("#")]
+        if isinstance(text, str):
+            numbered = [(n, words) for n, words in numbered if words]
+        headed = bool(numbered) and bool(numbered[0][1]) and numbered[0][1][0].startswith("format=")
+        actions = tuple(_row(words, n) for n, words in numbered[headed:])
+        if headed:
+            return _with_head(actions, *numbered[0])
+        units = [action.unit for row in actions for action in row if not KINDS[action.kind].of_batch]
         micro_batches = 1 + max((unit.micro_batch for unit in units), default=-1)
         chunks = 1 + max((unit.chunk for unit in units), default=0)
         schedule = cls(name, len(actions), micro_batches, chunks, len(units), actions)
         return replace(schedule, bound=max(schedule.peak_live, default=0) if bound is None else bound)
 
-    def __str__(self) -> str:
-        return "\n".join(" ".join(map(str, row)) for row in self.actions)
+    @cached_property
+    def routes(self) -> Routes:
+        """Which messages its compute actions take and give."""
+        return Routes(self.places)
 
     @cached_property
     def evictions(self) -> tuple[int, ...]:
@@ -58,3 +90,31 @@ class Schedule:
     def peak_live(self) -> tuple[int, ...]:
         """Per stage, the most units live at once, own plus accepted, those in flight counted on both sides."""
         return tuple(held.peak for held in self.residencies)
+
+
+_FORMAT = "evenpipe.schedule/1"
+_NUMBERS = ("stages", "micro_batches", "chunks", "batches", "group_size", "weight_versions", "bound")
+_HEAD = ("name", *_NUMBERS, "places")
+
+
+def _row(words: Sequence[str], line: int) -> tuple[Action, ...]:
+    try:
+        return tuple(map(parse, words))
+    except ValueError as error:
+        raise ScheduleError(f"line {line}: {error}") from None
+
+
+def _with_head(actions: tuple[tuple[Action, ...], ...], line: int, words: Sequence[str]) -> Schedule:
+    """The schedule with these rows that the head line ``words`` describes."""
+    given = dict(word.partition("=")[::2] for word in words)
+    if given.pop("format") != _FORMAT:
+        raise ScheduleError(f"line {line}: {words[0]}: expected format={_FORMAT}")
+    if set(given) != set(_HEAD):
+        wrong = sorted(set(given) ^ set(_HEAD))[0]
+        raise ScheduleError(f"line {line}: {wrong}: the head line has {', '.join(_HEAD)}, each once")
+    for key in _NUMBERS:
+        if not re.fullmatch("[0-9]{1,9}", given[key]):
+            raise ScheduleError(f"line {line}: {key}={given[key]}: expected a number")
+    numbers = {key: int(given[key]) for key in _NUMBERS}
+    places = parse_places(given["places"], numbers["stages"], numbers["chunks"])
+    return Schedule(given["name"], actions=actions, places=places, **numbers)

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import takewhile
 
-from evenpipe.schedule.actions import BACKWARD, FORWARD, UPDATE, Action
+from evenpipe.schedule.actions import Action
 from evenpipe.schedule.build import build
 from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.lower import Program, Step, lower
+from evenpipe.schedule.kinds import BACKWARD, FORWARD, UPDATE
+from evenpipe.schedule.lower import Program, Step
+from evenpipe.schedule.spec import Size, Spec
 from evenpipe.schedule.topology import Message, partner
-from evenpipe.schedule.two_buffered import two_buffered, update_follows
 
 __all__ = ["Stream"]
 
 
 class Stream:
-    """What 2BW does on a pipeline of so many stages, for ever: the schedule ``2bw`` of any number of batches begins so.
+    """What a schedule without flushes does on so many stages, for ever: that of any number of batches begins so.
 
     Past its warm-up a stage repeats itself: every micro-batch without BPipe, every p − 2 − s micro-batches where stage
     s and its partner trade. So the verified program of a stretch that is long enough says what comes after it too.
     Raises ScheduleError where :func:`build` does.
     """
 
-    def __init__(self, stages: int, micro_batches: int, bpipe: bool = False) -> None:
-        two_buffered(stages, micro_batches, 1)  # refuses too few micro-batches
+    def __init__(self, spec: Spec, stages: int, micro_batches: int, bpipe: bool = False) -> None:
+        if spec.update_follows is None:
+            raise ScheduleError(f"schedule={spec.name}: ends with its last batch, and a run has no last one: use 2bw")
+        self._size = spec.fitted(Size(stages, micro_batches))
+        self._update_follows = spec.update_follows
         self.stages = stages
         self.micro_batches = micro_batches
         self._bpipe = bpipe
         self._first = 2 * stages  # a forward in the steady state of every stage
         stretch = self._first + 2 * self._period(0) + stages + 4
-        self.program: Program = lower(build("1f1b", stages, stretch, bpipe=bpipe))
+        # One long batch has the compute order of many short ones.
+        self.program: Program = build(replace(spec, update_follows=None), Size(stages, stretch), bpipe)
         self._cells = [_cells(steps) for steps in self.program.steps]
         for stage in range(stages):
             self._check_period(stage)
@@ -38,7 +44,7 @@ class Stream:
     def call(self, stage: int, batch: int, update_early: bool = False) -> list[Step]:
         """The steps after the last backward of the batch before ``batch`` (from 0), up to and with that of ``batch``.
 
-        Forwards reach into the batch after. The update of the batch before is finished where :func:`update_follows`
+        Forwards reach into the batch after. The update of the batch before is finished where ``Spec.update_follows``
         says, or, with ``update_early``, before the first backward: for a stage that need not wait for others to update.
         """
         ahead = self.stages - 1 - stage
@@ -46,9 +52,9 @@ class Stream:
         steps = list(self._between(stage, first - 1, last))
         if batch == 0:
             return steps
-        after = first + ahead if update_early else update_follows(self.stages, self.micro_batches, batch - 1)
+        after = first + ahead if update_early else self._update_follows(self._size, batch - 1)
         at = next(index for index, step in enumerate(steps) if step.action[:2] == (FORWARD, after))
-        steps.insert(at + 1, Step((), (), Action(UPDATE, batch - 1), None, None))
+        steps.insert(at + 1, Step((), (), Action(UPDATE, batch - 1)))
         return steps
 
     def owed(self, stage: int, batch: int) -> list[Step]:
@@ -123,6 +129,7 @@ def _shifted(cell: Sequence[Step], by: int) -> list[Step]:
             step.action._replace(micro_batch=step.action.micro_batch + by),
             None if step.transfer is None else message(step.transfer),
             None if step.send is None else message(step.send),
+            None if step.takes is None else message(step.takes),
         )
         for step in cell
     ]

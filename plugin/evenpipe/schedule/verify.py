@@ -1,4 +1,4 @@
-"""The proof that a schedule is right, made before anything runs."""
+"""The proof that a program is right, made before anything runs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,35 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from evenpipe.schedule.actions import ACCEPT, BACKWARD, DEPARTING, EVICT, FORWARD, LOAD, RETURN, UPDATE, Action, Unit
+from evenpipe.schedule.actions import Action
 from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.grid import format_grid
+from evenpipe.schedule.kinds import (
+    DONE,
+    FINISHING,
+    KINDS,
+    OWN_ENDS,
+    RECEIVING,
+    SENDING,
+    STATES,
+    UNKNOWN,
+    Kind,
+    State,
+)
 from evenpipe.schedule.lower import Program, lower
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.topology import Link, Message, partner
 from evenpipe.schedule.versions import version_fault
 
 __all__ = ["verify"]
+
+#: By kind: the states that it takes a unit in, and the one that it leaves it in.
+_TAKES = {letter: row.takes for letter, row in KINDS.items()}
+_LEAVES = {letter: row.leaves for letter, row in KINDS.items()}
+_OF_BATCH = frozenset(letter for letter, row in KINDS.items() if row.of_batch)
+_GUEST = frozenset(letter for letter, row in KINDS.items() if row.guest)
+#: The evictor's side of what pairs trade.
+_EVICTING = frozenset(letter for letter, row in KINDS.items() if row.link and letter not in _GUEST | OWN_ENDS)
 
 
 class _Fault(Exception):
@@ -25,29 +45,21 @@ class _Fault(Exception):
         self.mark = (stage, step)
 
 
-def verify(schedule: Schedule) -> Schedule:
-    """``schedule`` itself, if it is right; otherwise :class:`ScheduleError` with the offending step marked in a grid.
+def verify(schedule: Schedule, pairs: bool = False) -> Program:
+    """``schedule``, lowered, if it is right; otherwise :class:`ScheduleError` with the offending step marked in a grid.
 
-    Proves that (1) every stage forwards and then backwards every unit exactly once, (2) evicted units come back before
-    their backward, each transfer at its right partner, (3) both ends of every link agree on the order, (4) no stage
-    goes beyond the bound, (5) no stage waits for ever, and (6) without flushes, every micro-batch is forwarded and
-    backwarded with the weight version that 2BW's rule gives it, with at most two versions on a stage.
+    Proves that (1) every stage forwards and then backwards every unit exactly once, (2) what was evicted or swapped
+    out is back before its backward, each transfer at its right partner, (3) both ends of every link agree on the order,
+    (4) no stage goes beyond the bound, (5) no stage waits for ever, and (6) without flushes, every micro-batch is
+    forwarded and backwarded with the weight version that 2BW's rule gives it, with at most two versions on a stage.
     """
-    if min(schedule.stages, schedule.micro_batches, schedule.batches) < 1:
-        raise ScheduleError(
-            f"schedule {schedule.name}: {schedule.stages} stages and {schedule.micro_batches} micro-batches "
-            "are no pipeline"
-        )
-    if len(schedule.actions) != schedule.stages:
-        raise ScheduleError(
-            f"schedule {schedule.name}: {len(schedule.actions)} rows of actions, {schedule.stages} stages"
-        )
+    _check_sizes(schedule)
     try:
         for stage in range(schedule.stages):
             _check_stage(schedule, stage)
-            if schedule.name == "2bw" and (found := version_fault(schedule, stage)) is not None:
+            if schedule.weight_versions > 1 and (found := version_fault(schedule, stage)) is not None:
                 raise _Fault(found[1], stage, found[0])
-        program = lower(schedule)
+        program = lower(schedule, pairs)
         _check_links(program)
         for stage, held in enumerate(schedule.residencies):
             if held.broken is not None:
@@ -58,65 +70,68 @@ def verify(schedule: Schedule) -> Schedule:
         stage, step = fault.mark
         grid = format_grid(schedule, fault.mark)
         raise ScheduleError(f"schedule {schedule.name}, stage {stage}, step {step}: {fault}\n{grid}") from None
-    return schedule
+    return program
+
+
+def _check_sizes(schedule: Schedule) -> None:
+    named = f"schedule {schedule.name}: "
+    if min(schedule.stages, schedule.micro_batches, schedule.batches, schedule.chunks, schedule.group_size) < 1:
+        raise ScheduleError(
+            f"{named}{schedule.stages} stages and {schedule.micro_batches} micro-batches are no pipeline"
+        )
+    if len(schedule.actions) != schedule.stages:
+        raise ScheduleError(f"{named}{len(schedule.actions)} rows of actions, {schedule.stages} stages")
+    if (schedule.places.stages, schedule.places.chunks) != (schedule.stages, schedule.chunks):
+        raise ScheduleError(
+            f"{named}places for {schedule.places.stages} stages × {schedule.places.chunks} chunks, "
+            f"{schedule.stages} stages × {schedule.chunks} chunks"
+        )
+    if schedule.weight_versions not in (1, 2):
+        raise ScheduleError(f"{named}weight_versions={schedule.weight_versions}: there is a rule for 1 and for 2")
 
 
 def _check_stage(schedule: Schedule, stage: int) -> None:
-    """Compute is complete and in order; what a backward needs is resident; transfers belong here."""
-    forwarded: set[tuple[int, int]] = set()
-    backwarded: set[tuple[int, int]] = set()
-    evicted: set[tuple[int, int]] = set()
-    loaded: set[tuple[int, int]] = set()
-    accepted: set[tuple[int, int]] = set()
-    returned: set[tuple[int, int]] = set()
+    """Every unit goes from state to state as the table of kinds has it, to the end; transfers are of this pair."""
+    states: dict[tuple[int, int, int], State] = {}
     micro_batches = schedule.micro_batches * schedule.batches
     chunks, other = schedule.chunks, partner(stage, schedule.stages)
     row = schedule.actions[stage]
     for step, action in enumerate(row):
-        kind, unit = action.kind, action[1:3]  # a plain tuple, equal to the unit: there are millions
-        fault = None
-        if kind == UPDATE:
-            if schedule.name != "2bw":
-                raise _Fault(f"{action} is an update, and only 2bw has them", stage, step)
+        kind, micro_batch, chunk, evictor = action
+        if kind in _OF_BATCH:
+            if schedule.weight_versions < 2:
+                raise _Fault(f"{action} is an update, and only streams of batches have them", stage, step)
             continue
-        if not (unit[0] < micro_batches and unit[1] < chunks):
-            fault = f"is not one of {micro_batches} micro-batches × {chunks} chunks"
-        elif kind == FORWARD:
-            fault = "is a second forward" if unit in forwarded else None
-            forwarded.add(unit)
-        elif kind == BACKWARD:
-            if unit not in forwarded:
-                fault = "comes before its forward"
-            elif unit in backwarded:
-                fault = "is a second backward"
-            elif unit in evicted and unit not in loaded:
-                fault = "is a backward whose micro-batch is not resident"
-            backwarded.add(unit)
-        elif kind == EVICT:
-            if stage >= other:
-                fault = "evicts on a stage that is no evictor"
-            elif unit not in forwarded or unit in backwarded or unit in evicted:
-                fault = "evicts what is not resident, or for a second time"
-            evicted.add(unit)
-        elif kind == LOAD:
-            fault = None if unit in evicted and unit not in loaded else "loads what is not away"
-            loaded.add(unit)
-        elif action.evictor != other or stage <= other:
-            fault = f"names an evictor that is not the partner of stage {stage}"
-        elif kind == ACCEPT:
-            fault = "is a second accept" if unit in accepted else None
-            accepted.add(unit)
-        else:
-            fault = None if unit in accepted and unit not in returned else "returns what is not held"
-            returned.add(unit)
-        if fault is not None:
-            raise _Fault(f"{action} {fault}", stage, step)
-    end = len(row) - 1
-    if len(backwarded) < micro_batches * chunks:
-        lost = next(u for c in range(chunks) for i in range(micro_batches) if (u := Unit(i, c)) not in backwarded)
-        raise _Fault(f"{Action(BACKWARD if lost in forwarded else FORWARD, *lost)} is missing", stage, end)
-    if accepted != returned:
-        raise _Fault(f"{Action(RETURN, *min(accepted - returned), other)} is missing", stage, end)
+        if not (0 <= micro_batch < micro_batches and 0 <= chunk < chunks):
+            raise _Fault(f"{action} is not one of {micro_batches} micro-batches × {chunks} chunks", stage, step)
+        if kind in _GUEST:
+            if evictor != other or stage <= other:
+                raise _Fault(f"{action} names an evictor that is not the partner of stage {stage}", stage, step)
+        elif evictor != -1:
+            raise _Fault(f"{action} names an evictor and is not of a guest", stage, step)
+        elif kind in _EVICTING and stage >= other:
+            raise _Fault(f"{action} evicts on a stage that is no evictor", stage, step)
+        unit = micro_batch, chunk, evictor
+        state = states.get(unit, UNKNOWN)
+        if state not in _TAKES[kind]:
+            raise _Fault(f"{action} finds its micro-batch {_said(state, kind)}", stage, step)
+        states[unit] = _LEAVES[kind]
+    own = ((i, c, -1) for c in range(chunks) for i in range(micro_batches))
+    for unit in (*own, *states):
+        if states.get(unit, UNKNOWN) != DONE:
+            raise _Fault(f"{_next_action(unit, states.get(unit, UNKNOWN))} is missing", stage, len(row) - 1)
+
+
+def _said(state: State, kind: Kind) -> str:
+    if state == UNKNOWN and kind in _GUEST:
+        return "not accepted yet"
+    return STATES[state]
+
+
+def _next_action(unit: tuple[int, int, int], state: State) -> Action:
+    """The first in the table that would take a unit on from its state."""
+    kind = next(row.letter for row in KINDS.values() if state in row.takes and row.guest == (unit[2] >= 0))
+    return Action(kind, *unit)
 
 
 def _check_links(program: Program) -> None:
@@ -127,10 +142,10 @@ def _check_links(program: Program) -> None:
         for step in steps:
             for message in step.post:
                 received[message.link].append(message)
-            if step.send is not None:
+            if step.send is not None and not step.send.is_local:
                 sent[step.send.link].append(step.send)
-            if step.transfer is not None:
-                ends = sent if step.action.kind in DEPARTING else received
+            if step.transfer is not None and not step.transfer.is_local:
+                ends = sent if step.action.kind in SENDING else received
                 ends[step.transfer.link].append(step.transfer)
     for link in sorted(sent.keys() | received.keys()):
         theirs, ours = sent[link], received[link]
@@ -152,17 +167,16 @@ def _unit_name(message: Message | None) -> str:
     return f"micro-batch {message.micro_batch}" + (f" of chunk {message.chunk}" if message.chunk else "")
 
 
-#: What a stage waits for: a message, or a batch (by its number) that all stages have ended, as an update does.
+#: What a stage waits for: a message, or a batch (by its number) whose gradients are complete on all stages.
 _Awaited = Message | int
 
 
 def _check_progress(program: Program) -> None:
-    """Walk the lowered program of all stages at once; a message is complete when it is both sent and posted.
-
-    All stages have ended a batch when stage 0 has: its last backward follows all others.
-    """
+    """Walk the lowered program of all stages at once; a message is complete when it is both sent and posted."""
+    schedule = program.schedule
     sent: set[_Awaited] = set()
     posted: set[_Awaited] = set()
+    unfinished = [schedule.micro_batches * len(schedule.places.order)] * schedule.batches
     position = [0] * len(program.steps)
     blocked: dict[_Awaited, list[int]] = defaultdict(list)
     runnable = list(range(len(program.steps)))
@@ -173,17 +187,21 @@ def _check_progress(program: Program) -> None:
             step = steps[position[stage]]
             kind, number = step.action.kind, step.action.micro_batch
             _reach(step.post, posted, blocked, runnable)
-            awaited = (number,) if kind == UPDATE else step.complete
-            unmet = [one for one in awaited if one not in sent or one not in posted]
+            awaited: tuple[_Awaited | None, ...] = (number,) if kind in _OF_BATCH else (*step.complete, step.takes)
+            unmet = [one for one in awaited if one is not None and (one not in sent or one not in posted)]
             if unmet:
                 blocked[unmet[0]].append(stage)
                 break
             if step.transfer is not None:
-                _reach((step.transfer,), sent if kind in DEPARTING else posted, blocked, runnable)
+                _reach((step.transfer,) * (kind in SENDING), sent, blocked, runnable)
+                _reach((step.transfer,) * (kind in RECEIVING), posted, blocked, runnable)
             if step.send is not None:
                 _reach((step.send,), sent, blocked, runnable)
-            if stage == 0 and kind == BACKWARD and (number + 1) % program.schedule.micro_batches == 0:
-                ended = (number // program.schedule.micro_batches,)
+                _reach((step.send,) * step.send.is_local, posted, blocked, runnable)
+            if kind in FINISHING:
+                batch = number // schedule.micro_batches
+                unfinished[batch] -= 1
+                ended = (batch,) * (unfinished[batch] == 0)
                 _reach(ended, posted, blocked, runnable)
                 _reach(ended, sent, blocked, runnable)
             position[stage] += 1

@@ -1,13 +1,43 @@
-"""The proof that 2BW's weight versions are there when they are needed, and are never more than two."""
+"""Weight versions without flushes: which a micro-batch needs, when a step is finished, and the proof of both."""
 
 from __future__ import annotations
 
-from evenpipe.schedule.actions import BACKWARD, COMPUTE, UPDATE
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from evenpipe.schedule.actions import Action
+from evenpipe.schedule.kinds import COMPUTE, FINISHING, FORWARD, UPDATE
 from evenpipe.schedule.residency import own_peak
 from evenpipe.schedule.schedule import Schedule
-from evenpipe.schedule.two_buffered import required_version
 
-__all__ = ["version_fault"]
+__all__ = ["required_version", "version_fault", "with_updates"]
+
+
+def required_version(batch: int) -> int:
+    """The weight version that all micro-batches of ``batch`` (from 0) use, forward and backward.
+
+    "the weight version to be used for microbatch k is max(⌊(k − 1)/m⌋ − 1, 0)" (PipeDream-2BW §3.1, k from 1).
+    """
+    return max(batch - 1, 0)
+
+
+def with_updates(schedule: Schedule, update_follows: Callable[[int], int]) -> Schedule:
+    """``schedule`` with each batch's update in its place; those of the last batch come when all is done.
+
+    ``update_follows(batch)`` is the micro-batch after whose forward, on every stage, the update of ``batch`` is
+    finished.
+    """
+    updates = {update_follows(batch): Action(UPDATE, batch) for batch in range(schedule.batches - 1)}
+    last = Action(UPDATE, schedule.batches - 1)
+    rows = tuple((*_insert(row, updates), last) for row in schedule.actions)
+    return replace(schedule, actions=rows, weight_versions=2)
+
+
+def _insert(row: tuple[Action, ...], updates: dict[int, Action]) -> Iterator[Action]:
+    for action in row:
+        yield action
+        if action.kind == FORWARD and action.micro_batch in updates:
+            yield updates[action.micro_batch]
 
 
 def version_fault(schedule: Schedule, stage: int) -> tuple[int, str] | None:
@@ -19,15 +49,15 @@ def version_fault(schedule: Schedule, stage: int) -> tuple[int, str] | None:
     """
     row, micro_batches, batches = schedule.actions[stage], schedule.micro_batches, schedule.batches
     updated = 0  # batches; W(updated) is the newest version
-    backwarded = [0] * batches
+    unfinished = [micro_batches * schedule.chunks] * batches
     for step, action in enumerate(row):
         if action.kind == UPDATE:
             batch = action.micro_batch
-            if batch >= batches:
+            if not 0 <= batch < batches:
                 return step, f"{action} is the update of none of {batches} batches"
             if batch != updated:
                 return step, f"{action} comes where U{updated} was expected"
-            if backwarded[batch] < micro_batches:
+            if unfinished[batch]:
                 return step, f"{action} comes before the last backward of batch {batch}"
             updated += 1
         elif action.kind in COMPUTE:
@@ -35,9 +65,9 @@ def version_fault(schedule: Schedule, stage: int) -> tuple[int, str] | None:
             needed = required_version(batch)
             if needed > updated:
                 return step, f"{action} needs weight version {needed}, which is not there yet"
-            backwarded[batch] += action.kind == BACKWARD
+            unfinished[batch] -= action.kind in FINISHING
     if updated < batches:
         return len(row) - 1, f"U{updated} is missing"
-    if (in_flight := own_peak(row)) > schedule.stages - stage:
-        return 0, f"stage {stage} has {in_flight} micro-batches in flight; 2bw allows {schedule.stages - stage}"
+    if (in_flight := own_peak(row)) > (allowed := (schedule.stages - stage) * schedule.chunks):
+        return 0, f"stage {stage} has {in_flight} micro-batches in flight; 2bw allows {allowed}"
     return None

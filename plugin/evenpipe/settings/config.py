@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from evenpipe.schedule import ScheduleError, named
+from evenpipe.schedule import ScheduleError, Spec, choose
 
 __all__ = ["ConfigError", "EvenPipeConfig", "first_problem"]
 
@@ -32,7 +33,8 @@ class EvenPipeConfig(BaseModel):
         None,
         description="pipeline schedule: 1f1b | gpipe | interleaved (the name of 1f1b with virtual stages) | kfkb "
         "(1f1b with --group-size micro-batches in a row) | 2bw (no flushes: two weight versions, each step finished "
-        "while the next batch runs)",
+        "while the next batch runs) | file:PATH (a table that `evenpipe schedule --out` wrote) | the name of an "
+        "installed package's",
         json_schema_extra={"flag": "--evenpipe-schedule", "metavar": "NAME"},
     )
     bpipe: bool = Field(
@@ -81,9 +83,11 @@ class EvenPipeConfig(BaseModel):
     @classmethod
     def _known(cls, name: str | None) -> str | None:
         try:
-            return name if name is None else named(name)
+            if name is not None:
+                choose(name)
         except ScheduleError as error:
-            raise ValueError(str(error).partition(": ")[2]) from None
+            raise ValueError(str(error).partition("\n")[0].removeprefix(f"schedule={name}: ")) from None
+        return name
 
     @classmethod
     def of(cls, **values: Any) -> EvenPipeConfig:
@@ -93,6 +97,11 @@ class EvenPipeConfig(BaseModel):
         except ValidationError as error:
             (setting, *_), given, wrong = first_problem(error)
             raise ConfigError(str(setting), f"{given}: {wrong}") from None
+
+    @cached_property
+    def spec(self) -> Spec:
+        """The schedule that is carried out: 1f1b, where none is named."""
+        return choose(self.schedule if self.schedule is not None else "1f1b")
 
     @property
     def active(self) -> bool:

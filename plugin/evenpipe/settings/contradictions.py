@@ -70,7 +70,7 @@ CONTRADICTIONS: Final = (
     ),
     Contradiction(
         "group_size",
-        lambda config: config.group_size != 1 and config.schedule != "kfkb",
+        lambda config: config.group_size != 1 and "groups" not in config.spec.needs,
         "only {schedule:kfkb} runs micro-batches in groups",
         "use it, or leave {group_size} out",
     ),
@@ -84,14 +84,14 @@ CONTRADICTIONS: Final = (
     ),
     Contradiction(
         "bpipe",
-        lambda config: config.bpipe and config.schedule == "gpipe",
-        "with {schedule:gpipe} all stages hold the same, so there is nothing to level",
+        lambda config: config.bpipe and config.schedule is not None and config.spec.balanced is None,
+        "the schedule leaves nothing to level between stages",
         "use 1f1b",
     ),
     Contradiction(
         "trace",
-        lambda config: config.trace is not None and config.bpipe and config.schedule == "2bw",
-        "with {schedule:2bw} and {bpipe:true} partners are amid transfers between batches, where a trace begins",
+        lambda config: config.trace is not None and config.bpipe and "stream" in config.spec.needs,
+        "without flushes and with {bpipe:true} partners are amid transfers between batches, where a trace begins",
         "leave one of them out",
     ),
 )

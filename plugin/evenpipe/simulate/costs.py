@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from evenpipe.schedule import Link, LinkKind
+from evenpipe.schedule import Cost, Link, LinkKind
 
 __all__ = ["Costs", "SimulationError", "Wire"]
 
@@ -36,7 +36,9 @@ class Costs:
 
     forward_ms, backward_ms: per stage, for one micro-batch through the whole stage; with v model chunks, the action of
     one chunk takes 1/v of it, so that schedules of one model can be compared.
-    wires: the wire of every link of a kind ("forward", "backward", "evict", "load"); a kind left out is free.
+    weight_gradient_ms: the part of backward_ms that weight gradients take, where a backward is split; half, if None.
+    wires: the wire of every link of a kind ("forward", "backward", "evict", "load", "swap out", "swap in"); a kind left
+    out is free.
     links: single links that differ from their kind.
     synchronous_transfers: an evictor waits for each of its evictions and loads before it goes on.
 
@@ -48,18 +50,38 @@ class Costs:
     wires: Mapping[LinkKind, Wire] = field(default_factory=dict)
     links: Mapping[Link, Wire] = field(default_factory=dict)
     synchronous_transfers: bool = False
+    weight_gradient_ms: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.forward_ms) != len(self.backward_ms):
             raise SimulationError(
                 f"{len(self.forward_ms)} forward and {len(self.backward_ms)} backward times: give one of each a stage"
             )
-        named = {"forward_ms": self.forward_ms, "backward_ms": self.backward_ms}
+        weights = self._weight_gradient_ms
+        if len(weights) != len(self.backward_ms) or any(w > b for w, b in zip(weights, self.backward_ms, strict=True)):
+            raise SimulationError("weight_gradient_ms: give one a stage, none longer than the backward it is part of")
+        named = {"forward_ms": self.forward_ms, "backward_ms": self.backward_ms, "weight_gradient_ms": weights}
         named |= {f"wire {key}": wire for key, wire in (*self.wires.items(), *self.links.items())}
         for name, times in named.items():
             for time in times:
                 if not (math.isfinite(time) and time >= 0):
                     raise SimulationError(f"{name}: {time} is no duration; give a finite number of at least 0")
+
+    @property
+    def _weight_gradient_ms(self) -> tuple[float, ...]:
+        return (
+            tuple(time / 2 for time in self.backward_ms) if self.weight_gradient_ms is None else self.weight_gradient_ms
+        )
+
+    def of(self, stage: int) -> Mapping[Cost, float]:
+        """What each kind of compute takes on a stage, all its chunks together."""
+        backward, weight = self.backward_ms[stage], self._weight_gradient_ms[stage]
+        return {
+            "forward": self.forward_ms[stage],
+            "backward": backward,
+            "input_gradient": backward - weight,
+            "weight_gradient": weight,
+        }
 
     def wire(self, link: Link) -> Wire:
         """The wire of one link: its own, or that of its kind, or a free one."""

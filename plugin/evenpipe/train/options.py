@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from evenpipe.schedule import SCHEDULES, Action, Schedule, build, parse
+from evenpipe.schedule import Action, Program, Programs, Schedule, Size, choose, names, parse
 from evenpipe.train.flags import OptionsError, flag, in_one_line
 from evenpipe.train.rules import RULES
 
@@ -74,7 +74,7 @@ class TrainOptions(BaseModel):
     clip_grad: float = Field(1.0, ge=0, description="clip the gradient to this norm; 0 does not clip")
     distributed_optimizer: bool = Field(False, description="share the optimizer's state out between replicas")
 
-    schedule: str = Field("1f1b", description=" | ".join(SCHEDULES))
+    schedule: str = Field("1f1b", description=" | ".join((*names(), "file:PATH")))
     group_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         1, description="micro-batches in a row (kfkb only): a number, or auto, which is chosen again as links change"
     )
@@ -122,17 +122,26 @@ class TrainOptions(BaseModel):
         return self.stages * self.data_parallel * self.tensor_parallel
 
     @cached_property
+    def programs(self) -> Programs:
+        """The schedule that these options ask for, for any size. Raises ScheduleError when there is none."""
+        return Programs(choose(self.schedule), self.bpipe)
+
+    @property
+    def streams(self) -> bool:
+        """Whether batches are not flushed."""
+        return "stream" in self.programs.spec.needs
+
+    @cached_property
+    def program(self) -> Program:
+        """The verified program of these options, auto being 1. Raises ScheduleError when there is none."""
+        group_size = 1 if self.group_size == "auto" else self.group_size
+        batches = min(self.iterations, 3) if self.streams else 1
+        return self.programs(Size(self.stages, self.micro_batches, self.chunks, group_size, batches))
+
+    @property
     def plan(self) -> Schedule:
-        """The verified schedule that these options ask for, auto being 1. Raises ScheduleError when there is none."""
-        return build(
-            self.schedule,
-            self.stages,
-            self.micro_batches,
-            self.chunks,
-            self.bpipe,
-            batches=min(self.iterations, 3) if self.schedule == "2bw" else 1,
-            group_size=1 if self.group_size == "auto" else self.group_size,
-        )
+        """The schedule of `program`."""
+        return self.program.schedule
 
     @cached_property
     def fault(self) -> Fault | None:
@@ -141,7 +150,7 @@ class TrainOptions(BaseModel):
             return None
         stage, _, text = self.fault_at.partition(":")
         action = parse(text)
-        if self.schedule == "2bw":
+        if self.streams:
             action = action._replace(micro_batch=action.micro_batch + self.micro_batches)
             return Fault(int(stage), action, self.fault_kind, None)
         return Fault(int(stage), action, self.fault_kind, 1)

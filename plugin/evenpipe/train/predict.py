@@ -5,34 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import median
 
-from evenpipe.planner import k_forward_k_backward
-from evenpipe.schedule import BACKWARD, FORWARD, Kind, Schedule, lower
+from evenpipe.schedule import BACKWARD, FORWARD, Kind, Program, Size
 from evenpipe.simulate import Costs, Simulation, Span, simulate
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.result import RunResult
 
-__all__ = ["last_plan", "predict", "predicted_peaks"]
+__all__ = ["last_program", "predict", "predicted_peaks"]
 
 
-def last_plan(options: TrainOptions, result: RunResult) -> Schedule:
-    """The schedule of the last iteration: what the options ask for, or what was decided last."""
+def last_program(options: TrainOptions, result: RunResult) -> Program:
+    """The program of the last iteration: what the options ask for, or what was decided last."""
     if not result.retunes:
-        return options.plan
+        return options.program
     decided = result.retunes[-1]
     micro_batches = options.micro_batches * options.micro_batch_size // decided.b
-    return k_forward_k_backward(options.stages, options.bpipe).programs(decided.k, micro_batches).schedule
+    return options.programs(Size(options.stages, micro_batches, group_size=decided.k))
 
 
-def predict(plan: Schedule, result: RunResult) -> Simulation:
-    """Simulate `plan` with every stage's median times and a micro-batch's bytes, as `result` has them; links are free.
+def predict(program: Program, result: RunResult) -> Simulation:
+    """Simulate `program` with every stage's median times and a micro-batch's bytes, as `result` has them.
 
-    Times and bytes are those of single actions, so that how they add up over the schedule is the simulation's own.
+    Links are free. Times and bytes are those of single actions, so that how they add up is the simulation's own.
     """
+    chunks = program.schedule.chunks
     costs = Costs(
-        forward_ms=tuple(_through_the_stage(FORWARD, spans, plan.chunks) for spans in result.spans),
-        backward_ms=tuple(_through_the_stage(BACKWARD, spans, plan.chunks) for spans in result.spans),
+        forward_ms=tuple(_through_the_stage(FORWARD, spans, chunks) for spans in result.spans),
+        backward_ms=tuple(_through_the_stage(BACKWARD, spans, chunks) for spans in result.spans),
     )
-    return simulate(lower(plan), costs, result.unit_bytes)
+    return simulate(program, costs, result.unit_bytes)
 
 
 def predicted_peaks(prediction: Simulation, result: RunResult) -> tuple[int, ...]:

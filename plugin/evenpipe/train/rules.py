@@ -31,7 +31,8 @@ _PLAIN_TORCH: Final[dict[str, tuple[object, ...]]] = {
     "recompute": ("none",),
     "overlap_grad_reduce": (False,),
 }
-_NOT_MEGATRONS: Final = ("gpipe", "kfkb", "2bw")
+#: What Megatron's own functions carry out.
+_MEGATRONS: Final = ("1f1b", "interleaved")
 
 
 def fits_this_machine(options: TrainOptions) -> None:
@@ -59,22 +60,15 @@ def _model_fits_its_ranks(options: TrainOptions) -> None:
 
 
 def _schedule_exists(options: TrainOptions) -> None:
-    if options.chunks > 1 and options.schedule != "interleaved":
-        raise ValueError(
-            f"--chunks {options.chunks}: --schedule {options.schedule} has one model chunk a stage: "
-            "use --schedule interleaved, or leave --chunks out"
-        )
     asked = f"--schedule {options.schedule}"
-    if options.schedule in _NOT_MEGATRONS and options.stages == 1:
-        raise ValueError(f"{asked}: one stage is no pipeline: use --schedule 1f1b, or at least 2 stages")
-    if options.engine == "megatron" and options.schedule in _NOT_MEGATRONS:
+    if options.engine == "megatron" and options.schedule not in _MEGATRONS:
         raise ValueError(f"{asked}: Megatron has no such schedule: use --engine evenpipe")
-    if options.engine == "module" and options.schedule == "2bw":
-        raise ValueError(f"{asked}: needs batches without a flush between: use --engine evenpipe")
+    if options.schedule not in _MEGATRONS and options.stages == 1:
+        raise ValueError(f"{asked}: one stage is no pipeline: use --schedule 1f1b, or at least 2 stages")
     if options.engine == "megatron" and options.bpipe:
         raise ValueError("--bpipe: Megatron has no such schedule: use --engine evenpipe")
     try:
-        _ = options.plan
+        _ = options.program
     except ScheduleError as error:
         raise ValueError(in_flags(error)) from None
 

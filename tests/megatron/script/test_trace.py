@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.schedule import build
+from tests.schedules import build
 
 SCRIPT = Path(__file__).with_name("trace_cases.py")
 

@@ -19,7 +19,8 @@ from evenpipe.megatron.script.start import trace_of
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import ModuleStage
-from evenpipe.schedule import build, lower
+from evenpipe.schedule import links, loop, lower
+from tests.schedules import build
 
 STAGES, MICRO_BATCHES, WORLD = 4, 6, 8
 TRAINED = (11, 12, 14)
@@ -32,7 +33,7 @@ def work(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=STAGES)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    connections = connect(dist.get_process_group_ranks(pipeline), False, True, "gloo", torch.device("cpu"))
+    connections = connect(dist.get_process_group_ranks(pipeline), links(loop(STAGES), pairs=True), "gloo", torch.device("cpu"))
     module = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU())
     args = Namespace(rank=rank, curr_iteration=None)
     trace = trace_of(folder / "T.json", 12, args)
@@ -45,7 +46,7 @@ def work(rank: int, folder: Path) -> None:
                 torch.empty(4, 16),
                 lambda micro_batch: torch.ones(4, 16),
                 lambda micro_batch, output: output.sum(),
-                pipeline.rank() == STAGES - 1,
+                0 if pipeline.rank() == STAGES - 1 else None,
             )
             executor.run(lower(build("1f1b", STAGES, MICRO_BATCHES, bpipe=True)), stage)
     dist.barrier()

@@ -123,7 +123,7 @@ class TwoBufferedEngine(EvenPipeEngine):
         return [*self.module.parameters(), *self._steps.versions.memory]
 
     def _stream_of(self, micro_batches: int) -> Stream:
-        return Stream(self.num_stages, micro_batches, self.evenpipe.bpipe)
+        return Stream(self.evenpipe.spec, self.num_stages, micro_batches, self.evenpipe.bpipe)
 
     def _train(self, micro_batches: int) -> None:
         if self._stream is not None and self._stream.micro_batches != micro_batches:

@@ -52,7 +52,7 @@ class Rehearsal:
         the device (§4.3), so what takes longer has been held up by the host.
         """
         # One micro-batch more than are used: with the last one, replicas would begin to reduce gradients.
-        schedule = build("gpipe", call.pipeline.size(), _WEIGHED + _TIMED + 1)
+        schedule = build("gpipe", Size(call.pipeline.size(), _WEIGHED + _TIMED + 1)).schedule
         stage = MegatronStage(call.batch, schedule, call.pipeline.rank(), self._device, self._release)
         each, shared = self._weighed(stage, call)
         message = sum(math.prod(shape) for shape in call.batch.send_shapes) * call.batch.config.pipeline_dtype.itemsize

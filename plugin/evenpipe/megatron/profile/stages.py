@@ -28,7 +28,7 @@ from evenpipe.megatron.train_engine.models import DTYPES
 from evenpipe.megatron.train_engine.step import Learner, Tensors, forward_step, make_learner
 from evenpipe.planner import Measured, StageMemory, stage_memory
 from evenpipe.runtime.store import ActivationStore
-from evenpipe.schedule import FORWARD, Unit, build
+from evenpipe.schedule import FORWARD, Size, Unit, build
 from evenpipe.train.data import Corpus
 from evenpipe.train.failure import FailureContext
 from evenpipe.train.options import TrainOptions
@@ -119,7 +119,9 @@ def _forward(learner: Learner, stage: int, store: ActivationStore, unit: Unit, s
         1,
         False,
     )
-    carried_out = MegatronStage(batch, build("1f1b", options.stages, 1), stage, _META, installed_release())
+    carried_out = MegatronStage(
+        batch, build("1f1b", Size(options.stages, 1)).schedule, stage, _META, installed_release()
+    )
     inputs = carried_out.receive_buffers(FORWARD, unit) if stage else None
     with store.recording(unit):
         carried_out.forward(unit, inputs)

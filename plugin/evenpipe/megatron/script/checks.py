@@ -58,7 +58,7 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
             if rule.broken:
                 raise ArgumentError(rule.line)
         asked = _asked(config)
-        with_two_versions = refused_arguments(args, config.bpipe) if config.schedule == "2bw" else ()
+        with_two_versions = refused_arguments(args, config.bpipe) if "stream" in config.spec.needs else ()
         with_tuning = refused_with_tuning(args) if config.group_size == "auto" else ()
         for refusal in (*refused_settings(args, config.bpipe), *with_two_versions, *with_tuning):
             theirs = _FLAGS.get(refusal.setting, f"--{refusal.setting.replace('_', '-')}")
@@ -67,24 +67,25 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
 
 
 def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...]:
-    asked, schedule, group = _asked(config), flag("schedule"), flag("group_size")
+    asked, group = _asked(config), flag("group_size")
     stages = args.pipeline_model_parallel_size
     chunks = args.virtual_pipeline_model_parallel_size
+    several_chunks = "chunks" in config.spec.needs or config.spec.chunked is not None
     batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     return (
-        *(_with_two_versions(args) if config.schedule == "2bw" else ()),
+        *(_with_two_versions(args) if "stream" in config.spec.needs else ()),
         _Rule(
             stages < 2,
             f"{asked}: --pipeline-model-parallel-size {stages} is no pipeline: use at least 2 stages",
         ),
         _Rule(
-            chunks is not None and config.schedule in _ONE_CHUNK,
+            chunks is not None and not several_chunks,
             f"{asked}: has one model chunk a stage, but --num-layers-per-virtual-pipeline-stage, "
             f"--num-virtual-stages-per-pipeline-rank or the layout gives it {chunks}: use 1f1b, or no virtual stages",
         ),
         _Rule(
-            chunks is None and config.schedule == "interleaved",
-            f"{schedule} interleaved: needs --num-layers-per-virtual-pipeline-stage or "
+            chunks is None and "chunks" in config.spec.needs,
+            f"{asked}: needs --num-layers-per-virtual-pipeline-stage or "
             "--num-virtual-stages-per-pipeline-rank: give one of them, or use 1f1b",
         ),
         _Rule(

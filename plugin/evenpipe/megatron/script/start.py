@@ -50,11 +50,11 @@ def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
     schedule: PipelineSchedule
     called: Callable[..., Any] | None = None
     steps, more = None, []
-    if config.schedule == "2bw":
+    if "stream" in config.spec.needs:
         from evenpipe.megatron.script.two_buffered.training import TwoBufferedTraining
         from evenpipe.megatron.two_buffered import StreamSchedule
 
-        schedule = stream = StreamSchedule(config.bpipe, observer, connected=report)
+        schedule = stream = StreamSchedule(config.bpipe, observer, connected=report, schedule=config.spec)
         training = TwoBufferedTraining(stream, args)
         steps, more = training.steps, [training.patches()]
     elif config.group_size == "auto":
@@ -63,8 +63,7 @@ def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
         tuned = AdaptiveTraining(config, args, observer, report)
         schedule, called, more = tuned.schedule, tuned, [tuned.patches()]
     else:
-        name = config.schedule if config.schedule not in (None, "interleaved") else "1f1b"
-        schedule = PipelineSchedule(name, config.bpipe, observer, connected=report, group_size=config.group_size)
+        schedule = PipelineSchedule(config.spec, config.bpipe, observer, connected=report, group_size=config.group_size)
     log = TrainingLog(schedule, args, steps)
     for patches in (in_place_of_megatron(called or schedule), log.patches(), *more):
         patches.apply()

@@ -75,15 +75,16 @@ class _EvenPipeSchedule(Observer):
         self.adaptive: AdaptiveSchedule | None = None
         self._stream: StreamSchedule | None = None
         self._micro_batches = options.micro_batches
-        if options.schedule == "2bw":
+        spec = options.programs.spec
+        if options.streams:
             self.extra = two_buffered = TwoBuffered(learner.replica.chunks, learner.optimizer)
-            self.schedule = self._stream = StreamSchedule(options.bpipe, observer=self, measure=True)
+            self.schedule = self._stream = StreamSchedule(options.bpipe, observer=self, measure=True, schedule=spec)
             self._stream.attach(two_buffered)
         elif options.group_size == "auto":
             self.schedule = self.adaptive = AdaptiveSchedule(_tuning(learner, note), options.bpipe, self, measure=True)
         else:
             self.schedule = PipelineSchedule(
-                options.schedule, options.bpipe, observer=self, measure=True, group_size=options.plan.group_size
+                spec, options.bpipe, observer=self, measure=True, group_size=options.plan.group_size
             )
         self._recorder = recorder
         self._before = MemoryCounter()

@@ -13,7 +13,7 @@ from evenpipe.megatron.two_buffered.relied_on import verify_relied_on
 from evenpipe.megatron.two_buffered.stage import StreamStage
 from evenpipe.megatron.two_buffered.step import Settled, TwoBuffered
 from evenpipe.runtime.executor import Observer
-from evenpipe.schedule import Stream
+from evenpipe.schedule import Spec, Stream
 
 __all__ = ["StreamSchedule"]
 
@@ -25,14 +25,17 @@ class StreamSchedule(PipelineSchedule):
     ahead of the calls, by up to p − 1 micro-batches on the first stage.
     """
 
+    offers = frozenset(["stream"])
+
     def __init__(
         self,
         bpipe: bool = False,
         observer: Observer | None = None,
         measure: bool = False,
         connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
+        schedule: str | Spec = "2bw",
     ) -> None:
-        super().__init__("2bw", bpipe, observer, measure, connected)
+        super().__init__(schedule, bpipe, observer, measure, connected)
         verify_relied_on()
         self.two_buffered: TwoBuffered | None = None
         self._inputs = ReadAhead()
@@ -64,7 +67,7 @@ class StreamSchedule(PipelineSchedule):
         if self._stream is not None and self._stream.micro_batches != batch.num_microbatches:
             self.two_buffered.drain()
         if self._stream is None or self._stage is None:
-            self._stream = Stream(stages, batch.num_microbatches, self.bpipe)
+            self._stream = Stream(self.programs.spec, stages, batch.num_microbatches, self.bpipe)
             self._called = 0
             self._stage = StreamStage(
                 batch,

@@ -1,0 +1,66 @@
+"""What a stage keeps from batch to batch, and whom it tells what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from evenpipe.runtime.clock import Clock, clock_for
+from evenpipe.runtime.connections import Connections
+from evenpipe.runtime.counters import MemoryCounter
+from evenpipe.runtime.layout import Layouts
+from evenpipe.runtime.pool import SlotPool
+from evenpipe.runtime.stopwatch import Stopwatch
+from evenpipe.runtime.store import ActivationStore
+from evenpipe.schedule import Action
+
+__all__ = ["Observer", "Resources"]
+
+
+class Observer:
+    """Is told what a stage does, and takes no notice: to be overridden."""
+
+    def batch_started(self, clock: Clock) -> None:
+        """Nothing of the batch is under way yet. `clock` times this stage's compute."""
+
+    def started(self, action: Action) -> None:
+        """Compute starts, or a transfer is under way."""
+
+    def ended(self, action: Action) -> None:
+        """Compute has ended, or a transfer has been waited for."""
+
+    def batch_ended(self) -> None:
+        """All of the batch's actions are done; in a stream, some of the next one's too. Not said of one that failed."""
+
+
+class Resources:
+    """What one stage of a pipeline keeps from batch to batch.
+
+    The connections, the acceptor's pool, the layout of evicted micro-batches and the memory counter. `parameters` are
+    left out of what is saved and counted. Without `measure`, own activations are recorded (some 2 µs a saved tensor) on
+    evicting stages only, and the counter knows of nothing else. `exposed` has how long compute waited for evictions and
+    loads, on either side, in the last batch that was measured.
+    """
+
+    def __init__(
+        self,
+        stage_index: int,
+        connections: Connections,
+        device: torch.device,
+        parameters: Iterable[Tensor] = (),
+        observer: Observer | None = None,
+        measure: bool = True,
+    ) -> None:
+        self.stage_index = stage_index
+        self.device = device
+        self.connections = connections
+        self.counter = MemoryCounter()
+        self.store = ActivationStore(parameters, self.counter, device)
+        self.pool = SlotPool(device, self.counter)
+        self.layouts = Layouts(connections.layouts) if connections.layouts is not None else None
+        self.observer = observer if observer is not None else Observer()
+        self.measure = measure
+        self.clock = clock_for(device)
+        self.exposed = Stopwatch(self.clock)

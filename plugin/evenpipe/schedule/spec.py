@@ -1,0 +1,123 @@
+"""What one file of ``known/`` says of a schedule, and the sizes it is made for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from evenpipe.schedule.actions import Action
+from evenpipe.schedule.errors import ScheduleError
+from evenpipe.schedule.places import Places, loop
+from evenpipe.schedule.schedule import Schedule
+
+__all__ = ["Drawing", "Need", "Size", "Spec"]
+
+Need = Literal["chunks", "vee", "split", "groups", "stream", "swap"]
+
+
+class Size(NamedTuple):
+    """p stages, m micro-batches a batch, v model chunks a stage, k micro-batches a group, batches without a flush."""
+
+    stages: int
+    micro_batches: int
+    chunks: int = 1
+    group_size: int = 1
+    batches: int = 1
+
+
+class Drawing(NamedTuple):
+    """A schedule as its paper draws it: one line a stage; ``source`` is the figure. Tests compare."""
+
+    size: Size
+    rows: str
+    source: str = ""
+    bpipe: bool = False
+
+
+def _one_row_a_stage(size: Size) -> Places:
+    return loop(size.stages, size.chunks)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A schedule: its compute order for any size, and what it promises and asks for.
+
+    order: each stage's compute actions. bound: the most live units (micro-batch × chunk) of any stage.
+    balanced: the bound under BPipe; None where there is nothing to balance.
+    chunks: fewest and most model chunks a stage (None: any number); a schedule with a fixed number takes no other.
+    needs: what an engine must offer: "chunks" (several a stage), "vee" (parts of the model placed otherwise than chunk
+    by chunk over the stages), "split" (backwards in two halves), "groups" (micro-batches in a row: several receives
+    posted on a link), "stream" (no flush between batches), "swap" (tensors to host memory and back).
+    update_follows: for a stream, the micro-batch after whose forward, on every stage, the step of a batch is finished.
+    check: raises ScheduleError for a size that cannot be.
+    chunked: the schedule that goes by this name too where stages have several model chunks.
+    table: the schedule itself, where there is one for one size only: see :meth:`of`.
+    """
+
+    name: str
+    summary: str
+    order: Callable[[Size], Sequence[Sequence[Action]]]
+    bound: Callable[[Size], int]
+    balanced: Callable[[Size], int] | None = None
+    places: Callable[[Size], Places] = _one_row_a_stage
+    chunks: tuple[int, int | None] = (1, 1)
+    needs: frozenset[Need] = frozenset()
+    update_follows: Callable[[Size, int], int] | None = None
+    check: Callable[[Size], None] = lambda size: None
+    drawings: tuple[Drawing, ...] = ()
+    table: Schedule | None = None
+    chunked: str | None = None
+
+    @classmethod
+    def of(cls, schedule: Schedule, needs: frozenset[Need]) -> Spec:
+        """A schedule of one size only, such as a user's own table, which is carried out as it stands."""
+        return cls(
+            schedule.name,
+            f"{schedule.stages} stages, {schedule.micro_batches} micro-batches",
+            order=lambda size: schedule.actions,
+            bound=lambda size: schedule.bound,
+            places=lambda size: schedule.places,
+            chunks=(schedule.chunks, schedule.chunks),
+            needs=needs,
+            table=schedule,
+        )
+
+    def fitted(self, size: Size) -> Size:
+        """``size``, with the number of chunks where that is fixed, and no group larger than a batch.
+
+        Raises ScheduleError, one line that names the argument, where there is no such schedule.
+        """
+        least, most = self.chunks
+        if least == most and size.chunks == 1:
+            size = size._replace(chunks=least)
+        for argument, value in size._asdict().items():
+            if value < 1:
+                raise ScheduleError(f"{argument}={value}: must be at least 1")
+        if size.chunks < least:
+            raise ScheduleError(f"chunks={size.chunks}: {self.name} needs at least {least} model chunks a stage")
+        if most is not None and size.chunks > most:
+            have = "one model chunk a stage" if most == 1 else f"{most} model chunks a stage"
+            raise ScheduleError(f"chunks={size.chunks}: {self.name} has {have}; interleaved has as many as you like")
+        if size.group_size != 1 and "groups" not in self.needs:
+            raise ScheduleError(
+                f"group_size={size.group_size}: {self.name} groups no micro-batches: give 1, or choose schedule kfkb"
+            )
+        if size.batches != 1 and "stream" not in self.needs:
+            raise ScheduleError(
+                f"batches={size.batches}: {self.name} flushes after every batch: give 1, or choose schedule 2bw"
+            )
+        size = size._replace(group_size=min(size.group_size, size.micro_batches))
+        if self.table is not None:
+            return self._of_table(size, self.table)
+        self.check(size)
+        return size
+
+    def _of_table(self, size: Size, table: Schedule) -> Size:
+        for argument in ("stages", "micro_batches"):
+            given, fixed = getattr(size, argument), getattr(table, argument)
+            if given != fixed:
+                raise ScheduleError(
+                    f"{argument}={given}: the table {self.name} is of {fixed}: give that, or another table"
+                )
+        return size._replace(batches=table.batches, group_size=table.group_size)
