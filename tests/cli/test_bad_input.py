@@ -31,11 +31,11 @@ def options(changes: dict[str, str], *flags: str) -> list[str]:
     ("changes", "flags", "said"),
     [
         ({"--schedule": "1fb1"}, [], ["--schedule 1fb1", "did you mean 1f1b?"]),
-        ({"--schedule": "zigzag"}, [], ["--schedule zigzag", "gpipe, 1f1b, interleaved"]),
+        ({"--schedule": "zigzag"}, [], ["--schedule zigzag", "1f1b, gpipe, "]),
         ({"--stages": "0"}, [], ["--stages 0", "at least 1"]),
         ({"--micro-batches": "-3"}, [], ["--micro-batches -3", "at least 1"]),
         ({"--stages": "four"}, [], ["--stages", "'four'"]),
-        ({"--chunks": "2"}, [], ["--chunks 2", "only interleaved"]),
+        ({"--schedule": "gpipe", "--chunks": "2"}, [], ["--chunks 2", "one model chunk", "interleaved"]),
         ({"--chunks": "0"}, [], ["--chunks 0", "at least 1"]),
         ({"--schedule": "interleaved"}, [], ["--chunks 1", "at least 2"]),
         ({"--schedule": "interleaved", "--chunks": "2", "--micro-batches": "6"}, [], ["--micro-batches 6", "multiple"]),
@@ -43,13 +43,13 @@ def options(changes: dict[str, str], *flags: str) -> list[str]:
         ({"--stages": "1"}, ["--bpipe"], ["--bpipe", "at least 2 stages"]),
         ({"--schedule": "2bw", "--stages": "12"}, [], ["--micro-batches 8", "stages (12)", "use 12 or more"]),
         ({"--schedule": "2bw", "--batches": "0"}, [], ["--batches 0", "at least 1"]),
-        ({"--schedule": "2bw", "--chunks": "2"}, [], ["--chunks 2", "only interleaved"]),
+        ({"--schedule": "2bw", "--chunks": "2"}, [], ["--chunks 2", "one model chunk"]),
         ({"--schedule": "2bw", "--stages": "1"}, ["--bpipe"], ["--bpipe", "at least 2 stages"]),
         ({"--batches": "2"}, [], ["--batches 2", "1f1b flushes after every batch", "schedule 2bw"]),
         ({"--group-size": "2"}, [], ["--group-size 2", "1f1b groups no micro-batches", "schedule kfkb"]),
         ({"--schedule": "kfkb", "--group-size": "0"}, [], ["--group-size 0", "at least 1"]),
         ({"--schedule": "kfkb", "--group-size": "auto"}, [], ["--group-size", "auto is chosen in a run"]),
-        ({"--schedule": "kfkb", "--chunks": "2"}, [], ["--chunks 2", "only interleaved"]),
+        ({"--schedule": "kfkb", "--chunks": "2"}, [], ["--chunks 2", "one model chunk"]),
         ({"--picture": "/nowhere/p.png"}, [], ["--picture", "no folder /nowhere"]),
         ({"--picture": "p.svg"}, [], ["--picture", ".png"]),
         ({"--trace": "/"}, [], ["--trace", "is a folder"]),
@@ -88,13 +88,12 @@ def test_times(option: str, value: str, said: str, capsys: pytest.CaptureFixture
         ([], "COMMAND"),
         (["frobnicate"], "'frobnicate'"),
         (["schedule"], "--schedule"),
-        (["simulate", "--st", "4"], "--sta"),
+        (["simulate", "--schedule", "1f1b", "--micro-batches", "4"], "--stages"),
     ],
 )
 def test_incomplete_command_lines(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = refusal(capsys, *argv)
     assert said in line
-    assert "--help" in line
 
 
 def test_a_disk_error_while_writing_is_one_line(

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from evenpipe.deepspeed.lowering import EvictActivations, ProgramSchedule
+from evenpipe.deepspeed.lowering import ProgramSchedule
 from evenpipe.schedule import BACKWARD, FORWARD, lower
 from tests.schedules import build
 
@@ -27,10 +27,10 @@ def test_a_stage_does_what_its_program_says_and_ends_as_deepspeed_does() -> None
 def test_pairs_trade_by_instructions_of_their_own() -> None:
     evictor = _instructions("1f1b", 4, 8, 0, bpipe=True)
     acceptor = _instructions("1f1b", 4, 8, 3, bpipe=True)
-    evictions = evictor.count(EvictActivations.__name__)
+    evictions = evictor.count("Evict")
     assert evictions > 0
-    assert evictions == evictor.count("LoadActivations")
-    assert evictions == acceptor.count("AcceptActivations") == acceptor.count("ReturnActivations")
+    assert evictions == evictor.count("Load")
+    assert evictions == acceptor.count("Accept") == acceptor.count("Return")
 
 
 @pytest.mark.parametrize(("name", "held"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8] * 4), ("kfkb", [8, 6, 4, 2])])

@@ -118,17 +118,17 @@ def train(rank: int, case: Case) -> dict[str, object]:
     connections = connect(range(case.stages), links(loop(case.stages), case.bpipe), "gloo", torch.device("cpu"))
     paired = Paired()
     executor = Executor(rank, connections, torch.device("cpu"), stage.module.parameters(), paired)
-    stream = stream(case.stages, case.micro_batches, case.bpipe)
+    steps_of = stream(case.stages, case.micro_batches, case.bpipe)
     losses, called = [], 0
     for batch in range(BATCHES):
-        executor.advance(stream.program, stream.call(rank, called, case.update_early), stage)
+        executor.advance(steps_of.program, steps_of.call(rank, called, case.update_early), stage)
         stage.submit()
         first = called * case.micro_batches
         called += 1
         if stage.losses:
             losses.append([stage.losses[first + i].item().hex() for i in range(case.micro_batches)])
         if batch in (*case.breaks, BATCHES - 1):
-            executor.break_off(stream.owed(rank, called - 1))
+            executor.break_off(steps_of.owed(rank, called - 1))
             stage.update(batch)
             stage.forget(batch + 1)
             assert not paired.open, "nothing is under way"

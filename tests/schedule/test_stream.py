@@ -96,7 +96,8 @@ def test_without_bpipe_nothing_is_owed():
 
 
 def test_a_call_far_along_is_an_early_one_moved():
-    stream = stream_of(6, 8, bpipe=True)  # partners trade every 4, 3 or 2 micro-batches: together every 12, or 3 batches
+    # Partners trade every 4, 3 or 2 micro-batches: together every 12, or 3 batches.
+    stream = stream_of(6, 8, bpipe=True)
     batches = 3 * 10**6
     for stage in range(6):
         near, far = stream.call(stage, 4), stream.call(stage, 4 + batches)

@@ -15,7 +15,11 @@ def test_nothing_asked_for_is_a_run_without_evenpipe():
     ("setting", "value", "said"),
     [
         ("schedule", "1f2b", "1f2b: unknown schedule, did you mean 1f1b?"),
-        ("schedule", "zigzag", "zigzag: unknown schedule, choose one of gpipe, 1f1b, interleaved, kfkb, 2bw"),
+        (
+            "schedule",
+            "zigzag",
+            "zigzag: unknown schedule, choose one of 1f1b, gpipe, 2bw, interleaved, kfkb, zb-h1, v-half",
+        ),
         ("bpipe", "perhaps", "perhaps: must be a valid boolean, unable to interpret input"),
         ("group_size", "0", "0: must be greater than or equal to 1 or 'auto'"),
         ("group_size", "all", "all: must be a valid integer, unable to parse string as an integer or 'auto'"),

@@ -55,7 +55,7 @@ def program_from(arguments: Namespace) -> Program:
         for option, fixed in (("stages", table and table.stages), ("micro_batches", table and table.micro_batches)):
             if getattr(arguments, option) is None:
                 if fixed is None:
-                    raise UsageError(f"--{option.replace('_', '-')}: how many? only a table (file:PATH) says it itself")
+                    raise UsageError(f"--{option.replace('_', '-')}: how many? Only a table (file:PATH) says it itself")
                 setattr(arguments, option, fixed)
         # Three batches show the start, the steady state and the end of a stream.
         batches = arguments.batches if arguments.batches is not None else 3 if "stream" in spec.needs else 1

@@ -30,7 +30,7 @@ def build(spec: Spec | str, size: Size, bpipe: bool = False) -> Program:
     if spec.table is not None:
         if bpipe != any(spec.table.evictions):
             evicts, remedy = ("nothing", "leave bpipe out") if bpipe else ("to partner stages", "add bpipe")
-            raise ScheduleError(f"bpipe: the table of {spec.name} evicts {evicts}, and is carried out as it is: {remedy}")
+            raise ScheduleError(f"bpipe: the table of {spec.name} evicts {evicts}, and is run as it is: {remedy}")
         return verify(spec.table, pairs=bpipe)
     rows = tuple(map(tuple, spec.order(size)))
     places = spec.places(size)

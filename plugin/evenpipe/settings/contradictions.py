@@ -15,7 +15,7 @@ class Contradiction(NamedTuple):
     """A `setting` that `holds` says cannot be had with the others: what is wrong, and what to do.
 
     In both texts {group_size} stands for the setting's name and {group_size:auto} for the setting with that value
-    ({bpipe:true} for true), as the front end writes them.
+    ({bpipe:true} for true, {schedule:=} for that which is asked for), as the front end writes them.
     """
 
     setting: str
@@ -26,7 +26,7 @@ class Contradiction(NamedTuple):
 
 def contradiction_in(config: EvenPipeConfig, spelling: Spelling, rows: Sequence[Contradiction]) -> str | None:
     """One line for the first of `rows` that holds: the setting with its value, what is wrong, what to do; or None."""
-    names = {setting: _Mention(setting, spelling) for setting in type(config).model_fields}
+    names = {setting: _Mention(setting, getattr(config, setting), spelling) for setting in type(config).model_fields}
     for setting, holds, wrong, remedy in rows:
         if holds(config):
             head = spelling.head(setting, getattr(config, setting))
@@ -38,10 +38,11 @@ class _Mention(NamedTuple):
     """A setting amid a text: `format` writes it, with the value that the specification gives."""
 
     setting: str
+    asked: Any
     spelling: Spelling
 
     def __format__(self, value: str) -> str:
-        given: Any = True if value == "true" else value or None
+        given: Any = {"=": self.asked, "true": True, "": None}.get(value, value)
         return self.spelling.mention(self.setting, given)
 
 
@@ -85,13 +86,13 @@ CONTRADICTIONS: Final = (
     Contradiction(
         "bpipe",
         lambda config: config.bpipe and config.schedule is not None and config.spec.balanced is None,
-        "the schedule leaves nothing to level between stages",
+        "with {schedule:=} all stages hold the same, so there is nothing to level",
         "use 1f1b",
     ),
     Contradiction(
         "trace",
         lambda config: config.trace is not None and config.bpipe and "stream" in config.spec.needs,
-        "without flushes and with {bpipe:true} partners are amid transfers between batches, where a trace begins",
+        "with {schedule:=} and {bpipe:true} partners are amid transfers between batches, where a trace begins",
         "leave one of them out",
     ),
 )

@@ -121,7 +121,7 @@ class TrainOptions(BaseModel):
         """Processes: stages × data-parallel × tensor-parallel."""
         return self.stages * self.data_parallel * self.tensor_parallel
 
-    @cached_property
+    @property
     def programs(self) -> Programs:
         """The schedule that these options ask for, for any size. Raises ScheduleError when there is none."""
         return Programs(choose(self.schedule), self.bpipe)
