@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from evenpipe.cli.parser import UsageError
 from evenpipe.cli.progress import training_progress
-from evenpipe.train.engine import ENGINES
+from evenpipe.train.engines import ENGINES
 from evenpipe.train.launch import StageFailed, Stopped, run_cases
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.result import RunResult

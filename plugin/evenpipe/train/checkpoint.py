@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 from evenpipe.report.files import check_writable
-from evenpipe.train.engine import ENGINES
+from evenpipe.train.engines import ENGINES
 from evenpipe.train.flags import OptionsError, flag
 from evenpipe.train.options import TrainOptions
 

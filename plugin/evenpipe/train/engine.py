@@ -1,16 +1,13 @@
-"""What a training run needs of an engine, and the engines by name.
-
-An engine is a package that `ENGINES` names by its path, so that nothing of it is imported before a process trains with
-it. Its module `engine` fulfils `EngineModule`; a fork server imports its module `preload`.
-"""
+"""What a training run needs of an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import import_module
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+from evenpipe.train.engines import ENGINES
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
     from evenpipe.train.recorder import Recorder
     from evenpipe.tuner.tuner import Retune
 
-__all__ = ["ENGINES", "Case", "Coordinates", "Engine", "EnginePackage", "KeptBytes", "OptimizerStep", "Tuned"]
+__all__ = ["Case", "Coordinates", "Engine", "EngineModule", "KeptBytes", "OptimizerStep", "Tuned", "engine_module"]
 
 
 class Case(NamedTuple):
@@ -140,29 +137,6 @@ class EngineModule(Protocol):
         """The engine of one run, ready to train inside; needs torch.distributed initialised. Leaves nothing behind."""
 
 
-class EnginePackage(NamedTuple):
-    """Where an engine is: the path of its package, and whose checkpoints it goes on from.
-
-    `offers` is what schedules may need of it, `requires` what must be installed: (import name, what to say if not).
-    """
-
-    framework: str
-    path: str
-    offers: frozenset[str]
-    requires: tuple[str, str] | None = None
-
-    def module(self) -> EngineModule:
-        """Import the engine."""
-        return cast(EngineModule, import_module(f"{self.path}.engine"))
-
-
-_MEGATRON: Final = "evenpipe.megatron.train_engine"
-_MEGATRON_CORE: Final = ("megatron", "megatron-core is not installed: pip install 'evenpipe[megatron]'")
-#: By the value of --engine.
-ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType(
-    {
-        "evenpipe": EnginePackage("megatron", _MEGATRON, frozenset({"chunks", "groups", "stream"}), _MEGATRON_CORE),
-        "megatron": EnginePackage("megatron", _MEGATRON, frozenset({"chunks"}), _MEGATRON_CORE),
-        "module": EnginePackage("module", "evenpipe.train.module", frozenset({"chunks", "groups"})),
-    }
-)
+def engine_module(name: str) -> EngineModule:
+    """Import the engine that --engine calls `name`."""
+    return cast(EngineModule, import_module(f"{ENGINES[name].path}.engine"))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from evenpipe.train.device_type import device_type
-from evenpipe.train.engine import ENGINES
+from evenpipe.train.engines import ENGINES
 from evenpipe.train.journal import STOPPED_STATUS, Failure, Iteration, JournalReader, Note, Saved
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.result import RunResult

@@ -45,18 +45,19 @@ class ModulePipeline:
         if len(ranks) != schedule.stages:
             raise ValueError(f"program: is for {schedule.stages} stages, but the group has {len(ranks)} ranks")
         self.stage = ranks.index(dist.get_rank())
-        self.chunks = [part(chunk * schedule.stages + self.stage) for chunk in range(schedule.chunks)]
-        self.is_last = self.stage == schedule.stages - 1
+        places = schedule.places
+        self.chunks = [part(places.position(self.stage, chunk)) for chunk in range(places.chunks)]
+        self.is_first, self.is_last = (self.stage == end.stage for end in (places.first, places.last))
+        self._loss_chunk = places.last.chunk if self.is_last else None
         #: Of the micro-batches of the last batch, where the model ends.
         self.losses: list[Tensor] = []
         self._program = program
         self._loss = loss
         self._boundary = boundary
         backend = "nccl" if boundary.device.type == "cuda" else "gloo"
-        bpipe = any(schedule.evictions)
-        connections = connect(ranks, schedule.chunks > 1, bpipe, backend, boundary.device)
+        connections = connect(ranks, program.links, backend, boundary.device)
         self.executor = Executor(
-            self.stage, connections, boundary.device, self.parameters(), observer, measure or bpipe
+            self.stage, connections, boundary.device, self.parameters(), observer, measure or program.pairs
         )
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -71,7 +72,7 @@ class ModulePipeline:
         ends, None elsewhere. Raises ValueError where they cannot be shared out.
         """
         count, self.losses = self._program.schedule.micro_batches, []
-        first = _shares("inputs", inputs, count) if self.stage == 0 else ()
+        first = _shares("inputs", inputs, count) if self.is_first else ()
         last = _shares("targets", targets, count) if self.is_last else ()
 
         def share_of_loss(micro_batch: int, output: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class ModulePipeline:
             self.losses.append(loss.detach())
             return loss / count
 
-        stage = ModuleStage(self.chunks, self._boundary, first.__getitem__, share_of_loss, self.is_last)
+        stage = ModuleStage(self.chunks, self._boundary, first.__getitem__, share_of_loss, self._loss_chunk)
         self.executor.run(self._program, stage)
         return torch.stack(self.losses).mean() if self.is_last else None
 

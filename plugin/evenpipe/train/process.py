@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from evenpipe.train.engine import ENGINES
+from evenpipe.train.engine import engine_module
 from evenpipe.train.failure import FailureContext
 from evenpipe.train.journal import STOPPED_STATUS, Failure, Iteration, Note, Saved, append
 from evenpipe.train.options import OptionsError, TrainOptions
@@ -50,7 +50,7 @@ def train_cases(cases: tuple[TrainOptions, ...], device_type: str, journal: str)
     failure = FailureContext(0)
     try:
         device = _device(device_type)
-        ENGINES[cases[0].engine].module().prepare(device)
+        engine_module(cases[0].engine).prepare(device)
         store = next(rendezvous("env://", timeout=_TIMEOUT))[0]
         stop = None
         if any(options.save is not None for options in cases):

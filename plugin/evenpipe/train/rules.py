@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from evenpipe.schedule import FORWARD, ScheduleError
+from evenpipe.schedule import FORWARD, ScheduleError, check_offers
 from evenpipe.settings import (
     COMMAND,
     CONTRADICTIONS,
@@ -14,6 +14,7 @@ from evenpipe.settings import (
     in_flags,
 )
 from evenpipe.train.device_type import device_type
+from evenpipe.train.engines import ENGINES
 
 if TYPE_CHECKING:
     from evenpipe.train.options import TrainOptions
@@ -67,7 +68,9 @@ def _schedule_exists(options: TrainOptions) -> None:
         raise ValueError(f"{asked}: one stage is no pipeline: use --schedule 1f1b, or at least 2 stages")
     if options.engine == "megatron" and options.bpipe:
         raise ValueError("--bpipe: Megatron has no such schedule: use --engine evenpipe")
+    engine = ENGINES[options.engine]
     try:
+        check_offers(options.programs.spec, engine.offers, engine.called)
         _ = options.program
     except ScheduleError as error:
         raise ValueError(in_flags(error)) from None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from evenpipe.runtime.exchange import Exchange
 from evenpipe.schedule import FORWARD, Action
 from evenpipe.train import data
-from evenpipe.train.engine import ENGINES, Case, Engine, OptimizerStep
+from evenpipe.train.engine import Case, Engine, OptimizerStep, engine_module
 from evenpipe.train.failure import FailureContext
 from evenpipe.train.gather import Found, Share, combine, gather, highest
 from evenpipe.train.options import TrainOptions
@@ -55,7 +55,7 @@ def run_case(
     rank, recorder = dist.get_rank(), Recorder(failure)
     note = events.note if rank == 0 else _nothing
     case = Case(options, data.load(options), device, failure, recorder, note)
-    with ENGINES[options.engine].module().opened(case) as engine:
+    with engine_module(options.engine).opened(case) as engine:
         first = load(options, engine, rank, note)
         engine.begin(first)
         found = iterate(case, engine, first, _ending(case, engine, stop, host_group, events), events)

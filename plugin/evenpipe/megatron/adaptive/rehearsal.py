@@ -18,7 +18,7 @@ from evenpipe.megatron.supported import CoreRelease
 from evenpipe.planner import Measured
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.store import ActivationStore
-from evenpipe.schedule import BACKWARD, FORWARD, Unit, build
+from evenpipe.schedule import BACKWARD, FORWARD, Size, Unit, build
 
 __all__ = ["Rehearsal", "workspace_bytes"]
 

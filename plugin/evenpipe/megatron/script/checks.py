@@ -9,11 +9,12 @@ from typing import Final, NamedTuple
 
 import torch
 
-from evenpipe.megatron.refusals import refused_settings, refused_with_tuning
+from evenpipe.megatron.refusals import OFFERS, refused_settings, refused_with_tuning
 from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.megatron.script.two_buffered.checks import refused_arguments
 from evenpipe.report import check_writable
 from evenpipe.runtime.device_queues import ONE_QUEUE, one_queue
+from evenpipe.schedule import ScheduleError, check_offers
 from evenpipe.settings import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, FLAGS, EvenPipeConfig, contradiction_in, flag
 
 __all__ = ["check"]
@@ -53,6 +54,11 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
     rows = CONTRADICTIONS if torch.cuda.is_available() else (*CONTRADICTIONS, *CONTRADICTIONS_ON_CPU)
     if (line := contradiction_in(config, FLAGS, rows)) is not None:
         raise ArgumentError(line)
+    try:
+        check_offers(config.spec, OFFERS, "megatron-core")
+    except ScheduleError as error:
+        said = str(error).removeprefix(f"schedule={config.spec.name}")
+        raise ArgumentError(f"{flag('schedule')} {config.schedule}{said}") from None
     if config.active:
         for rule in _with_megatrons(config, args):
             if rule.broken:

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.executor import Observer
-from evenpipe.schedule import FORWARD, Action, lower
+from evenpipe.schedule import FORWARD, Action
 from evenpipe.train.data import MicroBatch
 from evenpipe.train.engine import Case, Coordinates, KeptBytes, OptimizerStep, Tuned
 from evenpipe.train.gather import digest
 from evenpipe.train.module.model import Part, initialised_piece, pieces_of
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.pipeline import ModulePipeline
-from evenpipe.tuner.optimizer_state import bytes_to_come
+from  import bytes_to_come
 
 __all__ = ["ModuleEngine", "clip", "learning_rate", "loss_of", "make_optimizer", "opened", "prepare", "squares"]
 
@@ -67,7 +67,7 @@ class ModuleEngine(Observer):
             options.micro_batch_size, options.seq_length, options.hidden, dtype=dtype, device=case.device
         )
         self._pipeline_group = pipeline
-        self.pipeline = ModulePipeline(part, lower(options.plan), loss_of, boundary, pipeline, self, measure=True)
+        self.pipeline = ModulePipeline(part, options.program, loss_of, boundary, pipeline, self, measure=True)
         self._parts = [chunk for chunk in self.pipeline.chunks if isinstance(chunk, Part)]
         self.optimizer = make_optimizer(options, self.pipeline.parameters())
 

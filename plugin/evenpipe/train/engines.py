@@ -1,0 +1,45 @@
+"""The engines by name.
+
+An engine is a package that `ENGINES` names by its path, so that nothing of it is imported before a process trains with
+it. Its module `engine` fulfils `evenpipe.train.engine.EngineModule`; a fork server imports its module `preload`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from evenpipe.schedule import Need
+
+__all__ = ["ENGINES", "EnginePackage"]
+
+
+class EnginePackage(NamedTuple):
+    """Where an engine is: the path of its package, and whose checkpoints it goes on from.
+
+    `called` is its name in a line, `offers` what schedules may need of it, `requires` what must be installed: (import
+    name, what to say if not).
+    """
+
+    framework: str
+    path: str
+    called: str
+    offers: frozenset[Need]
+    requires: tuple[str, str] | None = None
+
+
+_MEGATRON: Final = "evenpipe.megatron.train_engine"
+_MEGATRON_CORE: Final = ("megatron", "megatron-core is not installed: pip install 'evenpipe[megatron]'")
+#: By the value of --engine.
+ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType(
+    {
+        "evenpipe": EnginePackage(
+            "megatron", _MEGATRON, "megatron-core", frozenset(["chunks", "groups", "stream"]), _MEGATRON_CORE
+        ),
+        "megatron": EnginePackage("megatron", _MEGATRON, "--engine megatron", frozenset(["chunks"]), _MEGATRON_CORE),
+        "module": EnginePackage(
+            "module", "evenpipe.train.module", "--engine module", frozenset(["chunks", "groups", "split", "vee"])
+        ),
+    }
+)
