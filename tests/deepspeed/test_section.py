@@ -22,13 +22,13 @@ def test_a_misspelt_section_is_no_stock_run() -> None:
 def test_values_have_the_types_of_json() -> None:
     section = section_of({"evenpipe": {"schedule": "kfkb", "group_size": 2, "bpipe": True, "partition": [0, 3, 5]}})
     assert section is not None
-    assert (section.name, section.group_size, section.bpipe, section.partition) == ("kfkb", 2, True, (0, 3, 5))
+    assert (section.spec.name, section.group_size, section.bpipe, section.partition) == ("kfkb", 2, True, (0, 3, 5))
 
 
 def test_an_empty_section_is_1f1b() -> None:
     section = section_of({"evenpipe": {"partition": None, "pair_adjacent": None}})
     assert section is not None
-    assert (section.name, section.bpipe, section.partition, section.pair_adjacent) == ("1f1b", False, None, None)
+    assert (section.spec.name, section.bpipe, section.partition, section.pair_adjacent) == ("1f1b", False, None, None)
 
 
 def test_auto_leaves_to_evenpipe_what_null_does() -> None:
@@ -72,7 +72,8 @@ def test_a_dictionary_may_have_a_path() -> None:
         ),
         (
             {"schedule": "interleaved"},
-            "evenpipe.schedule: interleaved is not available with DeepSpeed yet: choose one of 1f1b, gpipe, kfkb, 2bw",
+            'evenpipe.schedule: "interleaved": needs several model chunks a stage, which DeepSpeed\'s engine does not '
+            "offer: choose one of 1f1b, gpipe, 2bw, kfkb",
         ),
         (
             {"group_size": "auto"},

@@ -69,7 +69,9 @@ class SteppedModule(ModuleStage):
         self.held: list[list[torch.Tensor]] = []
         self.micro_batches = micro_batches
         self.first = 0  # the batch with which the stream begins
-        super().__init__([self.module], torch.empty(ROWS, WIDTH), self._sample, self._loss, place == stages - 1)
+        super().__init__(
+            [self.module], torch.empty(ROWS, WIDTH), self._sample, self._loss, 0 if place == stages - 1 else None
+        )
 
     def _number(self, micro_batch: int) -> int:
         return self.first * self.micro_batches + micro_batch

@@ -23,8 +23,10 @@ REFUSED = [
         "--chunks 2: --schedule 1f1b has one model chunk a stage: use --schedule interleaved, or leave --chunks out",
     ),
     ({"schedule": "interleaved"}, "--chunks 1: interleaved needs at least 2 model chunks a stage"),
-    ({"schedule": "zigzag"}, "--schedule zigzag: unknown schedule, choose one of 1f1b, gpipe, 2bw, "
-        "interleaved, kfkb, zb-h1, v-half"),
+    (
+        {"schedule": "zigzag"},
+        "--schedule zigzag: unknown schedule, choose one of 1f1b, gpipe, 2bw, interleaved, kfkb, zb-h1, v-half",
+    ),
     ({"engine": "megatron", "bpipe": True}, "--bpipe: Megatron has no such schedule: use --engine evenpipe"),
     (
         {"engine": "megatron", "schedule": "gpipe"},
