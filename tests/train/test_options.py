@@ -19,8 +19,8 @@ REFUSED = [
     ({"micro_batches": 0}, "--micro-batches 0: must be greater than or equal to 1"),
     ({"stages": "four"}, "--stages four: must be a valid integer, unable to parse string as an integer"),
     (
-        {"chunks": 2},
-        "--chunks 2: --schedule 1f1b has one model chunk a stage: use --schedule interleaved, or leave --chunks out",
+        {"schedule": "gpipe", "chunks": 2},
+        "--chunks 2: gpipe has one model chunk a stage; interleaved has as many as you like",
     ),
     ({"schedule": "interleaved"}, "--chunks 1: interleaved needs at least 2 model chunks a stage"),
     (
@@ -46,7 +46,7 @@ REFUSED = [
     ),
     (
         {"schedule": "kfkb", "chunks": 2},
-        "--chunks 2: --schedule kfkb has one model chunk a stage: use --schedule interleaved, or leave --chunks out",
+        "--chunks 2: kfkb has one model chunk a stage; interleaved has as many as you like",
     ),
     ({"group_size": 2}, "--group-size 2: 1f1b groups no micro-batches: give 1, or choose schedule kfkb"),
     (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -32,8 +32,6 @@ _FLAGS = MappingProxyType(
 )
 
 
-#: Schedules of pipelines with one model chunk a stage only.
-_ONE_CHUNK: Final = ("gpipe", "kfkb", "2bw")
 
 
 class _Rule(NamedTuple):
