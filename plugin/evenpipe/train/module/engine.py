@@ -20,7 +20,7 @@ from evenpipe.train.gather import digest
 from evenpipe.train.module.model import Part, initialised_piece, pieces_of
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.pipeline import ModulePipeline
-from  import bytes_to_come
+from evenpipe.tuner.process_memory import static_bytes
 
 __all__ = ["ModuleEngine", "clip", "learning_rate", "loss_of", "make_optimizer", "opened", "prepare", "squares"]
 
@@ -110,8 +110,8 @@ class ModuleEngine(Observer):
         # Counters of steps are numbers, in tensors of no dimension.
         state = [value for each in self.optimizer.state.values() for value in each.values()]
         kept = [value for value in state if torch.is_tensor(value) and value.dim()]
-        total = sum(tensor.nbytes for tensor in (*parameters, *gradients, *kept))
-        return KeptBytes(sum(parameter.nbytes for parameter in parameters), 0, 0, total + bytes_to_come(self.optimizer))
+        static = static_bytes([*parameters, *gradients, *kept], [self.optimizer])
+        return KeptBytes(sum(parameter.nbytes for parameter in parameters), 0, 0, static)
 
     def weights(self) -> dict[tuple[int, int], str]:
         return {(number, 0): digest([piece]) for part in self._parts for number, piece in part.numbered()}
