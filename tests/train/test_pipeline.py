@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evenpipe.schedule import build, lower
+from evenpipe.schedule import Size, build
 from evenpipe.train.pipeline import ModulePipeline
 
 MICRO_BATCHES = 3
@@ -29,7 +29,7 @@ def made(stages: int) -> ModulePipeline:
         torch.manual_seed(position)
         return torch.nn.Linear(4, 4)
 
-    program = lower(build("1f1b", stages, MICRO_BATCHES))
+    program = build("1f1b", Size(stages, MICRO_BATCHES))
     return ModulePipeline(part, program, torch.nn.functional.mse_loss, boundary=torch.empty(2, 4))
 
 
