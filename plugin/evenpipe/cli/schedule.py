@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -17,12 +20,17 @@ from evenpipe.cli.options import (
     title_of,
     write_reports,
 )
-from evenpipe.cli.parser import Commands
-from evenpipe.report import Timeline, timeline_grid
-from evenpipe.schedule import Schedule
+from evenpipe.cli.parser import Commands, UsageError
+from evenpipe.cli.values import output_file
+from evenpipe.report import Timeline, timeline_grid, write_atomically
+from evenpipe.schedule import Schedule, ScheduleError, torch_csv
 from evenpipe.simulate import Costs, Wire, simulate
 
 __all__ = ["add_to"]
+
+EVENPIPE: Final = "evenpipe"
+#: What --out writes.
+FORMATS: Final[Mapping[str, Callable[[Schedule], str]]] = MappingProxyType({EVENPIPE: str, "torch-csv": torch_csv})
 
 # A schedule has no times of its own; it is drawn with the usual ratios: a backward takes two forwards, a transfer half.
 _FORWARD_MS, _BACKWARD_MS, _TRANSFER_MS = 1.0, 2.0, 0.5
@@ -33,11 +41,18 @@ def add_to(commands: Commands) -> None:
     text = "show which actions every stage carries out, in which order"
     document = (
         "--json prints a document evenpipe.schedule/1: the actions of each stage (F3, B3: forward and backward of "
-        "micro-batch 3; E, L, A, R: transfers of bpipe; U0: the update of batch 0, 2bw only), the bound, and each "
-        "stage's peak_live and evictions."
+        "micro-batch 3; D3, W3: the latter's halves; E, L, A, R: transfers of bpipe; U0: the update of batch 0, 2bw "
+        "only), the bound, and each stage's peak_live and evictions."
     )
     parser = commands.add_parser("schedule", help=text, description=f"{text.capitalize()}.", epilog=document)
     add_schedule_options(parser)
+    parser.add_argument("--out", type=output_file, metavar="S.txt", help="write it: --schedule file:S.txt runs it")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default=EVENPIPE,
+        help="of --out: evenpipe, or torch-csv, as torch.distributed.pipelining reads it (default %(default)s)",
+    )
     add_output_options(parser)
     parser.set_defaults(run=_run)
 
@@ -46,6 +61,8 @@ def _run(arguments: Namespace) -> None:
     program = program_from(arguments)
     schedule = program.schedule
     title = title_of(schedule, arguments.bpipe)
+    if arguments.out is not None:
+        _write(arguments.out, arguments.format, schedule)
     if arguments.picture or arguments.trace:
         transfer = Wire(transmit_ms=_TRANSFER_MS)
         costs = Costs(
@@ -62,6 +79,15 @@ def _run(arguments: Namespace) -> None:
     console.print(title, style="bold", highlight=False)
     console.print(timeline_grid(program, console.width))
     console.print(_table(schedule))
+
+
+def _write(path: Path, form: str, schedule: Schedule) -> None:
+    try:
+        write_atomically(path, FORMATS[form](schedule))
+    except ScheduleError as error:
+        raise UsageError(f"--format {form}: {error}") from error
+    except OSError as error:
+        raise UsageError(f"--out {path}: {error.strerror}; choose a path that can be written") from error
 
 
 def _document(schedule: Schedule, bpipe: bool) -> dict[str, Any]:

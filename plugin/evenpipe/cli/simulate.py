@@ -40,6 +40,12 @@ def add_to(commands: Commands) -> None:
     group.add_argument(
         "--backward-ms", type=durations_ms, default=(2.0,), metavar="T[,T...]", help="one, or one a stage (default 2)"
     )
+    group.add_argument(
+        "--weight-gradient-ms",
+        type=durations_ms,
+        metavar="T[,T...]",
+        help="the part of --backward-ms that weight gradients take, where backwards are split (default half of it)",
+    )
     group.add_argument("--link-ms", type=duration_ms, default=0.0, metavar="T", help="neighbour transfer (default 0)")
     group.add_argument("--transfer-ms", type=duration_ms, default=0.0, metavar="T", help="evict or load (default 0)")
     group.add_argument("--synchronous-transfers", action="store_true", help="evictors wait for evictions and loads")
@@ -51,13 +57,17 @@ def _run(arguments: Namespace) -> None:
     program = program_from(arguments)
     schedule = program.schedule
     link, transfer = Wire(transmit_ms=arguments.link_ms), Wire(transmit_ms=arguments.transfer_ms)
-    costs = Costs(
-        forward_ms=_per_stage("--forward-ms", arguments.forward_ms, schedule.stages),
-        backward_ms=_per_stage("--backward-ms", arguments.backward_ms, schedule.stages),
-        wires={"forward": link, "backward": link, "evict": transfer, "load": transfer},
-        synchronous_transfers=arguments.synchronous_transfers,
-    )
+    weights = arguments.weight_gradient_ms
+    if weights is not None:
+        weights = _per_stage("--weight-gradient-ms", weights, schedule.stages)
     try:
+        costs = Costs(
+            forward_ms=_per_stage("--forward-ms", arguments.forward_ms, schedule.stages),
+            backward_ms=_per_stage("--backward-ms", arguments.backward_ms, schedule.stages),
+            wires={"forward": link, "backward": link, "evict": transfer, "load": transfer},
+            synchronous_transfers=arguments.synchronous_transfers,
+            weight_gradient_ms=weights,
+        )
         simulation = simulate(program, costs)
     except SimulationError as error:
         raise UsageError(str(error)) from error

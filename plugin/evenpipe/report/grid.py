@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.text import Text
 
 from evenpipe.report.palette import COLOURS, NAMES
-from evenpipe.schedule import COMPUTE, Action, Kind, Program
+from evenpipe.schedule import COMPUTE, INPUT_GRADIENT, Action, Kind, Program
 from evenpipe.simulate import Costs, Span, simulate
 
 __all__ = ["timeline_grid"]
@@ -27,8 +27,10 @@ def timeline_grid(program: Program, width: int = 120) -> Text:
                        E1       (starts when F1 has ended, runs beside F2)
     """
     schedule = program.schedule
-    whole_stage = (float(schedule.chunks),) * schedule.stages  # so that each action takes 1
-    simulation = simulate(program, Costs(forward_ms=whole_stage, backward_ms=whole_stage))
+    # So that each action takes 1, or, where some backwards are split, a whole one 2.
+    forward_ms = (float(schedule.chunks),) * schedule.stages
+    split = any(action.kind == INPUT_GRADIENT for row in schedule.actions for action in row)
+    simulation = simulate(program, Costs(forward_ms, tuple(time * (1 + split) for time in forward_ms)))
     stages = [_lines(spans) for spans in simulation.timeline]
 
     label = len(f"stage {schedule.stages - 1}") + 2

@@ -36,6 +36,7 @@ from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.spec import Drawing, Need, Size, Spec
 from evenpipe.schedule.stream import Stream
 from evenpipe.schedule.topology import Link, Message, links, partner
+from evenpipe.schedule.torch_table import torch_csv
 from evenpipe.schedule.verify import verify
 from evenpipe.schedule.versions import required_version
 
@@ -91,6 +92,7 @@ __all__ = [
     "parse",
     "partner",
     "required_version",
+    "torch_csv",
     "vee",
     "verify",
     "without_cycle_collector",

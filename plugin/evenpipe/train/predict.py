@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from statistics import median
 
-from evenpipe.schedule import BACKWARD, FORWARD, Kind, Program, Size
+from evenpipe.schedule import KINDS, Cost, Program, Size
 from evenpipe.simulate import Costs, Simulation, Span, simulate
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.result import RunResult
@@ -27,10 +28,13 @@ def predict(program: Program, result: RunResult) -> Simulation:
 
     Links are free. Times and bytes are those of single actions, so that how they add up is the simulation's own.
     """
-    chunks = program.schedule.chunks
+    taken = [_through_the_stage(spans, program.schedule.chunks) for spans in result.spans]
+    halves = [(costs.get("input_gradient", 0.0), costs.get("weight_gradient", 0.0)) for costs in taken]
+    whole = [costs.get("backward", sum(half)) for costs, half in zip(taken, halves, strict=True)]
     costs = Costs(
-        forward_ms=tuple(_through_the_stage(FORWARD, spans, chunks) for spans in result.spans),
-        backward_ms=tuple(_through_the_stage(BACKWARD, spans, chunks) for spans in result.spans),
+        forward_ms=tuple(costs["forward"] for costs in taken),
+        backward_ms=tuple(whole),
+        weight_gradient_ms=tuple(weight for _, weight in halves),
     )
     return simulate(program, costs, result.unit_bytes)
 
@@ -40,5 +44,10 @@ def predicted_peaks(prediction: Simulation, result: RunResult) -> tuple[int, ...
     return result.predicted_saved_bytes or tuple(stage.peak_bytes for stage in prediction.stages)
 
 
-def _through_the_stage(kind: Kind, spans: Iterable[Span], chunks: int) -> float:
-    return chunks * median(span.end_ms - span.start_ms for span in spans if span.action.kind == kind)
+def _through_the_stage(spans: Iterable[Span], chunks: int) -> dict[Cost, float]:
+    """What each kind of compute that there is takes for one micro-batch, in all chunks of a stage."""
+    taken: dict[Cost, list[float]] = defaultdict(list)
+    for action, start_ms, end_ms in spans:
+        if (cost := KINDS[action.kind].cost) is not None:
+            taken[cost].append(end_ms - start_ms)
+    return {cost: chunks * median(times) for cost, times in taken.items()}

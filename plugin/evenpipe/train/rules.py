@@ -48,9 +48,10 @@ def fits_this_machine(options: TrainOptions) -> None:
 
 def _model_fits_its_ranks(options: TrainOptions) -> None:
     layers, heads, hidden, ranks = options.layers, options.heads, options.hidden, options.tensor_parallel
-    parts = options.stages * options.chunks
+    chunks = options.plan.chunks
+    parts = options.stages * chunks
     if layers % parts:
-        what = f"--stages {options.stages}" + (f" × --chunks {options.chunks}" if options.chunks > 1 else "")
+        what = f"--stages {options.stages}" + (f" × --chunks {chunks}" if chunks > 1 else "")
         raise ValueError(f"--layers {layers}: not divisible by {what}: make it a multiple of {parts}")
     if hidden % heads:
         raise ValueError(f"--hidden {hidden}: not divisible by --heads {heads}: make it a multiple of {heads}")
@@ -154,8 +155,8 @@ def _fault_happens(options: TrainOptions) -> None:
 #: In the order in which they are checked; each takes the options for granted that those before it have checked.
 RULES: Final = (
     fits_this_machine,
-    _model_fits_its_ranks,
     _schedule_exists,
+    _model_fits_its_ranks,
     _settings_go_together,
     _engine_knows_its_settings,
     _optimizer_knows_its_settings,

@@ -136,7 +136,7 @@ def _loss(of_micro_batches: Sequence[float], iteration: int, case: Case) -> floa
     """The mean over the micro-batches of this replica."""
     for micro_batch, value in enumerate(of_micro_batches):
         if case.options.precision != "fp16" and not math.isfinite(value):
-            case.failure.enter(str(Action(FORWARD, micro_batch, case.options.chunks - 1)))
+            case.failure.enter(str(Action(FORWARD, micro_batch, case.options.plan.places.last.chunk)))
             raise FloatingPointError(
                 f"loss is {value} in iteration {iteration + 1}, micro-batch {micro_batch}: "
                 "use a smaller --lr, a longer --lr-warmup, or --load from before it"
