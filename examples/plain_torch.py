@@ -5,7 +5,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from evenpipe.schedule import Size, build
+from evenpipe.schedule import Size, build, choose
 from evenpipe.train.pipeline import ModulePipeline
 
 
@@ -16,7 +16,8 @@ def part(position: int) -> torch.nn.Module:
 
 
 dist.init_process_group("gloo")
-program = build(sys.argv[1] if len(sys.argv) > 1 else "1f1b", Size(stages=dist.get_world_size(), micro_batches=8))
+schedule = choose(sys.argv[1] if len(sys.argv) > 1 else "1f1b")  # a name, or file:PATH
+program = build(schedule, Size(stages=dist.get_world_size(), micro_batches=8))
 pipeline = ModulePipeline(part, program, torch.nn.functional.mse_loss, boundary=torch.empty(4, 64))
 optimizer = torch.optim.Adam(pipeline.parameters())
 inputs = torch.randn(8 * 4, 64, generator=torch.Generator().manual_seed(0))

@@ -40,6 +40,10 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "bf16, 2F2B, BPipe": {"precision": "bf16", "schedule": "kfkb", "group_size": 2, "bpipe": True},
     "BERT, SGD": {"model": "bert", "optimizer": "sgd", "momentum": 0.9, "lr": 0.1},
+    "zb-h1": {"schedule": "zb-h1"},
+    "v-half": {"schedule": "v-half"},
+    "bf16, zb-h1": {"precision": "bf16", "schedule": "zb-h1"},
+    "bf16, v-half": {"precision": "bf16", "schedule": "v-half"},
     "interleaved": {"schedule": "interleaved", "chunks": 2, "micro_batches": 8},
     "one stage": {"stages": 1},
 }
@@ -99,19 +103,21 @@ def test_losses_and_weights_are_those_of_a_loop_in_one_process(results: dict[str
 
 
 def test_weights_do_not_depend_on_the_cut_or_the_schedule(results: dict[str, RunResult]) -> None:
-    same = ["1f1b", "1f1b, BPipe", "gpipe", "2F2B", "2F2B, BPipe", "one stage"]
+    same = ["1f1b", "1f1b, BPipe", "gpipe", "2F2B", "2F2B, BPipe", "zb-h1", "v-half", "one stage"]
     assert len({(results[name].losses, results[name].weights_sha256) for name in same}) == 1
-    assert results["bf16"].weights_sha256 == results["bf16, 2F2B, BPipe"].weights_sha256
+    assert len({result.weights_sha256 for name, result in results.items() if name.startswith("bf16")}) == 1
     assert results["bf16"].losses != results["1f1b"].losses
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_peaks_are_as_predicted(results: dict[str, RunResult], name: str) -> None:
     options, result = options_of(**CASES[name]), results[name]
-    prediction = predict(options.plan, result)
+    prediction = predict(options.program, result)
     assert [stage.peak_live for stage in result.stages] == [stage.peak_live for stage in prediction.stages]
     for found, predicted in zip(result.stages, prediction.stages, strict=True):
-        assert found.peak_saved_bytes == pytest.approx(predicted.peak_bytes, rel=0.02)
+        # The first half of a backward lets go of some of what was saved, in the head above all.
+        least = 0.8 if options.schedule in ("zb-h1", "v-half") else 0.98
+        assert least < found.peak_saved_bytes / predicted.peak_bytes < 1.02
     assert [stage.evicted_bytes > 0 for stage in result.stages] == [count > 0 for count in options.plan.evictions]
 
 
@@ -144,7 +150,7 @@ def test_a_failure_names_stage_and_action() -> None:
         ({"recompute": "full"}, "--recompute full: --engine module has none"),
         ({"distributed_optimizer": True}, "--distributed-optimizer: --engine module has none"),
         ({"overlap_grad_reduce": True}, "--overlap-grad-reduce: --engine module has none"),
-        ({"schedule": "2bw"}, "--schedule 2bw: needs batches without a flush between"),
+        ({"schedule": "2bw"}, "--schedule 2bw: needs batches without a flush between, which --engine module"),
         ({"schedule": "kfkb", "group_size": "auto", "memory_gib": 1}, "--group-size auto: --engine module"),
     ],
 )

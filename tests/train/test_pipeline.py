@@ -24,12 +24,12 @@ def pipeline(tmp_path: Path) -> Iterator[ModulePipeline]:
         dist.destroy_process_group()
 
 
-def made(stages: int) -> ModulePipeline:
+def made(stages: int, schedule: str = "1f1b") -> ModulePipeline:
     def part(position: int) -> torch.nn.Module:
         torch.manual_seed(position)
         return torch.nn.Linear(4, 4)
 
-    program = build("1f1b", Size(stages, MICRO_BATCHES))
+    program = build(schedule, Size(stages, MICRO_BATCHES))
     return ModulePipeline(part, program, torch.nn.functional.mse_loss, boundary=torch.empty(2, 4))
 
 
@@ -54,6 +54,12 @@ def test_what_cannot_be_shared_out_is_refused(pipeline: ModulePipeline) -> None:
         pipeline.step(torch.empty(4, 4), torch.empty(6, 4))
     with pytest.raises(ValueError, match="targets: 2 entries for 3 micro-batches: give one for each"):
         pipeline.step(torch.empty(6, 4), [torch.empty(2, 4)] * 2)
+
+
+def test_a_stream_is_refused(pipeline: ModulePipeline) -> None:
+    said = "schedule=2bw: needs batches without a flush between, which ModulePipeline does not offer: choose one of"
+    with pytest.raises(ValueError, match=said):
+        made(1, "2bw")
 
 
 def test_a_program_for_other_stages_is_refused(pipeline: ModulePipeline) -> None:

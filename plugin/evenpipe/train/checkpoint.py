@@ -18,8 +18,7 @@ from typing import BinaryIO, Final, NamedTuple
 
 from evenpipe.report.files import check_writable
 from evenpipe.train.engines import ENGINES
-from evenpipe.train.flags import OptionsError, flag
-from evenpipe.train.options import TrainOptions
+from evenpipe.train.options import OptionsError, TrainOptions, flag
 
 __all__ = ["Checkpoint", "Draft", "check", "find", "rank_file", "refuse_misfit"]
 

@@ -6,7 +6,7 @@ import os
 import signal
 
 from evenpipe.schedule import Action
-from evenpipe.train.options import Fault
+from evenpipe.train.fields import Fault
 
 __all__ = ["FailureContext"]
 

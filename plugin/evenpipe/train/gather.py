@@ -19,7 +19,7 @@ __all__ = ["Found", "Share", "combine", "digest", "gather", "highest"]
 class Found(NamedTuple):
     """What one process saw of the iterations from `first` on.
 
-    `losses` is empty but on the last stage; `grad_norms` and `skipped` are as in RunResult, and the same everywhere.
+    `losses` is empty but where the model ends; `grad_norms` and `skipped` are as in RunResult, and the same everywhere.
     """
 
     first: int
@@ -64,21 +64,21 @@ def combine(shares: Sequence[Share]) -> RunResult:
     """One result from all shares. Raises RuntimeError when data-parallel replicas ended with different weights."""
     stages = 1 + max(share.at.stage for share in shares)
     by_stage = [[share for share in shares if share.at.stage == stage] for stage in range(stages)]
-    last = [share.found for share in by_stage[-1] if share.at.shard == 0]
+    ending = [share.found for share in shares if share.found.losses and share.at.shard == 0]
     first_replica = sorted((share for share in shares if share.at.replica == share.at.shard == 0), key=_place)
     return RunResult(
-        losses=tuple(map(_mean, zip(*(found.losses for found in last), strict=True))),
+        losses=tuple(map(_mean, zip(*(found.losses for found in ending), strict=True))),
         weights_sha256=_weights(shares),
         iteration_ms=tuple(map(max, zip(*(share.found.iteration_ms for share in shares), strict=True))),
         stages=tuple(highest(share.found.measured for share in row) for row in by_stage),
         unit_bytes=tuple(share.unit_bytes for share in first_replica),
         spans=_from_common_start([share.spans for share in first_replica]),
-        first_iteration=last[0].first,
-        grad_norms=last[0].grad_norms,
-        skipped_iterations=last[0].skipped,
+        first_iteration=ending[0].first,
+        grad_norms=ending[0].grad_norms,
+        skipped_iterations=ending[0].skipped,
         weight_versions_peak=max(share.found.weight_versions for share in shares),
-        retunes=last[0].tuned.retunes,
-        predicted_saved_bytes=last[0].tuned.predicted_saved_bytes,
+        retunes=ending[0].tuned.retunes,
+        predicted_saved_bytes=ending[0].tuned.predicted_saved_bytes,
     )
 
 

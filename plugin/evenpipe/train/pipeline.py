@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.stage import ModuleStage
-from evenpipe.schedule import Program
+from evenpipe.schedule import Program, Spec, check_offers, needs_of
+from evenpipe.train.engines import ENGINES
 
 __all__ = ["ModulePipeline"]
 
@@ -28,7 +29,8 @@ class ModulePipeline:
     group: the ranks of the pipeline, stage by stage; all ranks, if left out.
     observer: is told of every action; with `measure`, `executor.counter` knows what this stage saves.
 
-    All ranks of the group make it alike. Raises ValueError where `program` is not for such a group.
+    All ranks of the group make it alike. Raises ValueError where `program` is not for such a group, or needs what
+    this engine does not offer.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class ModulePipeline:
         schedule, ranks = program.schedule, dist.get_process_group_ranks(group)
         if len(ranks) != schedule.stages:
             raise ValueError(f"program: is for {schedule.stages} stages, but the group has {len(ranks)} ranks")
+        check_offers(Spec.of(schedule, needs_of(schedule)), ENGINES["module"].offers, "ModulePipeline")
         self.stage = ranks.index(dist.get_rank())
         places = schedule.places
         self.chunks = [part(places.position(self.stage, chunk)) for chunk in range(places.chunks)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from evenpipe.schedule import FORWARD, ScheduleError, check_offers
 from evenpipe.settings import (
@@ -15,9 +15,7 @@ from evenpipe.settings import (
 )
 from evenpipe.train.device_type import device_type
 from evenpipe.train.engines import ENGINES
-
-if TYPE_CHECKING:
-    from evenpipe.train.options import TrainOptions
+from evenpipe.train.fields import TrainFields
 
 __all__ = ["RULES", "fits_this_machine"]
 
@@ -36,7 +34,7 @@ _PLAIN_TORCH: Final[dict[str, tuple[object, ...]]] = {
 _MEGATRONS: Final = ("1f1b", "interleaved")
 
 
-def fits_this_machine(options: TrainOptions) -> None:
+def fits_this_machine(options: TrainFields) -> None:
     if options.world_size > _MOST_PROCESSES:
         raise ValueError(
             f"--stages {options.stages}: with --data-parallel {options.data_parallel} and --tensor-parallel "
@@ -46,7 +44,7 @@ def fits_this_machine(options: TrainOptions) -> None:
         raise ValueError("--data: no file named: give a text file, or builtin")
 
 
-def _model_fits_its_ranks(options: TrainOptions) -> None:
+def _model_fits_its_ranks(options: TrainFields) -> None:
     layers, heads, hidden, ranks = options.layers, options.heads, options.hidden, options.tensor_parallel
     chunks = options.plan.chunks
     parts = options.stages * chunks
@@ -61,7 +59,7 @@ def _model_fits_its_ranks(options: TrainOptions) -> None:
         raise ValueError(f"--tensor-parallel {ranks}: does not divide --heads {heads}: use a divisor of it")
 
 
-def _schedule_exists(options: TrainOptions) -> None:
+def _schedule_exists(options: TrainFields) -> None:
     asked = f"--schedule {options.schedule}"
     if options.engine == "megatron" and options.schedule not in _MEGATRONS:
         raise ValueError(f"{asked}: Megatron has no such schedule: use --engine evenpipe")
@@ -77,7 +75,7 @@ def _schedule_exists(options: TrainOptions) -> None:
         raise ValueError(in_flags(error)) from None
 
 
-def _settings_go_together(options: TrainOptions) -> None:
+def _settings_go_together(options: TrainFields) -> None:
     shared = ("schedule", "bpipe", "group_size", "retune_interval", "memory_gib")
     config = EvenPipeConfig.of(**{setting: getattr(options, setting) for setting in shared})
     on_cpu = options.group_size == "auto" and device_type(options.world_size) == "cpu"
@@ -86,7 +84,7 @@ def _settings_go_together(options: TrainOptions) -> None:
         raise ValueError(line)
 
 
-def _engine_knows_its_settings(options: TrainOptions) -> None:
+def _engine_knows_its_settings(options: TrainFields) -> None:
     if options.engine != "module":
         return
     for name, known in _PLAIN_TORCH.items():
@@ -97,7 +95,7 @@ def _engine_knows_its_settings(options: TrainOptions) -> None:
         raise ValueError("--group-size auto: --engine module chooses none: give a number, or use --engine evenpipe")
 
 
-def _optimizer_knows_its_settings(options: TrainOptions) -> None:
+def _optimizer_knows_its_settings(options: TrainFields) -> None:
     if options.momentum and options.optimizer == "adam":
         raise ValueError(f"--momentum {options.momentum}: is of SGD: use --optimizer sgd, or leave --momentum out")
     if options.distributed_optimizer and options.optimizer != "adam":
@@ -114,7 +112,7 @@ def _optimizer_knows_its_settings(options: TrainOptions) -> None:
         )
 
 
-def _saved_somewhere(options: TrainOptions) -> None:
+def _saved_somewhere(options: TrainFields) -> None:
     if options.save_interval and options.save is None:
         raise ValueError(f"--save-interval {options.save_interval}: no folder to save to: give --save DIR")
     for name, folder in (("--save", options.save), ("--load", options.load)):
@@ -122,7 +120,7 @@ def _saved_somewhere(options: TrainOptions) -> None:
             raise ValueError(f"{name}: no folder named: give one, or leave {name} out")
 
 
-def _fault_happens(options: TrainOptions) -> None:
+def _fault_happens(options: TrainFields) -> None:
     if options.fault_at is None:
         if options.fault_kind != "raise":
             raise ValueError(f"--fault-kind {options.fault_kind}: at no place: give --fault-at STAGE:ACTION")

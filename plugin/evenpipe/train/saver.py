@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from evenpipe.train.checkpoint import Draft, find, rank_file, refuse_misfit
 from evenpipe.train.engine import Case, Engine
-from evenpipe.train.flags import OptionsError
-from evenpipe.train.options import TrainOptions
+from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.stopping import Agreement
 
 __all__ = ["NotSaved", "Saver", "load"]

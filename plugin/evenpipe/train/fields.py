@@ -1,0 +1,146 @@
+"""The options of `evenpipe train`, each with its type, bounds, default and help, and what follows from them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Final, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from evenpipe.schedule import Action, Program, Programs, Schedule, Size, choose, names, parse
+
+__all__ = ["BUILTIN_TEXT", "Fault", "TrainFields"]
+
+BUILTIN_TEXT: Final = "builtin"
+
+_FaultKind = Literal["raise", "nan", "kill"]
+
+
+class Fault(NamedTuple):
+    """A rehearsed failure of `stage` at `action`, in the second iteration (which is number 1).
+
+    In a stream of batches the action's micro-batch tells the iteration: its first actions are carried out in the first.
+    """
+
+    stage: int
+    action: Action
+    kind: _FaultKind
+    iteration: int | None
+
+
+class TrainFields(BaseModel):
+    """A training run whose options have not been checked against each other; immutable.
+
+    The fields' descriptions are the help of the command-line flags.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: Literal["gpt", "bert"] = Field("gpt", description="gpt | bert")
+    layers: int = Field(8, ge=1, description="transformer layers of the whole model")
+    hidden: int = Field(128, ge=1, description="hidden size")
+    heads: int = Field(4, ge=1, description="attention heads")
+    seq_length: int = Field(128, ge=2, description="tokens (bytes of text) in a sample")
+    untie_embeddings: bool = Field(
+        False, description="give the output layer weights of its own (--engine module: always)"
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout of hidden states and attention")
+    data: str = Field(BUILTIN_TEXT, description="a text file, or builtin: text that comes with Python")
+
+    stages: int = Field(4, ge=1, description="pipeline stages")
+    data_parallel: int = Field(1, ge=1, description="data-parallel replicas")
+    tensor_parallel: int = Field(1, ge=1, description="tensor-parallel ranks of every stage")
+    chunks: int = Field(1, ge=1, description="model chunks a stage (interleaved only)")
+
+    micro_batch_size: int = Field(1, ge=1, description="samples in a micro-batch")
+    micro_batches: int = Field(8, ge=1, description="micro-batches in an iteration of each replica")
+    iterations: int = Field(5, ge=1, description="optimizer steps, those before a --load among them")
+    seed: int = Field(1234, ge=0, lt=2**31, description="of weights, samples and dropout")
+
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="of the model: fp32 | bf16 | fp16; the optimizer's is always fp32"
+    )
+    initial_loss_scale: float = Field(
+        65536.0, ge=1, allow_inf_nan=False, description="where the dynamic loss scale of fp16 starts"
+    )
+    optimizer: Literal["adam", "sgd"] = Field("adam", description="adam | sgd")
+    momentum: float = Field(0.0, ge=0, lt=1, description="of SGD")
+    weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False, description="weight decay")
+    lr: float = Field(1e-3, gt=0, description="learning rate")
+    lr_warmup: int = Field(0, ge=0, description="iterations in which the learning rate rises to --lr")
+    lr_decay: Literal["none", "cosine"] = Field("none", description="none | cosine (to a tenth in the last iteration)")
+    clip_grad: float = Field(1.0, ge=0, description="clip the gradient to this norm; 0 does not clip")
+    distributed_optimizer: bool = Field(False, description="share the optimizer's state out between replicas")
+
+    schedule: str = Field("1f1b", description=" | ".join((*names(), "file:PATH")))
+    group_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        1, description="micro-batches in a row (kfkb only): a number, or auto, which is chosen again as links change"
+    )
+    retune_interval: int | None = Field(
+        None,
+        ge=1,
+        description="iterations between two choices of --group-size auto; as many as an hour takes, if left out",
+    )
+    memory_gib: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="what --group-size auto may use on each device; nine tenths of a GPU's, if left out",
+    )
+    engine: Literal["evenpipe", "megatron", "module"] = Field(
+        "evenpipe",
+        description="who carries the schedule out: evenpipe (in megatron-core) | megatron (its own functions) | "
+        "module (plain PyTorch)",
+    )
+    bpipe: bool = Field(False, description="level the stages' memory by evicting to partner stages")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="what the backward computes again: none | selective (attention) | full (each layer)"
+    )
+    overlap_grad_reduce: bool = Field(False, description="reduce gradients between replicas during the last backward")
+
+    save: str | None = Field(None, description="folder for checkpoints: one at the end, and one on SIGTERM")
+    save_interval: int = Field(0, ge=0, description="also save whenever so many iterations are done; 0: only then")
+    load: str | None = Field(None, description="go on from the latest checkpoint in this folder")
+    fault_at: str | None = Field(
+        None, description="fault drill: fail at STAGE:ACTION (1:B3, 0:E1) in the 2nd iteration, to rehearse a failure"
+    )
+    fault_kind: _FaultKind = Field("raise", description="how: raise | nan (of a forward's output) | kill (the process)")
+
+    @property
+    def world_size(self) -> int:
+        """Processes: stages × data-parallel × tensor-parallel."""
+        return self.stages * self.data_parallel * self.tensor_parallel
+
+    @property
+    def programs(self) -> Programs:
+        """The schedule that these options ask for, for any size. Raises ScheduleError when there is none."""
+        return Programs(choose(self.schedule), self.bpipe)
+
+    @property
+    def streams(self) -> bool:
+        """Whether batches are not flushed."""
+        return "stream" in self.programs.spec.needs
+
+    @cached_property
+    def program(self) -> Program:
+        """The verified program of these options, auto being 1. Raises ScheduleError when there is none."""
+        group_size = 1 if self.group_size == "auto" else self.group_size
+        batches = min(self.iterations, 3) if self.streams else 1
+        return self.programs(Size(self.stages, self.micro_batches, self.chunks, group_size, batches))
+
+    @property
+    def plan(self) -> Schedule:
+        """The schedule of `program`."""
+        return self.program.schedule
+
+    @cached_property
+    def fault(self) -> Fault | None:
+        """The rehearsed failure, if one is asked for."""
+        if self.fault_at is None:
+            return None
+        stage, _, text = self.fault_at.partition(":")
+        action = parse(text)
+        if self.streams:
+            action = action._replace(micro_batch=action.micro_batch + self.micro_batches)
+            return Fault(int(stage), action, self.fault_kind, None)
+        return Fault(int(stage), action, self.fault_kind, 1)
