@@ -61,10 +61,12 @@ def offered(offers: frozenset[Need]) -> list[str]:
 
 
 def check_offers(spec: Spec, offers: frozenset[Need], engine: str) -> None:
-    """Raises :class:`ScheduleError`, one line, if ``engine`` cannot carry the schedule out."""
+    """Raises :class:`ScheduleError`, one line, if ``engine`` cannot carry the schedule out in a run."""
     missing = [words for need, words in NEEDS.items() if need in spec.needs - offers]
     if missing:
         raise ScheduleError(
             f"schedule={spec.name}: needs {' and '.join(missing)}, which {engine} does not offer: choose one of "
             f"{', '.join(offered(offers))}"
         )
+    if "stream" in spec.needs and spec.update_follows is None:
+        raise ScheduleError(f"schedule={spec.name}: ends with its last batch, and a run goes on: choose 2bw")

@@ -27,7 +27,7 @@ class Stream:
 
     def __init__(self, spec: Spec, stages: int, micro_batches: int, bpipe: bool = False) -> None:
         if spec.update_follows is None:
-            raise ScheduleError(f"schedule={spec.name}: ends with its last batch, and a run has no last one: use 2bw")
+            raise ScheduleError(f"schedule={spec.name}: flushes, or ends with its last batch: choose 2bw")
         self._size = spec.fitted(Size(stages, micro_batches))
         self._update_follows = spec.update_follows
         self.stages = stages

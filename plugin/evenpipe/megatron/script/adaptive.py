@@ -208,4 +208,3 @@ def _log(line: str) -> None:
     from megatron.training import print_rank_last
 
     print_rank_last(f" [evenpipe] {line}")
-

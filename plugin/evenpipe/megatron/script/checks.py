@@ -14,7 +14,7 @@ from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.megatron.script.two_buffered.checks import refused_arguments
 from evenpipe.report import check_writable
 from evenpipe.runtime.device_queues import ONE_QUEUE, one_queue
-from evenpipe.schedule import ScheduleError, check_offers
+from evenpipe.schedule import ScheduleError, Size, Spec, check_offers
 from evenpipe.settings import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, FLAGS, EvenPipeConfig, contradiction_in, flag
 
 __all__ = ["check"]
@@ -30,8 +30,6 @@ _FLAGS = MappingProxyType(
         "nccl_ub": "--use-nccl-ub",
     }
 )
-
-
 
 
 class _Rule(NamedTuple):
@@ -54,9 +52,11 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
         raise ArgumentError(line)
     try:
         check_offers(config.spec, OFFERS, "megatron-core")
+        if config.spec.table is not None:
+            _fit_table(config.spec, args)
     except ScheduleError as error:
-        said = str(error).removeprefix(f"schedule={config.spec.name}")
-        raise ArgumentError(f"{flag('schedule')} {config.schedule}{said}") from None
+        said = str(error).removeprefix(f"schedule={config.spec.name}: ")
+        raise ArgumentError(f"{flag('schedule')} {config.schedule}: {said}") from None
     if config.active:
         for rule in _with_megatrons(config, args):
             if rule.broken:
@@ -68,6 +68,13 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
             theirs = _FLAGS.get(refusal.setting, f"--{refusal.setting.replace('_', '-')}")
             setting = f"{theirs}{refusal.value}"
             raise ArgumentError(f"{asked}: {setting} {refusal.reason}: {refusal.remedy}")
+
+
+def _fit_table(spec: Spec, args: Namespace) -> None:
+    """Raise ScheduleError where a table is of another size than the run, whose batches are then all of one."""
+    batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    spec.fitted(Size(args.pipeline_model_parallel_size, batches, chunks))
 
 
 def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...]:
