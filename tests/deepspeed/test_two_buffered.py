@@ -179,7 +179,7 @@ def test_what_two_buffered_cannot_do_is_said_in_one_line(results: list[Any]) -> 
 def test_another_data_iterator_and_one_that_ended_are_said_in_one_line(results: list[Any]) -> None:
     said = [one.splitlines() for one in results[-1][0]["said"]]
     assert [len(one) for one in said] == [1, 1, 1]
-    assert "train_batch was given another data iterator when 3 micro-batches had been read ahead" in said[0][0]
+    assert "this batch was given another data iterator when 3 micro-batches had been read ahead" in said[0][0]
     assert "the data iterator ended within this batch" in said[1][0]
     assert "the data iterator ended within this batch" in said[2][0]
-    assert all("call engine.drain() before a new one" in one for (one,) in said)
+    assert all("call drain() before a new one" in one for (one,) in said)

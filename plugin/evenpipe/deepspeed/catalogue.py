@@ -10,7 +10,7 @@ from typing import Any, Final
 from evenpipe.deepspeed.checkpointing import checkpointing_patches
 from evenpipe.deepspeed.start import engine_patches, start_patches
 from evenpipe.deepspeed.supported import DEEPSPEED, RELEASES, expectations
-from evenpipe.deepspeed.two_buffered.ending import ending_patches
+from evenpipe.delayed.ending import ending_patches
 from evenpipe.upstream import UpstreamError
 from evenpipe.upstream.findings import Findings, ReadVersion, find_by_import, find_in_source
 from evenpipe.upstream.items import Item, Purpose, expected_item, patch_items

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from evenpipe.deepspeed.boundary import Boundary
 from evenpipe.deepspeed.checkpointing import show_saved_tensors
-from evenpipe.deepspeed.log import told_of
+from evenpipe.deepspeed.log import log_batch
 from evenpipe.deepspeed.lowering import ACTIONS, ProgramSchedule
 from evenpipe.deepspeed.refusals import refuse_unsupported
 from evenpipe.deepspeed.section import Section, in_its_words, section_of
 from evenpipe.deepspeed.stage import EngineStage
 from evenpipe.deepspeed.trace import trace_of
+from evenpipe.delayed import StepLog
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Program, Programs, ScheduleError, Size, Step, Unit, links, loop
@@ -33,6 +34,9 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
     passes, what ends a batch, evaluation and checkpoints are DeepSpeed's own. `executor.counter` knows what this stage
     holds if `executor.measure` is set.
     """
+
+    #: What follows DeepSpeed's log under a schedule without flushes.
+    step_log: StepLog | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,7 +55,7 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """DeepSpeed's, under EvenPipe's schedule."""
-        with told_of(self):
+        with log_batch(self):
             loss: Tensor = super().train_batch(data_iter)
         return loss
 

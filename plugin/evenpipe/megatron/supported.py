@@ -7,7 +7,16 @@ from types import MappingProxyType
 
 from evenpipe.upstream import Distribution, Expectation
 
-__all__ = ["MEGATRON_CORE", "RELEASES", "SCHEDULES", "CoreRelease", "installed_release", "recorded", "since"]
+__all__ = [
+    "MEGATRON_CORE",
+    "RELEASES",
+    "SCHEDULES",
+    "CoreRelease",
+    "installed_release",
+    "recorded",
+    "since",
+    "verify_two_buffered",
+]
 
 MEGATRON_CORE = Distribution("megatron-core", version_at="megatron.core:__version__")
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -100,6 +109,45 @@ _SIGNATURES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 
 
+# What 2BW calls of megatron-core beyond its schedules.
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+_SELF = since({"0.14": "(self)"})
+
+_OF_TWO_BUFFERED = MappingProxyType(
+    {
+        "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32": since(
+            {"0.14": "(parameters, max_norm, total_norm, use_decoupled_grad=False)"}
+        ),
+        f"{_OPTIMIZER}:MegatronOptimizer.get_grad_stats_parallel_group": _SELF,
+        f"{_OPTIMIZER}:MegatronOptimizer.get_parameters": _SELF,
+        f"{_OPTIMIZER}:FP32Optimizer.prepare_grads": _SELF,
+        f"{_OPTIMIZER}:FP32Optimizer.step_with_ready_grads": _SELF,
+        f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads": _SELF,
+        f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads": _SELF,
+        f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads": _SELF,
+        f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._collect_main_grad_data_for_unscaling": _SELF,
+        f"{_DISTRIBUTED}._copy_model_grads_to_main_grads": _SELF,
+        f"{_DISTRIBUTED}._collect_main_grad_data_for_unscaling": _SELF,
+        f"{_DISTRIBUTED}._get_model_param_range_map": since({"0.14": "(self, param)"}),
+        f"{_DISTRIBUTED}.step_with_ready_grads": _SELF,
+        f"{_BUCKETS}.start_grad_sync": since({"0.14": "(self)", "0.16": "(self, force_all_reduce=False)"}),
+        f"{_BUCKETS}.finish_grad_sync": since({"0.14": "(self)", "0.16": "(self, force_all_reduce=False)"}),
+        f"{_BUCKETS}.start_param_sync": since({"0.14": "(self, force_sync=False)"}),
+        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer": _SELF,
+        "megatron.core.tensor_parallel.layers:param_is_not_tensor_parallel_duplicate": since(
+            {
+                "0.14": "(param)",
+                "0.16": "(param, tp_group=None)",
+                "0.19": "(param, tp_group=None, expert_tp_group=None)",
+            }
+        ),
+        "megatron.core.transformer.module:param_is_not_shared": since({"0.14": "(param)"}),
+    }
+)
+
+
 @dataclass(frozen=True)
 class CoreRelease:
     """One series of megatron-core, as far as its schedules are concerned.
@@ -161,3 +209,9 @@ def installed_release() -> CoreRelease:
 def recorded(symbol: str) -> Mapping[str, str]:
     """The recorded signature of `symbol` in every series that has it; what a Patch or an Expectation asks for."""
     return _SIGNATURES[symbol]
+
+
+def verify_two_buffered() -> None:
+    """Raise UpstreamError naming the first of what 2BW calls that is not as recorded for the installed release."""
+    for symbol, signatures in _OF_TWO_BUFFERED.items():
+        Expectation(symbol, MEGATRON_CORE, signatures).verify()

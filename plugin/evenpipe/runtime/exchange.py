@@ -24,6 +24,13 @@ class Exchange:
         self._gathering: tuple[dist.Work, tuple[Tensor, Tensor], Tensor] | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def among_all(cls, columns: int, device: torch.device) -> Exchange:
+        """One for all ranks of the job, which make it at the same point."""
+        world = dist.group.WORLD
+        assert world is not None, "torch.distributed has been started"
+        return cls(world, columns, device)
+
     @property
     def under_way(self) -> bool:
         """Whether a row has been given whose answer has not been taken."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evenpipe.megatron.script.two_buffered.exit import ExitQuestions
+from evenpipe.megatron.script.two_buffered.exit import ExitDecision
 
 
 @pytest.fixture
@@ -34,9 +34,9 @@ class Megatron:
 def test_a_yes_is_heard_one_iteration_later(cause, alone, monkeypatch):
     args = Namespace(exit_signal_handler=cause == "signal", exit_duration_in_mins=5 if cause == "duration" else None)
     said, ended = [False, False, True, True], []
-    monkeypatch.setattr(ExitQuestions, "_got_signal" if cause == "signal" else "_time_is_up", lambda self: said.pop(0))
-    questions, megatron = ExitQuestions(args, lambda: ended.append(len(megatron.asked))), Megatron(args)
-    answers = [questions.ask(megatron.decide) for _ in range(4)]
+    monkeypatch.setattr(ExitDecision, "_got_signal" if cause == "signal" else "_time_is_up", lambda self: said.pop(0))
+    decision, megatron = ExitDecision(args, lambda: ended.append(len(megatron.asked))), Megatron(args)
+    answers = [decision.made_by(megatron.decide) for _ in range(4)]
     assert answers == [False, False, False, True]
     quiet = (False, None)
     assert megatron.asked == [quiet, quiet, quiet, (cause == "signal", 5 if cause == "duration" else None)]
@@ -52,8 +52,8 @@ def test_without_the_flags_nobody_is_asked():
     """There is no process group that anybody could be asked in."""
     args = Namespace(exit_signal_handler=False, exit_duration_in_mins=None)
     ended = []
-    questions = ExitQuestions(args, lambda: ended.append(True))
-    assert not questions.ask(lambda: False)
+    decision = ExitDecision(args, lambda: ended.append(True))
+    assert not decision.made_by(lambda: False)
     assert not ended
-    assert questions.ask(lambda: True)  # --exit-interval
+    assert decision.made_by(lambda: True)  # --exit-interval
     assert ended

@@ -1,84 +1,45 @@
-"""What a DeepSpeed checkpoint lacks of 2BW: the older weight version, in a file of its own for each stage."""
+"""The side file of 2BW in a checkpoint of DeepSpeed's."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.deepspeed.saying import tell
-
-if TYPE_CHECKING:
-    from evenpipe.deepspeed.two_buffered.steps import DeferredSteps
+from evenpipe.delayed import DelayedSteps, side_file
 
 __all__ = ["resume", "save"]
 
-_FORMAT: Final = 2
 
-
-def save(engine: Any, steps: DeferredSteps, folder: str, tag: str) -> None:
+def save(engine: Any, steps: DelayedSteps, folder: str, tag: str) -> None:
     """Before DeepSpeed saves, which has the checkpoint loaded by its name from then on; `engine` has been drained.
 
-    Replicas hold the same weights: one of them writes.
+    Replicas hold the same weights: one of them writes. Raises RuntimeError, with one line, when it cannot.
     """
-    if engine.grid.get_data_parallel_id() != 0:
-        return
-    versions = steps.versions
-    before = versions.tensors(versions.latest - 1) if steps.batch > 0 else None
-    content = {
-        "format": _FORMAT,
-        "newest": _fingerprint(engine.module.parameters()),
-        "before": None if before is None else [tensor.detach().cpu() for tensor in before],
-        "skipped": steps.skipped,
-    }
-    path = _path(Path(folder, tag), engine.stage_id)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        torch.save(content, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    if engine.grid.get_data_parallel_id() == 0:
+        side_file.write(_path(Path(folder, tag), engine), tag, steps, _weights(engine))
 
 
-def resume(engine: Any, steps: DeferredSteps, loaded_from: str, goes_on: bool) -> None:
+def resume(engine: Any, steps: DelayedSteps, loaded_from: str, goes_on: bool) -> bool:
     """Give `steps` what was saved with the weights that DeepSpeed has loaded from this file; all ranks call it.
 
-    If any rank finds none (saved without 2BW, or on other stages), or the run does not go on from there, all start with
-    both versions as loaded.
+    Not if the run does not go on from there. Says whether it was found.
     """
-    path = _path(Path(loaded_from).parent, engine.stage_id)
-    found = torch.load(path, map_location="cpu", weights_only=True) if goes_on and path.exists() else None
-    if found is not None and (
-        found["format"] != _FORMAT or found["newest"] != _fingerprint(engine.module.parameters())
-    ):
-        found = None
-    missing = torch.tensor([float(found is None)], device=engine.device)
-    dist.all_reduce(missing)
-    complete = not missing.item()
-    if complete and found is not None:
-        steps.restart(found["before"], found["skipped"])
+    candidates = [_path(Path(loaded_from).parent, engine)] if goes_on else []
+    complete = side_file.resume(steps, candidates, _weights(engine), engine.device)
+    if complete:
         tell("2bw: both weight versions are as they were saved")
     else:
-        steps.restart(None)
         tell("warning: 2bw: both weight versions are the loaded one: no older one goes with it")
+    return complete
 
 
-def _path(checkpoint: Path, stage: int) -> Path:
-    return checkpoint / f"evenpipe_2bw_stage_{stage:02d}.pt"
+def _path(checkpoint: Path, engine: Any) -> Path:
+    return checkpoint / f"evenpipe_2bw_stage_{engine.stage_id:02d}.pt"
 
 
-def _fingerprint(parameters: Iterable[Tensor]) -> str:
-    digest = hashlib.sha256()
-    for parameter in parameters:
-        if getattr(parameter, "ds_pipe_replicated", False):
-            # Of a tied layer DeepSpeed saves the first stage's, whose parameters beside the tied one differ.
-            continue
-        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+def _weights(engine: Any) -> list[Tensor]:
+    """Of a tied layer DeepSpeed saves the first stage's, whose parameters beside the tied one differ."""
+    return [one for one in engine.module.parameters() if not getattr(one, "ds_pipe_replicated", False)]

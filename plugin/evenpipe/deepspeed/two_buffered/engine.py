@@ -11,15 +11,16 @@ from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from evenpipe.deepspeed.engine import EvenPipeEngine, goes_on
+from evenpipe.deepspeed.log import step_log
 from evenpipe.deepspeed.lowering import StreamSchedule
 from evenpipe.deepspeed.two_buffered import checkpoint
-from evenpipe.deepspeed.two_buffered.ending import drain_at_the_end, let_go
-from evenpipe.deepspeed.two_buffered.inputs import InputError, ReadAhead
 from evenpipe.deepspeed.two_buffered.kinds import gradients_of
 from evenpipe.deepspeed.two_buffered.losses import Losses
 from evenpipe.deepspeed.two_buffered.refusals import refuse_for_two_buffered
 from evenpipe.deepspeed.two_buffered.stage import StreamStage
-from evenpipe.deepspeed.two_buffered.steps import DeferredSteps
+from evenpipe.deepspeed.two_buffered.steps import EngineSteps
+from evenpipe.delayed import DelayedStream, InputError
+from evenpipe.delayed.ending import drain_at_the_end, let_go
 from evenpipe.schedule import Stream
 from evenpipe.upstream.ending import end_job
 
@@ -36,15 +37,14 @@ class TwoBufferedEngine(EvenPipeEngine):
 
     data_iterator: Any
     is_pipe_parallel: bool
-    _stream: Stream | None = None
+    _delayed: DelayedStream | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._inputs = ReadAhead()
-        self._stage: StreamStage | None = None
-        self._called = 0  # batches of the stream
+        self._delayed = DelayedStream(self._steps, self.evenpipe.bpipe)
         ranks = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
         self._losses = Losses(ranks, "nccl" if self.device.type == "cuda" else "gloo", self.device)
+        self._begin_log(resumed=False)
         drain_at_the_end(self)
 
     def drain(self) -> None:
@@ -53,24 +53,17 @@ class TwoBufferedEngine(EvenPipeEngine):
         Afterwards the module's parameters are the newest weights. What had been read for the dropped forwards will be
         read again. Nothing to do twice.
         """
-        if self._stream is None:
-            return
-        self.break_off()
-        self._steps.drain()
+        if self._delayed is not None:
+            self._steps.drain()
+            self._step_log.gathered()
 
     def break_off(self) -> None:
         """Settle what other stages are owed, and drop what has been forwarded; the last step stays to be made.
 
         Waits for nothing that another stage has not started yet.
         """
-        if self._stream is None:
-            return
-        self.executor.break_off(self._stream.owed(self.stage_id, self._called - 1))
-        self._losses.settle()
-        for of_kind in self.pipe_buffers.values():
-            of_kind[:] = [None] * len(of_kind)
-        self._inputs.rewind()
-        self._stream = self._stage = None
+        if self._delayed is not None:
+            self._delayed.break_off()
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's, on the newest weights."""
@@ -95,7 +88,7 @@ class TwoBufferedEngine(EvenPipeEngine):
         self.drain()
         found = super().load_checkpoint(*args, **kwargs)
         if found[0] is not None:
-            checkpoint.resume(self, self._steps, found[0], goes_on(self, *args, **kwargs))
+            self._begin_log(checkpoint.resume(self, self._steps, found[0], goes_on(self, *args, **kwargs)))
         return found
 
     def clip_fp32_gradients(self) -> None:
@@ -103,7 +96,8 @@ class TwoBufferedEngine(EvenPipeEngine):
 
     def destroy(self) -> None:
         """Drain, and let go."""
-        self.drain()
+        if self._delayed is not None:
+            self._step_log.close()
         let_go(self)
         self._losses.close()
         self._steps.close()
@@ -111,48 +105,44 @@ class TwoBufferedEngine(EvenPipeEngine):
 
     def __del__(self) -> None:
         # The process has failed, or its engine has been drained.
-        self._stream = None
+        self._delayed = None
         super().__del__()
 
+    def _begin_log(self, resumed: bool) -> None:
+        self.step_log = self._step_log = step_log(self)
+        self._step_log.begin(self._steps, self.global_steps, resumed)
+
     def _prepare(self) -> Iterable[Tensor]:
-        self._stream_of(self.micro_batches)
+        Stream(self.num_stages, self.micro_batches, self.evenpipe.bpipe)
         gradients = gradients_of(self)
         refuse_for_two_buffered(self, gradients)
         assert gradients is not None
-        self._steps = DeferredSteps(self, gradients)
+        self._steps = EngineSteps(self, gradients)
         return [*self.module.parameters(), *self._steps.versions.memory]
 
-    def _stream_of(self, micro_batches: int) -> Stream:
-        return Stream(self.evenpipe.spec, self.num_stages, micro_batches, self.evenpipe.bpipe)
-
     def _train(self, micro_batches: int) -> None:
-        if self._stream is not None and self._stream.micro_batches != micro_batches:
-            self.drain()
-        started = self._stream is None
-        if self._stream is None or self._stage is None:
-            self._stream, self._called = self._stream_of(micro_batches), 0
-        taken = self._stream.call(self.stage_id, self._called, self._steps.update_early)
-        ours = StreamSchedule(self._stream, self.stage_id, taken)
-        if started:
-            self._stage = StreamStage(self, self._boundary, self._stream, ours.buffer_of, self._steps)
-        assert self._stage is not None
+        delayed = self._delayed
+        assert delayed is not None, "the engine has been made"
+
+        def stage(stream: Stream) -> StreamStage:
+            return StreamStage(self, self._boundary, stream, self._steps, delayed, self._losses.settle)
+
         try:
-            self._inputs.start_batch(self.data_iterator, micro_batches)
-            self._steps.start_batch()
-            with self.executor.stretch(self._stream.program, self._stage) as self._take:
-                self._exec_schedule(ours)
+            sizes = self.num_stages, micro_batches
+            with delayed.call(self.executor, sizes, self.data_iterator, stage) as called:
+                self._take = called.take
+                self._exec_schedule(StreamSchedule(called.stream, self.stage_id, called.steps))
         except InputError as error:
             let_go(self)  # others are in the batch: nobody drains
             end_job(str(error))
-        self._called += 1
-        # Outside of a batch the parameters are what the last finished step made of them.
-        self._steps.versions.use(self._steps.versions.latest)
 
     def _next_batch(self) -> Any:
         source = self.data_iterator
-        if source is None:
+        if source is None or self._delayed is None:
             return super()._next_batch()
-        self.data_iterator = iter([self._inputs.read(source)])
+        inputs = self._delayed.inputs
+        inputs.start_forward()
+        self.data_iterator = inputs.standing_before(source)
         try:
             return super()._next_batch()
         finally:
@@ -165,18 +155,19 @@ class TwoBufferedEngine(EvenPipeEngine):
     def _aggregate_total_loss(self) -> Tensor:
         if not self.is_last_stage():
             named = self.module.get_additional_losses()
-            self.dp_group_loss, told, *others = self._losses.hear(2 + len(named or ())).unbind()
+            loss: Tensor
+            self.dp_group_loss, loss, *others = self._losses.receive(2 + len(named or ())).unbind()
             if named is not None:
                 self.agg_additional_losses = OrderedDict(zip(named, others, strict=True))
-            return told
-        # Told by ourselves: DeepSpeed's broadcast has stages wait for each other.
+            return loss
+        # Sent by ourselves: DeepSpeed's broadcast has stages wait for each other.
         broadcasts, self.is_pipe_parallel = self.is_pipe_parallel, False
         try:
-            loss: Tensor = super()._aggregate_total_loss()
+            loss = super()._aggregate_total_loss()
         finally:
             self.is_pipe_parallel = broadcasts
         additional: Iterable[Tensor] = (self.agg_additional_losses or {}).values()
-        self._losses.tell(torch.stack([self.dp_group_loss, loss, *additional]).float())
+        self._losses.send(torch.stack([self.dp_group_loss, loss, *additional]).float())
         return loss
 
     _INSTRUCTION_MAP = {**EvenPipeEngine._INSTRUCTION_MAP, schedule.OptimizerStep: _submit_step}  # noqa: RUF012

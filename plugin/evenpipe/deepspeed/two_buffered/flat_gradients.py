@@ -47,6 +47,9 @@ class FlatGradients(Gradients):
         group, place, view = self._views[id(weight)]
         return view if self._there[group][place] else None
 
+    def held_bytes(self, waits: bool) -> int:
+        return sum(kept.nbytes for kept in self._kept)
+
     def squares(self) -> Tensor:
         return sum_of_squares((weight, self.kept(weight)) for group in self._optimizer.bf16_groups for weight in group)
 
@@ -54,9 +57,9 @@ class FlatGradients(Gradients):
         optimizer = self._optimizer
         following = self._exchange(self._there)
         all_of, mpu = optimizer.get_grads_for_norm, optimizer.mpu
-        told = torch.tensor([norm], dtype=torch.float32, device=self._flat[0].device)
-        # The norm of what it is given as the gradients, over no other process, is the one that was told.
-        optimizer.get_grads_for_norm = lambda for_clipping=False: all_of(True) if for_clipping else ([told], {})
+        known = torch.tensor([norm], dtype=torch.float32, device=self._flat[0].device)
+        # The norm of what it is given as the gradients, over no other process, is the one that is known.
+        optimizer.get_grads_for_norm = lambda for_clipping=False: all_of(True) if for_clipping else ([known], {})
         optimizer.mpu = None
         try:
             step()

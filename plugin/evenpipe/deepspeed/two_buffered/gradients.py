@@ -15,12 +15,13 @@ __all__ = ["Gradients", "sum_of_squares"]
 class Gradients(ABC):
     """The gradients of one stage, for one kind of optimizer.
 
-    `counted`: the step needs the norm over all stages, of which `squares` is this one's part. `sharded`: each replica
-    keeps a part of them. `weights` are tensors beside the parameters that the optimizer reads or writes the weights
-    through.
+    `counted`: the step needs the norm over all stages, of which `squares` is this one's part. `skips`: a step whose
+    norm is no number is skipped. `sharded`: each replica keeps a part of them. `weights` are tensors beside the
+    parameters that the optimizer reads or writes the weights through.
     """
 
     counted = False
+    skips = True
     sharded = False
     weights: tuple[Tensor, ...] = ()
 
@@ -38,6 +39,10 @@ class Gradients(ABC):
     def put_back(self, weight: Tensor, gradient: Tensor) -> None:
         """What `kept` gave for `weight` has been changed."""
         assert not self.sharded, "a copy has to be put back"
+
+    def held_bytes(self, waits: bool) -> int:
+        """What keeping takes; `waits`: until the next batch's gradients are added up."""
+        return 0
 
     @abstractmethod
     def squares(self) -> Tensor:

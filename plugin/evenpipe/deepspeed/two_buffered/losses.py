@@ -1,4 +1,4 @@
-"""The loss of a batch, told by the last stage to all others without waiting for them."""
+"""The loss of a batch, sent by the last stage to all others without waiting for them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Losses:
         self._device = device
         self._sent: list[Transfer] = []
 
-    def tell(self, losses: Tensor) -> None:
+    def send(self, losses: Tensor) -> None:
         """At the last stage."""
         self.settle()
         self._sent = [channel.send([losses]) for channel in self._channels]
 
-    def hear(self, count: int) -> Tensor:
+    def receive(self, count: int) -> Tensor:
         """At the others: so many losses."""
         losses = torch.zeros(count, dtype=torch.float32, device=self._device)
         self._channels[0].receive([losses]).wait()

@@ -22,6 +22,7 @@ class PlainGradients(Gradients):
         self._kept: list[Tensor | None] = []
         self._clip = clip
         self.counted = clip > 0
+        self.skips = False
 
     def keep(self) -> None:
         self._kept = self._exchanged([None] * len(self._parameters))
@@ -29,6 +30,9 @@ class PlainGradients(Gradients):
     def kept(self, weight: Tensor) -> Tensor | None:
         kept = zip(self._parameters, self._kept, strict=True)
         return next((gradient for parameter, gradient in kept if parameter is weight), None)
+
+    def held_bytes(self, waits: bool) -> int:
+        return sum(parameter.nbytes for parameter in self._parameters) if waits else 0
 
     def squares(self) -> Tensor:
         return sum_of_squares(zip(self._parameters, self._kept, strict=True))
@@ -60,7 +64,7 @@ class HalfGradients(PlainGradients):
 
     def __init__(self, optimizer: Any, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters, clip=0.0)
-        self.counted = True  # an overflow is told with the norm
+        self.counted = self.skips = True  # an overflow is found in the norm
         self._optimizer = optimizer
         self.weights = tuple(getattr(optimizer, "fp16_groups_flat", ()))
 
@@ -70,7 +74,7 @@ class HalfGradients(PlainGradients):
         unscale, checker, mpu = optimizer.unscale_and_clip_grads, optimizer.overflow_checker, optimizer.mpu
         # Both kinds give the norm last; the one that they would find is this stage's.
         optimizer.unscale_and_clip_grads = lambda *gradients_and_norm: unscale(*gradients_and_norm[:-1], norm)
-        optimizer.overflow_checker = _OverflowAsTold(overflow)
+        optimizer.overflow_checker = _KnownOverflow(overflow)
         optimizer.mpu = None
         try:
             super().step(step, norm)
@@ -85,7 +89,7 @@ class HalfGradients(PlainGradients):
         return scaled
 
 
-class _OverflowAsTold:
+class _KnownOverflow:
     """In the place of DeepSpeed's `CheckOverflow`, which would ask the other stages."""
 
     def __init__(self, overflow: bool) -> None:

@@ -27,7 +27,7 @@ class ShardedGradients(Gradients):
             *optimizer.bit16_groups_flat,
             *(part for parts in optimizer.parallel_partitioned_bit16_groups for part in parts),
         )
-        # What crosses stages is told in the background. A stage that finds an overflow has no number for a norm, and so
+        # What crosses stages travels in the background. A stage that finds an overflow has no number for a norm, and so
         # all of them skip the step.
         optimizer._model_parallel_all_reduce = lambda tensor, op: None
 
@@ -59,12 +59,12 @@ class ShardedGradients(Gradients):
     def step(self, step: Callable[[], Any], norm: float) -> None:
         optimizer = self._optimizer
         following = [parameter.grad for parameter in self._parameters]
-        told = torch.tensor(norm, dtype=torch.float32, device=optimizer.device)
+        known = torch.tensor(norm, dtype=torch.float32, device=optimizer.device)
 
         def check_overflow(partition_gradients: bool = True) -> None:
             optimizer.overflow = not math.isfinite(norm)
 
-        optimizer.scaled_global_norm = lambda: told
+        optimizer.scaled_global_norm = lambda: known
         optimizer.check_overflow = check_overflow
         try:
             step()

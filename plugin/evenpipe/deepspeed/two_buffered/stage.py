@@ -9,32 +9,40 @@ from torch import Tensor
 
 from evenpipe.deepspeed.boundary import Boundary
 from evenpipe.deepspeed.stage import EngineStage
-from evenpipe.deepspeed.two_buffered.steps import DeferredSteps
-from evenpipe.schedule import Stream, Unit, required_version
+from evenpipe.deepspeed.two_buffered.steps import EngineSteps
+from evenpipe.delayed import DelayedStream
+from evenpipe.schedule import Stream, Unit
 
 __all__ = ["StreamStage"]
 
 
 class StreamStage(EngineStage):
-    """Micro-batches are numbered along `stream`, which begins with the batch that `steps` expects next."""
+    """Micro-batches are numbered along `stream`; `settle` waits until other stages have what they were sent."""
 
     def __init__(
-        self, engine: Any, boundary: Boundary, stream: Stream, buffer_of: Callable[[Unit], int], steps: DeferredSteps
+        self,
+        engine: Any,
+        boundary: Boundary,
+        stream: Stream,
+        steps: EngineSteps,
+        delayed: DelayedStream,
+        settle: Callable[[], None],
     ) -> None:
         evicts = stream.program.schedule.evictions[engine.stage_id] > 0
-        super().__init__(engine, boundary, buffer_of, evicts)
-        self._micro_batches = stream.micro_batches
+        buffers = stream.stages - engine.stage_id
+        super().__init__(engine, boundary, lambda unit: unit.micro_batch % buffers, evicts)
         self._steps = steps
-        self._first = steps.batch
+        self._delayed = delayed
+        self._settle = settle
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
         """On the version that the micro-batch's batch needs."""
-        self._steps.versions.use(self._version(unit))
+        self._delayed.use_version_of(unit)
         return super().forward(unit, inputs)
 
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         """On the same."""
-        self._steps.versions.use(self._version(unit))
+        self._delayed.use_version_of(unit)
         if unit in self._losses:
             self._losses[unit] = self._steps.scaled(self._losses[unit])
         return super().backward(unit, gradients)
@@ -43,5 +51,8 @@ class StreamStage(EngineStage):
         """Finish the step of the batch before, the only one that can be submitted."""
         self._steps.finish()
 
-    def _version(self, unit: Unit) -> int:
-        return required_version(self._first + unit.micro_batch // self._micro_batches)
+    def forget(self) -> None:
+        """Let go of what has been forwarded and not backwarded."""
+        self._settle()
+        for of_kind in self._engine.pipe_buffers.values():
+            of_kind[:] = [None] * len(of_kind)

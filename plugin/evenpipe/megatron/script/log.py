@@ -14,10 +14,10 @@ from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.upstream import Patch, PatchSet
 
 if TYPE_CHECKING:
+    from evenpipe.delayed import StepLog
     from evenpipe.megatron.schedule import PipelineSchedule
-    from evenpipe.megatron.script.two_buffered.log import StepLog
 
-__all__ = ["TrainingLog", "kept_line", "log_patch", "tell"]
+__all__ = ["TrainingLog", "kept_line", "log_patch", "show_figures"]
 
 
 def log_patch(replacement: Callable[[Any], Any]) -> Patch:
@@ -38,8 +38,8 @@ class TrainingLog:
         TrainingLog(schedule, args).patches().apply()
 
     `schedule.measure` is the log's from then on. An iteration that is logged right after one that Megatron was told to
-    skip has not been measured, and gets no line. With 2BW, `steps` gathers the figures in the background, and tells
-    them an iteration later.
+    skip has not been measured, and gets no line. With 2BW, `steps` gathers the figures in the background, and
+    shows them an iteration later.
     """
 
     def __init__(self, schedule: PipelineSchedule, args: Namespace, steps: StepLog | None = None) -> None:
@@ -74,15 +74,15 @@ class TrainingLog:
 
         logged = is_first or self._is_logged(iteration)
         if self._steps is not None:
-            self._steps.iteration_ended(iteration)
+            self._steps.iteration_ended(iteration, parallel_state.get_pipeline_model_parallel_rank())
         if executor.measure and logged:
             stage = parallel_state.get_pipeline_model_parallel_rank()
             stages = parallel_state.get_pipeline_model_parallel_world_size()
             figures = StageFigures.of(executor)
             if self._steps is not None:
-                self._steps.gather(iteration, figures, stage, stages)
+                self._steps.gather(iteration, figures, stage, stages, executor.device)
             else:
-                tell(iteration, per_stage(figures, stage, stages, executor.device))
+                show_figures(iteration, per_stage(figures, stage, stages, executor.device))
             if self._first and figures.evicted_bytes and executor.store.excluded_names and _is_first_replica():
                 print(kept_line(stage, executor.store.excluded_names), flush=True)
             self._first = False
@@ -113,7 +113,7 @@ def _is_first_replica() -> bool:
     return bool(replica == 0 and parallel_state.get_tensor_model_parallel_rank() == 0)
 
 
-def tell(iteration: int, stages: Sequence[StageFigures]) -> None:
+def show_figures(iteration: int, stages: Sequence[StageFigures]) -> None:
     """Log and write the figures of an iteration; only Megatron's last rank does."""
     from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_last
 

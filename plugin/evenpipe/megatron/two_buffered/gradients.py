@@ -26,7 +26,6 @@ class Reduction:
     """
 
     def __init__(self, model: Sequence[Any]) -> None:
-        self._model = model
         self._buckets = [bucket for chunk in model for bucket in chunk.bucket_groups]
         for bucket in self._buckets:
             # Asynchronous whether or not Megatron was told to overlap it with the last backward.
@@ -39,11 +38,11 @@ class Reduction:
             if bucket.grad_reduce_handle is None:
                 bucket.start_grad_sync()
 
-    def finish_within_stage(self, finalize: Callable[..., Any], argument: str, groups: Any) -> None:
+    def finish_within_stage(self, finalize: Callable[[Any], object], groups: Any) -> None:
         """Wait for the replicas, and do what Megatron's `finalize_model_grads` does between ranks of one stage."""
         groups = copy.copy(groups)
-        groups.embd = groups.pos_embd = _NobodyElse()  # these join stages; None would mean Megatron's own
-        finalize(self._model, None, **{argument: groups})
+        groups.embd = groups.pos_embd = _GroupOfOne()  # these join stages; None would mean Megatron's own
+        finalize(groups)
 
     def start_embedding(self, gradient: Tensor, group: dist.ProcessGroup) -> None:
         """Sum the gradient of the tied embedding with that of its other end, in place."""
@@ -97,7 +96,7 @@ class HeldGradients:
             parameter.main_grad = gradient
 
 
-class _NobodyElse:
+class _GroupOfOne:
     """As much of a process group as Megatron asks of one with nothing to reduce."""
 
     def size(self) -> int:

@@ -1,19 +1,21 @@
-"""2BW's forward-backward function for megatron-core."""
+"""2BW's forward-backward function for megatron-core, and the stage that it drives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from evenpipe.delayed import DelayedStream
 from evenpipe.megatron.schedule import Call, PipelineSchedule
-from evenpipe.megatron.two_buffered.inputs import ReadAhead
-from evenpipe.megatron.two_buffered.relied_on import verify_relied_on
-from evenpipe.megatron.two_buffered.stage import StreamStage
-from evenpipe.megatron.two_buffered.step import Settled, TwoBuffered
+from evenpipe.megatron.stage import Batch, MegatronStage
+from evenpipe.megatron.supported import CoreRelease, verify_two_buffered
+from evenpipe.megatron.two_buffered.optimizer import TwoBuffered
 from evenpipe.runtime.executor import Observer
-from evenpipe.schedule import Spec, Stream
+from evenpipe.schedule import Schedule, Stream, Unit
 
 __all__ = ["StreamSchedule"]
 
@@ -25,87 +27,152 @@ class StreamSchedule(PipelineSchedule):
     ahead of the calls, by up to p − 1 micro-batches on the first stage.
     """
 
-    offers = frozenset(["stream"])
-
     def __init__(
         self,
         bpipe: bool = False,
         observer: Observer | None = None,
         measure: bool = False,
         connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
-        schedule: str | Spec = "2bw",
     ) -> None:
-        super().__init__(schedule, bpipe, observer, measure, connected)
-        verify_relied_on()
+        super().__init__("2bw", bpipe, observer, measure, connected)
+        verify_two_buffered()
         self.two_buffered: TwoBuffered | None = None
-        self._inputs = ReadAhead()
-        self._stream: Stream | None = None
-        self._stage: StreamStage | None = None
-        self._called = 0  # batches of the stream
+        self._delayed: DelayedStream | None = None
+        self._stage: _StreamStage | None = None
 
     def attach(self, two_buffered: TwoBuffered) -> None:
         """Whose optimizer steps."""
         self.two_buffered = two_buffered
-
-    def __call__(self, *, forward_only: bool = False, **arguments: Any) -> list[Any]:
-        if forward_only and self.two_buffered is not None:
-            self.two_buffered.drain()
-        return super().__call__(forward_only=forward_only, **arguments)
-
-    def _carry_out(self, call: Call) -> list[Any]:
-        if self.two_buffered is None:
-            raise ValueError(
-                "2bw steps the optimizer itself: call schedule.attach(TwoBuffered(model, optimizer)) first"
-            )
-        if call.batch.config.finalize_model_grads_func is None or len(call.batch.model) > 1:
-            raise ValueError(
-                "2bw reduces gradients through config.finalize_model_grads_func, and has one model chunk a stage: "
-                "set it, and leave virtual stages out"
-            )
-        batch, stages, stage = call.batch, call.pipeline.size(), call.pipeline.rank()
-        executor = self._executor(call.pipeline, list(batch.model))
-        if self._stream is not None and self._stream.micro_batches != batch.num_microbatches:
-            self.two_buffered.drain()
-        if self._stream is None or self._stage is None:
-            self._stream = Stream(self.programs.spec, stages, batch.num_microbatches, self.bpipe)
-            self._called = 0
-            self._stage = StreamStage(
-                batch,
-                self._stream.program.schedule,
-                stage,
-                executor.device,
-                self._release,
-                self.two_buffered,
-                self._inputs,
-            )
-            settled = Settled(
-                stage, batch.config.finalize_model_grads_func, self._release.process_groups_argument, call.groups
-            )
-            self.two_buffered.settle(settled, self._break_off)
-        self._stage.start_batch(batch)
-        steps = self._stream.call(stage, self._called, self.two_buffered.update_early)
-        executor.advance(self._stream.program, steps, self._stage)
-        self._called += 1
-        # Outside of a call the parameters are what the last finished step made of them.
-        self.two_buffered.versions.use(self.two_buffered.versions.latest)
-        return self._stage.losses
+        self._delayed = DelayedStream(two_buffered, self.bpipe)
 
     @property
     def first_batch(self) -> int:
         """The batch with which the present stream began, counted from 0 since the weights were made or loaded."""
         assert self.two_buffered is not None, "nothing has been scheduled yet"
-        return self.two_buffered.submitted - self._called
+        assert self._delayed is not None, "it comes with the optimizer"
+        return self._delayed.first - self.two_buffered.loaded_at
+
+    def __call__(self, *, forward_only: bool = False, **arguments: Any) -> list[Any]:
+        if forward_only and self.two_buffered is not None and self._delayed is not None:
+            self.two_buffered.drain()
+            given = arguments["data_iterator"]
+            standing = [self._delayed.inputs.standing_before(one) for one in _as_list(given)]
+            arguments["data_iterator"] = standing if isinstance(given, list) else standing[0]
+        return super().__call__(forward_only=forward_only, **arguments)
+
+    def _carry_out(self, call: Call) -> list[Any]:
+        batch, two_buffered, delayed = call.batch, self.two_buffered, self._delayed
+        if two_buffered is None or delayed is None:
+            raise ValueError(
+                "2bw steps the optimizer itself: call schedule.attach(TwoBuffered(model, optimizer)) first"
+            )
+        finalize = batch.config.finalize_model_grads_func
+        if finalize is None or len(batch.model) > 1:
+            raise ValueError(
+                "2bw reduces gradients through config.finalize_model_grads_func, and has one model chunk a stage: "
+                "set it, and leave virtual stages out"
+            )
+        stage, stages = call.pipeline.rank(), call.pipeline.size()
+        executor = self._executor(call.pipeline, list(batch.model))
+
+        def finalized(groups: Any) -> None:
+            finalize(list(batch.model), None, **{self._release.process_groups_argument: groups})
+
+        def start(stream: Stream) -> _StreamStage:
+            two_buffered.start_stream(stage, finalized, call.groups)
+            self._stage = _StreamStage(
+                batch, stream.program.schedule, stage, executor.device, self._release, two_buffered, delayed
+            )
+            return self._stage
+
+        with delayed.call(executor, (stages, batch.num_microbatches), batch.data_iterators[0], start) as called:
+            assert self._stage is not None, "the stream has begun"
+            self._stage.start_batch(batch)
+            for step in called.steps:
+                called.take(step)
+        return self._stage.losses
 
     def _weights(self, chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
         # A forward points its parameters at its version when it is being recorded already.
         assert self.two_buffered is not None, "it is attached before the first batch"
         return [*super()._weights(chunks), *self.two_buffered.versions.memory]
 
-    def _break_off(self) -> None:
-        """End the stream between two calls; the next one starts anew, and reads again what this one read ahead."""
-        if self.executor is None or self._stream is None or self._stage is None:
-            return
-        self.executor.break_off(self._stream.owed(self.executor.stage_index, self._called - 1))
-        self._stage.forget()
-        self._inputs.rewind(self._called * self._stream.micro_batches)
-        self._stream = self._stage = None
+
+class _StreamStage(MegatronStage):
+    """Each micro-batch on its batch's weight version; they are numbered along the stream."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        schedule: Schedule,
+        stage: int,
+        device: torch.device,
+        release: CoreRelease,
+        two_buffered: TwoBuffered,
+        delayed: DelayedStream,
+    ) -> None:
+        super().__init__(batch, schedule, stage, device, release)
+        self._two_buffered = two_buffered
+        self._delayed = delayed
+        self._sync = _LastBackwardSync(batch.config)
+
+    def start_batch(self, batch: Batch) -> None:
+        """The call of the next batch begins."""
+        source = None if batch.data_iterators[0] is None else self._delayed.inputs
+        self._batch = batch._replace(data_iterators=[source])
+        self.losses = []
+
+    def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
+        self._delayed.use_version_of(unit)
+        self._delayed.inputs.start_forward()
+        return super().forward(unit, inputs)
+
+    def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
+        place = unit.micro_batch % self._batch.num_microbatches
+        if place == 0:
+            self._two_buffered.before_first_backward()
+            self._sync.start()
+        if place == self._batch.num_microbatches - 1:
+            self._sync.finish()
+        self._delayed.use_version_of(unit)
+        return super().backward(unit, gradients)
+
+    def update(self, batch: int) -> None:
+        """Finish the step of the batch before, the only one that can be submitted."""
+        self._two_buffered.finish()
+
+    def forget(self) -> None:
+        """Let go of what has been forwarded and not backwarded."""
+        self._inputs.clear()
+        self._outputs.clear()
+
+
+class _LastBackwardSync:
+    """Megatron's hooks reduce gradients between replicas during the last backward of a batch, and in no other."""
+
+    def __init__(self, config: Any) -> None:
+        no_sync = config.no_sync_func
+        self._no_sync = no_sync[0] if isinstance(no_sync, Sequence) else no_sync or nullcontext
+        self._disabled = ExitStack()
+
+    def start(self) -> None:
+        """Before the first backward of a batch."""
+        context: AbstractContextManager[Any] = self._no_sync()
+        self._disabled.enter_context(context)
+
+    def finish(self) -> None:
+        """Before the last."""
+        self._disabled.close()
+
+    def before_forward(self) -> None:
+        """Forwards reduce nothing."""
+
+    def before_backward(self) -> None:
+        """`start` and `finish` are called where it matters."""
+
+    def after_backward(self) -> None:
+        """What the hooks did not reduce, the submitted step does."""
+
+
+def _as_list(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [given]

@@ -1,4 +1,4 @@
-"""Whether to stop, asked of all ranks in the background: Megatron asks aloud only when some rank would say yes."""
+"""Whether to stop, gathered from all ranks in the background: Megatron gathers it only when some rank would stop."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
     from evenpipe.runtime.exchange import Exchange
 
-__all__ = ["ExitQuestions"]
+__all__ = ["ExitDecision"]
 
 
-class ExitQuestions:
+class ExitDecision:
     """Stands around Megatron's `checkpoint_and_decide_exit`, which gathers two answers from all ranks, and waits.
 
-    Each iteration, every rank says whether it got a signal (`--exit-signal-handler`) or its time is up
-    (`--exit-duration-in-mins`), and hears what the others said an iteration before. Only when one of them said yes is
-    Megatron told of its flag: it asks again, saves, and stops, one iteration later than it would have. `ending` is
+    Each iteration, every rank gives whether it got a signal (`--exit-signal-handler`) or its time is up
+    (`--exit-duration-in-mins`), and takes what the others gave an iteration before. Only when one of them would stop
+    does Megatron see its flag: it gathers again, saves, and stops, one iteration later than it would have. `ending` is
     called before the training loop is left.
     """
 
@@ -32,30 +32,36 @@ class ExitQuestions:
         self._minutes: float | None = args.exit_duration_in_mins
         self._exchange: Exchange | None = None
 
-    def ask(self, decide: Callable[[], bool]) -> bool:
-        """What `decide`, Megatron's function, answers; all ranks call it in every iteration."""
-        signalled, expired = self._heard()
+    def made_by(self, decide: Callable[[], bool]) -> bool:
+        """What `decide`, Megatron's function, says; all ranks call it in every iteration."""
+        signalled, expired = self._gathered()
         if signalled or expired:
             self._ending()
-        with self._told(signalled, expired):
+        with _with(
+            self._args,
+            exit_signal_handler=self._handles_signal and signalled,
+            exit_duration_in_mins=self._minutes if expired else None,
+        ):
             stops = decide()
         if stops:
             self._ending()
         return stops
 
-    def as_given(self) -> AbstractContextManager[Any]:
+    def with_users_flags(self) -> AbstractContextManager[Any]:
         """Inside, Megatron's arguments are the user's: what is saved of them is."""
         return _with(self._args, exit_signal_handler=self._handles_signal, exit_duration_in_mins=self._minutes)
 
-    def _heard(self) -> tuple[bool, bool]:
-        """What any rank said an iteration before: that it got a signal, that its time is up."""
+    def _gathered(self) -> tuple[bool, bool]:
+        """Whether any rank had got a signal an iteration before, and whether any rank's time was up."""
         if not self._handles_signal and not self._minutes:
             return False, False
         rows: list[list[float]] = []
         if self._exchange is None:
-            from evenpipe.megatron.script.two_buffered.exchange import exchange_among_all
+            import torch
 
-            self._exchange = exchange_among_all(2)
+            from evenpipe.runtime.exchange import Exchange
+
+            self._exchange = Exchange.among_all(2, torch.device(torch.cuda.current_device()))
         else:
             rows = self._exchange.finish()
         self._exchange.start([float(self._got_signal()), float(self._time_is_up())])
@@ -74,14 +80,6 @@ class ExitQuestions:
         from megatron.training import training
 
         return bool((time.time() - training._TRAIN_START_TIME) / 60.0 > self._minutes)
-
-    def _told(self, signalled: bool, expired: bool) -> AbstractContextManager[Any]:
-        """Megatron's arguments, without the flags that need not be asked for now."""
-        return _with(
-            self._args,
-            exit_signal_handler=self._handles_signal and signalled,
-            exit_duration_in_mins=self._minutes if expired else None,
-        )
 
 
 @contextmanager

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from evenpipe.delayed import StepLog
 from evenpipe.megatron.script.hooks import save_patch, set_up_patch
-from evenpipe.megatron.script.two_buffered.answers import known_to_all
-from evenpipe.megatron.script.two_buffered.exit import ExitQuestions
-from evenpipe.megatron.script.two_buffered.log import StepLog
+from evenpipe.megatron.script.log import show_figures
+from evenpipe.megatron.script.two_buffered.exit import ExitDecision
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, since
 from evenpipe.megatron.training_supported import training_patch
 from evenpipe.upstream import Patch, PatchSet
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from evenpipe.megatron.two_buffered import StreamSchedule, TwoBuffered
 
 __all__ = ["TwoBufferedTraining", "two_buffered_patches"]
+
+_AND = "logical_and_across_model_parallel_group"
+_MAX = "reduce_max_stat_across_model_parallel_group"
 
 
 class TwoBufferedTraining:
@@ -36,8 +40,8 @@ class TwoBufferedTraining:
         self.args = args
         self._schedule = schedule
         self._buffers: TwoBuffered | None = None
-        self.steps = StepLog(args)
-        self.exit_questions = ExitQuestions(args, self.steps.close)
+        self.steps = StepLog(_say_on_last_rank, _say_on_first_rank, show_figures, means=True)
+        self.exit_decision = ExitDecision(args, self.steps.close)
         # Its barriers would join all stages in every iteration.
         args.barrier_with_L1_time = False
         if args.rerun_mode != "disabled":
@@ -69,7 +73,7 @@ class TwoBufferedTraining:
         self._buffers = TwoBuffered(model, optimizer)
         resumed = resume(self.args, model, self._buffers)
         self._schedule.attach(self._buffers)
-        self.steps.begin(self._buffers, resumed)
+        self.steps.begin(self._buffers, self.args.iteration, resumed)
 
     def interrupt(self) -> None:
         """Called by all ranks before they wait for each other: finish the step, and let go of what is under way.
@@ -86,7 +90,7 @@ class TwoBufferedTraining:
         if self._buffers is None:
             return write()
         self.interrupt()
-        with self.exit_questions.as_given():
+        with self.exit_decision.with_users_flags():
             return save(iteration, model, self._buffers, folder, write)
 
 
@@ -100,7 +104,7 @@ def two_buffered_patches(training: Any) -> list[Patch]:
         training_patch(
             "exit",
             "megatron.training.training:checkpoint_and_decide_exit",
-            functools.partial(_asked_in_the_background, training=training),
+            functools.partial(_decided_in_the_background, training=training),
             "2bw: all ranks are asked in every iteration whether to stop, which joins all stages",
         ),
         training_patch(
@@ -120,7 +124,7 @@ def two_buffered_patches(training: Any) -> list[Patch]:
             )
             for name in ("start", "stop")
         ),
-        *known_to_all(),
+        *_known_to_all(),
     ]
 
 
@@ -133,9 +137,96 @@ def _interrupting(original: Callable[..., Any], training: TwoBufferedTraining) -
     return interrupting
 
 
-def _asked_in_the_background(original: Callable[..., Any], training: TwoBufferedTraining) -> Callable[..., Any]:
+def _decided_in_the_background(original: Callable[..., Any], training: TwoBufferedTraining) -> Callable[..., Any]:
     @functools.wraps(original)
     def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
-        return training.exit_questions.ask(functools.partial(original, *args, **kwargs))
+        return training.exit_decision.made_by(functools.partial(original, *args, **kwargs))
 
     return checkpoint_and_decide_exit
+
+
+def _say_on_last_rank(line: str) -> None:
+    from megatron.training import print_rank_last
+
+    print_rank_last(f" [evenpipe] {line}")
+
+
+def _say_on_first_rank(line: str) -> None:
+    print(f" [evenpipe] {line}", flush=True)
+
+
+def _known_to_all() -> list[Patch]:
+    """Patches under which a rank itself says at once what Megatron-LM reduces over all stages in every iteration.
+
+    The finished step's success, norm and count of zeros come out of one exchange, and the learning rate is the same on
+    all stages (a stage without parameters is refused).
+    """
+    known = [
+        training_patch(
+            name,
+            f"{module}:{function}",
+            _first_argument,
+            f"2bw: {what} of the finished step is known on all stages, and asking joins them",
+        )
+        # The functions moved when utils became a package.
+        for module in ("megatron.training.utils", "megatron.training.utils.common_utils")
+        for name, function, what in (("success", _AND, "success"), ("norm", _MAX, "the norm"))
+    ]
+    timer = Patch(
+        "interval",
+        ("megatron.core.timers:Timer.elapsed",),
+        MEGATRON_CORE,
+        since({"0.14": "(self, reset=True, barrier=False)"}),
+        _without_barrier,
+        "2bw: two barriers and a wait for the whole device at each log interval join all stages",
+    )
+    log = Patch(
+        "timers",
+        ("megatron.core.timers:Timers.log",),
+        MEGATRON_CORE,
+        since({"0.14": "(self, names, rank=None, normalizer=1.0, reset=True, barrier=False)"}),
+        _of_running_timers,
+        "2bw: older releases gather the times of timers that were never started from all ranks, at each log interval",
+    )
+    return [*known, timer, log]
+
+
+def _first_argument(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def known(value: Any, group: Any = None) -> Any:
+        return value
+
+    return known
+
+
+def _of_running_timers(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def log(self: Any, names: Sequence[str], *args: Any, **kwargs: Any) -> None:
+        started = [name for name in names if name in self._timers]
+        if started:
+            original(self, started, *args, **kwargs)
+
+    return log
+
+
+def _without_barrier(original: Callable[..., float]) -> Callable[..., float]:
+    """A reading that is not to be aligned over ranks is Megatron's own."""
+
+    @functools.wraps(original)
+    def elapsed(self: Any, reset: bool = True, barrier: bool = False) -> float:
+        if not (barrier and self._started):
+            return original(self, reset, barrier)
+        import torch
+
+        if torch.cuda.is_available():
+            # Not the device: what this stage waits to receive is on streams of its own.
+            torch.cuda.current_stream().synchronize()
+        now = time.time()
+        passed = now - self._start_time
+        self._start_time = now
+        self._active_time += passed
+        total = self._elapsed + passed
+        self._elapsed = 0.0 if reset else total
+        return float(total)
+
+    return elapsed

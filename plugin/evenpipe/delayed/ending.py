@@ -12,19 +12,19 @@ import torch.distributed as dist
 
 from evenpipe.upstream import ANY, APPLIED, Distribution, Patch, PatchSet
 
-__all__ = ["Drained", "drain_at_the_end", "ending_patches", "let_go"]
+__all__ = ["Drainable", "drain_at_the_end", "ending_patches", "let_go"]
 
 _SYMBOL: Final = "torch.distributed.distributed_c10d:destroy_process_group"
 
 
-class Drained(Protocol):
+class Drainable(Protocol):
     """An engine: `drain` is for all ranks together, `break_off` settles with stages that may be elsewhere by now."""
 
     def drain(self) -> None: ...
     def break_off(self) -> None: ...
 
 
-def drain_at_the_end(engine: Drained) -> None:
+def drain_at_the_end(engine: Drainable) -> None:
     """Keep `engine`; drain it when the process groups are destroyed, or break it off when the process ends before.
 
     An accepting stage is done with a batch before its partner, whose activations it holds. Nothing is done in a process
@@ -36,7 +36,7 @@ def drain_at_the_end(engine: Drained) -> None:
     _engines().append(engine)
 
 
-def let_go(engine: Drained) -> None:
+def let_go(engine: Drainable) -> None:
     """Forget `engine`, which needs no draining any more."""
     if engine in _engines():
         _engines().remove(engine)
@@ -50,20 +50,20 @@ def ending_patches() -> PatchSet:
         distribution=Distribution("torch"),
         versions={ANY: "(group=None)"},
         replacement=_draining_first,
-        reason="DeepSpeed has no end of a run, and a script's last call is often this one",
+        reason="a framework may have no end of a run, and a script's last call is often this one",
         rebinds=True,
     )
-    return PatchSet("deepspeed-2bw", [destroy])
+    return PatchSet("2bw-ending", [destroy])
 
 
-def _engines() -> list[Drained]:
+def _engines() -> list[Drainable]:
     return getattr(dist.destroy_process_group, "engines", [])
 
 
 def _draining_first(original: Callable[..., None]) -> Callable[..., None]:
-    engines: list[Drained] = []
+    engines: list[Drainable] = []
 
-    def end(each: Callable[[Drained], None]) -> None:
+    def end(each: Callable[[Drainable], None]) -> None:
         failed = _has_failed()
         while engines:
             engine = engines.pop()

@@ -1,0 +1,106 @@
+"""What a framework's checkpoint lacks of 2BW, such as the older weight version: a file for each stage and shard."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evenpipe.delayed.steps import DelayedSteps
+
+__all__ = ["move", "resume", "write"]
+
+_FORMAT: Final = "evenpipe.delayed/1"
+# What files of before call their format: Megatron's were 1, DeepSpeed's 2.
+_MEGATRON: Final = 1
+_DEEPSPEED: Final = 2
+_INTEGERS: Final = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+
+
+def write(path: Path, checkpoint: str, steps: DelayedSteps, newest: Iterable[Tensor]) -> None:
+    """Put the state of `steps`, which have been drained, at `path`: safe on disk as a whole when this returns, or not.
+
+    `newest` are the weights that it is used with only. Raises RuntimeError, with one line that names `checkpoint`, when
+    the file cannot be written.
+    """
+    content = {"format": _FORMAT, "newest": _fingerprint(newest), "state": steps.state_dict()}
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        move(temporary, path)
+    except (OSError, RuntimeError) as error:
+        raise RuntimeError(
+            f"the checkpoint {checkpoint} could not be saved: {path}: {' '.join(str(error).split())}: "
+            "make room, and go on from the one before, which is whole"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def move(path: Path, to: Path) -> None:
+    """Give a file another name, which is safe on disk when this returns."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(path, to)
+    for folder in {path.parent, to.parent}:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def resume(steps: DelayedSteps, candidates: Iterable[Path], newest: Sequence[Tensor], device: torch.device) -> bool:
+    """Give `steps` what was written with exactly these newest weights, and say whether; all ranks call it.
+
+    If any rank finds none among its `candidates` (saved without 2BW, or with other sizes), all start with both versions
+    as loaded.
+    """
+    state = next((found for path in candidates if (found := _read(path, newest)) is not None), None)
+    missing = torch.tensor([float(state is None)], device=device)
+    dist.all_reduce(missing)
+    complete = not missing.item()
+    steps.load_state_dict(state if complete else None)
+    return complete
+
+
+def _read(path: Path, newest: Sequence[Tensor]) -> Mapping[str, Any] | None:
+    if not path.exists():
+        return None
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    form = found["format"]
+    if form == _MEGATRON:
+        state: Mapping[str, Any] = found["state"]
+        return state if found["latest"] == _sums(newest) else None
+    if form not in (_FORMAT, _DEEPSPEED) or found["newest"] != _fingerprint(newest):
+        return None
+    if form == _DEEPSPEED:
+        skipped, before = found["skipped"], found["before"]
+        return {"before": before, "outcome": (not skipped, None, None), "unlearnt": [] if before is None else [skipped]}
+    state = found["state"]
+    return state
+
+
+def _fingerprint(tensors: Iterable[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _sums(tensors: Iterable[Tensor]) -> list[int]:
+    """What files of before have in the place of a fingerprint: for each tensor, the sum of its bits as integers."""
+    return [
+        int(tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64))
+        for tensor in tensors
+    ]

@@ -1,0 +1,241 @@
+"""Steps of an optimizer that are submitted at the end of a batch and finished within the next one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from evenpipe.delayed.loss_scale import LossScale
+from evenpipe.runtime.exchange import Exchange
+from evenpipe.runtime.weight_versions import WeightVersions
+
+__all__ = ["DelayedSteps", "Outcome", "StepResult"]
+
+_Settings = list[dict[str, Any]]
+
+
+class Outcome(NamedTuple):
+    """What came of a step. `grad_norm` is None where it was skipped, or where nothing needed the norm."""
+
+    updated: bool
+    grad_norm: float | None
+    num_zeros: float | None
+
+
+class StepResult(NamedTuple):
+    """What came of the step of `batch`, counted from 0 since the weights were made or loaded."""
+
+    batch: int
+    updated: bool
+    grad_norm: float | None
+    num_zeros: float | None
+
+
+class DelayedSteps(ABC):
+    """The optimizer of one stage under 2BW: W(t+1) = W(t) - step of the gradients at W(t-1) (PipeDream-2BW §3.1).
+
+    A step is *submitted* at the end of its batch. What other stages have to know of its gradients is *gathered* in the
+    background, before the next batch's first backward at the latest; and the step is *finished*, with the learning rate
+    of its own batch, where the schedule has its update. What a stage then needs of others has been under way for long.
+    `drain` finishes it at once.
+
+    `exchange` brings rows of figures to all processes (None: nothing depends on them, and nobody asks); `decides`:
+    what the step is depends on them. `waits`: a step has to wait for other stages. A framework says how its gradients
+    are reduced and its optimizer steps.
+    """
+
+    def __init__(
+        self,
+        versions: WeightVersions,
+        exchange: Exchange | None,
+        loss_scale: LossScale | None,
+        decides: bool,
+        waits: bool,
+    ) -> None:
+        self.versions = versions
+        self.batch = 0  # that is submitted next; the first that runs on two equal versions is 0
+        self.loaded_at = 0
+        #: Of the step that was finished last, here or before a resume; schedules of the rate count a first as made.
+        self.outcome = Outcome(True, None, None)
+        #: Ends the stream that the steps belong to, between two batches.
+        self.break_off: Callable[[], None] = lambda: None
+        self._exchange = exchange
+        self._loss_scale = loss_scale
+        self._decides = decides
+        self._waits = waits
+        self._settings: _Settings | None = None  # of the submitted step's own batch
+        self._gathering = False
+        self._unread: int | None = None  # a batch whose step is finished, but not what was gathered of it
+        self._finished: int | None = None
+
+    @property
+    def finished(self) -> StepResult | None:
+        """The last step of which everything is known."""
+        return None if self._finished is None else StepResult(self._finished - self.loaded_at, *self.outcome)
+
+    @property
+    def versions_peak(self) -> int:
+        """The most weight versions that there have been at once."""
+        return self.versions.peak
+
+    @property
+    def weight_version_bytes(self) -> int:
+        """The memory of the second version: the parameters, or the flat buffers that they lie in."""
+        return self.versions.nbytes
+
+    @property
+    @abstractmethod
+    def held_gradient_bytes(self) -> int:
+        """The memory of gradients that wait for their step while the next ones are added up."""
+
+    def update_early(self, stage: int) -> bool:
+        """Whether `stage` can finish a step before the next batch's first backward, so that no gradients are held.
+
+        Stage 0 is the last to end a batch: it never waits for another stage's compute. The others do not have to if
+        neither a norm, nor an overflow, nor a tied weight's other end decides what the step is.
+        """
+        return stage == 0 or not self._waits
+
+    def start_batch(self) -> None:
+        """The call of `batch` begins."""
+        if self._loss_scale is not None:
+            self._loss_scale.start_batch(self.batch)
+
+    @torch.no_grad()
+    def submit(self) -> Outcome:
+        """In place of `optimizer.step()`, after all backwards of a batch; the outcome of the step before."""
+        self._read()
+        assert self._settings is None, "the schedule finishes one step before the next is submitted"
+        self._settings = _settings_of(self._groups())
+        self.batch += 1
+        self._gathering = False
+        if self._loss_scale is not None:
+            self._loss_scale.submit()
+        self._start_reducing()
+        return self.outcome
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Bring the submitted step's figures under way, if they are not."""
+        if self._settings is not None and not self._gathering and self._exchange is not None:
+            self._gathering = True
+            self._exchange.start(self._figures())
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Write the weights of the submitted step over the older version; nothing to do without one."""
+        if self._settings is None:
+            return
+        self.gather()
+        settings, self._settings = self._settings, None
+        self._finish_reducing()
+        self._unread = self.batch - 1
+        if self._decides:
+            self._read()
+        updated = self.outcome.updated if self._decides else True
+        with self.versions.writing(), _with_settings(self._groups(), settings):
+            self._step(updated)
+        if self._loss_scale is not None:
+            self._loss_scale.step_ended(self.batch - 1, not updated)
+
+    def drain(self) -> None:
+        """Finish the submitted step, drop what has been forwarded of the next batch, and leave the newest weights.
+
+        All ranks call it, between two batches. What had been read for the dropped forwards will be read again. Nothing
+        to do twice.
+        """
+        self.break_off()
+        self.finish()
+        self._read()
+        self.versions.use(self.versions.latest)
+        self.start_batch()  # a checkpoint is to have what the scaler knows then
+
+    def state_dict(self) -> dict[str, Any]:
+        """After `drain`: what a checkpoint needs beside the framework's own, which has the newest weights."""
+        before = self.versions.tensors(self.versions.latest - 1) if self.batch > 0 else None
+        return {
+            "before": None if before is None else [_on_host(tensor) for tensor in before],
+            "outcome": list(self.outcome),
+            "unlearnt": [] if self._loss_scale is None else self._loss_scale.unlearnt,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint whose newest weights have been loaded; None: both versions are these.
+
+        Raises ValueError for weights of other shapes. States of before `evenpipe.delayed/1` have the outcome under
+        another name, and a scaler that has learnt of all.
+        """
+        before = None if state is None else state["before"]
+        newest = self.versions.tensors(self.versions.latest)
+        if before is not None and [tensor.shape for tensor in before] != [tensor.shape for tensor in newest]:
+            raise ValueError("the older weight version in the checkpoint has other shapes than this stage's parameters")
+        found = (True, None, None) if state is None else state.get("outcome", state.get("told_last"))
+        self.outcome = Outcome(*found)
+        # Version 0 is the older one: batch 1 runs on it.
+        self.batch = self.loaded_at = 0 if before is None else 1
+        self._finished = None
+        self.versions.restart(self.batch, before)
+        if self._loss_scale is not None:
+            self._loss_scale.restart(self.batch, () if state is None else state.get("unlearnt", ()))
+
+    @abstractmethod
+    def _groups(self) -> Sequence[dict[str, Any]]:
+        """The optimizer's parameter groups."""
+
+    @abstractmethod
+    def _start_reducing(self) -> None:
+        """After the last backward of a batch: reduce its gradients in the background, without a wait for a stage."""
+
+    @abstractmethod
+    def _figures(self) -> Tensor:
+        """End the reductions within the stage, start those between stages; this process' row of figures."""
+
+    @abstractmethod
+    def _finish_reducing(self) -> None:
+        """Wait for what is summed over stages."""
+
+    @abstractmethod
+    def _outcome(self, rows: list[list[float]]) -> Outcome:
+        """What all processes' figures say of the step."""
+
+    @abstractmethod
+    def _step(self, update: bool) -> None:
+        """Step with the gradients of the submitted batch, or, unless `update`, let go of them."""
+
+    def _read(self) -> None:
+        """What was gathered of the step that is finished, or about to be."""
+        if self._unread is None:
+            return
+        self._finished, self._unread = self._unread, None
+        found = self._exchange.finish() if self._exchange is not None else None
+        self.outcome = Outcome(True, None, None) if found is None else self._outcome(found)
+
+
+def _settings_of(groups: Sequence[Mapping[str, Any]]) -> _Settings:
+    """What of parameter groups training loops and learning-rate schedules change after every iteration."""
+    changed = ("lr", "weight_decay", "betas", "momentum")
+    return [{name: group[name] for name in changed if name in group} for group in groups]
+
+
+@contextmanager
+def _with_settings(groups: Sequence[dict[str, Any]], settings: _Settings) -> Iterator[None]:
+    """Inside, parameter groups have `settings`: a training loop has set those of the next iteration by now."""
+    present = _settings_of(groups)
+    for group, values in zip(groups, settings, strict=True):
+        group.update(values)
+    try:
+        yield
+    finally:
+        for group, values in zip(groups, present, strict=True):
+            group.update(values)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy that takes no memory of a device."""
+    return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())

@@ -1,0 +1,97 @@
+"""A stage's batches in one stream without flushes: how it begins, goes on from call to call, and is broken off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+from evenpipe.delayed.inputs import ReadAhead
+from evenpipe.delayed.steps import DelayedSteps
+from evenpipe.runtime.executor import Executor
+from evenpipe.runtime.stage import SteppingStage
+from evenpipe.schedule import Step, Stream, Unit, required_version
+
+__all__ = ["Call", "DelayedStream", "StreamStage"]
+
+
+class StreamStage(SteppingStage, Protocol):
+    """A framework's stage; micro-batches are numbered along the stream."""
+
+    def forget(self) -> None:
+        """Let go of what has been forwarded and not backwarded."""
+
+
+class Call(NamedTuple):
+    """One batch: its `steps` in `stream`, and what carries out the next of them."""
+
+    stream: Stream
+    steps: list[Step]
+    take: Callable[[Step], None]
+
+
+class DelayedStream:
+    """One stage's stream; it ends when `steps` are drained, and the next call begins another.
+
+    A call backwards all of its batch, and forwards the first micro-batches of the next one too. So `inputs` run ahead
+    of the calls, by up to p - 1 micro-batches on the first stage.
+    """
+
+    def __init__(self, steps: DelayedSteps, bpipe: bool) -> None:
+        self.inputs = ReadAhead()
+        #: The batch with which the present stream began, as `steps` count.
+        self.first = 0
+        self._steps = steps
+        self._bpipe = bpipe
+        self._stream: Stream | None = None
+        self._stage: StreamStage | None = None
+        self._executor: Executor | None = None
+        self._called = 0  # batches of the stream
+        steps.break_off = self.break_off
+
+    @contextmanager
+    def call(
+        self,
+        executor: Executor,
+        sizes: tuple[int, int],
+        source: Iterator[Any] | None,
+        make_stage: Callable[[Stream], StreamStage],
+    ) -> Iterator[Call]:
+        """The next batch of a pipeline of `sizes` (stages, micro-batches), to be carried out inside.
+
+        Goes on with the stream if that has these sizes; else `make_stage` makes the stage of a new one. `source` is
+        the data iterator, where this process reads. Raises InputError for one that cannot be, before anything is done.
+        """
+        if self._stream is not None and self._stream.micro_batches != sizes[1]:
+            self._steps.drain()
+        if self._stream is None or self._stage is None:
+            self._executor, self._called, self.first = executor, 0, self._steps.batch
+            self._stream = Stream(*sizes, self._bpipe)
+            self._stage = make_stage(self._stream)
+        self.inputs.start_batch(source, sizes[1])
+        self._steps.start_batch()
+        stage = executor.stage_index
+        steps = self._stream.call(stage, self._called, self._steps.update_early(stage))
+        with executor.stretch(self._stream.program, self._stage) as take:
+            yield Call(self._stream, steps, take)
+        self._called += 1
+        # Outside of a call the parameters are what the last finished step made of them.
+        self._steps.versions.use(self._steps.versions.latest)
+
+    def use_version_of(self, unit: Unit) -> None:
+        """Point the parameters at the weights that all of the unit's batch uses."""
+        assert self._stream is not None, "a call is being carried out"
+        batch = self.first + unit.micro_batch // self._stream.micro_batches
+        self._steps.versions.use(required_version(batch))
+
+    def break_off(self) -> None:
+        """Settle what other stages are owed, and drop what has been forwarded; the last step stays to be made.
+
+        Waits for nothing that another stage has not started yet. The next call reads again what this one read ahead.
+        """
+        if self._stream is None or self._stage is None or self._executor is None:
+            return
+        self._executor.break_off(self._stream.owed(self._executor.stage_index, self._called - 1))
+        self._stage.forget()
+        self.inputs.rewind()
+        self._stream = self._stage = None

@@ -1,0 +1,182 @@
+"""Megatron's optimizer under 2BW: steps that are submitted in one iteration and finished in the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core.optimizer import clip_grads
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from evenpipe.delayed import DelayedSteps, LossScale, Outcome
+from evenpipe.megatron.refusals import refused_with_two_versions
+from evenpipe.megatron.two_buffered.gradients import HeldGradients, Reduction, local_figures, tied_embedding
+from evenpipe.runtime.exchange import Exchange
+from evenpipe.runtime.weight_versions import Alias, WeightVersions
+
+__all__ = ["TwoBuffered"]
+
+
+class TwoBuffered(DelayedSteps):
+    """Takes over the optimizer of one stage: W(t+1) = W(t) − ν·∇f(W(t−1)) (PipeDream-2BW §3.1).
+
+    `optimizer.step()` submits the step of the batch that has just been backwarded, and returns Megatron's triple for
+    the step of the batch before: (updated, gradient norm, number of zeros). Gradients are reduced between replicas from
+    then on, beside the next forward; the norm is gathered before the next batch's first backward.
+
+    ::
+
+        schedule = StreamSchedule()
+        schedule.attach(TwoBuffered(model, optimizer))      # model, optimizer: Megatron's, their weights loaded
+
+    `model` is a list of one `DistributedDataParallel` chunk, `optimizer` what `get_megatron_optimizer` returned. Raises
+    ValueError for a setting that does not go together with 2BW, in one line that names it.
+    """
+
+    def __init__(self, model: Sequence[Any], optimizer: Any) -> None:
+        model_config = get_model_config(model[0])
+        for settings in (model_config, model[0].ddp_config, optimizer.config):
+            for setting, value, reason, remedy in refused_with_two_versions(settings):
+                raise ValueError(f"2bw: {setting}{value} {reason}: {remedy}")
+        self.model = list(model)
+        parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._optimizers = [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+        self._count_zeros = bool(optimizer.config.log_num_zeros_in_grad)
+        self._tied = tied_embedding(self.model)
+        scalers = [scaler for one in self._optimizers if (scaler := getattr(one, "grad_scaler", None)) is not None]
+        group = (self._optimizers[0] if self._optimizers else optimizer).get_grad_stats_parallel_group()
+        decides = optimizer.config.clip_grad > 0 or bool(scalers)
+        super().__init__(
+            _weight_versions(self.model, self._optimizers),
+            Exchange(group, 3, torch.device(torch.cuda.current_device())),
+            _loss_scale(scalers) if scalers else None,
+            decides=decides,
+            waits=decides or self._tied is not None,
+        )
+        self._reduction = Reduction(self.model)
+        self._held: HeldGradients | None = None
+        self._stage = 0
+        self._finalize: Callable[[Any], object] = lambda groups: None
+        self._process_groups: Any = None
+        # A training loop zeroes gradients when those of the batch before are still needed.
+        self._zero: list[Callable[[], None]] = [chunk.zero_grad_buffer for chunk in self.model]
+        self._forget: Callable[[], None] = optimizer.zero_grad
+        for chunk in self.model:
+            chunk.zero_grad_buffer = _done_by_two_buffered
+        optimizer.zero_grad = _done_by_two_buffered
+        optimizer.step = self.submit
+        optimizer.scale_loss = self._scaled
+        if model_config.grad_scale_func is not None:
+            model_config.grad_scale_func = self._scaled
+
+    @property
+    def held_gradient_bytes(self) -> int:
+        """The second gradient buffer, where there is one."""
+        return self._held.nbytes if self._held is not None else 0
+
+    def start_stream(self, stage: int, finalize: Callable[[Any], object], process_groups: Any) -> None:
+        """The schedule begins a stream: `finalize` is Megatron's `finalize_model_grads` for any process groups."""
+        self._stage, self._finalize, self._process_groups = stage, finalize, process_groups
+        if self._held is None and not self.update_early(stage):
+            self._held = HeldGradients(self.model)
+
+    def before_first_backward(self) -> None:
+        """Of a batch: the gradients of the one before make way."""
+        self.gather()
+        assert self._settings is None or self._held is not None, "a step that does not wait is finished by now"
+        for zero in self._zero:
+            zero()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for one in self._optimizers for group in one.param_groups]
+
+    def _start_reducing(self) -> None:
+        self._reduction.start()
+
+    def _figures(self) -> Tensor:
+        self._reduction.finish_within_stage(self._finalize, self._process_groups)
+        if self._held is not None:
+            self._held.keep()
+        embedding = self._process_groups.embd
+        if self._tied is not None and embedding is not None and embedding.size() > 1:
+            with self._where_gradients_are():
+                self._reduction.start_embedding(self._tied.main_grad, embedding)  # type: ignore[attr-defined]
+            if self._stage == 0:
+                # It counts the sum; the other end has given its part by now.
+                self._reduction.finish_embedding()
+        scale = None if self._loss_scale is None else self._loss_scale.submitted
+        return local_figures(self._optimizers, scale, self._count_zeros)
+
+    def _finish_reducing(self) -> None:
+        self._reduction.finish_embedding()
+
+    def _outcome(self, rows: list[list[float]]) -> Outcome:
+        squares, overflows, zeros = (sum(column) for column in zip(*rows, strict=True))
+        skipped = self._loss_scale is not None and overflows > 0
+        return Outcome(not skipped, None if skipped else math.sqrt(squares), zeros if self._count_zeros else None)
+
+    def _step(self, update: bool) -> None:
+        for chunk in self.model:
+            for group in chunk.bucket_groups:
+                # Have Megatron look again where the parameters are of which each rank gathers the others' shards.
+                group.cached_param_buffer_shard_list = [None] * len(group.buckets)
+        if update:
+            with self._where_gradients_are():
+                for one in self._optimizers:
+                    self._prepare(one)
+                for one in self._optimizers:
+                    one.step_with_ready_grads()
+        self._forget()
+
+    def _prepare(self, optimizer: Any) -> None:
+        """What Megatron's optimizers do with gradients that are whole, and finite, before they step."""
+        if getattr(optimizer, "grad_scaler", None) is None:
+            optimizer.prepare_grads()
+        else:
+            assert self._loss_scale is not None, "there is a scaler"
+            optimizer._copy_model_grads_to_main_grads()
+            gradients = optimizer._collect_main_grad_data_for_unscaling()
+            torch._foreach_mul_(gradients, self._loss_scale.submitted.double().reciprocal().float().squeeze())
+        parameters, most = optimizer.get_parameters(), optimizer.config.clip_grad
+        if most > 0 and parameters:
+            clip_grads.clip_grad_by_total_norm_fp32(parameters, most, self.outcome.grad_norm)
+
+    def _where_gradients_are(self) -> AbstractContextManager[None]:
+        """Inside, parameters' `main_grad` is the submitted batch's."""
+        return self._held.in_place() if self._held is not None else nullcontext()
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """`loss` times the scale of the batch whose losses are being computed."""
+        return loss if self._loss_scale is None else self._loss_scale.present * loss
+
+
+def _loss_scale(scalers: Sequence[Any]) -> LossScale:
+    def learn(overflow: bool) -> None:
+        for scaler in scalers:
+            scaler.update(overflow)
+
+    return LossScale(lambda: scalers[0].scale.clone(), learn)
+
+
+def _weight_versions(model: Sequence[Any], optimizers: Sequence[Any]) -> WeightVersions:
+    """Two versions of trainable parameters, and of all that Megatron's buffers and optimizers see of their memory."""
+    parameters = [parameter for chunk in model for parameter in chunk.parameters() if parameter.requires_grad]
+    shards = [
+        tensor
+        for one in optimizers
+        for name in ("shard_float16_groups", "shard_fp32_groups")
+        for group in getattr(one, name, None) or ()
+        for tensor in group
+    ]
+    stepped = [tensor for one in optimizers for tensor in one.get_parameters()]
+    buffers = [buffer for chunk in model for buffer in chunk.buffers]
+    aliases = [Alias(owner, "param_data") for buffer in buffers for owner in (buffer, *buffer.buckets)]
+    return WeightVersions(parameters, [*shards, *stepped], aliases)
+
+
+def _done_by_two_buffered(*_: Any, **__: Any) -> None:
+    """TwoBuffered zeroes gradients itself, when nothing needs them any more."""
