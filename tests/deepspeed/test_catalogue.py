@@ -30,10 +30,11 @@ assert not [name for name in sys.modules if name.partition(".")[0] == "deepspeed
 
 
 def test_every_patch_set_of_the_room_is_in_it() -> None:
-    source = Path(evenpipe.__file__).parent / "deepspeed"
+    rooms = [Path(evenpipe.__file__).parent / name for name in ("deepspeed", "delayed")]
     made = {
         ast.unparse(call.args[0])
-        for path in source.rglob("*.py")
+        for room in rooms
+        for path in room.rglob("*.py")
         for call in ast.walk(ast.parse(path.read_text()))
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "PatchSet"
     }

@@ -87,11 +87,18 @@ _NORMS = [
 ]
 
 
+_INTERRUPTED = _case(2, {**_FEW, **_ZERO, **_CLIPPED, "fp16": _FP16}, tied=True) | {"steps": 10}
+_SAVED_BEFORE = Path(__file__).parents[1] / "delayed" / "before" / "deepspeed"
+_BEFORE = _case(4, {**_FEW, **_CLIPPED, "fp16": _FP16}, blocks=3)
+
+
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[Any]:
     """All runs, in one job of four processes: two replicas where there are two stages."""
     given = [{**one, "folder": str(folder / one["folder"])} if "folder" in one else one for one in _RUNS]
     given += [{"case": one, "norm": True} for one in _NORMS]
+    given += [{"case": _INTERRUPTED, "interrupted": str(folder / "interrupted")}]
+    given += [{"case": _BEFORE, "before": str(_SAVED_BEFORE)}]
     # Last: DeepSpeed's autocast stays on in the process.
     given += [{"case": {"stages": 4, **one}, "refused": True} for one in _REFUSED.values()]
     given.append({"case": _case(4, _FEW), "iterators": True})
@@ -122,6 +129,18 @@ def test_losses_and_weights_are_those_of_plain_pytorch(results: list[Any]) -> No
         if "left" in ranks[0]:
             assert max(rank["peak_units"] for rank in ranks) == 3  # (p + 2) / 2
             assert all(rank["left"] == 0 for rank in ranks)
+
+
+def test_evaluations_saves_and_resumes_change_nothing_in_fp16(results: list[Any]) -> None:
+    for rank in results[len(_RUNS) + len(_NORMS)]:
+        assert rank["interrupted"] == rank["plain"]
+        assert 2 <= rank["skipped"] < _INTERRUPTED["steps"] - 2
+
+
+def test_a_checkpoint_of_before_is_gone_on_with(results: list[Any]) -> None:
+    for rank in results[len(_RUNS) + len(_NORMS) + 1]:
+        assert rank["resumed"]
+        assert rank["losses"] == pytest.approx([2.7429256439208984, 2.8532299995422363], rel=1e-3)
 
 
 def test_tied_weights_are_counted_once_wherever_stages_are_placed(results: list[Any]) -> None:
@@ -170,7 +189,7 @@ def test_all_stages_are_told_the_additional_losses(results: list[Any]) -> None:
 
 
 def test_what_two_buffered_cannot_do_is_said_in_one_line(results: list[Any]) -> None:
-    for line, ranks in zip(_REFUSED, results[len(_RUNS) + len(_NORMS) :], strict=False):
+    for line, ranks in zip(_REFUSED, results[len(_RUNS) + len(_NORMS) + 2 :], strict=False):
         for rank in ranks:
             assert str(rank["refused"]).startswith("evenpipe.schedule: "), line
             assert line in rank["refused"]

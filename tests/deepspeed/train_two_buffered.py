@@ -3,7 +3,9 @@
 A case is {"case": {..}}, and as wanted "evaluate", "changes" (the micro-batches of later batches), "folder" (where a
 checkpoint goes after `case.steps`; the job then goes on, and a second engine goes on from the checkpoint), "fused" (the
 optimizer that DeepSpeed has for its own Adam), "broken" (a batch that has a loss that is no number), "iterators" (data
-iterators that must not be), "norm" (that of the first batch) and "refused" (what 2bw cannot do with this
+iterators that must not be), "norm" (that of the first batch), "interrupted" (a folder for checkpoints: the batches once
+as they are, and once with an evaluation and a checkpoint after each and new engines on the way), "before" (a checkpoint
+that an older release saved after four batches, to be gone on with) and "refused" (what 2bw cannot do with this
 configuration).
 """
 
@@ -30,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 MORE = 2
 _loss_of = train_tiny.loss_of
+_FUSED_ADAM = deepspeed_engine.FusedAdam
 
 
 class Net(PipelineModule):  # type: ignore[misc]
@@ -54,15 +57,18 @@ from tests.deepspeed.delayed import train_delayed  # noqa: E402
 
 def train(given: dict[str, Any]) -> dict[str, Any]:
     case = Case(**given["case"])
+    deepspeed_engine.FusedAdam = torch.optim.AdamW if "fused" in given else _FUSED_ADAM
     if "refused" in given:
         return _refused(case)
     if "iterators" in given:
         return _iterators(case)
+    if "interrupted" in given:
+        return _interrupted(case, given["interrupted"])
+    if "before" in given:
+        return _gone_on_with(case, given["before"])
     if "norm" in given:
         return {"norm": _first_norm(case)}
     train_tiny.PipelineModule = Net if "others" in given else PipelineModule
-    if "fused" in given:
-        deepspeed_engine.FusedAdam = torch.optim.AdamW
     engine, data = engine_of(case)
     data = _broken(data, given, engine.micro_batches)
     if case.measure:
@@ -132,6 +138,48 @@ def _refused(case: Case) -> dict[str, Any]:
     except SectionError as error:
         return {"refused": str(error)}
     return {"refused": None}
+
+
+def _interrupted(case: Case, folder: str) -> dict[str, Any]:
+    engine, data = engine_of(case)
+    losses, _, _ = _train(engine, data, case.steps)
+    engine.drain()
+    found = {"plain": (losses, _weights(engine), engine.optimizer.loss_scale), "skipped": engine.skipped_steps}
+    engine.destroy()
+    engine, data = engine_of(case)
+    others = batches(7, 8, engine.micro_batches)
+    losses = []
+    for step in range(case.steps):
+        losses += _train(engine, data, 1)[0]
+        engine.eval_batch(data_iter=others)
+        engine.save_checkpoint(folder, tag=f"after_{step}")
+        if step in (2, 3, 6):
+            engine.destroy()
+            engine, data = engine_of(case)
+            engine.load_checkpoint(folder, tag=f"after_{step}")
+            for _ in islice(data, (step + 1) * engine.micro_batches):
+                pass
+    engine.drain()
+    found["interrupted"] = (losses, _weights(engine), engine.optimizer.loss_scale)
+    engine.destroy()
+    return found
+
+
+def _gone_on_with(case: Case, folder: str) -> dict[str, Any]:
+    """Small layers: so is the checkpoint."""
+    sizes = {name: getattr(train_tiny, name) for name in ("HIDDEN", "HEADS", "SEQUENCE", "VOCABULARY")}
+    vars(train_tiny).update(HIDDEN=8, HEADS=2, SEQUENCE=8, VOCABULARY=16)
+    try:
+        engine, data = engine_of(case)
+        engine.load_checkpoint(folder)
+        resumed = engine._steps.loaded_at == 1
+        for _ in islice(data, case.steps * engine.micro_batches):
+            pass
+        losses = [float(engine.train_batch(data)) for _ in range(MORE)]
+        engine.destroy()
+    finally:
+        vars(train_tiny).update(sizes)
+    return {"losses": losses, "resumed": resumed}
 
 
 def _first_norm(case: Case) -> float:

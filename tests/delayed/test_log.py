@@ -22,14 +22,9 @@ def test_a_mean_names_its_iterations():
 
 def test_before_the_first_step_after_the_last_and_a_skipped_one():
     assert step_line((1, 1), None) == "iteration 1 | loss of iteration 1 | no step finished yet |"
-    assert (
-        step_line((4, 4), None, 3)
-        == "iteration 4 | loss of iteration 4 | the grad norm is of iteration 3 |"
-    )
+    assert step_line((4, 4), None, 3) == "iteration 4 | loss of iteration 4 | the grad norm is of iteration 3 |"
     assert step_line(None, (9, Step(True, 2.0))) == "grad norm 2.000 of iteration 9 |"
-    assert step_line(None, (9, Step(False, None))) == (
-        "no grad norm of iteration 9: its step was skipped |"
-    )
+    assert step_line(None, (9, Step(False, None))) == ("no grad norm of iteration 9: its step was skipped |")
 
 
 def test_memory_is_the_largest_of_each_stage():
