@@ -23,4 +23,4 @@ def test_they_change_nothing_with_megatron(tmp_path: Path) -> None:
         plain, interrupted = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         assert interrupted == plain
     assert plain["scale"] < 2.0**20, "steps have been skipped"
-    assert len(set(map(str, plain["losses"]))) == 10
+    assert len(set(map(str, plain["losses"]))) > 5, "others have not"
