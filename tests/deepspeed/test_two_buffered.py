@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ _RUNS: list[dict[str, Any]] = [
     {"case": _case(4, _FEW), "evaluate": True, "others": True},
     {"case": _case(4, {}, bpipe=True, measure=True), "changes": 4},
     {"case": _case(2, _SGD, trace="T.json", trace_iteration=3)},
-    {"case": _case(4, _CLIPPED, tied=True), "folder": "fp32"},
+    {"case": _case(4, {**_CLIPPED, "steps_per_print": 2}, tied=True), "folder": "fp32"},
     # In bf16, DeepSpeed itself loads checkpoints with ZeRO-1 only.
     {"case": _case(4, {**_BF16, **_FEW, **_ZERO, **_IN_FP32}, tied=True), "folder": "bf16"},
     {"case": _case(2, _BF16), "broken": 1},
@@ -102,7 +103,8 @@ def results(folder: Path) -> list[Any]:
     # Last: DeepSpeed's autocast stays on in the process.
     given += [{"case": {"stages": 4, **one}, "refused": True} for one in _REFUSED.values()]
     given.append({"case": _case(4, _FEW), "iterators": True})
-    found, _ = run_cases("train_two_buffered.py", given, folder)
+    found, said = run_cases("train_two_buffered.py", given, folder)
+    (folder / "said").write_text(said)
     return found
 
 
@@ -160,6 +162,29 @@ def test_a_timeline_of_a_batch_has_the_first_forwards_of_the_next(results: Any, 
         ahead = 1 - row % 2
         forwards = [f"F{number + ahead}" for number in range(16, 24)]
         assert sorted(done) == sorted(["U1", *forwards, *(f"B{number}" for number in range(16, 24))])
+
+
+def test_the_log_says_which_batch_its_figures_are_of(results: list[Any], folder: Path) -> None:
+    """The figures of a batch come after the next one; the second engine goes on from a checkpoint."""
+    said = [line for line in (folder / "said").read_text().splitlines() if line.startswith("evenpipe: ")]
+    memory, *lines = said[said.index(next(line for line in said if "second weight version" in line)) :][:11]
+    assert re.fullmatch(r"evenpipe: 2bw \| second weight version MiB:( 0\.\d){4} \| held gradients MiB: 0\.0.*", memory)
+    kinds = [re.sub(r"\d+\.\d{3}", "X", line).removeprefix("evenpipe: ") for line in lines]
+    figures = "iteration {} | peak live: 4 3 2 1 | peak saved MiB: "
+    wanted = [
+        "iteration 2 | loss of iteration 2 | grad norm X of iteration 1 |",
+        figures.format(2),
+        "iteration 4 | loss of iteration 4 | grad norm X of iteration 3 |",
+        figures.format(4),
+        "iteration 6 | loss of iteration 6 | grad norm X of iteration 5 |",
+        "2bw: both weight versions are as they were saved",
+        "2bw | second weight version MiB: ",
+        "iteration 6 | loss of iteration 6 | grad norm X of iteration 5 |",
+        figures.format(6),
+    ]
+    assert len(kinds) >= len(wanted)
+    for found, begins in zip(kinds, wanted, strict=False):
+        assert found.startswith(begins)
 
 
 def test_what_there_is_to_skip_is_skipped_and_the_scale_grows_again(results: list[Any]) -> None:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
+from evenpipe.deepspeed.boundary import Boundary
 from evenpipe.deepspeed.engine import EvenPipeEngine, goes_on
 from evenpipe.deepspeed.log import step_log
 from evenpipe.deepspeed.lowering import StreamSchedule
+from evenpipe.deepspeed.stage import EngineStage
 from evenpipe.deepspeed.two_buffered import checkpoint
 from evenpipe.deepspeed.two_buffered.kinds import gradients_of
 from evenpipe.deepspeed.two_buffered.losses import Losses
 from evenpipe.deepspeed.two_buffered.refusals import refuse_for_two_buffered
-from evenpipe.deepspeed.two_buffered.stage import StreamStage
 from evenpipe.deepspeed.two_buffered.steps import EngineSteps
 from evenpipe.delayed import DelayedStream, InputError
 from evenpipe.delayed.ending import drain_at_the_end, let_go
-from evenpipe.schedule import Stream
+from evenpipe.schedule import Stream, Unit
 from evenpipe.upstream.ending import end_job
 
 __all__ = ["TwoBufferedEngine"]
@@ -124,8 +125,8 @@ class TwoBufferedEngine(EvenPipeEngine):
         delayed = self._delayed
         assert delayed is not None, "the engine has been made"
 
-        def stage(stream: Stream) -> StreamStage:
-            return StreamStage(self, self._boundary, stream, self._steps, delayed, self._losses.settle)
+        def stage(stream: Stream) -> _StreamStage:
+            return _StreamStage(self, self._boundary, stream, self._steps, delayed, self._losses.settle)
 
         try:
             sizes = self.num_stages, micro_batches
@@ -171,3 +172,45 @@ class TwoBufferedEngine(EvenPipeEngine):
         return loss
 
     _INSTRUCTION_MAP = {**EvenPipeEngine._INSTRUCTION_MAP, schedule.OptimizerStep: _submit_step}  # noqa: RUF012
+
+
+class _StreamStage(EngineStage):
+    """Micro-batches are numbered along `stream`; `settle` waits until other stages have what they were sent."""
+
+    def __init__(
+        self,
+        engine: Any,
+        boundary: Boundary,
+        stream: Stream,
+        steps: EngineSteps,
+        delayed: DelayedStream,
+        settle: Callable[[], None],
+    ) -> None:
+        evicts = stream.program.schedule.evictions[engine.stage_id] > 0
+        buffers = stream.stages - engine.stage_id
+        super().__init__(engine, boundary, lambda unit: unit.micro_batch % buffers, evicts)
+        self._steps = steps
+        self._delayed = delayed
+        self._settle = settle
+
+    def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
+        """On the version that the micro-batch's batch needs."""
+        self._delayed.use_version_of(unit)
+        return super().forward(unit, inputs)
+
+    def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
+        """On the same."""
+        self._delayed.use_version_of(unit)
+        if unit in self._losses:
+            self._losses[unit] = self._steps.scaled(self._losses[unit])
+        return super().backward(unit, gradients)
+
+    def update(self, batch: int) -> None:
+        """Finish the step of the batch before, the only one that can be submitted."""
+        self._steps.finish()
+
+    def forget(self) -> None:
+        """Let go of what has been forwarded and not backwarded."""
+        self._settle()
+        for of_kind in self._engine.pipe_buffers.values():
+            of_kind[:] = [None] * len(of_kind)
