@@ -22,18 +22,16 @@ def save(engine: Any, steps: DelayedSteps, folder: str, tag: str) -> None:
         side_file.write(_path(Path(folder, tag), engine), tag, steps, _weights(engine))
 
 
-def resume(engine: Any, steps: DelayedSteps, loaded_from: str, goes_on: bool) -> bool:
+def resume(engine: Any, steps: DelayedSteps, loaded_from: str, goes_on: bool) -> None:
     """Give `steps` what was saved with the weights that DeepSpeed has loaded from this file; all ranks call it.
 
-    Not if the run does not go on from there. Says whether it was found.
+    Not if the run does not go on from there. A line says whether it was found.
     """
     candidates = [_path(Path(loaded_from).parent, engine)] if goes_on else []
-    complete = side_file.resume(steps, candidates, _weights(engine), engine.device)
-    if complete:
+    if side_file.resume(steps, candidates, _weights(engine), engine.device):
         tell("2bw: both weight versions are as they were saved")
     else:
         tell("warning: 2bw: both weight versions are the loaded one: no older one goes with it")
-    return complete
 
 
 def _path(checkpoint: Path, engine: Any) -> Path:

@@ -45,7 +45,7 @@ class TwoBufferedEngine(EvenPipeEngine):
         self._delayed = DelayedStream(self._steps, self.evenpipe.bpipe)
         ranks = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
         self._losses = Losses(ranks, "nccl" if self.device.type == "cuda" else "gloo", self.device)
-        self._begin_log(resumed=False)
+        self._begin_log()
         drain_at_the_end(self)
 
     def drain(self) -> None:
@@ -89,7 +89,8 @@ class TwoBufferedEngine(EvenPipeEngine):
         self.drain()
         found = super().load_checkpoint(*args, **kwargs)
         if found[0] is not None:
-            self._begin_log(checkpoint.resume(self, self._steps, found[0], goes_on(self, *args, **kwargs)))
+            checkpoint.resume(self, self._steps, found[0], goes_on(self, *args, **kwargs))
+            self._begin_log()
         return found
 
     def clip_fp32_gradients(self) -> None:
@@ -109,9 +110,9 @@ class TwoBufferedEngine(EvenPipeEngine):
         self._delayed = None
         super().__del__()
 
-    def _begin_log(self, resumed: bool) -> None:
+    def _begin_log(self) -> None:
         self.step_log = self._step_log = step_log(self)
-        self._step_log.begin(self._steps, self.global_steps, resumed)
+        self._step_log.begin(self._steps, self.global_steps, resumed=False)
 
     def _prepare(self) -> Iterable[Tensor]:
         Stream(self.num_stages, self.micro_batches, self.evenpipe.bpipe)
