@@ -45,7 +45,7 @@ class StepLog:
         self._said: int | None = None  # the last iteration whose norm was said; None where there is no log
 
     def begin(self, steps: DelayedSteps, behind: int, resumed: bool) -> None:
-        """Before the first iteration, with so many `behind`; `resumed`: the framework logs a norm that 2BW has saved."""
+        """Before the first iteration, with so many `behind`; `resumed`: the framework logs the norm that 2BW saved."""
         self._steps = steps
         self._first = self._mean_from = behind + 1
         self._resumed = resumed
