@@ -10,7 +10,7 @@ from evenpipe.delayed.inputs import ReadAhead
 from evenpipe.delayed.steps import DelayedSteps
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import SteppingStage
-from evenpipe.schedule import Step, Stream, Unit, required_version
+from evenpipe.schedule import Spec, Step, Stream, Unit, required_version
 
 __all__ = ["Call", "DelayedStream", "StreamStage"]
 
@@ -37,11 +37,12 @@ class DelayedStream:
     of the calls, by up to p - 1 micro-batches on the first stage.
     """
 
-    def __init__(self, steps: DelayedSteps, bpipe: bool) -> None:
+    def __init__(self, steps: DelayedSteps, spec: Spec, bpipe: bool) -> None:
         self.inputs = ReadAhead()
         #: The batch with which the present stream began, as `steps` count.
         self.first = 0
         self._steps = steps
+        self._spec = spec
         self._bpipe = bpipe
         self._stream: Stream | None = None
         self._stage: StreamStage | None = None
@@ -66,7 +67,7 @@ class DelayedStream:
             self._steps.drain()
         if self._stream is None or self._stage is None:
             self._executor, self._called, self.first = executor, 0, self._steps.batch
-            self._stream = Stream(*sizes, self._bpipe)
+            self._stream = Stream(self._spec, *sizes, self._bpipe)
             self._stage = make_stage(self._stream)
         self.inputs.start_batch(source, sizes[1])
         self._steps.start_batch()

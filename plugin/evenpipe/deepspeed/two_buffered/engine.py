@@ -42,7 +42,7 @@ class TwoBufferedEngine(EvenPipeEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._delayed = DelayedStream(self._steps, self.evenpipe.bpipe)
+        self._delayed = DelayedStream(self._steps, self.evenpipe.spec, self.evenpipe.bpipe)
         ranks = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
         self._losses = Losses(ranks, "nccl" if self.device.type == "cuda" else "gloo", self.device)
         self._begin_log()
@@ -115,7 +115,7 @@ class TwoBufferedEngine(EvenPipeEngine):
         self._step_log.begin(self._steps, self.global_steps, resumed=False)
 
     def _prepare(self) -> Iterable[Tensor]:
-        Stream(self.num_stages, self.micro_batches, self.evenpipe.bpipe)
+        Stream(self.evenpipe.spec, self.num_stages, self.micro_batches, self.evenpipe.bpipe)
         gradients = gradients_of(self)
         refuse_for_two_buffered(self, gradients)
         assert gradients is not None

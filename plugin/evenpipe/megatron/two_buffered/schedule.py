@@ -15,7 +15,7 @@ from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import CoreRelease, verify_two_buffered
 from evenpipe.megatron.two_buffered.optimizer import TwoBuffered
 from evenpipe.runtime.executor import Observer
-from evenpipe.schedule import Schedule, Stream, Unit
+from evenpipe.schedule import Schedule, Spec, Stream, Unit
 
 __all__ = ["StreamSchedule"]
 
@@ -27,14 +27,17 @@ class StreamSchedule(PipelineSchedule):
     ahead of the calls, by up to p − 1 micro-batches on the first stage.
     """
 
+    offers = frozenset(["stream"])
+
     def __init__(
         self,
         bpipe: bool = False,
         observer: Observer | None = None,
         measure: bool = False,
         connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
+        schedule: str | Spec = "2bw",
     ) -> None:
-        super().__init__("2bw", bpipe, observer, measure, connected)
+        super().__init__(schedule, bpipe, observer, measure, connected)
         verify_two_buffered()
         self.two_buffered: TwoBuffered | None = None
         self._delayed: DelayedStream | None = None
@@ -43,7 +46,7 @@ class StreamSchedule(PipelineSchedule):
     def attach(self, two_buffered: TwoBuffered) -> None:
         """Whose optimizer steps."""
         self.two_buffered = two_buffered
-        self._delayed = DelayedStream(two_buffered, self.bpipe)
+        self._delayed = DelayedStream(two_buffered, self.programs.spec, self.bpipe)
 
     @property
     def first_batch(self) -> int:
