@@ -17,6 +17,7 @@ from evenpipe.deepspeed.section import NAME, SectionError
 from evenpipe.deepspeed.stage import EngineStage
 from evenpipe.planner import PlanError, divisors, k_forward_k_backward
 from evenpipe.schedule import Unit
+from evenpipe.settings import CONTRADICTIONS_ON_CPU, SECTION, contradiction_in
 from evenpipe.tuner.loop import AdaptiveLoop
 from evenpipe.tuner.process_memory import limit_bytes, reachable_tensors, static_bytes
 from evenpipe.tuner.samples import CutError, micro_batches_of
@@ -144,11 +145,9 @@ class AdaptiveEngine(EvenPipeEngine):
 
 def _refuse(engine: AdaptiveEngine) -> None:
     """Raise SectionError for the first setting of an initialized engine under which groups cannot be tuned."""
-    if engine.evenpipe.memory_gib is None and engine.device.type != "cuda":
-        raise SectionError(
-            "group_size",
-            f'"auto": how much memory it may use is not known on {engine.device.type}: give "memory_gib"',
-        )
+    line = contradiction_in(engine.evenpipe, SECTION, CONTRADICTIONS_ON_CPU)
+    if engine.device.type != "cuda" and line is not None:
+        raise SectionError(None, line)
     if engine.module.dynamic_shape:
         raise SectionError(
             "group_size",
