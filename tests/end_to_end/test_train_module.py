@@ -132,6 +132,8 @@ def test_a_run_that_is_saved_and_gone_on_with_is_the_run_that_was_not(
     assert whole.losses == results["bf16"].losses
     assert rest.losses == whole.losses[2:]
     assert rest.weights_sha256 == whole.weights_sha256 == results["bf16"].weights_sha256
+    with pytest.raises(OptionsError, match=r"other parts of the model on stage \d: use the --schedule"):
+        run_cases([options_of(precision="bf16", load=str(tmp_path), schedule="v-half")])
 
 
 def test_a_failure_names_stage_and_action() -> None:

@@ -1,1 +1,1 @@
-"""The trainer behind `evenpipe train`: options, processes started by torchrun's API, checkpoints and results."""
+"""The trainer behind `evenpipe train`, from options to results; and pipelines of a user's own modules."""

@@ -74,17 +74,18 @@ class ModulePipeline:
         micro-batch has an equal share, or a sequence with an entry a micro-batch. Returns the mean loss where the model
         ends, None elsewhere. Raises ValueError where they cannot be shared out.
         """
-        count, self.losses = self._program.schedule.micro_batches, []
+        count, found = self._program.schedule.micro_batches, dict[int, Tensor]()
         first = _shares("inputs", inputs, count) if self.is_first else ()
         last = _shares("targets", targets, count) if self.is_last else ()
 
         def share_of_loss(micro_batch: int, output: Tensor) -> Tensor:
             loss = self._loss(output, last[micro_batch])
-            self.losses.append(loss.detach())
+            found[micro_batch] = loss.detach()
             return loss / count
 
         stage = ModuleStage(self.chunks, self._boundary, first.__getitem__, share_of_loss, self._loss_chunk)
         self.executor.run(self._program, stage)
+        self.losses = [loss for _, loss in sorted(found.items())]
         return torch.stack(self.losses).mean() if self.is_last else None
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from evenpipe.train.data import MicroBatch
 from evenpipe.train.engine import Case, Coordinates, KeptBytes, OptimizerStep, Tuned
 from evenpipe.train.gather import digest
 from evenpipe.train.module.model import Part, initialised_piece, pieces_of
-from evenpipe.train.options import TrainOptions
+from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.pipeline import ModulePipeline
 from evenpipe.tuner.process_memory import static_bytes
 
@@ -76,6 +76,11 @@ class ModuleEngine(Observer):
         return self.pipeline.executor.counter
 
     def restore(self, state: dict[str, Any]) -> str | None:
+        if [list(part.state_dict()) for part in self._parts] != [list(saved) for saved in state["parameters"]]:
+            raise OptionsError(
+                f"--load {self._case.options.load}: the checkpoint has other parts of the model on stage "
+                f"{self.coordinates.stage}: use the --schedule that it was saved with"
+            )
         for part, saved in zip(self._parts, state["parameters"], strict=True):
             part.load_state_dict(saved)
         self.optimizer.load_state_dict(state["optimizer"])
