@@ -55,7 +55,7 @@ def test_a_bad_option_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str
     refused = {
         ("--stages", "3"): "--layers 2: not divisible by --stages 3",
         ("--micro-batches", "0"): "--micro-batches 0: must be",
-        ("--chunks", "2"): "--layers 2: not divisible by --stages 2 × --chunks 2",
+        ("--chunks", "2", "--micro-batches", "4"): "--layers 2: not divisible by --stages 2 × --chunks 2",
         ("--schedule", "zigzag"): "--schedule zigzag: unknown schedule, choose one of 1f1b, gpipe, ",
         ("--tensor-parallel", "4"): "--tensor-parallel 4: more ranks than --heads 2",
         ("--stages", "1", "--bpipe"): "--bpipe: one stage has no partner",
