@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -45,7 +46,8 @@ def write(path: Path, checkpoint: str, steps: DelayedSteps, newest: Iterable[Ten
             "make room, and go on from the one before, which is whole"
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def move(path: Path, to: Path) -> None:

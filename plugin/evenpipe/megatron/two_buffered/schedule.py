@@ -58,9 +58,8 @@ class StreamSchedule(PipelineSchedule):
     def __call__(self, *, forward_only: bool = False, **arguments: Any) -> list[Any]:
         if forward_only and self.two_buffered is not None and self._delayed is not None:
             self.two_buffered.drain()
-            given = arguments["data_iterator"]
-            standing = [self._delayed.inputs.standing_before(one) for one in _as_list(given)]
-            arguments["data_iterator"] = standing if isinstance(given, list) else standing[0]
+            given, reading = arguments["data_iterator"], self._delayed.inputs.standing_before
+            arguments["data_iterator"] = [*map(reading, given)] if isinstance(given, list) else reading(given)
         return super().__call__(forward_only=forward_only, **arguments)
 
     def _carry_out(self, call: Call) -> list[Any]:
@@ -175,7 +174,3 @@ class _LastBackwardSync:
 
     def after_backward(self) -> None:
         """What the hooks did not reduce, the submitted step does."""
-
-
-def _as_list(given: Any) -> list[Any]:
-    return given if isinstance(given, list) else [given]

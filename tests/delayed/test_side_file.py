@@ -1,0 +1,82 @@
+"""The side file is on disk as a whole before it has its name, and is used with its own weights only."""
+
+import os
+
+import pytest
+import torch
+
+from evenpipe.delayed import side_file
+
+CPU = torch.device("cpu")
+
+
+class Steps:
+    """What is saved of 2BW, and given back."""
+
+    def __init__(self, state=None):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """No other rank lacks anything."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_it_goes_with_its_own_weights(tmp_path, dtype):
+    weights = [torch.arange(6, dtype=dtype).view(2, 3).t(), torch.tensor(2.0, dtype=dtype)]
+    path = tmp_path / "folder" / "side.pt"
+    side_file.write(path, "of iteration 3", Steps({"before": [torch.ones(2)]}), weights)
+    assert torch.load(path)["format"] == "evenpipe.delayed/1"
+    steps = Steps()
+    assert side_file.resume(steps, [tmp_path / "none.pt", path], weights, CPU)
+    assert steps.state["before"][0].tolist() == [1, 1]
+    weights[1] += 1
+    assert not side_file.resume(steps, [path], weights, CPU)
+    assert steps.state is None
+
+
+def test_if_one_rank_has_none_nobody_has(tmp_path, monkeypatch):
+    path = tmp_path / "side.pt"
+    side_file.write(path, "of iteration 3", Steps({"before": None}), [])
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.add_(1))
+    steps = Steps("as made")
+    assert not side_file.resume(steps, [path], [], CPU)
+    assert steps.state is None
+
+
+def test_file_and_folder_are_synced_around_the_name(tmp_path, monkeypatch):
+    done = []
+    sync, replace = os.fsync, os.replace
+
+    def fsync(descriptor):
+        done.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    def named(path, to):
+        done.append("named")
+        replace(path, to)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", named)
+    side_file.write(tmp_path / "side.pt", "of iteration 3", Steps({}), [])
+    assert done == [f"side.pt.{os.getpid()}", "named", tmp_path.name]
+    done.clear()
+    side_file.move(tmp_path / "side.pt", tmp_path / "inside" / "side.pt")
+    assert done[0] == "named"
+    assert sorted(done[1:]) == sorted(["inside", tmp_path.name])
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "folder").write_text("a file")
+    with pytest.raises(RuntimeError) as error:
+        side_file.write(tmp_path / "folder" / "side.pt", "of iteration 3", Steps({}), [])
+    assert str(error.value).startswith("the checkpoint of iteration 3 could not be saved: ")
+    assert "\n" not in str(error.value)
