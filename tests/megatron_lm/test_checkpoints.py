@@ -8,8 +8,15 @@ SCRIPT = "pretrain_gpt.py"
 STOPS, ENDS = 2, 4
 
 
-@pytest.mark.parametrize("layout", ["PP4", "DP2xPP4 distributed optimizer"])
-@pytest.mark.parametrize("format_", ["torch", pytest.param("torch_dist", marks=pytest.mark.every_release)])
+@pytest.mark.parametrize(
+    ("format_", "layout"),
+    [
+        ("torch", "PP4"),
+        pytest.param("torch_dist", "PP4", marks=pytest.mark.every_release),
+        ("torch", "DP2xPP4 distributed optimizer"),
+        ("torch_dist", "DP2xPP4 distributed optimizer"),
+    ],
+)
 def test_saved_by_one_and_resumed_by_the_other(megatron_lm, format_, layout, tmp_path):
     processes, parallel = LAYOUTS[layout]
     flags = [*gpt_flags(ENDS), *parallel, "--ckpt-format", format_, "--save-interval", str(STOPS)]
