@@ -75,6 +75,7 @@ class RankServer:
 
 def serve() -> None:
     """Run jobs, until there are no more; returns in each rank when that has nothing left to do."""
+    _end_with_parent()
     for name in _PRELOADED:
         import_module(name)
     for line in sys.stdin:
@@ -90,6 +91,12 @@ def serve() -> None:
     return None
 
 
+def _end_with_parent() -> None:
+    """So that nothing is left of tests that are killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _places(ranks: int) -> list[dict[str, str]]:
     """What torchrun says to each rank in its environment."""
     with socket.create_server(("localhost", 0)) as server:
@@ -102,8 +109,7 @@ def _places(ranks: int) -> list[dict[str, str]]:
 
 def _rank(job: Mapping[str, Any], place: Mapping[str, str]) -> None:
     os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _end_with_parent()
     output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
