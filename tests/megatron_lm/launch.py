@@ -18,7 +18,7 @@ from tests.megatron_lm.ranks import RankServer
 __all__ = ["LAYOUTS", "Run", "differences", "gpt_flags", "launch", "model_flags", "start", "torchrun"]
 
 BYTECODE = Path(__file__).parents[2] / "build" / "bytecode"
-"""Compiled modules, since checkouts need not be writable."""
+"""Compiled modules, as a checkout stays as it is."""
 
 MODEL = (
     *("--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4"),
@@ -103,9 +103,8 @@ def torchrun(processes: int, *agent: str) -> list[str]:
 
 def start(command: Sequence[str], checkout: Path, environment: dict[str, str] | None = None) -> "subprocess.Popen[str]":
     """Start `command` in `checkout`, in a process group of its own."""
-    given = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPYCACHEPREFIX": str(BYTECODE)}
-    given |= environment or {}
-    given.pop("PYTHONDONTWRITEBYTECODE", None)
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
+    given["PYTHONDONTWRITEBYTECODE"] = "1"  # a checkout stays as it is
     # The checkout's own megatron.core, not one that happens to be installed, is what is tested.
     given["PYTHONPATH"] = os.pathsep.join(filter(None, (str(checkout), given.get("PYTHONPATH"))))
     return subprocess.Popen(
@@ -124,12 +123,19 @@ def _knows(checkout: Path, flag: str) -> bool:
 
 
 def launch(
-    checkout: Path, script: str, processes: int, flags: Sequence[str], timeout: float = 800, check: bool = True
+    checkout: Path,
+    script: str,
+    processes: int,
+    flags: Sequence[str],
+    environment: dict[str, str] | None = None,
+    timeout: float = 800,
+    check: bool = True,
 ) -> Run:
     """Run `script` of `checkout` to its end with `evenpipe run --cpu`; without EvenPipe's flags that is stock."""
     with tempfile.TemporaryDirectory(prefix="evenpipe-") as folder:
         said = Path(folder, "output")
-        status = _server().run(checkout, ["run", "--cpu", script, *flags], processes, said, timeout)
+        command = ["run", "--cpu", script, *flags]
+        status = _server().run(checkout, command, processes, environment or {}, said, timeout)
         output = said.read_text(errors="replace")
     assert status is not None, f"no end after {timeout} s:\n{output[-4000:]}"
     if check:

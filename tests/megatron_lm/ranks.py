@@ -37,7 +37,7 @@ class RankServer:
     """The process that ranks are forked from; one job at a time."""
 
     def __init__(self, bytecode: Path) -> None:
-        """`bytecode` is where compiled modules are kept, since checkouts need not be writable."""
+        """`bytecode` is where compiled modules are kept, as a checkout stays as it is."""
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -55,12 +55,21 @@ class RankServer:
             stdout=subprocess.PIPE,
         )
 
-    def run(self, checkout: Path, arguments: Sequence[str], ranks: int, output: Path, timeout: float) -> int | None:
-        """The exit status of `python -m evenpipe ARGUMENTS` in `checkout` by so many ranks; None after `timeout`.
+    def run(
+        self,
+        checkout: Path,
+        arguments: Sequence[str],
+        ranks: int,
+        environment: Mapping[str, str],
+        output: Path,
+        timeout: float,
+    ) -> int | None:
+        """The exit status of `python -m evenpipe ARGUMENTS` in `checkout` by so many ranks; None after `timeout` (s).
 
-        What they print goes to the file `output`.
+        `environment` is what differs from this process's; what the ranks print goes to the file `output`.
         """
         job = {"checkout": str(checkout), "arguments": arguments, "ranks": ranks, "output": str(output)}
+        job["environment"] = dict(environment)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps({**job, "timeout": timeout}), file=self._process.stdin, flush=True)
@@ -115,7 +124,7 @@ def _rank(job: Mapping[str, Any], place: Mapping[str, str]) -> None:
         os.dup2(output, stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(job["checkout"])
-    os.environ |= place
+    os.environ |= place | job["environment"]
     # The checkout's own megatron.core, not one that happens to be installed, is what is tested.
     os.environ["PYTHONPATH"] = os.pathsep.join((job["checkout"], os.environ["PYTHONPATH"]))
     sys.path.insert(1, job["checkout"])

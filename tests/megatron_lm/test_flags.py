@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.megatron_lm.launch import gpt_flags, start
+from tests.megatron_lm.launch import gpt_flags, launch, start
 
 SCRIPT = "pretrain_gpt.py"
 PP4 = ("--pipeline-model-parallel-size", "4")
@@ -61,17 +61,9 @@ WRONG = {
 
 def alone(megatron_lm, flags, world=4):
     """The script in one process that takes itself for rank 0 of `world`: arguments are checked before peers are met."""
-    environment = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }
-    job = start([sys.executable, "-m", "evenpipe", "run", "--cpu", SCRIPT, *flags], megatron_lm, environment)
-    output, _ = job.communicate(timeout=800)
-    return job.returncode, output
+    environment = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    run = launch(megatron_lm, SCRIPT, 1, flags, environment, check=False)
+    return run.returncode, run.output
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -60,10 +60,7 @@ def test_nothing_waits_for_another_stage(megatron_lm, tmp_path):
     for schedule in ("2bw", "1f1b"):
         environment = {"TRACED": str(megatron_lm / GPT), "TRACES": str(tmp_path / schedule)}
         flags = [*flags_for(megatron_lm, GPT, 6, ()), *PP4, "--evenpipe-schedule", schedule]
-        command = [*torchrun(4), "-m", "evenpipe", "run", "--cpu", traced_collectives.__file__, *flags]
-        job = start(command, megatron_lm, environment)
-        output, _ = job.communicate(timeout=800)
-        assert job.returncode == 0, output[-4000:]
+        launch(megatron_lm, traced_collectives.__file__, 4, flags, environment)
         made = [
             tuple(row)
             for rank in range(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import cast
 
 from torch import Tensor
@@ -148,7 +149,7 @@ class Flow:
             for tensor in inputs or ():
                 store.attach(unit, tensor)
         if self.evicts and self.resources.layouts is not None:
-            self.resources.layouts.tell(unit.chunk, store.seal(unit))
+            self.resources.layouts.tell(unit.chunk, partial(store.seal, unit))
         return outputs
 
     def weight_gradient(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
