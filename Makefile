@@ -16,7 +16,7 @@ demo: prepare ## train a GPT on four pipeline stages, three ways; prints a table
 
 # Several tests at a time, those of a file by one worker in their order; benchmarks measure times, so they are alone.
 NONE_LEFT := 5# what pytest ends with when ARGS leave no tests
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test: prepare ## run the tests; ARGS="-k bpipe" narrows them down
 	@$(PYTEST) -m "not benchmarks and not megatron_lm and not releases" $(ARGS)

@@ -1,6 +1,7 @@
 """Settings that all tests share."""
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -13,14 +14,19 @@ settings.load_profile("evenpipe")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores, since most tests wait for processes half of their time."""
     return min(os.cpu_count() or 1, 7) + 1
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """The tests of a file share what it has started, so one worker runs them; script tests have starts of their own."""
-    for item in items:
-        if item.get_closest_marker("megatron_lm") is None:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if nodeid.startswith("tests/megatron_lm/") else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
