@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from evenpipe.planner import Candidate, StageTimes, estimate_ms, k_forward_k_backward
 from evenpipe.schedule import links, loop
 from evenpipe.tuner import tuner as tuner_module
-from evenpipe.tuner.tuner import HYSTERESIS, Tuner, worth_telling_apart
+from evenpipe.tuner.tuner import HYSTERESIS, Tuner, thinned_out
 
 STAGES = 4
 SCHEDULE = k_forward_k_backward(STAGES)
@@ -117,7 +117,7 @@ def test_many_candidates_are_thinned_out(small, halvings):
     for halved in range(halvings + 1):
         b = 2 ** (halvings - halved)
         found += [Candidate(k, b, 10**6) for k in range(len(found) + 1, small * 2**halved + 1)]
-    kept = worth_telling_apart(found)
+    kept = thinned_out(found)
     assert set(kept) <= set(found)
     assert [candidate for candidate in found if candidate.k == 1] == [
         candidate for candidate in kept if candidate.k == 1

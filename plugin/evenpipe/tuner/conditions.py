@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from evenpipe.planner import Candidate, GroupedSchedule, StageMemory, candidates, saved_peaks
-from evenpipe.tuner.tuner import Tuner, worth_telling_apart
+from evenpipe.tuner.tuner import Tuner, thinned_out
 
 __all__ = ["Conditions"]
 
@@ -28,7 +28,7 @@ class Conditions(NamedTuple):
 
     def fitting(self, sizes: Sequence[int]) -> tuple[Candidate, ...]:
         """The candidates to tune among, with micro-batches of one of `sizes`. Raises PlanError where none fits."""
-        return worth_telling_apart(candidates(self.memory, self.samples, self.limit_bytes, self.schedule, sizes))
+        return thinned_out(candidates(self.memory, self.samples, self.limit_bytes, self.schedule, sizes))
 
     def predicted_saved_bytes(self, used: Sequence[Candidate]) -> tuple[int, ...]:
         """Per stage, the most that one of its processes saves for backwards under any of `used`."""

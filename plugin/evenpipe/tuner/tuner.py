@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from evenpipe.planner import Candidate, GroupedSchedule, StageTimes, estimate_ms
 from evenpipe.schedule import Link, Program
 
-__all__ = ["HYSTERESIS", "WINDOW", "Retune", "Tuner", "worth_telling_apart"]
+__all__ = ["HYSTERESIS", "WINDOW", "Retune", "Tuner", "thinned_out"]
 
 #: No switch for a predicted gain under this part of the present candidate's time.
 HYSTERESIS: Final = 0.02
@@ -152,7 +152,7 @@ def _window(samples: Iterable[float] = ()) -> deque[float]:
     return deque(samples, maxlen=WINDOW)
 
 
-def worth_telling_apart(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def thinned_out(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """`candidates`, in order of k; if they are many, fewer: of those of one size, k then grows by a quarter at least.
 
     A pipeline of thousands of micro-batches has as many group sizes, and next to each other they take the same time.
