@@ -16,7 +16,8 @@ from emulation import clock_ms
 from harness import Tick, progress_bar, run_in_processes
 from rich.table import Table
 
-from evenpipe.planner import Candidate, StageTimes, k_forward_k_backward
+from evenpipe.planner import Candidate, GroupedSchedule, StageTimes
+from evenpipe.schedule import Programs
 from evenpipe.tuner.collective import retune
 from evenpipe.tuner.tuner import Tuner
 
@@ -112,7 +113,7 @@ def measure(rank: int, traffic: Traffic, experiment: Experiment, tick: Tick) -> 
     for b in {candidate.b for candidate in candidates}:
         compute = experiment.compute(b)
         times[b] = StageTimes((compute.forward_ms,) * STAGES, (compute.backward_ms,) * STAGES)
-    tuner = Tuner(k_forward_k_backward(STAGES), candidates, times, experiment.interval)
+    tuner = Tuner(GroupedSchedule(Programs("kfkb"), STAGES), candidates, times, experiment.interval)
     variants = {candidate.name: candidate for candidate in candidates}
     names = [AUTO, *variants]
     record = Record({name: [] for name in names}, [])

@@ -7,20 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenpipe.planner import (
-    Candidate,
-    PlanError,
-    StageMemory,
-    candidates,
-    k_forward_k_backward,
-    peak_bytes,
-)
+from evenpipe.planner import Candidate, GroupedSchedule, PlanError, StageMemory, candidates, peak_bytes
+from evenpipe.schedule import Programs
 
 GIB = 2**30
 EVEN = (StageMemory(100, 0, 0, 10, 0),) * 4  # stage 0 peaks at 100 + 10·b·min(4k, m)
 
 
-FOUR = k_forward_k_backward(4)
+FOUR = GroupedSchedule(Programs("kfkb"), 4)
 
 
 def _names(found: tuple[Candidate, ...]) -> list[str]:
@@ -65,7 +59,7 @@ def test_a_group_is_never_larger_than_the_batch() -> None:
     st.booleans(),
 )
 def test_candidates_are_the_curve(memory: list[StageMemory], samples: int, limit: int, bpipe: bool) -> None:
-    schedule = k_forward_k_backward(len(memory), bpipe)
+    schedule = GroupedSchedule(Programs("kfkb", bpipe), len(memory))
     try:
         found = candidates(memory, samples, limit, schedule)
     except PlanError:
@@ -87,7 +81,7 @@ def test_candidates_are_the_curve(memory: list[StageMemory], samples: int, limit
 @given(st.integers(1, 10**12), st.integers(0, 10**9), st.sampled_from([1, 6, 12]))
 def test_the_memory_asked_for_is_enough(bpipe: bool, static: int, sample: int, samples: int) -> None:
     memory = (StageMemory(static, 0, 5, sample, 1), StageMemory(static // 2, 0, 0, 2 * sample, 1))
-    schedule = k_forward_k_backward(2, bpipe)
+    schedule = GroupedSchedule(Programs("kfkb", bpipe), 2)
     with pytest.raises(PlanError) as error:
         candidates(memory, samples, 0, schedule)
     assert "\n" not in str(error.value)
@@ -107,6 +101,6 @@ def test_sizes_divide_the_batch() -> None:
 def test_a_large_batch_takes_seconds(bpipe: bool, stages: int, seconds: float) -> None:
     memory = (StageMemory(0, 0, 0, 10, 1),) * stages
     began = time.process_time()
-    found = candidates(memory, 1536, 10 * stages * 4, k_forward_k_backward(stages, bpipe))
+    found = candidates(memory, 1536, 10 * stages * 4, GroupedSchedule(Programs("kfkb", bpipe), stages))
     assert found[0].b > found[-1].b
     assert time.process_time() - began < seconds

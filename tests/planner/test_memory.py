@@ -4,9 +4,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from evenpipe.planner import Candidate, GroupedSchedule, StageMemory, k_forward_k_backward, peak_bytes, unit_bytes
+from evenpipe.planner import Candidate, GroupedSchedule, StageMemory, peak_bytes, unit_bytes
 from evenpipe.planner.memory import messages_at_once
-from evenpipe.schedule import Action, Program, Schedule, lower, verify
+from evenpipe.schedule import Action, Programs, Size, Spec, lower
 from evenpipe.simulate import Costs, simulate
 from tests.schedules import build
 
@@ -14,7 +14,7 @@ STAGES, GROUPS, BATCHES = st.integers(2, 6), st.integers(1, 5), st.integers(1, 7
 
 
 def saved_bytes(units: list[int], candidate: Candidate, bpipe: bool = False) -> tuple[int, ...]:
-    return k_forward_k_backward(len(units), bpipe).saved_bytes(units, candidate)
+    return GroupedSchedule(Programs("kfkb", bpipe), len(units)).saved_bytes(units, candidate)
 
 
 def _simulated(units: list[int], k: int, m: int, bpipe: bool) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ def test_what_stays_is_added_and_messages_count_by_the_sample() -> None:
     stages = [StageMemory(1000, 100, 10, 3, 7), StageMemory(2000, 0, 20, 5, 7)]
     assert unit_bytes(stages[1], 4) == 20 + 4 * 5
     # Two live on stage 0; two sends and two receives under way. One on stage 1.
-    peaks = peak_bytes(stages, Candidate(1, 4, 8), k_forward_k_backward(2))
+    peaks = peak_bytes(stages, Candidate(1, 4, 8), GroupedSchedule(Programs("kfkb"), 2))
     assert peaks == (1000 + 100 + 2 * 22 + 4 * 4 * 7, 2000 + 40 + 4 * 4 * 7)
 
 
@@ -75,10 +75,12 @@ def test_a_schedule_that_the_planner_does_not_know_is_weighed_by_its_programs(
 ) -> None:
     """GPipe in groups of k, each of them its own flush."""
 
-    def programs(k: int, m: int) -> Program:
-        actions = [Action(kind, i) for g in range(0, m, k) for kind in "FB" for i in range(g, min(g + k, m))]
-        return verify(Schedule("flushed", len(units), m, 1, k, (tuple(actions),) * len(units), group_size=k))
+    def order(size: Size) -> list[list[Action]]:
+        k, m = size.group_size, size.micro_batches
+        row = [Action(kind, i) for g in range(0, m, k) for kind in "FB" for i in range(g, min(g + k, m))]
+        return [row] * size.stages
 
-    schedule = GroupedSchedule("flushed", len(units), False, programs)
+    flushed = Spec("flushed", "", order, bound=lambda size: size.group_size, needs=frozenset(["groups"]))
+    schedule = GroupedSchedule(Programs(flushed), len(units))
     memory = [StageMemory(7, 3, 0, unit, 0) for unit in units]
     assert peak_bytes(memory, Candidate(k, 1, m), schedule) == tuple(10 + min(k, m) * unit for unit in units)

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from evenpipe.planner import Measured, PlanError, divisors, k_forward_k_backward
+from evenpipe.planner import GroupedSchedule, Measured, PlanError, divisors
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
+from evenpipe.schedule import Programs, links, loop
 from evenpipe.tuner.loop import AdaptiveLoop
 
 STAGES, SAMPLES, LIMIT = 2, 4, 10_000
@@ -37,7 +38,7 @@ class Run:
 
     def measure(self, limit: int = LIMIT, iteration: int = 0) -> list[int]:
         """The sizes that were wanted."""
-        self.loop.start(k_forward_k_backward(STAGES), SAMPLES, divisors(SAMPLES), limit)
+        self.loop.start(GroupedSchedule(Programs("kfkb"), STAGES), SAMPLES, divisors(SAMPLES), limit)
         wanted = []
         while (size := self.loop.wanted) is not None:
             wanted.append(size)
@@ -81,7 +82,7 @@ def work(executor: Executor) -> dict[str, Any]:
 
 def main(stage: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=stage, world_size=STAGES)
-    executor = Executor(stage, connect(range(STAGES), False, False, "gloo", CPU), CPU)
+    executor = Executor(stage, connect(range(STAGES), links(loop(STAGES)), "gloo", CPU), CPU)
     (folder / f"stage-{stage}.json").write_text(json.dumps(work(executor)))
     dist.barrier()
 

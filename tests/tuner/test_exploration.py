@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from evenpipe.planner import Candidate, Measured, PlanError, StageMemory, StageTimes, k_forward_k_backward
+from evenpipe.planner import Candidate, GroupedSchedule, Measured, PlanError, StageMemory, StageTimes
+from evenpipe.schedule import Programs
 from evenpipe.tuner.conditions import Conditions
 from evenpipe.tuner.exploration import Explored, explore
 from evenpipe.tuner.tuner import Tuner
@@ -15,7 +16,7 @@ from evenpipe.tuner.tuner import Tuner
 STATIC, SHARED, FIXED, BY_SAMPLE, MESSAGE, WORKSPACE = 1000, 50, 30, 100, 10, 5
 
 
-SCHEDULE = k_forward_k_backward(2)
+SCHEDULE = GroupedSchedule(Programs("kfkb"), 2)
 
 
 def measured(size: int) -> tuple[Measured, Measured]:

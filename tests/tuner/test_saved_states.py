@@ -6,12 +6,14 @@ They were written by the first release that tunes. decided.json has what each ru
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from evenpipe.planner import StageMemory, k_forward_k_backward
+from evenpipe.planner import GroupedSchedule, StageMemory
+from evenpipe.schedule import Programs, find
 from evenpipe.tuner.conditions import Conditions
 
 STATES = Path(__file__).with_name("states")
@@ -29,7 +31,7 @@ def saved(name: str) -> dict[str, Any]:
 
 def conditions(state: dict[str, Any]) -> Conditions:
     memory = tuple(StageMemory(*stage) for stage in state["memory"])
-    schedule = k_forward_k_backward(len(memory), state["bpipe"])
+    schedule = GroupedSchedule(Programs("kfkb", state["bpipe"]), len(memory))
     return Conditions(schedule, state["samples"], state["limit_bytes"], memory)
 
 
@@ -51,12 +53,13 @@ def test_it_is_gone_on_with_to_the_same_decision(name: str) -> None:
 @pytest.mark.parametrize("name", DECIDED)
 def test_under_other_conditions_it_is_not(name: str) -> None:
     state = saved(name)
+    another = replace(find("kfkb"), name="another")
     now, due = conditions(state), state["tuner"]["next"]
     heavier = tuple(stage._replace(sample_bytes=2 * stage.sample_bytes) for stage in now.memory)
     for other in (
         now._replace(samples=16),
-        now._replace(schedule=k_forward_k_backward(len(now.memory), bpipe=True)),
-        now._replace(schedule=now.schedule._replace(name="another")),
+        now._replace(schedule=GroupedSchedule(Programs("kfkb", not state["bpipe"]), len(now.memory))),
+        now._replace(schedule=GroupedSchedule(Programs(another), len(now.memory))),
         now._replace(limit_bytes=now.limit_bytes - 1),
         now._replace(memory=heavier),
         now._replace(memory=now.memory[:1]),

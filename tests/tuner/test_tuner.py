@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenpipe.planner import Candidate, StageTimes, estimate_ms, k_forward_k_backward
-from evenpipe.schedule import links, loop
+from evenpipe.planner import Candidate, GroupedSchedule, StageTimes, estimate_ms
+from evenpipe.schedule import Programs, links, loop
 from evenpipe.tuner import tuner as tuner_module
 from evenpipe.tuner.tuner import HYSTERESIS, Tuner, thinned_out
 
 STAGES = 4
-SCHEDULE = k_forward_k_backward(STAGES)
+SCHEDULE = GroupedSchedule(Programs("kfkb"), STAGES)
 # A group of one, of large micro-batches, computes faster; groups hide messages.
 CANDIDATES = (Candidate(1, 4, 6), Candidate(2, 2, 12), Candidate(4, 1, 24))
 TIMES = {b: StageTimes((20.0 + 20 * b,) * STAGES, (40.0 + 40 * b,) * STAGES) for b in (1, 2, 4)}
@@ -30,7 +30,7 @@ def tuned(message_ms_a_sample: float, tuner: Tuner | None = None, iteration: int
 
 def best(message_ms: float) -> Candidate:
     def milliseconds(candidate: Candidate) -> float:
-        program = SCHEDULE.programs(candidate.k, candidate.m)
+        program = SCHEDULE.program(candidate)
         return estimate_ms(program, TIMES[candidate.b], dict.fromkeys(links(loop(STAGES)), message_ms * candidate.b))
 
     return min(CANDIDATES, key=milliseconds)

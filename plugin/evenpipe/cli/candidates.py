@@ -23,10 +23,10 @@ from evenpipe.planner import (
     StageMemory,
     candidates,
     divisors,
-    k_forward_k_backward,
     peak_bytes,
 )
 from evenpipe.report.limit import Limit, draw_limit
+from evenpipe.schedule import Programs
 from evenpipe.train.options import OptionsError, TrainOptions, flag
 
 __all__ = ["add_to"]
@@ -76,7 +76,8 @@ def add_to(commands: Commands) -> None:
 def _run(arguments: Namespace) -> None:
     options, samples = _plan(arguments)
     memory = _profile(options, arguments.device)
-    schedule, limit_bytes = k_forward_k_backward(options.stages, options.bpipe), int(arguments.memory_gib * _GIB)
+    schedule = GroupedSchedule(Programs("kfkb", options.bpipe), options.stages)
+    limit_bytes = int(arguments.memory_gib * _GIB)
     try:
         found = candidates(memory, samples, limit_bytes, schedule)
     except PlanError as error:

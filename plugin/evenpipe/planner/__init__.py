@@ -2,7 +2,7 @@
 
 from evenpipe.planner.candidates import PlanError, candidates, divisors
 from evenpipe.planner.estimate import StageTimes, estimate_ms
-from evenpipe.planner.grouped import Candidate, GroupedSchedule, k_forward_k_backward
+from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.planner.growth import Measured, growth, stage_memory, stage_times
 from evenpipe.planner.memory import StageMemory, peak_bytes, saved_peaks, unit_bytes
 
@@ -17,7 +17,6 @@ __all__ = [
     "divisors",
     "estimate_ms",
     "growth",
-    "k_forward_k_backward",
     "peak_bytes",
     "saved_peaks",
     "stage_memory",

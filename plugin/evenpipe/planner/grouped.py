@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from evenpipe.schedule import Program, Size, build
+from evenpipe.schedule import Program, Programs, Size, build
 from evenpipe.simulate import Costs, simulate
 
-__all__ = ["Candidate", "GroupedSchedule", "k_forward_k_backward"]
+__all__ = ["Candidate", "GroupedSchedule"]
 
 
 class Candidate(NamedTuple):
@@ -25,47 +25,29 @@ class Candidate(NamedTuple):
 
 
 class GroupedSchedule(NamedTuple):
-    """Programs for p ``stages``: ``programs(k, m)`` runs a batch of m micro-batches in groups of k.
+    """What trains on p ``stages``, but for the sizes that are to be chosen: a schedule with groups, BPipe or not."""
 
-    A batch of ``settled(k, m)`` micro-batches, m at most, has the stages peak as one of m does. ``live(k, m)``: per
-    stage, the most micro-batches that it holds at once, where that is known without a program, and all are its own.
-    """
-
-    name: str
+    programs: Programs
     stages: int
-    bpipe: bool
-    programs: Callable[[int, int], Program]
-    settled: Callable[[int, int], int] = lambda k, m: m
-    live: Callable[[int, int], Sequence[int]] | None = None
+
+    def program(self, candidate: Candidate) -> Program:
+        """What is carried out under ``candidate``: built when it is first asked for, and kept."""
+        return self.programs(self._size(candidate))
 
     def saved_bytes(self, units: Sequence[int], candidate: Candidate) -> tuple[int, ...]:
         """Per stage, the peak of own plus accepted saved activations; ``units[s]``: those of a micro-batch of stage s.
 
-        Times do not matter, since transfers are waited for by the schedule's bound.
+        Times do not matter, since transfers are waited for by the schedule's bound. Many candidates are weighed of
+        which few are carried out, so nothing is kept.
         """
-        k, _, m = candidate
-        if self.live is not None:
-            return tuple(held * unit for held, unit in zip(self.live(k, m), units, strict=True))
+        spec, size = self.programs.spec, self._size(candidate)
+        if spec.live is not None and not self.programs.bpipe:
+            return tuple(live * unit for live, unit in zip(spec.live(size), units, strict=True))
+        if spec.settled is not None:
+            size = size._replace(micro_batches=spec.settled(size))
         costs = Costs((1.0,) * self.stages, (2.0,) * self.stages)
-        simulation = simulate(self.programs(k, self.settled(k, m)), costs, [(unit,) for unit in units])
+        simulation = simulate(build(spec, size, self.programs.bpipe), costs, [(unit,) for unit in units])
         return tuple(stage.peak_bytes for stage in simulation.stages)
 
-
-def k_forward_k_backward(stages: int, bpipe: bool = False) -> GroupedSchedule:
-    """Ada-Grouper's kFkB, with or without BPipe: stage s holds min(k(p − s), m) micro-batches of its own."""
-
-    def settled(k: int, m: int) -> int:
-        """Those of three 1F1B warm-ups and of the last group.
-
-        By then evictions have settled into a pattern that longer batches only repeat; a smaller last group changes it.
-        """
-        enough = k * (3 * stages + 2)
-        return m if m <= enough else enough + (m - enough) % k
-
-    def live(k: int, m: int) -> list[int]:
-        return [min(k * (stages - stage), m) for stage in range(stages)]
-
-    def programs(k: int, m: int) -> Program:
-        return build("kfkb", Size(stages, m, group_size=k), bpipe)
-
-    return GroupedSchedule("kfkb", stages, bpipe, programs, settled, None if bpipe else live)
+    def _size(self, candidate: Candidate) -> Size:
+        return Size(self.stages, candidate.m, group_size=candidate.k)

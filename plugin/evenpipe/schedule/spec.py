@@ -51,6 +51,9 @@ class Spec:
     posted on a link), "stream" (no flush between batches), "swap" (tensors to host memory and back).
     update_follows: for a stream, the micro-batch after whose forward, on every stage, the step of a batch is finished.
     check: raises ScheduleError for a size that cannot be.
+    live: per stage, the most live units without BPipe, where that is known without the order. settled: the fewest
+    micro-batches of which a batch in the same groups holds as much, on every stage and under BPipe too. The planner,
+    which weighs many sizes, builds programs of all their micro-batches where they are None.
     chunked: the schedule that goes by this name too where stages have several model chunks.
     table: the schedule itself, where there is one for one size only: see :meth:`of`.
     """
@@ -68,6 +71,8 @@ class Spec:
     drawings: tuple[Drawing, ...] = ()
     table: Schedule | None = None
     chunked: str | None = None
+    live: Callable[[Size], Sequence[int]] | None = None
+    settled: Callable[[Size], int] | None = None
 
     @classmethod
     def of(cls, schedule: Schedule, needs: frozenset[Need]) -> Spec:

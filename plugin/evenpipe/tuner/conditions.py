@@ -54,9 +54,9 @@ class Conditions(NamedTuple):
         """Those that have to be the same to the last digit."""
         return {
             "format": _FORMAT,
-            "schedule": self.schedule.name,
+            "schedule": self.schedule.programs.spec.name,
             "samples": self.samples,
-            "bpipe": self.schedule.bpipe,
+            "bpipe": self.schedule.programs.bpipe,
             "limit_bytes": self.limit_bytes,
         }
 

@@ -6,7 +6,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
@@ -64,12 +63,12 @@ class Tuner:
         self._windows: dict[tuple[str, Link], deque[float]] = {}
         self._next = 0
         self._since: tuple[int, float | None] = (0, None)
-        # All task orders live at once (§3.2.1); each is made and verified when it is first needed.
-        self._program = cache(schedule.programs)
+        # All its task orders live at once (§3.2.1).
+        self._schedule = schedule
 
     def program(self, candidate: Candidate) -> Program:
         """What is carried out under `candidate`."""
-        return self._program(candidate.k, candidate.m)
+        return self._schedule.program(candidate)
 
     @property
     def used(self) -> tuple[Candidate, ...]:

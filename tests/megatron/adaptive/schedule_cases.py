@@ -9,6 +9,8 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,24 +81,35 @@ def train(of: Learner, schedule: PipelineSchedule, first: int, iterations: int) 
     return found
 
 
-def adaptive(of: Learner, bpipe: bool, sizes: tuple[int, ...] | None = None, limit: int = LIMIT_BYTES) -> Any:
+def adaptive(
+    of: Learner, bpipe: bool, sizes: tuple[int, ...] | None = None, limit: int = LIMIT_BYTES, schedule: Any = "kfkb"
+) -> Any:
     from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
     from evenpipe.megatron.adaptive.static_memory import static_bytes
 
     tuning = Tuning(
         limit, lambda: static_bytes(of.replica.chunks, of.optimizer), interval=1, sizes=lambda loaded, size: sizes
     )
-    return AdaptiveSchedule(tuning, bpipe, measure=True)
+    return AdaptiveSchedule(tuning, bpipe, measure=True, schedule=schedule)
 
 
-def switching(turns: tuple[tuple[int, int], ...], bpipe: bool, dropout: float) -> dict[str, Any]:
+def unknown() -> Any:
+    """A schedule with groups that the package does not know, so that its programs say what it holds."""
+    from evenpipe.schedule import find
+
+    return replace(find("kfkb"), name="unknown", live=None, settled=None)
+
+
+def switching(
+    turns: tuple[tuple[int, int], ...], bpipe: bool, dropout: float, schedule_of: Callable[[], Any] = lambda: "kfkb"
+) -> dict[str, Any]:
     """`turns` are decided for, one after the other; with what was predicted for each."""
     from evenpipe.planner import Candidate, saved_peaks
     from evenpipe.tuner.conditions import Conditions
     from evenpipe.tuner.tuner import Tuner
 
     of = learner(dropout)
-    schedule: AdaptiveSchedule = adaptive(of, bpipe, tuple({b for _, b in turns}))
+    schedule: AdaptiveSchedule = adaptive(of, bpipe, tuple({b for _, b in turns}), schedule=schedule_of())
     samples = SIZE * MICRO_BATCHES
     wanted = [Candidate(k, b, samples // b) for k, b in turns]
     # What is tested is how a run switches, not between what: under the memory-limit curve lie more than candidates.
@@ -199,7 +212,7 @@ CASES = {
     "1f1b, dropout": lambda: stock(len(SAME), 0.1),
     "switching": lambda: switching(TURNS, False, 0.0),
     "switching, bpipe": lambda: switching(TURNS, True, 0.0),
-    "same size, dropout": lambda: switching(SAME, False, 0.1),
+    "same size, dropout": lambda: switching(SAME, False, 0.1, unknown),
     "limited": limited,
     "resumed": resumed,
 }

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from evenpipe.megatron.profile import PlannedRun, ProfileError, stage_memories, stage_memory
-from evenpipe.planner import Candidate, StageMemory, k_forward_k_backward, unit_bytes
+from evenpipe.planner import Candidate, GroupedSchedule, StageMemory, unit_bytes
 from evenpipe.train.options import TrainOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -54,7 +54,7 @@ def test_saved_activations_peak_as_predicted(
     options, stages = TrainOptions.of(**CASES[name]), predicted[name]
     assert isinstance(options.group_size, int)
     candidate = Candidate(options.group_size, options.micro_batch_size, options.micro_batches)
-    schedule = k_forward_k_backward(len(stages), options.bpipe)
+    schedule = GroupedSchedule(options.programs, len(stages))
     peaks = schedule.saved_bytes([unit_bytes(stage, candidate.b) for stage in stages], candidate)
     for rank in measured:
         held = rank[name]

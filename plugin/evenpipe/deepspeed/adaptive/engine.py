@@ -15,7 +15,7 @@ from evenpipe.deepspeed.engine import EvenPipeEngine, goes_on
 from evenpipe.deepspeed.saying import tell
 from evenpipe.deepspeed.section import NAME, SectionError
 from evenpipe.deepspeed.stage import EngineStage
-from evenpipe.planner import PlanError, divisors, k_forward_k_backward
+from evenpipe.planner import GroupedSchedule, PlanError, divisors
 from evenpipe.schedule import Unit
 from evenpipe.settings import CONTRADICTIONS_ON_CPU, SECTION, contradiction_in
 from evenpipe.tuner.loop import AdaptiveLoop
@@ -92,7 +92,7 @@ class AdaptiveEngine(EvenPipeEngine):
         """Measure what batches are made of now; the next ones train in groups of one."""
         self._given = size, count = self.micro_batch_size, self.micro_batches
         sizes = divisors(size * count) if self.evenpipe.micro_batch_size == "auto" else [size]
-        schedule = k_forward_k_backward(self.num_stages, self.evenpipe.bpipe)
+        schedule = GroupedSchedule(self._programs, self.num_stages)
         self.loop.start(schedule, size * count, sizes, self._limit_bytes)
         self._measurements = Measurements(self.executor)
 

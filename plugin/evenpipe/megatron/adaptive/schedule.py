@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from evenpipe.megatron.adaptive.rehearsal import Rehearsal
 from evenpipe.megatron.schedule import Call, PipelineSchedule
-from evenpipe.planner import divisors, k_forward_k_backward
+from evenpipe.planner import GroupedSchedule, divisors
 from evenpipe.runtime.executor import Executor, Observer
+from evenpipe.schedule import Need, Spec
 from evenpipe.tuner.collective import fits_on_all
 from evenpipe.tuner.loop import AdaptiveLoop
 from evenpipe.tuner.samples import loader_of, micro_batches_of
@@ -41,7 +42,7 @@ class Tuning(NamedTuple):
 
 
 class AdaptiveSchedule(PipelineSchedule):
-    """A `PipelineSchedule` of kFkB that cuts each batch into micro-batches of the chosen size.
+    """A `PipelineSchedule`, with groups, that cuts each batch into micro-batches of the chosen size.
 
     The batch has the same samples in the same order under every candidate. Before the first batch every stage rehearses
     alone what its micro-batches take and save; candidates that do not fit are left out, and never run. Between two
@@ -52,6 +53,8 @@ class AdaptiveSchedule(PipelineSchedule):
     decides, and `micro_batch_size` the last batch's.
     """
 
+    offers: ClassVar[frozenset[Need]] = frozenset(["groups"])
+
     def __init__(
         self,
         tuning: Tuning,
@@ -59,8 +62,9 @@ class AdaptiveSchedule(PipelineSchedule):
         observer: Observer | None = None,
         measure: bool = False,
         connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
+        schedule: str | Spec = "kfkb",
     ) -> None:
-        super().__init__("kfkb", bpipe, observer, measure, connected)
+        super().__init__(schedule, bpipe, observer, measure, connected)
         self.tuning = tuning
         self.iteration = 0
         self.loop = AdaptiveLoop(tuning.interval, tuning.log, tuning.resumed, alone=True)
@@ -110,7 +114,7 @@ class AdaptiveSchedule(PipelineSchedule):
             self._release,
             fits=lambda nbytes: fits_on_all(static_bytes + nbytes, limit_bytes, executor.device),
         )
-        schedule = k_forward_k_backward(call.pipeline.size(), self.bpipe)
+        schedule = GroupedSchedule(self.programs, call.pipeline.size())
         with rehearsal.without_a_trace(call):
             self.loop.start(schedule, _samples(arguments), self._sizes, limit_bytes)
             while (size := self.loop.wanted) is not None:

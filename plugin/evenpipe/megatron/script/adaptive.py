@@ -72,7 +72,7 @@ class AdaptiveTraining:
             log=_log,
             resumed=lambda goes_on: None if goes_on else _log(_ANEW),
         )
-        self.schedule = AdaptiveSchedule(tuning, config.bpipe, observer, connected=connected)
+        self.schedule = AdaptiveSchedule(tuning, config.bpipe, observer, connected=connected, schedule=config.spec)
 
     def __call__(self, *, forward_only: bool = False, **arguments: Any) -> list[Any]:
         """One batch, as Megatron's own function would."""

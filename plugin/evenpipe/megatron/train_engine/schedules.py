@@ -81,7 +81,9 @@ class _EvenPipeSchedule(Observer):
             self.schedule = self._stream = StreamSchedule(options.bpipe, observer=self, measure=True, schedule=spec)
             self._stream.attach(two_buffered)
         elif options.group_size == "auto":
-            self.schedule = self.adaptive = AdaptiveSchedule(_tuning(learner, note), options.bpipe, self, measure=True)
+            self.schedule = self.adaptive = AdaptiveSchedule(
+                _tuning(learner, note), options.bpipe, observer=self, measure=True, schedule=spec
+            )
         else:
             self.schedule = PipelineSchedule(
                 spec, options.bpipe, observer=self, measure=True, group_size=options.plan.group_size

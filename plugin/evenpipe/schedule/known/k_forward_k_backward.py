@@ -28,6 +28,12 @@ def _order(size: Size) -> list[list[Action]]:
     ]
 
 
+def _settled(size: Size) -> int:
+    """Three 1F1B warm-ups, after which evictions only repeat, and the last group, which may be a smaller one."""
+    k, m, enough = size.group_size, size.micro_batches, size.group_size * (3 * size.stages + 2)
+    return m if m <= enough else enough + (m - enough) % k
+
+
 SPEC = Spec(
     name="kfkb",
     summary="1f1b with groups of micro-batches in a row",
@@ -37,6 +43,8 @@ SPEC = Spec(
     # micro-batch that is under way both hold one. k = 1 gives 1F1B's.
     balanced=lambda size: -(-(size.group_size * (size.stages + 1) + 1) // 2),
     needs=frozenset(["groups"]),
+    live=lambda size: [min(size.group_size * (size.stages - s), size.micro_batches) for s in range(size.stages)],
+    settled=_settled,
     drawings=(
         Drawing(
             Size(2, 8, group_size=2),
