@@ -1,5 +1,7 @@
 """One table of settings that contradict each other, in the words of whoever wrote them."""
 
+from pathlib import Path
+
 import pytest
 
 from evenpipe.settings import (
@@ -12,6 +14,7 @@ from evenpipe.settings import (
     contradiction_in,
 )
 
+TABLE = Path(__file__).with_name("table.txt")
 CASES = [
     (
         {"trace": "t.json"},
@@ -30,6 +33,13 @@ CASES = [
         'evenpipe.group_size: "auto": only "schedule": "kfkb" runs micro-batches in groups: use it, or leave '
         "group_size "
         "out",
+    ),
+    (
+        {"schedule": f"file:{TABLE}", "group_size": "auto"},
+        "--group-size auto: a table is of one size, so that there is nothing to choose: leave --group-size out, or use "
+        "--evenpipe-schedule kfkb",
+        'evenpipe.group_size: "auto": a table is of one size, so that there is nothing to choose: leave group_size '
+        'out, or use "schedule": "kfkb"',
     ),
     (
         {"schedule": "kfkb", "group_size": 2, "retune_interval": 5},

@@ -75,6 +75,12 @@ CONTRADICTIONS: Final = (
         "only {schedule:kfkb} runs micro-batches in groups",
         "use it, or leave {group_size} out",
     ),
+    Contradiction(
+        "group_size",
+        lambda config: config.group_size == "auto" and config.spec.table is not None,
+        "a table is of one size, so that there is nothing to choose",
+        "leave {group_size} out, or use {schedule:kfkb}",
+    ),
     only_tuned("retune_interval"),
     only_tuned("memory_gib"),
     Contradiction(
