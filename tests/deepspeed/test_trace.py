@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from evenpipe.deepspeed.engine import trace_of
 from evenpipe.deepspeed.section import SectionError, section_of
-from evenpipe.deepspeed.trace import trace_of
 
 
 class Engine:

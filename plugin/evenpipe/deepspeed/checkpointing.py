@@ -54,14 +54,14 @@ def _through_torch(original: Callable[..., Any]) -> Callable[..., Any]:
     from torch import is_tensor
     from torch.utils.checkpoint import checkpoint
 
-    from evenpipe.deepspeed.saying import tell
+    from evenpipe.deepspeed.log import print_once
 
     # Once: which of a model's layers call it, and when, is the model's business.
-    say = functools.cache(tell)
+    explain = functools.cache(print_once)
 
     @functools.wraps(original)
     def through_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        say(
+        explain(
             "bpipe: activation checkpointing goes through torch.utils.checkpoint, as DeepSpeed's own hides what it "
             "saves"
         )

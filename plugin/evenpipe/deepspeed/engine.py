@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,19 +13,21 @@ from torch import Tensor
 
 from evenpipe.deepspeed.boundary import Boundary
 from evenpipe.deepspeed.checkpointing import show_saved_tensors
-from evenpipe.deepspeed.log import log_batch
+from evenpipe.deepspeed.log import log_batch, print_line
 from evenpipe.deepspeed.lowering import ACTIONS, ProgramSchedule
 from evenpipe.deepspeed.refusals import refuse_unsupported
-from evenpipe.deepspeed.section import Section, in_its_words, section_of
+from evenpipe.deepspeed.section import Section, SectionError, section_of, with_deepspeeds_names
 from evenpipe.deepspeed.stage import EngineStage
-from evenpipe.deepspeed.trace import trace_of
 from evenpipe.delayed import StepLog
+from evenpipe.report import check_writable
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Program, Programs, ScheduleError, Size, Step, Unit, links, loop
+from evenpipe.tracing.iteration import IterationTrace, TracedJob
+from evenpipe.tracing.row import Place
 from evenpipe.upstream.ending import end_job
 
-__all__ = ["EvenPipeEngine", "goes_on"]
+__all__ = ["EvenPipeEngine", "resumes_training", "trace_of"]
 
 
 class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
@@ -71,7 +74,7 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
             try:
                 self._train(pipe_schedule.micro_batches)
             except ScheduleError as error:  # since the batch size has been set anew
-                end_job(in_its_words(error))
+                end_job(with_deepspeeds_names(error))
         else:
             super()._exec_schedule(pipe_schedule)
 
@@ -106,7 +109,7 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
     _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, **dict.fromkeys(ACTIONS, _exec_step)}  # noqa: RUF012
 
 
-def goes_on(*args: Any, **kwargs: Any) -> bool:
+def resumes_training(*args: Any, **kwargs: Any) -> bool:
     """Whether what `load_checkpoint` is given, the engine too, has a run go on, and not only have its weights."""
     given = inspect.signature(PipelineEngine.load_checkpoint).bind(*args, **kwargs).arguments
     return bool(given.get("load_optimizer_states", True) and not given.get("load_module_only", False))
@@ -119,3 +122,26 @@ def _executor(engine: EvenPipeEngine, section: Section, weights: Iterable[Tensor
     trace = trace_of(engine)
     connections = connect(ranks, links(loop(engine.num_stages), section.bpipe), backend, device)
     return Executor(engine.stage_id, connections, device, weights, trace, measure=False)
+
+
+def trace_of(engine: Any) -> IterationTrace | None:
+    """What records the timeline that the section of `engine` asks for; None where it asks for none.
+
+    An iteration is the `train_batch` that makes `global_steps` its number. Raises SectionError on rank 0 where it could
+    not write the file.
+    """
+    path = engine.evenpipe.trace
+    if path is None:
+        return None
+    # The other nodes need not have the folder.
+    if engine.global_rank == 0 and (obstacle := check_writable(path)) is not None:
+        raise SectionError("trace", f"{path}: {obstacle}")
+    # What waits for the end of the process would else keep the engine until then.
+    known = weakref.proxy(engine)
+    job = TracedJob(engine.global_rank, lambda: known.global_steps + 1, lambda: _place(known), print_line)
+    return IterationTrace(path, engine.evenpipe.trace_iteration, job)
+
+
+def _place(engine: Any) -> Place:
+    data, stage = engine.grid.data_parallel_id, engine.stage_id
+    return Place((data, stage), f"stage {stage}, data {data}")

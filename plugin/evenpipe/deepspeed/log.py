@@ -1,32 +1,42 @@
-"""What each stage held, moved and waited for, where DeepSpeed logs an iteration."""
+"""Lines for people: what each stage held, moved and waited for, where DeepSpeed logs an iteration, and any other."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from evenpipe.deepspeed.saying import say, tell
+import torch.distributed as dist
+
 from evenpipe.delayed import StepLog
 from evenpipe.report.log_line import log_line, scalars
 from evenpipe.runtime.figures import StageFigures, per_stage
 
-if TYPE_CHECKING:
-    from evenpipe.deepspeed.engine import EvenPipeEngine
-
-__all__ = ["log_batch", "step_log"]
+__all__ = ["log_batch", "print_line", "print_once", "step_log"]
 
 
-def step_log(engine: EvenPipeEngine) -> StepLog:
-    """What follows the log of an `engine` under 2bw, whose stages are not to wait for each other."""
+def print_once(line: str) -> None:
+    """Print `line` once for the job, from rank 0."""
+    if dist.get_rank() == 0:
+        print_line(line)
+
+
+def print_line(line: str) -> None:
+    """Print `line` from this rank, on standard error; DeepSpeed's logger hides what is no warning."""
+    print(f"evenpipe: {line}", file=sys.stderr, flush=True)
+
+
+def step_log(engine: Any) -> StepLog:
+    """What follows the log of an EvenPipeEngine under 2bw, whose stages are not to wait for each other."""
     known: Any = weakref.proxy(engine)  # which has this
-    return StepLog(tell, say, lambda iteration, stages: _show(known, iteration, stages), means=False)
+    return StepLog(print_once, print_line, lambda iteration, stages: _show(known, iteration, stages), means=False)
 
 
 @contextmanager
-def log_batch(engine: EvenPipeEngine) -> Iterator[None]:
-    """Within it `engine` trains a batch; if DeepSpeed prints a line after it, another one follows.
+def log_batch(engine: Any) -> Iterator[None]:
+    """Within it `engine`, an EvenPipeEngine, trains a batch; if DeepSpeed prints a line after it, another one follows.
 
     Only these batches are measured, and have all ranks tell each other: the others pay nothing. Under 2bw the figures
     travel in the background, and follow the next batch.
@@ -58,10 +68,10 @@ def log_batch(engine: EvenPipeEngine) -> Iterator[None]:
         steps.logged(iteration)
 
 
-def _show(engine: EvenPipeEngine, iteration: int, stages: Sequence[StageFigures]) -> None:
+def _show(engine: Any, iteration: int, stages: Sequence[StageFigures]) -> None:
     if engine.global_rank != 0:
         return
-    say(log_line(iteration, stages))
+    print_line(log_line(iteration, stages))
     if engine.monitor.enabled:
         samples = engine.global_samples - (engine.global_steps - iteration) * engine.train_batch_size()
         engine.monitor.write_events([(tag, value, samples) for tag, value in scalars(stages).items()])

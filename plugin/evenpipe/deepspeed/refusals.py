@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from evenpipe.deepspeed.saying import tell
+from evenpipe.deepspeed.log import print_once
 from evenpipe.deepspeed.section import SectionError
 from evenpipe.runtime.device_queues import ONE_QUEUE, one_queue
 
@@ -33,7 +33,7 @@ def refuse_unsupported(engine: Any) -> None:
             raise SectionError("", rule.line)
     if not engine.evenpipe.streams:  # which has a norm, and losses scaled, of its own
         for warning in _warnings(engine):
-            tell(f"warning: {warning}")
+            print_once(f"warning: {warning}")
 
 
 def _warnings(engine: Any) -> Iterator[str]:

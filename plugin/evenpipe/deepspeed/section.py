@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from evenpipe.schedule import Need, ScheduleError, check_offers
 from evenpipe.settings import CONTRADICTIONS, SECTION, EvenPipeConfig, contradiction_in, first_problem, only_tuned
 
-__all__ = ["NAME", "Section", "SectionError", "in_its_words", "section_of"]
+__all__ = ["NAME", "Section", "SectionError", "section_of", "with_deepspeeds_names"]
 
 NAME: Final = "evenpipe"
 
@@ -33,7 +33,7 @@ class SectionError(ValueError):
         super().__init__(message if path is None else whole)
 
 
-def in_its_words(error: ScheduleError) -> str:
+def with_deepspeeds_names(error: ScheduleError) -> str:
     """What a schedule cannot be, with the name that DeepSpeed's configuration has for what schedules count."""
     return str(error).replace("micro_batches=", "gradient_accumulation_steps=")
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from evenpipe.deepspeed.section import Section, SectionError, in_its_words, section_of
+from evenpipe.deepspeed.section import Section, SectionError, section_of, with_deepspeeds_names
 from evenpipe.deepspeed.supported import DEEPSPEED, ENGINE, INITIALIZE, expectations, recorded
 from evenpipe.schedule import ScheduleError
 from evenpipe.upstream import Patch, PatchSet, UpstreamError
@@ -90,7 +90,7 @@ def _reading_the_section(original: Callable[..., Any]) -> Callable[..., Any]:
         except (SectionError, UpstreamError) as error:
             end_job(str(error))
         except ScheduleError as error:
-            end_job(in_its_words(error))
+            end_job(with_deepspeeds_names(error))
 
     return initialize
 

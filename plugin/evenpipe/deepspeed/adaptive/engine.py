@@ -11,8 +11,8 @@ from torch import Tensor
 
 from evenpipe.deepspeed.adaptive.stage import MeasuredStage, Measurements
 from evenpipe.deepspeed.boundary import Boundary
-from evenpipe.deepspeed.engine import EvenPipeEngine, goes_on
-from evenpipe.deepspeed.saying import tell
+from evenpipe.deepspeed.engine import EvenPipeEngine, resumes_training
+from evenpipe.deepspeed.log import print_once
 from evenpipe.deepspeed.section import NAME, SectionError
 from evenpipe.deepspeed.stage import EngineStage
 from evenpipe.planner import GroupedSchedule, PlanError, divisors
@@ -42,7 +42,7 @@ class AdaptiveEngine(EvenPipeEngine):
         super().__init__(*args, **kwargs)
         _refuse(self)
         self._limit_bytes = limit_bytes(self.evenpipe.memory_gib, self.device)
-        self.loop = AdaptiveLoop(self.evenpipe.retune_interval, tell, _tell_resumed, alone=False)
+        self.loop = AdaptiveLoop(self.evenpipe.retune_interval, print_once, _log_resumed, alone=False)
         self._size: int = self.micro_batch_size  # of the last batch's micro-batches
         self._start_loop()
 
@@ -84,7 +84,7 @@ class AdaptiveEngine(EvenPipeEngine):
         path, client_state = super().load_checkpoint(*args, **kwargs)
         if path is not None:
             state = client_state.pop(_STATE, None)
-            self.loop.load_state_dict(state if goes_on(self, *args, **kwargs) else None)
+            self.loop.load_state_dict(state if resumes_training(self, *args, **kwargs) else None)
             self._start_loop()
         return path, client_state
 
@@ -171,6 +171,6 @@ def _static_bytes(engine: AdaptiveEngine) -> int:
     return static_bytes(held, [getattr(optimizer, "optimizer", optimizer)]) + gradients
 
 
-def _tell_resumed(goes_on: bool) -> None:
+def _log_resumed(resumes: bool) -> None:
     others = "the checkpoint is of other batches, memory or limits: tunes anew"
-    tell(f'group_size "auto": {"goes on tuning as it was saved" if goes_on else others}')
+    print_once(f'group_size "auto": {"goes on tuning as it was saved" if resumes else others}')

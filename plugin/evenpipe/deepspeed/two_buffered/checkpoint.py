@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from evenpipe.deepspeed.saying import tell
+from evenpipe.deepspeed.log import print_once
 from evenpipe.delayed import DelayedSteps, side_file
 
 __all__ = ["resume", "save"]
@@ -29,9 +29,9 @@ def resume(engine: Any, steps: DelayedSteps, loaded_from: str, goes_on: bool) ->
     """
     candidates = [_path(Path(loaded_from).parent, engine)] if goes_on else []
     if side_file.resume(steps, candidates, _weights(engine), engine.device):
-        tell("2bw: both weight versions are as they were saved")
+        print_once("2bw: both weight versions are as they were saved")
     else:
-        tell("warning: 2bw: both weight versions are the loaded one: no older one goes with it")
+        print_once("warning: 2bw: both weight versions are the loaded one: no older one goes with it")
 
 
 def _path(checkpoint: Path, engine: Any) -> Path:

@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from evenpipe.deepspeed.boundary import Boundary
-from evenpipe.deepspeed.engine import EvenPipeEngine, goes_on
+from evenpipe.deepspeed.engine import EvenPipeEngine, resumes_training
 from evenpipe.deepspeed.log import step_log
 from evenpipe.deepspeed.lowering import StreamSchedule
 from evenpipe.deepspeed.stage import EngineStage
@@ -89,7 +89,7 @@ class TwoBufferedEngine(EvenPipeEngine):
         self.drain()
         found = super().load_checkpoint(*args, **kwargs)
         if found[0] is not None:
-            checkpoint.resume(self, self._steps, found[0], goes_on(self, *args, **kwargs))
+            checkpoint.resume(self, self._steps, found[0], resumes_training(self, *args, **kwargs))
             self._begin_log()
         return found
 
