@@ -1,6 +1,6 @@
 """What each stage held, moved and waited for, as a line and as scalars."""
 
-from evenpipe.report.log_line import log_line, scalars
+from evenpipe.report.log_line import kept_line, log_line, scalars
 from evenpipe.runtime.figures import StageFigures
 
 STAGES = (StageFigures(3, 3 << 20, 1 << 19, 0.26), StageFigures(2, 2 << 20, 0, 0.0))
@@ -17,3 +17,10 @@ def test_scalars_are_named_by_stage_and_unit() -> None:
     named = scalars(STAGES)
     assert len(named) == 8
     assert (named["evenpipe/peak-live/stage-0"], named["evenpipe/evicted-MiB/stage-1"]) == (3, 0.0)
+
+
+def test_what_is_kept_is_named() -> None:
+    names = {"MXFP8Tensor": 2, "Float8Tensor": 24}
+    assert kept_line(1, names) == (
+        "stage 1 keeps what is saved in special tensors, and evicts the rest: Float8Tensor, MXFP8Tensor"
+    )

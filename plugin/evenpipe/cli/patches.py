@@ -87,7 +87,7 @@ def _examine(path: Path) -> _Found:
 
 def _document(found: _Found) -> dict[str, Any]:
     """Megatron's part, if there is one, has its keys at the top; DeepSpeed's is under its name, null without one."""
-    from evenpipe.megatron.apex import wrong_apex
+    from evenpipe.upstream.apex import wrong_apex
     from evenpipe.upstream.items import Purpose
 
     document: dict[str, Any] = {"format": "evenpipe.patches/1"}

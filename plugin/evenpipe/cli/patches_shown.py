@@ -18,7 +18,7 @@ __all__ = ["markdown", "show"]
 
 def show(megatron: Findings | None, deepspeed: Findings | None, console: Console, installed: bool) -> None:
     """Both frameworks as far as they were found; where they were looked for among what is `installed`, says so."""
-    from evenpipe.megatron.apex import wrong_apex
+    from evenpipe.upstream.apex import wrong_apex
 
     if megatron is not None:
         _show_one("megatron-core", megatron, console)

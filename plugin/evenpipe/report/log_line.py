@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple, Protocol
 
-__all__ = ["Figures", "log_line", "scalars"]
+__all__ = ["Figures", "kept_line", "log_line", "scalars"]
 
 _MIB: Final = 1 << 20
 
@@ -56,3 +56,9 @@ def scalars(stages: Sequence[Figures]) -> dict[str, float]:
         for column in _COLUMNS
         for stage, figures in enumerate(stages)
     }
+
+
+def kept_line(stage: int, types: Iterable[str]) -> str:
+    """What an evicting stage keeps of what was saved, since it cannot be moved: the names of the tensors' `types`."""
+    names = ", ".join(sorted(types))
+    return f"stage {stage} keeps what is saved in special tensors, and evicts the rest: {names}"

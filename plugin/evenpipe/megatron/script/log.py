@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.megatron.training_supported import training_patch
-from evenpipe.report.log_line import log_line, scalars
+from evenpipe.report.log_line import kept_line, log_line, scalars
 from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.upstream import Patch, PatchSet
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from evenpipe.delayed import StepLog
     from evenpipe.megatron.schedule import PipelineSchedule
 
-__all__ = ["TrainingLog", "kept_line", "log_patch", "show_figures"]
+__all__ = ["TrainingLog", "log_patch", "show_figures"]
 
 
 def log_patch(replacement: Callable[[Any], Any]) -> Patch:
@@ -84,7 +84,7 @@ class TrainingLog:
             else:
                 show_figures(iteration, per_stage(figures, stage, stages, executor.device))
             if self._first and figures.evicted_bytes and executor.store.excluded_names and _is_first_replica():
-                print(kept_line(stage, executor.store.excluded_names), flush=True)
+                print(f" [evenpipe] {kept_line(stage, executor.store.excluded_names)}", flush=True)
             self._first = False
         if self._steps is not None and logged:
             self._steps.logged(iteration, resets=not is_first)
@@ -98,12 +98,6 @@ class TrainingLog:
 
     def _is_logged(self, iteration: int) -> bool:
         return bool(iteration % self._args.log_interval == 0)
-
-
-def kept_line(stage: int, types: Iterable[str]) -> str:
-    """What an evicting stage was told to save but keeps, since it cannot be moved; each such stage says it once."""
-    names = ", ".join(sorted(types))
-    return f" [evenpipe] stage {stage} keeps what is saved in special tensors, and evicts the rest: {names}"
 
 
 def _is_first_replica() -> bool:
