@@ -6,17 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.schedule import Schedule, ScheduleError, lower, parse, required_version
+from evenpipe.schedule import ScheduleError, lower, parse, required_version
 from evenpipe.simulate import Costs, Wire, simulate
 from tests.schedule.weight_versions import replay, rule
 from tests.schedules import build
-
-FIGURE_2 = """
-F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 U0 B4 F8 B5 F9 B6 F10 B7 F11 U1 B8 B9 B10 B11 U2
-F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 U0 B5 F8 B6 F9 B7 F10 B8 F11 U1 B9 B10 B11 U2
-F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 U0 B6 F8 B7 F9 B8 F10 B9 F11 U1 B10 B11 U2
-F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 U0 B7 F8 B8 F9 B9 F10 B10 F11 U1 B11 U2
-"""
 
 
 @st.composite
@@ -29,10 +22,6 @@ def shapes(draw):
 def two_buffered(shape):
     p, m, batches, bpipe = shape
     return build("2bw", p, m, bpipe=bpipe, batches=batches)
-
-
-def test_as_drawn():
-    assert build("2bw", 4, 4, batches=3).actions == Schedule.parse(FIGURE_2.strip().splitlines()).actions
 
 
 def test_figure_2_on_the_clock():

@@ -35,7 +35,7 @@ class Places:
 
     def __post_init__(self) -> None:
         chunks = len(self.order) // self.stages if self.order else 0
-        wanted = [Place(stage, chunk) for stage in range(self.stages) for chunk in range(chunks)]
+        wanted = [Place(*divmod(number, chunks)) for number in range(len(self.order) if chunks else 0)]
         along = sorted(self.order, key=lambda place: place.stage)  # stable: each stage's chunks as the model has them
         if not self.order or along != wanted:
             raise ScheduleError(

@@ -116,5 +116,9 @@ def _with_head(actions: tuple[tuple[Action, ...], ...], line: int, words: Sequen
         if not re.fullmatch("[0-9]{1,9}", given[key]):
             raise ScheduleError(f"line {line}: {key}={given[key]}: expected a number")
     numbers = {key: int(given[key]) for key in _NUMBERS}
+    if numbers["stages"] != len(actions):
+        raise ScheduleError(f"line {line}: stages={numbers['stages']}: {len(actions)} rows of actions follow")
+    if numbers["chunks"] > max(1, *map(len, actions)):
+        raise ScheduleError(f"line {line}: chunks={numbers['chunks']}: more than a row has actions")
     places = parse_places(given["places"], numbers["stages"], numbers["chunks"])
     return Schedule(given["name"], actions=actions, places=places, **numbers)

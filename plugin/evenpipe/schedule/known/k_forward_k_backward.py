@@ -54,5 +54,13 @@ SPEC = Spec(
             """,
             "Ada-Grouper Figure 3",
         ),
+        Drawing(
+            Size(3, 7, group_size=2),
+            """
+            F0 F1 F2 F3 F4 F5 B0 B1 F6 B2 B3 B4 B5 B6
+            F0 F1 F2 F3 B0 B1 F4 F5 B2 B3 F6 B4 B5 B6
+            F0 F1 B0 B1 F2 F3 B2 B3 F4 F5 B4 B5 F6 B6
+            """,
+        ),
     ),
 )

@@ -44,8 +44,13 @@ SPEC = Spec(
     check=_check,
     drawings=(
         Drawing(
-            Size(2, 2, batches=2),
-            "F0 F1 B0 F2 B1 F3 U0 B2 B3 U1\nF0 B0 F1 B1 F2 B2 F3 U0 B3 U1",
+            Size(4, 4, batches=3),
+            """
+            F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 U0 B4 F8 B5 F9 B6 F10 B7 F11 U1 B8 B9 B10 B11 U2
+            F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 U0 B5 F8 B6 F9 B7 F10 B8 F11 U1 B9 B10 B11 U2
+            F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 U0 B6 F8 B7 F9 B8 F10 B9 F11 U1 B10 B11 U2
+            F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 U0 B7 F8 B8 F9 B9 F10 B10 F11 U1 B11 U2
+            """,
             "PipeDream-2BW Figure 2, with the updates where they are finished",
         ),
     ),

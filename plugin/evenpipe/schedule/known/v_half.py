@@ -1,4 +1,4 @@
-"""V-Half (Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024): chunks in a V, half the memory."""
+"""V-Half (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362): chunks in a V, half of 1F1B's memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from evenpipe.schedule.actions import Action, Unit
 from evenpipe.schedule.kinds import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kind
 from evenpipe.schedule.places import vee
-from evenpipe.schedule.spec import Spec
+from evenpipe.schedule.spec import Drawing, Size, Spec
 
 __all__ = ["SPEC"]
 
@@ -15,9 +15,9 @@ _PERIOD = 6  # passes of a micro-batch on a stage: F, D and W of two chunks
 
 
 def _row(p: int, stage: int, micro_batches: int) -> list[Action]:
-    """The building block of §3.2, repeated every six passes; weight gradients take the free places, bubbles close.
+    """V-Half's building block, repeated every six passes; weight gradients take the free places, bubbles close.
 
-    A forward of chunk 0 is two passes later on each stage, all others are one or two: see the offsets.
+    The offsets are those of the authors' code (``stable_pattern_v_half`` of sail-sg/zero-bubble-pipeline-parallelism).
     """
     shift = 3 if p % 2 == 0 else 0  # keeps the passes of a stage apart
     offsets: list[tuple[int, Kind, int]] = [
@@ -27,8 +27,7 @@ def _row(p: int, stage: int, micro_batches: int) -> list[Action]:
         (6 * p + shift - stage - 2, INPUT_GRADIENT, 0),
     ]
     at = {o + _PERIOD * i: Action(kind, i, c) for o, kind, c in offsets for i in range(micro_batches)}
-    row: list[Action] = []
-    owed: deque[Unit] = deque()
+    row, owed = list[Action](), deque[Unit]()
     for time in range(max(at) + 1):
         if time in at:
             row.append(at[time])
@@ -46,4 +45,16 @@ SPEC = Spec(
     places=lambda size: vee(size.stages),
     chunks=(2, 2),
     needs=frozenset(["chunks", "split", "vee"]),
+    drawings=(
+        Drawing(
+            Size(4, 4),
+            """
+            F0 F1 F0.1 F2 D0.1 W0.1 F1.1 F3 D1.1 W1.1 F2.1 D0 D2.1 W0 F3.1 W2.1 D1 D3.1 W1 W3.1 D2 W2 D3 W3
+            F0 F1 F0.1 F2 F1.1 D0.1 W0.1 F3 F2.1 D1.1 W1.1 D0 W0 F3.1 D2.1 W2.1 D1 W1 D3.1 W3.1 D2 W2 D3 W3
+            F0 F0.1 F1 F1.1 F2 D0.1 W0.1 F2.1 F3 D0 D1.1 W0 F3.1 W1.1 D1 D2.1 W1 W2.1 D2 D3.1 W2 W3.1 D3 W3
+            F0 F0.1 F1 F1.1 F2 F2.1 D0.1 W0.1 D0 W0 F3 F3.1 D1.1 W1.1 D1 W1 D2.1 W2.1 D2 W2 D3.1 W3.1 D3 W3
+            """,
+            "the building block of V-Half for 4 stages, repeated",
+        ),
+    ),
 )

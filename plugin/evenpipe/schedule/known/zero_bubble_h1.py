@@ -1,4 +1,4 @@
-"""ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, §2): 1F1B with a split backward, and its memory."""
+"""ZB-H1 (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, §2.1): 1F1B with a split backward, and its memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SPEC = Spec(
             F0 F1 D0 F2 D1 F3 D2 W0 F4 D3 W1 F5 D4 W2 F6 D5 W3 F7 D6 W4 D7 W5 W6 W7
             F0 D0 F1 D1 F2 D2 F3 D3 W0 F4 D4 W1 F5 D5 W2 F6 D6 W3 F7 D7 W4 W5 W6 W7
             """,
-            "Qi et al., Figure 3 (top)",
+            "Zero Bubble Pipeline Parallelism, Figure 3 (top)",
         ),
     ),
 )

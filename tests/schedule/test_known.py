@@ -1,0 +1,290 @@
+"""Every known schedule is in one short file, as drawn, within its bound, and says what it needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenpipe.schedule import (
+    FORWARD,
+    Action,
+    Schedule,
+    ScheduleError,
+    Size,
+    Spec,
+    Unit,
+    build,
+    check_offers,
+    find,
+    known,
+    names,
+    needs_of,
+    vee,
+    verify,
+)
+from evenpipe.simulate import Costs, Simulation, simulate
+from tests import schedules
+from tests.large_pipeline import built
+
+FILES = sorted(path for path in Path(known.__file__).parent.glob("*.py") if path.stem != "__init__")
+SPECS: dict[str, Spec] = {}
+for file in FILES:
+    found = import_module(f"{known.__name__}.{file.stem}").SPEC
+    SPECS[found.name] = found
+DRAWINGS = [(spec, drawing) for spec in SPECS.values() for drawing in spec.drawings]
+
+
+@st.composite
+def sizes(draw: st.DrawFn, spec: Spec) -> Size:
+    """One that the schedule is made for."""
+    least, most = spec.chunks
+    stages = draw(st.integers(2 if spec.name == "interleaved" else 1, 9))
+    micro_batches = draw(st.integers(1, 24))
+    if spec.name == "interleaved":
+        micro_batches = stages * draw(st.integers(1, 3))
+    elif spec.name == "2bw":
+        micro_batches += stages - 1
+    chunks = draw(st.integers(least, least + 2 if most is None else most))
+    group_size = draw(st.integers(1, 6)) if "groups" in spec.needs else 1
+    return Size(stages, micro_batches, chunks, group_size, draw(st.integers(1, 3)) if "stream" in spec.needs else 1)
+
+
+specs_and_sizes = st.sampled_from(list(SPECS.values())).flatmap(lambda spec: st.tuples(st.just(spec), sizes(spec)))
+
+
+def test_each_is_found_by_its_name() -> None:
+    assert set(names()) >= set(SPECS) == {"1f1b", "2bw", "gpipe", "interleaved", "kfkb", "v-half", "zb-h1"}
+    for name, spec in SPECS.items():
+        assert find(name) is spec
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_is_one_file_of_60_lines_at_most(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_each_is_drawn(spec: Spec) -> None:
+    assert spec.drawings
+    assert spec.summary
+
+
+@pytest.mark.parametrize(("spec", "drawing"), DRAWINGS, ids=[f"{spec.name} {drawn.size}" for spec, drawn in DRAWINGS])
+def test_as_drawn(spec: Spec, drawing: Any) -> None:
+    drawn = Schedule.parse([line for line in drawing.rows.splitlines() if line.strip()])
+    assert build(spec, drawing.size, drawing.bpipe).schedule.actions == drawn.actions
+
+
+@given(specs_and_sizes)
+@settings(max_examples=200)
+def test_the_bound_is_the_most_that_a_stage_holds_and_with_bpipe_the_most_allowed(chosen: tuple[Spec, Size]) -> None:
+    spec, size = chosen
+    plain = build(spec, size).schedule
+    assert max(plain.peak_live) == plain.bound == spec.bound(spec.fitted(size))
+    if spec.balanced is not None and size.stages > 1:
+        level = build(spec, size, bpipe=True).schedule
+        assert max(level.peak_live) == level.bound == min(spec.balanced(spec.fitted(size)), plain.bound)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_needs_are_those_that_sizes_have(spec: Spec) -> None:
+    """No size needs what the Spec does not say, and some size all that it says."""
+    most = Size(3, 6, 2 if spec.chunks[1] != 1 else 1, *((2, 1) if "groups" in spec.needs else (1, 1)))
+    assert needs_of(build(spec, most).schedule) == spec.needs
+
+    @given(sizes(spec))
+    @settings(max_examples=30)
+    def no_more(size: Size) -> None:
+        assert needs_of(build(spec, size).schedule) <= spec.needs
+
+    no_more()
+
+
+@given(specs_and_sizes)
+@settings(max_examples=200)
+def test_parse_is_the_inverse_of_str(chosen: tuple[Spec, Size]) -> None:
+    spec, size = chosen
+    for bpipe in (False, True)[: 1 + (spec.balanced is not None and size.stages > 1)]:
+        schedule = build(spec, size, bpipe).schedule
+        parsed = Schedule.parse(str(schedule))
+        assert parsed == schedule
+        assert verify(parsed, pairs=bpipe) == build(spec, size, bpipe)
+
+
+def test_what_an_engine_lacks_is_said_in_one_sentence() -> None:
+    with pytest.raises(ScheduleError) as refusal:
+        check_offers(find("v-half"), frozenset(["chunks", "groups"]), "a toy")
+    assert str(refusal.value) == (
+        "schedule=v-half: needs model chunks that are not placed stage by stage and backwards in two halves, "
+        "which a toy does not offer: choose one of 1f1b, gpipe, interleaved, kfkb"
+    )
+
+
+@given(st.integers(1, 12), st.integers(1, 30))
+def test_1f1b_holds_what_bpipe_says(stages: int, micro_batches: int) -> None:
+    """μ(s) = min(p − s, m) (BPipe §3.1)."""
+    schedule = schedules.build("1f1b", stages, micro_batches)
+    assert schedule.peak_live == tuple(min(stages - s, micro_batches) for s in range(stages))
+
+
+@given(st.integers(2, 8), st.integers(1, 4), st.integers(2, 4))
+def test_interleaved_holds_what_bpipe_says(stages: int, groups: int, chunks: int) -> None:
+    """μ(s) = p(v − 1) + 2(p − s − 1) + 1, as far as there are units (BPipe, Appendix A)."""
+    schedule = schedules.build("interleaved", stages, stages * groups, chunks)
+    units = stages * groups * chunks
+    assert schedule.peak_live == tuple(
+        min(stages * (chunks - 1) + 2 * (stages - s - 1) + 1, units) for s in range(stages)
+    )
+
+
+@given(st.integers(2, 8), st.integers(1, 4), st.integers(2, 4))
+def test_interleaved_is_megatrons_order(stages: int, groups: int, chunks: int) -> None:
+    """Forwards follow `get_schedule_table` of megatron-core, backwards the same with chunks reversed."""
+    megatron = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    table = megatron.get_schedule_table(stages * groups, chunks, stages)
+    for row in schedules.build("interleaved", stages, stages * groups, chunks).actions:
+        assert [a.unit for a in row if a.kind == FORWARD] == [Unit(i, c) for i, c in table]
+        assert [a.unit for a in row if a.kind != FORWARD] == [Unit(i, chunks - 1 - c) for i, c in table]
+
+
+def simulated(name: str, size: Size) -> Simulation:
+    """Where a forward, an input gradient and a weight gradient take 1 ms of a stage each."""
+    return simulate(build(name, size), Costs((1.0,) * size.stages, (2.0,) * size.stages))
+
+
+@given(st.integers(1, 10), st.integers(0, 20))
+def test_zb_h1_has_a_third_of_the_bubble_of_1f1b_and_its_memory(stages: int, more: int) -> None:
+    """(p − 1)(F + D − W) instead of (p − 1)(F + D + W) (§2.1), with p micro-batches or more."""
+    size = Size(stages, stages + more)
+    whole, split = simulated("1f1b", size), simulated("zb-h1", size)
+    assert whole.makespan_ms == 3.0 * (size.micro_batches + stages - 1)
+    assert split.makespan_ms == 3.0 * size.micro_batches + stages - 1
+    assert build("zb-h1", size).schedule.bound == build("1f1b", size).schedule.bound
+
+
+@given(st.integers(1, 10), st.integers(1, 20))
+def test_zb_h1_is_1f1b_but_for_its_halves(stages: int, micro_batches: int) -> None:
+    for row, of_1f1b in zip(
+        schedules.build("zb-h1", stages, micro_batches).actions,
+        schedules.build("1f1b", stages, micro_batches).actions,
+        strict=True,
+    ):
+        whole = [a._replace(kind="B") if a.kind == "D" else a for a in row if a.kind != "W"]
+        assert whole == list(of_1f1b)
+
+
+@given(st.integers(1, 12), st.integers(1, 30))
+def test_v_half_holds_half_of_what_1f1b_does(stages: int, micro_batches: int) -> None:
+    """⌊p/2⌋ + 1 micro-batches of a stage, which are twice as many of half a stage."""
+    schedule = schedules.build("v-half", stages, micro_batches)
+    assert schedule.places == vee(stages)
+    assert max(schedule.peak_live) == schedule.bound == min(2 * (stages // 2 + 1), 2 * micro_batches)
+
+
+#: When a stage's F0, F0.1, D0.1 and D0 are, of so many stages: `stable_pattern_v_half` of the authors' code.
+BUILDING_BLOCKS = {
+    3: [(0, 7, 8, 16), (2, 6, 10, 15), (4, 5, 12, 14)],
+    4: [(0, 10, 14, 25), (2, 9, 16, 24), (4, 8, 18, 23), (6, 7, 20, 22)],
+}
+
+
+@pytest.mark.parametrize("stages", BUILDING_BLOCKS)
+def test_v_half_repeats_its_building_block_every_six_passes(stages: int) -> None:
+    """Weight gradients, oldest first, take the places between."""
+    for row, block in zip(schedules.build("v-half", stages, 12).actions, BUILDING_BLOCKS[stages], strict=True):
+        passes = {
+            first + 6 * i: Action(kind, i, chunk)
+            for first, (kind, chunk) in zip(block, [("F", 0), ("F", 1), ("D", 1), ("D", 0)], strict=True)
+            for i in range(12)
+        }
+        assert [a for a in row if a.kind != "W"] == [passes[time] for time in sorted(passes)]
+        assert [a.unit for a in row if a.kind == "W"] == [a.unit for a in row if a.kind == "D"]
+        steady = [at for at, a in enumerate(row) if a in (Action("D", 4), Action("D", 5))]
+        assert steady[1] - steady[0] == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1f1d", 4, 8), "schedule=1f1d: unknown schedule, did you mean 1f1b?"),
+        (("zigzag", 4, 8), "choose one of 1f1b, gpipe, "),
+        (("1f1b", 0, 8), "stages=0: must be at least 1"),
+        (("1f1b", 4, 0), "micro_batches=0: must be at least 1"),
+        (("1f1b", 4, 8, 2), "chunks=2: 1f1b has one model chunk"),
+        (("interleaved", 4, 8, 1), "chunks=1: interleaved needs at least 2"),
+        (("interleaved", 1, 8, 2), "stages=1: interleaved needs at least 2"),
+        (("interleaved", 4, 6, 2), "micro_batches=6: interleaved needs a multiple of stages=4"),
+        (("v-half", 4, 8, 3), "chunks=3: v-half has 2 model chunks a stage"),
+        (("gpipe", 4, 8, 1, True), "bpipe: gpipe leaves nothing to balance"),
+        (("zb-h1", 4, 8, 1, True), "bpipe: zb-h1 leaves nothing to balance"),
+        (("1f1b", 1, 8, 1, True), "bpipe: one stage has no partner"),
+        (("1f1b", 4, 8, 1, False, 1, 2), "group_size=2: 1f1b groups no micro-batches: give 1, or choose schedule kfkb"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ScheduleError, match=r"^[^\n]*$") as refusal:
+        schedules.build(*arguments)
+    assert message in str(refusal.value)
+
+
+class Entry(SimpleNamespace):
+    """An entry point of another package: loads ``spec``, or raises it."""
+
+    def load(self) -> object:
+        if isinstance(self.spec, Exception):
+            raise self.spec
+        return self.spec
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (ImportError("no module\nof it"), "cannot be loaded (ImportError: no module): mend or remove the package"),
+        (find("1f1b"), "is no evenpipe.schedule.Spec of that name"),
+        ("zigzag", "is no evenpipe.schedule.Spec of that name"),
+    ],
+)
+def test_another_packages_schedule_that_cannot_be_had_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, spec: object, said: str
+) -> None:
+    points = [Entry(name="zigzag", value="zig:SPEC", spec=spec), Entry(name="1f1b", value="zig:SPEC", spec=spec)]
+    monkeypatch.setattr(known, "entry_points", lambda group: points)
+    known._others.cache_clear()
+    try:
+        assert names()[-1] == "zigzag"
+        assert find("1f1b") is SPECS["1f1b"]
+        with pytest.raises(ScheduleError, match=r"^schedule=zigzag: its entry point zig:SPEC [^\n]*$") as refusal:
+            find("zigzag")
+        assert said in str(refusal.value)
+    finally:
+        monkeypatch.undo()
+        known._others.cache_clear()
+
+
+def test_a_schedule_that_needs_more_than_it_says_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="schedule zb-h1: needs backwards in two halves: its Spec has to name"):
+        build(replace(find("zb-h1"), needs=frozenset()), Size(2, 4))
+
+
+def test_64_stages_and_4096_micro_batches_are_built_and_verified_in_less_than_10_s() -> None:
+    assert built().seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("stages=2", "stages=999999999", "stages=999999999: 2 rows of actions follow"),
+        ("chunks=1", "chunks=999999999", "chunks=999999999: more than a row has actions"),
+        ("places=loop", "places=0.0,999999999.0", "each stage needs the same number of model chunks"),
+    ],
+)
+def test_a_head_line_of_a_size_that_is_not_there_is_refused_at_once(old: str, new: str, said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        Schedule.parse(str(schedules.build("1f1b", 2, 3)).replace(old, new))
