@@ -4,12 +4,8 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from evenpipe.schedule import Action, Schedule, ScheduleError, lower, verify
-from evenpipe.simulate import Costs, Wire, simulate
-from tests.schedule.weight_versions import replay
+from evenpipe.schedule import Schedule, ScheduleError, verify
 from tests.schedules import build
 
 
@@ -105,88 +101,3 @@ def test_a_large_grid_is_cut_to_the_neighbourhood():
     with pytest.raises(ScheduleError) as refusal:
         verify(replace(schedule, actions=(schedule.actions[0], tuple(row))))
     assert all(len(line) < 200 for line in str(refusal.value).splitlines())
-
-
-valid = st.one_of(
-    st.builds(build, st.just("gpipe"), st.integers(1, 4), st.integers(1, 5)),
-    st.builds(build, st.just("1f1b"), st.integers(2, 6), st.integers(1, 10), st.just(1), st.booleans()),
-    st.sampled_from([build("interleaved", p, p * g, v, True) for p in (2, 4) for g in (1, 2) for v in (2, 3)]),
-    st.sampled_from([build("2bw", p, p + more, bpipe=p > 3, batches=3) for p in (2, 3, 4) for more in (0, 1)]),
-)
-
-
-@st.composite
-def edited(draw):
-    """A valid schedule with one action swapped, dropped, doubled, or retargeted."""
-    schedule = draw(valid)
-    stage = draw(st.integers(0, schedule.stages - 1))
-    row = list(schedule.actions[stage])
-    at = draw(st.integers(0, len(row) - 1))
-    match draw(st.sampled_from(["swap", "drop", "double", "retarget"])):
-        case "swap":
-            other = draw(st.integers(0, len(row) - 1))
-            row[at], row[other] = row[other], row[at]
-        case "drop":
-            del row[at]
-        case "double":
-            row.insert(draw(st.integers(0, len(row))), row[at])
-        case "retarget":
-            kind = draw(st.sampled_from("FBELARU"))
-            evictor = draw(st.integers(0, schedule.stages - 1)) if kind in "AR" else -1
-            micro_batch = draw(st.integers(0, schedule.micro_batches * schedule.batches))
-            chunk = 0 if kind == "U" else draw(st.integers(0, schedule.chunks))
-            row[at] = Action(kind, micro_batch, chunk, evictor)
-    rows = list(schedule.actions)
-    rows[stage] = tuple(row)
-    return schedule, replace(schedule, actions=tuple(rows))
-
-
-def is_really_valid(schedule):
-    """An independent judge: replay the actions one by one, the transfers by what each stage then has in hand."""
-    held = [{} for _ in range(schedule.stages)]  # stage -> {(owner stage, unit)}: what is live, own and accepted
-    for stage, row in enumerate(schedule.actions):
-        done = set()
-        for action in row:
-            unit, mine = action.unit, (stage, action.unit)
-            if action.kind == "U":
-                if schedule.name != "2bw":
-                    return False
-            elif action.kind == "F":
-                held[stage][mine] = True
-            elif action.kind == "B":
-                if not held[stage].pop(mine, False):
-                    return False
-                done.add(unit)
-            elif action.kind == "E":
-                if not held[stage].pop(mine, False):
-                    return False
-            elif action.kind == "L":
-                held[stage][mine] = True
-            elif action.kind == "A":
-                held[stage][action.evictor, unit] = True
-            elif not held[stage].pop((action.evictor, unit), False):
-                return False
-        if len(done) != schedule.micro_batches * schedule.batches * schedule.chunks or held[stage]:
-            return False
-        if schedule.name == "2bw":
-            replay(row, schedule.micro_batches)
-    return True
-
-
-@settings(max_examples=600)
-@given(edited())
-def test_an_edited_schedule_is_refused_or_really_valid(pair):
-    """Refused, or it simulates to the end with everything computed, resident in time, and within the bound."""
-    original, candidate = pair
-    try:
-        verify(candidate)
-    except ScheduleError:
-        return
-    assert is_really_valid(candidate)
-    wires = {"forward": Wire(0.1, 0.2), "backward": Wire(0.1, 0.2), "evict": Wire(0.0, 0.5), "load": Wire(0.0, 0.5)}
-    costs = Costs((1.0,) * candidate.stages, (2.0,) * candidate.stages, wires)
-    simulation = simulate(lower(candidate), costs)
-    assert max(stage.peak_live for stage in simulation.stages) <= candidate.bound
-    computed = sum(action.kind in "FB" for row in candidate.actions for action in row)
-    assert computed == 2 * candidate.stages * candidate.micro_batches * candidate.batches * candidate.chunks
-    assert {a for row in candidate.actions for a in row} == {a for row in original.actions for a in row}

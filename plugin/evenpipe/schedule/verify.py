@@ -101,6 +101,8 @@ def _check_stage(schedule: Schedule, stage: int) -> None:
         if kind in _OF_BATCH:
             if schedule.weight_versions < 2:
                 raise _Fault(f"{action} is an update, and only streams of batches have them", stage, step)
+            if (chunk, evictor) != (0, -1):
+                raise _Fault(f"{action} names a part of a batch, and an update is of all of it", stage, step)
             continue
         if not (0 <= micro_batch < micro_batches and 0 <= chunk < chunks):
             raise _Fault(f"{action} is not one of {micro_batches} micro-batches × {chunks} chunks", stage, step)
