@@ -9,7 +9,6 @@ import gc
 import hashlib
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -209,16 +208,20 @@ def run(train: Callable[[dict[str, Any]], Any], cases: Path, out: Path) -> None:
     """What `train` found on each rank, for each of the cases; the ranks are forked when all has been imported."""
     for lazily in ("torch._dynamo", "torch.optim", "evenpipe.deepspeed.engine"):
         import_module(lazily)
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
+    # Kept by this process, so that nobody else takes the port before the ranks do.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     gc.collect()
     gc.freeze()
-    mp.start_processes(_forked, (port, train, cases, out), nprocs=RANKS, start_method="fork")
+    mp.start_processes(_forked, (store.port, train, cases, out), nprocs=RANKS, start_method="fork")
 
 
 def _forked(rank: int, port: int, train: Callable[[dict[str, Any]], Any], cases: Path, out: Path) -> None:
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": "localhost", **{name: str(value) for name, value in places.items()}}
+    os.environ |= {
+        "MASTER_ADDR": "localhost",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **{name: str(value) for name, value in places.items()},
+    }
     work(train, cases, out)
 
 
