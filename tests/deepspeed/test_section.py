@@ -76,6 +76,17 @@ def test_a_dictionary_may_have_a_path() -> None:
             "offer: choose one of 1f1b, gpipe, 2bw, kfkb",
         ),
         (
+            {"schedule": "zb-h1"},
+            'evenpipe.schedule: "zb-h1": needs backwards in two halves, which DeepSpeed\'s engine does not offer: '
+            "choose one of 1f1b, gpipe, 2bw, kfkb",
+        ),
+        (
+            {"schedule": "v-half"},
+            'evenpipe.schedule: "v-half": needs several model chunks a stage and model chunks that are not placed '
+            "stage by stage and backwards in two halves, which DeepSpeed's engine does not offer: choose one of 1f1b, "
+            "gpipe, 2bw, kfkb",
+        ),
+        (
             {"group_size": "auto"},
             'evenpipe.group_size: "auto": only "schedule": "kfkb" runs micro-batches in groups: use it, or leave '
             "group_size "

@@ -70,9 +70,7 @@ def test_a_stage_holds_the_weight_of_what_it_accepted() -> None:
 
 
 @given(st.lists(st.integers(1, 1000), min_size=2, max_size=4), GROUPS, st.integers(1, 20))
-def test_a_schedule_that_the_planner_does_not_know_is_weighed_by_its_programs(
-    units: list[int], k: int, m: int
-) -> None:
+def test_a_schedule_that_the_planner_does_not_know_is_weighed_by_its_programs(units: list[int], k: int, m: int) -> None:
     """GPipe in groups of k, each of them its own flush."""
 
     def order(size: Size) -> list[list[Action]]:

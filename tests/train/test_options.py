@@ -33,6 +33,20 @@ REFUSED = [
         "--schedule gpipe: Megatron has no such schedule: use --engine evenpipe",
     ),
     (
+        {"engine": "megatron", "schedule": "zb-h1"},
+        "--schedule zb-h1: Megatron has no such schedule: use --engine module",
+    ),
+    (
+        {"schedule": "zb-h1"},
+        "--schedule zb-h1: needs backwards in two halves, which megatron-core does not offer: choose one of 1f1b, "
+        "gpipe, 2bw, interleaved, kfkb",
+    ),
+    (
+        {"schedule": "v-half"},
+        "--schedule v-half: needs model chunks that are not placed stage by stage and backwards in two halves, which "
+        "megatron-core does not offer: choose one of 1f1b, gpipe, 2bw, interleaved, kfkb",
+    ),
+    (
         {"schedule": "gpipe", "stages": 1},
         "--schedule gpipe: one stage is no pipeline: use --schedule 1f1b, or at least 2 stages",
     ),

@@ -62,7 +62,9 @@ def _model_fits_its_ranks(options: TrainFields) -> None:
 def _schedule_exists(options: TrainFields) -> None:
     asked = f"--schedule {options.schedule}"
     if options.engine == "megatron" and options.schedule not in _MEGATRONS:
-        raise ValueError(f"{asked}: Megatron has no such schedule: use --engine evenpipe")
+        needs = options.programs.spec.needs
+        able = next((name for name, engine in ENGINES.items() if needs <= engine.offers), "evenpipe")
+        raise ValueError(f"{asked}: Megatron has no such schedule: use --engine {able}")
     if options.schedule not in _MEGATRONS and options.stages == 1:
         raise ValueError(f"{asked}: one stage is no pipeline: use --schedule 1f1b, or at least 2 stages")
     if options.engine == "megatron" and options.bpipe:

@@ -39,6 +39,16 @@ REFUSED = {
         {"virtual_pipeline_model_parallel_size": 2},
         "--evenpipe-schedule gpipe: .*--num-layers-per-virtual-pipeline-stage",
     ),
+    "backwards in two halves": (
+        {"schedule": "zb-h1"},
+        {},
+        "--evenpipe-schedule zb-h1: needs backwards in two halves, which megatron-core does not offer: choose one of ",
+    ),
+    "in a V": (
+        {"schedule": "v-half"},
+        {},
+        "--evenpipe-schedule v-half: needs model chunks that are not placed stage by stage and backwards in two halves",
+    ),
     "interleaved, not virtual": (
         {"schedule": "interleaved"},
         {},
