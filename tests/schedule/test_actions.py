@@ -8,7 +8,7 @@ from evenpipe.schedule import Action, parse
 
 numbers = st.integers(0, 10**6)
 actions = st.one_of(
-    st.builds(Action, st.sampled_from("FBEL"), numbers, numbers, st.just(-1)),
+    st.builds(Action, st.sampled_from("FBDWELOI"), numbers, numbers, st.just(-1)),
     st.builds(Action, st.sampled_from("AR"), numbers, numbers, numbers),
     st.builds(Action, st.just("U"), numbers, st.just(0), st.just(-1)),
 )
@@ -26,6 +26,10 @@ def test_parse_is_the_inverse_of_str(action):
         ("B3.1", Action("B", 3, 1)),
         ("A3@0", Action("A", 3, 0, 0)),
         ("R12.2@5", Action("R", 12, 2, 5)),
+        ("D3.1", Action("D", 3, 1)),
+        ("W3", Action("W", 3)),
+        ("O3", Action("O", 3)),
+        ("I3.2", Action("I", 3, 2)),
         ("U7", Action("U", 7)),
     ],
 )
@@ -35,7 +39,8 @@ def test_notation(text, action):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F", "X3", "F3.", "F3@0", "A3", "F-1", "F3 ", "B3.1.1", "F03", "F3.0", "F٣", "U", "U1.1"]
+    "text",
+    ["", "F", "X3", "F3.", "F3@0", "A3", "F-1", "F3 ", "B3.1.1", "F03", "F3.0", "F٣", "U", "U1.1", "D3@0", "O3@0"],
 )
 def test_anything_else_is_refused(text):
     with pytest.raises(ValueError, match="is no action"):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from evenpipe.schedule import Schedule, ScheduleError, verify
+from evenpipe.schedule import Action, Schedule, ScheduleError, verify
 from tests.schedules import build
 
 
@@ -101,3 +101,44 @@ def test_a_large_grid_is_cut_to_the_neighbourhood():
     with pytest.raises(ScheduleError) as refusal:
         verify(replace(schedule, actions=(schedule.actions[0], tuple(row))))
     assert all(len(line) < 200 for line in str(refusal.value).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("F0 O0 B0", "B0 finds its micro-batch swapped out"),
+        ("O0 F0 B0", "O0 finds its micro-batch not forwarded yet"),
+        ("F0 I0 B0", "I0 finds its micro-batch forwarded already"),
+        ("F0 O0 I0 O0 I0 B0", "O0 finds its micro-batch loaded already"),
+        ("F0 O0 D0 W0", "D0 finds its micro-batch swapped out"),
+        ("F0 O0", "I0 is missing"),
+        ("F0 D0", "W0 is missing"),
+        ("F0 W0 D0", "W0 finds its micro-batch forwarded already"),
+        ("F0 D0 B0", "B0 finds its micro-batch with its input gradient done"),
+        ("F0 B0 W0", "W0 finds its micro-batch done already"),
+    ],
+)
+def test_swaps_and_halves_that_are_wrong(row, said):
+    assert said in refused([row])
+
+
+def test_swaps_and_halves_that_are_right():
+    assert verify(Schedule.parse(["F0 O0 F1 D1 I0 D0 W1 W0", "F0 F1 O1 I1 B1 B0"], bound=2)).schedule.peak_live == (
+        2,
+        2,
+    )
+
+
+@pytest.mark.parametrize("wrong", [Action("F", -1), Action("B", -1), Action("F", 0, -1), Action("F", 0, 0, -2)])
+def test_negative_numbers(wrong):
+    rows = ((wrong, Action("B", 0)),)
+    with pytest.raises(ScheduleError, match=r"is not one of 1 micro-batches|names an evictor"):
+        verify(Schedule("parsed", 1, 1, 1, 1, rows))
+
+
+@pytest.mark.parametrize("wrong", [Action("U", 0, 1), Action("U", 0, -1), Action("U", 0, 0, 0)])
+def test_an_update_of_a_part(wrong):
+    schedule = build("2bw", 1, 2)
+    rows = ((*schedule.actions[0][:-1], wrong),)
+    with pytest.raises(ScheduleError, match="names a part of a batch, and an update is of all of it"):
+        verify(replace(schedule, actions=rows))
