@@ -6,33 +6,28 @@ import math
 
 import pytest
 
-from evenpipe.schedule import Link, Message, Schedule, lower
+from evenpipe.schedule import Link, Schedule, lower
 from evenpipe.simulate import Costs, SimulationError, Wire, simulate
-from evenpipe.simulate.network import Flight, Network
+from evenpipe.simulate.network import Network
 from tests.simulate.pipelines import run
 
-LINK = Link("forward", 0, 1)
-FIRST, SECOND = Message(LINK, 0, 0), Message(LINK, 1, 0)
 
-
-def network(wire: Wire) -> Network:
-    return Network(Costs(forward_ms=(1.0,) * 2, backward_ms=(1.0,) * 2, wires={"forward": wire}))
-
-
-@pytest.mark.parametrize(("sent", "posted"), [(1.0, 4.0), (4.0, 1.0)])
-def test_transmission_starts_when_both_ends_are_there(sent: float, posted: float) -> None:
-    net = network(Wire(latency_ms=0.5, transmit_ms=2.0))
-    assert not net.send(FIRST, sent)
-    assert net.post(FIRST, posted)
-    assert net.flights[FIRST] == Flight(4.0, 6.5)
+@pytest.mark.parametrize("ends", [(1.0, 4.0), (4.0, 1.0)])
+def test_transmission_starts_when_both_ends_are_there(ends: tuple[float, float]) -> None:
+    net = Network([Wire(latency_ms=0.5, transmit_ms=2.0)], [0])
+    net.waiting[0] = [3]
+    net.issue(0, ends[0])
+    assert not net.woken
+    net.issue(0, ends[1])
+    assert (net.start_ms[0], net.end_ms[0]) == (4.0, 6.5)
+    assert list(net.woken) == [3]
 
 
 def test_the_wire_is_busy_for_the_transmission_but_not_for_the_latency() -> None:
-    net = network(Wire(latency_ms=10.0, transmit_ms=2.0))
-    for message in (FIRST, SECOND):
-        net.post(message, 0.0)
-        net.send(message, 0.0)
-    assert net.flights == {FIRST: Flight(0.0, 12.0), SECOND: Flight(2.0, 14.0)}
+    net = Network([Wire(latency_ms=10.0, transmit_ms=2.0)], [0, 0])
+    for message in (0, 0, 1, 1):
+        net.issue(message, 0.0)
+    assert (list(net.start_ms), list(net.end_ms)) == ([0.0, 2.0], [12.0, 14.0])
 
 
 def test_a_burst_of_forwards_queues_on_a_slow_link() -> None:

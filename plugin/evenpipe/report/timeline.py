@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evenpipe.schedule import Action, required_version
@@ -19,7 +20,7 @@ class Timeline:
     """
 
     title: str
-    stages: tuple[tuple[Span, ...], ...]
+    stages: Sequence[tuple[Span, ...]]
     names: tuple[str, ...] | None = None
     micro_batches: int | None = None
 

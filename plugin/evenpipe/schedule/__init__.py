@@ -16,6 +16,7 @@ from evenpipe.schedule.kinds import (
     INPUT_GRADIENT,
     KINDS,
     LOAD,
+    OWN_ENDS,
     RECEIVING,
     RETURN,
     SENDING,
@@ -29,16 +30,19 @@ from evenpipe.schedule.kinds import (
     LinkKind,
 )
 from evenpipe.schedule.known import find, names
+from evenpipe.schedule.lazy import PerStage
 from evenpipe.schedule.lower import Program, Step, lower
 from evenpipe.schedule.needs import check_offers, needs_of, offered
 from evenpipe.schedule.places import Place, Places, loop, vee
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.spec import Drawing, Need, Size, Spec
 from evenpipe.schedule.stream import Stream
+from evenpipe.schedule.table import Column
 from evenpipe.schedule.topology import Link, Message, links, partner
 from evenpipe.schedule.torch_table import torch_csv
 from evenpipe.schedule.verify import verify
 from evenpipe.schedule.versions import required_version
+from evenpipe.schedule.wiring import Disagreement, Wiring
 
 __all__ = [
     "ACCEPT",
@@ -50,6 +54,7 @@ __all__ = [
     "INPUT_GRADIENT",
     "KINDS",
     "LOAD",
+    "OWN_ENDS",
     "RECEIVING",
     "RETURN",
     "SENDING",
@@ -59,13 +64,16 @@ __all__ = [
     "WEIGHT_GRADIENT",
     "Action",
     "ActionKind",
+    "Column",
     "Cost",
+    "Disagreement",
     "Drawing",
     "Kind",
     "Link",
     "LinkKind",
     "Message",
     "Need",
+    "PerStage",
     "Place",
     "Places",
     "Program",
@@ -77,6 +85,7 @@ __all__ = [
     "Step",
     "Stream",
     "Unit",
+    "Wiring",
     "balance",
     "build",
     "check_offers",

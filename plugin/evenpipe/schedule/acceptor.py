@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 
 from evenpipe.schedule.actions import Action
 from evenpipe.schedule.clock import TICKS
 from evenpipe.schedule.kinds import ACCEPT, FORWARD
-from evenpipe.schedule.residency import own_peak
+from evenpipe.schedule.table import Column, own_peak
 
 __all__ = ["receive"]
 
 
 def receive(
-    row: Sequence[Action], ends: Sequence[int], transfers: Sequence[tuple[Action, int]], bound: int
+    kinds: Column, ends: Sequence[int], transfers: Sequence[tuple[Action, int]], bound: int
 ) -> list[tuple[int, Action]]:
-    """Put each ACCEPT or RETURN before one of the acceptor's compute actions (index into ``row``).
+    """Put each ACCEPT or RETURN before one of the acceptor's compute actions (by its index).
 
-    ``transfers`` come with the logical time at which the evictor issues its end; ``ends`` are the times at which the
-    actions of ``row`` end. The acceptor issues its end at the last boundary between two actions that is not later, so
-    that it is ready in time and can never be what the evictor waits for. If an accept had no room there before a
-    return is through, it moves on by one boundary: the evictor has until the end of its backward (Appendix B), while
-    the acceptor would otherwise stand still.
+    ``transfers`` come with the logical time at which the evictor issues its end; ``ends`` are the times at which its
+    compute actions, of these ``kinds``, end. The acceptor issues its end at the last boundary between two actions that
+    is not later, so that it is ready in time and can never be what the evictor waits for. If an accept had no room
+    there before a return is through, it moves on by one boundary: the evictor has until the end of its backward
+    (Appendix B), while the acceptor would otherwise stand still.
     """
-    room = bound - own_peak(row)
-    held: list[int] = []  # when the return of each unit that is here will be through
-    returning = {action.unit: time + TICKS[FORWARD] for action, time in transfers if action.kind != ACCEPT}
+    room = bound - own_peak(kinds)
+    held: list[int] = []  # when the return of each unit that is here will be through, in order
+    returning = {action[1:3]: time + TICKS[FORWARD] for action, time in transfers if action.kind != ACCEPT}
     placed = []
     for action, issued in transfers:
         slot = bisect_right(ends, issued)
         if action.kind == ACCEPT:
-            held = [time for time in held if time > _boundary(slot, ends)]
-            later = [slot, slot + 1] if slot < len(row) else [slot]
-            slot = next((s for s in later if sum(time > _boundary(s, ends) for time in held) < room), slot)
-            held.append(returning[action.unit])
+            del held[: bisect_right(held, _boundary(slot, ends))]
+            later = [slot, slot + 1] if slot < len(ends) else [slot]
+            slot = next((s for s in later if len(held) - bisect_right(held, _boundary(s, ends)) < room), slot)
+            insort(held, returning[action[1:3]])
         placed.append((slot, action))
     return placed
 

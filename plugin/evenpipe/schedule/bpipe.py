@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 from evenpipe.schedule.acceptor import receive
-from evenpipe.schedule.actions import Action, Unit
+from evenpipe.schedule.actions import Action
 from evenpipe.schedule.clock import TICKS, boundaries
 from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.kinds import ACCEPT, BACKWARD, EVICT, FORWARD, LOAD, RETURN, Kind
-from evenpipe.schedule.residency import own_peak
 from evenpipe.schedule.schedule import Schedule
+from evenpipe.schedule.table import own_peak
 from evenpipe.schedule.topology import partner
 
 __all__ = ["balance"]
 
 
 class _Transfer(NamedTuple):
-    """An eviction or load that is issued just before the evictor's compute action ``slot``."""
+    """An eviction or load, just before the evictor's compute action ``slot``, of the unit of its backward ``used``."""
 
     slot: int
     kind: Kind
-    unit: Unit
+    used: int
 
 
 def balance(schedule: Schedule, bound: int) -> Schedule:
@@ -32,22 +34,24 @@ def balance(schedule: Schedule, bound: int) -> Schedule:
     Works on any compute orders. Raises :class:`ScheduleError` if an evictor cannot get below the bound; whether every
     acceptor and the middle stage do, :func:`evenpipe.schedule.verify` decides.
     """
-    stages = schedule.stages
-    ends = boundaries(schedule.actions, schedule.routes)
+    table, stages = schedule.table, schedule.stages
+    ends = boundaries(schedule)
     rows = list(schedule.actions)
+    action_of = cache(Action)  # evictors evict and load the same micro-batches
     for evictor in range(stages // 2):
-        acceptor = partner(evictor, stages)
-        transfers = _plan(rows[evictor], ends[evictor], bound, evictor)
-        issued = [ends[evictor][transfer.slot - 1] if transfer.slot else 0 for transfer in transfers]
-        rows[evictor] = _insert(
-            rows[evictor],
-            [(transfer.slot, Action(transfer.kind, *transfer.unit)) for transfer in transfers],
-        )
-        accepting = [
-            (Action(ACCEPT if transfer.kind == EVICT else RETURN, *transfer.unit, evictor), time)
-            for transfer, time in zip(transfers, issued, strict=True)
+        if own_peak(table.kind[table.of(evictor)]) <= bound:
+            continue
+        acceptor, row, ended = partner(evictor, stages), rows[evictor], ends[evictor].tolist()
+        trades = [
+            (slot, kind, row[used][1:3], ended[slot - 1] if slot else 0)
+            for slot, kind, used in _plan(row, ended, bound, evictor)
         ]
-        rows[acceptor] = _insert(rows[acceptor], receive(rows[acceptor], ends[acceptor], accepting, bound))
+        rows[evictor] = _insert(row, [(slot, action_of(kind, *unit)) for slot, kind, unit, _ in trades])
+        accepting = [
+            (Action(ACCEPT if kind == EVICT else RETURN, *unit, evictor), issued) for _, kind, unit, issued in trades
+        ]
+        kinds = table.kind[table.of(acceptor)]
+        rows[acceptor] = _insert(rows[acceptor], receive(kinds, ends[acceptor].tolist(), accepting, bound))
     return replace(schedule, bound=bound, actions=tuple(rows))
 
 
@@ -58,32 +62,26 @@ def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int) ->
     furthest in the future (Belady) if the next slot would not fit otherwise; load one decision before the backward
     (line 17). A bubble is a decision too: then the load starts when the compute action before the bubble has ended.
     """
-    if own_peak(row) <= bound:
-        return []
-    needed = {action.unit: slot for slot, action in enumerate(row) if action.kind == BACKWARD}
-    resident: set[Unit] = set()
-    evicted: set[Unit] = set()
+    backward = {action[1:3]: slot for slot, action in enumerate(row) if action.kind == BACKWARD}
+    forward = [action.kind == FORWARD for action in row]
+    used = [backward[action[1:3]] for action in row]  # a unit is known by the slot of its backward
+    resident: list[int] = []  # in order
+    evicted: set[int] = set()
     transfers: list[_Transfer] = []
 
-    def awaited(slot: int) -> list[Unit]:
-        """The evicted unit whose backward is the compute action of ``slot``, if it is one."""
-        if not evicted or slot >= len(row) or row[slot].kind != BACKWARD:
-            return []
-        return [row[slot].unit] if row[slot].unit in evicted else []
-
-    def arriving(slot: int) -> list[Unit]:
+    def arriving(slot: int) -> list[int]:
         """What has to come in with ``slot``: its forward's unit and the next backward's, or its own backward's."""
-        if slot < len(row) and row[slot].kind == FORWARD:
-            return [row[slot].unit, *awaited(slot + 1)]
-        return awaited(slot)
+        if slot < len(row) and forward[slot]:
+            return [used[slot], slot + 1] if slot + 1 in evicted else [used[slot]]
+        return [slot] if slot in evicted else []
 
     for slot, action in enumerate(row):
-        leaving = int(action.kind == BACKWARD)
+        leaving = not forward[slot]
         incoming = arriving(slot)
-        if leaving and evicted and len(resident) + len(incoming) < bound and not _bubble_before(slot + 1, row, ends):
-            incoming += awaited(slot + 1)
+        if leaving and slot + 1 in evicted and len(resident) + len(incoming) < bound:
+            incoming += [slot + 1] * (not _bubble_before(slot + 1, row, ends))
         for unit in incoming:
-            resident.add(unit)
+            insort(resident, unit)
             if unit in evicted:
                 evicted.discard(unit)
                 transfers.append(_Transfer(slot, LOAD, unit))
@@ -94,15 +92,15 @@ def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int) ->
             )
         while len(resident) - leaving + len(arriving(slot + 1)) > bound:
             # Only what was complete before this slot can leave in it.
-            candidates = resident.difference(incoming, [action.unit])
-            if not candidates:
+            staying = (*incoming, used[slot])
+            furthest = next((unit for unit in reversed(resident) if unit not in staying), None)
+            if furthest is None:
                 break
-            furthest = max(candidates, key=needed.__getitem__)
-            resident.discard(furthest)
+            del resident[bisect_left(resident, furthest)]
             evicted.add(furthest)
             transfers.append(_Transfer(slot, EVICT, furthest))
-        if leaving:
-            resident.discard(action.unit)
+        if leaving and resident[:1] == [slot]:
+            del resident[0]
     return transfers
 
 
@@ -114,10 +112,9 @@ def _bubble_before(slot: int, row: Sequence[Action], ends: Sequence[int]) -> boo
 def _insert(row: Sequence[Action], inserts: Sequence[tuple[int, Action]]) -> tuple[Action, ...]:
     """``row`` with each action put before the compute action of its slot, in the given order."""
     merged: list[Action] = []
-    pending = list(reversed(inserts))
-    for slot, action in enumerate(row):
-        while pending and pending[-1][0] <= slot:
-            merged.append(pending.pop()[1])
+    done = 0
+    for slot, action in inserts:
+        merged += row[done:slot]
         merged.append(action)
-    merged.extend(action for _, action in reversed(pending))
-    return tuple(merged)
+        done = max(done, slot)
+    return (*merged, *row[done:])

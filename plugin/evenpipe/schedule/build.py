@@ -12,7 +12,7 @@ from evenpipe.schedule.lower import Program
 from evenpipe.schedule.needs import check_needs, needs_of
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.spec import Size, Spec
-from evenpipe.schedule.verify import verify
+from evenpipe.schedule.verify import verify, verify_actions
 from evenpipe.schedule.versions import with_updates
 
 __all__ = ["Programs", "build", "choose"]
@@ -50,6 +50,7 @@ def build(spec: Spec | str, size: Size, bpipe: bool = False) -> Program:
             raise ScheduleError(f"bpipe: {spec.name} leaves nothing to balance between stages: leave bpipe out")
         if size.stages < 2:
             raise ScheduleError("bpipe: one stage has no partner to evict to; use at least 2 stages")
+        verify_actions(schedule)
         schedule = balance(schedule, min(spec.balanced(size), schedule.bound))
     update_follows = spec.update_follows
     if update_follows is not None:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from dataclasses import dataclass
-from functools import cached_property
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import NamedTuple
 
-from evenpipe.schedule.actions import Action, Unit
-from evenpipe.schedule.collector import without_cycle_collector
-from evenpipe.schedule.kinds import COMPUTE, KINDS, RECEIVING, SENDING
+from evenpipe.schedule.actions import Action
+from evenpipe.schedule.kinds import COMPUTE, KINDS
+from evenpipe.schedule.lazy import PerStage
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.topology import Link, Message, links, transfer
+from evenpipe.schedule.wiring import Wiring
 
 __all__ = ["Program", "Step", "lower"]
-
-_OF_BATCH = frozenset(letter for letter, row in KINDS.items() if row.of_batch)
-_LEAVING = frozenset(letter for letter in SENDING if KINDS[letter].held < 0)
-#: Kinds that take a unit as a transfer has left it: they wait until that transfer is complete.
-_AFTER_TRANSFER = frozenset(
-    letter
-    for letter, row in KINDS.items()
-    if any(state == other.leaves for state in row.takes for other in KINDS.values() if other.letter in RECEIVING)
-)
 
 
 class Step(NamedTuple):
@@ -45,15 +38,21 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What engines and the simulator walk. ``drain``: per stage, what it sent and has not seen complete.
+    """What engines walk. ``drain``: per stage, what it sent and has not seen complete.
 
     ``pairs``: partner stages trade, in this program or in one of another size under the same settings.
+    ``wiring``: what ``steps`` and ``drain`` are made from, and the simulator walks; the schedule's own if left out.
     """
 
     schedule: Schedule
-    steps: tuple[tuple[Step, ...], ...]
-    drain: tuple[tuple[Message, ...], ...]
+    steps: Sequence[tuple[Step, ...]]
+    drain: Sequence[tuple[Message, ...]]
     pairs: bool = False
+    wiring: Wiring = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.wiring is None:
+            object.__setattr__(self, "wiring", Wiring(self.schedule))
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
@@ -61,58 +60,50 @@ class Program:
         return links(self.schedule.places, self.pairs)
 
 
-@without_cycle_collector()
 def lower(schedule: Schedule, pairs: bool = False) -> Program:
     """``schedule`` with its communication. :func:`evenpipe.schedule.build` does this, and has it verified."""
-    lowered = [_lower_stage(schedule, stage) for stage in range(schedule.stages)]
-    return Program(
-        schedule,
-        tuple(steps for steps, _ in lowered),
-        tuple(drain for _, drain in lowered),
-        pairs or any(schedule.evictions),
-    )
+    wiring = Wiring(schedule)
+    steps = PerStage(schedule.stages, partial(_steps, wiring))
+    drain = PerStage(schedule.stages, partial(_drain, wiring))
+    return Program(schedule, steps, drain, pairs or any(schedule.evictions), wiring)
 
 
-def _lower_stage(schedule: Schedule, stage: int) -> tuple[tuple[Step, ...], tuple[Message, ...]]:
-    stages, routes, row = schedule.stages, schedule.routes, schedule.actions[stage]
-    # A group's inputs arrive while the group before it is computed (Ada-Grouper §4.4: the buffer queue). As many
-    # results are under way per link, and one more: what was sent before them has arrived before the next is computed,
-    # so that a stage keeps few results alive for its sends.
-    ahead = schedule.group_size + 1
-    inputs = [routes.incoming(action, stage) for action in row if action.kind in COMPUTE]
-    due = schedule.residencies[stage].due
-    leaving: deque[Message] = deque()
-    moving: dict[tuple[Unit, int], Message] = {}  # by the unit and its evictor: own and accepted ones have like names
-    sent: dict[Link, deque[Message]] = defaultdict(deque)
+def _steps(wiring: Wiring, stage: int) -> tuple[Step, ...]:
+    schedule = wiring.schedule
+    row, routes, rows = schedule.actions[stage], schedule.routes, schedule.table.of(stage)
+    departures = wiring.departures(stage).tolist()
+    after, settles, gone = (column[rows].tolist() for column in (wiring.after, wiring.settles, wiring.gone))
+    posts: dict[int, list[Message]] = defaultdict(list)
+    for action, posted in zip(row, wiring.posted[rows].tolist(), strict=True):
+        if posted >= 0 and (message := routes.incoming(action, stage)) is not None:
+            posts[posted].append(message)
     steps = []
-    posted = started = 0  # compute actions whose receives are posted; those that have started
-    for action, waits in zip(row, due, strict=True):
-        kind = action.kind
-        if kind in _OF_BATCH:
-            steps.append(Step((), (), action))
+    for at, action in enumerate(row):
+        before = departures[gone[at - 1] if at else 0 : gone[at]] + [after[at]] * (after[at] >= 0)
+        complete = [_started(wiring, stage, number) for number in before]
+        if action.kind not in COMPUTE:
+            moved = None if KINDS[action.kind].of_batch else transfer(action, stage, schedule.stages)
+            steps.append(Step(tuple(posts[rows.start + at]), tuple(complete), action, moved))
             continue
-        post = tuple(message for message in inputs[posted : started + ahead] if message and not message.is_local)
-        posted = started + ahead
-        complete = [leaving.popleft() for _ in range(waits)]
-        # What was loaded, accepted or swapped is there before the unit is used again.
-        if moving and kind in _AFTER_TRANSFER and (action.unit, action.evictor) in moving:
-            complete.append(moving.pop((action.unit, action.evictor)))
-        if kind in COMPUTE:
-            takes, send = inputs[started], routes.outgoing(action, stage)
-            started += 1
-            if takes is not None and not takes.is_local:
-                complete.append(takes)
-            if send is not None and not send.is_local:
-                under_way = sent[send.link]
-                under_way.append(send)
-                if len(under_way) > ahead:
-                    complete.append(under_way.popleft())
-            steps.append(Step(post, tuple(complete), action, None, send, takes))
-        else:
-            moved = transfer(action, stage, stages)
-            if kind in _LEAVING:
-                leaving.append(moved)
-            else:
-                moving[action.unit, action.evictor] = moved
-            steps.append(Step(post, tuple(complete), action, moved))
-    return tuple(steps), (*leaving, *moving.values(), *(message for link in sent.values() for message in link))
+        takes = routes.incoming(action, stage)
+        if takes is not None and not takes.is_local:
+            complete.append(takes)
+        if settles[at] >= 0:
+            complete.append(_started(wiring, stage, settles[at]))
+        send = routes.outgoing(action, stage)
+        steps.append(Step(tuple(posts[rows.start + at]), tuple(complete), action, None, send, takes))
+    return tuple(steps)
+
+
+def _drain(wiring: Wiring, stage: int) -> tuple[Message, ...]:
+    complete = int(wiring.gone[wiring.schedule.table.of(stage)].max(initial=0))
+    left = wiring.departures(stage).tolist()[complete:] + wiring.left_over(stage)
+    return tuple(_started(wiring, stage, number) for number in left)
+
+
+def _started(wiring: Wiring, stage: int, number: int) -> Message:
+    """What an action of the stage starts to move: to its partner or its host, or, when it has computed, on."""
+    schedule = wiring.schedule
+    action = schedule.actions[stage][number - schedule.table.of(stage).start]
+    result = schedule.routes.outgoing(action, stage) if action.kind in COMPUTE else None
+    return result or transfer(action, stage, schedule.stages)

@@ -34,7 +34,7 @@ def needs_of(schedule: Schedule) -> frozenset[Need]:
 
 
 def _needs_of(schedule: Schedule) -> Iterator[Need]:
-    kinds = {action.kind for row in schedule.actions for action in row}
+    kinds = schedule.table.letters
     if schedule.chunks > 1:
         yield "chunks"
     if schedule.places != loop(schedule.stages, schedule.chunks):
@@ -43,7 +43,7 @@ def _needs_of(schedule: Schedule) -> Iterator[Need]:
         yield "split"
     if schedule.group_size > 1:
         yield "groups"
-    if schedule.weight_versions > 1 or any(KINDS[kind].of_batch for kind in kinds):
+    if schedule.weight_versions > 1 or any(row.of_batch for row in KINDS.values() if row.letter in kinds):
         yield "stream"
     if kinds & OWN_ENDS:
         yield "swap"

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-from evenpipe.schedule.actions import Action, Unit
-from evenpipe.schedule.kinds import ACCEPT, COMPUTE, KINDS, LOAD
+import numpy as np
 
-__all__ = ["Residency", "own_peak", "residency"]
+from evenpipe.schedule.kinds import KINDS, LOAD
+from evenpipe.schedule.table import Column, Table, by_kind, own_peak
 
-_HELD = {letter: row.held for letter, row in KINDS.items()}
-_OWN_HELD = {letter: row.held if letter in COMPUTE else 0 for letter, row in KINDS.items()}
-_LEAVING = frozenset(letter for letter, row in KINDS.items() if row.link is not None and row.held < 0)
+__all__ = ["LEAVING", "Residency", "residency"]
+
+_HELD = by_kind(lambda row: row.held)
+#: Of each kind, whether it is a transfer with whose completion a unit is no longer here.
+LEAVING = by_kind(lambda row: row.link is not None and row.held < 0)
+_GUEST = by_kind(lambda row: KINDS[row.letter].guest)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Residency:
-    """``peak``: most live units at once. ``due``: per action, how many of the oldest departures must be complete first.
+    """``peak``: most live units at once. ``gone``: how many departures are complete when an action starts: the oldest.
 
     ``broken``: index of the first action that goes beyond the bound, or None.
     """
 
     peak: int
-    due: tuple[int, ...]
+    gone: Column
     broken: int | None
 
 
-def residency(row: Sequence[Action], bound: int) -> Residency:
+def residency(table: Table, stage: int, bound: int) -> Residency:
     """Live units of one stage, with every departure completed as late as ``bound`` allows.
 
     A transfer starts where it is listed and runs beside what follows. Its unit is live here until the transfer is
@@ -37,34 +37,20 @@ def residency(row: Sequence[Action], bound: int) -> Residency:
     An acceptor keeps memory for guests beside that for its own units at their peak, so guests have what is left of the
     bound.
     """
-    room_for_guests = bound - own_peak(row)
-    live = guests = peak = 0
-    broken = None
-    leaving: deque[Unit] = deque()
-    due = []
-    for index, action in enumerate(row):
-        kind, waits = action.kind, 0
-        change = _HELD[kind]
-        if change > 0:
-            excess = max(live + 1 - bound, guests + 1 - room_for_guests if kind == ACCEPT else 0)
-            comes_back = leaving.index(action.unit) + 1 if kind == LOAD and action.unit in leaving else 0
-            waits = max(comes_back, min(len(leaving), max(0, excess)))
-            for _ in range(waits):
-                leaving.popleft()
-            live += 1 - waits
-            if guests or kind == ACCEPT:
-                guests += (kind == ACCEPT) - waits
-            peak = max(peak, live)
-            if broken is None and (live > bound or guests > max(0, room_for_guests)):
-                broken = index
-        elif kind in _LEAVING:
-            leaving.append(action.unit)
-        else:
-            live += change
-        due.append(waits)
-    return Residency(peak, tuple(due), broken)
-
-
-def own_peak(row: Sequence[Action]) -> int:
-    """The most units of its own that a stage without evictions holds: forwards less those whose backward is done."""
-    return max(accumulate((_OWN_HELD[action.kind] for action in row), initial=0))
+    rows = table.of(stage)
+    kind = table.kind[rows]
+    leaves, held = LEAVING[kind], _HELD[kind]
+    arrives = held > 0
+    accepts = arrives & (_GUEST[kind] > 0)
+    room_for_guests = bound - own_peak(kind)
+    # As if nothing departed:
+    live, guests = np.cumsum(np.where(leaves, 0, held)), np.cumsum(accepts)
+    departed = np.cumsum(leaves)
+    excess = np.maximum(live - bound, np.where(accepts, guests - room_for_guests, 0))
+    comes_back = np.where((kind == ord(LOAD)) & (table.previous[rows] >= 0), table.previous[rows] - rows.start, -1)
+    back = np.where((comes_back >= 0) & (leaves[comes_back] > 0), departed[comes_back], 0) if len(kind) else live
+    needed = np.where(arrives, np.maximum(np.minimum(departed, excess), back), 0)
+    gone = np.maximum.accumulate(needed) if len(kind) else needed
+    live, guests = live - gone, guests - gone
+    beyond = np.flatnonzero(arrives & ((live > bound) | (guests > max(0, room_for_guests))))
+    return Residency(int(live[arrives].max(initial=0)), gone.astype(np.int32), int(beyond[0]) if len(beyond) else None)

@@ -7,11 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+
 from evenpipe.schedule.actions import Action, parse
 from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.kinds import EVICT, KINDS
 from evenpipe.schedule.places import Places, loop, parse_places
 from evenpipe.schedule.residency import Residency, residency
+from evenpipe.schedule.table import Table
 from evenpipe.schedule.topology import Routes
 
 __all__ = ["Schedule"]
@@ -77,14 +80,20 @@ class Schedule:
         return Routes(self.places)
 
     @cached_property
+    def table(self) -> Table:
+        """Its actions, as columns of numbers."""
+        return Table(self.actions)
+
+    @cached_property
     def evictions(self) -> tuple[int, ...]:
         """Per stage, how many units it evicts."""
-        return tuple(sum(action.kind == EVICT for action in row) for row in self.actions)
+        evicting = self.table.stage[self.table.kind == ord(EVICT)]
+        return tuple(np.bincount(evicting, minlength=len(self.actions)).tolist())
 
     @cached_property
     def residencies(self) -> tuple[Residency, ...]:
         """Per stage, what it holds on its way through its actions."""
-        return tuple(residency(row, self.bound) for row in self.actions)
+        return tuple(residency(self.table, stage, self.bound) for stage in range(len(self.actions)))
 
     @property
     def peak_live(self) -> tuple[int, ...]:

@@ -2,39 +2,54 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+
+import numpy as np
 
 from evenpipe.schedule.actions import Action
 from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.grid import format_grid
 from evenpipe.schedule.kinds import (
+    ACCEPT,
+    COMPUTE,
     DONE,
     FINISHING,
     KINDS,
     OWN_ENDS,
-    RECEIVING,
-    SENDING,
     STATES,
     UNKNOWN,
+    ActionKind,
     Kind,
     State,
 )
 from evenpipe.schedule.lower import Program, lower
 from evenpipe.schedule.schedule import Schedule
-from evenpipe.schedule.topology import Link, Message, partner
+from evenpipe.schedule.table import Column, by_kind, following
+from evenpipe.schedule.topology import partner
 from evenpipe.schedule.versions import version_fault
+from evenpipe.schedule.wiring import Wiring
 
-__all__ = ["verify"]
+__all__ = ["verify", "verify_actions"]
 
-#: By kind: the states that it takes a unit in, and the one that it leaves it in.
-_TAKES = {letter: row.takes for letter, row in KINDS.items()}
-_LEAVES = {letter: row.leaves for letter, row in KINDS.items()}
-_OF_BATCH = frozenset(letter for letter, row in KINDS.items() if row.of_batch)
-_GUEST = frozenset(letter for letter, row in KINDS.items() if row.guest)
+_STATES = tuple(STATES)
+
+
+def _takes(state: State, row: ActionKind) -> bool:
+    return state in row.takes
+
+
+#: By kind: whether it takes a unit in each of the states, and the state that it leaves it in.
+_TAKES = np.stack([by_kind(partial(_takes, state)) for state in STATES], axis=1) > 0
+_LEAVES = by_kind(lambda row: _STATES.index(row.leaves))
+_OF_BATCH = by_kind(lambda row: row.of_batch)
+_GUEST = by_kind(lambda row: row.guest)
 #: The evictor's side of what pairs trade.
-_EVICTING = frozenset(letter for letter, row in KINDS.items() if row.link and letter not in _GUEST | OWN_ENDS)
+_EVICTING = by_kind(lambda row: row.link is not None and not row.guest and row.letter not in OWN_ENDS)
+_COMPUTE = by_kind(lambda row: row.letter in COMPUTE)
+_FINISHING = by_kind(lambda row: row.letter in FINISHING)
 
 
 class _Fault(Exception):
@@ -54,23 +69,33 @@ def verify(schedule: Schedule, pairs: bool = False) -> Program:
     forwarded and backwarded with the weight version that 2BW's rule gives it, with at most two versions on a stage.
     """
     _check_sizes(schedule)
-    try:
-        for stage in range(schedule.stages):
-            _check_stage(schedule, stage)
-            if schedule.weight_versions > 1 and (found := version_fault(schedule, stage)) is not None:
-                raise _Fault(found[1], stage, found[0])
+    with _marked(schedule):
+        _check_actions(schedule)
         program = lower(schedule, pairs)
-        _check_links(program)
+        _check_links(program.wiring)
         for stage, held in enumerate(schedule.residencies):
             if held.broken is not None:
                 action = schedule.actions[stage][held.broken]
                 raise _Fault(f"{action} makes more than {schedule.bound} live micro-batches", stage, held.broken)
-        _check_progress(program)
+        _check_progress(program.wiring)
+    return program
+
+
+def verify_actions(schedule: Schedule) -> None:
+    """What :func:`verify` proves of each stage alone, (1) and (2), of compute that is to be balanced yet."""
+    _check_sizes(schedule)
+    with _marked(schedule):
+        _check_actions(schedule)
+
+
+@contextmanager
+def _marked(schedule: Schedule) -> Iterator[None]:
+    try:
+        yield
     except _Fault as fault:
         stage, step = fault.mark
         grid = format_grid(schedule, fault.mark)
         raise ScheduleError(f"schedule {schedule.name}, stage {stage}, step {step}: {fault}\n{grid}") from None
-    return program
 
 
 def _check_sizes(schedule: Schedule) -> None:
@@ -90,135 +115,118 @@ def _check_sizes(schedule: Schedule) -> None:
         raise ScheduleError(f"{named}weight_versions={schedule.weight_versions}: there is a rule for 1 and for 2")
 
 
-def _check_stage(schedule: Schedule, stage: int) -> None:
-    """Every unit goes from state to state as the table of kinds has it, to the end; transfers are of this pair."""
-    states: dict[tuple[int, int, int], State] = {}
+def _check_actions(schedule: Schedule) -> None:
+    """Every unit goes from state to state as the table of kinds has it, to the end; transfers are of a stage's pair."""
+    table, chunks = schedule.table, schedule.chunks
+    kind, stage, evictor = table.kind, table.stage, table.evictor
     micro_batches = schedule.micro_batches * schedule.batches
-    chunks, other = schedule.chunks, partner(stage, schedule.stages)
-    row = schedule.actions[stage]
-    for step, action in enumerate(row):
-        kind, micro_batch, chunk, evictor = action
-        if kind in _OF_BATCH:
-            if schedule.weight_versions < 2:
-                raise _Fault(f"{action} is an update, and only streams of batches have them", stage, step)
-            if (chunk, evictor) != (0, -1):
-                raise _Fault(f"{action} names a part of a batch, and an update is of all of it", stage, step)
-            continue
-        if not (0 <= micro_batch < micro_batches and 0 <= chunk < chunks):
-            raise _Fault(f"{action} is not one of {micro_batches} micro-batches × {chunks} chunks", stage, step)
-        if kind in _GUEST:
-            if evictor != other or stage <= other:
-                raise _Fault(f"{action} names an evictor that is not the partner of stage {stage}", stage, step)
-        elif evictor != -1:
-            raise _Fault(f"{action} names an evictor and is not of a guest", stage, step)
-        elif kind in _EVICTING and stage >= other:
-            raise _Fault(f"{action} evicts on a stage that is no evictor", stage, step)
-        unit = micro_batch, chunk, evictor
-        state = states.get(unit, UNKNOWN)
-        if state not in _TAKES[kind]:
-            raise _Fault(f"{action} finds its micro-batch {_said(state, kind)}", stage, step)
-        states[unit] = _LEAVES[kind]
-    own = ((i, c, -1) for c in range(chunks) for i in range(micro_batches))
-    for unit in (*own, *states):
-        if states.get(unit, UNKNOWN) != DONE:
-            raise _Fault(f"{_next_action(unit, states.get(unit, UNKNOWN))} is missing", stage, len(row) - 1)
+    of_batch, guest = _OF_BATCH[kind] > 0, _GUEST[kind] > 0
+    other = np.array([partner(one, schedule.stages) for one in range(schedule.stages)])[stage]
+    within = (
+        (table.micro_batch >= 0) & (table.micro_batch < micro_batches) & (table.chunk >= 0) & (table.chunk < chunks)
+    )
+    state = np.maximum(0, following(_LEAVES[kind], table.previous))
+    faults = (
+        (of_batch & (schedule.weight_versions < 2), "is an update, and only streams of batches have them"),
+        (of_batch & ((table.chunk != 0) | (evictor != -1)), "names a part of a batch, and an update is of all of it"),
+        (~of_batch & ~within, f"is not one of {micro_batches} micro-batches × {chunks} chunks"),
+        (guest & ((evictor != other) | (stage <= other)), "names an evictor that is not the partner of stage {stage}"),
+        (~of_batch & ~guest & (evictor != -1), "names an evictor and is not of a guest"),
+        ((_EVICTING[kind] > 0) & (stage >= other), "evicts on a stage that is no evictor"),
+        (~of_batch & ~_TAKES[kind, state], "finds its micro-batch {state}"),
+    )
+    found = min(((int(wrong.argmax()), n) for n, (wrong, _) in enumerate(faults) if wrong.any()), default=None)
+    done = _LEAVES[kind] == _STATES.index(DONE)
+    missing = _count(schedule, done & ~guest) != micro_batches * chunks
+    missing |= _count(schedule, done & guest) != _count(schedule, kind == ord(ACCEPT))
+    for one, row in enumerate(schedule.actions):
+        if found is not None and stage[found[0]] == one:
+            step = found[0] - table.of(one).start
+            said = _said(_STATES[state[found[0]]], row[step].kind)
+            raise _Fault(f"{row[step]} {faults[found[1]][1].format(stage=one, state=said)}", one, step)
+        if missing[one]:
+            raise _Fault(f"{_missing(schedule, row)} is missing", one, len(row) - 1)
+        if schedule.weight_versions > 1 and (fault := version_fault(schedule, one)) is not None:
+            raise _Fault(fault[1], one, fault[0])
+
+
+def _count(schedule: Schedule, those: Column) -> Column:
+    """How many actions of each stage are ``those``."""
+    return np.bincount(schedule.table.stage[those], minlength=schedule.stages)
 
 
 def _said(state: State, kind: Kind) -> str:
-    if state == UNKNOWN and kind in _GUEST:
+    if state == UNKNOWN and KINDS[kind].guest:
         return "not accepted yet"
     return STATES[state]
 
 
-def _next_action(unit: tuple[int, int, int], state: State) -> Action:
-    """The first in the table that would take a unit on from its state."""
-    kind = next(row.letter for row in KINDS.values() if state in row.takes and row.guest == (unit[2] >= 0))
+def _missing(schedule: Schedule, row: Sequence[Action]) -> Action:
+    """The first action, in the order of the table of kinds, that would take a unit on that is not done at the end."""
+    states: dict[tuple[int, ...], State] = {
+        action[1:]: KINDS[action.kind].leaves for action in row if not KINDS[action.kind].of_batch
+    }
+    own = ((i, c, -1) for c in range(schedule.chunks) for i in range(schedule.micro_batches * schedule.batches))
+    unit = next(unit for unit in chain(own, states) if states.get(unit, UNKNOWN) != DONE)
+    state, guest = states.get(unit, UNKNOWN), unit[2] >= 0
+    kind = next(row.letter for row in KINDS.values() if state in row.takes and row.guest == guest)
     return Action(kind, *unit)
 
 
-def _check_links(program: Program) -> None:
+def _check_links(wiring: Wiring) -> None:
     """Both ends of every first-in-first-out link name the same messages in the same order."""
-    sent: dict[Link, list[Message]] = defaultdict(list)
-    received: dict[Link, list[Message]] = defaultdict(list)
-    for steps in program.steps:
-        for step in steps:
-            for message in step.post:
-                received[message.link].append(message)
-            if step.send is not None and not step.send.is_local:
-                sent[step.send.link].append(step.send)
-            if step.transfer is not None and not step.transfer.is_local:
-                ends = sent if step.action.kind in SENDING else received
-                ends[step.transfer.link].append(step.transfer)
-    for link in sorted(sent.keys() | received.keys()):
-        theirs, ours = sent[link], received[link]
-        if theirs == ours:
-            continue
-        index, (out, into) = next((i, pair) for i, pair in enumerate(zip_longest(theirs, ours)) if pair[0] != pair[1])
-        reason = (
-            f"the ends of link {link} disagree on message {index}: "
-            f"stage {link.source} sends {_unit_name(out)}, stage {link.target} receives {_unit_name(into)}"
-        )
-        steps = program.steps[link.target]
-        use = (at for at, step in enumerate(steps) if into is not None and into in (step.transfer, *step.complete))
-        raise _Fault(reason, link.target, next(use, len(steps) - 1))
+    found = wiring.disagreement
+    if found is None:
+        return
+    link, number, sends, takes = found
+    names = [
+        "nothing" if action < 0 else _unit_name(*wiring.unit(action, sent=sent))
+        for action, sent in ((sends, True), (takes, False))
+    ]
+    reason = (
+        f"the ends of link {link} disagree on message {number}: "
+        f"stage {link.source} sends {names[0]}, stage {link.target} receives {names[1]}"
+    )
+    rows = wiring.schedule.table.of(link.target)
+    raise _Fault(reason, link.target, (takes if takes >= 0 else rows.stop - 1) - rows.start)
 
 
-def _unit_name(message: Message | None) -> str:
-    if message is None:
-        return "nothing"
-    return f"micro-batch {message.micro_batch}" + (f" of chunk {message.chunk}" if message.chunk else "")
+def _unit_name(micro_batch: int, chunk: int) -> str:
+    return f"micro-batch {micro_batch}" + (f" of chunk {chunk}" if chunk else "")
 
 
-#: What a stage waits for: a message, or a batch (by its number) whose gradients are complete on all stages.
-_Awaited = Message | int
+def _check_progress(wiring: Wiring) -> None:
+    """Walk all stages at once, by one action each where what that waits for is there, until none gets on.
 
-
-def _check_progress(program: Program) -> None:
-    """Walk the lowered program of all stages at once; a message is complete when it is both sent and posted."""
-    schedule = program.schedule
-    sent: set[_Awaited] = set()
-    posted: set[_Awaited] = set()
-    unfinished = [schedule.micro_batches * len(schedule.places.order)] * schedule.batches
-    position = [0] * len(program.steps)
-    blocked: dict[_Awaited, list[int]] = defaultdict(list)
-    runnable = list(range(len(program.steps)))
-    while runnable:
-        stage = runnable.pop()
-        steps = program.steps[stage]
-        while position[stage] < len(steps):
-            step = steps[position[stage]]
-            kind, number = step.action.kind, step.action.micro_batch
-            _reach(step.post, posted, blocked, runnable)
-            awaited: tuple[_Awaited | None, ...] = (number,) if kind in _OF_BATCH else (*step.complete, step.takes)
-            unmet = [one for one in awaited if one is not None and (one not in sent or one not in posted)]
-            if unmet:
-                blocked[unmet[0]].append(stage)
-                break
-            if step.transfer is not None:
-                _reach((step.transfer,) * (kind in SENDING), sent, blocked, runnable)
-                _reach((step.transfer,) * (kind in RECEIVING), posted, blocked, runnable)
-            if step.send is not None:
-                _reach((step.send,), sent, blocked, runnable)
-                _reach((step.send,) * step.send.is_local, posted, blocked, runnable)
-            if kind in FINISHING:
-                batch = number // schedule.micro_batches
-                unfinished[batch] -= 1
-                ended = (batch,) * (unfinished[batch] == 0)
-                _reach(ended, posted, blocked, runnable)
-                _reach(ended, sent, blocked, runnable)
-            position[stage] += 1
-    for stage, steps in enumerate(program.steps):
-        if position[stage] < len(steps):
-            action = steps[position[stage]].action
-            reason = f"{action} waits for ever: the stages wait for one another in a circle"
-            raise _Fault(reason, stage, position[stage])
-
-
-def _reach(
-    messages: Sequence[_Awaited], reached: set[_Awaited], blocked: dict[_Awaited, list[int]], runnable: list[int]
-) -> None:
-    """Note that one end of ``messages`` has been reached, and wake the stages that wait for them."""
-    for message in messages:
-        reached.add(message)
-        if message in blocked:
-            runnable.extend(blocked.pop(message))
+    A message is complete when it is both sent and posted. So an action waits for others to have been carried out: for
+    the sender of what it takes or has received, and for what is before the post of what its stage has sent. An update
+    waits for all stages to be through with its batch.
+    """
+    schedule, table = wiring.schedule, wiring.schedule.table
+    end, compute = table.first[1:], _COMPUTE[table.kind] > 0
+    settled = following(wiring.gives, wiring.settles)
+    posted = following(wiring.posted, settled)
+    at_start = posted == table.first[table.stage[posted]]
+    awaited = np.full((len(compute) + 1, 4), -1, np.int32)  # the last row is for who is through
+    awaited[:-1, 0] = np.where(compute, wiring.senders, -1)
+    awaited[:-1, 1] = following(wiring.senders, wiring.after)
+    awaited[:-1, 2] = np.where((posted < 0) | at_start, -1, posted - 1)
+    awaited[:-1, 3] = wiring.departed
+    of_batch, finishes = _OF_BATCH[table.kind] > 0, _FINISHING[table.kind] > 0
+    batch = np.where(of_batch, table.micro_batch, table.micro_batch // schedule.micro_batches)
+    unfinished = np.bincount(batch[finishes], minlength=schedule.batches)
+    streams = bool(of_batch.any())
+    at = table.first[:-1].copy()
+    while True:
+        waits_for = awaited[at]
+        able = (at < end) & (at[table.stage[waits_for]] > waits_for).all(axis=1)
+        if streams:
+            able[able] = ~of_batch[at[able]] | (unfinished[batch[at[able]]] == 0)
+            np.subtract.at(unfinished, batch[at[able]], finishes[at[able]])
+        if not able.any():
+            break
+        at += able
+    for stage in np.flatnonzero(at < end).tolist()[:1]:
+        step = int(at[stage] - table.first[stage])
+        action = schedule.actions[stage][step]
+        raise _Fault(f"{action} waits for ever: the stages wait for one another in a circle", stage, step)

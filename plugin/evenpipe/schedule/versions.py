@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from evenpipe.schedule.actions import Action
 from evenpipe.schedule.kinds import COMPUTE, FINISHING, FORWARD, UPDATE
-from evenpipe.schedule.residency import own_peak
 from evenpipe.schedule.schedule import Schedule
+from evenpipe.schedule.table import own_peak
 
 __all__ = ["required_version", "version_fault", "with_updates"]
 
@@ -68,6 +68,8 @@ def version_fault(schedule: Schedule, stage: int) -> tuple[int, str] | None:
             unfinished[batch] -= action.kind in FINISHING
     if updated < batches:
         return len(row) - 1, f"U{updated} is missing"
-    if (in_flight := own_peak(row)) > (allowed := (schedule.stages - stage) * schedule.chunks):
+    if (in_flight := own_peak(schedule.table.kind[schedule.table.of(stage)])) > (
+        allowed := (schedule.stages - stage) * schedule.chunks
+    ):
         return 0, f"stage {stage} has {in_flight} micro-batches in flight; 2bw allows {allowed}"
     return None

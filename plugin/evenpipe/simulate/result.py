@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from evenpipe.schedule import Action
 
-__all__ = ["MemoryPoint", "Simulation", "Span", "StageResult"]
+__all__ = ["MemoryCurve", "MemoryPoint", "Simulation", "Span", "StageResult"]
 
 
 class Span(NamedTuple):
@@ -30,6 +32,29 @@ class MemoryPoint(NamedTuple):
 
 
 @dataclass(frozen=True)
+class MemoryCurve(Sequence[MemoryPoint]):
+    """A stage's memory points in order of time, a column for each field; ``bytes`` is None when no sizes were given."""
+
+    at_ms: array[float]
+    live: array[int]
+    bytes: list[int] | None
+
+    @overload
+    def __getitem__(self, at: int) -> MemoryPoint: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[MemoryPoint]: ...
+
+    def __getitem__(self, at: int | slice) -> MemoryPoint | Sequence[MemoryPoint]:
+        if isinstance(at, slice):
+            return [self[index] for index in range(len(self))[at]]
+        return MemoryPoint(self.at_ms[at], self.live[at], 0 if self.bytes is None else self.bytes[at])
+
+    def __len__(self) -> int:
+        return len(self.at_ms)
+
+
+@dataclass(frozen=True)
 class StageResult:
     """One stage: time computing and not computing, peaks, and the memory curve in order of time.
 
@@ -40,7 +65,7 @@ class StageResult:
     idle_ms: float
     peak_live: int
     peak_bytes: int
-    memory: tuple[MemoryPoint, ...]
+    memory: Sequence[MemoryPoint]
 
 
 @dataclass(frozen=True)
@@ -53,7 +78,7 @@ class Simulation:
     makespan_ms: float
     bubble_fraction: float
     stages: tuple[StageResult, ...]
-    timeline: tuple[tuple[Span, ...], ...]
+    timeline: Sequence[tuple[Span, ...]]
 
     def to_json(self) -> dict[str, Any]:
         """The document ``evenpipe.simulation/1``."""

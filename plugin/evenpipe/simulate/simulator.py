@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 
-from evenpipe.schedule import Message, Program, without_cycle_collector
+from evenpipe.schedule import Disagreement, PerStage, Program, Wiring, without_cycle_collector
 from evenpipe.simulate.costs import Costs, SimulationError
 from evenpipe.simulate.network import Network
 from evenpipe.simulate.result import Simulation, StageResult
@@ -32,15 +31,14 @@ def simulate(program: Program, costs: Costs, unit_bytes: Sequence[Sequence[int]]
         raise SimulationError(f"the costs have times for {len(costs.forward_ms)} stages, the schedule has {stages}")
     if unit_bytes is not None and [len(sizes) for sizes in unit_bytes] != [chunks] * stages:
         raise SimulationError(f"unit_bytes: give {chunks} sizes (one a chunk) for each of {stages} stages")
-    network = Network(costs)
-    clocks = [StageClock(program, stage, costs, network, unit_bytes) for stage in range(stages)]
-    stuck = _run(clocks)
+    wiring = program.wiring
+    if wiring.disagreement is not None:
+        raise SimulationError(_ends_differ(wiring, wiring.disagreement))
+    network = Network([costs.wire(link) for link in wiring.links], wiring.link_of)
+    clocks = [StageClock(wiring, stage, costs, network, unit_bytes) for stage in range(stages)]
+    stuck = _run(clocks, network, wiring)
     if stuck:
         raise SimulationError(f"deadlock, stages wait for one another: {', '.join(stuck)}")
-    if network.unmet():
-        message = network.unmet()[0]
-        raise SimulationError(f"link {message.link}: unit {message.micro_batch}.{message.chunk} has only one end")
-
     makespan_ms = max((clock.now_ms for clock in clocks), default=0.0)
     if not math.isfinite(makespan_ms):
         raise SimulationError("the times add up to more than a number can hold: give shorter ones")
@@ -48,35 +46,39 @@ def simulate(program: Program, costs: Costs, unit_bytes: Sequence[Sequence[int]]
         StageResult(
             busy_ms=clock.busy_ms,
             idle_ms=max(0.0, makespan_ms - clock.busy_ms),  # sums of the same times may round differently
-            peak_live=clock.meter.peak_live,
-            peak_bytes=clock.meter.peak_bytes,
-            memory=tuple(clock.meter.curve),
+            peak_live=max(clock.meter.curve.live, default=0),
+            peak_bytes=max(clock.meter.curve.bytes or (), default=0),
+            memory=clock.meter.curve,
         )
         for clock in clocks
     )
     bubble_fraction = sum(result.idle_ms for result in results) / (makespan_ms * stages) if makespan_ms else 0.0
-    return Simulation(makespan_ms, bubble_fraction, results, tuple(clock.timeline() for clock in clocks))
+    return Simulation(makespan_ms, bubble_fraction, results, PerStage(stages, lambda stage: clocks[stage].spans()))
 
 
-def _run(clocks: Sequence[StageClock]) -> list[str]:
+def _run(clocks: Sequence[StageClock], network: Network, wiring: Wiring) -> list[str]:
     """Let every stage walk as far as it can, and on again when what it waits for has met.
 
     No event queue: the times of a message are final once known, so the order of the walk does not matter. Returns where
     stages are stuck for ever.
     """
-    met: deque[Message] = deque()
-    walks = [clock.walk(met) for clock in clocks]
-    waiting: dict[Message, list[int]] = {}
-    runnable = deque(range(len(clocks)))
-    while runnable:
-        stage = runnable.popleft()
+    walks = [clock.walk() for clock in clocks]
+    network.woken.extend(range(len(clocks)))
+    while network.woken:
+        stage = network.woken.popleft()
         wanted = next(walks[stage], None)
         if wanted is not None:
-            waiting.setdefault(wanted, []).append(stage)
-        while met:
-            runnable.extend(waiting.pop(met.popleft(), ()))
+            network.waiting.setdefault(wanted, []).append(stage)
     return [
-        f"stage {clocks[stage].stage} at {clocks[stage].action} waits for {message.link}"
-        for message, stages in waiting.items()
+        f"stage {clocks[stage].stage} at {clocks[stage].action} waits for {wiring.links[wiring.link_of[message]]}"
+        for message, stages in network.waiting.items()
         for stage in stages
     ]
+
+
+def _ends_differ(wiring: Wiring, found: Disagreement) -> str:
+    if min(found.sends, found.takes) < 0:
+        known = wiring.unit(max(found.sends, found.takes), sent=found.takes < 0)
+        return f"link {found.link}: unit {known[0]}.{known[1]} has only one end"
+    sent, expected = wiring.unit(found.sends, sent=True), wiring.unit(found.takes, sent=False)
+    return f"link {found.link}: unit {sent[0]}.{sent[1]} is sent where {expected[0]}.{expected[1]} is expected"

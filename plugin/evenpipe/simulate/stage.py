@@ -1,11 +1,12 @@
-"""One stage's clock: walk its steps in order, computing, starting transfers, and waiting where it must."""
+"""One stage's clock: walk its actions in order, computing, starting transfers, and waiting where it must."""
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from collections.abc import Iterator, Sequence
+from itertools import count, islice
 
-from evenpipe.schedule import KINDS, RECEIVING, SENDING, Action, Message, Program
+from evenpipe.schedule import KINDS, OWN_ENDS, Action, Column, Wiring
 from evenpipe.simulate.costs import Costs
 from evenpipe.simulate.memory import MemoryMeter
 from evenpipe.simulate.network import Network
@@ -14,93 +15,105 @@ from evenpipe.simulate.result import Span
 __all__ = ["StageClock"]
 
 _HELD = {letter: row.held for letter, row in KINDS.items()}
-_GUEST = frozenset(letter for letter, row in KINDS.items() if row.guest)
-#: Links whose message leaves the sender with one unit less, and whether that is a unit of its own.
-_LEAVING = {row.link: not row.guest for row in KINDS.values() if row.link is not None and row.held < 0}
+_TRANSFERS = frozenset(letter for letter, row in KINDS.items() if row.link is not None)
 #: What a stage waits for under synchronous transfers: the evictor's ends.
-_OF_PAIRS = frozenset(letter for letter, row in KINDS.items() if row.link is not None and row.held and not row.guest)
+_OF_PAIRS = frozenset(letter for letter in _TRANSFERS if KINDS[letter].held and not KINDS[letter].guest)
+_NO_POST = -1, -1
 
 
 class StageClock:
     """Time and memory of one stage; ``action`` is the last it came to."""
 
     def __init__(
-        self, program: Program, stage: int, costs: Costs, network: Network, unit_bytes: Sequence[Sequence[int]] | None
+        self, wiring: Wiring, stage: int, costs: Costs, network: Network, unit_bytes: Sequence[Sequence[int]] | None
     ) -> None:
-        chunks = program.schedule.chunks
         self.stage = stage
         self.now_ms = 0.0
         self.busy_ms = 0.0
         self.meter = MemoryMeter(unit_bytes)
         self.action: Action | None = None
-        self._steps = program.steps[stage]
-        self._drain = program.drain[stage]
-        of_stage = costs.of(stage)
+        self._wiring = wiring
+        self._rows = wiring.schedule.table.of(stage)
+        self._actions = wiring.schedule.actions[stage]
+        of_stage, chunks = costs.of(stage), wiring.schedule.chunks
         self._takes_ms = {row.letter: of_stage[row.cost] / chunks for row in KINDS.values() if row.cost is not None}
         self._waits_at = _OF_PAIRS if costs.synchronous_transfers else frozenset()
         self._network = network
-        self._times: list[tuple[float, float]] = []
+        self._start_ms = array("d")
 
-    def walk(self, met: deque[Message]) -> Iterator[Message]:
-        """Go to the end; yield a message to wait until it has met, and append to ``met`` what this stage made meet."""
-        network, flights, times = self._network, self._network.flights, self._times
-        for step in self._steps:
-            posts, completes, action, transfer, sent, _ = step
+    def walk(self) -> Iterator[int]:
+        """Go to the end; yield a message to wait until it has met."""
+        wiring, rows, stage, waits_at = self._wiring, self._rows, self.stage, self._waits_at
+        issue, end_ms, change = self._network.issue, self._network.end_ms, self.meter.change
+        posts = zip(*map(_numbers, wiring.posts(stage)), strict=True)
+        leaving = zip(*map(_numbers, wiring.leaving(stage)), strict=True)
+        posted, received = next(posts, _NO_POST)
+        now_ms = 0.0
+        columns = map(_numbers, (*wiring.waits(stage), wiring.moves[rows]))
+        for number, action, departing, loaded, taken, settled, moved in zip(count(rows.start), self._actions, *columns):
             self.action = action
-            for message in posts:
-                if network.post(message, self.now_ms):
-                    met.append(message)
-            for message in completes:
-                if message not in flights:
+            while posted == number:
+                issue(received, now_ms)
+                posted, received = next(posts, _NO_POST)
+            for message, owner, chunk in islice(leaving, departing):
+                if end_ms[message] < 0:
                     yield message
-                self._complete(message)
-            start_ms = self.now_ms
-            self._act(action)
-            times.append((start_ms, self.now_ms))
-            if sent is not None and not sent.is_local and network.send(sent, self.now_ms):
-                met.append(sent)
-            if transfer is None:
-                continue
-            if action.kind in SENDING and network.send(transfer, start_ms):
-                met.append(transfer)
-            if action.kind in RECEIVING and network.post(transfer, start_ms):
-                met.append(transfer)
-            if action.kind in self._waits_at:
-                if transfer not in flights:
-                    yield transfer
-                self.now_ms = max(self.now_ms, flights[transfer].end_ms)
-        for message in self._drain:
-            if message not in flights:
+                now_ms = max(now_ms, end_ms[message])
+                change(-1, owner, chunk, now_ms)
+            for message in (loaded, taken, settled):
+                if message >= 0:
+                    if end_ms[message] < 0:
+                        yield message
+                    now_ms = max(now_ms, end_ms[message])
+            self._start_ms.append(now_ms)
+            now_ms = self._act(action, now_ms)
+            if moved >= 0:
+                issue(moved, now_ms)
+                if action.kind in OWN_ENDS:
+                    issue(moved, now_ms)
+                if action.kind in waits_at:
+                    if end_ms[moved] < 0:
+                        yield moved
+                    now_ms = max(now_ms, end_ms[moved])
+        for message, owner, chunk in leaving:
+            if end_ms[message] < 0:
                 yield message
-            self._complete(message)
+            now_ms = max(now_ms, end_ms[message])
+            change(-1, owner, chunk, now_ms)
+        for message in wiring.moves[wiring.left_over(stage)].tolist():
+            if end_ms[message] < 0:
+                yield message
+            now_ms = max(now_ms, end_ms[message])
+        self.now_ms = now_ms
 
-    def timeline(self) -> tuple[Span, ...]:
-        """The span of each action, in the order of the schedule; only after the walk."""
-        flights = self._network.flights
+    def spans(self) -> tuple[Span, ...]:
+        """When each action was, in the order of the schedule; only after the walk."""
+        sent = self._network.start_ms, self._network.end_ms
+        moves = _numbers(self._wiring.moves[self._rows])
         return tuple(
-            Span(step.action, *(flights[step.transfer] if step.transfer else times))
-            for step, times in zip(self._steps, self._times, strict=True)
+            Span(action, sent[0][moved], sent[1][moved])
+            if action.kind in _TRANSFERS
+            else Span(action, start_ms, start_ms + self._takes_ms.get(action.kind, 0.0))
+            for action, start_ms, moved in zip(self._actions, self._start_ms, moves, strict=True)
         )
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: Action, now_ms: float) -> float:
         """Spend the time of a compute action; count the unit that comes or goes with the action."""
         kind, _, chunk, evictor = action
-        held = _HELD[kind]
+        held, takes_ms = _HELD[kind], self._takes_ms.get(kind)
         if held > 0:
-            self.meter.add(evictor if kind in _GUEST else self.stage, chunk, self.now_ms)
-        takes_ms = self._takes_ms.get(kind)
+            self.meter.change(1, self.stage if evictor < 0 else evictor, chunk, now_ms)
         if takes_ms is None:
-            return
-        self.now_ms += takes_ms
+            return now_ms
+        now_ms += takes_ms
         self.busy_ms += takes_ms
         if held < 0:
-            self.meter.remove(self.stage, chunk, self.now_ms)
+            self.meter.change(-1, self.stage, chunk, now_ms)
+        return now_ms
 
-    def _complete(self, message: Message) -> None:
-        """Wait for a message that has met; a unit that departed with it is no longer live here."""
-        end_ms = self._network.flights[message].end_ms
-        if end_ms > self.now_ms:
-            self.now_ms = end_ms
-        (kind, source, target), _, chunk = message
-        if source == self.stage and kind in _LEAVING:
-            self.meter.remove(source if _LEAVING[kind] else target, chunk, self.now_ms)
+
+def _numbers(column: Column) -> array[int]:
+    """A column of which Python reads one number after the other quickly."""
+    numbers = array("i")
+    numbers.frombytes(column.astype("i").tobytes())
+    return numbers

@@ -1,0 +1,91 @@
+"""All actions of a schedule as columns of numbers: what must be known of millions of them is worked out on these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenpipe.schedule.actions import Action
+from evenpipe.schedule.kinds import COMPUTE, KINDS, ActionKind
+
+__all__ = ["Column", "Table", "by_kind", "following", "own_peak"]
+
+Column = NDArray[Any]
+
+_LIMIT = 2**31 - 1
+_MANY = 2**24  # more micro-batches, or chunks, than a schedule has
+
+
+def by_kind(of: Callable[[ActionKind], int]) -> Column:
+    """What ``of`` says of each row of KINDS: ``by_kind(of)[table.kind]`` is that of each action."""
+    found = np.zeros(128, np.int32)
+    for row in KINDS.values():
+        found[ord(row.letter)] = of(row)
+    return found
+
+
+_OWN_HELD = by_kind(lambda row: row.held if row.letter in COMPUTE else 0)
+_OF_BATCH = by_kind(lambda row: row.of_batch)
+
+
+class Table:
+    """The columns, stage after stage: an action's number is that of its place in them.
+
+    ``kind`` is the code of the letter. ``first`` has the number of each stage's first action and, last, how many
+    actions there are.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[Action]]) -> None:
+        lengths = [len(row) for row in rows]
+        self.first = np.cumsum([0, *lengths])
+        self.stage = np.repeat(np.arange(len(rows), dtype=np.int32), lengths)
+        letters = "".join(map(itemgetter(0), chain.from_iterable(rows)))
+        self.kind = np.frombuffer(letters.encode("ascii"), np.uint8)
+        self.micro_batch, self.chunk, self.evictor = (_numbers(rows, field, len(letters)) for field in (1, 2, 3))
+
+    def of(self, stage: int) -> slice:
+        """The numbers of a stage's actions."""
+        return slice(int(self.first[stage]), int(self.first[stage + 1]))
+
+    @cached_property
+    def letters(self) -> frozenset[str]:
+        """The kinds that there are."""
+        return frozenset(map(chr, np.flatnonzero(np.bincount(self.kind))))
+
+    @cached_property
+    def previous(self) -> Column:
+        """The action before it of the same unit on the same stage; -1 where there is none."""
+        part = (2 * self.stage.astype(np.int64) + (self.evictor >= 0)) * _MANY + self.chunk.clip(-1, _MANY - 2)
+        unit = np.where(_OF_BATCH[self.kind], -1, part * _MANY + self.micro_batch.clip(-1, _MANY - 2))
+        order = np.argsort(unit, kind="stable").astype(np.int32)
+        same = np.flatnonzero(unit[order[1:]] == unit[order[:-1]])
+        found = np.full(len(unit), -1, np.int32)
+        found[order[same + 1]] = order[same]
+        return found
+
+
+def _numbers(rows: Sequence[Sequence[Action]], field: int, count: int) -> Column:
+    """One field of all actions; what is too large for any schedule stays too large when it is cut off."""
+    numbers = map(itemgetter(field), chain.from_iterable(rows))
+    try:
+        column = np.fromiter(numbers, np.int64, count)
+    except OverflowError:
+        cut = (max(-_LIMIT, min(action[field], _LIMIT)) for row in rows for action in row)
+        column = np.fromiter(cut, np.int64, count)
+    return column.clip(-_LIMIT, _LIMIT).astype(np.int32)
+
+
+def following(column: Column, actions: Column) -> Column:
+    """What ``column`` has for these actions, of which -1 is none and stays -1."""
+    return np.where(actions >= 0, column[actions], -1) if len(column) else actions
+
+
+def own_peak(kinds: Column) -> int:
+    """The most units of its own that a stage without evictions holds: forwards less those whose backward is done."""
+    return int(np.cumsum(_OWN_HELD[kinds]).max(initial=0))
