@@ -47,20 +47,13 @@ SPEC = Spec(
     settled=_settled,
     drawings=(
         Drawing(
-            Size(2, 8, group_size=2),
-            """
-            F0 F1 F2 F3 B0 B1 F4 F5 B2 B3 F6 F7 B4 B5 B6 B7
-            F0 F1 B0 B1 F2 F3 B2 B3 F4 F5 B4 B5 F6 F7 B6 B7
-            """,
-            "Ada-Grouper Figure 3",
-        ),
-        Drawing(
             Size(3, 7, group_size=2),
             """
             F0 F1 F2 F3 F4 F5 B0 B1 F6 B2 B3 B4 B5 B6
             F0 F1 F2 F3 B0 B1 F4 F5 B2 B3 F6 B4 B5 B6
             F0 F1 B0 B1 F2 F3 B2 B3 F4 F5 B4 B5 F6 B6
             """,
+            "Ada-Grouper Figure 2, here with a smaller group at the end",
         ),
     ),
 )
