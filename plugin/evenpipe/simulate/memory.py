@@ -15,16 +15,16 @@ class MemoryMeter:
 
     def __init__(self, unit_bytes: Sequence[Sequence[int]] | None) -> None:
         self.curve = MemoryCurve(array("d"), array("i"), None if unit_bytes is None else [])
+        self._add_time, self._add_live = self.curve.at_ms.append, self.curve.live.append
         self._live = 0
         self._bytes = 0
         self._unit_bytes = unit_bytes
 
     def change(self, by: int, owner: int, chunk: int, at_ms: float) -> None:
         """A unit of stage ``owner`` becomes live (+1) or is gone (-1)."""
-        curve = self.curve
         self._live += by
-        curve.at_ms.append(at_ms)
-        curve.live.append(self._live)
-        if self._unit_bytes is not None and curve.bytes is not None:
+        self._add_time(at_ms)
+        self._add_live(self._live)
+        if self._unit_bytes is not None and self.curve.bytes is not None:
             self._bytes += by * self._unit_bytes[owner][chunk]
-            curve.bytes.append(self._bytes)
+            self.curve.bytes.append(self._bytes)

@@ -39,7 +39,10 @@ class Network:
             return
         link = self._link_of[message]
         wire = self._wires[link]
-        self.start_ms[message] = start_ms = max(at_ms, other_ms, self._free_ms[link])
+        start_ms = at_ms if at_ms > other_ms else other_ms
+        if (free_ms := self._free_ms[link]) > start_ms:
+            start_ms = free_ms
+        self.start_ms[message] = start_ms
         self._free_ms[link] = free_ms = start_ms + wire.transmit_ms
         self.end_ms[message] = free_ms + wire.latency_ms
         if message in self.waiting:

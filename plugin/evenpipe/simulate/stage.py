@@ -45,6 +45,7 @@ class StageClock:
         """Go to the end; yield a message to wait until it has met."""
         wiring, rows, stage, waits_at = self._wiring, self._rows, self.stage, self._waits_at
         issue, end_ms, change = self._network.issue, self._network.end_ms, self.meter.change
+        started, takes_ms = self._start_ms.append, self._takes_ms
         posts = zip(*map(_numbers, wiring.posts(stage)), strict=True)
         leaving = zip(*map(_numbers, wiring.leaving(stage)), strict=True)
         posted, received = next(posts, _NO_POST)
@@ -64,14 +65,23 @@ class StageClock:
                 if message >= 0:
                     if end_ms[message] < 0:
                         yield message
-                    now_ms = max(now_ms, end_ms[message])
-            self._start_ms.append(now_ms)
-            now_ms = self._act(action, now_ms)
+                    if (complete_ms := end_ms[message]) > now_ms:
+                        now_ms = complete_ms
+            started(now_ms)
+            kind, _, chunk, evictor = action
+            held = _HELD[kind]
+            if held > 0:
+                change(1, stage if evictor < 0 else evictor, chunk, now_ms)
+            if kind in takes_ms:
+                now_ms += takes_ms[kind]
+                self.busy_ms += takes_ms[kind]
+                if held < 0:
+                    change(-1, stage, chunk, now_ms)
             if moved >= 0:
                 issue(moved, now_ms)
-                if action.kind in OWN_ENDS:
+                if kind in OWN_ENDS:
                     issue(moved, now_ms)
-                if action.kind in waits_at:
+                if kind in waits_at:
                     if end_ms[moved] < 0:
                         yield moved
                     now_ms = max(now_ms, end_ms[moved])
@@ -96,20 +106,6 @@ class StageClock:
             else Span(action, start_ms, start_ms + self._takes_ms.get(action.kind, 0.0))
             for action, start_ms, moved in zip(self._actions, self._start_ms, moves, strict=True)
         )
-
-    def _act(self, action: Action, now_ms: float) -> float:
-        """Spend the time of a compute action; count the unit that comes or goes with the action."""
-        kind, _, chunk, evictor = action
-        held, takes_ms = _HELD[kind], self._takes_ms.get(kind)
-        if held > 0:
-            self.meter.change(1, self.stage if evictor < 0 else evictor, chunk, now_ms)
-        if takes_ms is None:
-            return now_ms
-        now_ms += takes_ms
-        self.busy_ms += takes_ms
-        if held < 0:
-            self.meter.change(-1, self.stage, chunk, now_ms)
-        return now_ms
 
 
 def _numbers(column: Column) -> array[int]:
