@@ -53,6 +53,7 @@ def options(changes: dict[str, str], *flags: str) -> list[str]:
         ({"--picture": "/nowhere/p.png"}, [], ["--picture", "no folder /nowhere"]),
         ({"--picture": "p.svg"}, [], ["--picture", ".png"]),
         ({"--trace": "/"}, [], ["--trace", "is a folder"]),
+        ({"--schedule": "file:/nowhere/S.txt"}, [], ["--schedule file:/nowhere/S.txt", "No such file", "--out"]),
         ({}, ["--colour"], ["--colour", "--help"]),
     ],
 )

@@ -98,6 +98,33 @@ def test_links_and_synchronous_transfers_take_time(capsys: pytest.CaptureFixture
     assert waiting["makespan_ms"] > free
 
 
+@pytest.mark.parametrize("flags", [["--schedule", "v-half"], ["--schedule", "1f1b", "--bpipe"]])
+def test_a_table_that_is_written_is_the_schedule(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, more = tmp_path / "S.txt", flags[2:]
+    main(["schedule", *flags, "--stages", "4", "--micro-batches", "6", "--out", str(table), "--json"])
+    written = json.loads(capsys.readouterr().out)
+    main(["schedule", "--schedule", f"file:{table}", *more, "--json"])
+    assert json.loads(capsys.readouterr().out) == written
+    main(["simulate", "--schedule", f"file:{table}", *more, "--json"])
+    assert json.loads(capsys.readouterr().out)["format"] == "evenpipe.simulation/1"
+
+
+def test_a_table_for_torch(tmp_path: Path) -> None:
+    table = tmp_path / "T.csv"
+    flags = ["--stages", "2", "--micro-batches", "2", "--out", str(table), "--format", "torch-csv", "--json"]
+    main(["schedule", "--schedule", "zb-h1", *flags])
+    assert table.read_text() == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
+
+
+def test_what_is_too_large_to_draw_is_not_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["schedule", "--schedule", "gpipe", "--stages", "4", "--micro-batches", "4000"])
+    said = capsys.readouterr().out
+    assert "32,000 actions are too many to draw; --out S.txt writes them" in said
+    assert "F0" not in said
+
+
 @pytest.mark.parametrize("command", ["schedule", "simulate"])
 @pytest.mark.parametrize("options", [BPIPE, INTERLEAVED, [*TWO_BUFFERED, "--batches", "4"]])
 def test_picture_and_trace(

@@ -18,8 +18,7 @@ from evenpipe.runtime.exchange import Exchange
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.stage import ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
-from evenpipe.schedule import Action, links, loop, required_version
-from tests.schedules import stream
+from evenpipe.schedule import Action, Stream, find, links, loop, required_version
 
 WORLD = 6
 BATCHES = 7
@@ -120,7 +119,7 @@ def train(rank: int, case: Case) -> dict[str, object]:
     connections = connect(range(case.stages), links(loop(case.stages), case.bpipe), "gloo", torch.device("cpu"))
     paired = Paired()
     executor = Executor(rank, connections, torch.device("cpu"), stage.module.parameters(), paired)
-    steps_of = stream(case.stages, case.micro_batches, case.bpipe)
+    steps_of = Stream(find("2bw"), case.stages, case.micro_batches, case.bpipe)
     losses, called = [], 0
     for batch in range(BATCHES):
         executor.advance(steps_of.program, steps_of.call(rank, called, case.update_early), stage)

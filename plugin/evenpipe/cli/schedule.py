@@ -29,6 +29,7 @@ from evenpipe.simulate import Costs, Wire, simulate
 __all__ = ["add_to"]
 
 EVENPIPE: Final = "evenpipe"
+_DRAWN_AT_MOST: Final = 20_000  # actions; more are pages that nobody reads
 #: What --out writes.
 FORMATS: Final[Mapping[str, Callable[[Schedule], str]]] = MappingProxyType({EVENPIPE: str, "torch-csv": torch_csv})
 
@@ -77,7 +78,11 @@ def _run(arguments: Namespace) -> None:
         return
     console = Console()
     console.print(title, style="bold", highlight=False)
-    console.print(timeline_grid(program, console.width))
+    actions = sum(map(len, schedule.actions))
+    if actions <= _DRAWN_AT_MOST:
+        console.print(timeline_grid(program, console.width))
+    else:
+        console.print(f"{actions:,} actions are too many to draw; --out S.txt writes them", highlight=False)
     console.print(_table(schedule))
 
 

@@ -19,8 +19,7 @@ from evenpipe.megatron.script.start import trace_of
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import ModuleStage
-from evenpipe.schedule import links, loop, lower
-from tests.schedules import build
+from evenpipe.schedule import Size, build, links, loop
 
 STAGES, MICRO_BATCHES, WORLD = 4, 6, 8
 TRAINED = (11, 12, 14)
@@ -49,7 +48,7 @@ def work(rank: int, folder: Path) -> None:
                 lambda micro_batch, output: output.sum(),
                 0 if pipeline.rank() == STAGES - 1 else None,
             )
-            executor.run(lower(build("1f1b", STAGES, MICRO_BATCHES, bpipe=True)), stage)
+            executor.run(build("1f1b", Size(STAGES, MICRO_BATCHES), bpipe=True), stage)
     dist.barrier()
     os._exit(0)
 
