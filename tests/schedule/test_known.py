@@ -273,6 +273,42 @@ def test_a_schedule_that_needs_more_than_it_says_is_refused() -> None:
         build(replace(find("zb-h1"), needs=frozenset()), Size(2, 4))
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"order": lambda size: {}[size.stages]}, "schedule=1f1b: its Spec fails at this size (KeyError: 2): correct"),
+        ({"order": lambda size: [["F0"]] * size.stages}, "(TypeError: 'F0' in its order is no Action)"),
+        ({"bound": lambda size: size.stages // 0}, "(ZeroDivisionError: "),
+        ({"check": lambda size: [][size.stages]}, "(IndexError: list index out of range)"),
+        (
+            {"order": lambda size: schedules.build("1f1b", *size[:2], bpipe=True).actions, "needs": frozenset()},
+            "schedule=1f1b: its order evicts to partner stages: leave that to bpipe",
+        ),
+    ],
+)
+def test_what_a_specification_does_wrong_is_told_in_one_line(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ScheduleError) as refusal:
+        build(replace(find("1f1b"), **changed), Size(2 if "evicts" not in said else 4, 8))
+    assert said in str(refusal.value)
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_a_table_of_several_batches_is_a_stream_even_without_updates() -> None:
+    """A run would have given it the micro-batches of one batch."""
+    text = str(schedules.build("1f1b", 2, 8)).replace("micro_batches=8", "micro_batches=4")
+    assert needs_of(Schedule.parse(text.replace("batches=1 ", "batches=2 "))) == {"stream"}
+
+
+@pytest.mark.parametrize(("argument", "fixed"), [("group_size", 2), ("batches", 1), ("chunks", 1)])
+def test_a_table_takes_no_other_sizes_than_its_own(argument: str, fixed: int) -> None:
+    table = schedules.build("kfkb", 2, 8, group_size=2)
+    spec = Spec.of(table, frozenset(["chunks", "groups", "stream"]))
+    assert build(spec, Size(2, 8)).schedule == table
+    with pytest.raises(ScheduleError, match=f"{argument}=3"):
+        build(spec, Size(2, 8)._replace(**{argument: 3}))
+    assert build(spec, Size(2, 8)._replace(**{argument: fixed})).schedule == table
+
+
 def test_64_stages_and_4096_micro_batches_are_built_and_verified_in_less_than_10_s() -> None:
     assert built().seconds < 10
 
@@ -283,8 +319,10 @@ def test_64_stages_and_4096_micro_batches_are_built_and_verified_in_less_than_10
         ("stages=2", "stages=999999999", "stages=999999999: 2 rows of actions follow"),
         ("chunks=1", "chunks=999999999", "chunks=999999999: more than a row has actions"),
         ("places=loop", "places=0.0,999999999.0", "each stage needs the same number of model chunks"),
+        ("chunks=1", "chunks=0", "line 1: chunks=0: expected a number from 1 to 999999999"),
+        ("bound=2", "bound=2 bound=3", "line 1: bound: the head line has .* each once"),
     ],
 )
-def test_a_head_line_of_a_size_that_is_not_there_is_refused_at_once(old: str, new: str, said: str) -> None:
+def test_a_head_line_of_a_size_that_is_not_there_or_of_two_is_refused_at_once(old: str, new: str, said: str) -> None:
     with pytest.raises(ScheduleError, match=said):
         Schedule.parse(str(schedules.build("1f1b", 2, 3)).replace(old, new))

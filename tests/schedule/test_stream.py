@@ -1,12 +1,14 @@
 """A stream's calls are the schedule 2bw of however many batches, and it can be broken off after each of them."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.schedule import DEPARTING, ScheduleError, lower
+from evenpipe.schedule import DEPARTING, ScheduleError, Stream, find, lower
+from evenpipe.schedule.orders import alternate, units
 from tests.schedule.weight_versions import replay, rule
 from tests.schedules import build
 from tests.schedules import stream as stream_of
@@ -104,6 +106,20 @@ def test_a_call_far_along_is_an_early_one_moved():
         by = {"U": batches}
         moved = [a._replace(micro_batch=a.micro_batch + by.get(a.kind, 8 * batches)) for a in (s.action for s in near)]
         assert [step.action for step in far] == moved
+
+
+@pytest.mark.parametrize("ahead", [lambda p, s: 0, lambda p, s: p - s, lambda p, s: 2 * (p - s - 1)])
+def test_a_stream_in_another_order_than_1f1bs_is_refused(ahead):
+    """Calls are cut out of it where 1F1B's order has the ends of batches."""
+
+    def order(size):
+        every = units(size.micro_batches)
+        return [list(alternate(every, every, ahead(size.stages, stage))) for stage in range(size.stages)]
+
+    other = replace(find("2bw"), name="other", order=order, bound=lambda size: size.micro_batches)
+    said = r"schedule=other: stage \d does not run \d forwards ahead of its backwards"
+    with pytest.raises(ScheduleError, match=said):
+        Stream(other, 4, 4)
 
 
 def test_bad_input_is_refused_as_by_build():

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from evenpipe.schedule import Size, build
 from evenpipe.settings import (
     COMMAND,
     CONTRADICTIONS,
@@ -114,3 +115,11 @@ def test_a_command_has_flags_of_its_own():
     config = EvenPipeConfig.of(schedule="gpipe", bpipe=True)
     line = contradiction_in(config, COMMAND, CONTRADICTIONS)
     assert line == "--bpipe: with --schedule gpipe all stages hold the same, so there is nothing to level: use 1f1b"
+
+
+def test_bpipe_goes_with_a_table_that_evicts(tmp_path: Path) -> None:
+    """The table cannot be run without it."""
+    table = tmp_path / "balanced.txt"
+    table.write_text(str(build("1f1b", Size(4, 8), bpipe=True).schedule))
+    config = EvenPipeConfig.of(schedule=f"file:{table}", bpipe=True)
+    assert contradiction_in(config, FLAGS, CONTRADICTIONS) is None

@@ -58,7 +58,8 @@ def program_from(arguments: Namespace) -> Program:
                     raise UsageError(f"--{option.replace('_', '-')}: how many? Only a table (file:PATH) says it itself")
                 setattr(arguments, option, fixed)
         # Three batches show the start, the steady state and the end of a stream.
-        batches = arguments.batches if arguments.batches is not None else 3 if "stream" in spec.needs else 1
+        usual = table.batches if table is not None else 3 if "stream" in spec.needs else 1
+        batches = arguments.batches if arguments.batches is not None else usual
         size = Size(arguments.stages, arguments.micro_batches, arguments.chunks, arguments.group_size, batches)
         return Programs(spec, arguments.bpipe)(size)
     except ScheduleError as error:

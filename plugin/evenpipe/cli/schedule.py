@@ -59,6 +59,8 @@ def add_to(commands: Commands) -> None:
 
 
 def _run(arguments: Namespace) -> None:
+    if arguments.format != EVENPIPE and arguments.out is None:
+        raise UsageError(f"--format {arguments.format}: is of --out: give --out FILE, or leave --format out")
     program = program_from(arguments)
     schedule = program.schedule
     title = title_of(schedule, arguments.bpipe)

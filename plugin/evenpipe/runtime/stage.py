@@ -105,6 +105,8 @@ class ModuleStage:
             self._owed[unit] = lambda: self.backward(unit, gradients)
             return []
         output, weights = self._outputs.pop(unit), list(self.chunks[unit.chunk].parameters())
+        if output._is_view():  # torch detaches the output in place, which it cannot do to a view
+            output = output.clone()
         _, groups = stage_backward_input([output], gradients, [taken], iter(weights))
         self._owed[unit] = lambda: stage_backward_weight(iter(weights), groups)
         del self._inputs[unit]

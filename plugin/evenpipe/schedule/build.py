@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from evenpipe.schedule.actions import Action
 from evenpipe.schedule.bpipe import balance
 from evenpipe.schedule.collector import without_cycle_collector
 from evenpipe.schedule.errors import ScheduleError
@@ -26,25 +29,30 @@ def build(spec: Spec | str, size: Size, bpipe: bool = False) -> Program:
     ``bpipe`` where it has nothing to balance.
     """
     spec = find(spec) if isinstance(spec, str) else spec
-    size = spec.fitted(size)
+    with _faults_of(spec):
+        size = spec.fitted(size)
     if spec.table is not None:
         if bpipe != any(spec.table.evictions):
             evicts, remedy = ("nothing", "leave bpipe out") if bpipe else ("to partner stages", "add bpipe")
             raise ScheduleError(f"bpipe: the table of {spec.name} evicts {evicts}, and is run as it is: {remedy}")
         return verify(spec.table, pairs=bpipe)
-    rows = tuple(map(tuple, spec.order(size)))
-    places = spec.places(size)
-    schedule = Schedule(
-        spec.name,
-        size.stages,
-        size.micro_batches,
-        size.chunks,
-        spec.bound(size),
-        rows,
-        size.batches,
-        size.group_size,
-        places=places,
-    )
+    with _faults_of(spec):
+        schedule = Schedule(
+            spec.name,
+            size.stages,
+            size.micro_batches,
+            size.chunks,
+            spec.bound(size),
+            tuple(map(tuple, spec.order(size))),
+            size.batches,
+            size.group_size,
+            places=spec.places(size),
+        )
+        odd = next((action for row in schedule.actions for action in row if not isinstance(action, Action)), None)
+        if odd is not None:
+            raise TypeError(f"{odd!r} in its order is no Action")
+    if any(schedule.evictions):
+        raise ScheduleError(f"schedule={spec.name}: its order evicts to partner stages: leave that to bpipe")
     if bpipe:
         if spec.balanced is None:
             raise ScheduleError(f"bpipe: {spec.name} leaves nothing to balance between stages: leave bpipe out")
@@ -57,6 +65,21 @@ def build(spec: Spec | str, size: Size, bpipe: bool = False) -> Program:
         schedule = with_updates(schedule, lambda batch: update_follows(size, batch))
     check_needs(spec, schedule)
     return verify(schedule, pairs=bpipe)
+
+
+@contextmanager
+def _faults_of(spec: Spec) -> Iterator[None]:
+    """Makes a ScheduleError of whatever a specification's own functions raise: it may be another package's."""
+    try:
+        yield
+    except ScheduleError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ScheduleError(
+            f"schedule={spec.name}: its Spec fails at this size ({type(error).__name__}: {said}): correct the package "
+            "that brings it"
+        ) from error
 
 
 def choose(text: str) -> Spec:

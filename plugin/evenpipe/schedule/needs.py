@@ -43,7 +43,8 @@ def _needs_of(schedule: Schedule) -> Iterator[Need]:
         yield "split"
     if schedule.group_size > 1:
         yield "groups"
-    if schedule.weight_versions > 1 or any(row.of_batch for row in KINDS.values() if row.letter in kinds):
+    of_batch = any(row.of_batch for row in KINDS.values() if row.letter in kinds)
+    if schedule.batches > 1 or schedule.weight_versions > 1 or of_batch:
         yield "stream"
     if kinds & OWN_ENDS:
         yield "swap"

@@ -115,15 +115,16 @@ def _row(words: Sequence[str], line: int) -> tuple[Action, ...]:
 
 def _with_head(actions: tuple[tuple[Action, ...], ...], line: int, words: Sequence[str]) -> Schedule:
     """The schedule with these rows that the head line ``words`` describes."""
+    keys = [word.partition("=")[0] for word in words]
     given = dict(word.partition("=")[::2] for word in words)
     if given.pop("format") != _FORMAT:
         raise ScheduleError(f"line {line}: {words[0]}: expected format={_FORMAT}")
-    if set(given) != set(_HEAD):
-        wrong = sorted(set(given) ^ set(_HEAD))[0]
-        raise ScheduleError(f"line {line}: {wrong}: the head line has {', '.join(_HEAD)}, each once")
+    wrong = [*sorted(set(given) ^ set(_HEAD)), *(key for key in keys if keys.count(key) > 1)]
+    if wrong:
+        raise ScheduleError(f"line {line}: {wrong[0]}: the head line has {', '.join(_HEAD)}, each once")
     for key in _NUMBERS:
-        if not re.fullmatch("[0-9]{1,9}", given[key]):
-            raise ScheduleError(f"line {line}: {key}={given[key]}: expected a number")
+        if not re.fullmatch("[1-9][0-9]{0,8}", given[key]):
+            raise ScheduleError(f"line {line}: {key}={given[key]}: expected a number from 1 to 999999999")
     numbers = {key: int(given[key]) for key in _NUMBERS}
     if numbers["stages"] != len(actions):
         raise ScheduleError(f"line {line}: stages={numbers['stages']}: {len(actions)} rows of actions follow")

@@ -119,9 +119,10 @@ class Spec:
         return size
 
     def _of_table(self, size: Size, table: Schedule) -> Size:
-        for argument in ("stages", "micro_batches"):
-            given, fixed = getattr(size, argument), getattr(table, argument)
-            if given != fixed:
+        for argument, given in size._asdict().items():
+            fixed = getattr(table, argument)
+            # One group, and one batch, is what is asked for where nothing is said of them.
+            if given != fixed and not (given == 1 and argument in ("group_size", "batches")):
                 raise ScheduleError(
                     f"{argument}={given}: the table {self.name} is of {fixed}: give that, or another table"
                 )

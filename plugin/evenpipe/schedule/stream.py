@@ -9,7 +9,7 @@ from itertools import takewhile
 from evenpipe.schedule.actions import Action
 from evenpipe.schedule.build import build
 from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.kinds import BACKWARD, FORWARD, UPDATE
+from evenpipe.schedule.kinds import BACKWARD, COMPUTE, FORWARD, UPDATE
 from evenpipe.schedule.lower import Program, Step
 from evenpipe.schedule.spec import Size, Spec
 from evenpipe.schedule.topology import Message, partner
@@ -39,6 +39,7 @@ class Stream:
         self.program: Program = build(replace(spec, update_follows=None), Size(stages, stretch), bpipe)
         self._cells = [_cells(steps) for steps in self.program.steps]
         for stage in range(stages):
+            self._check_order(spec, stage)
             self._check_period(stage)
 
     def call(self, stage: int, batch: int, update_early: bool = False) -> list[Step]:
@@ -93,6 +94,17 @@ class Stream:
     def _period(self, stage: int) -> int:
         evictor = min(stage, partner(stage, self.stages))
         return max(1, self.stages - 2 - evictor) if self._bpipe else 1
+
+    def _check_order(self, spec: Spec, stage: int) -> None:
+        """A call is cut out where 1F1B's order, p − 1 − s forwards ahead of the backwards, has a batch's end."""
+        ahead = self.stages - 1 - stage
+        for forward, cell in enumerate(self._cells[stage][: self._first + self._period(stage)]):
+            expected = [Action(FORWARD, forward), *([Action(BACKWARD, forward - ahead)] if forward >= ahead else [])]
+            if [step.action for step in cell if step.action.kind in COMPUTE] != expected:
+                raise ScheduleError(
+                    f"schedule={spec.name}: stage {stage} does not run {ahead} forwards ahead of its backwards, one of "
+                    "each in turn, as every stream of batches in a run has to: choose 2bw"
+                )
 
     def _check_period(self, stage: int) -> None:
         cells, period = self._cells[stage], self._period(stage)

@@ -91,7 +91,8 @@ CONTRADICTIONS: Final = (
     ),
     Contradiction(
         "bpipe",
-        lambda config: config.bpipe and config.schedule is not None and config.spec.balanced is None,
+        # Whether a table evicts is to be seen when it is built.
+        lambda config: config.bpipe and config.spec.balanced is None and config.spec.table is None,
         "with {schedule:=} all stages hold the same, so there is nothing to level",
         "use 1f1b",
     ),

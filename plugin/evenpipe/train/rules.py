@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from evenpipe.schedule import FORWARD, ScheduleError, check_offers
+from evenpipe.schedule import FORWARD, ScheduleError, Stream, check_offers
 from evenpipe.settings import (
     COMMAND,
     CONTRADICTIONS,
@@ -73,6 +73,8 @@ def _schedule_exists(options: TrainFields) -> None:
     try:
         check_offers(options.programs.spec, engine.offers, engine.called)
         _ = options.program
+        if options.streams:
+            Stream(options.programs.spec, options.stages, options.micro_batches, options.bpipe)
     except ScheduleError as error:
         raise ValueError(in_flags(error)) from None
 
