@@ -31,11 +31,13 @@ def add_schedule_options(parser: Parser) -> None:
     group.add_argument("--schedule", required=True, metavar="NAME", help=" | ".join((*names(), "file:PATH")))
     group.add_argument("--stages", type=int, metavar="P", help="pipeline stages")
     group.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches in a batch")
-    group.add_argument("--chunks", type=int, default=1, metavar="V", help="model chunks a stage (interleaved only)")
     group.add_argument(
-        "--group-size", type=group_size, default=1, metavar="K", help="micro-batches in a row (kfkb only)"
+        "--chunks", type=int, default=1, metavar="V", help="model chunks a stage, where the schedule has several"
     )
-    group.add_argument("--batches", type=int, metavar="N", help="batches without a flush between (2bw only; default 3)")
+    group.add_argument(
+        "--group-size", type=group_size, default=1, metavar="K", help="micro-batches in a row, where it has groups"
+    )
+    group.add_argument("--batches", type=int, metavar="N", help="batches, where it does not flush between (default 3)")
     group.add_argument("--bpipe", action="store_true", help="level the stages' memory by evicting to partner stages")
 
 

@@ -70,7 +70,7 @@ def _rules(engine: Any) -> tuple[_Rule, ...]:
             '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}',
         ),
         _Rule(
-            engine.evenpipe.group_size != 1 and one_queue(engine.device.type, os.environ),
+            engine.evenpipe.in_groups and one_queue(engine.device.type, os.environ),
             f"group_size {engine.evenpipe.group_size}: {ONE_QUEUE}",
         ),
         _Rule(

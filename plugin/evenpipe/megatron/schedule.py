@@ -190,7 +190,7 @@ class PipelineSchedule:
     @property
     def _in_groups(self) -> bool:
         """Whether receives are, or may be, posted several ahead on one link."""
-        return self.group_size > 1
+        return self.programs.in_groups(self.group_size)
 
     def _weights(self, chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
         """What is not an activation when autograd saves it."""

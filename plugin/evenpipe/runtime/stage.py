@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from evenpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, Kind, Unit
+from evenpipe.schedule import FORWARD, Kind, Unit
 
 __all__ = ["ModuleStage", "SplitStage", "Stage", "SteppingStage"]
 
@@ -95,8 +95,7 @@ class ModuleStage:
         taken = self._inputs.pop(unit, None)
         if taken is None:
             return []
-        assert taken.grad is not None, f"{BACKWARD}{unit.micro_batch}: the input does not reach the output"
-        return [taken.grad]
+        return [_gradient(taken, unit)]
 
     def backward_input(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         """The gradient of the received input. At the start of the model nobody waits for one: all is left for later."""
@@ -110,8 +109,7 @@ class ModuleStage:
         _, groups = stage_backward_input([output], gradients, [taken], iter(weights))
         self._owed[unit] = lambda: stage_backward_weight(iter(weights), groups)
         del self._inputs[unit]
-        assert taken.grad is not None, f"{INPUT_GRADIENT}{unit.micro_batch}: the input does not reach the output"
-        return [taken.grad]
+        return [_gradient(taken, unit)]
 
     def backward_weight(self, unit: Unit) -> None:
         """Accumulate into `parameter.grad`, as a whole backward does."""
@@ -120,3 +118,12 @@ class ModuleStage:
     def update(self, batch: int) -> None:
         """Call the `update` that the stage was given."""
         self._update(batch)
+
+
+def _gradient(taken: Tensor, unit: Unit) -> Tensor:
+    if taken.grad is None:
+        raise RuntimeError(
+            f"chunk {unit.chunk}: its output does not depend on its input, so that the stage before would wait for a "
+            "gradient for ever: have each part of the model use what it takes"
+        )
+    return taken.grad

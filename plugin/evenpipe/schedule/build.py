@@ -92,6 +92,8 @@ def choose(text: str) -> Spec:
         return find(text)
     try:
         schedule = Schedule.parse(Path(path).read_text(encoding="utf-8"))
+        if not schedule.actions:
+            raise ScheduleError("there is no schedule in it: name a file that `evenpipe schedule --out` wrote")
         # A size, and so a line, that is too wrong to be verified later is told with the file's name.
         verify(schedule)
     except (OSError, UnicodeError) as error:
@@ -109,6 +111,10 @@ class Programs:
         self.spec = find(spec) if isinstance(spec, str) else spec
         self.bpipe = bpipe
         self._built: dict[Size, Program] = {}
+
+    def in_groups(self, group_size: int) -> bool:
+        """Whether several receives are posted ahead on a link, ``group_size`` being asked for; a table has its own."""
+        return (group_size if self.spec.table is None else self.spec.table.group_size) > 1
 
     def __call__(self, size: Size) -> Program:
         """The verified program. Raises :class:`ScheduleError` as :func:`build` does."""

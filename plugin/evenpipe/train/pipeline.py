@@ -29,6 +29,9 @@ class ModulePipeline:
     group: the ranks of the pipeline, stage by stage; all ranks, if left out.
     observer: is told of every action; with `measure`, `executor.counter` knows what this stage saves.
 
+    Where backwards are split, weights get their gradients without autograd's accumulation: hooks on it, such as those
+    of DistributedDataParallel, are not called.
+
     All ranks of the group make it alike. Raises ValueError where `program` is not for such a group, or needs what
     this engine does not offer.
     """

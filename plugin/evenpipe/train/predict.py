@@ -30,7 +30,8 @@ def predict(program: Program, result: RunResult) -> Simulation:
     """
     taken = [_through_the_stage(spans, program.schedule.chunks) for spans in result.spans]
     halves = [(costs.get("input_gradient", 0.0), costs.get("weight_gradient", 0.0)) for costs in taken]
-    whole = [costs.get("backward", sum(half)) for costs, half in zip(taken, halves, strict=True)]
+    # Where some backwards are split and some are whole, a half may have been measured to take longer than a whole.
+    whole = [max(costs.get("backward", 0.0), sum(half)) for costs, half in zip(taken, halves, strict=True)]
     costs = Costs(
         forward_ms=tuple(costs["forward"] for costs in taken),
         backward_ms=tuple(whole),

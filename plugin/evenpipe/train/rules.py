@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from evenpipe.schedule import FORWARD, ScheduleError, Stream, check_offers
@@ -76,7 +77,8 @@ def _schedule_exists(options: TrainFields) -> None:
         if options.streams:
             Stream(options.programs.spec, options.stages, options.micro_batches, options.bpipe)
     except ScheduleError as error:
-        raise ValueError(in_flags(error)) from None
+        line = in_flags(error)  # of a table it has the name within, and not what was asked for
+        raise ValueError(line if line.startswith(asked) else re.sub(r"^--schedule \S+:", f"{asked}:", line)) from None
 
 
 def _settings_go_together(options: TrainFields) -> None:

@@ -106,8 +106,8 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...
             f"{stages * args.micro_batch_size * args.data_parallel_size}",
         ),
         _Rule(
-            config.group_size != 1 and one_queue("cuda" if torch.cuda.is_available() else "cpu", os.environ),
-            f"{group} {config.group_size}: {ONE_QUEUE}",
+            config.in_groups and one_queue("cuda" if torch.cuda.is_available() else "cpu", os.environ),
+            f"{asked if config.group_size == 1 else f'{group} {config.group_size}'}: {ONE_QUEUE}",
         ),
         _Rule(
             getattr(args, "inprocess_restart", False),
