@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from evenpipe.megatron.schedule_patches import keeps_identity
-from evenpipe.schedule import Need
 
 __all__ = [
-    "OFFERS",
     "Refusal",
     "refuse_unsupported",
     "refused_settings",
@@ -19,9 +17,6 @@ __all__ = [
     "refused_with_two_versions",
     "why_one_size",
 ]
-
-#: What schedules may need, and megatron-core with EvenPipe does.
-OFFERS: Final[frozenset[Need]] = frozenset(["chunks", "groups", "stream"])
 
 
 class Refusal(NamedTuple):

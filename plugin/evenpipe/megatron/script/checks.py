@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from evenpipe.megatron.refusals import OFFERS, refused_settings, refused_with_tuning
+from evenpipe.megatron.refusals import refused_settings, refused_with_tuning
 from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.megatron.script.two_buffered.checks import refused_arguments
 from evenpipe.report import check_writable
 from evenpipe.runtime.device_queues import ONE_QUEUE, one_queue
 from evenpipe.schedule import ScheduleError, Size, Spec, check_offers
 from evenpipe.settings import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, FLAGS, EvenPipeConfig, contradiction_in, flag
+from evenpipe.train.engines import ENGINES
 
 __all__ = ["check"]
 
@@ -51,7 +52,7 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
     if (line := contradiction_in(config, FLAGS, rows)) is not None:
         raise ArgumentError(line)
     try:
-        check_offers(config.spec, OFFERS, "megatron-core")
+        check_offers(config.spec, ENGINES["evenpipe"].offers, ENGINES["evenpipe"].called)
         if config.spec.table is not None:
             _fit_table(config.spec, args)
     except ScheduleError as error:
