@@ -49,40 +49,44 @@ def loss(micro_batch: int, output: Tensor) -> Tensor:
 
 
 class SlowTransfer(Transfer):
-    """Takes `ms` from its start, at least."""
+    """Takes `ms` from its start, at least; tells `slept_ms` how long it was waited for because of that."""
 
-    __slots__ = ("_arrives",)
+    __slots__ = ("_arrives", "_slept_ms")
 
-    def __init__(self, transfer: Transfer, ms: float) -> None:
+    def __init__(self, transfer: Transfer, ms: float, slept_ms: list[float]) -> None:
         super().__init__([transfer], [])
         self._arrives = time.monotonic() + ms / 1e3
+        self._slept_ms = slept_ms
 
     def wait(self) -> None:
-        time.sleep(max(0.0, self._arrives - time.monotonic()))
+        left = max(0.0, self._arrives - time.monotonic())
+        self._slept_ms.append(left * 1e3)
+        time.sleep(left)
         super().wait()
 
 
 class SlowChannel:
     """`channel`, at the end of a link on which a message takes `ms`."""
 
-    def __init__(self, channel: Channel, ms: float) -> None:
+    def __init__(self, channel: Channel, ms: float, slept_ms: list[float]) -> None:
         self._channel = channel
         self._ms = ms
+        self._slept_ms = slept_ms
 
     def send(self, tensors: Sequence[Tensor]) -> Transfer:
-        return SlowTransfer(self._channel.send(tensors), self._ms)
+        return SlowTransfer(self._channel.send(tensors), self._ms, self._slept_ms)
 
     def receive(self, buffers: Sequence[Tensor]) -> Transfer:
-        return SlowTransfer(self._channel.receive(buffers), self._ms)
+        return SlowTransfer(self._channel.receive(buffers), self._ms, self._slept_ms)
 
     def close(self) -> None:
         self._channel.close()
 
 
-def slowed(connections: Connections, kinds: Sequence[str], ms: float) -> Connections:
-    """`connections` with slow links of these kinds."""
+def slowed(connections: Connections, kinds: Sequence[str], ms: float, slept_ms: list[float]) -> Connections:
+    """`connections` with slow links of these kinds, which write down how long they were waited for."""
     channels = {
-        link: SlowChannel(channel, ms) if link.kind in kinds else channel
+        link: SlowChannel(channel, ms, slept_ms) if link.kind in kinds else channel
         for link, channel in connections.channels.items()
     }
     return replace(connections, channels=channels)
@@ -112,7 +116,8 @@ def carry_out(case: dict, rank: int) -> dict:
     schedule = program.schedule
     stages, chunks = schedule.stages, schedule.chunks
     connections = connect(range(stages), program.links, "gloo", torch.device("cpu"))
-    connections = slowed(connections, case["slow"], case["ms"])
+    slept_ms: list[float] = []
+    connections = slowed(connections, case["slow"], case["ms"], slept_ms)
     modules = [chunk_module(schedule.places.position(rank, chunk), case["saves_output"]) for chunk in range(chunks)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
     executor = Executor(rank, connections, torch.device("cpu"), parameters)
@@ -123,6 +128,7 @@ def carry_out(case: dict, rank: int) -> dict:
             parameter.grad = None
         executor.counter.reset_peak()
         executor.measure = measure
+        slept_ms.clear()
         start = time.monotonic()
         stage = ModuleStage(modules, torch.empty(ROWS, WIDTH), sample, loss, last.chunk if rank == last.stage else None)
         executor.run(program, stage)
@@ -134,6 +140,7 @@ def carry_out(case: dict, rank: int) -> dict:
                 "memory": asdict(memory),
                 "ms": (time.monotonic() - start) * 1e3,
                 "exposed_ms": executor.exposed.total_ms(),
+                "slept_ms": sum(slept_ms),
                 "leftover": [str(key) for key in executor.store.leftover()],
                 "pool_bytes": executor.pool.allocated_bytes,
                 "pool_addresses": sorted(slot.buffer.data_ptr() for slot in executor.pool._free),
