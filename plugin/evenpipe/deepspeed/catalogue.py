@@ -12,7 +12,7 @@ from evenpipe.deepspeed.start import engine_patches, start_patches
 from evenpipe.deepspeed.supported import DEEPSPEED, RELEASES, expectations
 from evenpipe.delayed.ending import ending_patches
 from evenpipe.upstream import UpstreamError
-from evenpipe.upstream.findings import Findings, ReadVersion, find_by_import, find_in_source
+from evenpipe.upstream.findings import Findings, find_by_import, find_in_source
 from evenpipe.upstream.items import Item, Purpose, expected_item, patch_items
 from evenpipe.upstream.source import literal_in
 
@@ -58,7 +58,7 @@ def examine(root: Path) -> Findings:
     version = None
     try:
         version = _version_in(root)
-        series = ReadVersion(DEEPSPEED.name, found=version).series(dict.fromkeys(RELEASES))
+        series = DEEPSPEED.series(RELEASES, version)
     except UpstreamError as error:
         return Findings(root, version, None, str(error), ())
     items = [item for item in catalogue() if item.in_package(DEEPSPEED.name)]

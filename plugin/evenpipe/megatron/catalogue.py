@@ -20,7 +20,7 @@ from evenpipe.megatron.script.two_buffered.training import two_buffered_patches
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, recorded
 from evenpipe.megatron.train_engine.stock import reporting_to
 from evenpipe.upstream import ANY, Expectation, PatchSet, UpstreamError
-from evenpipe.upstream.findings import Finding, Findings, ReadVersion, State, find_by_import, find_in_source
+from evenpipe.upstream.findings import Finding, Findings, State, find_by_import, find_in_source
 from evenpipe.upstream.items import Item, Purpose, expected_item, patch_items
 from evenpipe.upstream.source import literal_in
 from evenpipe.upstream.symbols import module_of
@@ -68,7 +68,7 @@ def examine(root: Path) -> Findings:
     version = None
     try:
         version = version_in(root)
-        series = ReadVersion(MEGATRON_CORE.name, found=version).series(RELEASES)
+        series = MEGATRON_CORE.series(RELEASES, version)
     except UpstreamError as error:
         return Findings(root, version, None, str(error), ())
     items = [item for item in catalogue() if item.purpose is not Purpose.TRAINER and item.in_package("megatron")]

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import TypeAlias
 
 from evenpipe.upstream import Distribution, Expectation
 
@@ -11,6 +11,7 @@ __all__ = [
     "MEGATRON_CORE",
     "RELEASES",
     "SCHEDULES",
+    "Changes",
     "CoreRelease",
     "installed_release",
     "recorded",
@@ -24,128 +25,107 @@ SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _SERIES = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19")
 
 
-def since(changes: Mapping[str, str | None]) -> Mapping[str, str]:
-    """A signature in every series that has it, from the series in which it changed; None: it is no longer there."""
+Changes: TypeAlias = str | Mapping[str, str | None]
+"""A signature that is the same in every series, or the series that changed it; None: it is no longer there."""
+
+
+def since(changes: Changes) -> Mapping[str, str]:
+    """The signature in every series that has it."""
+    if isinstance(changes, str):
+        changes = {_SERIES[0]: changes}
     signatures = {}
     current = None
     for series in _SERIES:
         current = changes.get(series, current)
         if current is not None:
             signatures[series] = current
-    return MappingProxyType(signatures)
+    return signatures
 
 
 _FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
 _PROCESS_GROUPS = "megatron.core.process_groups_config"
-_PIPELINING = (
+_BATCH = (
     "*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
     "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
     "adjust_tensor_shapes_fn=None, p2p_communicator=None"
 )
+_PIPELINING = {
+    "0.14": f"({_BATCH}, grad_finalize_pgs=None)",
+    "0.15": f"({_BATCH}, pg_collection=None)",
+    "0.16": f"({_BATCH}, pg_collection=None, force_all_reduce=False)",
+}
 _TENSOR_SHAPES = "*, seq_length, micro_batch_size, decoder_seq_length, config"
 
-_SIGNATURES: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        f"{SCHEDULES}:get_forward_backward_func": since(
-            {
-                "0.14": "()",
-                "0.16": "(pp_size=None, vp_size=None)",
-                "0.19": "(pp_size=None, vp_size=None, schedule_pg_collection=None)",
-            }
-        ),
-        f"{SCHEDULES}:forward_step": since(
-            {
-                "0.14": (
-                    "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, "
-                    "config, cp_group_size, collect_non_loss_data=False, checkpoint_activations_microbatch=None, "
-                    "is_first_microbatch=False, current_microbatch=None, vp_stage=None, is_last_stage=True)"
-                )
-            }
-        ),
-        f"{SCHEDULES}:backward_step": since(
-            {
-                "0.14": (
-                    "(input_tensor, output_tensor, output_tensor_grad, model_type, config, "
-                    "pipeline_model_parallel_size=1)"
-                ),
-                "0.15": "(input_tensor, output_tensor, output_tensor_grad, model_type, config)",
-                "0.17": "(input_tensor, output_tensor, output_tensor_grad, config)",
-            }
-        ),
-        **{
-            f"{SCHEDULES}:forward_backward_pipelining_{kind}": since(
-                {
-                    "0.14": f"({_PIPELINING}, grad_finalize_pgs=None)",
-                    "0.15": f"({_PIPELINING}, pg_collection=None)",
-                    "0.16": f"({_PIPELINING}, pg_collection=None, force_all_reduce=False)",
-                }
-            )
-            for kind in ("without_interleaving", "with_interleaving")
-        },
-        f"{SCHEDULES}:deallocate_output_tensor": since({"0.14": "(out, deallocate_pipeline_outputs=False)"}),
-        f"{SCHEDULES}:get_tensor_shapes": since(
-            {
-                "0.14": f"({_TENSOR_SHAPES}, tp_group, cp_group)",
-                "0.17": f"({_TENSOR_SHAPES}, tp_group=None, cp_group=None)",
-            }
-        ),
-        f"{SCHEDULES}:clear_embedding_activation_buffer": since({"0.14": "(config, model, is_last_stage)"}),
-        f"{SCHEDULES}:finish_embedding_wgrad_compute": since(
-            {"0.14": "(config, embedding_module, is_last_stage, tp_group)"}
-        ),
-        f"{SCHEDULES}:get_schedule_table": since(
-            {"0.14": "(num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage)"}
-        ),
-        _FINALIZE: since(
-            {
-                "0.14": "(model, num_tokens=None, grad_finalize_pgs=None)",
-                "0.15": "(model, num_tokens=None, pg_collection=None)",
-                "0.16": "(model, num_tokens=None, pg_collection=None, force_all_reduce=False)",
-            }
-        ),
-        f"{_PROCESS_GROUPS}:GradFinalizeProcessGroups": since({"0.14": "()", "0.15": None}),
-        f"{_PROCESS_GROUPS}:ProcessGroupCollection": since({"0.15": "(**kwargs)"}),
-    }
-)
+_CHANGES: Mapping[str, Changes] = {
+    f"{SCHEDULES}:get_forward_backward_func": {
+        "0.14": "()",
+        "0.16": "(pp_size=None, vp_size=None)",
+        "0.19": "(pp_size=None, vp_size=None, schedule_pg_collection=None)",
+    },
+    f"{SCHEDULES}:forward_step": (
+        "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, "
+        "cp_group_size, collect_non_loss_data=False, checkpoint_activations_microbatch=None, "
+        "is_first_microbatch=False, current_microbatch=None, vp_stage=None, is_last_stage=True)"
+    ),
+    f"{SCHEDULES}:backward_step": {
+        "0.14": "(input_tensor, output_tensor, output_tensor_grad, model_type, config, pipeline_model_parallel_size=1)",
+        "0.15": "(input_tensor, output_tensor, output_tensor_grad, model_type, config)",
+        "0.17": "(input_tensor, output_tensor, output_tensor_grad, config)",
+    },
+    f"{SCHEDULES}:forward_backward_pipelining_without_interleaving": _PIPELINING,
+    f"{SCHEDULES}:forward_backward_pipelining_with_interleaving": _PIPELINING,
+    f"{SCHEDULES}:deallocate_output_tensor": "(out, deallocate_pipeline_outputs=False)",
+    f"{SCHEDULES}:get_tensor_shapes": {
+        "0.14": f"({_TENSOR_SHAPES}, tp_group, cp_group)",
+        "0.17": f"({_TENSOR_SHAPES}, tp_group=None, cp_group=None)",
+    },
+    f"{SCHEDULES}:clear_embedding_activation_buffer": "(config, model, is_last_stage)",
+    f"{SCHEDULES}:finish_embedding_wgrad_compute": "(config, embedding_module, is_last_stage, tp_group)",
+    f"{SCHEDULES}:get_schedule_table": "(num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage)",
+    _FINALIZE: {
+        "0.14": "(model, num_tokens=None, grad_finalize_pgs=None)",
+        "0.15": "(model, num_tokens=None, pg_collection=None)",
+        "0.16": "(model, num_tokens=None, pg_collection=None, force_all_reduce=False)",
+    },
+    f"{_PROCESS_GROUPS}:GradFinalizeProcessGroups": {"0.14": "()", "0.15": None},
+    f"{_PROCESS_GROUPS}:ProcessGroupCollection": {"0.15": "(**kwargs)"},
+}
+_SIGNATURES: Mapping[str, Mapping[str, str]] = {symbol: since(changes) for symbol, changes in _CHANGES.items()}
 
 
 # What 2BW calls of megatron-core beyond its schedules.
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
-_SELF = since({"0.14": "(self)"})
+_GRAD_SYNC = {"0.14": "(self)", "0.16": "(self, force_all_reduce=False)"}
 
-_OF_TWO_BUFFERED = MappingProxyType(
-    {
-        "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32": since(
-            {"0.14": "(parameters, max_norm, total_norm, use_decoupled_grad=False)"}
-        ),
-        f"{_OPTIMIZER}:MegatronOptimizer.get_grad_stats_parallel_group": _SELF,
-        f"{_OPTIMIZER}:MegatronOptimizer.get_parameters": _SELF,
-        f"{_OPTIMIZER}:FP32Optimizer.prepare_grads": _SELF,
-        f"{_OPTIMIZER}:FP32Optimizer.step_with_ready_grads": _SELF,
-        f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads": _SELF,
-        f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads": _SELF,
-        f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads": _SELF,
-        f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._collect_main_grad_data_for_unscaling": _SELF,
-        f"{_DISTRIBUTED}._copy_model_grads_to_main_grads": _SELF,
-        f"{_DISTRIBUTED}._collect_main_grad_data_for_unscaling": _SELF,
-        f"{_DISTRIBUTED}._get_model_param_range_map": since({"0.14": "(self, param)"}),
-        f"{_DISTRIBUTED}.step_with_ready_grads": _SELF,
-        f"{_BUCKETS}.start_grad_sync": since({"0.14": "(self)", "0.16": "(self, force_all_reduce=False)"}),
-        f"{_BUCKETS}.finish_grad_sync": since({"0.14": "(self)", "0.16": "(self, force_all_reduce=False)"}),
-        f"{_BUCKETS}.start_param_sync": since({"0.14": "(self, force_sync=False)"}),
-        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer": _SELF,
-        "megatron.core.tensor_parallel.layers:param_is_not_tensor_parallel_duplicate": since(
-            {
-                "0.14": "(param)",
-                "0.16": "(param, tp_group=None)",
-                "0.19": "(param, tp_group=None, expert_tp_group=None)",
-            }
-        ),
-        "megatron.core.transformer.module:param_is_not_shared": since({"0.14": "(param)"}),
-    }
-)
+_OF_TWO_BUFFERED: Mapping[str, Changes] = {
+    "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32": (
+        "(parameters, max_norm, total_norm, use_decoupled_grad=False)"
+    ),
+    f"{_OPTIMIZER}:MegatronOptimizer.get_grad_stats_parallel_group": "(self)",
+    f"{_OPTIMIZER}:MegatronOptimizer.get_parameters": "(self)",
+    f"{_OPTIMIZER}:FP32Optimizer.prepare_grads": "(self)",
+    f"{_OPTIMIZER}:FP32Optimizer.step_with_ready_grads": "(self)",
+    f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads": "(self)",
+    f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads": "(self)",
+    f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads": "(self)",
+    f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._collect_main_grad_data_for_unscaling": "(self)",
+    f"{_DISTRIBUTED}._copy_model_grads_to_main_grads": "(self)",
+    f"{_DISTRIBUTED}._collect_main_grad_data_for_unscaling": "(self)",
+    f"{_DISTRIBUTED}._get_model_param_range_map": "(self, param)",
+    f"{_DISTRIBUTED}.step_with_ready_grads": "(self)",
+    f"{_BUCKETS}.start_grad_sync": _GRAD_SYNC,
+    f"{_BUCKETS}.finish_grad_sync": _GRAD_SYNC,
+    f"{_BUCKETS}.start_param_sync": "(self, force_sync=False)",
+    "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer": "(self)",
+    "megatron.core.tensor_parallel.layers:param_is_not_tensor_parallel_duplicate": {
+        "0.14": "(param)",
+        "0.16": "(param, tp_group=None)",
+        "0.19": "(param, tp_group=None, expert_tp_group=None)",
+    },
+    "megatron.core.transformer.module:param_is_not_shared": "(param)",
+}
 
 
 @dataclass(frozen=True)
@@ -164,8 +144,7 @@ class CoreRelease:
 
     @property
     def signatures(self) -> Mapping[str, str]:
-        found = {symbol: recorded.get(self.series) for symbol, recorded in _SIGNATURES.items()}
-        return MappingProxyType({symbol: signature for symbol, signature in found.items() if signature is not None})
+        return {symbol: found[self.series] for symbol, found in _SIGNATURES.items() if self.series in found}
 
     @property
     def takes_force_all_reduce(self) -> bool:
@@ -185,14 +164,12 @@ _GROUPS = ("tp", "pp", "cp", "embd", "pos_embd", "dp_cp")
 _GRAD_FINALIZE = ("grad_finalize_pgs", f"{_PROCESS_GROUPS}:GradFinalizeProcessGroups")
 _COLLECTION = ("pg_collection", f"{_PROCESS_GROUPS}:ProcessGroupCollection")
 
-RELEASES: Mapping[str, CoreRelease] = MappingProxyType(
-    {
-        "0.14": CoreRelease("0.14", *_GRAD_FINALIZE, _GROUPS),
-        **{series: CoreRelease(series, *_COLLECTION, _GROUPS) for series in ("0.15", "0.16", "0.17")},
-        "0.18": CoreRelease("0.18", *_COLLECTION, (*_GROUPS, "tp_dp_cp")),
-        "0.19": CoreRelease("0.19", *_COLLECTION, (*_GROUPS, "tp_dp_cp", "dp")),
-    }
-)
+RELEASES: Mapping[str, CoreRelease] = {
+    "0.14": CoreRelease("0.14", *_GRAD_FINALIZE, _GROUPS),
+    **{series: CoreRelease(series, *_COLLECTION, _GROUPS) for series in ("0.15", "0.16", "0.17")},
+    "0.18": CoreRelease("0.18", *_COLLECTION, (*_GROUPS, "tp_dp_cp")),
+    "0.19": CoreRelease("0.19", *_COLLECTION, (*_GROUPS, "tp_dp_cp", "dp")),
+}
 
 
 def installed_release() -> CoreRelease:
@@ -213,5 +190,5 @@ def recorded(symbol: str) -> Mapping[str, str]:
 
 def verify_two_buffered() -> None:
     """Raise UpstreamError naming the first of what 2BW calls that is not as recorded for the installed release."""
-    for symbol, signatures in _OF_TWO_BUFFERED.items():
-        Expectation(symbol, MEGATRON_CORE, signatures).verify()
+    for symbol, changes in _OF_TWO_BUFFERED.items():
+        Expectation(symbol, MEGATRON_CORE, since(changes)).verify()

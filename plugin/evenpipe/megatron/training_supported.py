@@ -1,10 +1,9 @@
 """What EvenPipe replaces in megatron.training, and its signature in each release of Megatron-LM."""
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
-from evenpipe.megatron.supported import since
+from evenpipe.megatron.supported import Changes, since
 from evenpipe.upstream import Distribution, Patch
 
 __all__ = ["TRAINING", "training_patch"]
@@ -27,81 +26,65 @@ _INITIALIZE = (
     "allow_no_cuda=False, skip_mpu_initialization=False, get_embedding_ranks=None, get_position_embedding_ranks=None"
 )
 
-TRAINING: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "megatron.training.arguments:add_megatron_arguments": since({"0.14": "(parser)"}),
-        "megatron.training.arguments:parse_args": since(
-            {"0.14": "(extra_args_provider=None, ignore_unknown_args=False)"}
+_CHANGES: Mapping[str, Changes] = {
+    "megatron.training.arguments:add_megatron_arguments": "(parser)",
+    "megatron.training.arguments:parse_args": "(extra_args_provider=None, ignore_unknown_args=False)",
+    "megatron.training.global_vars:set_global_variables": "(args, build_tokenizer=True)",
+    "megatron.training.initialize:initialize_megatron": {
+        "0.14": (
+            f"(extra_args_provider=None, args_defaults={{}}, ignore_unknown_args=False, {_INITIALIZE}, "
+            "parsed_args=None, store=None)"
         ),
-        "megatron.training.global_vars:set_global_variables": since({"0.14": "(args, build_tokenizer=True)"}),
-        "megatron.training.initialize:initialize_megatron": since(
-            {
-                "0.14": (
-                    f"(extra_args_provider=None, args_defaults={{}}, ignore_unknown_args=False, {_INITIALIZE}, "
-                    "parsed_args=None, store=None)"
-                ),
-                "0.18": f"({_INITIALIZE}, store=None)",
-                "0.19": (
-                    f"({_INITIALIZE}, store=None, skip_model_parallel_init=False, seed_pp_group=None, "
-                    "seed_dp_group=None, seed_tp_group=None, seed_ep_group=None, seed_etp_group=None, "
-                    "skip_random_seed=False)"
-                ),
-            }
+        "0.18": f"({_INITIALIZE}, store=None)",
+        "0.19": (
+            f"({_INITIALIZE}, store=None, skip_model_parallel_init=False, seed_pp_group=None, seed_dp_group=None, "
+            "seed_tp_group=None, seed_ep_group=None, seed_etp_group=None, skip_random_seed=False)"
         ),
-        "megatron.training.initialize:_compile_dependencies": since({"0.14": "()"}),
-        "megatron.training.initialize:set_jit_fusion_options": since({"0.14": "()", "0.19": "(tp_size=None)"}),
-        "megatron.training.training:training_log": since(
-            {
-                "0.14": (
-                    "(loss_dict, total_loss_dict, learning_rate, decoupled_learning_rate, iteration, loss_scale, "
-                    "report_memory_flag, skipped_iter, grad_norm, params_norm, num_zeros_in_grad)"
-                ),
-                "0.16": f"({_LOG})",
-                "0.18": f"({_LOG}, seqlen_squared_sum_in_batch=None, total_real_tokens_in_batch=None)",
-            }
+    },
+    "megatron.training.initialize:_compile_dependencies": "()",
+    "megatron.training.initialize:set_jit_fusion_options": {"0.14": "()", "0.19": "(tp_size=None)"},
+    "megatron.training.training:training_log": {
+        "0.14": (
+            "(loss_dict, total_loss_dict, learning_rate, decoupled_learning_rate, iteration, loss_scale, "
+            "report_memory_flag, skipped_iter, grad_norm, params_norm, num_zeros_in_grad)"
         ),
-        "megatron.training.training:setup_model_and_optimizer": since(
-            {
-                "0.14": (
-                    "(model_provider_func, model_type, no_wd_decay_cond=None, scale_lr_cond=None, lr_mult=1.0, "
-                    "checkpointing_context=None)"
-                ),
-                "0.16": "(model_provider_func, model_type, checkpointing_context=None)",
-                "0.19": (
-                    "(model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, "
-                    "pg_collection=None)"
-                ),
-            }
+        "0.16": f"({_LOG})",
+        "0.18": f"({_LOG}, seqlen_squared_sum_in_batch=None, total_real_tokens_in_batch=None)",
+    },
+    "megatron.training.training:setup_model_and_optimizer": {
+        "0.14": (
+            "(model_provider_func, model_type, no_wd_decay_cond=None, scale_lr_cond=None, lr_mult=1.0, "
+            "checkpointing_context=None)"
         ),
-        "megatron.training.training:print_datetime": since(
-            {"0.14": "(string)", "0.16": "(string, override_timestamp=None)"}
+        "0.16": "(model_provider_func, model_type, checkpointing_context=None)",
+        "0.19": (
+            "(model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, "
+            "pg_collection=None)"
         ),
-        "megatron.training.training:checkpoint_and_decide_exit": since(
-            {
-                "0.14": (
-                    "(model, optimizer, opt_param_scheduler, iteration, num_floating_point_operations_so_far, "
-                    "checkpointing_context, train_data_iterator)"
-                )
-            }
-        ),
-        "megatron.training.checkpointing:save_checkpoint": since(
-            {
-                "0.14": f"({_SAVE})",
-                "0.15": f"({_SAVE}, release=False)",
-                "0.16": f"({_SAVE}, {_SAVE_GROUPS})",
-                "0.19": f"({_SAVE}, {_SAVE_GROUPS}, dp_group=None, expt_dp_group=None, rng_state_key_prefix='')",
-            }
-        ),
-        f"{_UTILS}:logical_and_across_model_parallel_group": since({"0.14": "(input)", "0.18": None}),
-        f"{_UTILS}:reduce_max_stat_across_model_parallel_group": since({"0.14": "(stat)", "0.18": None}),
-        f"{_UTILS}.common_utils:logical_and_across_model_parallel_group": since(
-            {"0.18": "(input)", "0.19": "(input, group=None)"}
-        ),
-        f"{_UTILS}.common_utils:reduce_max_stat_across_model_parallel_group": since(
-            {"0.18": "(stat)", "0.19": "(stat, group=None)"}
-        ),
-    }
-)
+    },
+    "megatron.training.training:print_datetime": {"0.14": "(string)", "0.16": "(string, override_timestamp=None)"},
+    "megatron.training.training:checkpoint_and_decide_exit": (
+        "(model, optimizer, opt_param_scheduler, iteration, num_floating_point_operations_so_far, "
+        "checkpointing_context, train_data_iterator)"
+    ),
+    "megatron.training.checkpointing:save_checkpoint": {
+        "0.14": f"({_SAVE})",
+        "0.15": f"({_SAVE}, release=False)",
+        "0.16": f"({_SAVE}, {_SAVE_GROUPS})",
+        "0.19": f"({_SAVE}, {_SAVE_GROUPS}, dp_group=None, expt_dp_group=None, rng_state_key_prefix='')",
+    },
+    f"{_UTILS}:logical_and_across_model_parallel_group": {"0.14": "(input)", "0.18": None},
+    f"{_UTILS}:reduce_max_stat_across_model_parallel_group": {"0.14": "(stat)", "0.18": None},
+    f"{_UTILS}.common_utils:logical_and_across_model_parallel_group": {
+        "0.18": "(input)",
+        "0.19": "(input, group=None)",
+    },
+    f"{_UTILS}.common_utils:reduce_max_stat_across_model_parallel_group": {
+        "0.18": "(stat)",
+        "0.19": "(stat, group=None)",
+    },
+}
+TRAINING: Mapping[str, Mapping[str, str]] = {symbol: since(changes) for symbol, changes in _CHANGES.items()}
 
 
 def training_patch(name: str, symbol: str, replacement: Callable[[Any], Any], reason: str) -> Patch:

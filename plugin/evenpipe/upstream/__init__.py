@@ -1,9 +1,8 @@
 """The patch registry: every upstream symbol that EvenPipe replaces or relies on, verified before use."""
 
-from evenpipe.upstream.errors import UpstreamError
 from evenpipe.upstream.expectation import ANY, Distribution, Expectation
-from evenpipe.upstream.patches import APPLIED, FITS, Patch, PatchSet, PatchState
-from evenpipe.upstream.symbols import BUILTIN, signature_of
+from evenpipe.upstream.patches import APPLIED, FITS, Patch, PatchSet, PatchState, around
+from evenpipe.upstream.symbols import BUILTIN, UpstreamError, signature_of
 
 __all__ = [
     "ANY",
@@ -16,5 +15,6 @@ __all__ = [
     "PatchSet",
     "PatchState",
     "UpstreamError",
+    "around",
     "signature_of",
 ]

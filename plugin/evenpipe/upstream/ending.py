@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-from evenpipe.upstream.errors import UpstreamError
 from evenpipe.upstream.patches import APPLIED, PatchSet
+from evenpipe.upstream.symbols import UpstreamError
 
 __all__ = ["apply_or_end", "end_job", "end_with_the_first_error"]
 

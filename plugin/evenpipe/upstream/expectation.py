@@ -1,12 +1,11 @@
 """What EvenPipe expects of a package it calls or patches: its release and the signatures of its symbols."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
 
-from evenpipe.upstream.errors import UpstreamError
-from evenpipe.upstream.symbols import locate, original_of, signature_of
+from evenpipe.upstream.symbols import UpstreamError, locate, original_of, signature_of
 
 __all__ = ["ANY", "Distribution", "Expectation", "match_signature"]
 
@@ -36,13 +35,13 @@ class Distribution:
         except (ImportError, AttributeError) as error:
             raise UpstreamError(f"{self.name} is not installed ({error}): install it in this environment") from error
 
-    def series(self, supported: Mapping[str, object]) -> str:
-        """The key of `supported` that the installed version belongs to: 0.16.1 and 0.16.1+abc belong to "0.16".
+    def series(self, supported: Iterable[str], version: str | None = None) -> str:
+        """Which of `supported` a version, by default the installed one, belongs to: 0.16.1 and 0.16.1+abc to "0.16".
 
         Raises UpstreamError when it belongs to none, as pre-releases (0.17.0rc1, 0.17.0.dev0) do: they may lack what
         their series is recorded with.
         """
-        version = self.version()
+        version = self.version() if version is None else version
         for series in supported:
             if series == ANY or re.fullmatch(rf"{re.escape(series)}(\.\d+)*(\.post\d+)?(\+.+)?", version):
                 return series

@@ -7,13 +7,12 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from evenpipe.upstream.errors import UpstreamError
-from evenpipe.upstream.expectation import Distribution
 from evenpipe.upstream.items import Item, Purpose
 from evenpipe.upstream.patches import APPLIED, FITS
 from evenpipe.upstream.source import signature_in
+from evenpipe.upstream.symbols import UpstreamError
 
-__all__ = ["Finding", "Findings", "ReadVersion", "State", "find_by_import", "find_in_source"]
+__all__ = ["Finding", "Findings", "State", "find_by_import", "find_in_source"]
 
 
 class State(Enum):
@@ -59,16 +58,6 @@ class Findings:
         """The lines that say what keeps that from working."""
         lines = [self.problem, *(finding.detail for finding in self.findings if finding.item.purpose is purpose)]
         return tuple(dict.fromkeys(line for line in lines if line is not None))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadVersion(Distribution):
-    """A distribution whose version has been read."""
-
-    found: str
-
-    def version(self) -> str:
-        return self.found
 
 
 def find_by_import(item: Item) -> Finding:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from evenpipe.upstream.errors import UpstreamError
 from evenpipe.upstream.expectation import Distribution, Expectation
 from evenpipe.upstream.patches import FITS, Patch, PatchSet
-from evenpipe.upstream.symbols import module_of
+from evenpipe.upstream.symbols import UpstreamError, module_of
 
 __all__ = ["Item", "Purpose", "expected_item", "patch_items"]
 

@@ -1,16 +1,16 @@
 """Replace upstream symbols: all of a set or none, only where they are known to fit, and reversibly."""
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from evenpipe.upstream.errors import UpstreamError
 from evenpipe.upstream.expectation import Distribution, Expectation, match_signature
-from evenpipe.upstream.symbols import MARK, Slot, code_module, locate, module_of, signature_of
+from evenpipe.upstream.symbols import MARK, Slot, UpstreamError, code_module, locate, module_of, signature_of
 
-__all__ = ["APPLIED", "FITS", "Mark", "Patch", "PatchSet", "PatchState"]
+__all__ = ["APPLIED", "FITS", "Mark", "Patch", "PatchSet", "PatchState", "around"]
 
 FITS = "fits"
 APPLIED = "applied"
@@ -34,6 +34,19 @@ class Patch:
     replacement: Callable[[Any], Any]
     reason: str
     rebinds: bool = False
+
+
+def around(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The `replacement` of a function under which `call` gets the original, followed by what that would have got."""
+
+    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return call(original, *args, **kwargs)
+
+        return replaced
+
+    return replacement
 
 
 class Mark(NamedTuple):

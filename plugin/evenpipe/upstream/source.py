@@ -7,9 +7,8 @@ from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
-from evenpipe.upstream.errors import UpstreamError
 from evenpipe.upstream.parsed import Class, Found, Function, Module, Unreadable, Value
-from evenpipe.upstream.symbols import BUILTIN, module_of
+from evenpipe.upstream.symbols import BUILTIN, UpstreamError, module_of
 
 __all__ = ["literal_in", "signature_in"]
 

@@ -4,9 +4,17 @@ import inspect
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
-from evenpipe.upstream.errors import UpstreamError
-
-__all__ = ["BUILTIN", "MARK", "Slot", "code_module", "locate", "module_of", "original_of", "signature_of"]
+__all__ = [
+    "BUILTIN",
+    "MARK",
+    "Slot",
+    "UpstreamError",
+    "code_module",
+    "locate",
+    "module_of",
+    "original_of",
+    "signature_of",
+]
 
 BUILTIN = "builtin"
 """Stands for the signature of a function written in C, which has none that Python can read."""
@@ -16,6 +24,10 @@ MARK = "__evenpipe_patch__"
 
 # What these modules wrap around a function is no code of somebody else's.
 _DECORATORS: Final = frozenset(("contextlib", "torch._compile", "torch._dynamo.eval_frame"))
+
+
+class UpstreamError(RuntimeError):
+    """An upstream package differs from what was recorded; one line: symbol, found, expected, what to do."""
 
 
 class Slot(NamedTuple):

@@ -118,7 +118,7 @@ def two_buffered_patches(training: Any) -> list[Patch]:
                 f"timer-{name}",
                 (f"megatron.core.timers:Timer.{name}",),
                 MEGATRON_CORE,
-                since({"0.14": "(self, barrier=False)"}),
+                since("(self, barrier=False)"),
                 functools.partial(_interrupting, training=training),
                 "2bw: timers stop, with barriers, before Megatron evaluates or saves; nothing may be under way then",
             )
@@ -176,7 +176,7 @@ def _known_to_all() -> list[Patch]:
         "interval",
         ("megatron.core.timers:Timer.elapsed",),
         MEGATRON_CORE,
-        since({"0.14": "(self, reset=True, barrier=False)"}),
+        since("(self, reset=True, barrier=False)"),
         _without_barrier,
         "2bw: two barriers and a wait for the whole device at each log interval join all stages",
     )
@@ -184,7 +184,7 @@ def _known_to_all() -> list[Patch]:
         "timers",
         ("megatron.core.timers:Timers.log",),
         MEGATRON_CORE,
-        since({"0.14": "(self, names, rank=None, normalizer=1.0, reset=True, barrier=False)"}),
+        since("(self, names, rank=None, normalizer=1.0, reset=True, barrier=False)"),
         _of_running_timers,
         "2bw: older releases gather the times of timers that were never started from all ranks, at each log interval",
     )
