@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from evenpipe.megatron.supported import MEGATRON_CORE, SCHEDULES, installed_release, recorded
-from evenpipe.upstream import ANY, BUILTIN, Distribution, Expectation, Patch, PatchSet
+from evenpipe.upstream import ANY, BUILTIN, Distribution, Expectation, Patch, PatchSet, around
 from evenpipe.upstream.symbols import MARK
 
 __all__ = ["in_place_of_megatron", "keeping_identity", "keeps_identity", "schedule_patches"]
@@ -33,22 +33,18 @@ def schedule_patches(schedule: Callable[..., Any]) -> list[Patch]:
         targets=(_CHOICE, "megatron.core.pipeline_parallel:get_forward_backward_func"),
         distribution=MEGATRON_CORE,
         versions=recorded(_CHOICE),
-        replacement=functools.partial(_choosing, schedule=schedule),
+        replacement=around(functools.partial(_choose, schedule)),
         reason="Megatron has no other way to plug in a pipeline schedule",
         rebinds=True,
     )
     return [choice, keeping_identity()]
 
 
-def _choosing(original: Callable[..., Any], schedule: Callable[..., Any]) -> Callable[..., Any]:
+def _choose(schedule: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
-    @functools.wraps(original)
-    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        chosen = original(*args, **kwargs)
-        return chosen if chosen is forward_backward_no_pipelining else schedule
-
-    return get_forward_backward_func
+    chosen = original(*args, **kwargs)
+    return chosen if chosen is forward_backward_no_pipelining else schedule
 
 
 def keeping_identity() -> Patch:

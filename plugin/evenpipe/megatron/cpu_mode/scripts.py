@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from evenpipe.megatron.cpu_mode.modules import have_dataset_helpers
 from evenpipe.megatron.cpu_mode.patching import no_gpu, patch
 from evenpipe.megatron.training_supported import TRAINING
-from evenpipe.upstream import PatchSet
+from evenpipe.upstream import PatchSet, around
 from evenpipe.upstream.ending import end_job
 
 __all__ = ["adapt_arguments", "missing_package", "script_patches"]
@@ -31,22 +32,22 @@ def script_patches() -> dict[str, PatchSet]:
         _ARGUMENTS: [
             patch(
                 parse,
-                _adapting,
+                around(functools.partial(_adapt, set())),
                 "Megatron's defaults name NCCL, Transformer Engine and fused kernels, which need a GPU",
                 TRAINING[parse],
             )
         ],
         _INITIALIZE: [
-            patch(start, _allowing_no_cuda, "Megatron-LM stops where it finds no CUDA device", TRAINING[start]),
+            patch(start, around(_allow_no_cuda), "Megatron-LM stops where it finds no CUDA device", TRAINING[start]),
             patch(
                 compiling,
-                _compiling_no_kernels,
+                around(_compile_no_kernels),
                 "Megatron-LM builds CUDA kernels at start, and dataset helpers that its wheel has already",
                 TRAINING[compiling],
             ),
             patch(
                 warming,
-                lambda original: lambda *args, **kwargs: None,
+                around(lambda original, *args, **kwargs: None),
                 "Megatron-LM warms up fused CUDA kernels; on CPU nothing is fused",
                 TRAINING[warming],
             ),
@@ -54,7 +55,7 @@ def script_patches() -> dict[str, PatchSet]:
         _BERT_LAYERS: [
             patch(
                 f"{_BERT_LAYERS}:get_bert_layer_with_transformer_engine_spec",
-                _local_layers,
+                around(_local_layers),
                 "pretrain_bert.py imports Transformer Engine's layers by name, whatever --transformer-impl says",
                 "()",
             )
@@ -63,57 +64,38 @@ def script_patches() -> dict[str, PatchSet]:
     return {module: PatchSet(f"cpu-mode {module}", items, guard=no_gpu) for module, items in patches.items()}
 
 
-def _adapting(original: Callable[..., Namespace]) -> Callable[..., Namespace]:
+def _adapt(said: set[str], original: Callable[..., Namespace], *args: Any, **kwargs: Any) -> Namespace:
     """`parse_args`, which scripts call up to three times, with arguments for the CPU; what they are is said once."""
-    said: set[str] = set()
-
-    @functools.wraps(original)
-    def parse_args(*args: Any, **kwargs: Any) -> Namespace:
-        parsed = original(*args, **kwargs)
-        missing = missing_package(parsed)
-        if missing is not None:
-            end_job(missing)
-        changed = " ".join(adapt_arguments(parsed))
-        if changed and changed not in said and parsed.rank == 0:
-            said.add(changed)
-            print(f"evenpipe: CPU mode: {changed}", flush=True)
-        return parsed
-
-    return parse_args
+    parsed = original(*args, **kwargs)
+    missing = missing_package(parsed)
+    if missing is not None:
+        end_job(missing)
+    changed = " ".join(adapt_arguments(parsed))
+    if changed and changed not in said and parsed.rank == 0:
+        said.add(changed)
+        print(f"evenpipe: CPU mode: {changed}", flush=True)
+    return parsed
 
 
-def _allowing_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **{**kwargs, "allow_no_cuda": True})
-
-    return initialize_megatron
+def _allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **{**kwargs, "allow_no_cuda": True})
 
 
-def _compiling_no_kernels(original: Callable[..., None]) -> Callable[..., None]:
+def _compile_no_kernels(original: Callable[[], None]) -> None:
     """Only the dataset helpers, and these only where they are missing, as Megatron-LM does it: by rank 0."""
+    import torch
+    from megatron.core.datasets.utils import compile_helpers
 
-    def compile_dependencies() -> None:
-        import torch
-        from megatron.core.datasets.utils import compile_helpers
-
-        from evenpipe.megatron.cpu_mode.modules import have_dataset_helpers
-
-        if not have_dataset_helpers():
-            if torch.distributed.get_rank() == 0:
-                compile_helpers()
-            torch.distributed.barrier()
-
-    return compile_dependencies
+    if not have_dataset_helpers():
+        if torch.distributed.get_rank() == 0:
+            compile_helpers()
+        torch.distributed.barrier()
 
 
-def _local_layers(original: Callable[[], Any]) -> Callable[[], Any]:
-    def get_bert_layer_with_transformer_engine_spec() -> Any:
-        from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+def _local_layers(original: Callable[[], Any]) -> Any:
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 
-        return bert_layer_local_spec
-
-    return get_bert_layer_with_transformer_engine_spec
+    return bert_layer_local_spec
 
 
 # By argument: the value that works on CPU, and the flag that gives it. YAML files name the layer norm's the other way.

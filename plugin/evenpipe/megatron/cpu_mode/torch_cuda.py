@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.megatron.cpu_mode.patching import patch
-from evenpipe.upstream import BUILTIN, Patch
+from evenpipe.upstream import BUILTIN, Patch, around
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +80,7 @@ def device_patches(device: str) -> list[Patch]:
         ),
         patch(
             "torch:Tensor.type",
-            _cuda_type_name,
+            around(_cuda_type_name),
             "megatron-core's optimizers tell precisions apart by type names such as torch.cuda.HalfTensor",
             BUILTIN,
         ),
@@ -114,18 +113,14 @@ def _replacing_cuda(original: Callable[..., Any], device: torch.device) -> Calla
     return call
 
 
-def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+def _cuda_type_name(original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """`tensor.type()` says torch.cuda.FloatTensor for torch.FloatTensor, and `tensor.type(name)` knows both names."""
-
-    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(item.replace("torch.cuda.", "torch.", 1) if isinstance(item, str) else item for item in args)
-        result = original(self, *args, **kwargs)
-        if not isinstance(result, str):
-            return result
-        # A torch function mode, such as a default device, has this called within itself.
-        return f"torch.cuda.{result.removeprefix('torch.').removeprefix('cuda.').removeprefix('meta.')}"
-
-    return type_name
+    args = tuple(item.replace("torch.cuda.", "torch.", 1) if isinstance(item, str) else item for item in args)
+    result = original(tensor, *args, **kwargs)
+    if not isinstance(result, str):
+        return result
+    # A torch function mode, such as a default device, has this called within itself.
+    return f"torch.cuda.{result.removeprefix('torch.').removeprefix('cuda.').removeprefix('meta.')}"
 
 
 def random_patches() -> list[Patch]:
@@ -162,7 +157,7 @@ def random_patches() -> list[Patch]:
         ),
         patch(
             f"{random}:CudaRNGStatesTracker.fork",
-            _without_warning,
+            around(_without_warning),
             "megatron-core warns when a draw inside a fork moves the CPU's random state; here every draw does",
             "(self, name='model-parallel-rng')",
         ),
@@ -187,21 +182,16 @@ def _set_state(state: torch.Tensor) -> None:
     torch.set_rng_state(state)
 
 
-def _without_warning(original: Callable[..., Any]) -> Callable[..., Any]:
+@contextlib.contextmanager
+def _without_warning(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
     """`fork` with the logger of its module switched off for its duration."""
     logger = logging.getLogger(original.__module__)
-
-    @contextlib.contextmanager
-    @functools.wraps(original)
-    def fork(*args: Any, **kwargs: Any) -> Iterator[None]:
-        before, logger.disabled = logger.disabled, True
-        try:
-            with original(*args, **kwargs):
-                yield
-        finally:
-            logger.disabled = before
-
-    return fork
+    before, logger.disabled = logger.disabled, True
+    try:
+        with original(*args, **kwargs):
+            yield
+    finally:
+        logger.disabled = before
 
 
 def stream_patches() -> list[Patch]:

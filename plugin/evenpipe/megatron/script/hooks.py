@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from evenpipe.megatron.training_supported import training_patch
-from evenpipe.upstream import Patch
+from evenpipe.upstream import Patch, around
 
 __all__ = ["Training", "folder_of", "folders_loaded_from", "save_patch", "set_up_patch"]
 
@@ -29,40 +29,30 @@ class Training(Protocol):
 
 def set_up_patch(training: Training, name: str, reason: str) -> Patch:
     """Calls `training.set_up`."""
-    replaced = functools.partial(_with_set_up, training=training)
-    return training_patch(name, "megatron.training.training:setup_model_and_optimizer", replaced, reason)
+    replacement = around(functools.partial(_set_up, training))
+    return training_patch(name, "megatron.training.training:setup_model_and_optimizer", replacement, reason)
 
 
 def save_patch(training: Training, reason: str) -> Patch:
     """Calls `training.save`, but for checkpoints that every node keeps for itself."""
-    replaced = functools.partial(_with_save, training=training)
-    return training_patch("save", "megatron.training.checkpointing:save_checkpoint", replaced, reason)
+    replacement = around(functools.partial(_save, training))
+    return training_patch("save", "megatron.training.checkpointing:save_checkpoint", replacement, reason)
 
 
-def _with_set_up(original: Callable[..., Any], training: Training) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        model, optimizer, scheduler = original(*args, **kwargs)
-        training.set_up(model, optimizer)
-        return model, optimizer, scheduler
-
-    return setup_model_and_optimizer
+def _set_up(training: Training, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    model, optimizer, scheduler = original(*args, **kwargs)
+    training.set_up(model, optimizer)
+    return model, optimizer, scheduler
 
 
-def _with_save(original: Callable[..., Any], training: Training) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        write, non_persistent = functools.partial(original, *args, **kwargs), given.arguments["non_persistent_ckpt"]
-        if non_persistent and training.args.non_persistent_ckpt_type == "local":
-            return write()
-        folder = folder_of(training.args, non_persistent)
-        return training.save(given.arguments["iteration"], given.arguments["model"], folder, write)
-
-    return save_checkpoint
+def _save(training: Training, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(original).bind(*args, **kwargs)
+    given.apply_defaults()
+    write, non_persistent = functools.partial(original, *args, **kwargs), given.arguments["non_persistent_ckpt"]
+    if non_persistent and training.args.non_persistent_ckpt_type == "local":
+        return write()
+    folder = folder_of(training.args, non_persistent)
+    return training.save(given.arguments["iteration"], given.arguments["model"], folder, write)
 
 
 def folder_of(args: Namespace, non_persistent: bool) -> str:

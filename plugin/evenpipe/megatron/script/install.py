@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from evenpipe.megatron.training_supported import training_patch
-from evenpipe.upstream import PatchSet
+from evenpipe.upstream import PatchSet, around
 from evenpipe.upstream.ending import apply_or_end
 from evenpipe.upstream.imports import when_imported
 
@@ -36,37 +36,29 @@ def script_patches() -> tuple[PatchSet, ...]:
     flags = training_patch(
         "flags",
         "megatron.training.arguments:add_megatron_arguments",
-        _with_our_flags,
+        around(_with_our_flags),
         "Megatron's parser has no way to add flags from outside of the script",
     )
     start = training_patch(
         "start",
         "megatron.training.global_vars:set_global_variables",
-        _starting_first,
+        around(_start_first),
         "the first place that has all arguments, from flags, YAML or a checkpoint, before anything is started",
     )
     return PatchSet("flags", [flags]), PatchSet("start", [start])
 
 
-def _with_our_flags(original: Callable[[ArgumentParser], ArgumentParser]) -> Callable[..., ArgumentParser]:
-    @functools.wraps(original)
-    def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
-        from evenpipe.megatron.script.flags import add_flags
+def _with_our_flags(original: Callable[[ArgumentParser], ArgumentParser], parser: ArgumentParser) -> ArgumentParser:
+    from evenpipe.megatron.script.flags import add_flags
 
-        return add_flags(original(parser))
-
-    return add_megatron_arguments
+    return add_flags(original(parser))
 
 
-def _starting_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def set_global_variables(args: Namespace, *more: Any, **others: Any) -> Any:
-        from evenpipe.megatron.script.start import start
+def _start_first(original: Callable[..., Any], args: Namespace, *more: Any, **others: Any) -> Any:
+    from evenpipe.megatron.script.start import start
 
-        start(args)
-        return original(args, *more, **others)
-
-    return set_global_variables
+    start(args)
+    return original(args, *more, **others)
 
 
 def _help_is_asked_for() -> bool:

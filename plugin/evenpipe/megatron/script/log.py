@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from evenpipe.megatron.training_supported import training_patch
 from evenpipe.report.log_line import kept_line, log_line, scalars
 from evenpipe.runtime.figures import StageFigures, per_stage
-from evenpipe.upstream import Patch, PatchSet
+from evenpipe.upstream import Patch, PatchSet, around
 
 if TYPE_CHECKING:
     from evenpipe.delayed import StepLog
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["TrainingLog", "log_patch", "show_figures"]
 
 
-def log_patch(replacement: Callable[[Any], Any]) -> Patch:
+def log_patch(log: TrainingLog) -> Patch:
     """The patch of Megatron's `training_log`, which is called after every iteration that was not skipped."""
     return training_patch(
         "log",
         "megatron.training.training:training_log",
-        replacement,
+        around(functools.partial(_followed_by_ours, log)),
         "Megatron's log and its writers take no figures from outside of the function",
     )
 
@@ -52,21 +52,10 @@ class TrainingLog:
 
     def patches(self) -> PatchSet:
         """What calls this object after every iteration."""
-        return PatchSet("log", [log_patch(self._followed_by_ours)])
+        return PatchSet("log", [log_patch(self)])
 
-    def _followed_by_ours(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def training_log(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            given = signature.bind(*args, **kwargs).arguments
-            self._iteration_ended(given["iteration"], given.get("is_first_iteration", False))
-            return result
-
-        return training_log
-
-    def _iteration_ended(self, iteration: int, is_first: bool) -> None:
+    def iteration_ended(self, iteration: int, is_first: bool) -> None:
+        """Called by all ranks after every iteration; `is_first` are those that Megatron logs whatever their number."""
         executor = self._schedule.executor
         if executor is None:
             return
@@ -98,6 +87,13 @@ class TrainingLog:
 
     def _is_logged(self, iteration: int) -> bool:
         return bool(iteration % self._args.log_interval == 0)
+
+
+def _followed_by_ours(log: TrainingLog, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    log.iteration_ended(given["iteration"], given.get("is_first_iteration", False))
+    return result
 
 
 def _is_first_replica() -> bool:

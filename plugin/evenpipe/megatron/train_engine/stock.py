@@ -14,7 +14,7 @@ from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import BACKWARD, FORWARD, Action, Kind
 from evenpipe.train.recorder import Recorder
-from evenpipe.upstream import Patch, PatchSet
+from evenpipe.upstream import Patch, PatchSet, around
 
 __all__ = ["StockSchedule", "reporting_to"]
 
@@ -67,15 +67,11 @@ def _patch(function: str, kind: Kind, schedule: StockSchedule) -> Patch:
         targets=(target,),
         distribution=MEGATRON_CORE,
         versions=recorded(target),
-        replacement=functools.partial(_reporting, schedule=schedule, kind=kind),
+        replacement=around(functools.partial(_report, schedule, kind)),
         reason="Megatron's schedules do not tell which micro-batch they are at, when, and what it saved",
     )
 
 
-def _reporting(original: Callable[..., Any], schedule: StockSchedule, kind: Kind) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        with schedule.action(kind):
-            return original(*args, **kwargs)
-
-    return step
+def _report(schedule: StockSchedule, kind: Kind, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with schedule.action(kind):
+        return original(*args, **kwargs)

@@ -14,7 +14,7 @@ from evenpipe.megatron.script.log import show_figures
 from evenpipe.megatron.script.two_buffered.exit import ExitDecision
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, since
 from evenpipe.megatron.training_supported import training_patch
-from evenpipe.upstream import Patch, PatchSet
+from evenpipe.upstream import Patch, PatchSet, around
 
 if TYPE_CHECKING:
     from evenpipe.megatron.two_buffered import StreamSchedule, TwoBuffered
@@ -104,13 +104,13 @@ def two_buffered_patches(training: Any) -> list[Patch]:
         training_patch(
             "exit",
             "megatron.training.training:checkpoint_and_decide_exit",
-            functools.partial(_decided_in_the_background, training=training),
+            around(functools.partial(_decide_in_the_background, training)),
             "2bw: all ranks are asked in every iteration whether to stop, which joins all stages",
         ),
         training_patch(
             "date",
             "megatron.training.training:print_datetime",
-            functools.partial(_interrupting, training=training),
+            around(functools.partial(_interrupt, training)),
             "2bw: a barrier before Megatron exits, at which nothing may be under way",
         ),
         *(
@@ -119,7 +119,7 @@ def two_buffered_patches(training: Any) -> list[Patch]:
                 (f"megatron.core.timers:Timer.{name}",),
                 MEGATRON_CORE,
                 since("(self, barrier=False)"),
-                functools.partial(_interrupting, training=training),
+                around(functools.partial(_interrupt, training)),
                 "2bw: timers stop, with barriers, before Megatron evaluates or saves; nothing may be under way then",
             )
             for name in ("start", "stop")
@@ -128,21 +128,15 @@ def two_buffered_patches(training: Any) -> list[Patch]:
     ]
 
 
-def _interrupting(original: Callable[..., Any], training: TwoBufferedTraining) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def interrupting(*args: Any, **kwargs: Any) -> Any:
-        training.interrupt()
-        return original(*args, **kwargs)
-
-    return interrupting
+def _interrupt(training: TwoBufferedTraining, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    training.interrupt()
+    return original(*args, **kwargs)
 
 
-def _decided_in_the_background(original: Callable[..., Any], training: TwoBufferedTraining) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
-        return training.exit_decision.made_by(functools.partial(original, *args, **kwargs))
-
-    return checkpoint_and_decide_exit
+def _decide_in_the_background(
+    training: TwoBufferedTraining, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> bool:
+    return training.exit_decision.made_by(functools.partial(original, *args, **kwargs))
 
 
 def _say_on_last_rank(line: str) -> None:
@@ -165,7 +159,7 @@ def _known_to_all() -> list[Patch]:
         training_patch(
             name,
             f"{module}:{function}",
-            _first_argument,
+            around(lambda original, value, group=None: value),
             f"2bw: {what} of the finished step is known on all stages, and asking joins them",
         )
         # The functions moved when utils became a package.
@@ -177,7 +171,7 @@ def _known_to_all() -> list[Patch]:
         ("megatron.core.timers:Timer.elapsed",),
         MEGATRON_CORE,
         since("(self, reset=True, barrier=False)"),
-        _without_barrier,
+        around(_without_barrier),
         "2bw: two barriers and a wait for the whole device at each log interval join all stages",
     )
     log = Patch(
@@ -185,48 +179,33 @@ def _known_to_all() -> list[Patch]:
         ("megatron.core.timers:Timers.log",),
         MEGATRON_CORE,
         since("(self, names, rank=None, normalizer=1.0, reset=True, barrier=False)"),
-        _of_running_timers,
+        around(_of_running_timers),
         "2bw: older releases gather the times of timers that were never started from all ranks, at each log interval",
     )
     return [*known, timer, log]
 
 
-def _first_argument(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def known(value: Any, group: Any = None) -> Any:
-        return value
-
-    return known
-
-
-def _of_running_timers(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def log(self: Any, names: Sequence[str], *args: Any, **kwargs: Any) -> None:
-        started = [name for name in names if name in self._timers]
-        if started:
-            original(self, started, *args, **kwargs)
-
-    return log
+def _of_running_timers(
+    original: Callable[..., None], timers: Any, names: Sequence[str], *args: Any, **kwargs: Any
+) -> None:
+    started = [name for name in names if name in timers._timers]
+    if started:
+        original(timers, started, *args, **kwargs)
 
 
-def _without_barrier(original: Callable[..., float]) -> Callable[..., float]:
+def _without_barrier(original: Callable[..., float], timer: Any, reset: bool = True, barrier: bool = False) -> float:
     """A reading that is not to be aligned over ranks is Megatron's own."""
+    if not (barrier and timer._started):
+        return original(timer, reset, barrier)
+    import torch
 
-    @functools.wraps(original)
-    def elapsed(self: Any, reset: bool = True, barrier: bool = False) -> float:
-        if not (barrier and self._started):
-            return original(self, reset, barrier)
-        import torch
-
-        if torch.cuda.is_available():
-            # Not the device: what this stage waits to receive is on streams of its own.
-            torch.cuda.current_stream().synchronize()
-        now = time.time()
-        passed = now - self._start_time
-        self._start_time = now
-        self._active_time += passed
-        total = self._elapsed + passed
-        self._elapsed = 0.0 if reset else total
-        return float(total)
-
-    return elapsed
+    if torch.cuda.is_available():
+        # Not the device: what this stage waits to receive is on streams of its own.
+        torch.cuda.current_stream().synchronize()
+    now = time.time()
+    passed = now - timer._start_time
+    timer._start_time = now
+    timer._active_time += passed
+    total = timer._elapsed + passed
+    timer._elapsed = 0.0 if reset else total
+    return float(total)
