@@ -5,7 +5,7 @@ from __future__ import annotations
 from textwrap import dedent
 
 from evenpipe.report import timeline_grid
-from evenpipe.report.palette import COLOURS
+from evenpipe.schedule import KINDS
 from tests.schedules import program
 
 
@@ -70,5 +70,4 @@ def test_kinds_differ_in_colour() -> None:
     shown = program("2bw", 4, 4, bpipe=True, batches=2)
     styles = {str(span.style) for span in timeline_grid(shown).spans}
     kinds = {action.kind for row in shown.schedule.actions for action in row}
-    assert all(any(COLOURS[kind] in style for style in styles) for kind in kinds)
-    assert len(set(COLOURS.values())) == len(COLOURS)
+    assert all(any(KINDS[kind].colour in style for style in styles) for kind in kinds)

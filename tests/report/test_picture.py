@@ -12,9 +12,8 @@ from matplotlib.colors import to_rgb
 
 from evenpipe.report import StageMemory, Timeline
 from evenpipe.report.boxes import shade
-from evenpipe.report.palette import COLOURS
 from evenpipe.report.picture import draw_comparison
-from evenpipe.schedule import lower
+from evenpipe.schedule import KINDS, lower
 from evenpipe.simulate import Costs, Wire, simulate
 from tests.schedules import build
 
@@ -34,7 +33,7 @@ def are(path: Path, colour: Colour) -> Any:
 
 
 def pixels_of(path: Path, kind: str) -> int:
-    return int(are(path, to_rgb(COLOURS[kind])).sum())
+    return int(are(path, to_rgb(KINDS[kind].colour)).sum())
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ def test_one_timeline(tmp_path: Path, name: str, p: int, m: int, chunks: int, bp
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 8_000
     present = {"F", "B"} | ({"E", "L", "A", "R"} if bpipe else set()) | ({"U"} if name == "2bw" else set())
-    assert {kind for kind in COLOURS if pixels_of(path, kind)} == present
+    assert {kind for kind in KINDS if pixels_of(path, kind)} == present
 
 
 def test_backwards_take_twice_the_area_of_forwards(tmp_path: Path) -> None:
@@ -67,7 +66,7 @@ def test_every_update_is_a_tick_in_its_place(tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
     stream = timeline("2bw", 4, 4, batches=3)
     draw_comparison(path, [stream])
-    ticks = are(path, to_rgb(COLOURS["U"]))
+    ticks = are(path, to_rgb(KINDS["U"].colour))
     legend, *stages = (rows for rows in np.split(ticks, np.flatnonzero(np.diff(ticks.any(axis=1))) + 1) if rows.any())
     assert legend.any()
     assert len(stages) == 4

@@ -8,7 +8,6 @@ from typing import get_args
 
 import pytest
 
-from evenpipe.report.palette import COLOURS, NAMES
 from evenpipe.schedule import COMPUTE, DEPARTING, KINDS, RECEIVING, SENDING, Action, Cost, Kind, LinkKind, parse
 from evenpipe.schedule.clock import TICKS
 from evenpipe.schedule.kinds import ARRIVING, DONE, FINISHING, OWN_ENDS, STATES, UNKNOWN, State
@@ -89,9 +88,7 @@ def test_the_notation_follows_the_table(row) -> None:
         parse(f"{row.letter}7" if row.guest else f"{row.letter}7@3")
 
 
-def test_names_colours_and_the_clock_follow_the_table() -> None:
-    assert {letter: row.name for letter, row in KINDS.items()} == NAMES
-    assert {letter: row.colour for letter, row in KINDS.items()} == COLOURS
+def test_the_clock_follows_the_table() -> None:
     assert {letter: row.ticks for letter, row in KINDS.items()} == TICKS
 
 

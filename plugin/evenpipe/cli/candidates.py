@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import SUPPRESS, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
+from evenpipe.cli.options import write
 from evenpipe.cli.parser import Commands, UsageError
+from evenpipe.cli.training import add_fields, options_from
 from evenpipe.cli.values import gibibytes, picture_file, positive
 from evenpipe.megatron.profile import PlannedRun, ProfileError, stage_memory
 from evenpipe.planner import (
@@ -27,7 +28,7 @@ from evenpipe.planner import (
 )
 from evenpipe.report.limit import Limit, draw_limit
 from evenpipe.schedule import Programs
-from evenpipe.train.options import OptionsError, TrainOptions, flag
+from evenpipe.train.options import TrainOptions
 
 __all__ = ["add_to"]
 
@@ -59,14 +60,7 @@ def add_to(commands: Commands) -> None:
         choices=("cpu", "cuda"),
         help="where it is to run: on CPU dropout's masks are larger (default: where evenpipe train would run here)",
     )
-    group = parser.add_argument_group("model", "as evenpipe train takes it")
-    for name in _MODEL:
-        field = TrainOptions.model_fields[name]
-        if field.annotation is bool:
-            group.add_argument(flag(name), action="store_true", default=SUPPRESS, help=field.description)
-        else:
-            help = f"{field.description} (default {field.default})"
-            group.add_argument(flag(name), default=SUPPRESS, metavar=name.upper()[:1], help=help)
+    add_fields(parser.add_argument_group("model", "as evenpipe train takes it"), _MODEL)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     group.add_argument("--picture", type=picture_file, metavar="P.png", help="draw the memory-limit curve as a PNG")
@@ -86,7 +80,8 @@ def _run(arguments: Namespace) -> None:
     title = f"{options.model}, {options.stages} stages, {samples} samples a replica, {arguments.memory_gib:g} GiB"
     title += ", BPipe" if options.bpipe else ""
     if arguments.picture:
-        _draw(arguments.picture, _limit(title, memory, samples, arguments.memory_gib, schedule, found))
+        limit = _limit(title, memory, samples, arguments.memory_gib, schedule, found)
+        write("--picture", arguments.picture, lambda path: draw_limit(path, limit))
     if arguments.json:
         print(json.dumps(_document(found, peaks)))
         return
@@ -97,11 +92,7 @@ def _run(arguments: Namespace) -> None:
 
 def _plan(arguments: Namespace) -> tuple[TrainOptions, int]:
     """The checked options, and a replica's samples in an iteration."""
-    given = {name: value for name, value in vars(arguments).items() if name in (*_MODEL, "stages")}
-    try:
-        options = PlannedRun.of(**given)
-    except OptionsError as error:
-        raise UsageError(str(error)) from error
+    options = options_from(arguments, PlannedRun, (*_MODEL, "stages"))
     if options.stages == 1:
         raise UsageError("--stages 1: one stage is no pipeline: use at least 2")
     samples, replicas = arguments.global_batch_size, options.data_parallel
@@ -153,10 +144,3 @@ def _limit(
     points = [Candidate(k, b, samples // b) for k in range(1, len(found) + 2) for b in sizes]
     peaks = {(point.k, point.b): max(peak_bytes(memory, point, schedule)) / _GIB for point in points}
     return Limit(title, samples, peaks, limit_gib, {(candidate.k, candidate.b) for candidate in found})
-
-
-def _draw(path: Path, limit: Limit) -> None:
-    try:
-        draw_limit(path, limit)
-    except OSError as error:
-        raise UsageError(f"--picture {path}: {error.strerror}; choose a path that can be written") from error

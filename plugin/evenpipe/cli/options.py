@@ -18,10 +18,11 @@ from evenpipe.simulate import Simulation
 __all__ = [
     "add_output_options",
     "add_schedule_options",
-    "peaks_of",
     "program_from",
     "title_of",
+    "write",
     "write_reports",
+    "write_simulated",
 ]
 
 
@@ -77,24 +78,26 @@ def title_of(schedule: Schedule, bpipe: bool) -> str:
     return f"{name}{group}, {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches{stream}"
 
 
-def peaks_of(simulation: Simulation) -> StageMemory:
-    """The simulated peak of every stage, in live units."""
-    return StageMemory("peak of saved activations", "live units", tuple(s.peak_live for s in simulation.stages))
-
-
 def write_reports(arguments: Namespace, timelines: Sequence[Timeline], peaks: StageMemory) -> None:
     """Write the picture of all timelines and the trace of the last, as asked for.
 
     UsageError where one cannot be written.
     """
-    _write("--picture", arguments.picture, lambda path: draw_comparison(path, timelines, [peaks]))
-    _write("--trace", arguments.trace, lambda path: write_atomically(path, json.dumps(perfetto_trace(timelines[-1]))))
+    write("--picture", arguments.picture, lambda path: draw_comparison(path, timelines, [peaks]))
+    write("--trace", arguments.trace, lambda path: write_atomically(path, json.dumps(perfetto_trace(timelines[-1]))))
 
 
-def _write(option: str, path: Path | None, write: Callable[[Path], None]) -> None:
+def write_simulated(arguments: Namespace, simulation: Simulation, title: str, micro_batches: int) -> None:
+    """The same for a simulation, with the peak of every stage in live units; `micro_batches` are those of a batch."""
+    peaks = StageMemory("peak of saved activations", "live units", tuple(s.peak_live for s in simulation.stages))
+    write_reports(arguments, [Timeline.of(simulation, title, micro_batches)], peaks)
+
+
+def write(option: str, path: Path | None, made_by: Callable[[Path], None]) -> None:
+    """Have the file that `option` asks for, if it does, `made_by` a function; UsageError where it cannot be written."""
     if path is None:
         return
     try:
-        write(path)
+        made_by(path)
     except OSError as error:
         raise UsageError(f"{option} {path}: {error.strerror}; choose a path that can be written") from error

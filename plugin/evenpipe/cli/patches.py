@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.patches_shown import markdown, show
-
-if TYPE_CHECKING:
-    from evenpipe.upstream.findings import Findings
+from evenpipe.upstream.apex import wrong_apex
+from evenpipe.upstream.findings import Findings
+from evenpipe.upstream.items import Purpose
 
 __all__ = ["add_to"]
 
@@ -87,9 +87,6 @@ def _examine(path: Path) -> _Found:
 
 def _document(found: _Found) -> dict[str, Any]:
     """Megatron's part, if there is one, has its keys at the top; DeepSpeed's is under its name, null without one."""
-    from evenpipe.upstream.apex import wrong_apex
-    from evenpipe.upstream.items import Purpose
-
     document: dict[str, Any] = {"format": "evenpipe.patches/1"}
     if found.megatron is not None:
         document |= _part(found.megatron)
@@ -98,8 +95,6 @@ def _document(found: _Found) -> dict[str, Any]:
 
 
 def _part(findings: Findings) -> dict[str, Any]:
-    from evenpipe.upstream.items import Purpose
-
     return {
         "path": None if findings.root is None else str(findings.root),
         "version": findings.version,

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from evenpipe.upstream.findings import Finding, Findings
-    from evenpipe.upstream.items import Item
+from evenpipe.upstream import ANY
+from evenpipe.upstream.apex import wrong_apex
+from evenpipe.upstream.findings import Finding, Findings, State
+from evenpipe.upstream.items import Item, Purpose
 
 __all__ = ["markdown", "show"]
 
 
 def show(megatron: Findings | None, deepspeed: Findings | None, console: Console, installed: bool) -> None:
     """Both frameworks as far as they were found; where they were looked for among what is `installed`, says so."""
-    from evenpipe.upstream.apex import wrong_apex
-
     if megatron is not None:
         _show_one("megatron-core", megatron, console)
         for remark in (_absence(megatron), wrong_apex()):
@@ -34,8 +32,6 @@ def show(megatron: Findings | None, deepspeed: Findings | None, console: Console
 
 
 def _show_one(name: str, findings: Findings, console: Console) -> None:
-    from evenpipe.upstream.items import Purpose
-
     version = f"{name} {findings.version}" if findings.version else name
     verdict = "supported" if findings.supported else "not supported"
     _say(console, f"{version}{f' in {findings.root}' if findings.root else ''}: {verdict}", "bold")
@@ -56,7 +52,6 @@ def _say(console: Console, line: str, style: str = "") -> None:
 
 def _absence(findings: Findings) -> str | None:
     from evenpipe.megatron.catalogue import TRAINING_PACKAGE
-    from evenpipe.upstream.findings import State
 
     if not any(finding.state is State.ABSENT for finding in findings.findings):
         return None
@@ -67,8 +62,6 @@ def _absence(findings: Findings) -> str | None:
 
 
 def _sections(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
-    from evenpipe.upstream.items import Purpose
-
     for purpose in Purpose:
         rows = [finding for finding in findings if finding.item.purpose is purpose]
         for done, replaced in (("replaced", True), ("called", False)):
@@ -124,7 +117,6 @@ def _releases(item: Item) -> str:
     from evenpipe.deepspeed.supported import DEEPSPEED
     from evenpipe.deepspeed.supported import RELEASES as OF_DEEPSPEED
     from evenpipe.megatron.supported import RELEASES as OF_MEGATRON
-    from evenpipe.upstream import ANY
 
     known = list(OF_DEEPSPEED if item.distribution == DEEPSPEED else OF_MEGATRON)
     named = list(item.versions)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -15,14 +14,14 @@ from rich.table import Table
 from evenpipe.cli.options import (
     add_output_options,
     add_schedule_options,
-    peaks_of,
     program_from,
     title_of,
-    write_reports,
+    write,
+    write_simulated,
 )
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import output_file
-from evenpipe.report import Timeline, timeline_grid, write_atomically
+from evenpipe.report import timeline_grid, write_atomically
 from evenpipe.schedule import Schedule, ScheduleError, torch_csv
 from evenpipe.simulate import Costs, Wire, simulate
 
@@ -64,8 +63,7 @@ def _run(arguments: Namespace) -> None:
     program = program_from(arguments)
     schedule = program.schedule
     title = title_of(schedule, arguments.bpipe)
-    if arguments.out is not None:
-        _write(arguments.out, arguments.format, schedule)
+    write("--out", arguments.out, lambda path: write_atomically(path, _text(arguments.format, schedule)))
     if arguments.picture or arguments.trace:
         transfer = Wire(transmit_ms=_TRANSFER_MS)
         costs = Costs(
@@ -73,8 +71,7 @@ def _run(arguments: Namespace) -> None:
             backward_ms=(_BACKWARD_MS * schedule.chunks,) * schedule.stages,
             wires={"evict": transfer, "load": transfer},
         )
-        simulation = simulate(program, costs)
-        write_reports(arguments, [Timeline.of(simulation, title, schedule.micro_batches)], peaks_of(simulation))
+        write_simulated(arguments, simulate(program, costs), title, schedule.micro_batches)
     if arguments.json:
         print(json.dumps(_document(schedule, arguments.bpipe)))
         return
@@ -88,13 +85,11 @@ def _run(arguments: Namespace) -> None:
     console.print(_table(schedule))
 
 
-def _write(path: Path, form: str, schedule: Schedule) -> None:
+def _text(form: str, schedule: Schedule) -> str:
     try:
-        write_atomically(path, FORMATS[form](schedule))
+        return FORMATS[form](schedule)
     except ScheduleError as error:
         raise UsageError(f"--format {form}: {error}") from error
-    except OSError as error:
-        raise UsageError(f"--out {path}: {error.strerror}; choose a path that can be written") from error
 
 
 def _document(schedule: Schedule, bpipe: bool) -> dict[str, Any]:

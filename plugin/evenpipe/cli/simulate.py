@@ -8,17 +8,9 @@ from argparse import Namespace
 from rich.console import Console
 from rich.table import Table
 
-from evenpipe.cli.options import (
-    add_output_options,
-    add_schedule_options,
-    peaks_of,
-    program_from,
-    title_of,
-    write_reports,
-)
+from evenpipe.cli.options import add_output_options, add_schedule_options, program_from, title_of, write_simulated
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import duration_ms, durations_ms
-from evenpipe.report import Timeline
 from evenpipe.simulate import Costs, Simulation, SimulationError, Wire, simulate
 
 __all__ = ["add_to"]
@@ -72,7 +64,7 @@ def _run(arguments: Namespace) -> None:
     except SimulationError as error:
         raise UsageError(str(error)) from error
     title = title_of(schedule, arguments.bpipe)
-    write_reports(arguments, [Timeline.of(simulation, title, schedule.micro_batches)], peaks_of(simulation))
+    write_simulated(arguments, simulation, title, schedule.micro_batches)
     if arguments.json:
         print(json.dumps(simulation.to_json()))
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from argparse import SUPPRESS, Namespace
+from argparse import Namespace
 from dataclasses import replace
 
 from rich.console import Console
@@ -12,11 +12,11 @@ from rich.table import Table
 
 from evenpipe.cli.options import add_output_options, title_of, write_reports
 from evenpipe.cli.parser import Commands, UsageError
-from evenpipe.cli.training import run_training
+from evenpipe.cli.training import add_fields, options_from, run_training
 from evenpipe.report import StageMemory, Timeline
 from evenpipe.simulate import Simulation
 from evenpipe.train import checkpoint, data
-from evenpipe.train.options import OptionsError, TrainOptions, flag
+from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.predict import last_program, predict, predicted_peaks
 from evenpipe.train.result import RunResult
 
@@ -29,24 +29,14 @@ def add_to(commands: Commands) -> None:
     """Add the sub-command: a flag for every field of TrainOptions."""
     text = "train a GPT or BERT, of megatron-core or in plain PyTorch, under a schedule"
     parser = commands.add_parser("train", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    group = parser.add_argument_group("run")
-    for name, field in TrainOptions.model_fields.items():
-        if field.annotation is bool:
-            group.add_argument(flag(name), action="store_true", default=SUPPRESS, help=field.description)
-        else:
-            # Values stay text here: TrainOptions reads and checks them, with one-line errors.
-            default = "" if field.default is None else f" (default {field.default})"
-            group.add_argument(
-                flag(name), default=SUPPRESS, metavar=name.upper()[:1], help=f"{field.description}{default}"
-            )
+    add_fields(parser.add_argument_group("run"), TrainOptions.model_fields)
     add_output_options(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: Namespace) -> None:
-    given = {name: value for name, value in vars(arguments).items() if name in TrainOptions.model_fields}
+    options = options_from(arguments, TrainOptions, TrainOptions.model_fields)
     try:
-        options = TrainOptions.of(**given)
         data.load(options)
         checkpoint.check(options)
     except OptionsError as error:

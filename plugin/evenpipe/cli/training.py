@@ -1,19 +1,44 @@
-"""Run training cases for a command: progress on standard error, and a failure's one line as the last."""
+"""Training for a command: its flags, progress on standard error, and a failure's one line as the last."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from argparse import SUPPRESS, Namespace, _ArgumentGroup
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
 from evenpipe.cli.parser import UsageError
-from evenpipe.cli.progress import training_progress
 from evenpipe.train.engines import ENGINES
+from evenpipe.train.journal import Iteration
 from evenpipe.train.launch import StageFailed, Stopped, run_cases
-from evenpipe.train.options import OptionsError, TrainOptions
+from evenpipe.train.options import OptionsError, TrainOptions, flag
 from evenpipe.train.result import RunResult
 
-__all__ = ["run_training"]
+__all__ = ["add_fields", "options_from", "run_training"]
+
+
+def add_fields(group: _ArgumentGroup, names: Iterable[str]) -> None:
+    """A flag for each of these fields of TrainOptions; values stay text, for :func:`options_from`."""
+    for name in names:
+        field = TrainOptions.model_fields[name]
+        if field.annotation is bool:
+            group.add_argument(flag(name), action="store_true", default=SUPPRESS, help=field.description)
+        else:
+            default = "" if field.default is None else f" (default {field.default})"
+            text = f"{field.description}{default}"
+            group.add_argument(flag(name), default=SUPPRESS, metavar=name.upper()[:1], help=text)
+
+
+def options_from(arguments: Namespace, kind: type[TrainOptions], names: Collection[str]) -> TrainOptions:
+    """The options of these names, checked as that kind does; UsageError, in one line, for what cannot be."""
+    try:
+        return kind.of(**{name: value for name, value in vars(arguments).items() if name in names})
+    except OptionsError as error:
+        raise UsageError(str(error)) from error
 
 
 def run_training(command: str, cases: Sequence[TrainOptions], names: Sequence[str]) -> list[RunResult]:
@@ -26,7 +51,7 @@ def run_training(command: str, cases: Sequence[TrainOptions], names: Sequence[st
         if required is not None and find_spec(required[0]) is None:
             raise UsageError(required[1])
     try:
-        with training_progress(list(names), cases[0].iterations) as show:
+        with _progress(names, cases[0].iterations) as show:
             return run_cases(cases, show)
     except OptionsError as error:
         raise UsageError(str(error)) from None
@@ -37,3 +62,29 @@ def run_training(command: str, cases: Sequence[TrainOptions], names: Sequence[st
     except Stopped as stopped:
         print(f"evenpipe {command}: {stopped}", file=sys.stderr)
         raise SystemExit(128 + stopped.number) from None
+
+
+@contextmanager
+def _progress(names: Sequence[str], iterations: int) -> Iterator[Callable[[Iteration], None]]:
+    """Gives what to call after each iteration of a case; the cases are called `names`."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done: console.print(
+            f"{names[done.case]}: iteration {done.iteration + 1}/{iterations}, {_found(done)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[last]}"))
+    with Progress(*columns, console=console) as progress:
+        tasks = [progress.add_task(name, total=iterations, last="starting", start=False) for name in names]
+
+        def show(done: Iteration) -> None:
+            progress.start_task(tasks[done.case])
+            progress.update(tasks[done.case], completed=done.iteration + 1, last=_found(done))
+
+        yield show
+
+
+def _found(done: Iteration) -> str:
+    return f"loss {done.loss:.4f}, {done.ms:,.0f} ms"

@@ -43,5 +43,4 @@ def draw_memory(axes: Axes, memory: StageMemory, highest: float, scale: bool) ->
         axes.set_ylabel(f"peak {memory.unit}", fontsize=8, color=_TEXT)
     if scale and len(series) > 1:
         axes.legend(frameon=False, fontsize=7, loc="upper right", ncols=2, borderaxespad=0.1)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)

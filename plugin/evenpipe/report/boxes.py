@@ -10,9 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 
-from evenpipe.report.palette import COLOURS
 from evenpipe.report.timeline import Timeline
-from evenpipe.schedule import COMPUTE, DEPARTING, UPDATE, Action, Kind
+from evenpipe.schedule import COMPUTE, DEPARTING, KINDS, UPDATE, Action, Kind
 
 __all__ = ["draw_boxes", "shade"]
 
@@ -84,7 +83,7 @@ def _place(action: Action) -> tuple[float, float]:
 
 def shade(kind: Kind, fullness: float) -> tuple[float, float, float]:
     """The kind's colour, made fuller by up to 1."""
-    hue, saturation, value = rgb_to_hsv(*to_rgb(COLOURS[kind]))
+    hue, saturation, value = rgb_to_hsv(*to_rgb(KINDS[kind].colour))
     return hsv_to_rgb(hue, saturation * (1 + 0.7 * fullness), value * (1 - 0.1 * fullness))
 
 
@@ -96,6 +95,5 @@ def _dress(axes: Axes, timeline: Timeline) -> None:
     axes.set_yticklabels([f"stage {stage}" for stage in range(0, stages, step)], fontsize=8, color=_TEXT)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=7, colors=_QUIET, length=2)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
     axes.set_facecolor("#f6f6f4")

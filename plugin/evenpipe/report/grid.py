@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.text import Text
 
-from evenpipe.report.palette import COLOURS, NAMES
-from evenpipe.schedule import COMPUTE, INPUT_GRADIENT, Action, Kind, Program
+from evenpipe.schedule import COMPUTE, INPUT_GRADIENT, KINDS, Action, Kind, Program
 from evenpipe.simulate import Costs, Span, simulate
 
 __all__ = ["timeline_grid"]
@@ -78,12 +77,12 @@ def _append_cells(grid: Text, actions: Sequence[Action | None], cell: int) -> No
 def _legend(kinds: Iterable[Kind]) -> Text:
     present = set(kinds)
     legend = Text()
-    for kind, name in NAMES.items():
+    for kind, row in KINDS.items():
         if kind in present:
-            legend.append(f"{kind} {name}", _style(kind))
+            legend.append(f"{kind} {row.name}", _style(kind))
             legend.append("  ")
     return legend
 
 
 def _style(kind: Kind) -> str:
-    return f"black on {COLOURS[kind]}" if kind in COMPUTE else f"bold {COLOURS[kind]}"
+    return f"black on {KINDS[kind].colour}" if kind in COMPUTE else f"bold {KINDS[kind].colour}"

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
@@ -60,7 +59,6 @@ def draw_limit(path: str | os.PathLike[str], limit: Limit) -> None:
     OSError when ``path`` cannot be written.
     """
     figure = Figure(figsize=(9, 5.4), dpi=150, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _frame(axes, limit)
     _out_of_memory(axes, limit)
@@ -90,8 +88,7 @@ def _frame(axes: Axes, limit: Limit) -> None:
     axes.tick_params(labelsize=8, colors=_QUIET, length=0)
     axes.grid(color="#ececea", linewidth=0.6)
     axes.set_axisbelow(True)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
 
 
 def _out_of_memory(axes: Axes, limit: Limit) -> None:

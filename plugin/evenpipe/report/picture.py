@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
@@ -16,9 +15,8 @@ from matplotlib.patches import Patch
 from evenpipe.report.bars import draw_memory
 from evenpipe.report.boxes import draw_boxes, shade
 from evenpipe.report.files import write_atomically
-from evenpipe.report.palette import COLOURS, NAMES
 from evenpipe.report.timeline import StageMemory, Timeline
-from evenpipe.schedule import BACKWARD, COMPUTE, FORWARD
+from evenpipe.schedule import BACKWARD, COMPUTE, FORWARD, KINDS
 
 __all__ = ["draw_comparison"]
 
@@ -42,7 +40,6 @@ def draw_comparison(
     bodies = [min(_ROW * len(timeline.stages), _TALLEST) for timeline in timelines]
     height = _HEAD + sum(_TITLE + body + _AXIS for body in bodies) + (_TITLE + _BARS + _AXIS if memory else 0) + 0.1
     figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white")
-    FigureCanvasAgg(figure)
     _legend(figure, timelines)
 
     inner = _WIDTH - _LEFT - _RIGHT
@@ -75,7 +72,7 @@ def _panel(figure: Figure, left: float, bottom: float, width: float, height: flo
 
 def _legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
     present = {span.action.kind for timeline in timelines for spans in timeline.stages for span in spans}
-    entries: dict[str, Any] = {name: Patch(color=COLOURS[kind]) for kind, name in NAMES.items() if kind in present}
+    entries: dict[str, Any] = {row.name: Patch(color=row.colour) for kind, row in KINDS.items() if kind in present}
     compute = (
         (timeline, span.action)
         for timeline in timelines

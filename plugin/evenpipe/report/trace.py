@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from evenpipe.report.palette import NAMES
 from evenpipe.report.timeline import Timeline
-from evenpipe.schedule import COMPUTE, UPDATE
+from evenpipe.schedule import COMPUTE, KINDS, UPDATE
 from evenpipe.simulate import Span
 
 __all__ = ["perfetto_trace"]
@@ -59,7 +58,7 @@ def _event(stage: int, thread: int, span: Span) -> dict[str, Any]:
     return {
         **({"ph": "i", "s": "t"} if update and not duration_us else {"ph": "X", "dur": duration_us}),
         "name": str(action),
-        "cat": NAMES[action.kind],
+        "cat": KINDS[action.kind].name,
         "pid": stage,
         "tid": thread,
         "ts": span.start_ms * 1e3,

@@ -31,13 +31,27 @@ class MemoryPoint(NamedTuple):
     bytes: int
 
 
-@dataclass(frozen=True)
 class MemoryCurve(Sequence[MemoryPoint]):
-    """A stage's memory points in order of time, a column for each field; ``bytes`` is None when no sizes were given."""
+    """A stage's memory points in order of time, a column for each field; ``bytes`` is None when no sizes are given.
 
-    at_ms: array[float]
-    live: array[int]
-    bytes: list[int] | None
+    ``unit_bytes[s][c]`` is what a unit of chunk c weighs that belongs to stage s.
+    """
+
+    def __init__(self, unit_bytes: Sequence[Sequence[int]] | None) -> None:
+        self.at_ms, self.live = array("d"), array("i")
+        self.bytes: list[int] | None = None if unit_bytes is None else []
+        self._live = 0
+        self._bytes = 0
+        self._unit_bytes = unit_bytes
+
+    def change(self, by: int, owner: int, chunk: int, at_ms: float) -> None:
+        """A unit of stage ``owner`` becomes live (+1) or is gone (-1)."""
+        self._live += by
+        self.at_ms.append(at_ms)
+        self.live.append(self._live)
+        if self._unit_bytes is not None and self.bytes is not None:
+            self._bytes += by * self._unit_bytes[owner][chunk]
+            self.bytes.append(self._bytes)
 
     @overload
     def __getitem__(self, at: int) -> MemoryPoint: ...

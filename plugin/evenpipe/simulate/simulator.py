@@ -46,9 +46,9 @@ def simulate(program: Program, costs: Costs, unit_bytes: Sequence[Sequence[int]]
         StageResult(
             busy_ms=clock.busy_ms,
             idle_ms=max(0.0, makespan_ms - clock.busy_ms),  # sums of the same times may round differently
-            peak_live=max(clock.meter.curve.live, default=0),
-            peak_bytes=max(clock.meter.curve.bytes or (), default=0),
-            memory=clock.meter.curve,
+            peak_live=max(clock.memory.live, default=0),
+            peak_bytes=max(clock.memory.bytes or (), default=0),
+            memory=clock.memory,
         )
         for clock in clocks
     )

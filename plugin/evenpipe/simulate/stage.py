@@ -8,9 +8,8 @@ from itertools import count, islice
 
 from evenpipe.schedule import KINDS, OWN_ENDS, Action, Column, Wiring
 from evenpipe.simulate.costs import Costs
-from evenpipe.simulate.memory import MemoryMeter
 from evenpipe.simulate.network import Network
-from evenpipe.simulate.result import Span
+from evenpipe.simulate.result import MemoryCurve, Span
 
 __all__ = ["StageClock"]
 
@@ -30,7 +29,7 @@ class StageClock:
         self.stage = stage
         self.now_ms = 0.0
         self.busy_ms = 0.0
-        self.meter = MemoryMeter(unit_bytes)
+        self.memory = MemoryCurve(unit_bytes)
         self.action: Action | None = None
         self._wiring = wiring
         self._rows = wiring.schedule.table.of(stage)
@@ -44,7 +43,7 @@ class StageClock:
     def walk(self) -> Iterator[int]:
         """Go to the end; yield a message to wait until it has met."""
         wiring, rows, stage, waits_at = self._wiring, self._rows, self.stage, self._waits_at
-        issue, end_ms, change = self._network.issue, self._network.end_ms, self.meter.change
+        issue, end_ms, change = self._network.issue, self._network.end_ms, self.memory.change
         started, takes_ms = self._start_ms.append, self._takes_ms
         posts = zip(*map(_numbers, wiring.posts(stage)), strict=True)
         leaving = zip(*map(_numbers, wiring.leaving(stage)), strict=True)
