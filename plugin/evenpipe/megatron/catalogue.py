@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import sys
 import warnings
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -114,13 +114,9 @@ def _finding(item: Item) -> Finding:
     failure = _import(module)
     if failure is None:
         return find_by_import(item)
-    if item.in_package(TRAINING_PACKAGE) and _import("megatron.core") is None and not _exists(TRAINING_PACKAGE):
+    if item.in_package(TRAINING_PACKAGE) and _import("megatron.core") is None and find_spec(TRAINING_PACKAGE) is None:
         return Finding(item, State.ABSENT)
     return Finding(item, State.NOT_IMPORTABLE, failure)
-
-
-def _exists(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 def _import(module: str) -> str | None:

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 from evenpipe.schedule import BACKWARD, FORWARD, Schedule, Unit
 
-__all__ = ["GradSync"]
+__all__ = ["GradSync", "Sync", "without_sync"]
 
 
-class GradSync:
+class Sync:
+    """When gradients (and parameters) are synchronised between replicas; here nothing is."""
+
+    def start(self) -> None:
+        """Before the batch."""
+
+    def before_forward(self) -> None:
+        """Before each forward."""
+
+    def before_backward(self) -> None:
+        """Before each backward."""
+
+    def after_backward(self) -> None:
+        """After each backward."""
+
+    def finish(self) -> None:
+        """After the batch."""
+
+
+class GradSync(Sync):
     """One batch on one stage.
 
     The reduction of a chunk is enabled for its last backward only. With `config.grad_sync_func` all stages start a
@@ -21,7 +40,7 @@ class GradSync:
     def __init__(self, config: Any, model: Sequence[Any], schedule: Schedule, stage: int) -> None:
         interleaved = schedule.chunks > 1
         self._model = model
-        self._no_sync = _as_list(config.no_sync_func)
+        self._config = config
         self._grad_sync = _per_chunk(config.grad_sync_func, model)
         self._param_sync = _per_chunk(config.param_sync_func, model) if interleaved else None
         self._lag = stage if interleaved else 0
@@ -31,13 +50,12 @@ class GradSync:
         self._last = schedule.micro_batches - 1
         self._forward = self._backward = 0
         self._synchronised: set[int] = set()
-        self._disabled: AbstractContextManager[Any] | None = None
+        self._disabled: ExitStack | None = None
         # Without interleaving only the first stage, which ends last, reduces during its last backward; the others
         # call grad_sync_func in the bubble that follows.
         self._during_backward = self._grad_sync is None or (not interleaved and stage == 0)
 
     def start(self) -> None:
-        """Before the batch."""
         self._disable()
         for chunk in range(min(2, len(self._model)) if self._param_sync is not None else 0):
             self._synchronise_parameters(chunk)
@@ -53,14 +71,12 @@ class GradSync:
             self._synchronise_parameters(chunk)
 
     def before_backward(self) -> None:
-        """Before each backward."""
         unit = self._backwards[self._backward]
         if self._during_backward and unit.micro_batch == self._last:
             self._enable()
             self._synchronised.add(unit.chunk)
 
     def after_backward(self) -> None:
-        """After each backward."""
         behind = self._backward - self._lag
         self._backward += 1
         if len(self._model) == 1:
@@ -88,21 +104,20 @@ class GradSync:
 
     def _disable(self) -> None:
         if self._disabled is None:
-            stack = ExitStack()
-            for context in self._no_sync:
-                stack.enter_context(context())
-            self._disabled = stack
+            self._disabled = without_sync(self._config)
 
     def _enable(self) -> None:
         if self._disabled is not None:
-            self._disabled.__exit__(None, None, None)
+            self._disabled.close()
             self._disabled = None
 
 
-def _as_list(functions: Any) -> list[Callable[[], AbstractContextManager[Any]]]:
-    if isinstance(functions, list):
-        return functions
-    return [functions if functions is not None else nullcontext]
+def without_sync(config: Any) -> ExitStack:
+    """Entered, the contexts of `config.no_sync_func`, in which backwards start no reduction; `close()` leaves them."""
+    functions, stack = config.no_sync_func, ExitStack()
+    for context in functions if isinstance(functions, list) else [functions] if functions is not None else []:
+        stack.enter_context(context())
+    return stack
 
 
 def _per_chunk(function: Any, model: Sequence[Any]) -> list[Callable[[Any], Any]] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from megatron.core import parallel_state
@@ -15,22 +14,20 @@ from evenpipe.megatron.supported import CoreRelease
 
 __all__ = ["process_groups"]
 
-_GLOBAL: Mapping[str, Callable[[], Any]] = MappingProxyType(
-    {
-        "tp": parallel_state.get_tensor_model_parallel_group,
-        "pp": parallel_state.get_pipeline_model_parallel_group,
-        "cp": parallel_state.get_context_parallel_group,
-        "embd": functools.partial(parallel_state.get_embedding_group, check_initialized=False),
-        "pos_embd": functools.partial(parallel_state.get_position_embedding_group, check_initialized=False),
-        "dp_cp": functools.partial(
-            parallel_state.get_data_parallel_group, with_context_parallel=True, partial_data_parallel=False
-        ),
-        "tp_dp_cp": functools.partial(parallel_state.get_tensor_and_data_parallel_group, with_context_parallel=True),
-        "dp": functools.partial(
-            parallel_state.get_data_parallel_group, with_context_parallel=False, partial_data_parallel=False
-        ),
-    }
-)
+_GLOBAL: Mapping[str, Callable[[], Any]] = {
+    "tp": parallel_state.get_tensor_model_parallel_group,
+    "pp": parallel_state.get_pipeline_model_parallel_group,
+    "cp": parallel_state.get_context_parallel_group,
+    "embd": functools.partial(parallel_state.get_embedding_group, check_initialized=False),
+    "pos_embd": functools.partial(parallel_state.get_position_embedding_group, check_initialized=False),
+    "dp_cp": functools.partial(
+        parallel_state.get_data_parallel_group, with_context_parallel=True, partial_data_parallel=False
+    ),
+    "tp_dp_cp": functools.partial(parallel_state.get_tensor_and_data_parallel_group, with_context_parallel=True),
+    "dp": functools.partial(
+        parallel_state.get_data_parallel_group, with_context_parallel=False, partial_data_parallel=False
+    ),
+}
 
 
 def process_groups(release: CoreRelease, communicator: Any, given: Any) -> Any:

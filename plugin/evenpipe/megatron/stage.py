@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 from torch import Tensor
 
-from evenpipe.megatron.grad_sync import GradSync
+from evenpipe.megatron.grad_sync import GradSync, Sync
 from evenpipe.megatron.supported import CoreRelease
 from evenpipe.schedule import BACKWARD, FORWARD, Kind, Schedule, Unit
 
-__all__ = ["Batch", "MegatronStage", "Sync"]
+__all__ = ["Batch", "MegatronStage"]
 
 
 class Batch(NamedTuple):
@@ -29,16 +29,6 @@ class Batch(NamedTuple):
     send_shapes: Sequence[tuple[int, ...]]
     context_parallel_size: int
     collect_non_loss_data: bool
-
-
-class Sync(Protocol):
-    """When gradients (and parameters) are synchronised between replicas."""
-
-    def start(self) -> None: ...
-    def before_forward(self) -> None: ...
-    def before_backward(self) -> None: ...
-    def after_backward(self) -> None: ...
-    def finish(self) -> None: ...
 
 
 class MegatronStage:

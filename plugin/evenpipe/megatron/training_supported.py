@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from evenpipe.megatron.supported import Changes, since
-from evenpipe.upstream import Distribution, Patch
+from evenpipe.upstream import Distribution, Patch, around
 
 __all__ = ["TRAINING", "training_patch"]
 
@@ -87,6 +87,6 @@ _CHANGES: Mapping[str, Changes] = {
 TRAINING: Mapping[str, Mapping[str, str]] = {symbol: since(changes) for symbol, changes in _CHANGES.items()}
 
 
-def training_patch(name: str, symbol: str, replacement: Callable[[Any], Any], reason: str) -> Patch:
-    """The patch of one of the symbols above, wherever it is bound."""
-    return Patch(name, (symbol,), _MEGATRON_LM, TRAINING[symbol], replacement, reason, rebinds=True)
+def training_patch(name: str, symbol: str, call: Callable[..., Any], reason: str) -> Patch:
+    """The patch of one of the symbols above, wherever it is bound; `call` goes :func:`around` it."""
+    return Patch(name, (symbol,), _MEGATRON_LM, TRAINING[symbol], around(call), reason, rebinds=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
+from evenpipe.megatron.grad_sync import without_sync
 from evenpipe.megatron.schedule import Call
 from evenpipe.megatron.stage import MegatronStage
 from evenpipe.megatron.supported import CoreRelease
@@ -95,11 +96,9 @@ class Rehearsal:
     def without_a_trace(self, call: Call) -> Iterator[None]:
         """Afterwards gradients are zero, and random numbers go on as if nothing had been drawn."""
         parallel_state.get_global_memory_buffer().buffer.clear()  # it grows, but never shrinks
-        tracked, no_sync = get_cuda_rng_tracker().get_states(), call.batch.config.no_sync_func
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng([self._device] if self._device.type == "cuda" else []))
-            for disabled in no_sync if isinstance(no_sync, list) else [no_sync] if no_sync is not None else []:
-                stack.enter_context(disabled())
+        tracked = get_cuda_rng_tracker().get_states()
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices), without_sync(call.batch.config):
             yield
         chunks: Sequence[Any] = call.batch.model
         for chunk in chunks:

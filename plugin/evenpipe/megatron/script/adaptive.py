@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from evenpipe.megatron.refusals import why_one_size
-from evenpipe.megatron.script.hooks import folders_loaded_from, save_patch, set_up_patch
+from evenpipe.megatron.script.hooks import folders_loaded_from, save_patch, set_up_patch, with_values
+from evenpipe.megatron.script.log import say, say_on_last_rank
 from evenpipe.planner import PlanError
 from evenpipe.settings import EvenPipeConfig
 from evenpipe.tuner.loss_weights import LossWeights
@@ -69,8 +70,8 @@ class AdaptiveTraining:
             interval=config.retune_interval,
             sizes=self._sizes,
             around_batch=lambda size: micro_batch_size(args, size),
-            log=_log,
-            resumed=lambda goes_on: None if goes_on else _log(_ANEW),
+            log=say_on_last_rank,
+            resumed=lambda goes_on: None if goes_on else say_on_last_rank(_ANEW),
         )
         self.schedule = AdaptiveSchedule(tuning, config.bpipe, observer, connected=connected, schedule=config.spec)
 
@@ -123,7 +124,7 @@ class AdaptiveTraining:
             return None
         if reason != self._one_size:
             self._one_size = reason
-            _log(f"{_AUTO}: micro-batches stay of --micro-batch-size {given} samples: {reason}")
+            say_on_last_rank(f"{_AUTO}: micro-batches stay of --micro-batch-size {given} samples: {reason}")
         return [given]
 
     def _warn(self) -> None:
@@ -131,7 +132,7 @@ class AdaptiveTraining:
         given, uneven = self.args.micro_batch_size, self._weights is not None and not self._weights.even_here
         if uneven and self.schedule.micro_batch_size != given and not self._warned:
             self._warned = True
-            _print(
+            say(
                 f"warning: from iteration {self.schedule.iteration} on samples count different tokens in the loss, "
                 f"which until the next decision is not what it is with --micro-batch-size {given} alone: add "
                 "--calculate-per-token-loss"
@@ -145,23 +146,18 @@ def adaptive_patches(training: Any) -> list[Patch]:
     return [set_up_patch(training, "model-and-optimizer", model_and_optimizer), save_patch(training, saved)]
 
 
-@contextmanager
-def micro_batch_size(args: Namespace, size: int) -> Iterator[None]:
+def micro_batch_size(args: Namespace, size: int) -> AbstractContextManager[None]:
     """Within it Megatron's `args` say that micro-batches have `size` samples.
 
     A process that is sent its data by another one of its tensor-parallel group makes room for so many.
     """
-    given, args.micro_batch_size = args.micro_batch_size, size
-    try:
-        yield
-    finally:
-        args.micro_batch_size = given
+    return with_values(args, micro_batch_size=size)
 
 
 def save(args: Namespace, iteration: int, folder: str, state: Any, write: Callable[[], Any]) -> Any:
     """Let `write` save what is Megatron's, once `state` is on disk; rank 0 calls it, `folder` is of all checkpoints."""
     inside, beside = _paths(folder, iteration)
-    return save_with(write, state, _settings(args), beside, inside, _print)
+    return save_with(write, state, _settings(args), beside, inside, say)
 
 
 def resumed(args: Namespace, limit: int) -> dict[str, Any] | None:
@@ -177,7 +173,7 @@ def resumed(args: Namespace, limit: int) -> dict[str, Any] | None:
         paths = [path for folder in folders_loaded_from(args) for path in _paths(folder, args.iteration)]
         found = [read_state(paths, _settings(args), limit)]
         goes_on = "goes on tuning as it was saved" if found[0] else "has no tuner's state of these settings: tunes anew"
-        _print(f"{_AUTO}: checkpoint of iteration {args.iteration}: {goes_on}")
+        say(f"{_AUTO}: checkpoint of iteration {args.iteration}: {goes_on}")
     dist.broadcast_object_list(found, src=0)
     state: dict[str, Any] | None = found[0]
     return state
@@ -197,14 +193,3 @@ def _is_bert(model: Sequence[Any]) -> bool:
     from megatron.core.models.bert.bert_model import BertModel
 
     return any(isinstance(module, BertModel) for chunk in model for module in chunk.modules())
-
-
-def _print(line: str) -> None:
-    print(f" [evenpipe] {line}", flush=True)
-
-
-def _log(line: str) -> None:
-    """By the last rank, as Megatron's own log is."""
-    from megatron.training import print_rank_last
-
-    print_rank_last(f" [evenpipe] {line}")

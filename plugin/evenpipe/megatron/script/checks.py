@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
 import torch
 
-from evenpipe.megatron.refusals import refused_settings, refused_with_tuning
+from evenpipe.megatron.refusals import refused_arguments, refused_settings, refused_with_tuning
 from evenpipe.megatron.script.flags import ArgumentError
-from evenpipe.megatron.script.two_buffered.checks import refused_arguments
 from evenpipe.report import check_writable
 from evenpipe.runtime.device_queues import ONE_QUEUE, one_queue
 from evenpipe.schedule import ScheduleError, Size, Spec, check_offers
@@ -22,22 +20,13 @@ __all__ = ["check"]
 
 
 # Of arguments that are not called as their flag is.
-_FLAGS = MappingProxyType(
-    {
-        "cpu_offloading": "--cpu-offloading-num-layers",
-        "fp4": "--fp4-format",
-        "fp8": "--fp8-format",
-        "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
-        "nccl_ub": "--use-nccl-ub",
-    }
-)
-
-
-class _Rule(NamedTuple):
-    """What must not hold, and the line for when it does."""
-
-    broken: bool
-    line: str
+_FLAGS: Mapping[str, str] = {
+    "cpu_offloading": "--cpu-offloading-num-layers",
+    "fp4": "--fp4-format",
+    "fp8": "--fp8-format",
+    "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+    "nccl_ub": "--use-nccl-ub",
+}
 
 
 def check(config: EvenPipeConfig, args: Namespace) -> None:
@@ -59,9 +48,8 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
         said = str(error).removeprefix(f"schedule={config.spec.name}: ")
         raise ArgumentError(f"{flag('schedule')} {config.schedule}: {said}") from None
     if config.active:
-        for rule in _with_megatrons(config, args):
-            if rule.broken:
-                raise ArgumentError(rule.line)
+        for line in _with_megatrons(config, args):
+            raise ArgumentError(line)
         asked = _asked(config)
         with_two_versions = refused_arguments(args, config.bpipe) if "stream" in config.spec.needs else ()
         with_tuning = refused_with_tuning(args) if config.group_size == "auto" else ()
@@ -78,66 +66,52 @@ def _fit_table(spec: Spec, args: Namespace) -> None:
     spec.fitted(Size(args.pipeline_model_parallel_size, batches, chunks))
 
 
-def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> tuple[_Rule, ...]:
+def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
+    """A line for each of Megatron's arguments that cannot be what it is."""
     asked, group = _asked(config), flag("group_size")
-    stages = args.pipeline_model_parallel_size
-    chunks = args.virtual_pipeline_model_parallel_size
+    stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     several_chunks = "chunks" in config.spec.needs or config.spec.chunked is not None
-    batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    return (
-        *(_with_two_versions(args) if "stream" in config.spec.needs else ()),
-        _Rule(
-            stages < 2,
-            f"{asked}: --pipeline-model-parallel-size {stages} is no pipeline: use at least 2 stages",
-        ),
-        _Rule(
-            chunks is not None and not several_chunks,
-            f"{asked}: has one model chunk a stage, but --num-layers-per-virtual-pipeline-stage, "
-            f"--num-virtual-stages-per-pipeline-rank or the layout gives it {chunks}: use 1f1b, or no virtual stages",
-        ),
-        _Rule(
-            chunks is None and "chunks" in config.spec.needs,
-            f"{asked}: needs --num-layers-per-virtual-pipeline-stage or "
-            "--num-virtual-stages-per-pipeline-rank: give one of them, or use 1f1b",
-        ),
-        _Rule(
-            chunks is not None and args.rampup_batch_size is None and batches % stages != 0,
-            f"{asked}: --global-batch-size {args.global_batch_size} makes {batches} micro-batches, but interleaved "
-            f"stages take groups of --pipeline-model-parallel-size {stages}: make it a multiple of "
-            f"{stages * args.micro_batch_size * args.data_parallel_size}",
-        ),
-        _Rule(
-            config.in_groups and one_queue("cuda" if torch.cuda.is_available() else "cpu", os.environ),
-            f"{asked if config.group_size == 1 else f'{group} {config.group_size}'}: {ONE_QUEUE}",
-        ),
-        _Rule(
-            getattr(args, "inprocess_restart", False),
-            f"{asked}: --inprocess-restart would go on with links that hold half of a batch: leave one out, and let "
-            "torchrun restart the processes (--max-restarts)",
-        ),
-        _Rule(
-            config.trace_iteration is not None
-            and args.train_iters is not None
-            and config.trace_iteration > args.train_iters,
-            f"{flag('trace_iteration')} {config.trace_iteration}: comes after --train-iters {args.train_iters}: "
-            "choose an earlier one",
-        ),
-    )
-
-
-def _with_two_versions(args: Namespace) -> tuple[_Rule, ...]:
-    asked, stages = f"{flag('schedule')} 2bw", args.pipeline_model_parallel_size
     together = args.micro_batch_size * args.data_parallel_size
-    size, samples = "--global-batch-size", args.global_batch_size
-    if args.rampup_batch_size is not None:
-        size, samples = "--rampup-batch-size", int(args.rampup_batch_size[0])
-    return (
-        _Rule(
-            samples // together < stages,
-            f"{asked}: {size} {samples} makes {samples // together} micro-batches, fewer than "
-            f"--pipeline-model-parallel-size {stages}: make it at least {stages * together}, or use 1f1b",
-        ),
-    )
+    batches = args.global_batch_size // together
+    if "stream" in config.spec.needs:
+        size, samples = "--global-batch-size", args.global_batch_size
+        if args.rampup_batch_size is not None:
+            size, samples = "--rampup-batch-size", int(args.rampup_batch_size[0])
+        if samples // together < stages:
+            yield (
+                f"{flag('schedule')} 2bw: {size} {samples} makes {samples // together} micro-batches, fewer than "
+                f"--pipeline-model-parallel-size {stages}: make it at least {stages * together}, or use 1f1b"
+            )
+    if stages < 2:
+        yield f"{asked}: --pipeline-model-parallel-size {stages} is no pipeline: use at least 2 stages"
+    if chunks is not None and not several_chunks:
+        yield (
+            f"{asked}: has one model chunk a stage, but --num-layers-per-virtual-pipeline-stage, "
+            f"--num-virtual-stages-per-pipeline-rank or the layout gives it {chunks}: use 1f1b, or no virtual stages"
+        )
+    if chunks is None and "chunks" in config.spec.needs:
+        yield (
+            f"{asked}: needs --num-layers-per-virtual-pipeline-stage or "
+            "--num-virtual-stages-per-pipeline-rank: give one of them, or use 1f1b"
+        )
+    if chunks is not None and args.rampup_batch_size is None and batches % stages != 0:
+        yield (
+            f"{asked}: --global-batch-size {args.global_batch_size} makes {batches} micro-batches, but interleaved "
+            f"stages take groups of --pipeline-model-parallel-size {stages}: make it a multiple of {stages * together}"
+        )
+    if config.in_groups and one_queue("cuda" if torch.cuda.is_available() else "cpu", os.environ):
+        yield f"{asked if config.group_size == 1 else f'{group} {config.group_size}'}: {ONE_QUEUE}"
+    if getattr(args, "inprocess_restart", False):
+        yield (
+            f"{asked}: --inprocess-restart would go on with links that hold half of a batch: leave one out, and let "
+            "torchrun restart the processes (--max-restarts)"
+        )
+    last = args.train_iters
+    if config.trace_iteration is not None and last is not None and config.trace_iteration > last:
+        yield (
+            f"{flag('trace_iteration')} {config.trace_iteration}: comes after --train-iters {last}: "
+            "choose an earlier one"
+        )
 
 
 def _asked(config: EvenPipeConfig) -> str:

@@ -6,13 +6,14 @@ import functools
 import inspect
 import os
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from evenpipe.megatron.training_supported import training_patch
-from evenpipe.upstream import Patch, around
+from evenpipe.upstream import Patch
 
-__all__ = ["Training", "folder_of", "folders_loaded_from", "save_patch", "set_up_patch"]
+__all__ = ["Training", "folder_of", "folders_loaded_from", "save_patch", "set_up_patch", "with_values"]
 
 
 class Training(Protocol):
@@ -29,14 +30,14 @@ class Training(Protocol):
 
 def set_up_patch(training: Training, name: str, reason: str) -> Patch:
     """Calls `training.set_up`."""
-    replacement = around(functools.partial(_set_up, training))
-    return training_patch(name, "megatron.training.training:setup_model_and_optimizer", replacement, reason)
+    call = functools.partial(_set_up, training)
+    return training_patch(name, "megatron.training.training:setup_model_and_optimizer", call, reason)
 
 
 def save_patch(training: Training, reason: str) -> Patch:
     """Calls `training.save`, but for checkpoints that every node keeps for itself."""
-    replacement = around(functools.partial(_save, training))
-    return training_patch("save", "megatron.training.checkpointing:save_checkpoint", replacement, reason)
+    call = functools.partial(_save, training)
+    return training_patch("save", "megatron.training.checkpointing:save_checkpoint", call, reason)
 
 
 def _set_up(training: Training, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -53,6 +54,17 @@ def _save(training: Training, original: Callable[..., Any], *args: Any, **kwargs
         return write()
     folder = folder_of(training.args, non_persistent)
     return training.save(given.arguments["iteration"], given.arguments["model"], folder, write)
+
+
+@contextmanager
+def with_values(args: Namespace, **values: Any) -> Iterator[None]:
+    """Within it Megatron's `args` have these values."""
+    before = {name: getattr(args, name) for name in values}
+    vars(args).update(values)
+    try:
+        yield
+    finally:
+        vars(args).update(before)
 
 
 def folder_of(args: Namespace, non_persistent: bool) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from evenpipe.megatron.training_supported import training_patch
-from evenpipe.upstream import PatchSet, around
+from evenpipe.upstream import PatchSet
 from evenpipe.upstream.ending import apply_or_end
 from evenpipe.upstream.imports import when_imported
 
@@ -36,13 +36,13 @@ def script_patches() -> tuple[PatchSet, ...]:
     flags = training_patch(
         "flags",
         "megatron.training.arguments:add_megatron_arguments",
-        around(_with_our_flags),
+        _with_our_flags,
         "Megatron's parser has no way to add flags from outside of the script",
     )
     start = training_patch(
         "start",
         "megatron.training.global_vars:set_global_variables",
-        around(_start_first),
+        _start_first,
         "the first place that has all arguments, from flags, YAML or a checkpoint, before anything is started",
     )
     return PatchSet("flags", [flags]), PatchSet("start", [start])

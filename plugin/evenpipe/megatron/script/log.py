@@ -11,13 +11,25 @@ from typing import TYPE_CHECKING, Any
 from evenpipe.megatron.training_supported import training_patch
 from evenpipe.report.log_line import kept_line, log_line, scalars
 from evenpipe.runtime.figures import StageFigures, per_stage
-from evenpipe.upstream import Patch, PatchSet, around
+from evenpipe.upstream import Patch, PatchSet
 
 if TYPE_CHECKING:
     from evenpipe.delayed import StepLog
     from evenpipe.megatron.schedule import PipelineSchedule
 
-__all__ = ["TrainingLog", "log_patch", "show_figures"]
+__all__ = ["TrainingLog", "log_patch", "say", "say_on_last_rank", "show_figures"]
+
+
+def say(line: str) -> None:
+    """Show a line of EvenPipe's."""
+    print(f" [evenpipe] {line}", flush=True)
+
+
+def say_on_last_rank(line: str) -> None:
+    """The same, but by the last rank alone, as Megatron's own log is."""
+    from megatron.training import print_rank_last
+
+    print_rank_last(f" [evenpipe] {line}")
 
 
 def log_patch(log: TrainingLog) -> Patch:
@@ -25,7 +37,7 @@ def log_patch(log: TrainingLog) -> Patch:
     return training_patch(
         "log",
         "megatron.training.training:training_log",
-        around(functools.partial(_followed_by_ours, log)),
+        functools.partial(_followed_by_ours, log),
         "Megatron's log and its writers take no figures from outside of the function",
     )
 
@@ -73,7 +85,7 @@ class TrainingLog:
             else:
                 show_figures(iteration, per_stage(figures, stage, stages, executor.device))
             if self._first and figures.evicted_bytes and executor.store.excluded_names and _is_first_replica():
-                print(f" [evenpipe] {kept_line(stage, executor.store.excluded_names)}", flush=True)
+                say(kept_line(stage, executor.store.excluded_names))
             self._first = False
         if self._steps is not None and logged:
             self._steps.logged(iteration, resets=not is_first)
@@ -105,9 +117,9 @@ def _is_first_replica() -> bool:
 
 def show_figures(iteration: int, stages: Sequence[StageFigures]) -> None:
     """Log and write the figures of an iteration; only Megatron's last rank does."""
-    from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_last
+    from megatron.training import get_tensorboard_writer, get_wandb_writer
 
-    print_rank_last(f" [evenpipe] {log_line(iteration, stages)}")
+    say_on_last_rank(log_line(iteration, stages))
     # Megatron has these on its last rank only.
     if (tensorboard := get_tensorboard_writer()) is not None:
         for tag, value in scalars(stages).items():

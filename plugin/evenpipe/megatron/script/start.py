@@ -81,6 +81,7 @@ def trace_of(path: Path, iteration: int | None, args: Namespace) -> IterationTra
     """
     from megatron.core import parallel_state
 
+    from evenpipe.megatron.script.log import say
     from evenpipe.tracing.iteration import IterationTrace, TracedJob
     from evenpipe.tracing.row import Place
 
@@ -91,7 +92,4 @@ def trace_of(path: Path, iteration: int | None, args: Namespace) -> IterationTra
         shown = f", context {context}" if parallel_state.get_context_parallel_world_size() > 1 else ""
         return Place((data, context, tensor, stage), f"stage {stage}, data {data}{shown}, tensor {tensor}")
 
-    def log(line: str) -> None:
-        print(f" [evenpipe] {line}", flush=True)
-
-    return IterationTrace(path, iteration, TracedJob(args.rank, lambda: args.curr_iteration + 1, place, log))
+    return IterationTrace(path, iteration, TracedJob(args.rank, lambda: args.curr_iteration + 1, place, say))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
 from evenpipe.megatron.adaptive.static_memory import static_bytes
@@ -23,25 +23,6 @@ __all__ = ["InstalledSchedule", "installed_schedule"]
 
 _GOES_ON: Final = "group and micro-batch sizes are gone on with"
 _ANEW: Final = "group and micro-batch sizes are chosen anew, as batches, memory or its limit are others"
-
-
-class InstalledSchedule(Protocol):
-    """One stage's side of the schedule, installed where `get_forward_backward_func` finds it."""
-
-    @property
-    def counter(self) -> MemoryCounter:
-        """What this stage holds, with peaks since the last `reset_peak`."""
-
-    @property
-    def extra(self) -> TwoBuffered | None:
-        """What it keeps between iterations; None where every iteration ends with nothing under way."""
-
-    @property
-    def adaptive(self) -> AdaptiveSchedule | None:
-        """What chooses group and micro-batch sizes; None where the options do."""
-
-    def start_batch(self) -> None:
-        """A batch begins."""
 
 
 @contextmanager
@@ -66,7 +47,11 @@ def installed_schedule(
 
 
 class _EvenPipeSchedule(Observer):
-    """EvenPipe's schedule function; the observer of its executor."""
+    """EvenPipe's schedule function; the observer of its executor.
+
+    `extra` is what it keeps between iterations; None where every iteration ends with nothing under way. `adaptive` is
+    what chooses group and micro-batch sizes; None where the options do.
+    """
 
     def __init__(self, learner: Learner, recorder: Recorder, note: Callable[[str], None]) -> None:
         options = learner.options
@@ -93,11 +78,12 @@ class _EvenPipeSchedule(Observer):
 
     @property
     def counter(self) -> MemoryCounter:
+        """What this stage holds, with peaks since the last `reset_peak`."""
         # The executor is made in the first batch.
         return self._before if self.schedule.executor is None else self.schedule.executor.counter
 
     def start_batch(self) -> None:
-        pass
+        """A batch begins, of which the executor tells."""
 
     def started(self, action: Action) -> None:
         self._recorder.started(self._along_the_run(action))
@@ -114,6 +100,10 @@ class _EvenPipeSchedule(Observer):
         batches = self._stream.first_batch
         first = batches if action.kind == UPDATE else batches * self._micro_batches
         return action._replace(micro_batch=first + action.micro_batch)
+
+
+InstalledSchedule: TypeAlias = _EvenPipeSchedule | StockSchedule
+"""One stage's side of the schedule, installed where `get_forward_backward_func` finds it."""
 
 
 def _tuning(learner: Learner, note: Callable[[str], None]) -> Tuning:

@@ -25,7 +25,7 @@ class StockSchedule:
     `expected` are the compute actions of one batch, in order; `parameters` are not counted as saved.
     """
 
-    #: Megatron's schedules leave nothing under way.
+    #: Megatron's schedules leave nothing under way, and choose nothing.
     extra: None = None
     adaptive: None = None
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from evenpipe.delayed import DelayedStream
+from evenpipe.megatron.grad_sync import Sync, without_sync
 from evenpipe.megatron.schedule import Call, PipelineSchedule
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import CoreRelease, verify_two_buffered
@@ -149,28 +150,19 @@ class _StreamStage(MegatronStage):
         self._outputs.clear()
 
 
-class _LastBackwardSync:
-    """Megatron's hooks reduce gradients between replicas during the last backward of a batch, and in no other."""
+class _LastBackwardSync(Sync):
+    """Megatron's hooks reduce gradients between replicas during the last backward of a batch, and in no other.
+
+    `start` is called before the first backward of a batch, and `finish` before its last. What the hooks did not reduce,
+    the submitted step does.
+    """
 
     def __init__(self, config: Any) -> None:
-        no_sync = config.no_sync_func
-        self._no_sync = no_sync[0] if isinstance(no_sync, Sequence) else no_sync or nullcontext
+        self._config = config
         self._disabled = ExitStack()
 
     def start(self) -> None:
-        """Before the first backward of a batch."""
-        context: AbstractContextManager[Any] = self._no_sync()
-        self._disabled.enter_context(context)
+        self._disabled = without_sync(self._config)
 
     def finish(self) -> None:
-        """Before the last."""
         self._disabled.close()
-
-    def before_forward(self) -> None:
-        """Forwards reduce nothing."""
-
-    def before_backward(self) -> None:
-        """`start` and `finish` are called where it matters."""
-
-    def after_backward(self) -> None:
-        """What the hooks did not reduce, the submitted step does."""

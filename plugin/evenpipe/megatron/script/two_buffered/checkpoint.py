@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 
 from evenpipe.delayed import side_file
 from evenpipe.megatron.script.hooks import folders_loaded_from
+from evenpipe.megatron.script.log import say
 
 if TYPE_CHECKING:
     from evenpipe.delayed import DelayedSteps
@@ -30,10 +31,10 @@ def save(iteration: int, model: Sequence[Any], steps: DelayedSteps, folder: str,
     """
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
         return write()  # replicas hold the same weights: one of them writes
-    beside = _beside(folder, iteration)
+    inside, beside = _paths(folder, iteration)
     side_file.write(beside, f"of iteration {iteration}", steps, _weights(model))
     result = write()
-    side_file.move(beside, _inside(folder, iteration))
+    side_file.move(beside, inside)
     return result
 
 
@@ -43,7 +44,9 @@ def resume(args: Namespace, model: Sequence[Any], steps: DelayedSteps) -> bool:
         return False
     weights = _weights(model)
     device = weights[0].device if weights else torch.device(torch.cuda.current_device())
-    complete = side_file.resume(steps, _candidates(args), weights, device)
+    # Beside, where the job was killed after Megatron's tracker had moved on.
+    candidates = (path for folder in folders_loaded_from(args) for path in _paths(folder, args.iteration))
+    complete = side_file.resume(steps, candidates, weights, device)
     if args.rank == 0:
         found = (
             "both weight versions are as they were saved"
@@ -51,7 +54,7 @@ def resume(args: Namespace, model: Sequence[Any], steps: DelayedSteps) -> bool:
             else "it was saved without 2bw, or on other tensor- or pipeline-parallel sizes: both weight versions are "
             "the loaded one"
         )
-        print(f" [evenpipe] 2bw: checkpoint of iteration {args.iteration}: {found}", flush=True)
+        say(f"2bw: checkpoint of iteration {args.iteration}: {found}")
     return complete
 
 
@@ -59,20 +62,9 @@ def _weights(model: Sequence[Any]) -> list[torch.Tensor]:
     return [parameter for chunk in model for parameter in chunk.parameters()]
 
 
-def _candidates(args: Namespace) -> Iterator[Path]:
-    for folder in folders_loaded_from(args):
-        # Beside, where the job was killed after Megatron's tracker had moved on.
-        yield from (_inside(folder, args.iteration), _beside(folder, args.iteration))
-
-
-def _inside(folder: str, iteration: int) -> Path:
-    return Path(folder, f"iter_{iteration:07d}", _NAME, f"{_shard()}.pt")
-
-
-def _beside(folder: str, iteration: int) -> Path:
-    return Path(folder, f".{_NAME}", f"{iteration:07d}_{_shard()}.pt")
-
-
-def _shard() -> str:
+def _paths(folder: str, iteration: int) -> tuple[Path, Path]:
+    """Inside the checkpoint's own folder, and beside it."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    return f"stage_{stage:02d}_shard_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    shard = f"stage_{stage:02d}_shard_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    inside = Path(folder, f"iter_{iteration:07d}", _NAME, f"{shard}.pt")
+    return inside, Path(folder, f".{_NAME}", f"{iteration:07d}_{shard}.pt")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from evenpipe.megatron.script.hooks import with_values
 
+if TYPE_CHECKING:
     from evenpipe.runtime.exchange import Exchange
 
 __all__ = ["ExitDecision"]
@@ -37,7 +37,7 @@ class ExitDecision:
         signalled, expired = self._gathered()
         if signalled or expired:
             self._ending()
-        with _with(
+        with with_values(
             self._args,
             exit_signal_handler=self._handles_signal and signalled,
             exit_duration_in_mins=self._minutes if expired else None,
@@ -49,7 +49,7 @@ class ExitDecision:
 
     def with_users_flags(self) -> AbstractContextManager[Any]:
         """Inside, Megatron's arguments are the user's: what is saved of them is."""
-        return _with(self._args, exit_signal_handler=self._handles_signal, exit_duration_in_mins=self._minutes)
+        return with_values(self._args, exit_signal_handler=self._handles_signal, exit_duration_in_mins=self._minutes)
 
     def _gathered(self) -> tuple[bool, bool]:
         """Whether any rank had got a signal an iteration before, and whether any rank's time was up."""
@@ -80,13 +80,3 @@ class ExitDecision:
         from megatron.training import training
 
         return bool((time.time() - training._TRAIN_START_TIME) / 60.0 > self._minutes)
-
-
-@contextmanager
-def _with(args: Namespace, **values: Any) -> Iterator[None]:
-    before = {name: getattr(args, name) for name in values}
-    vars(args).update(values)
-    try:
-        yield
-    finally:
-        vars(args).update(before)

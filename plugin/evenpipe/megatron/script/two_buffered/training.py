@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from evenpipe.delayed import StepLog
 from evenpipe.megatron.script.hooks import save_patch, set_up_patch
-from evenpipe.megatron.script.log import show_figures
+from evenpipe.megatron.script.log import say, say_on_last_rank, show_figures
 from evenpipe.megatron.script.two_buffered.exit import ExitDecision
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, since
 from evenpipe.megatron.training_supported import training_patch
@@ -40,16 +40,15 @@ class TwoBufferedTraining:
         self.args = args
         self._schedule = schedule
         self._buffers: TwoBuffered | None = None
-        self.steps = StepLog(_say_on_last_rank, _say_on_first_rank, show_figures, means=True)
+        self.steps = StepLog(say_on_last_rank, say, show_figures, means=True)
         self.exit_decision = ExitDecision(args, self.steps.close)
         # Its barriers would join all stages in every iteration.
         args.barrier_with_L1_time = False
         if args.rerun_mode != "disabled":
             if args.rank == 0:
-                print(
-                    f" [evenpipe] 2bw: --rerun-mode {args.rerun_mode} is disabled, as a stream of batches cannot be "
-                    "run again; a loss that is no number still ends the run",
-                    flush=True,
+                say(
+                    f"2bw: --rerun-mode {args.rerun_mode} is disabled, as a stream of batches cannot be run again; "
+                    "a loss that is no number still ends the run"
                 )
             args.rerun_mode = "disabled"
 
@@ -104,13 +103,13 @@ def two_buffered_patches(training: Any) -> list[Patch]:
         training_patch(
             "exit",
             "megatron.training.training:checkpoint_and_decide_exit",
-            around(functools.partial(_decide_in_the_background, training)),
+            functools.partial(_decide_in_the_background, training),
             "2bw: all ranks are asked in every iteration whether to stop, which joins all stages",
         ),
         training_patch(
             "date",
             "megatron.training.training:print_datetime",
-            around(functools.partial(_interrupt, training)),
+            functools.partial(_interrupt, training),
             "2bw: a barrier before Megatron exits, at which nothing may be under way",
         ),
         *(
@@ -139,16 +138,6 @@ def _decide_in_the_background(
     return training.exit_decision.made_by(functools.partial(original, *args, **kwargs))
 
 
-def _say_on_last_rank(line: str) -> None:
-    from megatron.training import print_rank_last
-
-    print_rank_last(f" [evenpipe] {line}")
-
-
-def _say_on_first_rank(line: str) -> None:
-    print(f" [evenpipe] {line}", flush=True)
-
-
 def _known_to_all() -> list[Patch]:
     """Patches under which a rank itself says at once what Megatron-LM reduces over all stages in every iteration.
 
@@ -159,7 +148,7 @@ def _known_to_all() -> list[Patch]:
         training_patch(
             name,
             f"{module}:{function}",
-            around(lambda original, value, group=None: value),
+            lambda original, value, group=None: value,
             f"2bw: {what} of the finished step is known on all stages, and asking joins them",
         )
         # The functions moved when utils became a package.
