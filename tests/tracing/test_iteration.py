@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.tracing.row import Row
+from evenpipe.tracing.iteration import Row
 
 
 def test_ranks_are_aligned_by_what_most_barriers_say() -> None:

@@ -24,10 +24,6 @@ class _Found(NamedTuple):
     megatron: Findings | None
     deepspeed: Findings | None
 
-    @property
-    def supported(self) -> bool:
-        return all(findings.supported for findings in self if findings is not None)
-
 
 def add_to(commands: Commands) -> None:
     """Add the sub-command."""
@@ -52,25 +48,21 @@ def _run(arguments: Namespace) -> int:
             raise UsageError("--markdown lists what is the same for every release: leave out --check")
         print("\n".join(markdown()))
         return 0
-    found = _look() if arguments.check is None else _examine(arguments.check)
+    found = _found(arguments.check)
     if arguments.json:
         print(json.dumps(_document(found)))
     else:
         show(found.megatron, found.deepspeed, Console(), installed=arguments.check is None)
-    return int(arguments.check is not None and not found.supported)
+    return int(arguments.check is not None and not all(part.supported for part in found if part is not None))
 
 
-def _look() -> _Found:
+def _found(path: Path | None) -> _Found:
+    """In the folder `path`, or what this interpreter imports."""
     from evenpipe.deepspeed import catalogue as deepspeed
     from evenpipe.megatron import catalogue as megatron
 
-    return _Found(megatron.look(), deepspeed.look())
-
-
-def _examine(path: Path) -> _Found:
-    from evenpipe.deepspeed import catalogue as deepspeed
-    from evenpipe.megatron import catalogue as megatron
-
+    if path is None:
+        return _Found(megatron.look(), deepspeed.look())
     if not path.is_dir():
         raise UsageError(f"--check {path}: there is no such folder: name a checkout of Megatron-LM or DeepSpeed")
     found = _Found(

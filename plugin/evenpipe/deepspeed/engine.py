@@ -23,8 +23,7 @@ from evenpipe.report import check_writable
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Program, Programs, ScheduleError, Size, Step, Unit, links, loop
-from evenpipe.tracing.iteration import IterationTrace, TracedJob
-from evenpipe.tracing.row import Place
+from evenpipe.tracing.iteration import IterationTrace, Place, TracedJob
 from evenpipe.upstream.ending import end_job
 
 __all__ = ["EvenPipeEngine", "resumes_training", "trace_of"]

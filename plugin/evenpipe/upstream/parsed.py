@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-__all__ = ["Class", "Found", "Function", "Module", "Unreadable", "Value", "path_of"]
+__all__ = ["Class", "Found", "Function", "Module", "Unreadable", "Value", "decorators_of", "path_of"]
 
 
 class Unreadable(Exception):
@@ -21,11 +21,6 @@ class Function:
 
     module: Module
     node: ast.FunctionDef | ast.AsyncFunctionDef
-
-    @property
-    def decorators(self) -> set[str]:
-        """The last parts of the decorators' names."""
-        return _last_names(self.node.decorator_list)
 
 
 @dataclass(frozen=True)
@@ -56,11 +51,6 @@ class Class:
     module: Module
     node: ast.ClassDef
 
-    @property
-    def decorators(self) -> set[str]:
-        """The last parts of the decorators' names."""
-        return _last_names(self.node.decorator_list)
-
     def own(self, name: str) -> list[Found]:
         """What the class itself binds `name` to; several where a condition decides."""
         return [_found(self.module, statement, name) for statement in _binding(self.node.body, name)]
@@ -84,6 +74,11 @@ class Class:
 
 
 Found: TypeAlias = Function | Class | Value
+
+
+def decorators_of(definition: Function | Class) -> set[str]:
+    """The last parts of the decorators' names."""
+    return _last_names(definition.node.decorator_list)
 
 
 @dataclass(frozen=True)

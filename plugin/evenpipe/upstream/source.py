@@ -7,7 +7,7 @@ from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
-from evenpipe.upstream.parsed import Class, Found, Function, Module, Unreadable, Value
+from evenpipe.upstream.parsed import Class, Found, Function, Module, Unreadable, Value, decorators_of
 from evenpipe.upstream.symbols import BUILTIN, UpstreamError, module_of
 
 __all__ = ["literal_in", "signature_in"]
@@ -58,10 +58,10 @@ def _text(found: Found, in_class: bool) -> str:
         raise Unreadable(f"is made by {ast.unparse(found.node)} in {found.module.path}, which has to be run")
     if isinstance(found, Class):
         return str(Signature(_constructor(found)))
-    if "property" in found.decorators:
+    if "property" in decorators_of(found):
         return BUILTIN
     parameters = _parameters(found)
-    bound = in_class and "classmethod" in found.decorators
+    bound = in_class and "classmethod" in decorators_of(found)
     return str(Signature(parameters[1:] if bound else parameters))
 
 
@@ -95,7 +95,7 @@ def _constructor(definition: Class) -> list[Parameter]:
         for found in (*ancestor.own("__new__"), *ancestor.own("__init__")):
             if isinstance(found, Function):
                 return _parameters(found)[1:]
-        if "dataclass" in ancestor.decorators:
+        if "dataclass" in decorators_of(ancestor):
             return _fields(ancestor)
     return []
 
@@ -111,7 +111,7 @@ def _fields(definition: Class) -> list[Parameter]:
     """The parameters of the __init__ that a data class gets: bases' fields first, a redefined one in its old place."""
     fields: dict[str, Parameter | None] = {}
     for ancestor in reversed([*definition.lineage()]):
-        for statement in ancestor.node.body if "dataclass" in ancestor.decorators else ():
+        for statement in ancestor.node.body if "dataclass" in decorators_of(ancestor) else ():
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 name, annotation = statement.target.id, ast.unparse(statement.annotation)
                 if not annotation.removeprefix("typing.").startswith("ClassVar"):

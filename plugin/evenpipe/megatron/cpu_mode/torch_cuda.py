@@ -130,28 +130,28 @@ def random_patches() -> list[Patch]:
     return [
         patch(
             "torch.cuda.random:manual_seed",
-            lambda original: lambda seed: _seed(seed),
+            lambda original: lambda seed: _generator().manual_seed(int(seed)),
             one_generator,
             "(seed)",
             "torch.cuda:manual_seed",
         ),
         patch(
             "torch.cuda.random:get_rng_state",
-            lambda original: lambda device="cuda": _state(),
+            lambda original: lambda device="cuda": _generator().get_state(),
             one_generator,
             "(device='cuda')",
             "torch.cuda:get_rng_state",
         ),
         patch(
             "torch.cuda.random:set_rng_state",
-            lambda original: lambda new_state, device="cuda": _set_state(new_state),
+            lambda original: lambda new_state, device="cuda": _generator().set_state(new_state),
             one_generator,
             "(new_state, device='cuda')",
             "torch.cuda:set_rng_state",
         ),
         patch(
             f"{random}:_set_cuda_rng_state",
-            lambda original: lambda new_state, device=-1, graph_safe=False: _set_state(new_state),
+            lambda original: lambda new_state, device=-1, graph_safe=False: _generator().set_state(new_state),
             one_generator,
             "(new_state, device=-1, graph_safe=False)",
         ),
@@ -164,22 +164,10 @@ def random_patches() -> list[Patch]:
     ]
 
 
-def _seed(seed: int) -> None:
+def _generator() -> torch.Generator:
     import torch
 
-    torch.default_generator.manual_seed(int(seed))
-
-
-def _state() -> torch.Tensor:
-    import torch
-
-    return torch.get_rng_state()
-
-
-def _set_state(state: torch.Tensor) -> None:
-    import torch
-
-    torch.set_rng_state(state)
+    return torch.default_generator
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ def install() -> None:
     """
     if os.environ.get("EVENPIPE_CPU") == "1":
         _cpu_mode()
-    elif _help_is_asked_for():
+    elif not {"-h", "--help"}.isdisjoint(sys.argv[1:]):
         when_imported("megatron.core", _cpu_mode_without_gpu)
     for patches in script_patches():
         when_imported(patches.list()[0].targets[0].partition(":")[0], functools.partial(apply_or_end, patches))
@@ -59,10 +59,6 @@ def _start_first(original: Callable[..., Any], args: Namespace, *more: Any, **ot
 
     start(args)
     return original(args, *more, **others)
-
-
-def _help_is_asked_for() -> bool:
-    return not {"-h", "--help"}.isdisjoint(sys.argv[1:])
 
 
 def _cpu_mode_without_gpu() -> None:

@@ -82,8 +82,7 @@ def trace_of(path: Path, iteration: int | None, args: Namespace) -> IterationTra
     from megatron.core import parallel_state
 
     from evenpipe.megatron.script.log import say
-    from evenpipe.tracing.iteration import IterationTrace, TracedJob
-    from evenpipe.tracing.row import Place
+    from evenpipe.tracing.iteration import IterationTrace, Place, TracedJob
 
     def place() -> Place:
         data, context = parallel_state.get_data_parallel_rank(), parallel_state.get_context_parallel_rank()

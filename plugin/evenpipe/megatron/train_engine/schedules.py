@@ -83,7 +83,7 @@ class _EvenPipeSchedule(Observer):
         return self._before if self.schedule.executor is None else self.schedule.executor.counter
 
     def start_batch(self) -> None:
-        """A batch begins, of which the executor tells."""
+        """A batch begins, which the executor tells by itself."""
 
     def started(self, action: Action) -> None:
         self._recorder.started(self._along_the_run(action))
