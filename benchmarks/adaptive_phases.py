@@ -16,7 +16,7 @@ from emulation import clock_ms
 from harness import Tick, progress_bar, run_in_processes
 from rich.table import Table
 
-from evenpipe.planner import Candidate, GroupedSchedule, StageTimes
+from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes
 from evenpipe.schedule import Programs
 from evenpipe.tuner.collective import retune
 from evenpipe.tuner.tuner import Tuner

@@ -74,11 +74,11 @@ class EmulatedPipeline:
 
     def message_ms(self, bursts: Sequence[Burst]) -> list[dict[Link, float]]:
         """Measure all links once; per burst and link the milliseconds of a message, the same on all ranks."""
-        mine = measure_links(self.connections, self.stage, self.stages, bursts, 1, _CPU)
+        mine = measure_links(self.connections, self.stage, self.stages, bursts, _CPU)
         every: list[Any] = [None] * self.stages
         dist.all_gather_object(every, mine)
         return [
-            {link: rounds[number][0] for measured in every for link, rounds in measured.items()}
+            {link: by_burst[number] for measured in every for link, by_burst in measured.items()}
             for number in range(len(bursts))
         ]
 

@@ -14,7 +14,7 @@ from emulation import clock_ms
 from harness import Tick, progress_bar, run_in_processes
 from rich.table import Table
 
-from evenpipe.planner import StageTimes, estimate_ms
+from evenpipe.planner.grouped import StageTimes, estimate_ms
 from evenpipe.schedule import Link, Program, Size, build
 from evenpipe.tuner.links import Burst
 

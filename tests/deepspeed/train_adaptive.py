@@ -16,7 +16,7 @@ from typing import Any
 
 from train_tiny import MICRO_BATCH, Case, digest, engine_of, run
 
-from evenpipe.planner import Candidate
+from evenpipe.planner.grouped import Candidate
 from evenpipe.tuner.tuner import Tuner
 
 

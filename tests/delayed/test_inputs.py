@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenpipe.delayed import InputError, ReadAhead
+from evenpipe.delayed.inputs import InputError, ReadAhead
 
 
 def forward(reader, reads=1):

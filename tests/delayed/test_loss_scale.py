@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenpipe.delayed import LossScale
+from evenpipe.delayed.steps import LossScale
 
 SKIPPED = [True, True, False, True, False, False, False, True, False]
 

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenpipe.planner import Candidate, GroupedSchedule, PlanError, StageMemory, candidates, peak_bytes
+from evenpipe.planner.candidates import PlanError, candidates
+from evenpipe.planner.grouped import Candidate, GroupedSchedule
+from evenpipe.planner.memory import StageMemory, peak_bytes
 from evenpipe.schedule import Programs
 
 GIB = 2**30

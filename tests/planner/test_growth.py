@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenpipe.planner import Measured, StageMemory, growth, stage_memory, stage_times, unit_bytes
+from evenpipe.planner.memory import Measured, StageMemory, growth, stage_memory, stage_times, unit_bytes
 
 BYTES, SIZES = st.integers(0, 10**9), st.integers(1, 64)
 SMALL = Measured(1.0, 2.0, 230, 50, 24, 12, 1000)

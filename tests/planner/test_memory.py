@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from evenpipe.planner import Candidate, GroupedSchedule, StageMemory, peak_bytes, unit_bytes
-from evenpipe.planner.memory import messages_at_once
+from evenpipe.planner.grouped import Candidate, GroupedSchedule
+from evenpipe.planner.memory import StageMemory, messages_at_once, peak_bytes, unit_bytes
 from evenpipe.schedule import Action, Programs, Size, Spec, lower
 from evenpipe.simulate import Costs, simulate
 from tests.schedules import build

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenpipe.settings import ConfigError, EvenPipeConfig
+from evenpipe.settings.config import ConfigError, EvenPipeConfig
 
 
 def test_nothing_asked_for_is_a_run_without_evenpipe():

@@ -5,15 +5,9 @@ from pathlib import Path
 import pytest
 
 from evenpipe.schedule import Size, build
-from evenpipe.settings import (
-    COMMAND,
-    CONTRADICTIONS,
-    CONTRADICTIONS_ON_CPU,
-    FLAGS,
-    SECTION,
-    EvenPipeConfig,
-    contradiction_in,
-)
+from evenpipe.settings.config import EvenPipeConfig
+from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in
+from evenpipe.settings.spelling import COMMAND, FLAGS, SECTION
 
 TABLE = Path(__file__).with_name("table.txt")
 CASES = [

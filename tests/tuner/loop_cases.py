@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from evenpipe.planner import GroupedSchedule, Measured, PlanError, divisors
+from evenpipe.planner.candidates import PlanError, divisors
+from evenpipe.planner.grouped import GroupedSchedule
+from evenpipe.planner.memory import Measured
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Programs, links, loop

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from evenpipe.planner import Candidate, GroupedSchedule, Measured, PlanError, StageMemory, StageTimes
+from evenpipe.planner.candidates import PlanError
+from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes
+from evenpipe.planner.memory import Measured, StageMemory
 from evenpipe.schedule import Programs
-from evenpipe.tuner.conditions import Conditions
-from evenpipe.tuner.exploration import Explored, explore
+from evenpipe.tuner.exploration import Conditions, Explored, explore
 from evenpipe.tuner.tuner import Tuner
 
 STATIC, SHARED, FIXED, BY_SAMPLE, MESSAGE, WORKSPACE = 1000, 50, 30, 100, 10, 5

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from evenpipe.planner import GroupedSchedule, StageMemory
+from evenpipe.planner.grouped import GroupedSchedule
+from evenpipe.planner.memory import StageMemory
 from evenpipe.schedule import Programs, find
-from evenpipe.tuner.conditions import Conditions
+from evenpipe.tuner.exploration import Conditions
 
 STATES = Path(__file__).with_name("states")
 SIZES = (1, 2, 4, 8)

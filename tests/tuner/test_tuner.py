@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenpipe.planner import Candidate, GroupedSchedule, StageTimes, estimate_ms
+from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes, estimate_ms
 from evenpipe.schedule import Programs, links, loop
 from evenpipe.tuner import tuner as tuner_module
 from evenpipe.tuner.tuner import HYSTERESIS, Tuner, thinned_out

@@ -12,7 +12,7 @@ from evenpipe.cli.values import group_size, output_file, picture_file
 from evenpipe.report import StageMemory, Timeline, perfetto_trace, write_atomically
 from evenpipe.report.picture import draw_comparison
 from evenpipe.schedule import Program, Programs, Schedule, ScheduleError, Size, choose, names
-from evenpipe.settings import in_flags
+from evenpipe.settings.spelling import in_flags
 from evenpipe.simulate import Simulation
 
 __all__ = [

@@ -18,7 +18,7 @@ from evenpipe.deepspeed.lowering import ACTIONS, ProgramSchedule
 from evenpipe.deepspeed.refusals import refuse_unsupported
 from evenpipe.deepspeed.section import Section, SectionError, section_of, with_deepspeeds_names
 from evenpipe.deepspeed.stage import EngineStage
-from evenpipe.delayed import StepLog
+from evenpipe.delayed.log import StepLog
 from evenpipe.report import check_writable
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from evenpipe.delayed import StepLog
+from evenpipe.delayed.log import StepLog
 from evenpipe.report.log_line import log_line, scalars
 from evenpipe.runtime.figures import StageFigures, per_stage
 

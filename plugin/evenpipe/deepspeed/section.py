@@ -10,7 +10,9 @@ from typing import Any, Final, Literal
 from pydantic import Field, ValidationError
 
 from evenpipe.schedule import Need, ScheduleError, check_offers
-from evenpipe.settings import CONTRADICTIONS, SECTION, EvenPipeConfig, contradiction_in, first_problem, only_tuned
+from evenpipe.settings.config import EvenPipeConfig, first_problem
+from evenpipe.settings.contradictions import CONTRADICTIONS, contradiction_in, only_tuned
+from evenpipe.settings.spelling import SECTION
 
 __all__ = ["NAME", "Section", "SectionError", "section_of", "with_deepspeeds_names"]
 

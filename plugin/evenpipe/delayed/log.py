@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from evenpipe.delayed.steps import DelayedSteps, StepResult
+from evenpipe.delayed.steps import DelayedSteps, Outcome
 from evenpipe.runtime.exchange import Exchange
 from evenpipe.runtime.figures import StageFigures
 from evenpipe.runtime.gather import gather_text
@@ -39,7 +39,8 @@ class StepLog:
         self._show = show
         self._means = means
         self._steps: DelayedSteps | None = None
-        self._figures: _BackgroundFigures | None = None
+        self._exchange: Exchange | None = None
+        self._sent: tuple[int, int] | None = None  # the iteration whose figures are under way, and how many stages
         self._first = self._mean_from = 1
         self._resumed = False
         self._said: int | None = None  # the last iteration whose norm was said; None where there is no log
@@ -54,21 +55,26 @@ class StepLog:
     def iteration_ended(self, iteration: int, stage: int) -> None:
         """After every iteration, first of all."""
         if iteration == self._first and self._steps is not None:
-            sizes = [stage, self._steps.weight_version_bytes, self._steps.held_gradient_bytes]
+            sizes = [stage, self._steps.versions.nbytes, self._steps.held_gradient_bytes]
             if (texts := gather_text(json.dumps(sizes))) is not None:
                 self._say_first(memory_line([json.loads(text) for text in texts]))
         self.gathered()
 
     def gather(self, iteration: int, figures: StageFigures, stage: int, stages: int, device: torch.device) -> None:
         """Send this rank's figures of `iteration`, which are shown after the next one."""
-        if self._figures is None:
-            self._figures = _BackgroundFigures(stage, stages, device)
-        self._figures.start(iteration, figures)
+        if self._exchange is None:
+            self._exchange = Exchange.among_all(1 + len(figures), device)
+        self._exchange.start([stage, *figures])
+        self._sent = iteration, stages
 
     def gathered(self) -> None:
-        """Show the figures that were sent, if any."""
-        if self._figures is not None and (found := self._figures.finish()) is not None:
-            self._show(*found)
+        """Show the figures that were sent, if any: of each the largest, per stage."""
+        if self._exchange is None or self._sent is None:
+            return
+        (iteration, stages), self._sent = self._sent, None
+        rows = self._exchange.finish()
+        of_stages = [_largest(rows, stage) for stage in range(stages)]
+        self._show(iteration, [StageFigures(int(live), int(peak), int(out), ms) for live, peak, out, ms in of_stages])
 
     def logged(self, iteration: int, resets: bool = True) -> None:
         """The framework has logged `iteration`; `resets`: the next one begins a new mean."""
@@ -89,38 +95,13 @@ class StepLog:
             self._say(step_line(None, finished))
             self._said = finished[0]
 
-    def _finished(self) -> tuple[int, StepResult] | None:
+    def _finished(self) -> tuple[int, Outcome] | None:
         """The step that was finished last, and its iteration as the log counts."""
         finished = self._steps.finished if self._steps is not None else None
-        return None if finished is None else (self._first + finished.batch, finished)
+        return None if finished is None else (self._first + finished[0], finished[1])
 
 
-class _BackgroundFigures:
-    """Every rank's figures of an iteration, gathered while the next one runs; all start and finish at the same ones."""
-
-    def __init__(self, stage: int, stages: int, device: torch.device) -> None:
-        self._stage = stage
-        self._stages = stages
-        self._iteration: int | None = None
-        self._exchange = Exchange.among_all(1 + len(StageFigures._fields), device)
-
-    def start(self, iteration: int, figures: StageFigures) -> None:
-        """Send this rank's; what was sent before has been fetched."""
-        self._exchange.start([self._stage, *figures])
-        self._iteration = iteration
-
-    def finish(self) -> tuple[int, tuple[StageFigures, ...]] | None:
-        """The iteration that was sent last, with the largest of each figure per stage; None where none was."""
-        if self._iteration is None:
-            return None
-        rows, iteration, self._iteration = self._exchange.finish(), self._iteration, None
-        of_stages = [_largest(rows, stage) for stage in range(self._stages)]
-        return iteration, tuple(StageFigures(int(live), int(peak), int(out), ms) for live, peak, out, ms in of_stages)
-
-
-def step_line(
-    losses: tuple[int, int] | None, finished: tuple[int, StepResult] | None, saved_at: int | None = None
-) -> str:
+def step_line(losses: tuple[int, int] | None, finished: tuple[int, Outcome] | None, saved_at: int | None = None) -> str:
     """One line: the iterations of the loss that the framework has just logged, and that of the norm that is known.
 
     Before a step is `finished`, that is the norm of the iteration that was `saved_at`.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.delayed.steps import DelayedSteps
+from evenpipe.report.files import move_durably, write_durably
 
 __all__ = ["move", "resume", "write"]
 
@@ -32,34 +31,21 @@ def write(path: Path, checkpoint: str, steps: DelayedSteps, newest: Iterable[Ten
     the file cannot be written.
     """
     content = {"format": _FORMAT, "newest": _fingerprint(newest), "state": steps.state_dict()}
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        move(temporary, path)
+        write_durably(path, lambda file: torch.save(content, file))
     except (OSError, RuntimeError) as error:
+        said = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise RuntimeError(
-            f"the checkpoint {checkpoint} could not be saved: {path}: {' '.join(str(error).split())}: "
+            f"the checkpoint {checkpoint} could not be saved: {path}: {said}: "
             "make room, and go on from the one before, which is whole"
         ) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
 
 
 def move(path: Path, to: Path) -> None:
     """Give a file another name, which is safe on disk when this returns."""
     to.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(path, to)
-    for folder in {path.parent, to.parent}:
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    move_durably(path, to)
 
 
 def resume(steps: DelayedSteps, candidates: Iterable[Path], newest: Sequence[Tensor], device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -10,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evenpipe.delayed.loss_scale import LossScale
 from evenpipe.runtime.exchange import Exchange
 from evenpipe.runtime.weight_versions import WeightVersions
 
-__all__ = ["DelayedSteps", "Outcome", "StepResult"]
+__all__ = ["DelayedSteps", "LossScale", "Outcome"]
 
 _Settings = list[dict[str, Any]]
 
@@ -27,13 +27,44 @@ class Outcome(NamedTuple):
     num_zeros: float | None
 
 
-class StepResult(NamedTuple):
-    """What came of the step of `batch`, counted from 0 since the weights were made or loaded."""
+class LossScale:
+    """fp16: the loss scale of each batch under way, which it keeps from its begin until its step.
 
-    batch: int
-    updated: bool
-    grad_norm: float | None
-    num_zeros: float | None
+    `read` gives the scaler's, `learn` tells it whether a batch overflowed. A step is finished in the middle of the next
+    batch, on each stage at another micro-batch. So what comes of it is for the batch after that one, whether or not the
+    stream is drained in between: all stages agree, and so do runs with evaluations, saves and resumes.
+    """
+
+    def __init__(self, read: Callable[[], Any], learn: Callable[[bool], object]) -> None:
+        self._read = read
+        self._learn = learn
+        self._outcomes: deque[tuple[int, bool]] = deque()  # batches that the scaler has not learnt of, in order
+        #: The scale of the batch whose losses are being computed, and of that whose step is to come.
+        self.present: Any = 1.0
+        self.submitted: Any = 1.0
+
+    @property
+    def unlearnt(self) -> list[bool]:
+        """Whether the batches overflowed that the scaler has not learnt of: after `drain`, the last one at most."""
+        return [overflow for _, overflow in self._outcomes]
+
+    def start_batch(self, batch: int) -> None:
+        """The call of `batch` begins, or could: the scaler learns of what came two batches before, and earlier."""
+        while self._outcomes and self._outcomes[0][0] <= batch - 2:
+            self._learn(self._outcomes.popleft()[1])
+        self.present = self._read()
+
+    def submit(self) -> None:
+        """The batch ends whose losses were multiplied by the present scale."""
+        self.submitted = self.present
+
+    def step_ended(self, batch: int, overflow: bool) -> None:
+        """The step of `batch` was made, or skipped since it had a value that is not finite."""
+        self._outcomes.append((batch, overflow))
+
+    def restart(self, batch: int, unlearnt: Sequence[bool]) -> None:
+        """Go on with `batch` from a checkpoint, whose scaler has not learnt of the batches right before it."""
+        self._outcomes = deque(zip(range(batch - len(unlearnt), batch), unlearnt, strict=True))
 
 
 class DelayedSteps(ABC):
@@ -74,19 +105,9 @@ class DelayedSteps(ABC):
         self._finished: int | None = None
 
     @property
-    def finished(self) -> StepResult | None:
-        """The last step of which everything is known."""
-        return None if self._finished is None else StepResult(self._finished - self.loaded_at, *self.outcome)
-
-    @property
-    def versions_peak(self) -> int:
-        """The most weight versions that there have been at once."""
-        return self.versions.peak
-
-    @property
-    def weight_version_bytes(self) -> int:
-        """The memory of the second version: the parameters, or the flat buffers that they lie in."""
-        return self.versions.nbytes
+    def finished(self) -> tuple[int, Outcome] | None:
+        """The last batch of whose step everything is known, counted from 0 since the weights were made or loaded."""
+        return None if self._finished is None else (self._finished - self.loaded_at, self.outcome)
 
     @property
     @abstractmethod

@@ -1,14 +1,14 @@
-"""A schedule whose micro-batches run in groups of a size that is to be chosen, as planner and tuner know it."""
+"""A schedule whose micro-batches run in groups of a size to be chosen: what it saves, and how long a batch takes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from evenpipe.schedule import Program, Programs, Size, build
-from evenpipe.simulate import Costs, simulate
+from evenpipe.schedule import Link, Program, Programs, Size, build
+from evenpipe.simulate import Costs, Wire, simulate
 
-__all__ = ["Candidate", "GroupedSchedule"]
+__all__ = ["Candidate", "GroupedSchedule", "StageTimes", "estimate_ms"]
 
 
 class Candidate(NamedTuple):
@@ -51,3 +51,20 @@ class GroupedSchedule(NamedTuple):
 
     def _size(self, candidate: Candidate) -> Size:
         return Size(self.stages, candidate.m, group_size=candidate.k)
+
+
+class StageTimes(NamedTuple):
+    """Per stage, milliseconds that it computes for one micro-batch of one size."""
+
+    forward_ms: tuple[float, ...]
+    backward_ms: tuple[float, ...]
+
+
+def estimate_ms(program: Program, times: StageTimes, message_ms: Mapping[Link, float]) -> float:
+    """Milliseconds from the first forward of a batch to its last backward, from the simulator (Ada-Grouper §4.3).
+
+    `message_ms` is what one message takes on a link end to end, and occupies it; links that are left out, such as those
+    of evictions, are taken as free.
+    """
+    wires = {link: Wire(transmit_ms=ms) for link, ms in message_ms.items()}
+    return simulate(program, Costs(times.forward_ms, times.backward_ms, links=wires)).makespan_ms

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
-__all__ = ["check_writable", "write_atomically"]
+__all__ = ["check_writable", "move_durably", "write_atomically", "write_durably"]
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -21,6 +23,41 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_durably(path: Path, fill: Callable[[BinaryIO], object]) -> None:
+    """Put what ``fill`` writes at ``path``: safe on disk as a whole when this returns, or not there.
+
+    Raises OSError, which names the path.
+    """
+    temporary = path.with_name(f".{path.name}")
+    try:
+        with temporary.open("wb") as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        move_durably(temporary, path)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def move_durably(path: Path, to: Path) -> None:
+    """Give a file or a folder another name, which is safe on disk when this returns."""
+    os.replace(path, to)
+    for folder in {path.parent, to.parent}:
+        _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    """A name is safe only when the folder that has it is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_writable(path: Path) -> str | None:

@@ -10,13 +10,12 @@ DIR/iter_0000010.replaced/         makes room for another of its name, and comes
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
-from evenpipe.report.files import check_writable
+from evenpipe.report.files import check_writable, move_durably, write_durably
 from evenpipe.train.engines import ENGINES
 from evenpipe.train.options import OptionsError, TrainOptions, flag
 
@@ -75,7 +74,7 @@ class Draft:
 
     def write(self, name: str, fill: Callable[[BinaryIO], object]) -> None:
         """A file of the checkpoint, safely on disk when this returns."""
-        _write(self.partial / name, fill)
+        write_durably(self.partial / name, fill)
 
     def discard(self) -> None:
         """As if it had never been begun."""
@@ -91,13 +90,11 @@ class Draft:
             "files": {path.name: path.stat().st_size for path in sorted(self.partial.iterdir())},
         }
         self.write(_MANIFEST, lambda file: file.write(json.dumps(manifest, indent=1).encode()))
-        _sync_folder(self.partial)
         replaced = self.final.with_suffix(".replaced")
         if self.final.exists():
             self.final.rename(replaced)
-        self.partial.rename(self.final)
-        _sync_folder(self._directory)
-        _name_latest(self._directory, self.final.name)
+        move_durably(self.partial, self.final)
+        write_durably(self._directory / _LATEST, lambda file: file.write(f"{self.final.name}\n".encode()))
         shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -191,34 +188,3 @@ def _settle(directory: Path) -> None:
             shutil.rmtree(replaced)
         else:
             replaced.rename(final)
-
-
-def _name_latest(directory: Path, name: str) -> None:
-    temporary = directory / f".{_LATEST}"
-    try:
-        _write(temporary, lambda file: file.write(f"{name}\n".encode()))
-        temporary.replace(directory / _LATEST)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync_folder(directory)
-
-
-def _write(path: Path, fill: Callable[[BinaryIO], object]) -> None:
-    """On disk when this returns. Raises OSError, which names the path."""
-    try:
-        with path.open("wb") as file:
-            fill(file)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        error.filename = str(path)
-        raise
-
-
-def _sync_folder(folder: Path) -> None:
-    """A name is safe only when the folder that has it is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

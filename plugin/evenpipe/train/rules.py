@@ -6,14 +6,9 @@ import re
 from typing import Final
 
 from evenpipe.schedule import FORWARD, ScheduleError, Stream, check_offers
-from evenpipe.settings import (
-    COMMAND,
-    CONTRADICTIONS,
-    CONTRADICTIONS_ON_CPU,
-    EvenPipeConfig,
-    contradiction_in,
-    in_flags,
-)
+from evenpipe.settings.config import EvenPipeConfig
+from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in
+from evenpipe.settings.spelling import COMMAND, in_flags
 from evenpipe.train.device_type import device_type
 from evenpipe.train.engines import ENGINES
 from evenpipe.train.fields import TrainFields

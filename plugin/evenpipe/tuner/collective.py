@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from evenpipe.planner import Measured
+from evenpipe.planner.memory import Measured
 from evenpipe.runtime.connections import Connections
 from evenpipe.schedule import links, loop
 from evenpipe.tuner.links import Burst, measure_links
@@ -41,15 +41,15 @@ def retune(
     burst_of = {one: Burst(min(one.k, _LONGEST_BURST), message_bytes[one.b]) for one in candidates}
     bursts = sorted(set(burst_of.values()))
     tested = links(loop(stages))
-    nothing = ((0.0,),) * len(bursts)
+    nothing = (0.0,) * len(bursts)
     began = time.monotonic()
     for rounds in range(1, WINDOW + 1):
-        measured = measure_links(connections, stage, stages, bursts, 1, device)
+        measured = measure_links(connections, stage, stages, bursts, device)
         mine = [[measured.get(link, nothing)[number] for link in tested] for number in range(len(bursts))]
         taken_ms = dict(zip(bursts, highest_of_all(mine, device), strict=True))
         for candidate in candidates:
             for link, message_ms in zip(tested, taken_ms[burst_of[candidate]], strict=True):
-                tuner.observe(candidate, link, message_ms)
+                tuner.observe(candidate, link, [message_ms])
         [spent_s] = highest_of_all([time.monotonic() - began], device)
         if spent_s / rounds * (rounds + 1) > _LONGEST_S:
             break

@@ -1,24 +1,77 @@
-"""Which micro-batch sizes are measured, in which order, before a run is tuned (Ada-Grouper §5.2)."""
+"""Which micro-batch sizes are measured, in which order, before a run is tuned (Ada-Grouper §5.2), and what follows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
-from evenpipe.planner import (
-    Candidate,
-    GroupedSchedule,
+from evenpipe.planner.candidates import candidates
+from evenpipe.planner.grouped import Candidate, GroupedSchedule
+from evenpipe.planner.memory import (
     Measured,
     StageMemory,
     peak_bytes,
+    saved_peaks,
     stage_memory,
     stage_times,
     unit_bytes,
 )
-from evenpipe.tuner.conditions import Conditions
-from evenpipe.tuner.tuner import Tuner
+from evenpipe.tuner.tuner import Tuner, thinned_out
 
-__all__ = ["Explored", "explore"]
+__all__ = ["Conditions", "Explored", "explore"]
+
+_FORMAT: Final = "evenpipe.tuner/1"
+#: The schedule of states that do not say which.
+_FIRST: Final = "kfkb"
+#: Memory that differs by less is the same.
+_SAME: Final = 0.01
+
+
+class Conditions(NamedTuple):
+    """What the candidates of a tuned run follow from, and what a saved tuner is of use for; the same on all ranks.
+
+    What trains `samples` in a replica's batch, the memory limit of a process, and what stages need.
+    """
+
+    schedule: GroupedSchedule
+    samples: int
+    limit_bytes: int
+    memory: tuple[StageMemory, ...]
+
+    def fitting(self, sizes: Sequence[int]) -> tuple[Candidate, ...]:
+        """The candidates to tune among, with micro-batches of one of `sizes`. Raises PlanError where none fits."""
+        return thinned_out(candidates(self.memory, self.samples, self.limit_bytes, self.schedule, sizes))
+
+    def predicted_saved_bytes(self, used: Sequence[Candidate]) -> tuple[int, ...]:
+        """Per stage, the most that one of its processes saves for backwards under any of `used`."""
+        peaks = [saved_peaks(self.memory, candidate, self.schedule) for candidate in used]
+        return tuple(map(max, zip(*peaks, strict=True)))
+
+    def state_dict(self, tuner: Tuner) -> dict[str, Any]:
+        """What a run needs to go on tuning as this one would, as JSON has it; the same on all ranks."""
+        return {**self._named(), "memory": [list(stage) for stage in self.memory], "tuner": tuner.state_dict()}
+
+    def resumed(
+        self, state: Mapping[str, Any], sizes: Collection[int], interval: int | None, iteration: int
+    ) -> Tuner | None:
+        """Before `iteration`, the tuner of the run that gave `state`; None if that one's conditions were others."""
+        memory = [StageMemory(*stage) for stage in state.get("memory", ())]
+        if not self._named().items() <= ({"schedule": _FIRST} | dict(state)).items() or not _alike(memory, self.memory):
+            return None
+        tuner = Tuner(self.schedule, (), {}, interval)
+        tuner.load_state_dict(state["tuner"], iteration)
+        return tuner if {candidate.b for candidate in tuner.candidates} <= set(sizes) else None
+
+    def _named(self) -> dict[str, Any]:
+        """Those that have to be the same to the last digit."""
+        return {
+            "format": _FORMAT,
+            "schedule": self.schedule.programs.spec.name,
+            "samples": self.samples,
+            "bpipe": self.schedule.programs.bpipe,
+            "limit_bytes": self.limit_bytes,
+        }
 
 
 class Explored(NamedTuple):
@@ -55,17 +108,23 @@ def explore(
             needed = max(peak_bytes(memory, Candidate(1, size, samples // size), schedule))
         if needed <= limit_bytes:
             found[size] = yield size
-            memory = _grown(found[smallest], smallest, found[size], size)
+            pairs = zip(found[smallest], found[size], strict=True)
+            memory = tuple(stage_memory(few, smallest, more, size) for few, more in pairs)
     conditions = Conditions(schedule, samples, limit_bytes, memory)
     tuner = resumed(conditions)
     if tuner is None:
-        candidates = conditions.fitting(sizes)
-        for size in sorted({candidate.b for candidate in candidates} - found.keys()):
+        fitting = conditions.fitting(sizes)
+        for size in sorted({candidate.b for candidate in fitting} - found.keys()):
             found[size] = yield size
         times = {size: stage_times(measured) for size, measured in found.items()}
-        tuner = Tuner(schedule, candidates, times, interval)
+        tuner = Tuner(schedule, fitting, times, interval)
     return Explored(conditions, tuner)
 
 
-def _grown(small: Sequence[Measured], size: int, large: Sequence[Measured], larger: int) -> tuple[StageMemory, ...]:
-    return tuple(stage_memory(few, size, more, larger) for few, more in zip(small, large, strict=True))
+def _alike(saved: Sequence[StageMemory], now: Sequence[StageMemory]) -> bool:
+    """Whether runs hold the same, but for what libraries of other versions may keep."""
+    return len(saved) == len(now) and all(
+        math.isclose(before, after, rel_tol=_SAME)
+        for one, other in zip(saved, now, strict=True)
+        for before, after in zip(one, other, strict=True)
+    )

@@ -27,23 +27,21 @@ class Burst(NamedTuple):
 
 
 def measure_links(
-    connections: Connections, stage: int, stages: int, bursts: Sequence[Burst], rounds: int, device: torch.device
-) -> dict[Link, tuple[tuple[float, ...], ...]]:
-    """For each link between neighbours on which `stage` receives, per burst and round: milliseconds of a message.
+    connections: Connections, stage: int, stages: int, bursts: Sequence[Burst], device: torch.device
+) -> dict[Link, tuple[float, ...]]:
+    """For each link between neighbours on which `stage` receives, per burst: milliseconds of a message.
 
     All stages of a pipeline call it, between batches; nothing is under way when it returns. Receives are posted ahead,
-    as in a batch, so that a message's time is its share of the burst's, end to end. In a round all bursts follow each
-    other, on all links of one direction at once, then of the other, as a pipeline uses them. Needs memory for two
-    messages of the largest size.
+    as in a batch, so that a message's time is its share of the burst's, end to end. All bursts follow each other, on
+    all links of one direction at once, then of the other, as a pipeline uses them. Needs memory for two messages of the
+    largest size.
     """
     probe = _Probe(connections, stage, stages, max(burst.nbytes for burst in bursts), device)
     latency_ms = probe.latencies_ms()
-    found: dict[Link, list[list[float]]] = {link: [[] for _ in bursts] for link in latency_ms}
-    for _ in range(rounds):
-        for link, taken_ms in (probe.round_ms(True, bursts) | probe.round_ms(False, bursts)).items():
-            for measured, burst, ms in zip(found[link], bursts, taken_ms, strict=True):
-                measured.append((latency_ms[link] + ms) / burst.messages)
-    return {link: tuple(map(tuple, by_burst)) for link, by_burst in found.items()}
+    return {
+        link: tuple((latency_ms[link] + ms) / burst.messages for burst, ms in zip(bursts, taken_ms, strict=True))
+        for link, taken_ms in (probe.round_ms(True, bursts) | probe.round_ms(False, bursts)).items()
+    }
 
 
 class _Probe:

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from evenpipe.planner import Candidate, GroupedSchedule, Measured
+from evenpipe.planner.grouped import Candidate, GroupedSchedule
+from evenpipe.planner.memory import Measured
 from evenpipe.runtime.executor import Executor
 from evenpipe.tuner.collective import of_all_stages, retune
-from evenpipe.tuner.conditions import Conditions
-from evenpipe.tuner.exploration import Explored, explore
+from evenpipe.tuner.exploration import Conditions, Explored, explore
 from evenpipe.tuner.tuner import Retune, Tuner
 
 __all__ = ["AdaptiveLoop", "decision_line"]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
-from evenpipe.planner import Candidate, GroupedSchedule, StageTimes, estimate_ms
+from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes, estimate_ms
 from evenpipe.schedule import Link, Program
 
 __all__ = ["HYSTERESIS", "WINDOW", "Retune", "Tuner", "thinned_out"]

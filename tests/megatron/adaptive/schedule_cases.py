@@ -104,8 +104,9 @@ def switching(
     turns: tuple[tuple[int, int], ...], bpipe: bool, dropout: float, schedule_of: Callable[[], Any] = lambda: "kfkb"
 ) -> dict[str, Any]:
     """`turns` are decided for, one after the other; with what was predicted for each."""
-    from evenpipe.planner import Candidate, saved_peaks
-    from evenpipe.tuner.conditions import Conditions
+    from evenpipe.planner.grouped import Candidate
+    from evenpipe.planner.memory import saved_peaks
+    from evenpipe.tuner.exploration import Conditions
     from evenpipe.tuner.tuner import Tuner
 
     of = learner(dropout)

@@ -13,7 +13,8 @@ import torch
 pytest.importorskip("megatron.core")
 
 from evenpipe.megatron.profile import PlannedRun, ProfileError, stage_memories, stage_memory
-from evenpipe.planner import Candidate, GroupedSchedule, StageMemory, unit_bytes
+from evenpipe.planner.grouped import Candidate, GroupedSchedule
+from evenpipe.planner.memory import StageMemory, unit_bytes
 from evenpipe.train.options import TrainOptions
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -6,7 +6,7 @@ import pytest
 
 from evenpipe.megatron.script.checks import check
 from evenpipe.megatron.script.flags import ArgumentError
-from evenpipe.settings import EvenPipeConfig
+from evenpipe.settings.config import EvenPipeConfig
 
 
 def megatrons(**others):

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from evenpipe.megatron.script.flags import ArgumentError, add_flags, config_from, destination
-from evenpipe.settings import EvenPipeConfig, flag
+from evenpipe.settings.config import EvenPipeConfig
+from evenpipe.settings.spelling import flag
 
 
 def parsed(*flags):

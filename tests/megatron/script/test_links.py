@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core")
 from evenpipe.megatron.script.link_table import LinkTable, recompute_scope, transfer_need
 from evenpipe.runtime.locations import ProcessLocation
 from evenpipe.runtime.placement import place
-from evenpipe.settings import EvenPipeConfig
+from evenpipe.settings.config import EvenPipeConfig
 
 EVICTIONS = (4, 0, 0, 0)
 

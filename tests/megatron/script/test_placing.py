@@ -6,7 +6,7 @@ import pytest
 
 from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.megatron.script.placing import place_process, why_not_placed
-from evenpipe.settings import EvenPipeConfig
+from evenpipe.settings.config import EvenPipeConfig
 
 ASKED = EvenPipeConfig(bpipe=True, pair_adjacent=True)
 AUTOMATIC = EvenPipeConfig(bpipe=True)

@@ -19,7 +19,7 @@ from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
 from evenpipe.megatron.script.link_table import LinkTable
 from evenpipe.megatron.script.placing import place_process
-from evenpipe.settings import EvenPipeConfig
+from evenpipe.settings.config import EvenPipeConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from train_tiny_gpt import LAYOUTS, MICRO_BATCH, MICRO_BATCHES, SEQUENCE, train

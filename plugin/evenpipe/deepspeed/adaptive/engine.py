@@ -15,9 +15,11 @@ from evenpipe.deepspeed.engine import EvenPipeEngine, resumes_training
 from evenpipe.deepspeed.log import print_once
 from evenpipe.deepspeed.section import NAME, SectionError
 from evenpipe.deepspeed.stage import EngineStage
-from evenpipe.planner import GroupedSchedule, PlanError, divisors
+from evenpipe.planner.candidates import PlanError, divisors
+from evenpipe.planner.grouped import GroupedSchedule
 from evenpipe.schedule import Unit
-from evenpipe.settings import CONTRADICTIONS_ON_CPU, SECTION, contradiction_in
+from evenpipe.settings.contradictions import CONTRADICTIONS_ON_CPU, contradiction_in
+from evenpipe.settings.spelling import SECTION
 from evenpipe.tuner.loop import AdaptiveLoop
 from evenpipe.tuner.process_memory import limit_bytes, reachable_tensors, static_bytes
 from evenpipe.tuner.samples import CutError, micro_batches_of

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evenpipe.deepspeed.boundary import Boundary, tensors_of
 from evenpipe.deepspeed.stage import EngineStage
-from evenpipe.planner import Measured
+from evenpipe.planner.memory import Measured
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Unit
 from evenpipe.tuner.process_memory import storage_bytes

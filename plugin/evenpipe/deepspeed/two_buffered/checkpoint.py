@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from evenpipe.deepspeed.log import print_once
-from evenpipe.delayed import DelayedSteps, side_file
+from evenpipe.delayed import side_file
+from evenpipe.delayed.steps import DelayedSteps
 
 __all__ = ["resume", "save"]
 

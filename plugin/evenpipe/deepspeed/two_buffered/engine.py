@@ -20,8 +20,9 @@ from evenpipe.deepspeed.two_buffered.kinds import gradients_of
 from evenpipe.deepspeed.two_buffered.losses import Losses
 from evenpipe.deepspeed.two_buffered.refusals import refuse_for_two_buffered
 from evenpipe.deepspeed.two_buffered.steps import EngineSteps
-from evenpipe.delayed import DelayedStream, InputError
 from evenpipe.delayed.ending import drain_at_the_end, let_go
+from evenpipe.delayed.inputs import InputError
+from evenpipe.delayed.stream import DelayedStream
 from evenpipe.schedule import Stream, Unit
 from evenpipe.upstream.ending import end_job
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evenpipe.deepspeed.two_buffered.gradients import Gradients
 from evenpipe.deepspeed.two_buffered.ties import Ties
-from evenpipe.delayed import DelayedSteps, LossScale, Outcome
+from evenpipe.delayed.steps import DelayedSteps, LossScale, Outcome
 from evenpipe.runtime.exchange import Exchange
 from evenpipe.runtime.weight_versions import WeightVersions
 

@@ -16,7 +16,7 @@ from evenpipe.megatron.grad_sync import without_sync
 from evenpipe.megatron.schedule import Call
 from evenpipe.megatron.stage import MegatronStage
 from evenpipe.megatron.supported import CoreRelease
-from evenpipe.planner import Measured
+from evenpipe.planner.memory import Measured
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import BACKWARD, FORWARD, Size, Unit, build

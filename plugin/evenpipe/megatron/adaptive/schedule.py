@@ -11,7 +11,8 @@ import torch
 
 from evenpipe.megatron.adaptive.rehearsal import Rehearsal
 from evenpipe.megatron.schedule import Call, PipelineSchedule
-from evenpipe.planner import GroupedSchedule, divisors
+from evenpipe.planner.candidates import divisors
+from evenpipe.planner.grouped import GroupedSchedule
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.schedule import Need, Spec
 from evenpipe.tuner.collective import fits_on_all

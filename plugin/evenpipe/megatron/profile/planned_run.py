@@ -11,7 +11,7 @@ from typing import Final
 
 from pydantic import model_validator
 
-from evenpipe.planner import StageMemory
+from evenpipe.planner.memory import StageMemory
 from evenpipe.train.device_type import device_type
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.rules import RULES, fits_this_machine

@@ -26,7 +26,7 @@ from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import installed_release
 from evenpipe.megatron.train_engine.models import DTYPES
 from evenpipe.megatron.train_engine.step import Learner, Tensors, forward_step, make_learner
-from evenpipe.planner import Measured, StageMemory, stage_memory
+from evenpipe.planner.memory import Measured, StageMemory, stage_memory
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import FORWARD, Size, Unit, build
 from evenpipe.train.data import Corpus

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from evenpipe.megatron.refusals import why_one_size
 from evenpipe.megatron.script.hooks import folders_loaded_from, save_patch, set_up_patch, with_values
 from evenpipe.megatron.script.log import say, say_on_last_rank
-from evenpipe.planner import PlanError
-from evenpipe.settings import EvenPipeConfig
+from evenpipe.planner.candidates import PlanError
+from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.tuner.loss_weights import LossWeights
 from evenpipe.tuner.process_memory import limit_bytes
 from evenpipe.tuner.samples import loader_of

@@ -13,7 +13,9 @@ from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.report import check_writable
 from evenpipe.runtime.device_queues import ONE_QUEUE, one_queue
 from evenpipe.schedule import ScheduleError, Size, Spec, check_offers
-from evenpipe.settings import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, FLAGS, EvenPipeConfig, contradiction_in, flag
+from evenpipe.settings.config import EvenPipeConfig
+from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in
+from evenpipe.settings.spelling import FLAGS, flag
 from evenpipe.train.engines import ENGINES
 
 __all__ = ["check"]

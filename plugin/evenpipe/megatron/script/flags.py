@@ -8,7 +8,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from evenpipe.settings import ConfigError, EvenPipeConfig, flag
+from evenpipe.settings.config import ConfigError, EvenPipeConfig
+from evenpipe.settings.spelling import flag
 
 __all__ = ["ArgumentError", "add_flags", "config_from", "destination"]
 

@@ -29,7 +29,8 @@ from evenpipe.runtime.gather import gather_text
 from evenpipe.runtime.link_speed import sending_gbps
 from evenpipe.runtime.locations import JobLayout, ProcessLocation, print_for_a_log
 from evenpipe.runtime.placement import Placement
-from evenpipe.settings import EvenPipeConfig, flag
+from evenpipe.settings.config import EvenPipeConfig
+from evenpipe.settings.spelling import flag
 
 __all__ = ["LinkTable", "compute_flops", "recompute_scope", "transfer_need"]
 

@@ -14,7 +14,7 @@ from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.upstream import Patch, PatchSet
 
 if TYPE_CHECKING:
-    from evenpipe.delayed import StepLog
+    from evenpipe.delayed.log import StepLog
     from evenpipe.megatron.schedule import PipelineSchedule
 
 __all__ = ["TrainingLog", "log_patch", "say", "say_on_last_rank", "show_figures"]

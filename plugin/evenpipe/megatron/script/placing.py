@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.runtime.placement import Launch, NotPlacedError, Placement, place
-from evenpipe.settings import EvenPipeConfig, flag
+from evenpipe.settings.config import EvenPipeConfig
+from evenpipe.settings.spelling import flag
 
 __all__ = ["place_process", "why_not_placed"]
 

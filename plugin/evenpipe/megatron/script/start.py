@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from evenpipe.megatron.script.checks import check
 from evenpipe.megatron.script.flags import ArgumentError, config_from
-from evenpipe.settings import EvenPipeConfig
+from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.upstream import UpstreamError
 from evenpipe.upstream.apex import wrong_apex
 from evenpipe.upstream.ending import end_job, end_with_the_first_error

@@ -15,7 +15,7 @@ from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.train_engine.schedules import InstalledSchedule, installed_schedule
 from evenpipe.megatron.train_engine.state import capture, restore
 from evenpipe.megatron.train_engine.step import Learner, Tensors, make_learner, micro_batches, train_step
-from evenpipe.planner import PlanError
+from evenpipe.planner.candidates import PlanError
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.train.engine import Case, Coordinates, KeptBytes, OptimizerStep, Tuned
 from evenpipe.train.failure import FailureContext
@@ -94,8 +94,10 @@ class MegatronEngine:
     def finished(self) -> OptimizerStep | None:
         if self.schedule.extra is None:
             return self._stepped
-        late = self.schedule.extra.finished
-        return None if late is None else OptimizerStep(self._first + late.batch, late.updated, late.grad_norm)
+        if self.schedule.extra.finished is None:
+            return None
+        batch, late = self.schedule.extra.finished
+        return OptimizerStep(self._first + batch, late.updated, late.grad_norm)
 
     def drain(self) -> None:
         if self.schedule.extra is not None:
@@ -103,7 +105,7 @@ class MegatronEngine:
 
     @property
     def versions_peak(self) -> int:
-        return 1 if self.schedule.extra is None else self.schedule.extra.versions_peak
+        return 1 if self.schedule.extra is None else self.schedule.extra.versions.peak
 
     @property
     def tuned(self) -> Tuned:
@@ -117,7 +119,7 @@ class MegatronEngine:
         trainable = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
         return KeptBytes(
             sum(parameter.nbytes for parameter in trainable),
-            0 if extra is None else extra.weight_version_bytes,
+            0 if extra is None else extra.versions.nbytes,
             0 if extra is None else extra.held_gradient_bytes,
             static_bytes(chunks, self.learner.optimizer),
         )

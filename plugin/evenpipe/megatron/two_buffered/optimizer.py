@@ -12,7 +12,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from evenpipe.delayed import DelayedSteps, LossScale, Outcome
+from evenpipe.delayed.steps import DelayedSteps, LossScale, Outcome
 from evenpipe.megatron.refusals import refused_with_two_versions
 from evenpipe.megatron.two_buffered.gradients import HeldGradients, Reduction, local_figures, tied_embedding
 from evenpipe.runtime.exchange import Exchange

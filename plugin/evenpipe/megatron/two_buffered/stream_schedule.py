@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenpipe.delayed import DelayedStream
+from evenpipe.delayed.stream import DelayedStream
 from evenpipe.megatron.grad_sync import Sync, without_sync
 from evenpipe.megatron.schedule import Call, PipelineSchedule
 from evenpipe.megatron.stage import Batch, MegatronStage

@@ -15,7 +15,7 @@ from evenpipe.megatron.script.hooks import folders_loaded_from
 from evenpipe.megatron.script.log import say
 
 if TYPE_CHECKING:
-    from evenpipe.delayed import DelayedSteps
+    from evenpipe.delayed.steps import DelayedSteps
 
 __all__ = ["resume", "save"]
 

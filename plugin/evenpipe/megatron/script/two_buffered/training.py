@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from evenpipe.delayed import StepLog
+from evenpipe.delayed.log import StepLog
 from evenpipe.megatron.script.hooks import save_patch, set_up_patch
 from evenpipe.megatron.script.log import say, say_on_last_rank, show_figures
 from evenpipe.megatron.script.two_buffered.exit import ExitDecision
