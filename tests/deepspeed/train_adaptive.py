@@ -44,7 +44,7 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
 
 def _said(engine: Any, data: Any) -> str:
     """What the job would end with."""
-    from evenpipe.deepspeed.adaptive import engine as module
+    from evenpipe.deepspeed import adaptive as module
 
     ending = module.end_job
     module.end_job = sys.exit

@@ -128,9 +128,9 @@ def _broken(source: Iterator[Any], given: dict[str, Any], micro_batches: int) ->
 
 def _refused(case: Case) -> dict[str, Any]:
     """What is said of an engine that was made for another schedule."""
+    from evenpipe.deepspeed.refusals import refuse_for_two_buffered
     from evenpipe.deepspeed.section import SectionError
-    from evenpipe.deepspeed.two_buffered.kinds import gradients_of
-    from evenpipe.deepspeed.two_buffered.refusals import refuse_for_two_buffered
+    from evenpipe.deepspeed.two_buffered.gradients import gradients_of
 
     engine, _ = engine_of(case)
     try:

@@ -1,19 +1,19 @@
-"""Deals the layers of a PipelineModule out to stages as the section says, before an engine is made for it."""
+"""Deals a PipelineModule's layers out to stages, and stages to ranks, as the section says, before an engine is made."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 
 from evenpipe.deepspeed.section import Section, SectionError
-from evenpipe.deepspeed.topology import wanted_topology
+from evenpipe.runtime.placement import NotPlacedError, place
 
 __all__ = ["arrange"]
 
@@ -29,7 +29,7 @@ def arrange(section: Section, arguments: MutableMapping[str, Any]) -> None:
         raise SectionError(
             "", f"{type(module).__name__} is no PipelineModule of one part a stage: leave the section out"
         )
-    topology = wanted_topology(section, module._topo, os.environ) or module._topo
+    topology = _wanted_topology(section, module._topo, os.environ) or module._topo
     boundaries = module.parts
     if section.partition is not None:
         boundaries = list(section.partition)
@@ -103,3 +103,58 @@ def _parameters_after(given: Sequence[Any] | None, before: Sequence[torch.nn.Par
         "partition and pair_adjacent deal layers out anew, after model_parameters was made of them: give all of the "
         "model's, or those that require a gradient, or none",
     )
+
+
+class _PairAdjacentTopology(PipeDataParallelTopology):  # type: ignore[misc]
+    """`num_pp` stages and `num_dp` replicas on nodes of `ranks_per_node` ranks, numbered node after node.
+
+    Raises ValueError where they do not fill whole nodes.
+    """
+
+    def __init__(self, num_pp: int, num_dp: int, ranks_per_node: int) -> None:
+        super().__init__(num_pp=num_pp, num_dp=num_dp)
+        slots = place(num_pp, 1, num_dp, ranks_per_node).slots
+        self.mapping = {
+            self.ProcessCoord(pipe=coordinate.pp, data=coordinate.dp): rank for rank, coordinate in enumerate(slots)
+        }
+
+
+def _wanted_topology(
+    section: Section, present: PipeDataParallelTopology, environ: Mapping[str, str]
+) -> _PairAdjacentTopology | None:
+    """The topology that the section asks for; None where ranks stay as they are.
+
+    Left to itself, it is asked for with bpipe on several nodes that have room for pairs, if there are pairs that trade
+    (from 4 stages). Raises SectionError where it was asked for in so many words and cannot be.
+    """
+    try:
+        return _paired(section, present, environ)
+    except NotPlacedError as obstacle:
+        if section.pair_adjacent:
+            raise SectionError("pair_adjacent", f"{obstacle}") from None
+        return None
+
+
+def _paired(
+    section: Section, present: PipeDataParallelTopology, environ: Mapping[str, str]
+) -> _PairAdjacentTopology | None:
+    stages, replicas = present.get_dim("pipe"), present.get_dim("data")
+    # torchrun's name, and that of DeepSpeed's launcher.
+    given = environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE"))
+    if section.pair_adjacent is None:
+        per_node = int(given or 0)
+        if not section.bpipe or stages < 4 or per_node < 2 or per_node >= present.world_size():
+            return None
+    if section.pair_adjacent is False:
+        return None
+    if type(present) is not PipeDataParallelTopology:
+        raise NotPlacedError(
+            f"PipelineModule was given a {type(present).__name__}, which places ranks itself: give it num_stages, or "
+            "leave this out"
+        )
+    if given is None:
+        raise NotPlacedError("LOCAL_WORLD_SIZE is not set: start the processes with torchrun or deepspeed")
+    try:
+        return _PairAdjacentTopology(stages, replicas, int(given))
+    except ValueError as error:
+        raise NotPlacedError(str(error)) from None

@@ -41,13 +41,10 @@ def show_saved_tensors(module: Any) -> None:
     patches = checkpointing_patches()
     if any(state != APPLIED for _, state in patches.check()):
         patches.apply()
-    routed = {function.__wrapped__: function for function in _functions(checkpointing)}
+    functions = [getattr(checkpointing, symbol.partition(":")[2]) for symbol in CHECKPOINTS]
+    routed = {function.__wrapped__: function for function in functions}
     # Which layers are checkpointed depends on the function; it has been found out, and stays.
     module.activation_checkpoint_func = routed.get(module.activation_checkpoint_func, module.activation_checkpoint_func)
-
-
-def _functions(checkpointing: Any) -> tuple[Any, ...]:
-    return tuple(getattr(checkpointing, symbol.partition(":")[2]) for symbol in CHECKPOINTS)
 
 
 def _through_torch(original: Callable[..., Any]) -> Callable[..., Any]:

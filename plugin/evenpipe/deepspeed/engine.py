@@ -11,13 +11,12 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 from torch import Tensor
 
-from evenpipe.deepspeed.boundary import Boundary
 from evenpipe.deepspeed.checkpointing import show_saved_tensors
 from evenpipe.deepspeed.log import log_batch, print_line
 from evenpipe.deepspeed.lowering import ACTIONS, ProgramSchedule
 from evenpipe.deepspeed.refusals import refuse_unsupported
 from evenpipe.deepspeed.section import Section, SectionError, section_of, with_deepspeeds_names
-from evenpipe.deepspeed.stage import EngineStage
+from evenpipe.deepspeed.stage import Boundary, EngineStage
 from evenpipe.delayed.log import StepLog
 from evenpipe.report import check_writable
 from evenpipe.runtime.connections import connect
@@ -87,7 +86,7 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         """Carry out the program of a batch."""
         program, ours = self._schedule(micro_batches)
         evicts = program.schedule.evictions[self.stage_id] > 0
-        stage = self._make_stage(self._boundary, ours.buffers.__getitem__, evicts)
+        stage = self._make_stage(self._boundary, ours.buffer_of, evicts)
         with self.executor.batch(program, stage) as self._take:
             self._exec_schedule(ours)
 

@@ -47,15 +47,28 @@ ACTIONS = (Forward, Backward, *_OTHERS.values())
 
 
 class _Steps(schedule.PipeSchedule):  # type: ignore[misc]
-    """`taken` as instructions, and then those that `end` a batch."""
+    """`taken` as instructions, and then those that `end` a batch.
+
+    `buffer_of` knows which of the pipeline's `buffers` a micro-batch uses from its forward to its backward.
+    """
 
     def __init__(
-        self, sizes: tuple[int, int, int], taken: Sequence[Step], buffer_of: Callable[[Unit], int], end: Sequence[Any]
+        self,
+        sizes: tuple[int, int, int],
+        taken: Sequence[Step],
+        buffer_of: Callable[[Unit], int],
+        buffers: int,
+        end: Sequence[Any],
     ) -> None:
         super().__init__(*sizes)
+        self.buffer_of = buffer_of
         self._taken = taken
-        self._buffer_of = buffer_of
+        self._buffers = buffers
         self._end = end
+
+    def num_pipe_buffers(self) -> int:
+        """As many as micro-batches wait for their backward at once; evicted ones keep theirs."""
+        return self._buffers
 
     def steps(self) -> Iterator[list[Any]]:
         """A list of instructions for each action, and one for the end of the batch."""
@@ -67,10 +80,10 @@ class _Steps(schedule.PipeSchedule):  # type: ignore[misc]
         kind, unit = step.action.kind, step.action.unit
         if kind == FORWARD:
             if self.is_first_stage or self.is_last_stage:
-                yield schedule.LoadMicroBatch(self._buffer_of(unit))
-            yield Forward(self._buffer_of(unit), step=step)
+                yield schedule.LoadMicroBatch(self.buffer_of(unit))
+            yield Forward(self.buffer_of(unit), step=step)
         elif kind == BACKWARD:
-            yield Backward(self._buffer_of(unit), step=step)
+            yield Backward(self.buffer_of(unit), step=step)
         else:
             yield _OTHERS[kind](step=step)
 
@@ -78,40 +91,29 @@ class _Steps(schedule.PipeSchedule):  # type: ignore[misc]
 class ProgramSchedule(_Steps):
     """What `program` has stage `stage_id` do, and DeepSpeed's own end of a batch after it.
 
-    `buffers` has the pipeline buffer that each micro-batch uses from its forward to its backward. `dynamic_shape`: what
-    an input is like is known when its forward is due, and not before.
+    `dynamic_shape`: what an input is like is known when its forward is due, and not before.
     """
 
     def __init__(self, program: Program, stage_id: int, dynamic_shape: bool = False) -> None:
         steps = tuple(_with_known_shapes(program.steps[stage_id], dynamic_shape))
-        self.buffers: Mapping[Unit, int] = MappingProxyType(_buffers(steps))
+        buffers = _buffers(steps)
         sizes = program.schedule.micro_batches, program.schedule.stages, stage_id
         end = schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()
-        super().__init__(sizes, steps, self.buffers.__getitem__, end)
-
-    def num_pipe_buffers(self) -> int:
-        """As many as micro-batches wait for their backward at once; evicted ones keep theirs."""
-        return max(self.buffers.values()) + 1
+        super().__init__(sizes, steps, buffers.__getitem__, max(buffers.values()) + 1, end)
 
 
 class StreamSchedule(_Steps):
     """What stage `stage_id` does in one call of `stream`: `taken`, and the end of a batch whose step is finished later.
 
-    A stage forwards p - 1 - s micro-batches ahead of its backwards, and uses its buffers in turn.
+    A stage forwards p - 1 - s micro-batches, counted along the stream, ahead of its backwards: it uses its buffers in
+    turn.
     """
 
-    def __init__(self, stream: Stream, stage_id: int, taken: Sequence[Step]) -> None:
-        self.buffers = stream.stages - stage_id
+    def __init__(self, stream: Stream, stage_id: int, taken: Sequence[Step] = ()) -> None:
+        buffers = stream.stages - stage_id
         sizes = stream.micro_batches, stream.stages, stage_id
-        super().__init__(sizes, taken, self.buffer_of, (schedule.ReduceGrads(), schedule.OptimizerStep()))
-
-    def buffer_of(self, unit: Unit) -> int:
-        """The pipeline buffer that a micro-batch, counted along the stream, uses."""
-        return unit.micro_batch % self.buffers
-
-    def num_pipe_buffers(self) -> int:
-        """As many as micro-batches wait for their backward at once."""
-        return self.buffers
+        end = schedule.ReduceGrads(), schedule.OptimizerStep()
+        super().__init__(sizes, taken, lambda unit: unit.micro_batch % buffers, buffers, end)
 
 
 def _with_known_shapes(steps: tuple[Step, ...], dynamic_shape: bool) -> Iterator[Step]:

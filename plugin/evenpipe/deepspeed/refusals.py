@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from evenpipe.deepspeed.log import print_once
 from evenpipe.deepspeed.section import SectionError
 from evenpipe.runtime.device_queues import ONE_QUEUE, one_queue
 
-__all__ = ["refuse_configuration", "refuse_unsupported"]
-
-
-class _Rule(NamedTuple):
-    broken: bool
-    line: str
+__all__ = ["refuse_configuration", "refuse_for_two_buffered", "refuse_unsupported"]
 
 
 def refuse_configuration(config: Mapping[str, Any]) -> None:
@@ -28,9 +23,7 @@ def refuse_configuration(config: Mapping[str, Any]) -> None:
 
 def refuse_unsupported(engine: Any) -> None:
     """Raise SectionError for the first setting of an initialized engine that EvenPipe cannot honour; warn of others."""
-    for rule in _rules(engine):
-        if rule.broken:
-            raise SectionError("", rule.line)
+    _refuse_first("", _unsupported(engine))
     if not engine.evenpipe.streams:  # which has a norm, and losses scaled, of its own
         for warning in _warnings(engine):
             print_once(f"warning: {warning}")
@@ -50,36 +43,52 @@ def _warnings(engine: Any) -> Iterator[str]:
         )
 
 
-def _rules(engine: Any) -> tuple[_Rule, ...]:
-    saving = engine._config.activation_checkpointing_config
-    hiding = [
-        option
-        for option in ("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing")
-        if getattr(saving, option, False)
-    ]
-    return (
-        _Rule(engine.num_stages < 2, "one stage is no pipeline: give PipelineModule at least 2, or leave it out"),
-        _Rule(
-            engine.evenpipe.bpipe and engine.module.dynamic_shape,
+def refuse_for_two_buffered(engine: Any, gradients: object | None) -> None:
+    """Raise SectionError for the first setting of an initialized engine that 2bw cannot honour.
+
+    `gradients` are those of its optimizer; None for a kind that is not known.
+    """
+    missing = _not_with_two_buffers(engine, gradients)
+    _refuse_first("schedule", (f"{what} not available with 2bw: {remedy}" for what, remedy in missing))
+
+
+def _refuse_first(path: str, lines: Iterable[str]) -> None:
+    for line in lines:
+        raise SectionError(path, line)
+
+
+def _unsupported(engine: Any) -> Iterator[str]:
+    if engine.num_stages < 2:
+        yield "one stage is no pipeline: give PipelineModule at least 2, or leave it out"
+    if engine.evenpipe.bpipe and engine.module.dynamic_shape:
+        yield (
             "bpipe evicts micro-batches of one size, not those of PipelineModule(dynamic_shape=True): pad them to one "
-            "size, or leave one of the two out",
-        ),
-        _Rule(
-            engine.is_pipe_partitioned or engine.is_grad_partitioned,
+            "size, or leave one of the two out"
+        )
+    if engine.is_pipe_partitioned or engine.is_grad_partitioned:
+        yield (
             "activations that are cut up among the ranks of a model-parallel stage are not available: set "
-            '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}',
-        ),
-        _Rule(
-            engine.evenpipe.in_groups and one_queue(engine.device.type, os.environ),
-            f"group_size {engine.evenpipe.group_size}: {ONE_QUEUE}",
-        ),
-        _Rule(
-            engine.wall_clock_breakdown(),
-            "wall_clock_breakdown: its timers do not work in DeepSpeed's pipelines: leave one of them out",
-        ),
-        _Rule(
-            engine.evenpipe.bpipe and bool(hiding),
-            f"activation_checkpointing.{hiding[0] if hiding else ''}: moves what bpipe would evict: leave one of them "
-            "out",
-        ),
-    )
+            '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}'
+        )
+    if engine.evenpipe.in_groups and one_queue(engine.device.type, os.environ):
+        yield f"group_size {engine.evenpipe.group_size}: {ONE_QUEUE}"
+    if engine.wall_clock_breakdown():
+        yield "wall_clock_breakdown: its timers do not work in DeepSpeed's pipelines: leave one of them out"
+    for option in ("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing"):
+        if engine.evenpipe.bpipe and getattr(engine._config.activation_checkpointing_config, option, False):
+            yield f"activation_checkpointing.{option}: moves what bpipe would evict: leave one of them out"
+
+
+def _not_with_two_buffers(engine: Any, gradients: object | None) -> Iterator[tuple[str, str]]:
+    if engine.is_model_parallel:
+        yield "a topology with model parallelism is", "use data and pipeline parallelism only"
+    if gradients is None:
+        yield (
+            f"the optimizer {type(engine.optimizer).__name__} with these settings is",
+            'use Adam or SGD, ZeRO 0 or 1, no offloading, and in fp16 no other "grad_accum_dtype"',
+        )
+    scalers = (engine, "torch_autocast_z0_gradscaler"), (engine.optimizer, "torch_autocast_gradscaler")
+    if engine.has_moe_layers or any(getattr(owner, name, None) is not None for owner, name in scalers):
+        yield "layers of experts and gradient scaling under torch_autocast are", "leave them out"
+    if engine.module.dynamic_shape:
+        yield "PipelineModule(dynamic_shape=True) is", "pad micro-batches, or leave it out"

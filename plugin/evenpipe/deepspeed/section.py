@@ -60,11 +60,6 @@ class Section(EvenPipeConfig):
         """Always: a section, even an empty one, asks for EvenPipe's engine."""
         return True
 
-    @property
-    def streams(self) -> bool:
-        """Whether batches are not flushed."""
-        return "stream" in self.spec.needs
-
 
 def section_of(config: Mapping[str, Any]) -> Section | None:
     """The checked section of a DeepSpeed configuration; None where there is none. Raises SectionError."""
@@ -92,7 +87,8 @@ def _check_key(key: str) -> None:
     known = list(Section.model_fields)
     if key not in known:
         close = difflib.get_close_matches(key, known, n=1)
-        raise SectionError(key, f"unknown key, {f'did you mean {close[0]}?' if close else f'there are {_list(known)}'}")
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        raise SectionError(key, f"unknown key, {hint}")
 
 
 def _validated(given: Mapping[str, Any]) -> Section:
@@ -116,7 +112,3 @@ def _check_together(section: Section) -> None:
     line = contradiction_in(section, SECTION, (*CONTRADICTIONS, only_tuned("micro_batch_size")))
     if line is not None:
         raise SectionError(None, line)
-
-
-def _list(names: Any) -> str:
-    return ", ".join(names)

@@ -56,7 +56,7 @@ def _evenpipe_engine(section: Section, original: Any) -> Any:
     if section.streams:
         from evenpipe.deepspeed.two_buffered.engine import TwoBufferedEngine as Engine
     elif section.group_size == "auto":
-        from evenpipe.deepspeed.adaptive.engine import AdaptiveEngine as Engine
+        from evenpipe.deepspeed.adaptive import AdaptiveEngine as Engine
     else:
         from evenpipe.deepspeed.engine import EvenPipeEngine as Engine
     assert issubclass(Engine, original)

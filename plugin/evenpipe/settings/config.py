@@ -109,6 +109,11 @@ class EvenPipeConfig(BaseModel):
         return self.group_size != 1 or (self.spec.table is not None and self.spec.table.group_size > 1)
 
     @property
+    def streams(self) -> bool:
+        """Whether batches are not flushed."""
+        return "stream" in self.spec.needs
+
+    @property
     def active(self) -> bool:
         """Whether EvenPipe carries out the pipeline schedule."""
         return self.bpipe or self.schedule is not None

@@ -98,7 +98,7 @@ CONTRADICTIONS: Final = (
     ),
     Contradiction(
         "trace",
-        lambda config: config.trace is not None and config.bpipe and "stream" in config.spec.needs,
+        lambda config: config.trace is not None and config.bpipe and config.streams,
         "with {schedule:=} and {bpipe:true} partners are amid transfers between batches, where a trace begins",
         "leave one of them out",
     ),

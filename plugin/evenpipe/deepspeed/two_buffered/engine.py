@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
-from evenpipe.deepspeed.boundary import Boundary
 from evenpipe.deepspeed.engine import EvenPipeEngine, resumes_training
-from evenpipe.deepspeed.log import step_log
+from evenpipe.deepspeed.log import print_once, step_log
 from evenpipe.deepspeed.lowering import StreamSchedule
-from evenpipe.deepspeed.stage import EngineStage
-from evenpipe.deepspeed.two_buffered import checkpoint
-from evenpipe.deepspeed.two_buffered.kinds import gradients_of
+from evenpipe.deepspeed.refusals import refuse_for_two_buffered
+from evenpipe.deepspeed.stage import Boundary, EngineStage
+from evenpipe.deepspeed.two_buffered.gradients import gradients_of
 from evenpipe.deepspeed.two_buffered.losses import Losses
-from evenpipe.deepspeed.two_buffered.refusals import refuse_for_two_buffered
 from evenpipe.deepspeed.two_buffered.steps import EngineSteps
+from evenpipe.delayed import side_file
 from evenpipe.delayed.ending import drain_at_the_end, let_go
 from evenpipe.delayed.inputs import InputError
 from evenpipe.delayed.stream import DelayedStream
@@ -78,11 +78,15 @@ class TwoBufferedEngine(EvenPipeEngine):
         super().reset_activation_shape()
 
     def save_checkpoint(self, save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's, with the newest weights, and the version before them in files of their own."""
+        """DeepSpeed's, with the newest weights, and before it the version before them in files of their own.
+
+        Raises RuntimeError, with one line, when these cannot be written.
+        """
         self.drain()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        if save_dir:
-            checkpoint.save(self, self._steps, save_dir, tag)
+        # Replicas hold the same weights: one of them writes.
+        if save_dir and self.grid.get_data_parallel_id() == 0:
+            side_file.write(self._side_file(Path(save_dir, tag)), tag, self._steps, self._saved_weights)
         return super().save_checkpoint(save_dir, tag, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +94,12 @@ class TwoBufferedEngine(EvenPipeEngine):
         self.drain()
         found = super().load_checkpoint(*args, **kwargs)
         if found[0] is not None:
-            checkpoint.resume(self, self._steps, found[0], resumes_training(self, *args, **kwargs))
+            goes_on = resumes_training(self, *args, **kwargs)
+            candidates = [self._side_file(Path(found[0]).parent)] if goes_on else []
+            if side_file.resume(self._steps, candidates, self._saved_weights, self.device):
+                print_once("2bw: both weight versions are as they were saved")
+            else:
+                print_once("warning: 2bw: both weight versions are the loaded one: no older one goes with it")
             self._begin_log()
         return found
 
@@ -110,6 +119,14 @@ class TwoBufferedEngine(EvenPipeEngine):
         # The process has failed, or its engine has been drained.
         self._delayed = None
         super().__del__()
+
+    def _side_file(self, checkpoint: Path) -> Path:
+        return checkpoint / f"evenpipe_2bw_stage_{self.stage_id:02d}.pt"
+
+    @property
+    def _saved_weights(self) -> list[Tensor]:
+        """Of a tied layer DeepSpeed saves the first stage's, whose parameters beside the tied one differ."""
+        return [one for one in self.module.parameters() if not getattr(one, "ds_pipe_replicated", False)]
 
     def _begin_log(self) -> None:
         self.step_log = self._step_log = step_log(self)
@@ -189,8 +206,7 @@ class _StreamStage(EngineStage):
         settle: Callable[[], None],
     ) -> None:
         evicts = stream.program.schedule.evictions[engine.stage_id] > 0
-        buffers = stream.stages - engine.stage_id
-        super().__init__(engine, boundary, lambda unit: unit.micro_batch % buffers, evicts)
+        super().__init__(engine, boundary, StreamSchedule(stream, engine.stage_id).buffer_of, evicts)
         self._steps = steps
         self._delayed = delayed
         self._settle = settle

@@ -53,7 +53,7 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
         for line in _with_megatrons(config, args):
             raise ArgumentError(line)
         asked = _asked(config)
-        with_two_versions = refused_arguments(args, config.bpipe) if "stream" in config.spec.needs else ()
+        with_two_versions = refused_arguments(args, config.bpipe) if config.streams else ()
         with_tuning = refused_with_tuning(args) if config.group_size == "auto" else ()
         for refusal in (*refused_settings(args, config.bpipe), *with_two_versions, *with_tuning):
             theirs = _FLAGS.get(refusal.setting, f"--{refusal.setting.replace('_', '-')}")
@@ -75,7 +75,7 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
     several_chunks = "chunks" in config.spec.needs or config.spec.chunked is not None
     together = args.micro_batch_size * args.data_parallel_size
     batches = args.global_batch_size // together
-    if "stream" in config.spec.needs:
+    if config.streams:
         size, samples = "--global-batch-size", args.global_batch_size
         if args.rampup_batch_size is not None:
             size, samples = "--rampup-batch-size", int(args.rampup_batch_size[0])

@@ -50,7 +50,7 @@ def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
     schedule: PipelineSchedule
     called: Callable[..., Any] | None = None
     steps, more = None, []
-    if "stream" in config.spec.needs:
+    if config.streams:
         from evenpipe.megatron.script.two_buffered.training import TwoBufferedTraining
         from evenpipe.megatron.two_buffered import StreamSchedule
 

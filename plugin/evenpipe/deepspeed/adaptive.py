@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline engine with groups of micro-batches whose size is chosen while training."""
+"""Adaptive kFkB in DeepSpeed's engine: k, and with leave b, measured, chosen and chosen again while training."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from evenpipe.deepspeed.adaptive.stage import MeasuredStage, Measurements
-from evenpipe.deepspeed.boundary import Boundary
 from evenpipe.deepspeed.engine import EvenPipeEngine, resumes_training
 from evenpipe.deepspeed.log import print_once
 from evenpipe.deepspeed.section import NAME, SectionError
-from evenpipe.deepspeed.stage import EngineStage
+from evenpipe.deepspeed.stage import Boundary, EngineStage, tensors_of
 from evenpipe.planner.candidates import PlanError, divisors
 from evenpipe.planner.grouped import GroupedSchedule
+from evenpipe.planner.memory import Measured
+from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Unit
 from evenpipe.settings.contradictions import CONTRADICTIONS_ON_CPU, contradiction_in
 from evenpipe.settings.spelling import SECTION
 from evenpipe.tuner.loop import AdaptiveLoop
-from evenpipe.tuner.process_memory import limit_bytes, reachable_tensors, static_bytes
+from evenpipe.tuner.process_memory import limit_bytes, reachable_tensors, static_bytes, storage_bytes
 from evenpipe.tuner.samples import CutError, micro_batches_of
 from evenpipe.upstream.ending import end_job
 
 __all__ = ["AdaptiveEngine"]
 
 _STATE: Final = "evenpipe_tuner"
+#: Micro-batches that are timed, after one that loads kernels and fills caches.
+_TIMED: Final = 3
 
 
 class AdaptiveEngine(EvenPipeEngine):
@@ -96,12 +98,12 @@ class AdaptiveEngine(EvenPipeEngine):
         sizes = divisors(size * count) if self.evenpipe.micro_batch_size == "auto" else [size]
         schedule = GroupedSchedule(self._programs, self.num_stages)
         self.loop.start(schedule, size * count, sizes, self._limit_bytes)
-        self._measurements = Measurements(self.executor)
+        self._measurements = _Measurements(self.executor)
 
     def _end_measuring(self) -> None:
         """Have the loop take what was measured, and go on to the next size, or to tuning."""
         measured = self._measurements.summary(self._boundary.nbytes, _static_bytes(self))
-        self._measurements = Measurements(self.executor)
+        self._measurements = _Measurements(self.executor)
         try:
             self.loop.take(measured, self.executor, self.global_steps)
         except PlanError as error:
@@ -114,7 +116,7 @@ class AdaptiveEngine(EvenPipeEngine):
 
     def _make_stage(self, boundary: Boundary, buffer_of: Callable[[Unit], int], evicts: bool) -> EngineStage:
         if self.loop.wanted is not None:
-            return MeasuredStage(self._measurements, self, boundary, buffer_of, evicts)
+            return _MeasuredStage(self._measurements, self, boundary, buffer_of, evicts)
         return super()._make_stage(boundary, buffer_of, evicts)
 
     @contextmanager
@@ -143,6 +145,64 @@ class AdaptiveEngine(EvenPipeEngine):
     def _resize(self, size: int, count: int) -> None:
         self.micro_batch_size = self._config.train_micro_batch_size_per_gpu = size
         self.micro_batches = self._config.gradient_accumulation_steps = count
+
+
+class _Measurements:
+    """What one stage takes and holds for micro-batches of one size while they train, and the executor measures."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.forwards: list[tuple[Any, Any]] = []
+        self.backwards: list[tuple[Any, Any]] = []
+        self.held: list[int] = []
+
+    @property
+    def complete(self) -> bool:
+        """Whether no more batches have to be measured."""
+        return len(self.backwards) > _TIMED
+
+    def summary(self, message_bytes: int, static_bytes: int) -> Measured:
+        """Of times the shortest: nobody else uses the device (Ada-Grouper §4.3), so others were held up by the host."""
+        forward_ms, backward_ms = (
+            min(self.executor.clock.elapsed_ms(start, end) for start, end in spans[1:])
+            for spans in (self.forwards, self.backwards)
+        )
+        # The first to save what others save too counts as holding it.
+        each, most = min(self.held), max(self.held)
+        return Measured(forward_ms, backward_ms, each, most - each, message_bytes, 0, static_bytes)
+
+
+class _MeasuredStage(EngineStage):
+    """Trains as ever, and has its micro-batches measured."""
+
+    def __init__(
+        self, found: _Measurements, engine: Any, boundary: Boundary, buffer_of: Callable[[Unit], int], evicts: bool
+    ) -> None:
+        super().__init__(engine, boundary, buffer_of, evicts)
+        self._measurements = found
+
+    def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
+        """Timed; then weighed."""
+        clock = self._measurements.executor.clock
+        start = clock.mark()
+        results = super().forward(unit, inputs)
+        self._measurements.forwards.append((start, clock.mark()))
+        self._measurements.held.append(self._measurements.executor.store.nbytes(unit) + self._beside(unit))
+        return results
+
+    def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
+        """Timed."""
+        clock = self._measurements.executor.clock
+        start = clock.mark()
+        results = super().backward(unit, gradients)
+        self._measurements.backwards.append((start, clock.mark()))
+        return results
+
+    def _beside(self, unit: Unit) -> int:
+        """Bytes that the engine keeps of a micro-batch until its backward, beside what autograd saves."""
+        buffer = self._buffer_of(unit)
+        kept = [tensor for of_kind in self._engine.pipe_buffers.values() for tensor in tensors_of(of_kind[buffer])]
+        return storage_bytes(tensor for tensor in kept if isinstance(tensor, Tensor))
 
 
 def _refuse(engine: AdaptiveEngine) -> None:
