@@ -12,7 +12,7 @@ from megatron.core import parallel_state, pipeline_parallel
 
 from evenpipe.megatron.train_engine.step import Learner, forward_step, micro_batches
 from evenpipe.train.data import Corpus
-from evenpipe.train.failure import FailureContext
+from evenpipe.train.recorder import FailureContext
 
 __all__ = ["Held", "split"]
 

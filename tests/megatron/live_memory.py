@@ -19,9 +19,8 @@ from evenpipe.megatron.train_engine.engine import opened
 from evenpipe.schedule import Action
 from evenpipe.train import data
 from evenpipe.train.engine import Case
-from evenpipe.train.failure import FailureContext
 from evenpipe.train.options import TrainOptions
-from evenpipe.train.recorder import Recorder
+from evenpipe.train.recorder import FailureContext, Recorder
 from evenpipe.train.run import RunEvents, iterate
 
 WORLD = 4

@@ -6,7 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from evenpipe.schedule import Action
-from evenpipe.train.options import OptionsError, TrainOptions, flag
+from evenpipe.settings.spelling import command_flag
+from evenpipe.train.options import OptionsError, TrainOptions
 
 KFKB = {"schedule": "kfkb"}
 REFUSED = [
@@ -165,4 +166,4 @@ def test_world_size_counts_every_kind_of_parallelism() -> None:
 
 def test_every_field_is_a_documented_flag() -> None:
     for name, field in TrainOptions.model_fields.items():
-        assert field.description, flag(name)
+        assert field.description, command_flag(name)

@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from evenpipe.cli.parser import UsageError
+from evenpipe.settings.spelling import command_flag
 from evenpipe.train.engines import ENGINES
 from evenpipe.train.journal import Iteration
 from evenpipe.train.launch import StageFailed, Stopped, run_cases
-from evenpipe.train.options import OptionsError, TrainOptions, flag
+from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.result import RunResult
 
 __all__ = ["add_fields", "options_from", "run_training"]
@@ -26,11 +27,11 @@ def add_fields(group: _ArgumentGroup, names: Iterable[str]) -> None:
     for name in names:
         field = TrainOptions.model_fields[name]
         if field.annotation is bool:
-            group.add_argument(flag(name), action="store_true", default=SUPPRESS, help=field.description)
+            group.add_argument(command_flag(name), action="store_true", default=SUPPRESS, help=field.description)
         else:
             default = "" if field.default is None else f" (default {field.default})"
             text = f"{field.description}{default}"
-            group.add_argument(flag(name), default=SUPPRESS, metavar=name.upper()[:1], help=text)
+            group.add_argument(command_flag(name), default=SUPPRESS, metavar=name.upper()[:1], help=text)
 
 
 def options_from(arguments: Namespace, kind: type[TrainOptions], names: Collection[str]) -> TrainOptions:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from evenpipe.schedule import ScheduleError
 from evenpipe.settings.config import EvenPipeConfig
 
-__all__ = ["COMMAND", "FLAGS", "SECTION", "Spelling", "flag", "in_flags"]
+__all__ = ["COMMAND", "FLAGS", "SECTION", "Spelling", "command_flag", "flag", "in_flags"]
 
 
 class Spelling(NamedTuple):
@@ -52,12 +52,13 @@ def _path(setting: str, value: Any) -> str:
     return f"evenpipe.{setting}: {json.dumps(value, default=str)}"
 
 
-def _command_flag(setting: str) -> str:
+def command_flag(setting: str) -> str:
+    """The flag of a setting or training option in the commands of `evenpipe`: `micro_batches` is --micro-batches."""
     return "--" + setting.replace("_", "-")
 
 
 FLAGS: Final = _with_flags(flag)
-COMMAND: Final = _with_flags(_command_flag)
+COMMAND: Final = _with_flags(command_flag)
 SECTION: Final = Spelling(_path, _key)
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 from evenpipe.report.files import check_writable, move_durably, write_durably
+from evenpipe.settings.spelling import command_flag
 from evenpipe.train.engines import ENGINES
-from evenpipe.train.options import OptionsError, TrainOptions, flag
+from evenpipe.train.options import OptionsError, TrainOptions
 
 __all__ = ["Checkpoint", "Draft", "check", "find", "rank_file", "refuse_misfit"]
 
@@ -144,7 +145,7 @@ def refuse_misfit(options: TrainOptions, checkpoint: Checkpoint) -> None:
     for name, saved in checkpoint.options.items():
         mine = getattr(options, name)
         if mine != saved:
-            raise OptionsError(_disagreement(name, mine, saved, checkpoint.folder))
+            raise OptionsError(_disagreement(command_flag(name), mine, saved, checkpoint.folder))
     if checkpoint.iterations >= options.iterations:
         raise OptionsError(
             f"--iterations {options.iterations}: {checkpoint.folder} has {checkpoint.iterations} behind it: "
@@ -157,11 +158,11 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
 
 
-def _disagreement(name: str, mine: object, saved: object, folder: Path) -> str:
+def _disagreement(flag: str, mine: object, saved: object, folder: Path) -> str:
     if isinstance(saved, bool):
-        given, was = (f"{flag(name)}: given", "without") if mine else (f"{flag(name)}: not given", "with")
+        given, was = (f"{flag}: given", "without") if mine else (f"{flag}: not given", "with")
         return f"{given}, but {folder} was saved {was} it: {'leave it out' if mine else 'give it'}, or another --load"
-    return f"{flag(name)} {mine}: {folder} was saved with {flag(name)} {saved}: use that, or another --load"
+    return f"{flag} {mine}: {folder} was saved with {flag} {saved}: use that, or another --load"
 
 
 def _read(folder: Path) -> Checkpoint:

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
     from evenpipe.runtime.counters import MemoryCounter
     from evenpipe.train.data import Corpus
-    from evenpipe.train.failure import FailureContext
     from evenpipe.train.options import TrainOptions
-    from evenpipe.train.recorder import Recorder
+    from evenpipe.train.recorder import FailureContext, Recorder
     from evenpipe.tuner.tuner import Retune
 
 __all__ = ["Case", "Coordinates", "Engine", "EngineModule", "KeptBytes", "OptimizerStep", "Tuned", "engine_module"]
@@ -69,13 +68,10 @@ class Tuned(NamedTuple):
 class Engine(Protocol):
     """One process' part of a model in training. It tells the case's recorder of every action."""
 
-    @property
-    def coordinates(self) -> Coordinates:
-        """Which part this is."""
-
-    @property
-    def replicas(self) -> dist.ProcessGroup:
-        """The processes with the same part in other data-parallel replicas, and this one."""
+    #: Which part this is.
+    coordinates: Coordinates
+    #: The processes with the same part in other data-parallel replicas, and this one.
+    replicas: dist.ProcessGroup
 
     @property
     def counter(self) -> MemoryCounter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ def combine(shares: Sequence[Share]) -> RunResult:
     stages = 1 + max(share.at.stage for share in shares)
     by_stage = [[share for share in shares if share.at.stage == stage] for stage in range(stages)]
     ending = [share.found for share in shares if share.found.losses and share.at.shard == 0]
-    first_replica = sorted((share for share in shares if share.at.replica == share.at.shard == 0), key=_place)
+    first_replica = sorted((share for share in shares if share.at.replica == share.at.shard == 0), key=attrgetter("at"))
     return RunResult(
         losses=tuple(map(_mean, zip(*(found.losses for found in ending), strict=True))),
         weights_sha256=_weights(shares),
@@ -93,7 +94,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def _weights(shares: Sequence[Share]) -> str:
     known: dict[tuple[int, int], str] = {}
-    for share in sorted(shares, key=_place):
+    for share in sorted(shares, key=attrgetter("at")):
         if any(known.setdefault(where, weights) != weights for where, weights in share.weights.items()):
             raise RuntimeError(
                 f"stage {share.at.stage}, tensor-parallel rank {share.at.shard}: "
@@ -105,13 +106,6 @@ def _weights(shares: Sequence[Share]) -> str:
 def _from_common_start(spans: Sequence[tuple[Span, ...]]) -> tuple[tuple[Span, ...], ...]:
     start = min((span.start_ms for row in spans for span in row), default=0.0)
     return tuple(
-        tuple(Span(s.action, s.start_ms - start, s.end_ms - start) for s in sorted(row, key=_start)) for row in spans
+        tuple(Span(s.action, s.start_ms - start, s.end_ms - start) for s in sorted(row, key=attrgetter("start_ms")))
+        for row in spans
     )
-
-
-def _place(share: Share) -> Coordinates:
-    return share.at
-
-
-def _start(span: Span) -> float:
-    return span.start_ms

@@ -15,10 +15,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from evenpipe.train.device_type import device_type
 from evenpipe.train.engines import ENGINES
 from evenpipe.train.journal import STOPPED_STATUS, Failure, Iteration, JournalReader, Note, Saved
-from evenpipe.train.options import OptionsError, TrainOptions
+from evenpipe.train.options import OptionsError, TrainOptions, device_type
 from evenpipe.train.result import RunResult
 
 if TYPE_CHECKING:

@@ -1,23 +1,189 @@
-"""What `evenpipe train` runs: one frozen, checked set of options, and errors in one line that names a flag."""
+"""What `evenpipe train` runs: one frozen, checked set of options, and errors in one line that names a flag.
+
+Every rule on what goes together raises ValueError with such a line.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar, Final
 
 from pydantic import ValidationError, model_validator
 
+from evenpipe.schedule import FORWARD, ScheduleError, Stream, check_offers
+from evenpipe.settings.config import EvenPipeConfig, first_problem
+from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in
+from evenpipe.settings.spelling import COMMAND, command_flag, in_flags
+from evenpipe.train.engines import ENGINES
 from evenpipe.train.fields import TrainFields
-from evenpipe.train.rules import RULES
 
-__all__ = ["OptionsError", "TrainOptions", "flag"]
+__all__ = ["RULES", "OptionsError", "TrainOptions", "device_type", "fits_this_machine"]
+
+#: Beyond any machine's GPUs; a typing error should not start a thousand processes.
+_MOST_PROCESSES: Final = 256
+#: What the engine "module" knows of settings of which it knows only some.
+_PLAIN_TORCH: Final[dict[str, tuple[object, ...]]] = {
+    "tensor_parallel": (1,),
+    "dropout": (0.0,),
+    "precision": ("fp32", "bf16"),
+    "distributed_optimizer": (False,),
+    "recompute": ("none",),
+    "overlap_grad_reduce": (False,),
+}
+#: What Megatron's own functions carry out.
+_MEGATRONS: Final = ("1f1b", "interleaved")
 
 
 class OptionsError(ValueError):
     """Options that cannot be run; one line that names the flag and what to do."""
 
 
+def device_type(world_size: int) -> str:
+    """What the processes of a run on this machine compute on: "cuda" with a GPU for every process, else "cpu"."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world_size else "cpu"
+
+
+def fits_this_machine(options: TrainFields) -> None:
+    if options.world_size > _MOST_PROCESSES:
+        raise ValueError(
+            f"--stages {options.stages}: with --data-parallel {options.data_parallel} and --tensor-parallel "
+            f"{options.tensor_parallel} {options.world_size} processes on this machine: use at most {_MOST_PROCESSES}"
+        )
+    if not options.data:
+        raise ValueError("--data: no file named: give a text file, or builtin")
+
+
+def _model_fits_its_ranks(options: TrainFields) -> None:
+    layers, heads, hidden, ranks = options.layers, options.heads, options.hidden, options.tensor_parallel
+    chunks = options.plan.chunks
+    parts = options.stages * chunks
+    if layers % parts:
+        what = f"--stages {options.stages}" + (f" × --chunks {chunks}" if chunks > 1 else "")
+        raise ValueError(f"--layers {layers}: not divisible by {what}: make it a multiple of {parts}")
+    if hidden % heads:
+        raise ValueError(f"--hidden {hidden}: not divisible by --heads {heads}: make it a multiple of {heads}")
+    if ranks > heads:
+        raise ValueError(f"--tensor-parallel {ranks}: more ranks than --heads {heads}: use at most {heads}")
+    if heads % ranks:
+        raise ValueError(f"--tensor-parallel {ranks}: does not divide --heads {heads}: use a divisor of it")
+
+
+def _schedule_exists(options: TrainFields) -> None:
+    asked = f"--schedule {options.schedule}"
+    if options.engine == "megatron" and options.schedule not in _MEGATRONS:
+        needs = options.programs.spec.needs
+        able = next((name for name, engine in ENGINES.items() if needs <= engine.offers), "evenpipe")
+        raise ValueError(f"{asked}: Megatron has no such schedule: use --engine {able}")
+    if options.schedule not in _MEGATRONS and options.stages == 1:
+        raise ValueError(f"{asked}: one stage is no pipeline: use --schedule 1f1b, or at least 2 stages")
+    if options.engine == "megatron" and options.bpipe:
+        raise ValueError("--bpipe: Megatron has no such schedule: use --engine evenpipe")
+    engine = ENGINES[options.engine]
+    try:
+        check_offers(options.programs.spec, engine.offers, engine.called)
+        _ = options.program
+        if options.streams:
+            Stream(options.programs.spec, options.stages, options.micro_batches, options.bpipe)
+    except ScheduleError as error:
+        line = in_flags(error)  # of a table it has the name within, and not what was asked for
+        raise ValueError(line if line.startswith(asked) else re.sub(r"^--schedule \S+:", f"{asked}:", line)) from None
+
+
+def _settings_go_together(options: TrainFields) -> None:
+    shared = ("schedule", "bpipe", "group_size", "retune_interval", "memory_gib")
+    config = EvenPipeConfig.of(**{setting: getattr(options, setting) for setting in shared})
+    on_cpu = options.group_size == "auto" and device_type(options.world_size) == "cpu"
+    rows = (*CONTRADICTIONS, *CONTRADICTIONS_ON_CPU) if on_cpu else CONTRADICTIONS
+    if (line := contradiction_in(config, COMMAND, rows)) is not None:
+        raise ValueError(line)
+
+
+def _engine_knows_its_settings(options: TrainFields) -> None:
+    if options.engine != "module":
+        return
+    for name, known in _PLAIN_TORCH.items():
+        given, bare = COMMAND.head(name, getattr(options, name)), COMMAND.mention(name, None)
+        if getattr(options, name) not in known:
+            raise ValueError(f"{given}: --engine module has none: use --engine evenpipe, or leave {bare} out")
+    if options.group_size == "auto":
+        raise ValueError("--group-size auto: --engine module chooses none: give a number, or use --engine evenpipe")
+
+
+def _optimizer_knows_its_settings(options: TrainFields) -> None:
+    if options.momentum and options.optimizer == "adam":
+        raise ValueError(f"--momentum {options.momentum}: is of SGD: use --optimizer sgd, or leave --momentum out")
+    if options.distributed_optimizer and options.optimizer != "adam":
+        raise ValueError("--distributed-optimizer: Megatron shares out Adam only: use --optimizer adam")
+    if options.lr_warmup >= options.iterations:
+        raise ValueError(
+            f"--lr-warmup {options.lr_warmup}: must end before --iterations {options.iterations}: "
+            f"use at most {options.iterations - 1}"
+        )
+    if options.precision != "fp16" and "initial_loss_scale" in options.model_fields_set:
+        raise ValueError(
+            f"--initial-loss-scale {options.initial_loss_scale:g}: --precision {options.precision} scales no loss: "
+            "use --precision fp16, or leave it out"
+        )
+
+
+def _saved_somewhere(options: TrainFields) -> None:
+    if options.save_interval and options.save is None:
+        raise ValueError(f"--save-interval {options.save_interval}: no folder to save to: give --save DIR")
+    for name, folder in (("--save", options.save), ("--load", options.load)):
+        if folder == "":
+            raise ValueError(f"{name}: no folder named: give one, or leave {name} out")
+
+
+def _fault_happens(options: TrainFields) -> None:
+    if options.fault_at is None:
+        if options.fault_kind != "raise":
+            raise ValueError(f"--fault-kind {options.fault_kind}: at no place: give --fault-at STAGE:ACTION")
+        return
+    try:
+        fault = options.fault
+    except ValueError:
+        fault = None
+    if fault is None:
+        raise ValueError(f"--fault-at {options.fault_at}: expected STAGE:ACTION such as 1:B3 or 0:E1")
+    if options.iterations < 2:
+        raise ValueError(
+            f"--fault-at {options.fault_at}: raises in the 2nd iteration, but --iterations is {options.iterations}: "
+            "use at least 2"
+        )
+    if fault.stage >= options.stages or fault.action not in options.plan.actions[fault.stage]:
+        raise ValueError(
+            f"--fault-at {options.fault_at}: no such action in this run: "
+            "choose one that `evenpipe schedule` shows for that stage"
+        )
+    if options.group_size == "auto" and fault.action.micro_batch:
+        raise ValueError(
+            f"--fault-at {options.fault_at}: --group-size auto may make one micro-batch of a batch: name an action of "
+            "micro-batch 0"
+        )
+    if fault.kind == "nan" and fault.action.kind != FORWARD:
+        raise ValueError(f"--fault-at {options.fault_at}: --fault-kind nan is of a forward: name one, such as 1:F3")
+
+
+#: In the order in which they are checked; each takes the options for granted that those before it have checked.
+RULES: Final = (
+    fits_this_machine,
+    _schedule_exists,
+    _model_fits_its_ranks,
+    _settings_go_together,
+    _engine_knows_its_settings,
+    _optimizer_knows_its_settings,
+    _saved_somewhere,
+    _fault_happens,
+)
+
+
 class TrainOptions(TrainFields):
     """A training run. `TrainOptions.of(...)` gives one-line errors, the constructor pydantic's own."""
+
+    rules: ClassVar[tuple[Callable[[TrainFields], None], ...]] = RULES
 
     @classmethod
     def of(cls, **values: Any) -> TrainOptions:
@@ -29,26 +195,17 @@ class TrainOptions(TrainFields):
 
     @model_validator(mode="after")
     def _go_together(self) -> TrainOptions:
-        for rule in RULES:
+        for rule in self.rules:
             rule(self)
         return self
 
 
-def flag(field: str) -> str:
-    """The command-line flag of a field of TrainOptions: `micro_batches` is --micro-batches."""
-    return "--" + field.replace("_", "-")
-
-
 def _in_one_line(error: ValidationError) -> str:
     """The first thing that pydantic found, as a line of ours."""
-    first, *others = error.errors()
+    first = error.errors()[0]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    field = str(first["loc"][0])
-    # A field of several types has something to say for each of them.
-    said = " or ".join(
-        found["msg"].removeprefix("Input should be ") for found in (first, *others) if found["loc"][0] == field
-    )
+    (field, *_), given, wrong = first_problem(error)
     if first["type"] == "extra_forbidden":
-        return f"{flag(field)}: no such option: see evenpipe train --help"
-    return f"{flag(field)} {first['input']}: must be {said}"
+        return f"{command_flag(str(field))}: no such option: see evenpipe train --help"
+    return f"{command_flag(str(field))} {given}: {wrong}"

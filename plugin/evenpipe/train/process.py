@@ -22,9 +22,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.train.engine import engine_module
-from evenpipe.train.failure import FailureContext
 from evenpipe.train.journal import STOPPED_STATUS, Failure, Iteration, Note, Saved, append
 from evenpipe.train.options import OptionsError, TrainOptions
+from evenpipe.train.recorder import FailureContext
 from evenpipe.train.result import RunResult
 from evenpipe.train.run import RunEvents, run_case
 from evenpipe.train.stopping import StopRequest

@@ -15,10 +15,9 @@ from evenpipe.runtime.exchange import Exchange
 from evenpipe.schedule import FORWARD, Action
 from evenpipe.train import data
 from evenpipe.train.engine import Case, Engine, OptimizerStep, engine_module
-from evenpipe.train.failure import FailureContext
 from evenpipe.train.gather import Found, Share, combine, gather, highest
 from evenpipe.train.options import TrainOptions
-from evenpipe.train.recorder import Recorder
+from evenpipe.train.recorder import FailureContext, Recorder
 from evenpipe.train.result import RunResult, StageMeasurement
 from evenpipe.train.saver import Saver, load
 from evenpipe.train.stopping import Agreement, StopRequest
@@ -53,7 +52,7 @@ def run_case(
     `stop` is needed with --save. Raises OptionsError when the data or the checkpoint cannot be read, and NotSaved.
     """
     rank, recorder = dist.get_rank(), Recorder(failure)
-    note = events.note if rank == 0 else _nothing
+    note = events.note if rank == 0 else lambda text: None  # rank 0 notes it
     case = Case(options, data.load(options), device, failure, recorder, note)
     with engine_module(options.engine).opened(case) as engine:
         first = load(options, engine, rank, note)
@@ -126,10 +125,6 @@ def _ending(
     group = host_group if host_group is not None else dist.group.WORLD
     assert group is not None
     return Saver(case, engine, Agreement(stop, exchange), group, events.saved).ends_after
-
-
-def _nothing(text: str) -> None:
-    """Somebody else notes it."""
 
 
 def _loss(of_micro_batches: Sequence[float], iteration: int, case: Case) -> float:

@@ -43,8 +43,8 @@ def train(of: Learner, schedule: PipelineSchedule, first: int, iterations: int) 
     """Losses on the last stage, a digest of the weights, and per iteration what was held and done."""
     from evenpipe.megatron.schedule import in_place_of_megatron
     from evenpipe.megatron.train_engine.step import micro_batches, train_step
-    from evenpipe.train.failure import FailureContext
     from evenpipe.train.gather import digest
+    from evenpipe.train.recorder import FailureContext
 
     found: dict[str, Any] = {"losses": [], "held": []}
     streams = micro_batches(of, first)

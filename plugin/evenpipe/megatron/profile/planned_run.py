@@ -9,12 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from pydantic import model_validator
-
 from evenpipe.planner.memory import StageMemory
-from evenpipe.train.device_type import device_type
-from evenpipe.train.options import TrainOptions
-from evenpipe.train.rules import RULES, fits_this_machine
+from evenpipe.train.options import RULES, TrainOptions, device_type, fits_this_machine
 
 __all__ = ["PlannedRun", "ProfileError", "stage_memories", "stage_memory"]
 
@@ -33,12 +29,7 @@ class ProfileError(RuntimeError):
 class PlannedRun(TrainOptions):
     """A training run for machines elsewhere, of any number of processes."""
 
-    @model_validator(mode="after")
-    def _go_together(self) -> PlannedRun:
-        for rule in RULES:
-            if rule is not fits_this_machine:
-                rule(self)
-        return self
+    rules = tuple(rule for rule in RULES if rule is not fits_this_machine)
 
 
 def stage_memory(options: TrainOptions, device: str | None = None) -> tuple[StageMemory, ...]:

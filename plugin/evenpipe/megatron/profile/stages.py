@@ -30,8 +30,8 @@ from evenpipe.planner.memory import Measured, StageMemory, stage_memory
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import FORWARD, Size, Unit, build
 from evenpipe.train.data import Corpus
-from evenpipe.train.failure import FailureContext
 from evenpipe.train.options import TrainOptions
+from evenpipe.train.recorder import FailureContext
 
 __all__ = ["profile", "without_memory"]
 

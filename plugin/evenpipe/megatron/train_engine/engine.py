@@ -18,9 +18,9 @@ from evenpipe.megatron.train_engine.step import Learner, Tensors, make_learner, 
 from evenpipe.planner.candidates import PlanError
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.train.engine import Case, Coordinates, KeptBytes, OptimizerStep, Tuned
-from evenpipe.train.failure import FailureContext
 from evenpipe.train.gather import digest
 from evenpipe.train.options import OptionsError
+from evenpipe.train.recorder import FailureContext
 
 __all__ = ["MegatronEngine", "opened", "prepare"]
 

@@ -18,8 +18,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from evenpipe.megatron.train_engine.models import Replica, build_replica, make_optimizer, make_scheduler
 from evenpipe.train import data
-from evenpipe.train.failure import FailureContext
 from evenpipe.train.options import TrainOptions
+from evenpipe.train.recorder import FailureContext
 
 __all__ = ["Learner", "Stepped", "Tensors", "forward_step", "make_learner", "micro_batches", "train_step"]
 

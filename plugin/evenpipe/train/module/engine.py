@@ -111,11 +111,10 @@ class ModuleEngine(Observer):
 
     def kept_bytes(self) -> KeptBytes:
         parameters = list(self.pipeline.parameters())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         # Counters of steps are numbers, in tensors of no dimension.
         state = [value for each in self.optimizer.state.values() for value in each.values()]
         kept = [value for value in state if torch.is_tensor(value) and value.dim()]
-        static = static_bytes([*parameters, *gradients, *kept], [self.optimizer])
+        static = static_bytes([*parameters, *self._gradients(), *kept], [self.optimizer])
         return KeptBytes(sum(parameter.nbytes for parameter in parameters), 0, 0, static)
 
     def weights(self) -> dict[tuple[int, int], str]:
