@@ -119,7 +119,7 @@ def measure(rank: int, traffic: Traffic, experiment: Experiment, tick: Tick) -> 
     record = Record({name: [] for name in names}, [])
 
     def batch_ms(candidate: Candidate) -> float:
-        return pipeline.batch_ms(tuner.program(candidate), experiment.compute(candidate.b))
+        return pipeline.batch_ms(tuner.schedule.program(candidate), experiment.compute(candidate.b))
 
     for candidate in candidates:
         batch_ms(candidate)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from evenpipe.delayed import side_file
+from evenpipe.report.files import move_durably
 
 CPU = torch.device("cpu")
 
@@ -69,7 +70,7 @@ def test_file_and_folder_are_synced_around_the_name(tmp_path, monkeypatch):
     side_file.write(tmp_path / "side.pt", "of iteration 3", Steps({}), [])
     assert done == [".side.pt", "named", tmp_path.name]
     done.clear()
-    side_file.move(tmp_path / "side.pt", tmp_path / "inside" / "side.pt")
+    move_durably(tmp_path / "side.pt", tmp_path / "inside" / "side.pt")
     assert done[0] == "named"
     assert sorted(done[1:]) == sorted(["inside", tmp_path.name])
 

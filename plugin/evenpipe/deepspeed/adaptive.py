@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from evenpipe.deepspeed.engine import EvenPipeEngine, resumes_training
 from evenpipe.deepspeed.log import print_once
 from evenpipe.deepspeed.section import NAME, SectionError
-from evenpipe.deepspeed.stage import Boundary, EngineStage, tensors_of
+from evenpipe.deepspeed.stage import EngineStage, tensors_of
 from evenpipe.planner.candidates import PlanError, divisors
 from evenpipe.planner.grouped import GroupedSchedule
 from evenpipe.planner.memory import Measured
@@ -57,6 +57,7 @@ class AdaptiveEngine(EvenPipeEngine):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         measures = self.loop.wanted is not None
+        self._stage_type = _MeasuredStage if measures else EngineStage
         if self.loop.wanted is not None:
             size, self.group_size = self.loop.wanted, 1
         else:
@@ -70,7 +71,7 @@ class AdaptiveEngine(EvenPipeEngine):
                 loss = super().train_batch()
         except CutError as error:
             end_job(f'{NAME}.micro_batch_size: "auto": {error}: leave it out')
-        if measures and self._measurements.complete:
+        if measures and self.measurements.complete:
             self._end_measuring()
         return loss
 
@@ -98,12 +99,12 @@ class AdaptiveEngine(EvenPipeEngine):
         sizes = divisors(size * count) if self.evenpipe.micro_batch_size == "auto" else [size]
         schedule = GroupedSchedule(self._programs, self.num_stages)
         self.loop.start(schedule, size * count, sizes, self._limit_bytes)
-        self._measurements = _Measurements(self.executor)
+        self.measurements = _Measurements(self.executor)
 
     def _end_measuring(self) -> None:
         """Have the loop take what was measured, and go on to the next size, or to tuning."""
-        measured = self._measurements.summary(self._boundary.nbytes, _static_bytes(self))
-        self._measurements = _Measurements(self.executor)
+        measured = self.measurements.summary(self._boundary.nbytes, _static_bytes(self))
+        self.measurements = _Measurements(self.executor)
         try:
             self.loop.take(measured, self.executor, self.global_steps)
         except PlanError as error:
@@ -113,11 +114,6 @@ class AdaptiveEngine(EvenPipeEngine):
         if self.device.type == "cuda":
             # Blocks of sizes that will not be asked for again.
             torch.cuda.empty_cache()
-
-    def _make_stage(self, boundary: Boundary, buffer_of: Callable[[Unit], int], evicts: bool) -> EngineStage:
-        if self.loop.wanted is not None:
-            return _MeasuredStage(self._measurements, self, boundary, buffer_of, evicts)
-        return super()._make_stage(boundary, buffer_of, evicts)
 
     @contextmanager
     def _measuring(self, measures: bool) -> Iterator[None]:
@@ -156,6 +152,13 @@ class _Measurements:
         self.backwards: list[tuple[Any, Any]] = []
         self.held: list[int] = []
 
+    @contextmanager
+    def timed(self, spans: list[tuple[Any, Any]]) -> Iterator[None]:
+        """What runs inside joins `spans`."""
+        start = self.executor.clock.mark()
+        yield
+        spans.append((start, self.executor.clock.mark()))
+
     @property
     def complete(self) -> bool:
         """Whether no more batches have to be measured."""
@@ -173,30 +176,21 @@ class _Measurements:
 
 
 class _MeasuredStage(EngineStage):
-    """Trains as ever, and has its micro-batches measured."""
-
-    def __init__(
-        self, found: _Measurements, engine: Any, boundary: Boundary, buffer_of: Callable[[Unit], int], evicts: bool
-    ) -> None:
-        super().__init__(engine, boundary, buffer_of, evicts)
-        self._measurements = found
+    """Trains as ever, and has its micro-batches measured for the engine."""
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
         """Timed; then weighed."""
-        clock = self._measurements.executor.clock
-        start = clock.mark()
-        results = super().forward(unit, inputs)
-        self._measurements.forwards.append((start, clock.mark()))
-        self._measurements.held.append(self._measurements.executor.store.nbytes(unit) + self._beside(unit))
+        found: _Measurements = self._engine.measurements
+        with found.timed(found.forwards):
+            results = super().forward(unit, inputs)
+        found.held.append(found.executor.store.nbytes(unit) + self._beside(unit))
         return results
 
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         """Timed."""
-        clock = self._measurements.executor.clock
-        start = clock.mark()
-        results = super().backward(unit, gradients)
-        self._measurements.backwards.append((start, clock.mark()))
-        return results
+        found: _Measurements = self._engine.measurements
+        with found.timed(found.backwards):
+            return super().backward(unit, gradients)
 
     def _beside(self, unit: Unit) -> int:
         """Bytes that the engine keeps of a micro-batch until its backward, beside what autograd saves."""

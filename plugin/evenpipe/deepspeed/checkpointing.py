@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from evenpipe.deepspeed.supported import CHECKPOINTS, DEEPSPEED, recorded
-from evenpipe.upstream import APPLIED, Patch, PatchSet
+from evenpipe.upstream import Patch, PatchSet
 
 __all__ = ["checkpointing_patches", "show_saved_tensors"]
 
@@ -38,9 +38,7 @@ def show_saved_tensors(module: Any) -> None:
     """
     from deepspeed.runtime.activation_checkpointing import checkpointing
 
-    patches = checkpointing_patches()
-    if any(state != APPLIED for _, state in patches.check()):
-        patches.apply()
+    checkpointing_patches().apply_once()
     functions = [getattr(checkpointing, symbol.partition(":")[2]) for symbol in CHECKPOINTS]
     routed = {function.__wrapped__: function for function in functions}
     # Which layers are checkpointed depends on the function; it has been found out, and stays.

@@ -21,7 +21,7 @@ from evenpipe.delayed.log import StepLog
 from evenpipe.report import check_writable
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
-from evenpipe.schedule import Program, Programs, ScheduleError, Size, Step, Unit, links, loop
+from evenpipe.schedule import Program, Programs, ScheduleError, Size, Step, links, loop
 from evenpipe.tracing.iteration import IterationTrace, Place, TracedJob
 from evenpipe.upstream.ending import end_job
 
@@ -38,6 +38,8 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
 
     #: What follows DeepSpeed's log under a schedule without flushes.
     step_log: StepLog | None = None
+    #: What a batch is carried out with.
+    _stage_type: type[EngineStage] = EngineStage
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -86,12 +88,9 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         """Carry out the program of a batch."""
         program, ours = self._schedule(micro_batches)
         evicts = program.schedule.evictions[self.stage_id] > 0
-        stage = self._make_stage(self._boundary, ours.buffer_of, evicts)
+        stage = self._stage_type(self, self._boundary, ours.buffer_of, evicts)
         with self.executor.batch(program, stage) as self._take:
             self._exec_schedule(ours)
-
-    def _make_stage(self, boundary: Boundary, buffer_of: Callable[[Unit], int], evicts: bool) -> EngineStage:
-        return EngineStage(self, boundary, buffer_of, evicts)
 
     def _schedule(self, micro_batches: int) -> tuple[Program, ProgramSchedule]:
         key = micro_batches, self.group_size

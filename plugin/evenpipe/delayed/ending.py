@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 
-from evenpipe.upstream import ANY, APPLIED, Distribution, Patch, PatchSet
+from evenpipe.upstream import ANY, Distribution, Patch, PatchSet
 
 __all__ = ["Drainable", "drain_at_the_end", "ending_patches", "let_go"]
 
@@ -30,9 +30,7 @@ def drain_at_the_end(engine: Drainable) -> None:
     An accepting stage is done with a batch before its partner, whose activations it holds. Nothing is done in a process
     that fails, which ends at once.
     """
-    patches = ending_patches()
-    if any(state != APPLIED for _, state in patches.check()):
-        patches.apply()
+    ending_patches().apply_once()
     _engines().append(engine)
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.delayed.steps import DelayedSteps
-from evenpipe.report.files import move_durably, write_durably
+from evenpipe.report.files import write_durably
 
-__all__ = ["move", "resume", "write"]
+__all__ = ["resume", "write"]
 
 _FORMAT: Final = "evenpipe.delayed/1"
 # What files of before call their format: Megatron's were 1, DeepSpeed's 2.
@@ -32,7 +32,6 @@ def write(path: Path, checkpoint: str, steps: DelayedSteps, newest: Iterable[Ten
     """
     content = {"format": _FORMAT, "newest": _fingerprint(newest), "state": steps.state_dict()}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, lambda file: torch.save(content, file))
     except (OSError, RuntimeError) as error:
         said = getattr(error, "strerror", None) or " ".join(str(error).split())
@@ -40,12 +39,6 @@ def write(path: Path, checkpoint: str, steps: DelayedSteps, newest: Iterable[Ten
             f"the checkpoint {checkpoint} could not be saved: {path}: {said}: "
             "make room, and go on from the one before, which is whole"
         ) from error
-
-
-def move(path: Path, to: Path) -> None:
-    """Give a file another name, which is safe on disk when this returns."""
-    to.parent.mkdir(parents=True, exist_ok=True)
-    move_durably(path, to)
 
 
 def resume(steps: DelayedSteps, candidates: Iterable[Path], newest: Sequence[Tensor], device: torch.device) -> bool:

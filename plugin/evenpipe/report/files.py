@@ -28,8 +28,9 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
 def write_durably(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     """Put what ``fill`` writes at ``path``: safe on disk as a whole when this returns, or not there.
 
-    Raises OSError, which names the path.
+    Its folder is made. Raises OSError, which names the path.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
     try:
         with temporary.open("wb") as file:
@@ -45,7 +46,8 @@ def write_durably(path: Path, fill: Callable[[BinaryIO], object]) -> None:
 
 
 def move_durably(path: Path, to: Path) -> None:
-    """Give a file or a folder another name, which is safe on disk when this returns."""
+    """Give a file or a folder another name, in a folder that is made; it is safe on disk when this returns."""
+    to.parent.mkdir(parents=True, exist_ok=True)
     os.replace(path, to)
     for folder in {path.parent, to.parent}:
         _sync_folder(folder)

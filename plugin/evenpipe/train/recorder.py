@@ -39,12 +39,11 @@ class FailureContext:
         self.position = str(action)
         fault = self._fault
         here = fault is not None and fault.action == action and fault.iteration in (None, self._iteration)
-        self.spoils_output = here and fault is not None and fault.kind == "nan"
-        if not here or fault is None:
-            return
-        if fault.kind == "raise":
+        kind = fault.kind if fault is not None and here else None
+        self.spoils_output = kind == "nan"
+        if kind == "raise":
             raise RuntimeError("rehearsed failure, asked for by --fault-at")
-        if fault.kind == "kill":
+        if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
 
 

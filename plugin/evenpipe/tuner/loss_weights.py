@@ -26,12 +26,8 @@ class LossWeights:
 
     def __init__(self) -> None:
         self._sample: Tensor | None = None
-        self._even = True
-
-    @property
-    def even_here(self) -> bool:
-        """Whether all samples that this rank has looked at count the same tokens."""
-        return self._even
+        #: Whether all samples that this rank has looked at count the same tokens.
+        self.even_here = True
 
     def watch(self, source: Iterator[Any]) -> Iterator[Any]:
         """What `source` has, looked at when it is read."""
@@ -44,7 +40,7 @@ class LossWeights:
 
         False where no rank has looked at any. `device` is what the ranks exchange tensors on.
         """
-        found = torch.tensor([not self._even, self._sample is not None], dtype=torch.float32, device=device)
+        found = torch.tensor([not self.even_here, self._sample is not None], dtype=torch.float32, device=device)
         dist.all_reduce(found)
         uneven, looked = found.tolist()
         return not uneven and bool(looked)
@@ -52,10 +48,10 @@ class LossWeights:
     def _look(self, micro_batch: Any) -> None:
         mask = micro_batch.get(_MASK) if isinstance(micro_batch, Mapping) else None
         if not isinstance(mask, Tensor) or not len(mask):
-            self._even = False
+            self.even_here = False
             return
         if self._sample is None:
             self._sample = mask[0].to("cpu", copy=True)
         # What Megatron has read before, and reads again, may have been moved to a GPU.
         alike = self._sample.shape == mask.shape[1:] and bool((mask.cpu() == self._sample).all())
-        self._even = self._even and alike
+        self.even_here = self.even_here and alike

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes, estimate_ms
-from evenpipe.schedule import Link, Program
+from evenpipe.schedule import Link
 
 __all__ = ["HYSTERESIS", "WINDOW", "Retune", "Tuner", "thinned_out"]
 
@@ -63,12 +63,8 @@ class Tuner:
         self._windows: dict[tuple[str, Link], deque[float]] = {}
         self._next = 0
         self._since: tuple[int, float | None] = (0, None)
-        # All its task orders live at once (§3.2.1).
-        self._schedule = schedule
-
-    def program(self, candidate: Candidate) -> Program:
-        """What is carried out under `candidate`."""
-        return self._schedule.program(candidate)
+        #: All its task orders live at once (§3.2.1).
+        self.schedule = schedule
 
     @property
     def used(self) -> tuple[Candidate, ...]:
@@ -135,7 +131,7 @@ class Tuner:
 
     def _estimate_ms(self, candidate: Candidate) -> float:
         message_ms = {link: fmean(window) for (name, link), window in self._windows.items() if name == candidate.name}
-        return estimate_ms(self.program(candidate), self._times[candidate.b], message_ms)
+        return estimate_ms(self.schedule.program(candidate), self._times[candidate.b], message_ms)
 
     def _iterations_between(self, iteration: int) -> int:
         """Told in iterations, an hour needs no clock that all ranks agree on, and nobody to be asked in between."""

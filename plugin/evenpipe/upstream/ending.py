@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-from evenpipe.upstream.patches import APPLIED, PatchSet
+from evenpipe.upstream.patches import PatchSet
 from evenpipe.upstream.symbols import UpstreamError
 
 __all__ = ["apply_or_end", "end_job", "end_with_the_first_error"]
@@ -38,8 +38,7 @@ def end_job(message: str) -> NoReturn:
 def apply_or_end(patches: PatchSet) -> None:
     """Apply `patches`, unless another instance of them has been; what does not fit ends the job."""
     try:
-        if any(state != APPLIED for _, state in patches.check()):
-            patches.apply()
+        patches.apply_once()
     except UpstreamError as error:
         end_job(str(error))
 

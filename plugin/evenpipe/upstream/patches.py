@@ -127,6 +127,11 @@ class PatchSet:
             self._restore()
             raise
 
+    def apply_once(self) -> None:
+        """Apply the set, unless another instance of it has been."""
+        if any(state != APPLIED for _, state in self.check()):
+            self.apply()
+
     def revert(self) -> None:
         """Put every original back; does nothing unless applied.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -144,7 +145,8 @@ class HalfGradients(PlainGradients):
         unscale, checker, mpu = optimizer.unscale_and_clip_grads, optimizer.overflow_checker, optimizer.mpu
         # Both kinds give the norm last; the one that they would find is this stage's.
         optimizer.unscale_and_clip_grads = lambda *gradients_and_norm: unscale(*gradients_and_norm[:-1], norm)
-        optimizer.overflow_checker = _KnownOverflow(overflow)
+        # In the place of DeepSpeed's `CheckOverflow`, which would ask the other stages.
+        optimizer.overflow_checker = SimpleNamespace(check=lambda: overflow, has_overflow=lambda parameters: overflow)
         optimizer.mpu = None
         try:
             super().step(step, norm)
@@ -157,19 +159,6 @@ class HalfGradients(PlainGradients):
     def scaled(self, loss: Tensor) -> Tensor:
         scaled: Tensor = loss.float() * self._optimizer.loss_scale
         return scaled
-
-
-class _KnownOverflow:
-    """In the place of DeepSpeed's `CheckOverflow`, which would ask the other stages."""
-
-    def __init__(self, overflow: bool) -> None:
-        self._overflow = overflow
-
-    def check(self) -> bool:
-        return self._overflow
-
-    def has_overflow(self, parameters: Any) -> bool:
-        return self._overflow
 
 
 class FlatGradients(Gradients):

@@ -88,7 +88,7 @@ class EngineSteps(DelayedSteps):
         self._ties.start()
 
     def _figures(self) -> Tensor:
-        self._ties.finish_counted()
+        self._ties.finish(counted=True)
         return self._gradients.squares().view(1)
 
     def _finish_reducing(self) -> None:

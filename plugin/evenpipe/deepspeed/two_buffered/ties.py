@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -56,28 +55,24 @@ class Ties:
                 assert work is not None
                 self._under_way.append((tie, gradient, work))
 
-    def finish_counted(self) -> None:
-        """Wait for the sums of what is counted here: other stages have given their part, they end a batch earlier."""
-        self._finish(lambda tie: tie.is_first)
+    def finish(self, counted: bool = False) -> None:
+        """Wait for all: what is kept are the sums. Nothing to do twice.
 
-    def finish(self) -> None:
-        """Wait for all: what is kept are the sums. Nothing to do twice."""
-        self._finish(lambda tie: True)
+        `counted`: of what is counted here only. Other stages have given their part of that, they end a batch earlier.
+        """
+        under_way, self._under_way = self._under_way, []
+        for tie, gradient, work in under_way:
+            if tie.is_first or not counted:
+                work.wait()
+                self._gradients.put_back(tie.weight, gradient)
+            else:
+                self._under_way.append((tie, gradient, work))
 
     def close(self) -> None:
         """Destroy the groups that were made for this, once nothing is under way; the end of all groups does it too."""
         groups, self._own_groups = self._own_groups, []
         for group in groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)
-
-    def _finish(self, wanted: Callable[[_Tie], bool]) -> None:
-        under_way, self._under_way = self._under_way, []
-        for tie, gradient, work in under_way:
-            if wanted(tie):
-                work.wait()
-                self._gradients.put_back(tie.weight, gradient)
-            else:
-                self._under_way.append((tie, gradient, work))
 
 
 def _across_replicas(ranks: dict[str, list[int]]) -> dict[str, dist.ProcessGroup]:

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from evenpipe.delayed import side_file
 from evenpipe.megatron.script.hooks import folders_loaded_from
 from evenpipe.megatron.script.log import say
+from evenpipe.report.files import move_durably
 
 if TYPE_CHECKING:
     from evenpipe.delayed.steps import DelayedSteps
@@ -34,7 +35,7 @@ def save(iteration: int, model: Sequence[Any], steps: DelayedSteps, folder: str,
     inside, beside = _paths(folder, iteration)
     side_file.write(beside, f"of iteration {iteration}", steps, _weights(model))
     result = write()
-    side_file.move(beside, inside)
+    move_durably(beside, inside)
     return result
 
 
