@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import command
+
 pytest.importorskip("deepspeed")
 
 
@@ -61,7 +63,7 @@ def test_stages_that_owe_each_other_something_end_well() -> None:
     """Under 2bw an acceptor is done with a batch before its partner; nobody has destroyed the process groups."""
     script = Path(__file__).with_name("train_to_the_end.py")
     run = subprocess.run(
-        [sys.executable, "-m", *_launcher("torchrun"), str(script)],
+        command(4, "deepspeed.pipe,torch._dynamo,torch.optim", script),
         capture_output=True,
         text=True,
         timeout=800,

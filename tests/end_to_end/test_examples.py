@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -23,19 +25,30 @@ def test_a_megatron_core_script_with_bpipe():
     assert [int(line.split("most ")[1].split()[0]) for line in peaks] == [3, 3, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("script", "configuration", "peaks"),
-    [("gpt", "bpipe", [3, 3, 2, 3]), ("bert", "kfkb", [8, 6, 4, 2]), ("gpt", "2bw", [3, 3, 2, 3])],
-)
-def test_pipeline_modules_of_deepspeed(script, configuration, peaks):
-    """By DeepSpeed's launcher, with the commands in the README."""
-    pytest.importorskip("deepspeed")
+def deepspeed_launcher(script):
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    launcher = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", "4", "--master_port", str(port)]
+    return [Path(sys.executable).with_name("deepspeed"), "--num_gpus", "4", "--master_port", str(port), script]
+
+
+def forked_deepspeed(script):
+    return forked.command(4, "deepspeed.pipe,torch._dynamo,torch.optim", script)
+
+
+@pytest.mark.parametrize(
+    ("start", "script", "configuration", "peaks"),
+    [
+        (deepspeed_launcher, "gpt", "bpipe", [3, 3, 2, 3]),
+        (forked_deepspeed, "bert", "kfkb", [8, 6, 4, 2]),
+        (forked_deepspeed, "gpt", "2bw", [3, 3, 2, 3]),
+    ],
+)
+def test_pipeline_modules_of_deepspeed(start, script, configuration, peaks):
+    """With the flags in the README; one by DeepSpeed's launcher, with the whole command."""
+    pytest.importorskip("deepspeed")
     flags = ["--deepspeed_config", f"examples/deepspeed/{configuration}.json", "--iterations", "4"]
     run = subprocess.run(
-        [*launcher, f"examples/deepspeed/{script}.py", *flags],
+        [*start(f"examples/deepspeed/{script}.py"), *flags],
         timeout=800,
         capture_output=True,
         text=True,
@@ -54,10 +67,11 @@ def test_plain_modules_of_a_users_own():
     """Any schedule gives the same losses, to the last digit shown; the script is short."""
     script = EXAMPLES / "plain_torch.py"
     assert len(script.read_text().splitlines()) <= 30
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", script]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", script]
+    commands = ([*torchrun, "1f1b"], forked.command(4, "torch._dynamo,torch.optim", script, "zb-h1"))
     printed = []
-    for schedule in ("1f1b", "zb-h1"):
-        run = subprocess.run([*command, schedule], timeout=100, capture_output=True, text=True)
+    for command in commands:
+        run = subprocess.run(command, timeout=100, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         printed.append(run.stdout)
     losses = [float(line.split()[-1]) for line in printed[0].splitlines()]

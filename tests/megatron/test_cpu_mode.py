@@ -18,9 +18,9 @@ from megatron.core.tensor_parallel import random
 from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.upstream import FITS, PatchSet, UpstreamError
 from evenpipe.upstream.symbols import locate
+from tests.forked import command
 
 WORKER = Path(__file__).with_name("train_tiny_gpt.py")
-PROCESSES = 4
 
 needs_cpu_only_machine = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA")
 
@@ -34,29 +34,14 @@ def mode() -> Iterator[PatchSet]:
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+def losses() -> dict[str, list[float]]:
     """What four processes report: per layout the losses of its iterations."""
-    rendezvous = tmp_path_factory.mktemp("cpu_mode") / "rendezvous"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", WORKER],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(PROCESSES), "RENDEZVOUS": str(rendezvous)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(PROCESSES)
-    ]
-    try:
-        outputs = [process.communicate(timeout=800) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors
-        assert "RNG state changed" not in errors
-    reports = [json.loads(output.splitlines()[-1]) for output, _ in outputs]
-    return reports[-1]  # the last rank is a last stage in every layout
+    ranks = command(4, "megatron.core.models.gpt,megatron.core.optimizer", WORKER)
+    run = subprocess.run(ranks, capture_output=True, text=True, timeout=800)
+    assert run.returncode == 0, run.stderr
+    assert "RNG state changed" not in run.stderr
+    report: dict[str, list[float]] = json.loads(run.stdout.splitlines()[-1])
+    return report
 
 
 @needs_cpu_only_machine
