@@ -15,6 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 WORLD = 4
 PLAIN = ("megatron", "1f1b")
 ENGINES = (*PLAIN, "bpipe")
@@ -273,8 +275,10 @@ def work(rank: int, folder: Path, port: int) -> None:
     import torch.distributed as dist
 
     from evenpipe.megatron.cpu_mode import cpu_mode
+    from tests.gloo import share_device
 
     cpu_mode().apply()
+    share_device()
     store = dist.TCPStore("localhost", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
     found: dict[str, Any] = {"cases": {}, "bindings": {}}
