@@ -3,6 +3,8 @@
 Argument: a folder (rank-<rank>.json out). A script of its own, forked after the imports.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys
@@ -13,7 +15,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from evenpipe.megatron.schedule import PipelineSchedule
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -204,44 +209,75 @@ CASES = {
 OTHER_LENGTH = Case(calls=(Call(), Call(sequence=12)))
 
 
-@contextmanager
-def chosen_by(engine: str) -> Iterator[Callable[..., Any]]:
-    """`get_forward_backward_func` under an engine."""
-    from megatron.core import pipeline_parallel
+def schedule_of(engine: str) -> PipelineSchedule:
+    from evenpipe.megatron.schedule import PipelineSchedule
 
-    from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
-
-    if engine == "megatron":
-        yield pipeline_parallel.get_forward_backward_func
-        return
     if engine == "3F3B":
-        schedule = PipelineSchedule("kfkb", group_size=3)
-    else:
-        schedule = PipelineSchedule(bpipe=engine == "bpipe", measure=engine == "measured")
+        return PipelineSchedule("kfkb", group_size=3)
+    return PipelineSchedule(bpipe=engine == "bpipe", measure=engine == "measured")
+
+
+@contextmanager
+def in_place_of_megatrons(schedule: Callable[..., Any]) -> Iterator[None]:
+    from evenpipe.megatron.schedule import in_place_of_megatron
+
     patches = in_place_of_megatron(schedule)
     patches.apply()
     try:
-        yield pipeline_parallel.get_forward_backward_func
+        yield
     finally:
         patches.revert()
-    schedule.close()
 
 
-def carry_out(case: Case, engine: str) -> dict[str, Any]:
-    """All calls of a case: what each returned and did, and the weights in the end; or the error that ended it."""
+class Current:
+    """Calls the schedule of the case under way, so that the patches, which look for a name everywhere, stay on."""
+
+    schedule: PipelineSchedule
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self.schedule(**arguments)
+
+
+def carry_out_all(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
+    """By case and engine; Megatron's own comes first."""
+    import torch.distributed as dist
+
+    found: dict[str, dict[str, Any]] = {name: {} for name in cases}
+    for name, case in cases.items():
+        if "megatron" in case.engines:
+            found[name]["megatron"] = carry_out(case)
+        dist.barrier()
+    current = Current()
+    with in_place_of_megatrons(current):
+        for name, case in cases.items():
+            for engine in case.engines:
+                if engine != "megatron":
+                    current.schedule = schedule_of(engine)
+                    found[name][engine] = carry_out(case, current.schedule)
+            dist.barrier()
+    return found
+
+
+def carry_out(case: Case, schedule: PipelineSchedule | None = None) -> dict[str, Any]:
+    """All calls of a case: what each returned and did, and the weights in the end; or the error that ended it.
+
+    The function called is Megatron's choice; `schedule` is what is behind it, where that is not Megatron's.
+    """
+    from megatron.core import pipeline_parallel
     from tiny_pipeline import Pipeline
 
     pipeline = Pipeline(case)
     calls: list[Any] = []
-    with chosen_by(engine) as get:
-        for index, call in enumerate(case.calls):
-            try:
-                calls.append(pipeline.call(get(), call, index))
-            except (ValueError, RuntimeError) as error:
-                calls.append({"error": f"{type(error).__name__}: {error}"})
-                break
-        executor = getattr(get(), "executor", None)
-        evicted = 0 if executor is None else executor.counter.evicted_bytes
+    for index, call in enumerate(case.calls):
+        try:
+            calls.append(pipeline.call(pipeline_parallel.get_forward_backward_func(), call, index))
+        except (ValueError, RuntimeError) as error:
+            calls.append({"error": f"{type(error).__name__}: {error}"})
+            break
+    executor = None if schedule is None else schedule.executor
+    evicted = 0 if executor is None else executor.counter.evicted_bytes
+    if schedule is not None:
+        schedule.close()
     return {"calls": calls, "weights": pipeline.weights(), "timers": pipeline.timers(), "evicted": evicted}
 
 
@@ -254,7 +290,7 @@ def bindings() -> dict[str, list[str]]:
         found = (pipeline_parallel.get_forward_backward_func(), schedules.get_forward_backward_func())
         return [getattr(function, "__name__", type(function).__name__) for function in found]
 
-    with chosen_by("1f1b"):
+    with in_place_of_megatrons(schedule_of("1f1b")):
         inside = returned()
     return {"inside": inside, "outside": returned()}
 
@@ -285,15 +321,14 @@ def work(rank: int, folder: Path, port: int) -> None:
     try:
         for layout, cases in groupby(CASES.items(), key=lambda item: item[1].layout):
             with laid_out(layout):
-                for name, case in cases:
-                    found["cases"][name] = {engine: carry_out(case, engine) for engine in case.engines}
-                    dist.barrier()
+                found["cases"] |= carry_out_all(dict(cases))
         for name, layout in BOUND.items():
             with laid_out(layout):
                 found["bindings"][name] = bindings()
         # Last, because the stage that finds the other length leaves the rest waiting for it: it exits, they fail.
-        with laid_out(OTHER_LENGTH.layout):
-            found["other length"] = carry_out(OTHER_LENGTH, "bpipe")["calls"]
+        schedule = schedule_of("bpipe")
+        with laid_out(OTHER_LENGTH.layout), in_place_of_megatrons(schedule):
+            found["other length"] = carry_out(OTHER_LENGTH, schedule)["calls"]
     except BaseException:
         found["failure"] = traceback.format_exc()
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))

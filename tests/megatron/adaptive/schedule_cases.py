@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from evenpipe.megatron.schedule import PipelineSchedule
     from evenpipe.megatron.train_engine.step import Learner
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
-
 STAGES, SIZE, MICRO_BATCHES = 4, 2, 8
 MODEL = {"layers": 4, "hidden": 32, "heads": 4, "seq_length": 32, "stages": STAGES, "iterations": 9}
 #: (k, b) of each iteration, of samples that the loader has in micro-batches of 2; those of `SAME` keep that size.
@@ -227,10 +225,8 @@ def work(rank: int, folder: Path) -> None:
     from megatron.core import parallel_state
 
     from evenpipe.megatron.cpu_mode import cpu_mode
-    from tests.gloo import share_device
 
     cpu_mode().apply()
-    share_device()
     store = dist.FileStore(str(folder / "store"), STAGES)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=STAGES, timeout=timedelta(seconds=60))
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=STAGES)
