@@ -1,6 +1,7 @@
 """An independent judge of schedules: carries out the rows alone, event by event, by rules of its own.
 
-The rules are those of the notation (``evenpipe.schedule.kinds``, PipeDream-2BW §3.1, BPipe §3), written once more.
+The rules are those of the notation (``evenpipe.schedule.kinds``, PipeDream-2BW §3.1, BPipe §3), written once more. A
+stage may have to wait until what it trades with its partner is through, so both have to be there at the same time.
 """
 
 from __future__ import annotations
@@ -117,22 +118,19 @@ class _Stage:
     """One stage on its way through its row."""
 
     def __init__(self, schedule: Schedule, model: dict[Any, int], stage: int) -> None:
-        self.row, self.bound, self.ahead = schedule.actions[stage], schedule.bound, schedule.group_size
-        self.at = self.computed = self.posted = 0
+        self.row, self.bound = schedule.actions[stage], schedule.bound
+        self.at = 0
         self.live = self.guests = own = self.own = 0
         for action in self.row:
             own += (action.kind == "F") - (action.kind in "BW")
             self.own = max(own, self.own)
         self.departing: deque[tuple[tuple[int, int], _Message]] = deque()
         self.moving: dict[tuple[int, int, int], _Message] = {}
-        self.sent: dict[Any, list[_Message]] = defaultdict(list)
         self.ends = [list(_ends(schedule, model, stage, action)) for action in self.row]
-        compute = [ends for action, ends in zip(self.row, self.ends, strict=True) if action.kind in "FBDW"]
-        self.inputs = [[m for link, m, end in ends if end and link is not None] for ends in compute]
         self.waits: list[_Message] | None = None
 
-    def arrive(self, posted: set[_Message]) -> list[_Message]:
-        """What must be complete before the next action; what it and those shortly after it need is posted."""
+    def arrive(self) -> list[_Message]:
+        """What must be complete before the next action."""
         if self.waits is not None:
             return self.waits
         action, ends = self.row[self.at], self.ends[self.at]
@@ -140,9 +138,6 @@ class _Stage:
         if kind == "U":
             self.waits = [("batch", action.micro_batch)]
             return self.waits
-        for messages in self.inputs[self.posted : self.computed + self.ahead + 1]:
-            posted.update(messages)
-        self.posted = self.computed + self.ahead + 1
         waits = []
         if kind in "FLA":
             while self.departing and (
@@ -157,31 +152,22 @@ class _Stage:
             waits.append(self.moving.pop((*unit, action.evictor)))
         if kind in "FBD":
             waits += [message for _, message, end in ends if end]
-            for link, message, end in ends:
-                if not end and link is not None:
-                    self.sent[link].append(message)
-                    # So many results are under way on a link, and no more.
-                    waits += self.sent[link][-self.ahead - 2 : -self.ahead - 1]
         self.waits = waits
         return waits
 
-    def act(self, sent: set[_Message], posted: set[_Message]) -> str | None:
+    def act(self, sent: set[_Message]) -> str | None:
         """The action itself; says what is wrong with the memory that it takes."""
         action, ends = self.row[self.at], self.ends[self.at]
         kind, unit = action.kind, (action.micro_batch, action.chunk)
-        for link, message, end in ends:
-            if link is None and not end:
-                posted.add(message)
+        for _, message, end in ends:
             if not end:
                 sent.add(message)
             elif kind in "LA":
-                posted.add(message)
                 self.moving[(*unit, action.evictor)] = message
             if kind in "ER":
                 self.departing.append((unit, message))
         self.live += (kind in "FLA") - (kind in "BW")
         self.guests += kind == "A"
-        self.computed += kind in "FBDW"
         self.at, self.waits = self.at + 1, None
         if self.live > self.bound or (kind == "A" and self.guests > self.bound - self.own):
             return "the bound is broken"
@@ -189,27 +175,31 @@ class _Stage:
 
 
 def _run(schedule: Schedule, model: dict[Any, int]) -> Iterator[str]:
-    """All stages at once; a message is complete when it has been sent and its receive posted."""
+    """All stages at once; what partners trade, both carry out together."""
     stages = [_Stage(schedule, model, stage) for stage in range(schedule.stages)]
     sent: set[_Message] = set()
-    posted: set[_Message] = set()
+    there: set[tuple[_Message, int]] = set()  # ends of trades
     left = [schedule.micro_batches * len(model)] * schedule.batches
     moved = True
     while moved:
         moved = False
         for stage in stages:
             while stage.at < len(stage.row):
-                if any(message not in sent or message not in posted for message in stage.arrive(posted)):
+                if any(message not in sent for message in stage.arrive()):
                     break
                 action = stage.row[stage.at]
-                if (wrong := stage.act(sent, posted)) is not None:
+                if action.kind in "ELAR":
+                    ((_, trade, end),) = stage.ends[stage.at]
+                    there.add((trade, end))
+                    if (trade, 1 - end) not in there:
+                        break
+                if (wrong := stage.act(sent)) is not None:
                     yield wrong
                 if action.kind in "BW":
                     batch = action.micro_batch // schedule.micro_batches
                     left[batch] -= 1
                     if not left[batch]:
                         sent.add(("batch", batch))
-                        posted.add(("batch", batch))
                 moved = True
     if any(stage.at < len(stage.row) for stage in stages):
         yield "the stages wait for one another for ever"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +13,7 @@ from evenpipe.schedule import (
     FORWARD,
     KINDS,
     ActionKind,
+    Gathering,
     Kind,
     Message,
     Program,
@@ -95,7 +96,9 @@ class ProgramSchedule(_Steps):
     """
 
     def __init__(self, program: Program, stage_id: int, dynamic_shape: bool = False) -> None:
-        steps = tuple(_with_known_shapes(program.steps[stage_id], dynamic_shape))
+        steps = program.steps[stage_id]
+        if dynamic_shape:
+            steps = tuple(_with_known_shapes(steps))
         buffers = _buffers(steps)
         sizes = program.schedule.micro_batches, program.schedule.stages, stage_id
         end = schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()
@@ -116,28 +119,19 @@ class StreamSchedule(_Steps):
         super().__init__(sizes, taken, lambda unit: unit.micro_batch % buffers, buffers, end)
 
 
-def _with_known_shapes(steps: tuple[Step, ...], dynamic_shape: bool) -> Iterator[Step]:
-    """The same steps, with no gradient's receive posted before the forward whose outputs it is shaped like.
+def _with_known_shapes(steps: tuple[Step, ...]) -> Iterator[Step]:
+    """The same steps, with no input's receive posted before the step of its forward.
 
-    With few micro-batches a program posts some before that. With `dynamic_shape`, no input's receive is posted before
-    the step of its forward either. Posted later, nothing but time can be lost.
+    Posted later, nothing but time can be lost.
     """
-    forwarded: set[Unit] = set()
-    early: list[Message] = []
+
+    def known(items: Iterable[Message | Gathering]) -> tuple[Message | Gathering, ...]:
+        return tuple(item for item in items if isinstance(item, Gathering) or item.link.kind != "forward")
+
     for step in steps:
-        post: list[Message] = []
-        still_early: list[Message] = []
-        for message in (*early, *step.post):
-            unit = Unit(message.micro_batch, message.chunk)
-            if message.link.kind == "forward":
-                known = not dynamic_shape or (step.action.kind == FORWARD and step.action.unit == unit)
-            else:
-                known = unit in forwarded
-            (post if known else still_early).append(message)
-        early = still_early
-        if step.action.kind == FORWARD:
-            forwarded.add(step.action.unit)
-        yield step._replace(post=tuple(post))
+        takes = step.takes
+        late = (takes,) if takes is not None and takes.link.kind == "forward" and not takes.is_local else ()
+        yield step._replace(post=(*known(step.post), *late), then_post=known(step.then_post))
 
 
 def _buffers(steps: tuple[Step, ...]) -> dict[Unit, int]:

@@ -71,9 +71,9 @@ class DelayedSteps(ABC):
     """The optimizer of one stage under 2BW: W(t+1) = W(t) - step of the gradients at W(t-1) (PipeDream-2BW §3.1).
 
     A step is *submitted* at the end of its batch. What other stages have to know of its gradients is *gathered* in the
-    background, before the next batch's first backward at the latest; and the step is *finished*, with the learning rate
-    of its own batch, where the schedule has its update. What a stage then needs of others has been under way for long.
-    `drain` finishes it at once.
+    background, at a place of the schedule by which all stages have submitted; and the step is *finished*, with the
+    learning rate of its own batch, where the schedule has its update. What a stage then needs of others has been under
+    way for long. `drain` finishes it at once.
 
     `exchange` brings rows of figures to all processes (None: nothing depends on them, and nobody asks); `decides`:
     what the step is depends on them. `waits`: a step has to wait for other stages. A framework says how its gradients
@@ -100,7 +100,8 @@ class DelayedSteps(ABC):
         self._decides = decides
         self._waits = waits
         self._settings: _Settings | None = None  # of the submitted step's own batch
-        self._gathering = False
+        self._row: Tensor | None = None  # of figures, from when they are known until they are sent
+        self._owed = False  # whether the submitted step's figures are still to be sent
         self._unread: int | None = None  # a batch whose step is finished, but not what was gathered of it
         self._finished: int | None = None
 
@@ -134,7 +135,7 @@ class DelayedSteps(ABC):
         assert self._settings is None, "the schedule finishes one step before the next is submitted"
         self._settings = _settings_of(self._groups())
         self.batch += 1
-        self._gathering = False
+        self._owed = True
         if self._loss_scale is not None:
             self._loss_scale.submit()
         self._start_reducing()
@@ -142,17 +143,23 @@ class DelayedSteps(ABC):
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Bring the submitted step's figures under way, if they are not."""
-        if self._settings is not None and not self._gathering and self._exchange is not None:
-            self._gathering = True
-            self._exchange.start(self._figures())
+        """Bring the submitted step's figures under way, if they are not: all stages at the same place of an order."""
+        if not self._owed:
+            return
+        self._count()
+        self._owed = False
+        row, self._row = self._row, None
+        if self._exchange is not None and row is not None:
+            self._exchange.start(row)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Write the weights of the submitted step over the older version; nothing to do without one."""
         if self._settings is None:
             return
-        self.gather()
+        self._count()
+        if self._decides:
+            self.gather()
         settings, self._settings = self._settings, None
         self._finish_reducing()
         self._unread = self.batch - 1
@@ -171,6 +178,7 @@ class DelayedSteps(ABC):
         to do twice.
         """
         self.break_off()
+        self.gather()
         self.finish()
         self._read()
         self.versions.use(self.versions.latest)
@@ -215,7 +223,7 @@ class DelayedSteps(ABC):
 
     @abstractmethod
     def _figures(self) -> Tensor:
-        """End the reductions within the stage, start those between stages; this process' row of figures."""
+        """End the reductions within the stage, make those between stages; this process' row of figures."""
 
     @abstractmethod
     def _finish_reducing(self) -> None:
@@ -228,6 +236,11 @@ class DelayedSteps(ABC):
     @abstractmethod
     def _step(self, update: bool) -> None:
         """Step with the gradients of the submitted batch, or, unless `update`, let go of them."""
+
+    def _count(self) -> None:
+        """Find the figures, while the gradients are there."""
+        if self._owed and self._row is None:
+            self._row = self._figures()
 
     def _read(self) -> None:
         """What was gathered of the step that is finished, or about to be."""

@@ -55,7 +55,7 @@ class Executor(Resources):
         with self._batch():
             if self._stream is None:
                 self._stream = Flow(self, program, stage)
-            self._stream.stage, self._stream.update = stage, stage.update
+            self._stream.stage, self._stream.update, self._stream.gather = stage, stage.update, stage.gather
             yield self._stream.take
 
     def forget_sizes(self) -> None:

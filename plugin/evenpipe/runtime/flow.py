@@ -23,6 +23,7 @@ from evenpipe.schedule import (
     UPDATE,
     WEIGHT_GRADIENT,
     Action,
+    Gathering,
     Kind,
     Message,
     Program,
@@ -40,6 +41,7 @@ class Flow:
         self.resources = resources
         self.stage = stage
         self.update: Callable[[int], None] = _no_update
+        self.gather: Callable[[int], None] = _no_update
         self.channels = resources.connections.channels
         self.evicts = program.schedule.evictions[resources.stage_index] > 0
         self.slots_needed = _most_accepted(program.steps[resources.stage_index])
@@ -57,26 +59,34 @@ class Flow:
         }
 
     def take(self, step: Step) -> None:
-        """Post, complete, transfer, compute or update, send."""
+        """Post, complete, transfer, compute or update, post what comes before the send, send."""
         action = step.action
-        for message in step.post:
-            kind: Kind = FORWARD if message.link.kind == "forward" else BACKWARD
-            buffers = self.stage.receive_buffers(kind, Unit(message.micro_batch, message.chunk))
-            self.received[message] = buffers
-            self.receive(message, buffers)
+        self.post(step.post)
         for message in step.complete:
             self.complete(message)
         if step.transfer is not None:
             self.actions[step.transfer] = action
             self.start_transfer[action.kind](step.transfer, action.unit)
             self.resources.observer.started(action)
+            self.post(step.then_post)
             return
         taken = None if step.takes is None else self.received.pop(step.takes)
         self.resources.observer.started(action)
         results = self.act[action.kind](action.unit, taken)
         self.resources.observer.ended(action)
+        self.post(step.then_post)
         if step.send is not None:
             self.hand_on(step.send, results)
+
+    def post(self, items: Iterable[Message | Gathering]) -> None:
+        """Receive what the stage takes from neighbours; start what all stages exchange."""
+        for item in items:
+            if isinstance(item, Gathering):
+                self.gather(item.batch)
+                continue
+            kind: Kind = FORWARD if item.link.kind == "forward" else BACKWARD
+            self.received[item] = self.stage.receive_buffers(kind, Unit(item.micro_batch, item.chunk))
+            self.receive(item, self.received[item])
 
     def hand_on(self, message: Message, results: list[Tensor]) -> None:
         """Send `results`, or keep them for the next part of the model, where that is on this stage."""
@@ -128,7 +138,9 @@ class Flow:
     def break_off(self, owed: Iterable[Step]) -> None:
         """Take part in what partners have started, see everything through, and let go of it."""
         for step in owed:
-            assert step.transfer is not None
+            self.post(step.post)
+            if step.transfer is None:
+                continue
             for message in step.complete:
                 if message in self.under_way:
                     self.complete(message)

@@ -40,6 +40,9 @@ class SplitStage(Stage, Protocol):
 class SteppingStage(Stage, Protocol):
     """A stage of a stream without flushes: its weights change between two of its actions."""
 
+    def gather(self, batch: int) -> None:
+        """Start to exchange with all stages what the step of `batch` depends on; all have computed that batch."""
+
     def update(self, batch: int) -> None:
         """Finish the step of `batch`, counted along the stream."""
 
@@ -114,6 +117,9 @@ class ModuleStage:
     def backward_weight(self, unit: Unit) -> None:
         """Accumulate into `parameter.grad`, as a whole backward does."""
         self._owed.pop(unit)()
+
+    def gather(self, batch: int) -> None:
+        """No step of plain modules depends on another stage."""
 
     def update(self, batch: int) -> None:
         """Call the `update` that the stage was given."""

@@ -38,7 +38,7 @@ from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.spec import Drawing, Need, Size, Spec
 from evenpipe.schedule.stream import Stream
 from evenpipe.schedule.table import Column
-from evenpipe.schedule.topology import Link, Message, links, partner
+from evenpipe.schedule.topology import Gathering, Link, Message, links, partner
 from evenpipe.schedule.torch_table import torch_csv
 from evenpipe.schedule.verify import verify
 from evenpipe.schedule.versions import required_version
@@ -68,6 +68,7 @@ __all__ = [
     "Cost",
     "Disagreement",
     "Drawing",
+    "Gathering",
     "Kind",
     "Link",
     "LinkKind",

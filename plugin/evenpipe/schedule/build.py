@@ -22,8 +22,10 @@ __all__ = ["Programs", "build", "choose"]
 
 
 @without_cycle_collector()
-def build(spec: Spec | str, size: Size, bpipe: bool = False) -> Program:
+def build(spec: Spec | str, size: Size, bpipe: bool = False, one_queue: bool = False) -> Program:
     """The verified program of a schedule, given or named, for p stages and m micro-batches.
+
+    ``one_queue``: see :class:`evenpipe.schedule.Program`.
 
     Raises :class:`ScheduleError` with one line that names the argument, for an unknown name, a size that cannot be, and
     ``bpipe`` where it has nothing to balance.
@@ -35,7 +37,7 @@ def build(spec: Spec | str, size: Size, bpipe: bool = False) -> Program:
         if bpipe != any(spec.table.evictions):
             evicts, remedy = ("nothing", "leave bpipe out") if bpipe else ("to partner stages", "add bpipe")
             raise ScheduleError(f"bpipe: the table of {spec.name} evicts {evicts}, and is run as it is: {remedy}")
-        return verify(spec.table, pairs=bpipe)
+        return verify(spec.table, bpipe, one_queue)
     with _faults_of(spec):
         schedule = Schedule(
             spec.name,
@@ -64,7 +66,7 @@ def build(spec: Spec | str, size: Size, bpipe: bool = False) -> Program:
     if update_follows is not None:
         schedule = with_updates(schedule, lambda batch: update_follows(size, batch))
     check_needs(spec, schedule)
-    return verify(schedule, pairs=bpipe)
+    return verify(schedule, bpipe, one_queue)
 
 
 @contextmanager
@@ -107,9 +109,10 @@ def choose(text: str) -> Spec:
 class Programs:
     """What to carry out for each size: one schedule, with or without BPipe, built when it is first asked for."""
 
-    def __init__(self, spec: Spec | str, bpipe: bool = False) -> None:
+    def __init__(self, spec: Spec | str, bpipe: bool = False, one_queue: bool = False) -> None:
         self.spec = find(spec) if isinstance(spec, str) else spec
         self.bpipe = bpipe
+        self.one_queue = one_queue
         self._built: dict[Size, Program] = {}
 
     def in_groups(self, group_size: int) -> bool:
@@ -120,5 +123,5 @@ class Programs:
         """The verified program. Raises :class:`ScheduleError` as :func:`build` does."""
         if size not in self._built:
             chunked = self.spec.chunked if size.chunks > 1 else None
-            self._built[size] = build(chunked or self.spec, size, self.bpipe)
+            self._built[size] = build(chunked or self.spec, size, self.bpipe, self.one_queue)
         return self._built[size]

@@ -4,55 +4,72 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
 from evenpipe.schedule.actions import Action
 from evenpipe.schedule.kinds import COMPUTE, KINDS
 from evenpipe.schedule.lazy import PerStage
+from evenpipe.schedule.order import Order
 from evenpipe.schedule.schedule import Schedule
-from evenpipe.schedule.topology import Link, Message, links, transfer
+from evenpipe.schedule.table import Column
+from evenpipe.schedule.topology import Gathering, Link, Message, links, transfer
 from evenpipe.schedule.wiring import Wiring
 
-__all__ = ["Program", "Step", "lower"]
+__all__ = ["Program", "Step", "lower", "steps_of"]
 
 
 class Step(NamedTuple):
     """One action with the communication around it, in this order: post, complete, transfer, compute or update, send.
 
-    ``post``: receives that compute needs, posted k compute actions ahead of their use, k being the group size.
-    ``complete``: messages, received or sent by this stage, that must be complete before the action.
-    ``transfer``: what an action starts to move to or from its partner or its host.
+    ``post``: receives of what compute needs here or later, each at its place in the one order of the whole pipeline
+    (:mod:`evenpipe.schedule.order`), and gatherings. ``complete``: messages, received or sent by this stage, that must
+    be complete before the action. ``transfer``: what an action starts to move to or from its partner or its host.
+    ``then_post``: the same as ``post``, for what comes after the action and before ``send``.
     ``send``: what compute gives a neighbour when it ends; local, where the next part of the model is on this stage.
     ``takes``: what compute got from a neighbour: one of ``complete``, or local.
     """
 
-    post: tuple[Message, ...]
+    post: tuple[Message | Gathering, ...]
     complete: tuple[Message, ...]
     action: Action
     transfer: Message | None = None
+    then_post: tuple[Message | Gathering, ...] = ()
     send: Message | None = None
     takes: Message | None = None
 
 
 @dataclass(frozen=True)
 class Program:
-    """What engines walk. ``drain``: per stage, what it sent and has not seen complete.
+    """What engines walk. ``pairs``: partner stages trade, here or in another size under the same settings.
 
-    ``pairs``: partner stages trade, in this program or in one of another size under the same settings.
-    ``wiring``: what ``steps`` and ``drain`` are made from, and the simulator walks; the schedule's own if left out.
+    ``one_queue``: what a stage is given passes one queue of its device (CUDA_DEVICE_MAX_CONNECTIONS=1).
     """
 
     schedule: Schedule
-    steps: Sequence[tuple[Step, ...]]
-    drain: Sequence[tuple[Message, ...]]
     pairs: bool = False
-    wiring: Wiring = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
+    one_queue: bool = False
 
-    def __post_init__(self) -> None:
-        if self.wiring is None:
-            object.__setattr__(self, "wiring", Wiring(self.schedule))
+    @cached_property
+    def wiring(self) -> Wiring:
+        """Which action waits for which."""
+        return Wiring(self.schedule)
+
+    @cached_property
+    def order(self) -> Order:
+        """Where between a stage's actions its ends of messages are."""
+        return Order(self.wiring, self.one_queue)
+
+    @cached_property
+    def steps(self) -> Sequence[tuple[Step, ...]]:
+        """Per stage, its actions with the communication around them."""
+        return PerStage(self.schedule.stages, lambda stage: steps_of(self, stage, self.order.batches))
+
+    @cached_property
+    def drain(self) -> Sequence[tuple[Message, ...]]:
+        """Per stage, what it sent and has not seen complete."""
+        return PerStage(self.schedule.stages, partial(_drain, self.wiring))
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
@@ -60,30 +77,27 @@ class Program:
         return links(self.schedule.places, self.pairs)
 
 
-def lower(schedule: Schedule, pairs: bool = False) -> Program:
+def lower(schedule: Schedule, pairs: bool = False, one_queue: bool = False) -> Program:
     """``schedule`` with its communication. :func:`evenpipe.schedule.build` does this, and has it verified."""
-    wiring = Wiring(schedule)
-    steps = PerStage(schedule.stages, partial(_steps, wiring))
-    drain = PerStage(schedule.stages, partial(_drain, wiring))
-    return Program(schedule, steps, drain, pairs or any(schedule.evictions), wiring)
+    return Program(schedule, pairs or any(schedule.evictions), one_queue)
 
 
-def _steps(wiring: Wiring, stage: int) -> tuple[Step, ...]:
-    schedule = wiring.schedule
+def steps_of(program: Program, stage: int, gatherings: Column) -> tuple[Step, ...]:
+    """The steps of one stage, with the ``gatherings`` of batches that have these places in the order."""
+    schedule, wiring = program.schedule, program.wiring
     row, routes, rows = schedule.actions[stage], schedule.routes, schedule.table.of(stage)
     departures = wiring.departures(stage).tolist()
     after, settles, gone = (column[rows].tolist() for column in (wiring.after, wiring.settles, wiring.gone))
-    posts: dict[int, list[Message]] = defaultdict(list)
-    for action, posted in zip(row, wiring.posted[rows].tolist(), strict=True):
-        if posted >= 0 and (message := routes.incoming(action, stage)) is not None:
-            posts[posted].append(message)
+    post, then_post = _posts(program, stage, gatherings)
     steps = []
     for at, action in enumerate(row):
+        number = rows.start + at
         before = departures[gone[at - 1] if at else 0 : gone[at]] + [after[at]] * (after[at] >= 0)
-        complete = [_started(wiring, stage, number) for number in before]
+        complete = [_started(wiring, stage, one) for one in before]
+        posts, then_posts = tuple(post[number]), tuple(then_post[number])
         if action.kind not in COMPUTE:
             moved = None if KINDS[action.kind].of_batch else transfer(action, stage, schedule.stages)
-            steps.append(Step(tuple(posts[rows.start + at]), tuple(complete), action, moved))
+            steps.append(Step(posts, tuple(complete), action, moved, then_posts))
             continue
         takes = routes.incoming(action, stage)
         if takes is not None and not takes.is_local:
@@ -91,8 +105,29 @@ def _steps(wiring: Wiring, stage: int) -> tuple[Step, ...]:
         if settles[at] >= 0:
             complete.append(_started(wiring, stage, settles[at]))
         send = routes.outgoing(action, stage)
-        steps.append(Step(tuple(posts[rows.start + at]), tuple(complete), action, None, send, takes))
+        steps.append(Step(posts, tuple(complete), action, None, then_posts, send, takes))
     return tuple(steps)
+
+
+_Posts = defaultdict[int, list[Message | Gathering]]
+
+
+def _posts(program: Program, stage: int, gatherings: Column) -> tuple[_Posts, _Posts]:
+    """By action: what is posted before it, and what between it and the sending of its result."""
+    schedule = program.schedule
+    row, rows = schedule.actions[stage], schedule.table.of(stage)
+    post: _Posts = defaultdict(list)
+    then_post: _Posts = defaultdict(list)
+    for event in program.order.events(stage, gatherings):
+        if event.sends:  # what has been found of this gap comes before the send
+            then_post[event.before - 1] = post.pop(event.before, [])
+        elif event.message < 0:
+            post[event.before].append(Gathering(event.batch))
+        else:
+            message = schedule.routes.incoming(row[event.message - rows.start], stage)
+            assert message is not None, "what is received is of compute that takes something"
+            post[event.before].append(message)
+    return post, then_post
 
 
 def _drain(wiring: Wiring, stage: int) -> tuple[Message, ...]:

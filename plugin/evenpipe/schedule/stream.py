@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
+import numpy as np
+
 from evenpipe.schedule.actions import Action
 from evenpipe.schedule.build import build
 from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.kinds import BACKWARD, COMPUTE, FORWARD, UPDATE
-from evenpipe.schedule.lower import Program, Step
+from evenpipe.schedule.kinds import BACKWARD, COMPUTE, FINISHING, FORWARD, UPDATE
+from evenpipe.schedule.lazy import PerStage
+from evenpipe.schedule.lower import Program, Step, steps_of
 from evenpipe.schedule.spec import Size, Spec
-from evenpipe.schedule.topology import Message, partner
+from evenpipe.schedule.table import Column, by_kind
+from evenpipe.schedule.topology import Gathering, Message, partner
 
 __all__ = ["Stream"]
+
+_FINISHING = by_kind(lambda row: row.letter in FINISHING)
 
 
 class Stream:
     """What a schedule without flushes does on so many stages, for ever: that of any number of batches begins so.
 
-    Past its warm-up a stage repeats itself: every micro-batch without BPipe, every p − 2 − s micro-batches where stage
-    s and its partner trade. So the verified program of a stretch that is long enough says what comes after it too.
+    Past its warm-up a stage repeats itself: what it posts every p micro-batches, after which a micro-batch is back, and
+    what it trades every p − 2 − s, of which s is the pair's evictor. So the verified program of a stretch that is long
+    enough says what comes after it too.
     Raises ScheduleError where :func:`build` does.
     """
 
-    def __init__(self, spec: Spec, stages: int, micro_batches: int, bpipe: bool = False) -> None:
+    def __init__(
+        self, spec: Spec, stages: int, micro_batches: int, bpipe: bool = False, one_queue: bool = False
+    ) -> None:
         if spec.update_follows is None:
             raise ScheduleError(f"schedule={spec.name}: flushes, or ends with its last batch: choose 2bw")
         self._size = spec.fitted(Size(stages, micro_batches))
         self._update_follows = spec.update_follows
+        self._name = spec.name
         self.stages = stages
         self.micro_batches = micro_batches
         self._bpipe = bpipe
         self._first = 2 * stages  # a forward in the steady state of every stage
-        stretch = self._first + 2 * self._period(0) + stages + 4
+        longest = max(self._period(stage) for stage in range(stages))
+        stretch = self._first + 2 * longest + stages + 4
         # One long batch has the compute order of many short ones.
-        self.program: Program = build(replace(spec, update_follows=None), Size(stages, stretch), bpipe)
-        self._cells = [_cells(steps) for steps in self.program.steps]
-        for stage in range(stages):
-            self._check_order(spec, stage)
-            self._check_period(stage)
+        self.program: Program = build(replace(spec, update_follows=None), Size(stages, stretch), bpipe, one_queue)
+        self._cells = PerStage(stages, self._checked_cells)
 
     def call(self, stage: int, batch: int, update_early: bool = False) -> list[Step]:
         """The steps after the last backward of the batch before ``batch`` (from 0), up to and with that of ``batch``.
@@ -50,7 +59,7 @@ class Stream:
         """
         ahead = self.stages - 1 - stage
         first, last = batch * self.micro_batches, (batch + 1) * self.micro_batches - 1
-        steps = list(self._between(stage, first - 1, last))
+        steps = [self._of_batches(step) for step in self._between(stage, first - 1, last)]
         if batch == 0:
             return steps
         after = first + ahead if update_early else self._update_follows(self._size, batch - 1)
@@ -58,19 +67,39 @@ class Stream:
         steps.insert(at + 1, Step((), (), Action(UPDATE, batch - 1)))
         return steps
 
-    def owed(self, stage: int, batch: int) -> list[Step]:
-        """What ``stage`` has to take part in if the stream is broken off after the call of ``batch``: the transfers
-        that its partner has started by then, and that it has not, in order.
+    def _of_batches(self, step: Step) -> Step:
+        """``step`` with the gatherings of batches in place of those of micro-batches."""
+        if not any(isinstance(item, Gathering) for item in (*step.post, *step.then_post)):
+            return step
+        return step._replace(post=self._gathered(step.post), then_post=self._gathered(step.then_post))
 
-        They post no receives for what follows: nobody would send it. So every message then has both its ends.
+    def _gathered(self, items: Sequence[Message | Gathering]) -> tuple[Message | Gathering, ...]:
+        kept = (item for item in items if isinstance(item, Message) or (item.batch + 1) % self.micro_batches == 0)
+        return tuple(
+            item if isinstance(item, Message) else Gathering(item.batch // self.micro_batches) for item in kept
+        )
+
+    def owed(self, stage: int, batch: int) -> list[Step]:
+        """What ``stage`` has to take part in if the stream is broken off after the call of ``batch``: what neighbours
+        have sent it by then, and transfers that its partner has started, that it has not come to; in order.
+
+        So every message then has both its ends.
         """
-        if not self._bpipe:
-            return []
         cut, around = (batch + 1) * self.micro_batches - 1, 2 * self.stages
-        theirs = self._between(partner(stage, self.stages), max(-1, cut - around), cut)
-        started = {step.transfer for step in theirs if step.transfer is not None}
-        mine = self._between(stage, cut, cut + around)
-        return [step._replace(post=()) for step in mine if step.transfer in started]
+        others = {stage - 1, stage + 1, *([partner(stage, self.stages)] if self._bpipe else [])} & set(
+            range(self.stages)
+        )
+        theirs = [step for other in others for step in self._between(other, max(-1, cut - around), cut)]
+        begun = {message for step in theirs for message in (step.transfer, step.send)} - {None}
+        owed = (
+            step._replace(
+                post=tuple(item for item in (*step.post, *step.then_post) if item in begun),
+                transfer=step.transfer if step.transfer in begun else None,
+                then_post=(),
+            )
+            for step in self._between(stage, cut, cut + around)
+        )
+        return [step for step in owed if step.post or step.transfer is not None]
 
     def _between(self, stage: int, after: int, last: int) -> Iterator[Step]:
         """The steps after the backward of micro-batch ``after`` (-1: from the start), to that of ``last``, included."""
@@ -93,21 +122,27 @@ class Stream:
 
     def _period(self, stage: int) -> int:
         evictor = min(stage, partner(stage, self.stages))
-        return max(1, self.stages - 2 - evictor) if self._bpipe else 1
+        return math.lcm(self.stages, max(1, self.stages - 2 - evictor)) if self._bpipe else self.stages
 
-    def _check_order(self, spec: Spec, stage: int) -> None:
+    def _checked_cells(self, stage: int) -> list[list[Step]]:
+        cells = _cells(steps_of(self.program, stage, _ended(self.program)))
+        self._check_order(stage, cells)
+        self._check_period(stage, cells)
+        return cells
+
+    def _check_order(self, stage: int, cells: Sequence[Sequence[Step]]) -> None:
         """A call is cut out where 1F1B's order, p − 1 − s forwards ahead of the backwards, has a batch's end."""
         ahead = self.stages - 1 - stage
-        for forward, cell in enumerate(self._cells[stage][: self._first + self._period(stage)]):
+        for forward, cell in enumerate(cells[: self._first + self._period(stage)]):
             expected = [Action(FORWARD, forward), *([Action(BACKWARD, forward - ahead)] if forward >= ahead else [])]
             if [step.action for step in cell if step.action.kind in COMPUTE] != expected:
                 raise ScheduleError(
-                    f"schedule={spec.name}: stage {stage} does not run {ahead} forwards ahead of its backwards, one of "
-                    "each in turn, as every stream of batches in a run has to: choose 2bw"
+                    f"schedule={self._name}: stage {stage} does not run {ahead} forwards ahead of its backwards, one "
+                    "of each in turn, as every stream of batches in a run has to: choose 2bw"
                 )
 
-    def _check_period(self, stage: int) -> None:
-        cells, period = self._cells[stage], self._period(stage)
+    def _check_period(self, stage: int, cells: Sequence[Sequence[Step]]) -> None:
+        period = self._period(stage)
         for forward in range(self._first, self._first + period):
             if _shifted(cells[forward], period) != cells[forward + period]:
                 raise ScheduleError(
@@ -126,6 +161,15 @@ def _cells(steps: Sequence[Step]) -> list[list[Step]]:
     return cells
 
 
+def _ended(program: Program) -> Column:
+    """The places at which all stages are through with each micro-batch."""
+    table, places = program.schedule.table, program.order.places
+    ended = np.zeros(program.schedule.micro_batches, np.int64)
+    finishing = np.flatnonzero(_FINISHING[table.kind])
+    np.maximum.at(ended, table.micro_batch[finishing], places[finishing])
+    return ended + 1
+
+
 def _backward(cell: Sequence[Step], micro_batch: int) -> int:
     return sum(1 for _ in takewhile(lambda step: step.action[:2] != (BACKWARD, micro_batch), cell))
 
@@ -134,12 +178,16 @@ def _shifted(cell: Sequence[Step], by: int) -> list[Step]:
     def message(one: Message) -> Message:
         return one._replace(micro_batch=one.micro_batch + by)
 
+    def shifted(one: Message | Gathering) -> Message | Gathering:
+        return message(one) if isinstance(one, Message) else Gathering(one.batch + by)
+
     return [
         Step(
-            tuple(map(message, step.post)),
+            tuple(map(shifted, step.post)),
             tuple(map(message, step.complete)),
             step.action._replace(micro_batch=step.action.micro_batch + by),
             None if step.transfer is None else message(step.transfer),
+            tuple(map(shifted, step.then_post)),
             None if step.send is None else message(step.send),
             None if step.takes is None else message(step.takes),
         )

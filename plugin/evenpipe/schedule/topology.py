@@ -9,7 +9,7 @@ from evenpipe.schedule.actions import Action
 from evenpipe.schedule.kinds import KINDS, LinkKind
 from evenpipe.schedule.places import Places
 
-__all__ = ["Link", "Message", "Routes", "links", "partner", "transfer"]
+__all__ = ["Gathering", "Link", "Message", "Routes", "links", "partner", "transfer"]
 
 
 class Link(NamedTuple):
@@ -38,6 +38,12 @@ class Message(NamedTuple):
     def is_local(self) -> bool:
         """Whether it is handed over, or copied, on one stage."""
         return self.link.source == self.link.target
+
+
+class Gathering(NamedTuple):
+    """Where all stages start to exchange what they know of a batch, whose step depends on it."""
+
+    batch: int
 
 
 def partner(stage: int, stages: int) -> int:

@@ -14,9 +14,7 @@ from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.grid import format_grid
 from evenpipe.schedule.kinds import (
     ACCEPT,
-    COMPUTE,
     DONE,
-    FINISHING,
     KINDS,
     OWN_ENDS,
     STATES,
@@ -26,6 +24,7 @@ from evenpipe.schedule.kinds import (
     State,
 )
 from evenpipe.schedule.lower import Program, lower
+from evenpipe.schedule.order import Order
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.table import Column, by_kind, following
 from evenpipe.schedule.topology import partner
@@ -35,6 +34,7 @@ from evenpipe.schedule.wiring import Wiring
 __all__ = ["verify", "verify_actions"]
 
 _STATES = tuple(STATES)
+_NEVER = np.iinfo(np.int64).max
 
 
 def _takes(state: State, row: ActionKind) -> bool:
@@ -48,8 +48,7 @@ _OF_BATCH = by_kind(lambda row: row.of_batch)
 _GUEST = by_kind(lambda row: row.guest)
 #: The evictor's side of what pairs trade.
 _EVICTING = by_kind(lambda row: row.link is not None and not row.guest and row.letter not in OWN_ENDS)
-_COMPUTE = by_kind(lambda row: row.letter in COMPUTE)
-_FINISHING = by_kind(lambda row: row.letter in FINISHING)
+_TAKES_FROM_PARTNER = by_kind(lambda row: row.receives and row.letter not in OWN_ENDS)
 
 
 class _Fault(Exception):
@@ -60,24 +59,25 @@ class _Fault(Exception):
         self.mark = (stage, step)
 
 
-def verify(schedule: Schedule, pairs: bool = False) -> Program:
+def verify(schedule: Schedule, pairs: bool = False, one_queue: bool = False) -> Program:
     """``schedule``, lowered, if it is right; otherwise :class:`ScheduleError` with the offending step marked in a grid.
 
     Proves that (1) every stage forwards and then backwards every unit exactly once, (2) what was evicted or swapped
     out is back before its backward, each transfer at its right partner, (3) both ends of every link agree on the order,
-    (4) no stage goes beyond the bound, (5) no stage waits for ever, and (6) without flushes, every micro-batch is
+    (4) no stage goes beyond the bound, (5) no stage waits for ever, even if each of its calls waits until it is through
+    (:mod:`evenpipe.schedule.order`), and (6) without flushes, every micro-batch is
     forwarded and backwarded with the weight version that 2BW's rule gives it, with at most two versions on a stage.
     """
     _check_sizes(schedule)
     with _marked(schedule):
         _check_actions(schedule)
-        program = lower(schedule, pairs)
+        program = lower(schedule, pairs, one_queue)
         _check_links(program.wiring)
         for stage, held in enumerate(schedule.residencies):
             if held.broken is not None:
                 action = schedule.actions[stage][held.broken]
                 raise _Fault(f"{action} makes more than {schedule.bound} live micro-batches", stage, held.broken)
-        _check_progress(program.wiring)
+        _check_order(program.order)
     return program
 
 
@@ -195,38 +195,40 @@ def _unit_name(micro_batch: int, chunk: int) -> str:
     return f"micro-batch {micro_batch}" + (f" of chunk {chunk}" if chunk else "")
 
 
-def _check_progress(wiring: Wiring) -> None:
-    """Walk all stages at once, by one action each where what that waits for is there, until none gets on.
+def _check_order(order: Order) -> None:
+    """What stages are given are parts of one order of everything: walked along it, every call may block, and none does.
 
-    A message is complete when it is both sent and posted. So an action waits for others to have been carried out: for
-    the sender of what it takes or has received, and for what is before the post of what its stage has sent. An update
-    waits for all stages to be through with its batch.
+    At each place either one stage acts, and all that it takes has been met before; or two stages have the ends of one
+    message, or of one transfer, which meet there. Each stage is given its part in that order.
     """
-    schedule, table = wiring.schedule, wiring.schedule.table
-    end, compute = table.first[1:], _COMPUTE[table.kind] > 0
-    settled = following(wiring.gives, wiring.settles)
-    posted = following(wiring.posted, settled)
-    at_start = posted == table.first[table.stage[posted]]
-    awaited = np.full((len(compute) + 1, 4), -1, np.int32)  # the last row is for who is through
-    awaited[:-1, 0] = np.where(compute, wiring.senders, -1)
-    awaited[:-1, 1] = following(wiring.senders, wiring.after)
-    awaited[:-1, 2] = np.where((posted < 0) | at_start, -1, posted - 1)
-    awaited[:-1, 3] = wiring.departed
-    of_batch, finishes = _OF_BATCH[table.kind] > 0, _FINISHING[table.kind] > 0
-    batch = np.where(of_batch, table.micro_batch, table.micro_batch // schedule.micro_batches)
-    unfinished = np.bincount(batch[finishes], minlength=schedule.batches)
-    streams = bool(of_batch.any())
-    at = table.first[:-1].copy()
-    while True:
-        waits_for = awaited[at]
-        able = (at < end) & (at[table.stage[waits_for]] > waits_for).all(axis=1)
-        if streams:
-            able[able] = ~of_batch[at[able]] | (unfinished[batch[at[able]]] == 0)
-            np.subtract.at(unfinished, batch[at[able]], finishes[at[able]])
-        if not able.any():
-            break
-        at += able
-    for stage in np.flatnonzero(at < end).tolist()[:1]:
-        step = int(at[stage] - table.first[stage])
-        action = schedule.actions[stage][step]
-        raise _Fault(f"{action} waits for ever: the stages wait for one another in a circle", stage, step)
+    wiring, places, messages = order.wiring, order.places, order.messages
+    table = wiring.schedule.table
+    if order.stuck is not None:
+        raise _at(wiring, order.stuck, "waits for ever: the stages wait for one another in a circle")
+    actions = np.arange(len(places))
+    first, last = table.first[table.stage] == actions, table.first[table.stage + 1] - 1 == actions
+    before = np.where(first, -1, np.roll(places, 1))
+    after = np.where(last, _NEVER, np.roll(places, -1))
+    taking = np.flatnonzero(messages >= 0)
+    senders, posted = wiring.senders[taking], order.posted[taking]
+    message = messages[taking]
+    settled = np.flatnonzero(wiring.settles >= 0)
+    partners = np.flatnonzero(_TAKES_FROM_PARTNER[table.kind])
+    faults = (
+        (actions, places <= before),
+        (taking, (before[posted] > message) | (message >= places[posted]) | (message >= places[taking])),
+        (senders, (places[senders] > message) | (message >= after[senders])),
+        (settled, messages[wiring.gives[wiring.settles[settled]]] >= places[settled]),
+        (partners, places[partners] != places[wiring.senders[partners]]),
+    )
+    for those, wrong in faults:
+        for action in those[wrong].tolist()[:1]:
+            raise _at(wiring, action, "has no place in one order of all stages: this is a defect of evenpipe")
+
+
+def _at(wiring: Wiring, number: int, reason: str) -> _Fault:
+    """A fault of the action of that number."""
+    table = wiring.schedule.table
+    stage = int(table.stage[number])
+    step = number - int(table.first[stage])
+    return _Fault(f"{wiring.schedule.actions[stage][step]} {reason}", stage, step)

@@ -23,7 +23,6 @@ __all__ = ["Disagreement", "Wiring", "senders"]
 _KINDS: tuple[LinkKind, ...] = ("backward", "evict", "forward", "load", "swap in", "swap out")
 _COMPUTE = by_kind(lambda row: row.letter in COMPUTE)
 _RECEIVING = by_kind(lambda row: row.receives)
-_OF_BATCH = by_kind(lambda row: row.of_batch)
 _STAYING = by_kind(lambda row: row.link is not None and not LEAVING[ord(row.letter)])
 #: Kinds that take a unit as a transfer has left it: they wait until that transfer is complete.
 _AFTER_TRANSFER = by_kind(lambda row: any(state == KINDS[letter].leaves for state in row.takes for letter in RECEIVING))
@@ -104,8 +103,7 @@ class Wiring:
     """Of each action:
 
     senders: the action that sends what it takes: a result, or what is transferred. gives: the one that takes what it
-    sends. remote: whether what it takes comes by a link, and not from the same stage.
-    posted: before which action of its stage the receive of what it computes on is posted.
+    sends. computes: whether it is compute. remote: whether what it takes comes by a link, and not from the same stage.
     after: the transfer of its unit that must be complete before it. settles: the earlier action of which the result
     must have arrived before it. gone: how many of its stage's ``departures`` must be complete before it.
     moves: the message that it starts to move on a link. link_of: which of ``links`` the message that it takes is on.
@@ -116,16 +114,14 @@ class Wiring:
         self.schedule = schedule
         self._ports, self._sends, self._takes, self.senders = _ends(schedule)
         count = len(self.senders)
-        compute = _COMPUTE[table.kind] > 0
+        self.computes = _COMPUTE[table.kind] > 0
         self.gives = np.full(count, -1, np.int32)
         taking = np.flatnonzero(self.senders >= 0)
         self.gives[self.senders[taking]] = taking
         self.remote = self._remote(self._takes)
-        # A group's inputs arrive while the group before it is computed (Ada-Grouper §4.4: the buffer queue). As many
-        # results are under way per link, and one more: what was sent before them has arrived before the next is
-        # computed, so that a stage keeps few results alive for its sends.
+        # Of a group's results all are under way per link, and one more: what was sent before them has arrived before
+        # the next is computed, so that a stage keeps few results alive for its sends.
         ahead = schedule.group_size + 1
-        self.posted = np.where(compute & self.remote, self._actions_before(ahead), -1)
         self.after = np.where(
             (_AFTER_TRANSFER[table.kind] > 0) & (following(_STAYING[table.kind], table.previous) > 0),
             table.previous,
@@ -133,12 +129,12 @@ class Wiring:
         )
         self.settles = np.full(count, -1, np.int32)
         sent = self._by_link(self._sends)
-        sent = sent[compute[sent]]
+        sent = sent[self.computes[sent]]
         link = self._ports.link[self._sends[sent]]
         full = np.flatnonzero(link[ahead:] == link[:-ahead])
         self.settles[sent[full + ahead]] = sent[full]
         self.gone = np.concatenate([held.gone for held in schedule.residencies])
-        self.moves = np.where(compute & ~self._remote(self._sends), -1, self.gives)
+        self.moves = np.where(self.computes & ~self._remote(self._sends), -1, self.gives)
         arriving = np.flatnonzero(_RECEIVING[table.kind])
         self.moves[arriving] = arriving
         self.links = self._ports.links
@@ -163,16 +159,10 @@ class Wiring:
         owner = np.where(table.evictor[departures] >= 0, table.evictor[departures], stage)
         return self.gives[departures], owner, table.chunk[departures]
 
-    def posts(self, stage: int) -> tuple[Column, Column]:
-        """The receives of what a stage computes on, in order: before which action they are posted, and the message."""
-        rows = self.schedule.table.of(stage)
-        received = rows.start + np.flatnonzero(self.posted[rows] >= 0)
-        return self.posted[received], received
-
     def waits(self, stage: int) -> tuple[Column, Column, Column, Column]:
         """Of each action of a stage: how many departures it waits for, and up to three messages after these."""
         rows = self.schedule.table.of(stage)
-        inputs = np.where(self.posted[rows] >= 0, np.arange(rows.start, rows.stop), -1)
+        inputs = np.where((self.computes & self.remote)[rows], np.arange(rows.start, rows.stop), -1)
         departing = np.diff(self.gone[rows], prepend=0)
         return departing, self.after[rows], inputs, following(self.gives, self.settles[rows])
 
@@ -217,17 +207,3 @@ class Wiring:
         """The actions that send, or take, by a link between stages: link by link, in the order of each stage."""
         actions = np.flatnonzero(self._remote(ports)).astype(np.int32)
         return actions[np.argsort(self._ports.link[ports[actions]].astype(np.uint16), kind="stable")]
-
-    def _actions_before(self, ahead: int) -> Column:
-        """The first action after the compute so many before this one; or the first of the stage. Updates are none."""
-        table = self.schedule.table
-        compute = np.flatnonzero(_COMPUTE[table.kind])
-        first = table.first[table.stage]
-        at: Column = first.astype(np.int32)
-        before = compute[:-ahead] + 1
-        at[compute[ahead:]] = np.maximum(before, first[compute[ahead:]])
-        if np.any(_OF_BATCH[table.kind]):
-            count = len(table.kind)
-            others = np.where(_OF_BATCH[table.kind], count, np.arange(count))
-            at = np.minimum.accumulate(others[::-1])[::-1][at].astype(np.int32)
-        return at

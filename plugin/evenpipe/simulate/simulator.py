@@ -35,7 +35,7 @@ def simulate(program: Program, costs: Costs, unit_bytes: Sequence[Sequence[int]]
     if wiring.disagreement is not None:
         raise SimulationError(_ends_differ(wiring, wiring.disagreement))
     network = Network([costs.wire(link) for link in wiring.links], wiring.link_of)
-    clocks = [StageClock(wiring, stage, costs, network, unit_bytes) for stage in range(stages)]
+    clocks = [StageClock(program, stage, costs, network, unit_bytes) for stage in range(stages)]
     stuck = _run(clocks, network, wiring)
     if stuck:
         raise SimulationError(f"deadlock, stages wait for one another: {', '.join(stuck)}")

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
 
-from evenpipe.schedule import KINDS, OWN_ENDS, Action, Column, Wiring
+from evenpipe.schedule import KINDS, OWN_ENDS, Action, Column, Program
 from evenpipe.simulate.costs import Costs
 from evenpipe.simulate.network import Network
 from evenpipe.simulate.result import MemoryCurve, Span
@@ -24,14 +24,16 @@ class StageClock:
     """Time and memory of one stage; ``action`` is the last it came to."""
 
     def __init__(
-        self, wiring: Wiring, stage: int, costs: Costs, network: Network, unit_bytes: Sequence[Sequence[int]] | None
+        self, program: Program, stage: int, costs: Costs, network: Network, unit_bytes: Sequence[Sequence[int]] | None
     ) -> None:
+        wiring = program.wiring
         self.stage = stage
         self.now_ms = 0.0
         self.busy_ms = 0.0
         self.memory = MemoryCurve(unit_bytes)
         self.action: Action | None = None
         self._wiring = wiring
+        self._order = program.order
         self._rows = wiring.schedule.table.of(stage)
         self._actions = wiring.schedule.actions[stage]
         of_stage, chunks = costs.of(stage), wiring.schedule.chunks
@@ -45,7 +47,7 @@ class StageClock:
         wiring, rows, stage, waits_at = self._wiring, self._rows, self.stage, self._waits_at
         issue, end_ms, change = self._network.issue, self._network.end_ms, self.memory.change
         started, takes_ms = self._start_ms.append, self._takes_ms
-        posts = zip(*map(_numbers, wiring.posts(stage)), strict=True)
+        posts = zip(*map(_numbers, self._order.posts(stage)), strict=True)
         leaving = zip(*map(_numbers, wiring.leaving(stage)), strict=True)
         posted, received = next(posts, _NO_POST)
         now_ms = 0.0

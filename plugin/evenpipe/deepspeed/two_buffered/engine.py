@@ -223,6 +223,10 @@ class _StreamStage(EngineStage):
             self._losses[unit] = self._steps.scaled(self._losses[unit])
         return super().backward(unit, gradients)
 
+    def gather(self, batch: int) -> None:
+        """Exchange what the step of the batch before depends on."""
+        self._steps.gather()
+
     def update(self, batch: int) -> None:
         """Finish the step of the batch before, the only one that can be submitted."""
         self._steps.finish()

@@ -64,12 +64,6 @@ class EngineSteps(DelayedSteps):
             if own is not None:
                 self._optimizer.step = own
 
-    def submit(self) -> Outcome:
-        """The figures are there at the end of a batch: gradients have been reduced by then."""
-        before = super().submit()
-        self.gather()
-        return before
-
     def close(self) -> None:
         """Let go of what was made for this among the ranks; nothing is under way."""
         self._ties.close()
@@ -85,9 +79,9 @@ class EngineSteps(DelayedSteps):
 
     def _start_reducing(self) -> None:
         self._gradients.keep()
-        self._ties.start()
 
     def _figures(self) -> Tensor:
+        self._ties.start()
         self._ties.finish(counted=True)
         return self._gradients.squares().view(1)
 

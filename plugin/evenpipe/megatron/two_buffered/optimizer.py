@@ -26,7 +26,7 @@ class TwoBuffered(DelayedSteps):
 
     `optimizer.step()` submits the step of the batch that has just been backwarded, and returns Megatron's triple for
     the step of the batch before: (updated, gradient norm, number of zeros). Gradients are reduced between replicas from
-    then on, beside the next forward; the norm is gathered before the next batch's first backward.
+    then on, beside the next forward.
 
     ::
 
@@ -59,6 +59,7 @@ class TwoBuffered(DelayedSteps):
         )
         self._reduction = Reduction(self.model)
         self._held: HeldGradients | None = None
+        self._reduced = True  # within the stage
         self._stage = 0
         self._finalize: Callable[[Any], object] = lambda groups: None
         self._process_groups: Any = None
@@ -86,7 +87,7 @@ class TwoBuffered(DelayedSteps):
 
     def before_first_backward(self) -> None:
         """Of a batch: the gradients of the one before make way."""
-        self.gather()
+        self._finish_within_stage()
         assert self._settings is None or self._held is not None, "a step that does not wait is finished by now"
         for zero in self._zero:
             zero()
@@ -96,20 +97,27 @@ class TwoBuffered(DelayedSteps):
 
     def _start_reducing(self) -> None:
         self._reduction.start()
+        self._reduced = False
 
-    def _figures(self) -> Tensor:
+    def _finish_within_stage(self) -> None:
+        if self._reduced:
+            return
+        self._reduced = True
         self._reduction.finish_within_stage(self._finalize, self._process_groups)
         if self._held is not None:
             self._held.keep()
+
+    def _figures(self) -> Tensor:
+        self._finish_within_stage()
         embedding = self._process_groups.embd
-        if self._tied is not None and embedding is not None and embedding.size() > 1:
-            with self._where_gradients_are():
+        with self._where_gradients_are():
+            if self._tied is not None and embedding is not None and embedding.size() > 1:
                 self._reduction.start_embedding(self._tied.main_grad, embedding)  # type: ignore[attr-defined]
-            if self._stage == 0:
-                # It counts the sum; the other end has given its part by now.
-                self._reduction.finish_embedding()
-        scale = None if self._loss_scale is None else self._loss_scale.submitted
-        return local_figures(self._optimizers, scale, self._count_zeros)
+                if self._stage == 0:
+                    # It counts the sum; the other end has given its part by now.
+                    self._reduction.finish_embedding()
+            scale = None if self._loss_scale is None else self._loss_scale.submitted
+            return local_figures(self._optimizers, scale, self._count_zeros)
 
     def _finish_reducing(self) -> None:
         self._reduction.finish_embedding()

@@ -140,6 +140,9 @@ class _StreamStage(MegatronStage):
         self._delayed.use_version_of(unit)
         return super().backward(unit, gradients)
 
+    def gather(self, batch: int) -> None:
+        self._two_buffered.gather()
+
     def update(self, batch: int) -> None:
         """Finish the step of the batch before, the only one that can be submitted."""
         self._two_buffered.finish()
