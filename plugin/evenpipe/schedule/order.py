@@ -26,9 +26,10 @@ from evenpipe.schedule.wiring import Wiring
 
 __all__ = ["Event", "Order"]
 
-#: In ticks. A message takes next to nothing, and not nothing: it arrives after all that ends as it is made. In schedules
-#: with groups it may take half a forward, and be late by one, and hold up nobody (Ada-Grouper §4.4).
+#: In ticks. A message takes next to nothing, and not nothing: it arrives after all that ends as it is made. Where there
+#: are groups, it may take half a forward and be late by one (Ada-Grouper §4.4), and its receive has been posted.
 _FORWARD: Final = 1 << 20
+_MESSAGE: Final = 1 << 10
 _OF_GROUPS: Final = 3 * _FORWARD // 2
 _TICKS = by_kind(lambda row: row.ticks)
 _SENDS = by_kind(lambda row: row.sends)
@@ -64,7 +65,7 @@ class Order:
         table = wiring.schedule.table
         self.wiring = wiring
         ticks = _TICKS[table.kind].astype(np.int64) * _FORWARD
-        self._message = _OF_GROUPS if wiring.schedule.group_size > 1 and not one_queue else 1
+        self._message = _OF_GROUPS if wiring.schedule.group_size > 1 and not one_queue else _MESSAGE
         self._walk = self._walked(ticks)
         self.batches = self._walk.batches
         waiting = np.flatnonzero(self._walk.reached < table.first[1:])

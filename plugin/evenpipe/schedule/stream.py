@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
+from operator import ne
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.kinds import BACKWARD, COMPUTE, FINISHING, FORWARD, UPDATE
 from evenpipe.schedule.lazy import PerStage
 from evenpipe.schedule.lower import Program, Step, steps_of
+from evenpipe.schedule.orders import alternate, units
 from evenpipe.schedule.spec import Size, Spec
 from evenpipe.schedule.table import Column, by_kind
 from evenpipe.schedule.topology import Gathering, Message, partner
@@ -49,6 +51,8 @@ class Stream:
         stretch = self._first + 2 * longest + stages + 4
         # One long batch has the compute order of many short ones.
         self.program: Program = build(replace(spec, update_follows=None), Size(stages, stretch), bpipe, one_queue)
+        for stage in range(stages):
+            self._check_order(stage)
         self._cells = PerStage(stages, self._checked_cells)
 
     def call(self, stage: int, batch: int, update_early: bool = False) -> list[Step]:
@@ -86,9 +90,7 @@ class Stream:
         So every message then has both its ends.
         """
         cut, around = (batch + 1) * self.micro_batches - 1, 2 * self.stages
-        others = {stage - 1, stage + 1, *([partner(stage, self.stages)] if self._bpipe else [])} & set(
-            range(self.stages)
-        )
+        others = {stage - 1, stage + 1, partner(stage, self.stages)} - {stage, -1, self.stages}
         theirs = [step for other in others for step in self._between(other, max(-1, cut - around), cut)]
         begun = {message for step in theirs for message in (step.transfer, step.send)} - {None}
         owed = (
@@ -96,6 +98,8 @@ class Stream:
                 post=tuple(item for item in (*step.post, *step.then_post) if item in begun),
                 transfer=step.transfer if step.transfer in begun else None,
                 then_post=(),
+                send=None,
+                takes=None,
             )
             for step in self._between(stage, cut, cut + around)
         )
@@ -126,20 +130,19 @@ class Stream:
 
     def _checked_cells(self, stage: int) -> list[list[Step]]:
         cells = _cells(steps_of(self.program, stage, _ended(self.program)))
-        self._check_order(stage, cells)
         self._check_period(stage, cells)
         return cells
 
-    def _check_order(self, stage: int, cells: Sequence[Sequence[Step]]) -> None:
+    def _check_order(self, stage: int) -> None:
         """A call is cut out where 1F1B's order, p − 1 − s forwards ahead of the backwards, has a batch's end."""
-        ahead = self.stages - 1 - stage
-        for forward, cell in enumerate(cells[: self._first + self._period(stage)]):
-            expected = [Action(FORWARD, forward), *([Action(BACKWARD, forward - ahead)] if forward >= ahead else [])]
-            if [step.action for step in cell if step.action.kind in COMPUTE] != expected:
-                raise ScheduleError(
-                    f"schedule={self._name}: stage {stage} does not run {ahead} forwards ahead of its backwards, one "
-                    "of each in turn, as every stream of batches in a run has to: choose 2bw"
-                )
+        ahead, every = self.stages - 1 - stage, units(self.program.schedule.micro_batches)
+        expected = alternate(every, every, ahead)
+        found = (action for action in self.program.schedule.actions[stage] if action.kind in COMPUTE)
+        if any(map(ne, found, expected)):
+            raise ScheduleError(
+                f"schedule={self._name}: stage {stage} does not run {ahead} forwards ahead of its backwards, one of "
+                "each in turn, as every stream of batches in a run has to: choose 2bw"
+            )
 
     def _check_period(self, stage: int, cells: Sequence[Sequence[Step]]) -> None:
         period = self._period(stage)
