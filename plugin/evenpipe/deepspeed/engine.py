@@ -20,6 +20,7 @@ from evenpipe.deepspeed.stage import Boundary, EngineStage
 from evenpipe.delayed.log import StepLog
 from evenpipe.report import check_writable
 from evenpipe.runtime.connections import connect
+from evenpipe.runtime.device_queues import one_queue
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Program, Programs, ScheduleError, Size, Step, links, loop
 from evenpipe.tracing.iteration import IterationTrace, Place, TracedJob
@@ -50,9 +51,11 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         if section.bpipe:
             show_saved_tensors(self.module)
         self.group_size = 1 if section.group_size == "auto" else section.group_size
-        self._programs = Programs(section.spec, section.bpipe)
+        self._programs = Programs(
+            section.spec, section.bpipe, one_queue(self.grid.get_pipe_parallel_group(), self.device)
+        )
         self._schedules: dict[tuple[int, int], tuple[Program, ProgramSchedule]] = {}
-        self.executor = _executor(self, section, self._prepare())
+        self.executor = _executor(self, self._programs, self._prepare())
         self._boundary = Boundary(self)
         self._take: Callable[[Step], None] | None = None
 
@@ -112,12 +115,13 @@ def resumes_training(*args: Any, **kwargs: Any) -> bool:
     return bool(given.get("load_optimizer_states", True) and not given.get("load_module_only", False))
 
 
-def _executor(engine: EvenPipeEngine, section: Section, weights: Iterable[Tensor]) -> Executor:
+def _executor(engine: EvenPipeEngine, programs: Programs, weights: Iterable[Tensor]) -> Executor:
     device = engine.device
     ranks = [engine.grid.stage_to_global(stage) for stage in range(engine.num_stages)]
     backend = "nccl" if device.type == "cuda" else "gloo"
     trace = trace_of(engine)
-    connections = connect(ranks, links(loop(engine.num_stages), section.bpipe), backend, device)
+    joined = links(loop(engine.num_stages), programs.bpipe)
+    connections = connect(ranks, joined, backend, device, programs.one_queue)
     return Executor(engine.stage_id, connections, device, weights, trace, measure=False)
 
 

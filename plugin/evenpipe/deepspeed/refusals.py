@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from evenpipe.deepspeed.log import print_once
 from evenpipe.deepspeed.section import SectionError
-from evenpipe.runtime.device_queues import ONE_QUEUE, one_queue
 
 __all__ = ["refuse_configuration", "refuse_for_two_buffered", "refuse_unsupported"]
 
@@ -70,8 +68,6 @@ def _unsupported(engine: Any) -> Iterator[str]:
             "activations that are cut up among the ranks of a model-parallel stage are not available: set "
             '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}'
         )
-    if engine.evenpipe.in_groups and one_queue(engine.device.type, os.environ):
-        yield f"group_size {engine.evenpipe.group_size}: {ONE_QUEUE}"
     if engine.wall_clock_breakdown():
         yield "wall_clock_breakdown: its timers do not work in DeepSpeed's pipelines: leave one of them out"
     for option in ("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +17,7 @@ from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import CoreRelease, installed_release
 from evenpipe.runtime.connections import connect
-from evenpipe.runtime.device_queues import ONE_QUEUE, one_queue
+from evenpipe.runtime.device_queues import one_queue
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.schedule import Need, Program, Programs, Size, Spec, check_offers, choose, links, loop
 
@@ -171,8 +170,8 @@ class PipelineSchedule:
         """All forwards and backwards of a batch, and what Megatron does with its gradients; the losses."""
         batch, pipeline, groups, embedding, force_all_reduce = call
         config, release = batch.config, self._release
-        program = self.program(pipeline.size(), batch.num_microbatches, len(batch.model))
         executor = self._executor(pipeline, list(batch.model))
+        program = self.program(pipeline.size(), batch.num_microbatches, len(batch.model))
         stage = MegatronStage(batch, program.schedule, pipeline.rank(), executor.device, release)
         stage.start()
         executor.run(program, stage)
@@ -187,11 +186,6 @@ class PipelineSchedule:
             config.finalize_model_grads_func(list(batch.model), tokens, **extra)
         return stage.losses
 
-    @property
-    def _in_groups(self) -> bool:
-        """Whether receives are, or may be, posted several ahead on one link."""
-        return self.programs.in_groups(self.group_size)
-
     def _weights(self, chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
         """What is not an activation when autograd saves it."""
         return [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -203,11 +197,11 @@ class PipelineSchedule:
             self._model = chunks
             parameters = self._weights(chunks)
             device = parameters[0].device if parameters else torch.device(torch.cuda.current_device())
-            if self._in_groups and one_queue(device.type, os.environ):
-                raise ValueError(f"kfkb: {ONE_QUEUE}")
             backend = "nccl" if device.type == "cuda" else "gloo"
             ranks = dist.get_process_group_ranks(pipeline)
-            connections = connect(ranks, links(loop(len(ranks), len(chunks)), self.bpipe), backend, device)
+            joined, queue = links(loop(len(ranks), len(chunks)), self.bpipe), one_queue(pipeline, device)
+            connections = connect(ranks, joined, backend, device, queue)
+            self.programs = self.programs.for_queues(queue)
             self.executor = Executor(pipeline.rank(), connections, device, parameters, self._observer, self.measure)
             self._connected(self)
         self.executor.measure = self.measure

@@ -43,11 +43,21 @@ class GroupedSchedule(NamedTuple):
         spec, size = self.programs.spec, self._size(candidate)
         if spec.live is not None and not self.programs.bpipe:
             return tuple(live * unit for live, unit in zip(spec.live(size), units, strict=True))
+        costs = Costs((1.0,) * self.stages, (2.0,) * self.stages)
+        simulation = simulate(self._settled(candidate), costs, [(unit,) for unit in units])
+        return tuple(stage.peak_bytes for stage in simulation.stages)
+
+    def messages_at_once(self, candidate: Candidate) -> tuple[int, ...]:
+        """Per stage, the most messages that are under way at once."""
+        order = self._settled(candidate).order
+        return tuple(order.messages_at_once(stage) for stage in range(self.stages))
+
+    def _settled(self, candidate: Candidate) -> Program:
+        """A program of as many micro-batches as it takes to hold as much as under ``candidate``."""
+        spec, size = self.programs.spec, self._size(candidate)
         if spec.settled is not None:
             size = size._replace(micro_batches=spec.settled(size))
-        costs = Costs((1.0,) * self.stages, (2.0,) * self.stages)
-        simulation = simulate(build(spec, size, self.programs.bpipe), costs, [(unit,) for unit in units])
-        return tuple(stage.peak_bytes for stage in simulation.stages)
+        return build(spec, size, self.programs.bpipe, self.programs.one_queue)
 
     def _size(self, candidate: Candidate) -> Size:
         return Size(self.stages, candidate.m, group_size=candidate.k)

@@ -11,7 +11,6 @@ __all__ = [
     "Measured",
     "StageMemory",
     "growth",
-    "messages_at_once",
     "peak_bytes",
     "saved_peaks",
     "stage_memory",
@@ -101,8 +100,8 @@ def peak_bytes(memory: Sequence[StageMemory], candidate: Candidate, schedule: Gr
     takes only while it runs is not among it.
     """
     peaks = []
-    for number, (stage, saved) in enumerate(zip(memory, saved_peaks(memory, candidate, schedule), strict=True)):
-        messages = messages_at_once(len(memory), number, candidate)
+    of_stages = zip(memory, saved_peaks(memory, candidate, schedule), schedule.messages_at_once(candidate), strict=True)
+    for stage, saved, messages in of_stages:
         beside = candidate.b * (stage.workspace_bytes + messages * stage.message_bytes)
         peaks.append(stage.static_bytes + saved + beside)
     return tuple(peaks)
@@ -112,14 +111,3 @@ def saved_peaks(memory: Sequence[StageMemory], candidate: Candidate, schedule: G
     """Per stage, the most that one of its processes has saved for backwards in a batch under ``candidate``."""
     saved = schedule.saved_bytes([unit_bytes(stage, candidate.b) for stage in memory], candidate)
     return tuple(stage.shared_bytes + held for stage, held in zip(memory, saved, strict=True))
-
-
-def messages_at_once(stages: int, stage: int, candidate: Candidate) -> int:
-    """The most messages of a stage that are under way at once and are no saved activations.
-
-    As the lowered program has it: the receives of this compute action and the next k are posted, and on each link the
-    last k + 1 sends have not been waited for. A message received is a saved activation from its forward on.
-    """
-    neighbours = (stage > 0) + (stage < stages - 1)
-    ahead = candidate.k + 1
-    return min(ahead, neighbours * candidate.m) + neighbours * min(ahead, candidate.m)

@@ -16,10 +16,14 @@ __all__ = ["Connections", "connect"]
 
 @dataclass(frozen=True)
 class Connections:
-    """This rank's ends: `channels` by the link between stages; `layouts` joins it with its partner, if they trade."""
+    """This rank's ends: `channels` by the link between stages; `layouts` joins it with its partner, if they trade.
+
+    `one_queue`: the devices of the pipeline take all work from one queue.
+    """
 
     channels: Mapping[Link, Channel]
     layouts: Channel | None
+    one_queue: bool = False
 
     def close(self) -> None:
         """Destroy every group, once nothing is under way."""
@@ -27,7 +31,9 @@ class Connections:
             channel.close()
 
 
-def connect(ranks: Sequence[int], links: Sequence[Link], backend: str, device: torch.device) -> Connections:
+def connect(
+    ranks: Sequence[int], links: Sequence[Link], backend: str, device: torch.device, one_queue: bool = False
+) -> Connections:
     """Open `links` of the pipeline whose stage s runs on global rank `ranks[s]`; all its ranks must call it alike.
 
     Large messages hold up small ones behind them, so every link has a group of its own. What an evicted micro-batch
@@ -40,4 +46,4 @@ def connect(ranks: Sequence[int], links: Sequence[Link], backend: str, device: t
     channels = {
         link: opened[key] for link in links if (key := (link.kind, ranks[link.source], ranks[link.target])) in opened
     }
-    return Connections(channels, next(iter(layouts.values()), None))
+    return Connections(channels, next(iter(layouts.values()), None), one_queue)

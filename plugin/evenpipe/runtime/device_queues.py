@@ -1,20 +1,25 @@
-"""How many queues a GPU takes work from, and why groups of micro-batches need more than one."""
+"""How many queues the GPUs of a pipeline take work from, which is what the order of messages goes by."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
 from typing import Final
 
-__all__ = ["ONE_QUEUE", "one_queue"]
+import torch
+import torch.distributed as dist
+
+__all__ = ["one_queue"]
 
 _CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
-#: What to say where groups are asked for.
-ONE_QUEUE: Final = (
-    f"{_CONNECTIONS}=1 gives a GPU one queue, in which receives that are posted ahead, one behind the other, hold up "
-    "compute that they wait for: set it to 8 (tensor parallelism may ask for 1), or use 1f1b"
-)
 
 
-def one_queue(device_type: str, environment: Mapping[str, str]) -> bool:
-    """Whether work that is enqueued waits for all that was enqueued before, on any stream."""
-    return device_type == "cuda" and environment.get(_CONNECTIONS) == "1"
+def one_queue(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether, on a GPU of any rank, work that is enqueued waits for all that was enqueued before, on any stream.
+
+    All ranks of `group` (None: of the job) call it alike, and get the same answer, whatever their environments say.
+    """
+    if device.type != "cuda":
+        return False
+    found = torch.tensor([os.environ.get(_CONNECTIONS) == "1"], dtype=torch.int32, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return bool(found.item())

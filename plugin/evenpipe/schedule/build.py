@@ -107,7 +107,10 @@ def choose(text: str) -> Spec:
 
 
 class Programs:
-    """What to carry out for each size: one schedule, with or without BPipe, built when it is first asked for."""
+    """What to carry out for each size: one schedule, with or without BPipe, built when it is first asked for.
+
+    ``one_queue``: see :class:`evenpipe.schedule.Program`.
+    """
 
     def __init__(self, spec: Spec | str, bpipe: bool = False, one_queue: bool = False) -> None:
         self.spec = find(spec) if isinstance(spec, str) else spec
@@ -115,9 +118,9 @@ class Programs:
         self.one_queue = one_queue
         self._built: dict[Size, Program] = {}
 
-    def in_groups(self, group_size: int) -> bool:
-        """Whether several receives are posted ahead on a link, ``group_size`` being asked for; a table has its own."""
-        return (group_size if self.spec.table is None else self.spec.table.group_size) > 1
+    def for_queues(self, one_queue: bool) -> Programs:
+        """The same, for devices with one queue or with many."""
+        return self if one_queue == self.one_queue else Programs(self.spec, self.bpipe, one_queue)
 
     def __call__(self, size: Size) -> Program:
         """The verified program. Raises :class:`ScheduleError` as :func:`build` does."""

@@ -118,6 +118,21 @@ class Order:
         received = received[np.lexsort((received, self.messages[received]))]
         return self.posted[received], received
 
+    def messages_at_once(self, stage: int) -> int:
+        """The most that a stage receives and sends at once: receives from when they are posted until the compute on
+        them ends, results until they are known to have arrived.
+        """
+        wiring = self.wiring
+        rows = wiring.schedule.table.of(stage)
+        posted, received = self.posts(stage)
+        given = wiring.gives[rows]
+        sending = rows.start + np.flatnonzero((given >= 0) & (self.messages[given] >= 0))
+        waiting = rows.start + np.flatnonzero(wiring.settles[rows] >= 0)
+        change = np.zeros(rows.stop - rows.start + 1, np.int64)
+        for actions, by in ((posted, 1), (received + 1, -1), (sending, 1), (waiting, -1)):
+            np.add.at(change, actions - rows.start, by)
+        return int(np.cumsum(change).max())
+
     def events(self, stage: int, batches: Column | None = None) -> list[Event]:
         """What a stage is given beside its actions, in order; ``batches``: the places of gatherings, if not its own."""
         batches = self.batches if batches is None else batches

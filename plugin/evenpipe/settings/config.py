@@ -104,11 +104,6 @@ class EvenPipeConfig(BaseModel):
         return choose(self.schedule if self.schedule is not None else "1f1b")
 
     @property
-    def in_groups(self) -> bool:
-        """Whether several receives are, or may be, posted ahead on a link; a table's groups are its own."""
-        return self.group_size != 1 or (self.spec.table is not None and self.spec.table.group_size > 1)
-
-    @property
     def streams(self) -> bool:
         """Whether batches are not flushed."""
         return "stream" in self.spec.needs

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evenpipe.runtime.connections import connect
+from evenpipe.runtime.device_queues import one_queue
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.stage import ModuleStage
-from evenpipe.schedule import Program, Spec, check_offers, needs_of
+from evenpipe.schedule import Program, Spec, check_offers, needs_of, verify
 from evenpipe.train.engines import ENGINES
 
 __all__ = ["ModulePipeline"]
@@ -57,11 +58,12 @@ class ModulePipeline:
         self._loss_chunk = places.last.chunk if self.is_last else None
         #: Of the micro-batches of the last batch, where the model ends.
         self.losses: list[Tensor] = []
-        self._program = program
         self._loss = loss
         self._boundary = boundary
         backend = "nccl" if boundary.device.type == "cuda" else "gloo"
-        connections = connect(ranks, program.links, backend, boundary.device)
+        queue = one_queue(group, boundary.device)
+        self._program = program = verify(schedule, program.pairs, queue)
+        connections = connect(ranks, program.links, backend, boundary.device, queue)
         self.executor = Executor(
             self.stage, connections, boundary.device, self.parameters(), observer, measure or program.pairs
         )

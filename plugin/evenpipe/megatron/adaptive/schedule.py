@@ -94,10 +94,6 @@ class AdaptiveSchedule(PipelineSchedule):
         with self.tuning.around_batch(chosen.b):
             return super()._train(**_in_micro_batches_of(chosen.b, arguments))
 
-    @property
-    def _in_groups(self) -> bool:
-        return True
-
     def _sizes_of(self, loaded: Sequence[Any], arguments: Mapping[str, Any]) -> list[int]:
         sizes = self.tuning.sizes(loaded, arguments["micro_batch_size"])
         return divisors(_samples(arguments)) if sizes is None else list(sizes)

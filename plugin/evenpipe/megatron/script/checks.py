@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 
@@ -11,7 +10,6 @@ import torch
 from evenpipe.megatron.refusals import refused_arguments, refused_settings, refused_with_tuning
 from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.report import check_writable
-from evenpipe.runtime.device_queues import ONE_QUEUE, one_queue
 from evenpipe.schedule import ScheduleError, Size, Spec, check_offers
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in
@@ -70,7 +68,7 @@ def _fit_table(spec: Spec, args: Namespace) -> None:
 
 def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
     """A line for each of Megatron's arguments that cannot be what it is."""
-    asked, group = _asked(config), flag("group_size")
+    asked = _asked(config)
     stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     several_chunks = "chunks" in config.spec.needs or config.spec.chunked is not None
     together = args.micro_batch_size * args.data_parallel_size
@@ -101,8 +99,6 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
             f"{asked}: --global-batch-size {args.global_batch_size} makes {batches} micro-batches, but interleaved "
             f"stages take groups of --pipeline-model-parallel-size {stages}: make it a multiple of {stages * together}"
         )
-    if config.in_groups and one_queue("cuda" if torch.cuda.is_available() else "cpu", os.environ):
-        yield f"{asked if config.group_size == 1 else f'{group} {config.group_size}'}: {ONE_QUEUE}"
     if getattr(args, "inprocess_restart", False):
         yield (
             f"{asked}: --inprocess-restart would go on with links that hold half of a batch: leave one out, and let "
