@@ -21,6 +21,8 @@ Beside each figure stands what the simulator predicts for it, with free links be
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from functools import cached_property
 from statistics import median
 from typing import Any, Final, NamedTuple
 
@@ -32,7 +34,7 @@ from rich.table import Table
 
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
-from evenpipe.schedule import EVICT, LOAD, Message, Program, ScheduleError, Size, Step, build, links, loop
+from evenpipe.schedule import EVICT, LOAD, Message, Program, ScheduleError, Size, Step, build, links, loop, lower
 from evenpipe.simulate import Costs, Wire, simulate
 
 MICRO_BATCHES: Final = {4: 12, 8: 16}
@@ -57,25 +59,35 @@ def programs(stages: int, micro_batches: int) -> dict[str, Program]:
     return {
         "none": build("1f1b", Size(stages, micro_batches)),
         "asynchronous": bpipe,
-        "synchronous": synchronous(bpipe),
+        "synchronous": Synchronous(bpipe.schedule, bpipe.pairs),
     }
 
 
-def synchronous(program: Program) -> Program:
-    """`program` with evictors that wait for each eviction and load before their next action."""
-    rows, drains = [], []
-    for steps, drain in zip(program.steps, program.drain, strict=True):
-        row: list[Step] = []
-        waited: list[Message] = []
-        for step in steps:
-            complete = [message for message in step.complete if message not in waited]
-            if row and row[-1].action.kind in (EVICT, LOAD) and row[-1].transfer is not None:
-                waited.append(row[-1].transfer)
-                complete = [row[-1].transfer, *(message for message in complete if message != row[-1].transfer)]
-            row.append(step._replace(complete=tuple(complete)))
-        rows.append(tuple(row))
-        drains.append(tuple(message for message in drain if message not in waited))
-    return Program(program.schedule, tuple(rows), tuple(drains))
+class Synchronous(Program):
+    """The same with evictors that wait for each eviction and load before their next action."""
+
+    @cached_property
+    def steps(self) -> Sequence[tuple[Step, ...]]:
+        return [row for row, _ in self._waiting]
+
+    @cached_property
+    def drain(self) -> Sequence[tuple[Message, ...]]:
+        return [drain for _, drain in self._waiting]
+
+    @cached_property
+    def _waiting(self) -> list[tuple[tuple[Step, ...], tuple[Message, ...]]]:
+        plain, found = lower(self.schedule, self.pairs), []
+        for steps, drain in zip(plain.steps, plain.drain, strict=True):
+            row: list[Step] = []
+            waited: list[Message] = []
+            for step in steps:
+                complete = [message for message in step.complete if message not in waited]
+                if row and row[-1].action.kind in (EVICT, LOAD) and row[-1].transfer is not None:
+                    waited.append(row[-1].transfer)
+                    complete = [row[-1].transfer, *(message for message in complete if message != row[-1].transfer)]
+                row.append(step._replace(complete=tuple(complete)))
+            found.append((tuple(row), tuple(message for message in drain if message not in waited)))
+        return found
 
 
 def measure(rank: int, setting: Setting, tick: Tick) -> dict[str, list[float]]:
