@@ -23,6 +23,9 @@ from evenpipe.train.options import TrainOptions
 from evenpipe.train.recorder import FailureContext, Recorder
 from evenpipe.train.run import RunEvents, iterate
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.gloo import share_device
+
 WORLD = 4
 SMALL = {"layers": 2, "hidden": 32, "seq_length": 16, "stages": 2, "data_parallel": 2, "micro_batches": 3}
 CASES = {
@@ -83,6 +86,7 @@ def run(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), CUDA_VISIBLE_DEVICES="", CUDA_DEVICE_MAX_CONNECTIONS="1")
     cpu_mode().apply()
+    share_device()
     store = dist.FileStore(f"{folder}/store", WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     train(TrainOptions.of(**{**SMALL, "iterations": 1}))  # masks and the like are made once for all

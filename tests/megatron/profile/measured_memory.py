@@ -19,8 +19,11 @@ from evenpipe.megatron.train_engine.engine import opened
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.run import iterate
 
+sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from live_memory import NOBODY, case_of, live_bytes
+
+from tests.gloo import share_device
 
 WORLD = 4
 FOUR: dict[str, Any] = {"layers": 4, "hidden": 64, "seq_length": 32, "stages": 4, "micro_batches": 7, "iterations": 2}
@@ -61,6 +64,7 @@ def run(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), CUDA_VISIBLE_DEVICES="", CUDA_DEVICE_MAX_CONNECTIONS="1")
     cpu_mode().apply()
+    share_device()
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD)
     train(TrainOptions.of(**FOUR))  # masks and the like are made once for all
     found = {name: train(TrainOptions.of(**case)) for name, case in CASES.items()}
