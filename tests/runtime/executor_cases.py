@@ -4,7 +4,9 @@ Arguments: a folder (cases.json in, rank-<rank>.json out). A script of its own, 
 """
 
 import json
+import random
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -28,13 +30,34 @@ WORLD = 8
 ROWS, WIDTH = 8, 16  # tensors of multiples of 64 bytes, to which the pool aligns
 
 
-def chunk_module(place: int, saves_output: bool = False) -> torch.nn.Module:
+class Routed(torch.nn.Module):
+    """An expert for some of the rows, as many as the data says: every micro-batch saves as much as it has.
+
+    Now and then a thread holds what has been saved, as those of collectives do, and lets go of it soon after.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert = torch.nn.Linear(WIDTH, WIDTH)
+        self.forwarded = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        chosen = (value[:, 0] > 0).nonzero()[:, 0]
+        hidden = torch.nn.functional.gelu(value[chosen])
+        self.forwarded += 1
+        if self.forwarded % 3 == 1:
+            held = [hidden]
+            threading.Timer(random.uniform(0, 0.02), held.clear).start()
+        return value.index_add(0, chosen, self.expert(hidden))
+
+
+def chunk_module(place: int, kind: str = "dense") -> torch.nn.Module:
     """The piece of the model at `place`, counted from its start.
 
-    With `saves_output` it ends in a ReLU, which saves what is being sent to the next stage.
+    One that is "saving its output" ends in a ReLU, which saves what is being sent to the next stage.
     """
     torch.manual_seed(place)
-    last = torch.nn.ReLU() if saves_output else torch.nn.Identity()
+    last = {"dense": torch.nn.Identity, "saving its output": torch.nn.ReLU, "routed": Routed}[kind]()
     return torch.nn.Sequential(
         torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.GELU(), torch.nn.Linear(2 * WIDTH, WIDTH), last
     )
@@ -96,9 +119,9 @@ def gradients(module: torch.nn.Module) -> list[str]:
     return [parameter.grad.numpy().tobytes().hex() for parameter in module.parameters()]
 
 
-def reference(places: int, micro_batches: int, saves_output: bool) -> tuple[list[str], list[list[str]]]:
+def reference(places: int, micro_batches: int, kind: str) -> tuple[list[str], list[list[str]]]:
     """Losses and gradients without any pipeline."""
-    modules = [chunk_module(place, saves_output) for place in range(places)]
+    modules = [chunk_module(place, kind) for place in range(places)]
     losses = []
     for micro_batch in range(micro_batches):
         value = sample(micro_batch)
@@ -118,7 +141,7 @@ def carry_out(case: dict, rank: int) -> dict:
     connections = connect(range(stages), program.links, "gloo", torch.device("cpu"))
     slept_ms: list[float] = []
     connections = slowed(connections, case["slow"], case["ms"], slept_ms)
-    modules = [chunk_module(schedule.places.position(rank, chunk), case["saves_output"]) for chunk in range(chunks)]
+    modules = [chunk_module(schedule.places.position(rank, chunk), case["model"]) for chunk in range(chunks)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
     executor = Executor(rank, connections, torch.device("cpu"), parameters)
     last = schedule.places.last

@@ -66,7 +66,15 @@ def accepted_edits(count: int) -> dict[str, Schedule]:
 
 
 SAVES_OUTPUT = "1f1b p=4 m=8 bpipe, each stage saving what it sends"
-CASES = {**SCHEDULES, SAVES_OUTPUT: build("1f1b", 4, 8, bpipe=True), **accepted_edits(12)}
+ROUTED = [f"{name} p=4 m=8 bpipe, no two micro-batches alike" for name in ("1f1b", "kfkb")]
+CASES = {
+    **SCHEDULES,
+    SAVES_OUTPUT: build("1f1b", 4, 8, bpipe=True),
+    ROUTED[0]: build("1f1b", 4, 8, bpipe=True),
+    ROUTED[1]: build("kfkb", 4, 8, bpipe=True, group_size=2),
+    **accepted_edits(12),
+}
+MODELS = {SAVES_OUTPUT: "saving its output", **dict.fromkeys(ROUTED, "routed")}
 
 NOW_AND_THEN = (True, False, True)
 SLOW_MS = 60.0
@@ -86,7 +94,7 @@ def outcomes(tmp_path_factory):
         name: {
             "schedule": str(schedule),
             "measure": (True, True, True),
-            "saves_output": name == SAVES_OUTPUT,
+            "model": MODELS.get(name, "dense"),
             "slow": [],
             "ms": 0.0,
             **settings,
@@ -111,7 +119,7 @@ def batches_of(outcomes, name):
 def test_losses_and_gradients_are_those_without_a_pipeline(name, outcomes):
     schedule = CASES[name]
     places = schedule.places
-    losses, gradients = reference(len(places.order), schedule.micro_batches, name == SAVES_OUTPUT)
+    losses, gradients = reference(len(places.order), schedule.micro_batches, MODELS.get(name, "dense"))
     for stage, batches in enumerate(batches_of(outcomes, name)):
         for batch in batches:
             assert batch["losses"] == (losses if stage == places.last.stage else [])

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from evenpipe.runtime.flow import Flow
-from evenpipe.runtime.layout import Layouts
 from evenpipe.runtime.pool import SlotPool
 from evenpipe.runtime.resources import Observer, Resources
 from evenpipe.runtime.stage import Stage, SteppingStage
@@ -61,8 +60,6 @@ class Executor(Resources):
     def forget_sizes(self) -> None:
         """Between batches, on all stages alike: the micro-batches that follow have other sizes than those so far."""
         self.pool = SlotPool(self.device, self.counter)
-        if self.connections.layouts is not None:
-            self.layouts = Layouts(self.connections.layouts)
 
     def break_off(self, owed: Iterable[Step]) -> None:
         """End the stream, at the same point on all stages, and forget what has been forwarded and not backwarded.

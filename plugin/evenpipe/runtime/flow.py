@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
 from evenpipe.runtime.channel import Transfer
+from evenpipe.runtime.layout import Layouts
 from evenpipe.runtime.pool import Slot, aligned_bytes
 from evenpipe.runtime.resources import Resources
 from evenpipe.runtime.stage import SplitStage, Stage
@@ -34,6 +34,13 @@ from evenpipe.schedule import (
 __all__ = ["Flow"]
 
 
+class _Guest(NamedTuple):
+    """An accepted micro-batch: its slot, and its storages there."""
+
+    slot: Slot
+    storages: list[Tensor]
+
+
 class Flow:
     """What is under way in a batch, or in a stream of batches."""
 
@@ -48,7 +55,7 @@ class Flow:
         self.under_way: dict[Message, Transfer] = {}
         self.actions: dict[Message, Action] = {}
         self.received: dict[Message, list[Tensor]] = {}
-        self.slots: dict[Unit, Slot] = {}
+        self.guests: dict[Unit, _Guest] = {}
         self.start_transfer = {EVICT: self.evict, LOAD: self.load, ACCEPT: self.accept, RETURN: self.give_back}
         self.act: dict[Kind, Callable[[Unit, list[Tensor] | None], list[Tensor]]] = {
             FORWARD: self.forward,
@@ -104,19 +111,22 @@ class Flow:
         self.under_way[message] = self.channels[message.link].send(tensors)
 
     def evict(self, message: Message, unit: Unit) -> None:
-        self.send(message, self.resources.store.ship(unit))
+        storages = self.resources.store.ship(unit)
+        self.layouts.tell([storage.numel() for storage in storages])
+        self.send(message, storages)
 
     def load(self, message: Message, unit: Unit) -> None:
         self.receive(message, self.resources.store.refill(unit))
 
     def accept(self, message: Message, unit: Unit) -> None:
-        sizes = self.sizes(unit.chunk)
+        sizes = self.layouts.next()
         self.resources.pool.reserve(self.slots_needed, aligned_bytes(sizes))
-        self.slots[unit] = self.resources.pool.acquire(aligned_bytes(sizes))
-        self.receive(message, self.slots[unit].parts(sizes))
+        slot = self.resources.pool.acquire(aligned_bytes(sizes))
+        self.guests[unit] = _Guest(slot, slot.parts(sizes))
+        self.receive(message, self.guests[unit].storages)
 
     def give_back(self, message: Message, unit: Unit) -> None:
-        self.send(message, self.slots[unit].parts(self.sizes(unit.chunk)))
+        self.send(message, self.guests[unit].storages)
 
     def complete(self, message: Message) -> None:
         """Wait for `message`, and let go of what has left this stage with it."""
@@ -132,7 +142,7 @@ class Flow:
         if action.kind == EVICT:
             self.resources.store.release(action.unit)
         elif action.kind == RETURN:
-            self.resources.pool.release(self.slots.pop(action.unit))
+            self.resources.pool.release(self.guests.pop(action.unit).slot)
         self.resources.observer.ended(action)
 
     def break_off(self, owed: Iterable[Step]) -> None:
@@ -149,8 +159,8 @@ class Flow:
             self.resources.observer.started(step.action)
         for message in list(self.under_way):
             self.complete(message)
-        for slot in self.slots.values():
-            self.resources.pool.release(slot)
+        for guest in self.guests.values():
+            self.resources.pool.release(guest.slot)
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
         store = self.resources.store
@@ -160,8 +170,8 @@ class Flow:
             outputs = self.stage.forward(unit, inputs)
             for tensor in inputs or ():
                 store.attach(unit, tensor)
-        if self.evicts and self.resources.layouts is not None:
-            self.resources.layouts.tell(unit.chunk, partial(store.seal, unit))
+        if self.evicts:
+            store.seal(unit, like=unit.chunk)
         return outputs
 
     def weight_gradient(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
@@ -173,9 +183,10 @@ class Flow:
         self.update(unit.micro_batch)
         return []
 
-    def sizes(self, chunk: int) -> tuple[int, ...]:
+    @property
+    def layouts(self) -> Layouts:
         assert self.resources.layouts is not None, "a schedule with transfers needs connections with bpipe"
-        return self.resources.layouts.sizes(chunk)
+        return self.resources.layouts
 
 
 def _leaf(output: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """ActivationStore: what autograd saved, per micro-batch; it can be counted, shipped, dropped and refilled in place."""
 
 import sys
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -15,6 +16,10 @@ from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.saved import Geometry, Recording, SavedStorage, SavedTensor
 
 __all__ = ["ActivationStore"]
+
+_HOST = torch.device("cpu")
+_LOOKS = 5
+_LOOK_SECONDS = 0.001
 
 
 class ActivationStore:
@@ -42,6 +47,7 @@ class ActivationStore:
         self._owners: dict[int, weakref.ref[SavedStorage]] = {}
         self._recordings: weakref.WeakValueDictionary[Hashable, Recording] = weakref.WeakValueDictionary()
         self._recorded = 0
+        self._most: dict[Hashable, int] = {}  # storages that have been sealed at once, by what micro-batches are like
 
     @contextmanager
     def recording(self, key: Hashable) -> Iterator[None]:
@@ -67,22 +73,25 @@ class ActivationStore:
         if recording is not None and all(known() is not tensor for known in recording.attached):
             recording.attached.append(weakref.ref(tensor))
 
-    def seal(self, key: Hashable) -> tuple[int, ...]:
+    def seal(self, key: Hashable, like: Hashable = None) -> tuple[int, ...]:
         """Decide what of this micro-batch can move: all storages that nobody else holds. Return their sizes in bytes.
 
-        Call it right after the forward pass, before its outputs are handed on: later on, who else holds a storage
-        depends on when messages get through, and every micro-batch has to be decided alike. Whatever anybody else
-        holds (another micro-batch, the data set, a module's buffer, a ctx attribute) is left out. Raises RuntimeError
-        if this torch cannot tell who holds a storage.
+        Call it right after the forward pass, before its outputs are handed on: later on, messages hold what they carry.
+        Whatever anybody else holds (another micro-batch, the data set, a module's buffer, a ctx attribute) is left out.
+        On the host, a collective's thread lets go of its tensors a little after it has been waited for: where fewer
+        could move than of those `like` it before, look again a few times. Raises RuntimeError if this torch cannot tell
+        who holds a storage.
         """
         recording = self._recordings.get(key)
         if recording is None:
             return ()
-        sealed = [
-            saved
-            for saved, handles in recording.by_storage().items()
-            if self._may_depart(saved, [*(handle.tensor for handle in handles), *recording.attached_to(saved)])
-        ]
+        sealed = self._free_to_move(recording)
+        for _ in range(_LOOKS if self._device == _HOST else 0):
+            if len(sealed) >= self._most.get(like, 0):
+                break
+            time.sleep(_LOOK_SECONDS)
+            sealed = self._free_to_move(recording)
+        self._most[like] = max(len(sealed), self._most.get(like, 0))
         recording.sealed = [weakref.ref(saved) for saved in sealed]
         return tuple(saved.nbytes for saved in sealed)
 
@@ -184,6 +193,13 @@ class ActivationStore:
             return handle
 
         return pack
+
+    def _free_to_move(self, recording: Recording) -> list[SavedStorage]:
+        return [
+            saved
+            for saved, handles in recording.by_storage().items()
+            if self._may_depart(saved, [*(handle.tensor for handle in handles), *recording.attached_to(saved)])
+        ]
 
     def _may_depart(self, saved: SavedStorage, aliases: list[Tensor | Geometry]) -> bool:
         """Return whether nobody but `saved` and `aliases` holds the storage, and whether these can be rebuilt."""
