@@ -32,6 +32,7 @@ _FORWARD: Final = 1 << 20
 _MESSAGE: Final = 1 << 10
 _OF_GROUPS: Final = 3 * _FORWARD // 2
 _TICKS = by_kind(lambda row: row.ticks)
+_OF_BATCH = by_kind(lambda row: row.of_batch)
 _SENDS = by_kind(lambda row: row.sends)
 _TRADED = by_kind(lambda row: row.link is not None and row.letter not in OWN_ENDS)
 _NEVER: Final = 1 << 62
@@ -57,8 +58,9 @@ class Order:
     ``places``: of each action, that of its end on the clock, as near as what it awaits allows. ``messages``: of what an
     action takes by a link; -1 where it takes nothing so. An action comes before a message of the same place.
     ``posted``: the first action of the taking stage that comes after the message. ``batches``: of each batch of a
-    stream, the place at which all stages have computed it. ``stuck``: an action that waits for ever: the first of the
-    first stage that has one; None where there is an order.
+    stream, the place of its gathering: all stages have computed it, and none has come to its update; as late as can
+    be, so that what a stage still has to add up of its gradients runs beside a forward. ``stuck``: an action that waits
+    for ever: the first of the first stage that has one; None where there is an order.
     """
 
     def __init__(self, wiring: Wiring, one_queue: bool = False) -> None:
@@ -67,13 +69,13 @@ class Order:
         ticks = _TICKS[table.kind].astype(np.int64) * _FORWARD
         self._message = _OF_GROUPS if wiring.schedule.group_size > 1 and not one_queue else _MESSAGE
         self._walk = self._walked(ticks)
-        self.batches = self._walk.batches
         waiting = np.flatnonzero(self._walk.reached < table.first[1:])
         self.stuck = int(self._walk.reached[waiting[0]]) if len(waiting) else None
         self.places = self._walk.places
         if self.stuck is not None:  # of what is never reached, any that grow
             unreached = np.arange(len(ticks)) >= self._walk.reached[table.stage]
             self.places = np.where(unreached, self.places.max() + np.arange(1, len(ticks) + 1), self.places)
+        self.batches = self._gatherings()
         taking = np.flatnonzero(wiring.remote & wiring.computes)
         self.messages = np.full(len(ticks), -1, np.int64)
         self.messages[taking] = self.places[wiring.senders[taking]]
@@ -92,6 +94,15 @@ class Order:
         mates = np.where(traded, partners, np.arange(len(partners)))
         awaited = [computed_from, wiring.after, wiring.departed]
         return walk(wiring.schedule, ticks, awaited, self._message * wiring.remote, mates)
+
+    def _gatherings(self) -> Column:
+        table, gathered = self.wiring.schedule.table, self._walk.batches.copy()
+        updates = np.flatnonzero(_OF_BATCH[table.kind])
+        if len(updates):
+            before = np.full(len(gathered), _NEVER)
+            np.minimum.at(before, table.micro_batch[updates], self.places[updates - 1])
+            gathered = np.maximum(gathered, before)
+        return gathered
 
     def _put_off(self, taking: Column, due: Column) -> Column:
         """The places of messages that are ``due`` then: later than what makes them, and before the sender's next."""

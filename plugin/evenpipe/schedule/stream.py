@@ -67,8 +67,12 @@ class Stream:
         if batch == 0:
             return steps
         after = first + ahead if update_early else self._update_follows(self._size, batch - 1)
-        at = next(index for index, step in enumerate(steps) if step.action[:2] == (FORWARD, after))
-        steps.insert(at + 1, Step((), (), Action(UPDATE, batch - 1)))
+        at = next(index for index, step in enumerate(steps) if step.action[:2] == (FORWARD, after)) + 1
+        # The update needs what is gathered, and may come right after that.
+        posts, gathering = steps[at].post, Gathering(batch - 1)
+        before = posts.index(gathering) + 1 if gathering in posts else 0
+        steps[at] = steps[at]._replace(post=posts[before:])
+        steps.insert(at, Step(posts[:before], (), Action(UPDATE, batch - 1)))
         return steps
 
     def _of_batches(self, step: Step) -> Step:
@@ -129,7 +133,7 @@ class Stream:
         return math.lcm(self.stages, max(1, self.stages - 2 - evictor)) if self._bpipe else self.stages
 
     def _checked_cells(self, stage: int) -> list[list[Step]]:
-        cells = _cells(steps_of(self.program, stage, _ended(self.program)))
+        cells = _cells(steps_of(self.program, stage, _gatherings(self.program)))
         self._check_period(stage, cells)
         return cells
 
@@ -164,12 +168,18 @@ def _cells(steps: Sequence[Step]) -> list[list[Step]]:
     return cells
 
 
-def _ended(program: Program) -> Column:
-    """The places at which all stages are through with each micro-batch."""
+def _gatherings(program: Program) -> Column:
+    """The places of gatherings, as if each micro-batch were the last of a batch: see :class:`Order`.
+
+    The update comes after the first forward of stage 0 that follows its backward, the last of all stages.
+    """
     table, places = program.schedule.table, program.order.places
     ended = np.zeros(program.schedule.micro_batches, np.int64)
     finishing = np.flatnonzero(_FINISHING[table.kind])
     np.maximum.at(ended, table.micro_batch[finishing], places[finishing])
+    first = table.of(0)
+    forwards = places[first][table.kind[first] == ord(FORWARD)][program.schedule.stages :]
+    ended[: len(forwards)] = np.maximum(ended[: len(forwards)], forwards - 1)
     return ended + 1
 
 
