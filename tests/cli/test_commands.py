@@ -190,3 +190,21 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for name in command:
         assert "--batches N" in text
         assert {"schedule": "evenpipe.schedule/1", "simulate": "evenpipe.simulation/1"}[name] in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--one-queue",), "on devices: makespan 33 ms (one queue, synchronised nowhere)"),
+        (("--synchronised", "everything"), "(many queues, synchronised at every call, as CUDA_LAUNCH_BLOCKING=1 does)"),
+    ],
+)
+def test_what_an_environment_costs_is_told(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
+) -> None:
+    arguments = "simulate", "--schedule", "kfkb", "--group-size", "2", "--stages", "4", "--micro-batches", "8"
+    assert main([*arguments, *options]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+    document = json_of(capsys, *arguments, *options)
+    assert document["on_devices_ms"] >= document["makespan_ms"]
+    assert "on_devices_ms" not in json_of(capsys, *arguments)

@@ -140,6 +140,10 @@ CASES = {
     ),
     "recomputation of parts": Case(calls=(Call(),), config={**PARTS, "num_layers": 8}, engines=BALANCED),
     "experts of one capacity": Case(calls=(Call(),), config={**EXPERTS, **PADDED}, engines=BALANCED),
+    "experts without a capacity": Case(
+        config={**EXPERTS, "num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01},
+        engines=(*BALANCED, "3F3B"),
+    ),
     "recomputation of experts": Case(
         calls=(Call(),),
         config={**EXPERTS, "recompute_granularity": "selective", "recompute_modules": ["moe"]},

@@ -64,7 +64,7 @@ def program_from(arguments: Namespace) -> Program:
         usual = table.batches if table is not None else 3 if "stream" in spec.needs else 1
         batches = arguments.batches if arguments.batches is not None else usual
         size = Size(arguments.stages, arguments.micro_batches, arguments.chunks, arguments.group_size, batches)
-        return Programs(spec, arguments.bpipe)(size)
+        return Programs(spec, arguments.bpipe, getattr(arguments, "one_queue", False))(size)
     except ScheduleError as error:
         raise UsageError(in_flags(error)) from error
 

@@ -12,6 +12,7 @@ from evenpipe.cli.options import add_output_options, add_schedule_options, progr
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import duration_ms, durations_ms
 from evenpipe.simulate import Costs, Simulation, SimulationError, Wire, simulate
+from evenpipe.simulate.device import PLAIN, SYNCHRONISED, Environment, run_on_devices
 
 __all__ = ["add_to"]
 
@@ -21,7 +22,8 @@ def add_to(commands: Commands) -> None:
     text = "show the time, bubbles and peaks of a schedule"
     document = (
         "--json prints a document evenpipe.simulation/1: makespan_ms, of all batches, bubble_fraction, each stage's "
-        "busy_ms, idle_ms and peak_live, and the timeline: when each action starts and ends."
+        "busy_ms, idle_ms and peak_live, and the timeline: when each action starts and ends. on_devices_ms: the makespan "
+        "in the environment that is asked for, if one is."
     )
     parser = commands.add_parser("simulate", help=text, description=f"{text.capitalize()}.", epilog=document)
     add_schedule_options(parser)
@@ -41,6 +43,14 @@ def add_to(commands: Commands) -> None:
     group.add_argument("--link-ms", type=duration_ms, default=0.0, metavar="T", help="neighbour transfer (default 0)")
     group.add_argument("--transfer-ms", type=duration_ms, default=0.0, metavar="T", help="evict or load (default 0)")
     group.add_argument("--synchronous-transfers", action="store_true", help="evictors wait for evictions and loads")
+    group = parser.add_argument_group("devices", "what GPUs would make of it: prints the makespan on a model of them")
+    group.add_argument(
+        "--one-queue", action="store_true", help="all of a stage passes one queue (CUDA_DEVICE_MAX_CONNECTIONS=1)"
+    )
+    said = "; ".join(f"{name}: {where}" for name, where in SYNCHRONISED.items())
+    group.add_argument(
+        "--synchronised", choices=SYNCHRONISED, default="never", help=f"where hosts wait for their device ({said})"
+    )
     add_output_options(parser)
     parser.set_defaults(run=_run)
 
@@ -61,16 +71,25 @@ def _run(arguments: Namespace) -> None:
             weight_gradient_ms=weights,
         )
         simulation = simulate(program, costs)
+        environment = Environment(arguments.one_queue, arguments.synchronised)
+        on_devices_ms = None if environment == PLAIN else run_on_devices(program, costs, environment)
     except SimulationError as error:
         raise UsageError(str(error)) from error
     title = title_of(schedule, arguments.bpipe)
     write_simulated(arguments, simulation, title, schedule.micro_batches)
     if arguments.json:
-        print(json.dumps(simulation.to_json()))
+        on_devices = {} if on_devices_ms is None else {"on_devices_ms": on_devices_ms}
+        print(json.dumps(simulation.to_json() | on_devices))
         return
     console = Console()
     console.print(title, style="bold", highlight=False)
     console.print(_table(simulation))
+    if on_devices_ms is not None:
+        console.print(
+            f"on devices: makespan {on_devices_ms:,.6g} ms ({'one queue' if environment.one_queue else 'many queues'}, "
+            f"synchronised {SYNCHRONISED[environment.synchronised]})",
+            highlight=False,
+        )
 
 
 def _per_stage(option: str, times: tuple[float, ...], stages: int) -> tuple[float, ...]:

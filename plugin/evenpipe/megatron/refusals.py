@@ -226,16 +226,6 @@ def refused_settings(settings: Any, bpipe: bool) -> Iterator[Refusal]:
             "keeps saved activations in memory of its own, which BPipe cannot move",
             "set it to none, or turn BPipe off",
         )
-    experts = "num_moe_experts" if hasattr(settings, "num_moe_experts") else "num_experts"
-    if getattr(settings, experts, None) and not (
-        settings.moe_pad_expert_input_to_capacity or _recomputes_moe(settings)
-    ):
-        yield Refusal(
-            experts,
-            "",
-            "makes micro-batches differ in what they save",
-            "set moe_pad_expert_input_to_capacity, recompute moe, or turn BPipe off",
-        )
 
 
 def _given(settings: Any, reasons: Mapping[str, str], remedy: str) -> Iterator[Refusal]:
@@ -248,13 +238,6 @@ def _given(settings: Any, reasons: Mapping[str, str], remedy: str) -> Iterator[R
 def _captured(settings: Any, reason: str, remedy: str) -> Iterator[Refusal]:
     if (captured := getattr(settings, "cuda_graph_impl", None)) not in (None, "none"):
         yield Refusal("cuda_graph_impl", f" {captured}", reason, remedy)
-
-
-def _recomputes_moe(settings: Any) -> bool:
-    """Whether nothing of the experts is saved but what goes in."""
-    if settings.recompute_granularity == "full":
-        return bool(settings.recompute_method == "uniform")
-    return settings.recompute_granularity == "selective" and "moe" in (settings.recompute_modules or ())
 
 
 def refuse_unsupported(config: Any, bpipe: bool, model: Sequence[Any], records: bool) -> None:

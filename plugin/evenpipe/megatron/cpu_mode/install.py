@@ -10,8 +10,10 @@ from collections.abc import Mapping, MutableMapping
 from evenpipe.megatron.cpu_mode.core import cpu_mode
 from evenpipe.megatron.cpu_mode.modules import (
     DATASETS,
+    EXPERTS,
     stand_in_for_triton_kernels,
     take_dataset_helpers_from_the_wheel,
+    without_transformer_engine,
 )
 from evenpipe.megatron.cpu_mode.scripts import script_patches
 from evenpipe.runtime.ending import rest_at_exit
@@ -31,6 +33,7 @@ def install_cpu_mode() -> None:
     rest_at_exit()
     stand_in_for_triton_kernels()
     when_imported(DATASETS, take_dataset_helpers_from_the_wheel)
+    when_imported(EXPERTS, without_transformer_engine)
     when_imported("megatron.core", functools.partial(apply_or_end, cpu_mode()))
     for module, patches in script_patches().items():
         when_imported(module, functools.partial(apply_or_end, patches))

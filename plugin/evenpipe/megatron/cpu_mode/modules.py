@@ -11,9 +11,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-__all__ = ["DATASETS", "have_dataset_helpers", "stand_in_for_triton_kernels", "take_dataset_helpers_from_the_wheel"]
+__all__ = [
+    "DATASETS",
+    "EXPERTS",
+    "have_dataset_helpers",
+    "stand_in_for_triton_kernels",
+    "take_dataset_helpers_from_the_wheel",
+    "without_transformer_engine",
+]
 
 DATASETS = "megatron.core.datasets"
+EXPERTS = "megatron.core.transformer.moe.moe_utils"
 _HELPERS = f"{DATASETS}.helpers_cpp"
 _TRITON_KERNELS = (
     "megatron.core.transformer.custom_layers.batch_invariant_kernels",
@@ -48,6 +56,11 @@ def _installed_helpers() -> Path | None:
         return None
     files = (Path(str(wheel.locate_file(f"{_HELPERS.replace('.', '/')}{suffix}"))) for suffix in EXTENSION_SUFFIXES)
     return next((file for file in files if file.exists()), None)
+
+
+def without_transformer_engine() -> None:
+    """Routers look for its matrix product under a name that nothing has without it; None has them take torch's."""
+    vars(import_module(EXPERTS)).setdefault("te_general_gemm", None)
 
 
 def stand_in_for_triton_kernels() -> None:

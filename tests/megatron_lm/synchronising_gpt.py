@@ -1,0 +1,53 @@
+"""`pretrain_gpt.py` of the checkout it is started in, where synchronising the "device" waits for all that is under way.
+
+CPU mode has nothing to synchronise. Here `torch.cuda.synchronize`, which Megatron's timers call around every forward
+and backward, waits for the messages, evictions and exchanges of this rank, as on a GPU: for both ends of each.
+"""
+
+import runpy
+import sys
+from datetime import timedelta
+from typing import Any
+
+import megatron.core  # noqa: F401  CPU mode has put its own in place by then
+import torch
+
+from evenpipe.runtime.channel import Channel
+from evenpipe.runtime.exchange import Exchange
+
+HANGS_AFTER = timedelta(seconds=120)
+under_way: list[Any] = []
+exchanges: list[Any] = []
+calls = [0]
+_start_message, _start_exchange = Channel._start, Exchange.start
+
+
+def start_message(channel: Channel, *arguments: Any) -> Any:
+    transfer = _start_message(channel, *arguments)
+    under_way.append(transfer)
+    return transfer
+
+
+def start_exchange(exchange: Exchange, row: Any) -> None:
+    _start_exchange(exchange, row)
+    exchanges.append(exchange._gathering[0])
+
+
+def synchronize(device: object = None) -> None:
+    calls[0] += 1
+    for transfer in under_way:
+        for work in transfer._works:
+            work.wait(HANGS_AFTER)
+        transfer._works = ()  # gloo's must not be waited for again
+    for work in exchanges:
+        work.wait(HANGS_AFTER)
+    under_way.clear()
+    exchanges.clear()
+
+
+Channel._start = start_message
+Exchange.start = start_exchange
+torch.cuda.synchronize = synchronize
+sys.argv[0] = "pretrain_gpt.py"
+runpy.run_path("pretrain_gpt.py", run_name="__main__")
+print(f"SYNCHRONISED {calls[0]}", flush=True)

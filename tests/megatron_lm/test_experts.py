@@ -1,0 +1,29 @@
+"""Experts without a capacity, whose sizes differ from micro-batch to micro-batch, train to the bits of a stock run."""
+
+from tests.megatron_lm.launch import LAYOUTS, differences, launch, model_flags
+
+EXPERTS = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "aux_loss"),
+    *("--moe-aux-loss-coeff", "1e-2", "--disable-bias-linear"),
+)
+VARIANTS = {
+    "BPipe": ("--bpipe",),
+    "2F2B, BPipe": ("--evenpipe-schedule", "kfkb", "--group-size", "2", "--bpipe"),
+}
+ITERATIONS = 3
+
+
+def test_a_mixture_of_experts_trains_to_the_same_bits(megatron_lm, tmp_path):
+    processes, parallel = LAYOUTS["PP4"]
+    flags = [*model_flags(megatron_lm, "pretrain_gpt.py", ITERATIONS, []), *parallel, *EXPERTS]
+    flags += ["--save-interval", str(ITERATIONS), "--ckpt-format", "torch"]
+    stock = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, "--save", str(tmp_path / "stock")])
+    assert len(stock.lines) == ITERATIONS
+    assert all("load_balancing_loss" in line for line in stock.lines)
+    last = f"iter_{ITERATIONS:07d}"
+    for variant, ours in VARIANTS.items():
+        run = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, *ours, "--save", str(tmp_path / variant)])
+        assert run.lines == stock.lines, variant
+        assert run.validation == stock.validation, variant
+        assert differences(tmp_path / "stock" / last, tmp_path / variant / last) == [], variant
+        assert run.peak_live == {"BPipe": [3, 3, 2, 3], "2F2B, BPipe": [6, 6, 4, 4]}[variant]

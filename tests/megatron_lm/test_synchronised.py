@@ -1,0 +1,32 @@
+"""Megatron's timers synchronise around every forward and backward: nothing hangs, and the bits are the same."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.megatron_lm.launch import LAYOUTS, launch, model_flags
+
+SCRIPT = str(Path(__file__).with_name("synchronising_gpt.py"))
+ITERATIONS = 3
+
+
+@pytest.mark.parametrize(
+    ("stages", "ours"),
+    [
+        pytest.param("PP2", ("--evenpipe-schedule", "1f1b"), id="1f1b"),
+        pytest.param("PP4", ("--evenpipe-schedule", "kfkb", "--group-size", "2", "--bpipe"), id="2F2B, BPipe"),
+        pytest.param("PP4", ("--evenpipe-schedule", "2bw", "--bpipe"), id="2bw, BPipe"),
+    ],
+)
+def test_timers_that_synchronise_change_nothing(megatron_lm, stages, ours):
+    processes, parallel = LAYOUTS[stages]
+    flags = [*model_flags(megatron_lm, "pretrain_gpt.py", ITERATIONS, []), *parallel, *ours]
+    plain = launch(megatron_lm, "pretrain_gpt.py", processes, flags)
+    timed = launch(megatron_lm, SCRIPT, processes, [*flags, "--timing-log-level", "2"])
+    assert len(plain.lines) == ITERATIONS
+    assert timed.lines == plain.lines
+    assert timed.validation == plain.validation
+    counted = [int(calls) for calls in re.findall(r"SYNCHRONISED (\d+)", timed.output)]
+    assert len(counted) == processes
+    assert min(counted) > 2 * 8 * ITERATIONS, "before and after every forward and backward"
