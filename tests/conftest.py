@@ -16,17 +16,40 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores, since most tests wait for processes half of their time."""
-    return min(os.cpu_count() or 1, 7) + 1
+    """Two more than there are cores, since most tests wait for processes half of their time."""
+    return min(os.cpu_count() or 1, 6) + 2
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first, so that no worker is left alone with it at the end."""
+    rooms = ["end_to_end", "megatron", "deepspeed", "simulate", "schedule"]
+
+    def place(item: pytest.Item) -> int:
+        room = item.nodeid.split("/")[1]
+        return rooms.index(room) if room in rooms else len(rooms)
+
+    items.sort(key=place)
+
+
+#: Files whose tests share nothing that has been started.
+_APART = (
+    "tests/megatron_lm/",
+    "tests/deepspeed/test_failures.py",
+    "tests/end_to_end/test_examples.py",
+    "tests/end_to_end/test_third_party.py",
+    "tests/end_to_end/test_train_failures.py",
+    "tests/schedule/test_mutants.py",
+    "tests/simulate/test_device.py",
+)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The tests of a file share what it has started, so one worker runs them; script tests have starts of their own."""
+    """The tests of a file share what it has started, so one worker runs them, unless they have starts of their own."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid if nodeid.startswith("tests/megatron_lm/") else nodeid.partition("::")[0]
+            return nodeid if nodeid.startswith(_APART) else nodeid.partition("::")[0]
 
     return ByFile(config, log)

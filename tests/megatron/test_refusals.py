@@ -28,7 +28,6 @@ ALWAYS: list[tuple[str, Any]] = [
     ("moe_paged_stash", True),
 ]
 WITH_BPIPE: list[tuple[str, Any]] = [
-    ("num_moe_experts", 4),
     ("cpu_offloading", True),
     ("num_microbatches_with_partial_activation_checkpoints", 1),
     ("distribute_saved_activations", True),

@@ -1,7 +1,8 @@
 """`pretrain_gpt.py` of the checkout it is started in, where synchronising the "device" waits for all that is under way.
 
 CPU mode has nothing to synchronise. Here `torch.cuda.synchronize`, which Megatron's timers call around every forward
-and backward, waits for the messages, evictions and exchanges of this rank, as on a GPU: for both ends of each.
+and backward, waits for the messages, evictions and exchanges of this rank, as on a GPU: for both ends of each. Without
+such timers it is called before every step of a stage.
 """
 
 import runpy
@@ -14,12 +15,14 @@ import torch
 
 from evenpipe.runtime.channel import Channel
 from evenpipe.runtime.exchange import Exchange
+from evenpipe.runtime.flow import Flow
+from evenpipe.schedule import Step
 
 HANGS_AFTER = timedelta(seconds=120)
 under_way: list[Any] = []
 exchanges: list[Any] = []
 calls = [0]
-_start_message, _start_exchange = Channel._start, Exchange.start
+_start_message, _start_exchange, _take = Channel._start, Exchange.start, Flow.take
 
 
 def start_message(channel: Channel, *arguments: Any) -> Any:
@@ -45,6 +48,13 @@ def synchronize(device: object = None) -> None:
     exchanges.clear()
 
 
+def take(flow: Flow, step: Step) -> None:
+    synchronize()
+    _take(flow, step)
+
+
+if "--timing-log-level" not in sys.argv:
+    Flow.take = take
 Channel._start = start_message
 Exchange.start = start_exchange
 torch.cuda.synchronize = synchronize

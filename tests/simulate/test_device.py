@@ -64,7 +64,7 @@ def test_no_program_hangs_anywhere_and_posting_ahead_does():
     """All shapes, where hangs are easiest: take a synchronisation away, or add a queue, and less waits."""
     counted = hung = 0
     for _, _, schedule in shapes():
-        for one_queue in (False, True):
+        for one_queue in (False, True) if schedule.stages <= 5 else (bool(counted % 2),):
             program, environment = lower(schedule, one_queue=one_queue), Environment(one_queue, "everything")
             calls = [calls_of(program, stage) for stage in range(schedule.stages)]
             assert not Device(calls, FREE, environment=environment).stuck

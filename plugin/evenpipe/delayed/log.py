@@ -40,6 +40,7 @@ class StepLog:
         self._means = means
         self._steps: DelayedSteps | None = None
         self._exchange: Exchange | None = None
+        self._send: Callable[[], None] | None = None  # figures that wait for those of the step
         self._sent: tuple[int, int] | None = None  # the iteration whose figures are under way, and how many stages
         self._first = self._mean_from = 1
         self._resumed = False
@@ -61,14 +62,27 @@ class StepLog:
         self.gathered()
 
     def gather(self, iteration: int, figures: StageFigures, stage: int, stages: int, device: torch.device) -> None:
-        """Send this rank's figures of `iteration`, which are shown after the next one."""
-        if self._exchange is None:
-            self._exchange = Exchange.among_all(1 + len(figures), device)
-        self._exchange.start([stage, *figures])
-        self._sent = iteration, stages
+        """Send this rank's figures of `iteration`, with those of its step; they are shown after the next one."""
+        exchange = self._exchange = self._exchange or Exchange.among_all(1 + len(figures), device)
+
+        def send() -> None:
+            self._send = None
+            exchange.start([stage, *figures])
+            self._sent = iteration, stages
+
+        self._send = send
+        if self._steps is None or not self._steps.owes_figures:
+            send()
+        else:
+            self._steps.gather_too = self._send_what_waits
+
+    def _send_what_waits(self) -> None:
+        if self._send is not None:
+            self._send()
 
     def gathered(self) -> None:
         """Show the figures that were sent, if any: of each the largest, per stage."""
+        self._send_what_waits()
         if self._exchange is None or self._sent is None:
             return
         (iteration, stages), self._sent = self._sent, None

@@ -95,6 +95,8 @@ class DelayedSteps(ABC):
         self.outcome = Outcome(True, None, None)
         #: Ends the stream that the steps belong to, between two batches.
         self.break_off: Callable[[], None] = lambda: None
+        #: Starts what else all stages exchange between two batches, at the place of the figures.
+        self.gather_too: Callable[[], None] = lambda: None
         self._exchange = exchange
         self._loss_scale = loss_scale
         self._decides = decides
@@ -109,6 +111,11 @@ class DelayedSteps(ABC):
     def finished(self) -> tuple[int, Outcome] | None:
         """The last batch of whose step everything is known, counted from 0 since the weights were made or loaded."""
         return None if self._finished is None else (self._finished - self.loaded_at, self.outcome)
+
+    @property
+    def owes_figures(self) -> bool:
+        """Whether those of the submitted step have not been gathered yet."""
+        return self._owed
 
     @property
     @abstractmethod
@@ -151,6 +158,7 @@ class DelayedSteps(ABC):
         row, self._row = self._row, None
         if self._exchange is not None and row is not None:
             self._exchange.start(row)
+        self.gather_too()
 
     @torch.no_grad()
     def finish(self) -> None:
