@@ -19,12 +19,12 @@ NONE_LEFT := 5# what pytest ends with when ARGS leave no tests
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test: prepare ## run the tests; ARGS="-k bpipe" narrows them down
-	@$(PYTEST) -m "not benchmarks and not megatron_lm and not releases" $(ARGS)
+	@$(PYTEST) -m "not benchmarks and not megatron_lm and not releases and not long" $(ARGS)
 
-test-rest: ## the others: older megatron-core releases, Megatron-LM's scripts (where MEGATRON_LM is), benchmarks
+test-rest: ## the others: what takes long, older megatron-core releases, Megatron-LM's scripts (MEGATRON_LM), benchmarks
 	@releases=$$(.ci/prepare --releases) && \
 	export EVENPIPE_MEGATRON_RELEASES="$$releases" && \
-	{ $(PYTEST) $(ARGS) -m "(megatron_lm or releases) and not benchmarks" || [ $$? = $(NONE_LEFT) ]; } && \
+	{ $(PYTEST) $(ARGS) -m "(megatron_lm or releases or long) and not benchmarks" || [ $$? = $(NONE_LEFT) ]; } && \
 	{ $(BIN)/python -m pytest $(ARGS) -m benchmarks || [ $$? = $(NONE_LEFT) ]; }
 
 test-all: test test-rest ## all of them

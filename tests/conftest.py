@@ -16,8 +16,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are cores, since most tests wait for processes half of their time."""
-    return min(os.cpu_count() or 1, 6) + 2
+    """One more than there are cores, since most tests wait for processes half of their time."""
+    return min(os.cpu_count() or 1, 7) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ import pytest
 from tests.forked import command
 
 pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.long
 
 
 def _launcher(name: str) -> list[str]:

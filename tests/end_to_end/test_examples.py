@@ -10,6 +10,8 @@ import pytest
 
 from tests import forked
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -15,7 +15,10 @@ from evenpipe.train.launch import run_cases
 from evenpipe.train.options import TrainOptions
 from tests.end_to_end.running import Ending, Run
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds a session's processes in /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="finds a session's processes in /proc"),
+    pytest.mark.long,
+]
 
 
 def _kill_a_stage(run: Run) -> None:

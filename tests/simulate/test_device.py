@@ -60,6 +60,7 @@ def posted_so_many_ahead(program) -> list[list[Call]]:
     return rows
 
 
+@pytest.mark.long
 def test_no_program_hangs_anywhere_and_posting_ahead_does():
     """All shapes, where hangs are easiest: take a synchronisation away, or add a queue, and less waits."""
     counted = hung = 0

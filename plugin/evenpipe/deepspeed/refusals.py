@@ -60,8 +60,8 @@ def _unsupported(engine: Any) -> Iterator[str]:
         yield "one stage is no pipeline: give PipelineModule at least 2, or leave it out"
     if engine.evenpipe.bpipe and engine.module.dynamic_shape:
         yield (
-            "bpipe evicts micro-batches of one size, not those of PipelineModule(dynamic_shape=True): pad them to one "
-            "size, or leave one of the two out"
+            "bpipe needs every message at its place in the order of all stages, and PipelineModule(dynamic_shape=True) "
+            "awaits inputs when their forward is due: pad micro-batches to one size, or leave one of the two out"
         )
     if engine.is_pipe_partitioned or engine.is_grad_partitioned:
         yield (

@@ -161,7 +161,6 @@ REFUSED = {
         "auto: --tensor-parallel-num-weight-shards 4 keeps gathered weights ",
     ),
     "tuned, packed": (AUTO, {"sft": True}, "--group-size auto: --sft packs sequences "),
-    "experts": ({"bpipe": True}, {"num_experts": 8}, "--bpipe: --num-experts makes micro-batches differ"),
 }
 
 
