@@ -28,12 +28,15 @@ def test_each_direction_of_a_pairs_links_is_measured_and_left_clean(tmp_path: Pa
 def test_the_device_is_as_fast_as_a_product_on_it() -> None:
     shape, times = (64, 256, 512), 40
     left, right = torch.ones(shape[:2]), torch.ones(shape[1:])
-    left @ right
-    start = time.perf_counter()
-    for _ in range(times):
-        left @ right
-    flops = 2 * 64 * 256 * 512 * times / (time.perf_counter() - start)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            left @ right
+        return time.perf_counter() - start
+
     drawn = torch.get_rng_state()
-    measured = matrix_flops(torch.device("cpu"), torch.float32, *shape)
-    assert flops / 5 < measured < flops * 5
+    rounds = [(seconds(), matrix_flops(torch.device("cpu"), torch.float32, *shape)) for _ in range(5)]
     assert torch.equal(torch.get_rng_state(), drawn)
+    flops = 2 * 64 * 256 * 512 * times / min(taken for taken, _ in rounds)
+    assert flops / 5 < max(measured for _, measured in rounds) < flops * 5
