@@ -1,5 +1,7 @@
 """The BPipe pass is Algorithm 1 on 1F1B, Appendix A on interleaved 1F1B, and keeps its bound everywhere else."""
 
+from itertools import accumulate
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,13 +34,13 @@ def optimum(stages):
     return -(-(stages + 2) // 2)
 
 
-def algorithm_1(p, s, m):
-    """The paper's Algorithm 1, line by line; the result lists T_i before C_i and leaves the bubbles out.
+def algorithm_1(row, p, s, m):
+    """The paper's Algorithm 1 for stage s, of compute ``row``, line by line: T_i before C_i, without bubbles.
 
     Line 22 reads C_{i-3}.idx, which is a bubble at the first steady eviction: a bubble carries the index of the last
     forward before it, which gives the evictions of Figure 4.
     """
-    compute = [(a.kind, a.micro_batch) for a in build("1f1b", p, m).actions[s]]
+    compute = [(a.kind, a.micro_batch) for a in row]
     schedule, last_forward = [], None
     for i, (kind, index) in enumerate(compute):
         if kind == BACKWARD and i and (index == 0 or compute[i - 1][0] == BACKWARD):
@@ -67,18 +69,35 @@ def algorithm_1(p, s, m):
     return merged
 
 
-def numbers_of_micro_batches(p):
-    """All up to 3p; of longer pipelines those around which something changes."""
-    return range(1, 3 * p + 1) if p <= 8 else (1, p // 2, p // 2 + 1, p // 2 + 2, p - 1, p, p + 1, 2 * p, 3 * p)
+def evictions_in_place(actions):
+    """Without loads: evictions between the compute actions that they come between."""
+    return [action for action in actions if action[0] != LOAD]
+
+
+def loads(actions):
+    """Of each load, in order: what it loads, and how many compute actions come before it."""
+    places = accumulate(kind in COMPUTE for kind, _ in actions)
+    return [(index, place) for (kind, index), place in zip(actions, places, strict=True) if kind == LOAD]
 
 
 @pytest.mark.parametrize("stages", range(2, 17))
 def test_reproduces_algorithm_1(stages):
-    for micro_batches in numbers_of_micro_batches(stages):
-        schedule = build("1f1b", stages, micro_batches, bpipe=True)
+    """Evicts what it evicts, where it does, and loads the same in the same order, where it does or earlier."""
+    for micro_batches in range(1, 3 * stages + 1):
+        plain = build("1f1b", stages, micro_batches)
+        balanced = balance(plain, optimum(stages))
         for stage in range(stages // 2):
-            ours = [(action.kind, action.micro_batch) for action in schedule.actions[stage]]
-            assert ours == algorithm_1(stages, stage, micro_batches), (stage, micro_batches)
+            ours = [(action.kind, action.micro_batch) for action in balanced.actions[stage]]
+            papers = algorithm_1(plain.actions[stage], stages, stage, micro_batches)
+            assert evictions_in_place(ours) == evictions_in_place(papers), (stage, micro_batches)
+            for (ours_is, at), (papers_is, no_later) in zip(loads(ours), loads(papers), strict=True):
+                assert ours_is == papers_is, (stage, micro_batches)
+                assert at <= no_later, (stage, micro_batches)
+
+
+def numbers_of_micro_batches(p):
+    """All up to 3p; of longer pipelines those around which something changes."""
+    return range(1, 3 * p + 1) if p <= 8 else (1, p // 2, p // 2 + 1, p // 2 + 2, p - 1, p, p + 1, 2 * p, 3 * p)
 
 
 def test_figure_4():
