@@ -47,6 +47,8 @@ _RUNS: list[dict[str, Any]] = [
     {"case": _case(4, {}, bpipe=True, measure=True), "changes": 4},
     {"case": _case(2, _SGD, trace="T.json", trace_iteration=3)},
     {"case": _case(4, {**_CLIPPED, "steps_per_print": 2}, tied=True), "folder": "fp32"},
+    {"case": _case(4, {**_CLIPPED, **_FEW}, checkpoint_interval=1)},
+    {"case": _case(2, {**_BF16, **_ZERO, **_FEW}, tied=True, checkpoint_interval=1)},
     # In bf16, DeepSpeed itself loads checkpoints with ZeRO-1 only.
     {"case": _case(4, {**_BF16, **_FEW, **_ZERO, **_IN_FP32}, tied=True), "folder": "bf16"},
     {"case": _case(2, _BF16), "broken": 1},

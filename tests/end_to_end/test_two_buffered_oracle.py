@@ -43,6 +43,16 @@ DELAYED = {
     "p=8, m=p, SGD": {**SGD, "stages": 8, "micro_batches": 8},
     "p=8, m=2p, Adam, untied, unclipped": {**ADAM, **UNTIED, **UNCLIPPED, "stages": 8, "micro_batches": 16},
     "p=8, m=p+1, momentum": {**MOMENTUM, "stages": 8, "micro_batches": 9},
+    # The forward that a backward repeats runs on the weights of the first one.
+    "p=4, m=p+1, Adam, recomputed": {**ADAM, "stages": 4, "layers": 8, "micro_batches": 5, "recompute": "full"},
+    "p=4, m=2p, momentum, bert, recomputed, BPipe": {
+        **MOMENTUM,
+        "stages": 4,
+        "micro_batches": 8,
+        "model": "bert",
+        "recompute": "full",
+        "bpipe": True,
+    },
     "DP2 x PP2, m=p, Adam": {**ADAM, "stages": 2, "data_parallel": 2, "micro_batches": 2},
     "DP2 x PP2, m=p+1, momentum, overlapped": {
         **MOMENTUM,
