@@ -1,8 +1,12 @@
 """What stages need for micro-batches of any size is a line through the sizes that were measured."""
 
+from statistics import fmean
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenpipe.planner.grouped import average_ms
 from evenpipe.planner.memory import Measured, StageMemory, growth, stage_memory, stage_times, unit_bytes
 
 BYTES, SIZES = st.integers(0, 10**9), st.integers(1, 64)
@@ -33,3 +37,8 @@ def test_no_less_is_predicted_than_was_measured(few_bytes: int, grown: int, few:
 
 def test_stage_times_are_those_of_all_stages() -> None:
     assert stage_times([SMALL, SMALL._replace(backward_ms=3.0)]) == ((1.0, 1.0), (2.0, 3.0))
+
+
+@given(st.lists(st.floats(0.1, 1e4), min_size=1), st.floats(0, 1e6))
+def test_one_that_was_held_up_does_not_count_among_times_that_are_averaged(usual: list[float], longer: float) -> None:
+    assert average_ms([max(usual) + longer, *usual]) == pytest.approx(fmean(usual))

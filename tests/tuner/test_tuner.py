@@ -1,9 +1,13 @@
 """The choice among candidates: by estimates, with hysteresis, and looked at again when it is time."""
 
 import json
+import math
+import random
+from itertools import chain
+from statistics import fmean
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes, estimate_ms
@@ -61,6 +65,47 @@ def test_no_switch_for_little(networks):
             assert estimates[tuner.current.name] <= (1 - HYSTERESIS) * estimates[before.name]
         else:
             assert estimates[tuner.current.name] * (1 - HYSTERESIS) <= 1.005 * min(estimates.values())
+
+
+def believed(*measured):
+    """What a message is taken to take after these measurements."""
+    tuner, link = Tuner(SCHEDULE, CANDIDATES, TIMES, 3), links(loop(STAGES))[0]
+    for samples in measured:
+        tuner.observe(CANDIDATES[0], link, samples)
+    return tuner.message_ms(CANDIDATES[0])[link]
+
+
+ANY = st.lists(st.floats(1, 100), min_size=1, max_size=5)
+# Each on both sides of the mean of any of them.
+STEADY = st.lists(st.floats(80, 120), max_size=3).map(lambda samples: [80.0, *samples, 120.0])
+
+
+@given(st.lists(ANY, min_size=1, max_size=6))
+# Without the oldest measurement the mean is another one.
+@example([[1.0] * 5, [1.0, 20.0, 20.0, 20.0, 20.0], [8.0, 20.0, 20.0, 20.0, 20.0], [11.0, 11.0, 11.0, 11.0, 12.0]])
+def test_what_is_believed_lies_within_what_was_measured_last(measured):
+    assert min(measured[-1]) - 1e-9 <= believed(*measured) <= max(measured[-1]) + 1e-9
+
+
+@given(st.lists(ANY, max_size=6), ANY, st.sampled_from([0.001, 1000.0]))
+def test_a_network_that_has_changed_is_believed_at_once(before, now, factor):
+    now = [factor * ms for ms in now]
+    assert believed(*before, now) == fmean(now)
+
+
+@given(st.lists(STEADY, min_size=1, max_size=8))
+def test_on_a_network_that_stays_as_it_was_measurements_are_averaged(measured):
+    assert believed(*measured) == pytest.approx(fmean(list(chain(*measured))[-15:]))
+
+
+def test_averages_vary_less_than_measurements():
+    noise = random.Random(5)
+    runs = [[[noise.gauss(100, 10) for _ in range(5)] for _ in range(3)] for _ in range(1000)]
+
+    def error(found):
+        return math.sqrt(fmean((ms - 100) ** 2 for ms in found))
+
+    assert error([believed(*run) for run in runs]) < 0.8 * error([believed(run[-1]) for run in runs])
 
 
 def test_of_equals_the_smallest_group():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from evenpipe.schedule import Link, Program, Programs, Size, build
 from evenpipe.simulate import Costs, Wire, simulate
 
-__all__ = ["Candidate", "GroupedSchedule", "StageTimes", "estimate_ms"]
+__all__ = ["Candidate", "GroupedSchedule", "StageTimes", "average_ms", "estimate_ms"]
 
 
 class Candidate(NamedTuple):
@@ -68,6 +69,14 @@ class StageTimes(NamedTuple):
 
     forward_ms: tuple[float, ...]
     backward_ms: tuple[float, ...]
+
+
+def average_ms(measured_ms: Iterable[float]) -> float:
+    """The mean of two or more times of the same computation but the longest (Ada-Grouper §5.2).
+
+    Nobody else uses the device (§4.3), so what takes much longer than the rest has been held up by a busy host.
+    """
+    return fmean(sorted(measured_ms)[:-1])
 
 
 def estimate_ms(program: Program, times: StageTimes, message_ms: Mapping[Link, float]) -> float:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
+from evenpipe.planner.grouped import Candidate
 from evenpipe.planner.memory import Measured
 from evenpipe.runtime.connections import Connections
-from evenpipe.schedule import links, loop
+from evenpipe.schedule import Link, links, loop
 from evenpipe.tuner.links import Burst, measure_links
-from evenpipe.tuner.tuner import WINDOW, Retune, Tuner
+from evenpipe.tuner.tuner import Retune, Tuner
 
 __all__ = ["fits_on_all", "highest_of_all", "of_all_stages", "retune"]
 
 #: Longer ones take no less for each message.
 _LONGEST_BURST: Final = 8
+_ROUNDS: Final = 5
 #: What measuring may take, but for its first round: half a per cent of an hour.
 _LONGEST_S: Final = 18.0
 
@@ -42,17 +45,20 @@ def retune(
     bursts = sorted(set(burst_of.values()))
     tested = links(loop(stages))
     nothing = (0.0,) * len(bursts)
+    samples_ms: dict[tuple[Candidate, Link], list[float]] = defaultdict(list)
     began = time.monotonic()
-    for rounds in range(1, WINDOW + 1):
+    for rounds in range(1, _ROUNDS + 1):
         measured = measure_links(connections, stage, stages, bursts, device)
         mine = [[measured.get(link, nothing)[number] for link in tested] for number in range(len(bursts))]
         taken_ms = dict(zip(bursts, highest_of_all(mine, device), strict=True))
         for candidate in candidates:
             for link, message_ms in zip(tested, taken_ms[burst_of[candidate]], strict=True):
-                tuner.observe(candidate, link, [message_ms])
+                samples_ms[candidate, link].append(message_ms)
         [spent_s] = highest_of_all([time.monotonic() - began], device)
         if spent_s / rounds * (rounds + 1) > _LONGEST_S:
             break
+    for (candidate, link), of_all_rounds in samples_ms.items():
+        tuner.observe(candidate, link, of_all_rounds)
     decision = torch.zeros(len(candidates) + 2, dtype=torch.float64)
     if dist.get_rank() == 0:
         chosen, estimates, following = tuner.decide(iteration)

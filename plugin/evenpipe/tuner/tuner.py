@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
@@ -18,9 +17,8 @@ __all__ = ["HYSTERESIS", "WINDOW", "Retune", "Tuner", "thinned_out"]
 HYSTERESIS: Final = 0.02
 #: Among estimates this close to the best the smallest k wins, which holds the fewest micro-batches.
 _TIE: Final = 0.005
-#: Samples that are averaged (§4.3). A measurement brings as many, so that a network that has changed is believed at
-#: once, but for one that would take too long and brings fewer.
-WINDOW: Final = 5
+#: Samples that are averaged (§4.3), which are those of three measurements.
+WINDOW: Final = 15
 #: Without an interval in iterations (the paper's experiments tune once an hour, §6.2.4).
 _INTERVAL_S: Final = 3600.0
 #: The first time, since nobody knows yet how long an iteration takes, and devices and network have just been woken up.
@@ -60,7 +58,7 @@ class Tuner:
         self._times = dict(times)
         self._interval = interval
         #: What the last messages of a candidate took on a link, in ms, oldest first.
-        self._windows: dict[tuple[str, Link], deque[float]] = {}
+        self._windows: dict[tuple[str, Link], list[float]] = {}
         self._next = 0
         self._since: tuple[int, float | None] = (0, None)
         #: All its task orders live at once (§3.2.1).
@@ -77,14 +75,24 @@ class Tuner:
         return self.current is None or iteration >= self._next
 
     def observe(self, candidate: Candidate, link: Link, message_ms: Sequence[float]) -> None:
-        """Messages of `candidate` have taken so long on `link`."""
-        self._windows.setdefault((candidate.name, link), _window()).extend(message_ms)
+        """A measurement: one after the other, messages of `candidate` have taken so long on `link`.
+
+        It joins those of before in the moving average (§4.3), unless all its samples lie on one side of their mean: of
+        five, on a network that is as it was, they do so once in sixteen times. Then the network has changed, and only
+        what it is now counts. So what is believed never lies outside of what was measured last.
+        """
+        window = self._windows.get((candidate.name, link), [])
+        kept = window[max(0, len(window) + len(message_ms) - WINDOW) :]
+        if kept and not min(message_ms) <= fmean(kept) <= max(message_ms):
+            kept = []
+        self._windows[candidate.name, link] = [*kept, *message_ms]
+
+    def message_ms(self, candidate: Candidate) -> dict[Link, float]:
+        """What a message of `candidate` takes on each link: the moving average of what was observed."""
+        return {link: fmean(window) for (name, link), window in self._windows.items() if name == candidate.name}
 
     def decide(self, iteration: int) -> tuple[Candidate, list[float], int]:
-        """Rank 0's part: the candidate to use from `iteration` on, all estimates in ms, and when to look again.
-
-        A moving average of what was observed says what messages take.
-        """
+        """Rank 0's part: the candidate to use from `iteration` on, all estimates in ms, and when to look again."""
         estimates = [self._estimate_ms(candidate) for candidate in self.candidates]
         best = min(estimates)
         smallest_k = next(i for i, ms in enumerate(estimates) if ms <= best * (1 + _TIE))
@@ -111,7 +119,7 @@ class Tuner:
             "current": None if self.current is None else list(self.current),
             "next": self._next,
             "times": {str(b): [list(of_kind) for of_kind in times] for b, times in self._times.items()},
-            "message_ms": [[name, *link, list(window)] for (name, link), window in self._windows.items()],
+            "message_ms": [[name, *link, window] for (name, link), window in self._windows.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], iteration: int) -> None:
@@ -127,11 +135,10 @@ class Tuner:
         self._times = {int(b): StageTimes(*map(tuple, times)) for b, times in state["times"].items()}
         self._windows = {}
         for name, kind, source, target, samples in state["message_ms"]:
-            self._windows[name, Link(kind, source, target)] = _window(samples)
+            self._windows[name, Link(kind, source, target)] = list(samples)
 
     def _estimate_ms(self, candidate: Candidate) -> float:
-        message_ms = {link: fmean(window) for (name, link), window in self._windows.items() if name == candidate.name}
-        return estimate_ms(self.schedule.program(candidate), self._times[candidate.b], message_ms)
+        return estimate_ms(self.schedule.program(candidate), self._times[candidate.b], self.message_ms(candidate))
 
     def _iterations_between(self, iteration: int) -> int:
         """Told in iterations, an hour needs no clock that all ranks agree on, and nobody to be asked in between."""
@@ -141,10 +148,6 @@ class Tuner:
         if at is None or iteration == before:
             return _FIRST_INTERVAL
         return max(1, math.ceil(_INTERVAL_S * (iteration - before) / (time.monotonic() - at)))
-
-
-def _window(samples: Iterable[float] = ()) -> deque[float]:
-    return deque(samples, maxlen=WINDOW)
 
 
 def thinned_out(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

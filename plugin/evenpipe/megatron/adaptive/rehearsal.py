@@ -16,6 +16,7 @@ from evenpipe.megatron.grad_sync import without_sync
 from evenpipe.megatron.schedule import Call
 from evenpipe.megatron.stage import MegatronStage
 from evenpipe.megatron.supported import CoreRelease
+from evenpipe.planner.grouped import average_ms
 from evenpipe.planner.memory import Measured
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.store import ActivationStore
@@ -25,7 +26,7 @@ __all__ = ["Rehearsal", "workspace_bytes"]
 
 #: Micro-batches that are timed, after those that load kernels and fill caches, which are weighed.
 _WEIGHED: Final = 2
-_TIMED: Final = 3
+_TIMED: Final = 4
 
 
 class Rehearsal:
@@ -49,8 +50,7 @@ class Rehearsal:
         """What micro-batches of `call` take and hold here, but for what stays from batch to batch, which is 0.
 
         Of the first call's, two are held at a time, if they fit, which shows what micro-batches share (such as a causal
-        mask); else they are taken to share nothing. Of others one is. Times are the shortest of some: nobody else uses
-        the device (§4.3), so what takes longer has been held up by the host.
+        mask); else they are taken to share nothing. Of others one is.
         """
         # One micro-batch more than are used: with the last one, replicas would begin to reduce gradients.
         schedule = build("gpipe", Size(call.pipeline.size(), _WEIGHED + _TIMED + 1)).schedule
@@ -59,8 +59,8 @@ class Rehearsal:
         message = sum(math.prod(shape) for shape in call.batch.send_shapes) * call.batch.config.pipeline_dtype.itemsize
         workspace = workspace_bytes()
         marks = [self._timed(stage, call, Unit(_WEIGHED + number)) for number in range(_TIMED)]
-        forward_ms = min(self._clock.elapsed_ms(start, between) for start, between, _ in marks)
-        backward_ms = min(self._clock.elapsed_ms(between, end) for _, between, end in marks)
+        forward_ms = average_ms(self._clock.elapsed_ms(start, between) for start, between, _ in marks)
+        backward_ms = average_ms(self._clock.elapsed_ms(between, end) for _, between, end in marks)
         return Measured(forward_ms, backward_ms, each, shared, message, workspace, 0)
 
     def _weighed(self, stage: MegatronStage, call: Call) -> tuple[int, int]:
