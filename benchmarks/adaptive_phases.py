@@ -145,7 +145,7 @@ def _retuned(tuner: Tuner, pipeline: EmulatedPipeline, experiment: Experiment, i
     dist.barrier()
     began_ms = clock_ms()
     nbytes = {b: experiment.compute(b).message_bytes for _, b in SIZES}
-    decided = retune(tuner, pipeline.connections, pipeline.stage, STAGES, nbytes, iteration, torch.device("cpu"))
+    decided = retune(tuner, pipeline.connections, pipeline.stage, STAGES, nbytes, {}, iteration, torch.device("cpu"))
     return Retuned(iteration, f"k{decided.k}b{decided.b}", decided.estimates_ms, clock_ms() - began_ms)
 
 

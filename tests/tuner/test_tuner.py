@@ -67,6 +67,30 @@ def test_no_switch_for_little(networks):
             assert estimates[tuner.current.name] * (1 - HYSTERESIS) <= 1.005 * min(estimates.values())
 
 
+LEVELLED = GroupedSchedule(Programs("kfkb", True), STAGES)
+
+
+def levelled(transfer_ms):
+    """After a decision with BPipe on links that are free, but for those of pairs."""
+    tuner = Tuner(LEVELLED, [Candidate(k, 1, 8) for k in range(1, 9)], {1: TIMES[1]}, None)
+    neighbours = links(loop(STAGES))
+    for candidate in tuner.candidates:
+        for link in links(loop(STAGES), pairs=True)[len(neighbours) :]:
+            tuner.observe(candidate, link, [transfer_ms])
+    tuner.adopt(0, *tuner.decide(0))
+    return tuner
+
+
+def test_a_group_size_without_slow_evictions_is_chosen():
+    fast, slow = levelled(1), levelled(300)
+    for candidate in fast.candidates:
+        found = [tuner.retunes[0].estimates_ms[candidate.name] for tuner in (fast, slow)]
+        assert (found[0] < found[1]) == any(LEVELLED.program(candidate).schedule.evictions)
+    assert fast.current.k == 1
+    assert any(LEVELLED.program(fast.current).schedule.evictions)
+    assert not any(LEVELLED.program(slow.current).schedule.evictions)
+
+
 def believed(*measured):
     """What a message is taken to take after these measurements."""
     tuner, link = Tuner(SCHEDULE, CANDIDATES, TIMES, 3), links(loop(STAGES))[0]

@@ -82,8 +82,8 @@ def average_ms(measured_ms: Iterable[float]) -> float:
 def estimate_ms(program: Program, times: StageTimes, message_ms: Mapping[Link, float]) -> float:
     """Milliseconds from the first forward of a batch to its last backward, from the simulator (Ada-Grouper §4.3).
 
-    `message_ms` is what one message takes on a link end to end, and occupies it; links that are left out, such as those
-    of evictions, are taken as free.
+    `message_ms` is what one message, eviction or load takes on a link end to end, and occupies it; links that are left
+    out are free.
     """
     wires = {link: Wire(transmit_ms=ms) for link, ms in message_ms.items()}
     return simulate(program, Costs(times.forward_ms, times.backward_ms, links=wires)).makespan_ms

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from evenpipe.planner.grouped import Candidate
 from evenpipe.planner.memory import Measured
 from evenpipe.runtime.connections import Connections
+from evenpipe.runtime.link_speed import sending_gbps
 from evenpipe.schedule import Link, links, loop
 from evenpipe.tuner.links import Burst, measure_links
 from evenpipe.tuner.tuner import Retune, Tuner
@@ -32,28 +33,25 @@ def retune(
     stage: int,
     stages: int,
     message_bytes: Mapping[int, int],
+    saved_bytes: Mapping[int, Sequence[int]],
     iteration: int,
     device: torch.device,
 ) -> Retune:
     """Before `iteration`, with nothing under way: every rank calls it, and from then on uses what is returned.
 
-    `message_bytes` are those of a message between stages, by micro-batch size. Where several pipelines run side by
-    side, the slowest says what a message takes.
+    By micro-batch size, `message_bytes` are those of a message between stages, and with BPipe `saved_bytes` those that
+    each stage saves for a micro-batch, which an eviction moves. Where several pipelines run side by side, the slowest
+    says what a message takes.
     """
-    candidates = tuner.candidates
-    burst_of = {one: Burst(min(one.k, _LONGEST_BURST), message_bytes[one.b]) for one in candidates}
-    bursts = sorted(set(burst_of.values()))
-    tested = links(loop(stages))
-    nothing = (0.0,) * len(bursts)
+    candidates, where = tuner.candidates, (connections, stage, stages, device)
     samples_ms: dict[tuple[Candidate, Link], list[float]] = defaultdict(list)
     began = time.monotonic()
     for rounds in range(1, _ROUNDS + 1):
-        measured = measure_links(connections, stage, stages, bursts, device)
-        mine = [[measured.get(link, nothing)[number] for link in tested] for number in range(len(bursts))]
-        taken_ms = dict(zip(bursts, highest_of_all(mine, device), strict=True))
-        for candidate in candidates:
-            for link, message_ms in zip(tested, taken_ms[burst_of[candidate]], strict=True):
-                samples_ms[candidate, link].append(message_ms)
+        found = _messages_ms(candidates, message_bytes, *where)
+        if tuner.schedule.programs.bpipe:
+            found |= _evictions_ms(candidates, saved_bytes, *where)
+        for key, taken_ms in found.items():
+            samples_ms[key].append(taken_ms)
         [spent_s] = highest_of_all([time.monotonic() - began], device)
         if spent_s / rounds * (rounds + 1) > _LONGEST_S:
             break
@@ -67,6 +65,47 @@ def retune(
     dist.broadcast(decision, 0)
     index, following, *estimates = decision.tolist()
     return tuner.adopt(iteration, candidates[int(index)], estimates, int(following))
+
+
+def _messages_ms(
+    candidates: Sequence[Candidate],
+    message_bytes: Mapping[int, int],
+    connections: Connections,
+    stage: int,
+    stages: int,
+    device: torch.device,
+) -> dict[tuple[Candidate, Link], float]:
+    """What a message of each candidate takes between neighbours."""
+    burst_of = {one: Burst(min(one.k, _LONGEST_BURST), message_bytes[one.b]) for one in candidates}
+    bursts = sorted(set(burst_of.values()))
+    tested = links(loop(stages))
+    nothing = (0.0,) * len(bursts)
+    measured = measure_links(connections, stage, stages, bursts, device)
+    mine = [[measured.get(link, nothing)[number] for link in tested] for number in range(len(bursts))]
+    taken_ms = dict(zip(bursts, highest_of_all(mine, device), strict=True))
+    return {
+        (one, link): ms for one in candidates for link, ms in zip(tested, taken_ms[burst_of[one]], strict=True)
+    }
+
+
+def _evictions_ms(
+    candidates: Sequence[Candidate],
+    saved_bytes: Mapping[int, Sequence[int]],
+    connections: Connections,
+    stage: int,
+    stages: int,
+    device: torch.device,
+) -> dict[tuple[Candidate, Link], float]:
+    """What an eviction and a load of each candidate take between partners."""
+    pairs = links(loop(stages), pairs=True)[len(links(loop(stages))) :]
+    gbps = sending_gbps(connections, stage, device)
+    mine = [1e-6 / gbps if gbps is not None and link.source == stage else 0.0 for link in pairs]
+    byte_ms = dict(zip(pairs, highest_of_all(mine, device), strict=True))
+    return {
+        (one, link): ms * saved_bytes[one.b][min(link.source, link.target)]
+        for one in candidates
+        for link, ms in byte_ms.items()
+    }
 
 
 def of_all_stages(mine: Measured, stage: int, stages: int, device: torch.device) -> tuple[Measured, ...]:

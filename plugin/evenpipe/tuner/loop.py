@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from evenpipe.planner.grouped import Candidate, GroupedSchedule
-from evenpipe.planner.memory import Measured
+from evenpipe.planner.memory import Measured, unit_bytes
 from evenpipe.runtime.executor import Executor
 from evenpipe.tuner.collective import of_all_stages, retune
 from evenpipe.tuner.exploration import Conditions, Explored, explore
@@ -108,7 +108,8 @@ class AdaptiveLoop:
             sample_bytes = max(stage.message_bytes for stage in conditions.memory)
             messages = {candidate.b: candidate.b * sample_bytes for candidate in tuner.candidates}
             where = executor.connections, executor.stage_index, self._stages
-            decided = retune(tuner, *where, messages, iteration, executor.device)
+            saved = {b: [unit_bytes(stage, b) for stage in conditions.memory] for b in messages}
+            decided = retune(tuner, *where, messages, saved, iteration, executor.device)
             self._log(decision_line(decided, self._before, time.monotonic() - start))
             self._before = decided.k, decided.b
         assert tuner.current is not None
