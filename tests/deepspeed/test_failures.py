@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import command
+from tests.ports import free_port
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.long
@@ -23,9 +23,7 @@ pytestmark = pytest.mark.long
 def _launcher(name: str) -> list[str]:
     if name == "torchrun":
         return ["torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    return ["deepspeed.launcher.runner", "--num_gpus", "4", "--master_port", str(port), "--no_local_rank"]
+    return ["deepspeed.launcher.runner", "--num_gpus", "4", "--master_port", str(free_port()), "--no_local_rank"]
 
 
 @pytest.mark.parametrize(("how", "launcher", "schedule"), [("raise", "deepspeed", "2bw"), ("kill", "torchrun", "1f1b")])

@@ -1,7 +1,6 @@
 """The scripts in examples/ run as their users run them."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
+from tests.ports import free_port
 
 pytestmark = pytest.mark.long
 
@@ -28,9 +28,7 @@ def test_a_megatron_core_script_with_bpipe():
 
 
 def deepspeed_launcher(script):
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    return [Path(sys.executable).with_name("deepspeed"), "--num_gpus", "4", "--master_port", str(port), script]
+    return [Path(sys.executable).with_name("deepspeed"), "--num_gpus", "4", "--master_port", str(free_port()), script]
 
 
 def forked_deepspeed(script):

@@ -89,15 +89,28 @@ def serve() -> None:
         import_module(name)
     for line in sys.stdin:
         job = json.loads(line)
-        places = _places(job["ranks"])
+        # Kept by this process, so that nobody else takes the port before the ranks meet there.
+        server = socket.create_server(("localhost", 0))
         started = {}
-        for place in places:
+        for place in _places(job["ranks"], server.getsockname()[1]):
             pid = os.fork()
             if pid == 0:
+                server.close()
                 return _rank(job, place)
             started[pid] = place["RANK"]
-        print(json.dumps(_status(started, job["timeout"])), flush=True)
+        print(json.dumps(_met(server, started, job["timeout"])), flush=True)
     return None
+
+
+def _met(server: socket.socket, started: dict[int, str], timeout: float) -> int | None:
+    """The same as `_status`, of ranks that meet at `server`; its threads are over when the next are forked."""
+    from torch.distributed import TCPStore
+
+    port, descriptor = server.getsockname()[1], server.detach()
+    store = TCPStore("localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+    status = _status(started, timeout)
+    del store
+    return status
 
 
 def _end_with_parent() -> None:
@@ -106,12 +119,10 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _places(ranks: int) -> list[dict[str, str]]:
+def _places(ranks: int, port: int) -> list[dict[str, str]]:
     """What torchrun says to each rank in its environment."""
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
     every = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    every |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_WORLD_SIZE": ranks}
+    every |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_WORLD_SIZE": ranks, "TORCHELASTIC_USE_AGENT_STORE": True}
     own = [{"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank} for rank in range(ranks)]
     return [{name: str(value) for name, value in (every | one).items()} for one in own]
 
