@@ -82,7 +82,6 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
         f"{_MODULE}.get_additional_losses": "(self)",
         f"{_BF16}.get_grads_for_norm": "(self, for_clipping=False)",
         f"{_BF16}.clear_hp_grads": "(self)",
-        f"{_BF16}._split_flat_tensor": "(self, flat_tensor, num_elem_list)",
         f"{_FUSED}.unscale_and_clip_grads": "(self, grad_groups_flat, total_norm, apply_scale=True)",
         f"{_FUSED}._update_scale": "(self, skip)",
         f"{_UNFUSED}.unscale_and_clip_grads": "(self, total_norm, apply_scale=True)",

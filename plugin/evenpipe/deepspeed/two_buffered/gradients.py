@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -15,9 +15,9 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-__all__ = ["Gradients", "gradients_of"]
+from evenpipe.delayed.held import held_gradient_bytes
 
-_PIECE: Final = 1 << 24  # numbers
+__all__ = ["Gradients", "gradients_of"]
 
 
 class Gradients(ABC):
@@ -32,6 +32,11 @@ class Gradients(ABC):
     skips = True
     sharded = False
     weights: tuple[Tensor, ...] = ()
+    waits = True
+
+    def start(self, waits: bool) -> None:
+        """Before the first batch. `waits`: the next batch's gradients are added up before the step of these."""
+        self.waits = waits
 
     @abstractmethod
     def keep(self) -> None:
@@ -39,18 +44,18 @@ class Gradients(ABC):
 
     @abstractmethod
     def kept(self, weight: Tensor) -> Tensor | None:
-        """What is kept for `weight`; None where it has no gradient.
+        """What is kept for the tied `weight`; None where it has no gradient.
 
-        To be changed in place, or, if sharded, a copy with zeros for what other replicas keep, for `put_back`.
+        To be changed in place, for `put_back`; if sharded, with zeros for what other replicas keep.
         """
 
     def put_back(self, weight: Tensor, gradient: Tensor) -> None:
         """What `kept` gave for `weight` has been changed."""
         assert not self.sharded, "a copy has to be put back"
 
-    def held_bytes(self, waits: bool) -> int:
-        """What keeping takes; `waits`: until the next batch's gradients are added up."""
-        return 0
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """What takes memory until then where it waits: g · N / d (`delayed.held`), and what tied weights add."""
 
     @abstractmethod
     def squares(self) -> Tensor:
@@ -72,7 +77,8 @@ def gradients_of(engine: Any) -> Gradients | None:
     """Those of `engine`'s optimizer; None for a kind that is not known here."""
     optimizer, parameters = engine.optimizer, engine.module.parameters()
     if isinstance(optimizer, BF16_Optimizer):
-        return FlatGradients(optimizer) if optimizer.using_real_optimizer else None
+        tied = [weight for weight, _ in engine.module.get_tied_weights_and_groups()]
+        return FlatGradients(optimizer, tied) if optimizer.using_real_optimizer else None
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         beside = optimizer.cpu_offload or optimizer.use_grad_accum_attribute
         return None if beside else ShardedGradients(optimizer, parameters)
@@ -102,11 +108,12 @@ class PlainGradients(Gradients):
         kept = zip(self._parameters, self._kept, strict=True)
         return next((gradient for parameter, gradient in kept if parameter is weight), None)
 
-    def held_bytes(self, waits: bool) -> int:
-        return sum(parameter.nbytes for parameter in self._parameters) if waits else 0
+    def held_bytes(self) -> int:
+        return sum(held_gradient_bytes(one.numel(), one.element_size(), 1) for one in self._parameters)
 
     def squares(self) -> Tensor:
-        return _sum_of_squares(zip(self._parameters, self._kept, strict=True))
+        kept = zip(self._parameters, self._kept, strict=True)
+        return _sum_of_squares([_norm(one) for weight, one in kept if one is not None and _is_counted(weight)])
 
     def step(self, step: Callable[[], Any], norm: float) -> None:
         if self._clip > 0:
@@ -161,69 +168,110 @@ class HalfGradients(PlainGradients):
         return scaled
 
 
+class _Tied(NamedTuple):
+    """The gradient of a tied weight: `whole` until stages have summed it, and `own`, the `part` of it in the shard."""
+
+    group: int
+    place: int
+    whole: Tensor
+    own: Tensor
+    part: slice
+
+
 class FlatGradients(Gradients):
-    """bf16 without ZeRO, or with ZeRO-1 and fp32 gradients."""
+    """bf16 without ZeRO, or with ZeRO-1 and fp32 gradients; `tied` are the weights that other stages have too.
+
+    DeepSpeed sums all gradients up on each replica, for the norm, which steps with its shard of them. So the shard and
+    the norms are kept, and of tied weights, whose sums over stages are still to come, all.
+    """
 
     counted = True
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, tied: Sequence[Tensor]) -> None:
         self._optimizer = optimizer
         self.weights = (
             *optimizer.bf16_groups_flat,
             *(part for parts in optimizer.bf16_partitioned_groups for part in parts),
         )
-        self._flat: list[Tensor] = optimizer.fp32_groups_gradients_flat
-        self._kept = [torch.zeros_like(flat) for flat in self._flat]
-        self._there: list[list[bool]] = []
-        self._views = {
-            id(weight): (group, place, view)
-            for group, (weights, kept) in enumerate(zip(optimizer.bf16_groups, self._kept, strict=True))
-            for place, (weight, view) in enumerate(
-                zip(weights, optimizer._split_flat_tensor(kept, [one.numel() for one in weights]), strict=True)
-            )
+        self._places = {
+            id(weight): (group, place)
+            for group, weights in enumerate(optimizer.bf16_groups)
+            for place, weight in enumerate(weights)
+            if any(weight is one for one in tied)
         }
+        self._tied: dict[int, _Tied] = {}
+        self._shards: list[Tensor] = []
+        self._norms: list[tuple[Tensor, Tensor]] = []
+        self._there: list[list[bool]] = []
+
+    def start(self, waits: bool) -> None:
+        super().start(waits)
+        present = self._optimizer.fp32_groups_gradient_flat_partition
+        self._shards = [torch.empty_like(shard) if waits else shard for shard in present]
+        self._tied = {key: self._of_tied(*place) for key, place in self._places.items()}
+
+    def _of_tied(self, group: int, place: int) -> _Tied:
+        gradient = self._optimizer.fp32_groups_gradients[group][place]
+        start = gradient.storage_offset() - self._optimizer.fp32_groups_gradient_flat_partition[group].storage_offset()
+        own = self._shards[group][max(start, 0) : max(start + gradient.numel(), 0)]
+        whole = gradient
+        if self.waits:
+            whole = own if own.numel() == gradient.numel() else torch.empty_like(gradient)
+        return _Tied(group, place, whole, own, slice(max(-start, 0), max(-start, 0) + own.numel()))
 
     def keep(self) -> None:
-        self._there = [list(there) for there in self._optimizer.fp32_groups_has_gradients]
-        for flat, kept in zip(self._flat, self._kept, strict=True):
-            kept.copy_(flat)
-        self._optimizer.clear_hp_grads()
+        optimizer = self._optimizer
+        self._there = [list(there) for there in optimizer.fp32_groups_has_gradients]
+        groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, self._there, strict=True)
+        self._norms = [
+            (weight, _norm(gradient))
+            for group in groups
+            for weight, gradient, is_there in zip(*group, strict=True)
+            if is_there and _is_counted(weight)
+        ]
+        if not self.waits:
+            optimizer.clear_hp_grads = lambda: None  # DeepSpeed would, as if they had been stepped with
+            return
+        for shard, present in zip(self._shards, optimizer.fp32_groups_gradient_flat_partition, strict=True):
+            shard.copy_(present)
+        for tied in self._tied.values():
+            tied.whole.copy_(optimizer.fp32_groups_gradients[tied.group][tied.place])
+        optimizer.clear_hp_grads()
 
     def kept(self, weight: Tensor) -> Tensor | None:
-        group, place, view = self._views[id(weight)]
-        return view if self._there[group][place] else None
+        tied = self._tied[id(weight)]
+        return tied.whole if self._there[tied.group][tied.place] else None
 
-    def held_bytes(self, waits: bool) -> int:
-        return sum(kept.nbytes for kept in self._kept)
+    def put_back(self, weight: Tensor, gradient: Tensor) -> None:
+        tied = self._tied[id(weight)]
+        tied.own.copy_(gradient[tied.part])
+
+    def held_bytes(self) -> int:
+        flat = zip(self._optimizer.fp32_groups_gradients_flat, self._optimizer.partition_count, strict=True)
+        shards = sum(held_gradient_bytes(one.numel(), one.element_size(), replicas) for one, replicas in flat)
+        return shards + sum(tied.whole.nbytes for tied in self._tied.values() if tied.whole is not tied.own)
 
     def squares(self) -> Tensor:
-        return _sum_of_squares((weight, self.kept(weight)) for group in self._optimizer.bf16_groups for weight in group)
+        tied = self._tied
+        return _sum_of_squares([_norm(tied[id(one)].whole) if id(one) in tied else norm for one, norm in self._norms])
 
     def step(self, step: Callable[[], Any], norm: float) -> None:
         optimizer = self._optimizer
-        following = self._exchange(self._there)
-        all_of, mpu = optimizer.get_grads_for_norm, optimizer.mpu
-        known = torch.tensor([norm], dtype=torch.float32, device=self._flat[0].device)
+        present, mpu = optimizer.fp32_groups_gradient_flat_partition, optimizer.mpu
+        known = torch.tensor([norm], dtype=torch.float32, device=self._shards[0].device)
+        optimizer.fp32_groups_gradient_flat_partition = self._shards
         # The norm of what it is given as the gradients, over no other process, is the one that is known.
-        optimizer.get_grads_for_norm = lambda for_clipping=False: all_of(True) if for_clipping else ([known], {})
+        optimizer.get_grads_for_norm = lambda for_clipping=False: self._shards if for_clipping else ([known], {})
+        optimizer.clear_hp_grads = lambda: None  # they are the next batch's
         optimizer.mpu = None
         try:
             step()
         finally:
             optimizer.mpu = mpu
-            del optimizer.get_grads_for_norm
-        self._exchange(following)
-
-    def _exchange(self, there: list[list[bool]]) -> list[list[bool]]:
-        before = [list(one) for one in self._optimizer.fp32_groups_has_gradients]
-        for flat, kept in zip(self._flat, self._kept, strict=True):
-            # Piece by piece: the gradients are not to be there a third time.
-            for one, other in zip(torch.split(flat, _PIECE), torch.split(kept, _PIECE), strict=True):
-                present = one.clone()
-                one.copy_(other)
-                other.copy_(present)
-        self._optimizer.fp32_groups_has_gradients[:] = there
-        return before
+            del optimizer.clear_hp_grads, optimizer.get_grads_for_norm
+            optimizer.fp32_groups_gradient_flat_partition = present
+            if not self.waits:
+                optimizer.clear_hp_grads()
 
 
 class ShardedGradients(Gradients):
@@ -244,7 +292,16 @@ class ShardedGradients(Gradients):
         optimizer._model_parallel_all_reduce = lambda tensor, op: None
 
     def keep(self) -> None:
-        """The optimizer has."""
+        """The optimizer has, but as views into all gradients of each parameter that begins or ends elsewhere."""
+        kept = self._optimizer.averaged_gradients
+        for group, pieces in kept.items() if self.waits else ():
+            kept[group] = _packed(pieces)
+
+    def held_bytes(self) -> int:
+        optimizer = self._optimizer
+        element = optimizer.gradient_accumulation_dtype.itemsize
+        flat = zip(optimizer.bit16_groups_flat, optimizer.partition_count, strict=True)
+        return sum(held_gradient_bytes(one.numel(), element, replicas) for one, replicas in flat)
 
     def kept(self, weight: Tensor) -> Tensor | None:
         whole: Tensor | None = None
@@ -297,12 +354,27 @@ class ShardedGradients(Gradients):
                     yield slice(start, start + piece.numel()), piece
 
 
-def _sum_of_squares(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
-    """Of all gradients, given with their weights, but of tied weights that another stage counts; a double."""
-    counted = [
-        gradient
-        for weight, gradient in gradients
-        if gradient is not None and not getattr(weight, "ds_pipe_replicated", False)
-    ]
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in counted]
+def _packed(pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of `pieces` that share memory of their size."""
+    together = torch.cat([piece.reshape(-1) for piece in pieces])
+    copies = torch.split(together, [piece.numel() for piece in pieces])
+    packed = [copy.view_as(piece) for copy, piece in zip(copies, pieces, strict=True)]
+    for copy, piece in zip(packed, pieces, strict=True):
+        if hasattr(piece, "_zero_padding"):
+            copy._zero_padding = True  # type: ignore[attr-defined]
+    return packed
+
+
+def _is_counted(weight: Tensor) -> bool:
+    """Whether this stage counts its gradient, and not another one that has the weight too."""
+    return not getattr(weight, "ds_pipe_replicated", False)
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    return norm
+
+
+def _sum_of_squares(norms: list[Tensor]) -> Tensor:
+    """A double."""
     return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)

@@ -39,12 +39,12 @@ class EngineSteps(DelayedSteps):
             decides=gradients.counted,
             waits=gradients.counted or bool(self._ties),
         )
-        self._holds = not self.update_early(engine.stage_id)
+        gradients.start(waits=not self.update_early(engine.stage_id))
 
     @property
     def held_gradient_bytes(self) -> int:
-        """None where the step comes before the next batch's first backward, or shards are made anew in each batch."""
-        return self._gradients.held_bytes(self._holds)
+        """As `delayed.held` says, where steps wait."""
+        return self._gradients.held_bytes() if self._gradients.waits else 0
 
     def scaled(self, loss: Tensor) -> Tensor:
         """`loss`, for its backward pass."""

@@ -16,7 +16,9 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-__all__ = ["HeldGradients", "Reduction", "local_figures", "tied_embedding"]
+from evenpipe.delayed.held import held_gradient_bytes
+
+__all__ = ["OwnGradients", "Reduction", "local_figures", "stepping_with_own", "tied_embedding"]
 
 
 class Reduction:
@@ -45,8 +47,12 @@ class Reduction:
         finalize(groups)
 
     def start_embedding(self, gradient: Tensor, group: dist.ProcessGroup) -> None:
-        """Sum the gradient of the tied embedding with that of its other end, in place."""
-        self._embedding = dist.all_reduce(gradient, group=group, async_op=True)
+        """Sum the gradient of the tied embedding with that of its other end, in place.
+
+        It has a bucket of its own at both ends, whose shards are alike: of a shard that is padding, there is nothing.
+        """
+        if gradient.numel() > 0:
+            self._embedding = dist.all_reduce(gradient, group=group, async_op=True)
 
     def finish_embedding(self) -> None:
         """Wait for it, if it was started."""
@@ -55,45 +61,62 @@ class Reduction:
             self._embedding = None
 
 
-class HeldGradients:
-    """A second gradient buffer: a batch's gradients wait here for their step while the next ones accumulate."""
+class OwnGradients:
+    """What the optimizer of this rank steps with: all gradients, or, of a distributed optimizer, the rank's shard.
 
-    def __init__(self, model: Sequence[Any]) -> None:
-        self._buffers = []
+    With `waits` they have memory of their own, allocated once, where a batch's wait for their step while the next ones
+    accumulate; else they are seen where Megatron's buffers have them.
+    """
+
+    def __init__(self, model: Sequence[Any], waits: bool) -> None:
+        self.waits = waits
+        #: What the memory takes.
+        self.nbytes = 0
+        self._buckets: list[tuple[Tensor, Tensor]] = []
         self._parameters: list[tuple[Any, Tensor, Tensor]] = []
-        held = {}
         for buffer in (buffer for chunk in model for buffer in chunk.buffers):
-            copied = torch.zeros_like(buffer.grad_data)
-            self._buffers.append((buffer.grad_data, copied))
-            held[buffer.grad_data.untyped_storage()._cdata] = (
-                copied.untyped_storage(),
-                buffer.grad_data.storage_offset(),
-            )
-        for parameter in (p for chunk in model for p in chunk.parameters() if hasattr(p, "main_grad")):
-            gradient = parameter.main_grad
-            storage, offset = held[gradient.untyped_storage()._cdata]
-            view = torch.empty(0, dtype=gradient.dtype, device=gradient.device)
-            view.set_(storage, gradient.storage_offset() - offset, gradient.size(), gradient.stride())
-            self._parameters.append((parameter, gradient, view))
-
-    @property
-    def nbytes(self) -> int:
-        """What it takes."""
-        return sum(copied.nbytes for _, copied in self._buffers)
+            shards, shard = 1, 0
+            if buffer.ddp_config.use_distributed_optimizer:
+                shards, shard = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
+            present = [bucket.grad_data.view(shards, -1)[shard] for bucket in buffer.buckets]
+            kept = present
+            if waits:
+                sizes = [part.numel() for part in present]
+                kept = list(buffer.grad_data.new_empty(sum(sizes)).split(sizes))
+                self.nbytes += held_gradient_bytes(buffer.grad_data.numel(), buffer.grad_data.element_size(), shards)
+                self._buckets += zip(present, kept, strict=True)
+            for bucket, part, own in zip(buffer.buckets, present, kept, strict=True):
+                for parameter in bucket.params:
+                    whole = parameter.main_grad
+                    start = whole.storage_offset() - part.storage_offset()
+                    view = own[max(start, 0) : max(start + whole.numel(), 0)]
+                    self._parameters.append((parameter, whole, view if shards > 1 else view.view_as(whole)))
 
     def keep(self) -> None:
-        """Copy all gradients here."""
-        for gradients, copied in self._buffers:
-            copied.copy_(gradients)
+        """The gradients are reduced, and make way for the next ones."""
+        for present, kept in self._buckets:
+            kept.copy_(present)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, `main_grad` is what was kept."""
-        for parameter, _, view in self._parameters:
-            parameter.main_grad = view
+        """Inside, `main_grad` is what was kept: of a shard, what lies in it of the parameter, in one dimension."""
+        for parameter, _, own in self._parameters:
+            parameter.main_grad = own
         yield
-        for parameter, gradient, _ in self._parameters:
-            parameter.main_grad = gradient
+        for parameter, whole, _ in self._parameters:
+            parameter.main_grad = whole
+
+
+@contextmanager
+def stepping_with_own(optimizer: Any) -> Iterator[None]:
+    """Inside, `optimizer` takes `main_grad` for its own shard of a gradient, and not for all of it."""
+    if not hasattr(optimizer, "_get_model_param_range_map"):
+        yield
+        return
+    ranges = optimizer._get_model_param_range_map
+    optimizer._get_model_param_range_map = lambda parameter: {"param": ranges(parameter)["param"].normalize()}
+    yield
+    del optimizer._get_model_param_range_map
 
 
 class _GroupOfOne:
@@ -137,7 +160,7 @@ def local_figures(optimizers: Sequence[Any], scale: Tensor | None, zeros: bool) 
 
 
 def _counted(optimizer: Any) -> Iterator[Tensor]:
-    """The gradients that `optimizer` steps with and counts, as fp32, whole or (distributed optimizer) its shards."""
+    """The gradients that `optimizer` steps with and counts, as fp32; `main_grad` has its own."""
     group = getattr(optimizer, "tp_group", None)
     for parameter in _model_parameters(optimizer):
         gradient: Tensor | None = getattr(parameter, "main_grad", None)
@@ -145,9 +168,6 @@ def _counted(optimizer: Any) -> Iterator[Tensor]:
             continue
         if not param_is_not_tensor_parallel_duplicate(parameter, *([group] if group is not None else [])):
             continue
-        if hasattr(optimizer, "_get_model_param_range_map"):
-            shard = optimizer._get_model_param_range_map(parameter)["param"]
-            gradient = gradient.view(-1)[shard.start : shard.end]
         yield gradient.float()
 
 

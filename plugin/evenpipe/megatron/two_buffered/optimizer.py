@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +13,13 @@ from torch import Tensor
 
 from evenpipe.delayed.steps import DelayedSteps, LossScale, Outcome
 from evenpipe.megatron.refusals import refused_with_two_versions
-from evenpipe.megatron.two_buffered.gradients import HeldGradients, Reduction, local_figures, tied_embedding
+from evenpipe.megatron.two_buffered.gradients import (
+    OwnGradients,
+    Reduction,
+    local_figures,
+    stepping_with_own,
+    tied_embedding,
+)
 from evenpipe.runtime.exchange import Exchange
 from evenpipe.runtime.weight_versions import Alias, WeightVersions
 
@@ -58,7 +63,7 @@ class TwoBuffered(DelayedSteps):
             waits=decides or self._tied is not None,
         )
         self._reduction = Reduction(self.model)
-        self._held: HeldGradients | None = None
+        self._own: OwnGradients | None = None
         self._reduced = True  # within the stage
         self._stage = 0
         self._finalize: Callable[[Any], object] = lambda groups: None
@@ -76,19 +81,19 @@ class TwoBuffered(DelayedSteps):
 
     @property
     def held_gradient_bytes(self) -> int:
-        """The second gradient buffer, where there is one."""
-        return self._held.nbytes if self._held is not None else 0
+        """As `delayed.held` says, where steps wait."""
+        return 0 if self._own is None else self._own.nbytes
 
     def start_stream(self, stage: int, finalize: Callable[[Any], object], process_groups: Any) -> None:
         """The schedule begins a stream: `finalize` is Megatron's `finalize_model_grads` for any process groups."""
         self._stage, self._finalize, self._process_groups = stage, finalize, process_groups
-        if self._held is None and not self.update_early(stage):
-            self._held = HeldGradients(self.model)
+        if self._own is None:
+            self._own = OwnGradients(self.model, waits=not self.update_early(stage))
 
     def before_first_backward(self) -> None:
         """Of a batch: the gradients of the one before make way."""
         self._finish_within_stage()
-        assert self._settings is None or self._held is not None, "a step that does not wait is finished by now"
+        assert self._settings is None or self._gradients.waits, "a step that does not wait is finished by now"
         for zero in self._zero:
             zero()
 
@@ -104,13 +109,12 @@ class TwoBuffered(DelayedSteps):
             return
         self._reduced = True
         self._reduction.finish_within_stage(self._finalize, self._process_groups)
-        if self._held is not None:
-            self._held.keep()
+        self._gradients.keep()
 
     def _figures(self) -> Tensor:
         self._finish_within_stage()
         embedding = self._process_groups.embd
-        with self._where_gradients_are():
+        with self._gradients.in_place():
             if self._tied is not None and embedding is not None and embedding.size() > 1:
                 self._reduction.start_embedding(self._tied.main_grad, embedding)  # type: ignore[attr-defined]
                 if self._stage == 0:
@@ -133,7 +137,7 @@ class TwoBuffered(DelayedSteps):
                 # Have Megatron look again where the parameters are of which each rank gathers the others' shards.
                 group.cached_param_buffer_shard_list = [None] * len(group.buckets)
         if update:
-            with self._where_gradients_are():
+            with self._gradients.in_place():
                 for one in self._optimizers:
                     self._prepare(one)
                 for one in self._optimizers:
@@ -143,19 +147,23 @@ class TwoBuffered(DelayedSteps):
     def _prepare(self, optimizer: Any) -> None:
         """What Megatron's optimizers do with gradients that are whole, and finite, before they step."""
         if getattr(optimizer, "grad_scaler", None) is None:
-            optimizer.prepare_grads()
+            with stepping_with_own(optimizer):
+                optimizer.prepare_grads()
         else:
             assert self._loss_scale is not None, "there is a scaler"
-            optimizer._copy_model_grads_to_main_grads()
+            with stepping_with_own(optimizer):
+                optimizer._copy_model_grads_to_main_grads()
             gradients = optimizer._collect_main_grad_data_for_unscaling()
             torch._foreach_mul_(gradients, self._loss_scale.submitted.double().reciprocal().float().squeeze())
         parameters, most = optimizer.get_parameters(), optimizer.config.clip_grad
         if most > 0 and parameters:
             clip_grads.clip_grad_by_total_norm_fp32(parameters, most, self.outcome.grad_norm)
 
-    def _where_gradients_are(self) -> AbstractContextManager[None]:
-        """Inside, parameters' `main_grad` is the submitted batch's."""
-        return self._held.in_place() if self._held is not None else nullcontext()
+    @property
+    def _gradients(self) -> OwnGradients:
+        """The submitted batch's."""
+        assert self._own is not None, "the stream has begun"
+        return self._own
 
     def _scaled(self, loss: Tensor) -> Tensor:
         """`loss` times the scale of the batch whose losses are being computed."""

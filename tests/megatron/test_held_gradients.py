@@ -1,0 +1,48 @@
+"""2BW holds g · N / d bytes of gradients: a rank's shard, or all of them without the distributed optimizer."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evenpipe.delayed.held import held_gradient_bytes
+
+pytest.importorskip("megatron.core")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from held_gradients import OPTIMIZERS, REPLICAS, WORLD
+
+SCRIPT = Path(__file__).with_name("held_gradients.py")
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA"),
+    pytest.mark.timeout(240),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each process wrote down."""
+    folder = tmp_path_factory.mktemp("held_gradients")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", SCRIPT, folder], capture_output=True, text=True, timeout=800, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_is_held_is_the_formula(ranks: list[dict[str, Any]], optimizer: str, replicas: int) -> None:
+    among = replicas if "distributed" in optimizer else 1
+    for rank in ranks:
+        found = rank[f"{optimizer}, {replicas}"]
+        wanted = held_gradient_bytes(found["numbers"], 4, among) if found["stage"] > 0 else 0
+        assert found["held"] == found["said"] == wanted
+        # The distributed optimizer has each parameter begin at a multiple of 64, and each bucket end at one of 128.
+        padding = 63 * len(found["parameters"]) + 127 * found["buckets"] if "distributed" in optimizer else 0
+        assert 0 <= found["numbers"] - sum(found["parameters"]) <= padding
