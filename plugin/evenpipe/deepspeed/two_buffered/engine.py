@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,12 @@ from evenpipe.deepspeed.lowering import StreamSchedule
 from evenpipe.deepspeed.refusals import refuse_for_two_buffered
 from evenpipe.deepspeed.stage import Boundary, EngineStage
 from evenpipe.deepspeed.two_buffered.gradients import gradients_of
-from evenpipe.deepspeed.two_buffered.losses import Losses
 from evenpipe.deepspeed.two_buffered.steps import EngineSteps
 from evenpipe.delayed import side_file
 from evenpipe.delayed.ending import drain_at_the_end, let_go
 from evenpipe.delayed.inputs import InputError
 from evenpipe.delayed.stream import DelayedStream
-from evenpipe.schedule import Stream, Unit
+from evenpipe.schedule import BACKWARD, Kind, Stream, Unit
 from evenpipe.upstream.ending import end_job
 
 __all__ = ["TwoBufferedEngine"]
@@ -39,13 +38,12 @@ class TwoBufferedEngine(EvenPipeEngine):
 
     data_iterator: Any
     is_pipe_parallel: bool
+    _batch_loss: Tensor
     _delayed: DelayedStream | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._delayed = DelayedStream(self._steps, self.evenpipe.spec, self.evenpipe.bpipe)
-        ranks = [self.grid.stage_to_global(stage) for stage in range(self.num_stages)]
-        self._losses = Losses(ranks, "nccl" if self.device.type == "cuda" else "gloo", self.device)
         self._begin_log()
         drain_at_the_end(self)
 
@@ -111,7 +109,6 @@ class TwoBufferedEngine(EvenPipeEngine):
         if self._delayed is not None:
             self._step_log.close()
         let_go(self)
-        self._losses.close()
         self._steps.close()
         super().destroy()
 
@@ -145,7 +142,7 @@ class TwoBufferedEngine(EvenPipeEngine):
         assert delayed is not None, "the engine has been made"
 
         def stage(stream: Stream) -> _StreamStage:
-            return _StreamStage(self, self._boundary, stream, self._steps, delayed, self._losses.settle)
+            return _StreamStage(self, self._boundary, stream, self._steps, delayed)
 
         try:
             sizes = self.num_stages, micro_batches
@@ -172,44 +169,51 @@ class TwoBufferedEngine(EvenPipeEngine):
         with self._steps.submitting():
             super()._exec_optimizer_step(lr_kwargs)
 
-    def _aggregate_total_loss(self) -> Tensor:
-        if not self.is_last_stage():
-            named = self.module.get_additional_losses()
-            loss: Tensor
-            self.dp_group_loss, loss, *others = self._losses.receive(2 + len(named or ())).unbind()
-            if named is not None:
-                self.agg_additional_losses = OrderedDict(zip(named, others, strict=True))
-            return loss
-        # Sent by ourselves: DeepSpeed's broadcast has stages wait for each other.
+    def room_for_losses(self) -> Tensor:
+        """For what `batch_losses` gives: this replica's loss, that of all replicas, the additional ones."""
+        return torch.zeros(2 + len(self.module.get_additional_losses() or ()), device=self.device)
+
+    @torch.no_grad()
+    def batch_losses(self) -> Tensor:
+        """At the last stage, after the last forward of a batch: its losses in fp32, over all replicas."""
+        # They go along with the last gradient: DeepSpeed's broadcast has stages wait for each other.
         broadcasts, self.is_pipe_parallel = self.is_pipe_parallel, False
         try:
-            loss = super()._aggregate_total_loss()
+            self._batch_loss = super()._aggregate_total_loss()
         finally:
             self.is_pipe_parallel = broadcasts
         additional: Iterable[Tensor] = (self.agg_additional_losses or {}).values()
-        self._losses.send(torch.stack([self.dp_group_loss, loss, *additional]).float())
-        return loss
+        return torch.stack([self.dp_group_loss, self._batch_loss, *additional]).float()
+
+    def take_losses(self, losses: Tensor) -> None:
+        """At the other stages."""
+        self.dp_group_loss, self._batch_loss, *others = losses.unbind()
+        named = self.module.get_additional_losses()
+        if named is not None:
+            self.agg_additional_losses = OrderedDict(zip(named, others, strict=True))
+
+    def _aggregate_total_loss(self) -> Tensor:
+        return self._batch_loss
 
     _INSTRUCTION_MAP = {**EvenPipeEngine._INSTRUCTION_MAP, schedule.OptimizerStep: _submit_step}  # noqa: RUF012
 
 
 class _StreamStage(EngineStage):
-    """Micro-batches are numbered along `stream`; `settle` waits until other stages have what they were sent."""
+    """Micro-batches are numbered along `stream`. The last gradient of a batch brings its losses from stage to stage."""
 
     def __init__(
-        self,
-        engine: Any,
-        boundary: Boundary,
-        stream: Stream,
-        steps: EngineSteps,
-        delayed: DelayedStream,
-        settle: Callable[[], None],
+        self, engine: Any, boundary: Boundary, stream: Stream, steps: EngineSteps, delayed: DelayedStream
     ) -> None:
         evicts = stream.program.schedule.evictions[engine.stage_id] > 0
         super().__init__(engine, boundary, StreamSchedule(stream, engine.stage_id).buffer_of, evicts)
         self._steps = steps
         self._delayed = delayed
-        self._settle = settle
+        self._micro_batches = stream.micro_batches
+
+    def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
+        """With the last gradient of a batch come its losses."""
+        buffers = super().receive_buffers(kind, unit)
+        return [*buffers, self._engine.room_for_losses()] if kind == BACKWARD and self._ends_batch(unit) else buffers
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
         """On the version that the micro-batch's batch needs."""
@@ -221,7 +225,15 @@ class _StreamStage(EngineStage):
         self._delayed.use_version_of(unit)
         if unit in self._losses:
             self._losses[unit] = self._steps.scaled(self._losses[unit])
-        return super().backward(unit, gradients)
+        if not self._ends_batch(unit):
+            return super().backward(unit, gradients)
+        if gradients is None:
+            results, losses = super().backward(unit, None), self._engine.batch_losses()
+        else:
+            *gradients, losses = gradients
+            self._engine.take_losses(losses)
+            results = super().backward(unit, gradients)
+        return results if self._engine.is_first_stage() else [*results, losses]
 
     def gather(self, batch: int) -> None:
         """Exchange what the step of the batch before depends on."""
@@ -233,6 +245,8 @@ class _StreamStage(EngineStage):
 
     def forget(self) -> None:
         """Let go of what has been forwarded and not backwarded."""
-        self._settle()
         for of_kind in self._engine.pipe_buffers.values():
             of_kind[:] = [None] * len(of_kind)
+
+    def _ends_batch(self, unit: Unit) -> bool:
+        return (unit.micro_batch + 1) % self._micro_batches == 0
