@@ -184,6 +184,7 @@ def test_the_log_says_which_batch_its_figures_are_of(results: list[Any], folder:
         "iteration 4 | loss of iteration 4 | grad norm X of iteration 3 |",
         figures.format(4),
         "iteration 6 | loss of iteration 6 | grad norm X of iteration 5 |",
+        "links: at most 4 communicators a rank of gloo; opened in 2 rounds",  # of the engine that goes on
         "2bw: both weight versions are as they were saved",
         "2bw | second weight version MiB: ",
         "iteration 6 | loss of iteration 6 | grad norm X of iteration 5 |",

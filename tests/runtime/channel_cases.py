@@ -39,7 +39,7 @@ def pipeline(ranks: Sequence[int]) -> list[Link]:
 
 
 def opened(links: Sequence[Link]) -> dict[Link, Channel]:
-    return open_channels(links, "gloo", "cpu", LIMIT)
+    return open_channels(links, "gloo", "cpu")
 
 
 def close(channels: dict[Link, Channel]) -> None:
@@ -203,6 +203,14 @@ def exchange(rank: int, channels: dict[Link, Channel]) -> None:
     assert inbox.item() == 1 - rank
 
 
+def links_wait_as_long_as_the_job_has_ranks_wait(rank: int) -> None:
+    """They once waited for half an hour, whatever the user had said."""
+    channels = opened(pipeline(range(WORLD)))
+    assert {channel._group.options._timeout for channel in channels.values()} == {LIMIT}
+    close(channels)
+    close(channels)  # nothing to do twice
+
+
 def a_rank_has_no_link_to_itself(rank: int) -> None:
     with pytest.raises(ValueError, match="leave it out"):
         opened([("forward", rank, rank)])
@@ -223,6 +231,7 @@ CASES: tuple[Callable[[int], None], ...] = (
     a_link_has_one_direction,
     buffers_must_be_contiguous,
     closed_links_can_be_opened_again,
+    links_wait_as_long_as_the_job_has_ranks_wait,
     a_rank_has_no_link_to_itself,
     an_unknown_backend_is_refused,
 )

@@ -19,6 +19,7 @@ CASES = (
     "a_link_has_one_direction",
     "buffers_must_be_contiguous",
     "closed_links_can_be_opened_again",
+    "links_wait_as_long_as_the_job_has_ranks_wait",
     "a_rank_has_no_link_to_itself",
     "an_unknown_backend_is_refused",
 )

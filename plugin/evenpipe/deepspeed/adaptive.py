@@ -103,7 +103,8 @@ class AdaptiveEngine(EvenPipeEngine):
 
     def _end_measuring(self) -> None:
         """Have the loop take what was measured, and go on to the next size, or to tuning."""
-        measured = self.measurements.summary(self._boundary.nbytes, _static_bytes(self))
+        static_bytes = _static_bytes(self) + self.executor.connections.device_bytes
+        measured = self.measurements.summary(self._boundary.nbytes, static_bytes)
         self.measurements = _Measurements(self.executor)
         try:
             self.loop.take(measured, self.executor, self.global_steps)

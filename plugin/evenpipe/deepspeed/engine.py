@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.schedule import TrainSchedule
 from torch import Tensor
 
 from evenpipe.deepspeed.checkpointing import show_saved_tensors
-from evenpipe.deepspeed.log import log_batch, print_line
+from evenpipe.deepspeed.log import log_batch, print_line, print_once
 from evenpipe.deepspeed.lowering import ACTIONS, ProgramSchedule
 from evenpipe.deepspeed.refusals import refuse_unsupported
 from evenpipe.deepspeed.section import Section, SectionError, section_of, with_deepspeeds_names
@@ -71,6 +71,12 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         self._boundary = Boundary(self)
         self.executor.forget_sizes()
 
+    def destroy(self) -> None:
+        """DeepSpeed's, and close the links: no batch is under way."""
+        if hasattr(self, "executor"):
+            self.executor.connections.close()
+        super().destroy()
+
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         """EvenPipe's program in the place of DeepSpeed's training schedule; others, as for evaluation, as they are."""
         if isinstance(pipe_schedule, TrainSchedule):
@@ -122,6 +128,7 @@ def _executor(engine: EvenPipeEngine, programs: Programs, weights: Iterable[Tens
     trace = trace_of(engine)
     joined = links(loop(engine.num_stages), programs.bpipe)
     connections = connect(ranks, joined, backend, device, programs.one_queue)
+    print_once(connections.line)
     return Executor(engine.stage_id, connections, device, weights, trace, measure=False)
 
 

@@ -22,10 +22,10 @@ __all__ = [
 class StageMemory(NamedTuple):
     """What one process of one stage holds, in bytes.
 
-    ``static_bytes``: parameters, gradients and optimizer state. ``shared_bytes``: saved once, whatever the number of
-    micro-batches (a causal mask). A micro-batch saves ``fixed_bytes``, and ``sample_bytes`` for each of its samples.
-    ``message_bytes``: what travels between neighbours, one way, for a sample. ``workspace_bytes``: kept for a sample of
-    the micro-batch that is being computed.
+    ``static_bytes``: parameters, gradients, optimizer state and communicators. ``shared_bytes``: saved once, whatever
+    the number of micro-batches (a causal mask). A micro-batch saves ``fixed_bytes``, and ``sample_bytes`` for each of
+    its samples. ``message_bytes``: what travels between neighbours, one way, for a sample. ``workspace_bytes``: kept
+    for a sample of the micro-batch that is being computed.
     """
 
     static_bytes: int

@@ -1,14 +1,25 @@
 """Channel: one directed first-in-first-out link between two ranks, with a group of its own."""
 
-from collections.abc import Sequence
+import functools
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from itertools import chain
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
+
+from evenpipe.runtime.communicators import ctas
+from evenpipe.runtime.pulse import Pulse
+from evenpipe.runtime.rounds import LinkT, rounds
+from evenpipe.runtime.timeout import job_timeout
 
 __all__ = ["Channel", "Transfer", "open_channels"]
 
@@ -24,30 +35,36 @@ class _Group(Protocol):
     def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> _Work: ...
     def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> _Work: ...
     def shutdown(self) -> None: ...
+    def abort(self) -> None: ...
     def _start_coalescing(self) -> None: ...
     def _end_coalescing(self) -> _Work: ...
 
 
-LinkT = TypeVar("LinkT", bound=tuple[str, int, int])
+_Awaiting = Callable[[], AbstractContextManager[object]]
 
 
 class Transfer:
     """A message under way. Its tensors are kept alive until it has been waited for."""
 
-    __slots__ = ("_tensors", "_works")
+    __slots__ = ("_awaiting", "_tensors", "_works")
 
-    def __init__(self, works: Sequence[_Work], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, works: Sequence[_Work], tensors: Sequence[Tensor], awaiting: _Awaiting = nullcontext) -> None:
         self._works = works
         self._tensors = tensors
+        self._awaiting = awaiting  # is entered while the host waits
 
     def wait(self) -> None:
         """Wait until the message is through; waiting again does nothing.
 
         On CPU (gloo) this blocks the host. On CUDA (NCCL) the current stream waits and the host goes on: work enqueued
-        later on the current stream may use, reuse or free the tensors. Raises RuntimeError if the peer is gone.
+        later on the current stream may use, reuse or free the tensors. Raises RuntimeError if the peer is gone, and
+        SilentPeer if nothing came within the timeout.
         """
-        for work in self._works:
-            work.wait()
+        if not self._works:
+            return
+        with self._awaiting():
+            for work in self._works:
+                work.wait()
         self._works = self._tensors = ()
 
 
@@ -58,12 +75,21 @@ class Channel:
     list of tensors whose number, sizes and dtypes the receiver must know. Empty tensors are skipped on both sides.
     """
 
-    def __init__(self, source: int, target: int, group: _Group, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        source: int,
+        target: int,
+        group: _Group,
+        device: torch.device | str,
+        awaiting: _Awaiting = nullcontext,
+    ) -> None:
         self.source = source
         self.target = target
         self.device = torch.device(device)
         self._group = group
         self._is_source = group.rank() == 0
+        self._awaiting = awaiting if self.device.type == "cpu" else nullcontext
+        self._end = weakref.finalize(self, _end, group)  # when nobody has it any more, or the interpreter ends
 
     def send(self, tensors: Sequence[Tensor]) -> Transfer:
         """Start sending `tensors`.
@@ -89,13 +115,14 @@ class Channel:
 
     def close(self) -> None:
         """Destroy the group, once every transfer has been waited for. The channel cannot be used afterwards."""
-        self._group.shutdown()
+        if self._end.detach() is not None:
+            self._group.shutdown()
 
     def _start(self, operation: "_Operation", peer: int, tensors: list[Tensor]) -> Transfer:
         if not tensors:
             return Transfer((), ())
         if self.device.type == "cpu":
-            return Transfer([operation([tensor], peer, 0) for tensor in tensors], tensors)
+            return Transfer([operation([tensor], peer, 0) for tensor in tensors], tensors, self._awaiting)
         # Coalesced, a message is one NCCL kernel, on the stream of this group's own communicator.
         self._group._start_coalescing()
         for tensor in tensors:
@@ -111,28 +138,46 @@ def open_channels(
     links: Sequence[LinkT],
     backend: str,
     device: torch.device | str,
-    timeout: timedelta = dist.default_pg_timeout,
+    timeout: timedelta | None = None,
+    pulse: Pulse | None = None,
 ) -> dict[LinkT, Channel]:
     """Open a channel for every link (kind, source rank, target rank) that this rank is an end of, keyed by the link.
 
     All ranks of a pipeline call it with the same list; other pipelines may open theirs at the same time. Every channel
     has carried one message when this returns: NCCL makes a pair's communicator at its first operation and blocks both
-    ends in it, so the first operations happen here, in the one order of the list. Raises ValueError for a link from a
-    rank to itself and for a backend other than "gloo" and "nccl".
+    ends in it, so the first operations happen here, in the one order of :func:`rounds`. `timeout` (default: the job's)
+    is how long a rank waits for another, now and later; with a `pulse`, one that the host waited for in vain is named.
+    Raises ValueError for a link from a rank to itself and for a backend other than "gloo" and "nccl".
     """
-    rank = dist.get_rank()
-    channels: dict[LinkT, Channel] = {}
-    for link in links:
-        kind, source, target = link
+    for kind, source, target in links:
         if source == target:
             raise ValueError(f"link {kind} {source} -> {target} joins a rank to itself: leave it out")
-        if rank in (source, target):
-            channels[link] = Channel(source, target, _open_group(kind, source, target, backend, timeout), device)
-    for channel in channels.values():
-        byte = torch.zeros(1, dtype=torch.uint8, device=device)
-        transfer = channel.send([byte]) if rank == channel.source else channel.receive([byte])
-        transfer.wait()
+    rank, timeout = dist.get_rank(), timeout or job_timeout()
+    channels: dict[LinkT, Channel] = {}
+    for link in chain.from_iterable(rounds(links)):
+        kind, source, target = link
+        if rank not in (source, target):
+            continue
+        opening: _Awaiting = nullcontext
+        awaiting: _Awaiting = nullcontext
+        if pulse is not None:
+            peer, name = target if rank == source else source, f"{kind} {source} -> {target}"
+            opening, awaiting = (functools.partial(each, peer, name) for each in (pulse.opening, pulse.awaiting))
+        with opening():
+            group = _open_group(kind, source, target, backend, timeout)
+            channels[link] = channel = Channel(source, target, group, device, awaiting)
+            byte = torch.zeros(1, dtype=torch.uint8, device=device)
+            transfer = channel.send([byte]) if rank == source else channel.receive([byte])
+            transfer.wait()
     return channels
+
+
+def _end(group: _Group) -> None:
+    """Destroy `group`; where an uncaught error ends the process, without a wait for what will never come."""
+    if getattr(sys, "last_value", None) is None:
+        group.shutdown()
+    else:
+        group.abort()
 
 
 def _open_group(kind: str, source: int, target: int, backend: str, timeout: timedelta) -> _Group:
@@ -151,7 +196,8 @@ def _open_group(kind: str, source: int, target: int, backend: str, timeout: time
         return cast(_Group, dist.ProcessGroupGloo(store, rank, 2, timeout))
     if backend == "nccl":
         options: Any = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = timeout  # after which NCCL's watchdog ends the process, with the group's name
+        options.config.max_ctas = ctas(os.environ)
         options.global_ranks_in_group = [source, target]
         options.group_name = f"evenpipe-{kind}-{source}-{target}-{opened}"
         return cast(_Group, dist.ProcessGroupNCCL(store, rank, 2, options))

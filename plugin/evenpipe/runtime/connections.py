@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from evenpipe.runtime.channel import Channel, open_channels
+from evenpipe.runtime.communicators import communicator_bytes, links_line
 from evenpipe.runtime.ending import rest_at_exit
+from evenpipe.runtime.pulse import Pulse
+from evenpipe.runtime.timeout import job_timeout
 from evenpipe.schedule import Link
 
 __all__ = ["Connections", "connect"]
@@ -18,17 +22,28 @@ __all__ = ["Connections", "connect"]
 class Connections:
     """This rank's ends: `channels` by the link between stages; `layouts` joins it with its partner, if they trade.
 
-    `one_queue`: the devices of the pipeline take all work from one queue.
+    `one_queue`: the devices of the pipeline take all work from one queue. `pulse` names a rank that is silent.
+    `line` says what the pipeline's links are, and take.
     """
 
     channels: Mapping[Link, Channel]
     layouts: Channel | None
     one_queue: bool = False
+    pulse: Pulse | None = None
+    line: str = ""
+
+    @property
+    def device_bytes(self) -> int:
+        """What the communicators of this rank take of its device, outside of torch's memory."""
+        on_device = sum(channel.device.type == "cuda" for channel in self.channels.values())
+        return on_device * communicator_bytes(os.environ)
 
     def close(self) -> None:
         """Destroy every group, once nothing is under way."""
         for channel in (*self.channels.values(), *([self.layouts] if self.layouts else [])):
             channel.close()
+        if self.pulse is not None:
+            self.pulse.stop()
 
 
 def connect(
@@ -40,10 +55,14 @@ def connect(
     consists of is told over gloo on the host, beside the activations.
     """
     rest_at_exit()
-    opened = open_channels([(link.kind, ranks[link.source], ranks[link.target]) for link in links], backend, device)
+    timeout = job_timeout()
     pairs = [("layout", ranks[link.source], ranks[link.target]) for link in links if link.kind == "evict"]
-    layouts = open_channels(pairs, "gloo", "cpu")
-    channels = {
-        link: opened[key] for link in links if (key := (link.kind, ranks[link.source], ranks[link.target])) in opened
-    }
-    return Connections(channels, next(iter(layouts.values()), None), one_queue)
+    # On a GPU the host waits for nobody but for layouts: NCCL's watchdog waits for the rest.
+    pulse = Pulse(ranks, timeout) if pairs or (links and device.type == "cpu") else None
+    keys = {link: (link.kind, ranks[link.source], ranks[link.target]) for link in links}
+    opened = open_channels(list(keys.values()), backend, device, timeout, pulse)
+    layouts = open_channels(pairs, "gloo", "cpu", timeout, pulse)
+    if pulse is not None:
+        pulse.start()
+    channels = {link: opened[key] for link, key in keys.items() if key in opened}
+    return Connections(channels, next(iter(layouts.values()), None), one_queue, pulse, links_line(links, device.type))

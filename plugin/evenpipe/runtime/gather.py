@@ -8,15 +8,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
+from evenpipe.runtime.timeout import job_timeout
+
 __all__ = ["gather_text"]
 
 
-def gather_text(text: str, timeout: timedelta = dist.default_pg_timeout) -> list[str] | None:
+def gather_text(text: str, timeout: timedelta | None = None) -> list[str] | None:
     """All ranks' texts in order of rank, on rank 0; None elsewhere.
 
     Through the store in which the ranks once found each other: whatever the backend, this opens no connection between
     ranks and takes no memory of a GPU, however many they are, and only rank 0 waits. Raises DistStoreError on rank 0
-    when a rank's text has not come after `timeout`.
+    when a rank's text has not come after `timeout` (default: the job's).
     """
     root = PrefixStore("evenpipe/gather/", _get_default_store())
     # A rank may be here again before rank 0 has read what it left the last time.
@@ -26,7 +28,7 @@ def gather_text(text: str, timeout: timedelta = dist.default_pg_timeout) -> list
         return None
     texts = [text]
     for rank in map(str, range(1, dist.get_world_size())):
-        store.wait([rank], timeout)
+        store.wait([rank], timeout or job_timeout())
         texts.append(store.get(rank).decode())
         store.delete_key(rank)
     return texts

@@ -148,7 +148,7 @@ def _world(store: Store, rank: int, size: int, device: torch.device) -> Iterator
         timeout=_TIMEOUT,
         device_id=device if cuda else None,
     )
-    yield dist.new_group(backend="gloo") if cuda else None
+    yield dist.new_group(backend="gloo", timeout=_TIMEOUT) if cuda else None
     dist.barrier()
     dist.destroy_process_group()
     gc.collect()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from evenpipe.runtime.exchange import Exchange
+from evenpipe.runtime.timeout import job_timeout
 from evenpipe.schedule import FORWARD, Action
 from evenpipe.train import data
 from evenpipe.train.engine import Case, Engine, OptimizerStep, engine_module
@@ -121,7 +122,7 @@ def _ending(
     if case.options.save is None:
         return lambda done: done == case.options.iterations
     assert stop is not None, "a run that saves can be asked to stop"
-    exchange = Exchange(dist.new_group(backend="gloo"), 1, torch.device("cpu"))
+    exchange = Exchange(dist.new_group(backend="gloo", timeout=job_timeout()), 1, torch.device("cpu"))
     group = host_group if host_group is not None else dist.group.WORLD
     assert group is not None
     return Saver(case, engine, Agreement(stop, exchange), group, events.saved).ends_after

@@ -52,11 +52,15 @@ def end_with_the_first_error() -> None:
 def _end_soon(tell: Callable[..., Any], *error: Any) -> None:
     """Tell of an uncaught error as ever, and see to it that the process ends, as its peers wait for it.
 
-    Links and process groups can wait for peers when they are torn down, where no Python runs any more.
+    Links and process groups can wait for peers when they are torn down, where no Python runs any more. An error that is
+    one line, for the user, is told as such.
     """
     # By number: torch.distributed, which calls this hook, has put a buffer in the place of sys.stderr.
     faulthandler.dump_traceback_later(_LONGEST_END_SECONDS, exit=True, file=_STDERR)
     if "by peer" in str(error[1]):
         # gloo's "Connection closed by peer": the peer, which failed first, is to be heard and seen first.
         time.sleep(_PEER_SECONDS)
-    tell(*error)
+    if getattr(error[1], "one_line", False):
+        print(f"evenpipe: error: {error[1]}", file=sys.stderr, flush=True)
+    else:
+        tell(*error)

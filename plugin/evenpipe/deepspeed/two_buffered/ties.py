@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.deepspeed.two_buffered.gradients import Gradients
+from evenpipe.runtime.timeout import job_timeout
 
 __all__ = ["Ties"]
 
@@ -82,7 +83,7 @@ def _across_replicas(ranks: dict[str, list[int]]) -> dict[str, dist.ProcessGroup
     groups = {}
     for key in sorted({key for one in everybody for key in one}):
         members = sorted({rank for one in everybody for rank in one.get(key, ())})
-        group = dist.new_group(members)
+        group = dist.new_group(members, timeout=job_timeout())
         if key in ranks:
             groups[key] = group
     return groups

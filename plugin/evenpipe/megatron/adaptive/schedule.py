@@ -25,8 +25,8 @@ __all__ = ["AdaptiveSchedule", "Tuning"]
 class Tuning(NamedTuple):
     """What is tuned, and within what.
 
-    `limit_bytes` is the memory of every process, and `static_bytes` what this one needs besides activations, asked
-    once. `interval`: iterations between decisions; None: so many as take an hour. `sizes` is given the loader's
+    `limit_bytes` is the memory of every process, and `static_bytes` what this one needs besides activations and links,
+    asked once. `interval`: iterations between decisions; None: so many as take an hour. `sizes` is given the loader's
     micro-batches of the first batch (none where this process loads nothing) and their size, and returns the sizes that
     micro-batches may have, None for all; the same on all ranks. `around_batch` is entered with the size while a batch
     is carried out. On all ranks, `log` is given a line for every decision, and `resumed` whether a state that was
@@ -101,7 +101,8 @@ class AdaptiveSchedule(PipelineSchedule):
     def _measured(self, arguments: dict[str, Any], call: Call, executor: Executor) -> dict[str, Any]:
         """Have the loop learn of all sizes that matter; the arguments, with what was read for it read again."""
         source = loader_of(arguments["data_iterator"])
-        limit_bytes, static_bytes = self.tuning.limit_bytes, self.tuning.static_bytes()
+        limit_bytes = self.tuning.limit_bytes
+        static_bytes = self.tuning.static_bytes() + executor.connections.device_bytes
         loaded = [] if source is None else list(itertools.islice(source, arguments["num_microbatches"]))
         rehearsed = arguments | {"data_iterator": None if source is None else itertools.cycle(loaded)}
         self._sizes = self._sizes_of(loaded, arguments)

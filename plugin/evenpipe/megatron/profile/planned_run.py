@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from evenpipe.planner.memory import StageMemory
+from evenpipe.runtime.communicators import link_bytes
+from evenpipe.schedule import links, loop
 from evenpipe.train.options import RULES, TrainOptions, device_type, fits_this_machine
 
 __all__ = ["PlannedRun", "ProfileError", "stage_memories", "stage_memory"]
@@ -59,4 +61,16 @@ def stage_memories(cases: Sequence[TrainOptions], device: str) -> list[tuple[Sta
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise ProfileError(f"the model cannot be profiled: {lines[-1]}", done.stderr)
-    return [tuple(StageMemory(*stage) for stage in stages) for stages in json.loads(done.stdout.splitlines()[-1])]
+    found = [[StageMemory(*stage) for stage in stages] for stages in json.loads(done.stdout.splitlines()[-1])]
+    if device == "cuda":
+        found = [_with_links(stages, options) for stages, options in zip(found, cases, strict=True)]
+    return [tuple(stages) for stages in found]
+
+
+def _with_links(stages: Sequence[StageMemory], options: TrainOptions) -> list[StageMemory]:
+    """What communicators take stays from batch to batch, as weights do."""
+    joined = links(loop(options.stages), options.bpipe)
+    return [
+        stage._replace(static_bytes=stage.static_bytes + link_bytes(joined, number))
+        for number, stage in enumerate(stages)
+    ]

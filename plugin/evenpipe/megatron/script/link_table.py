@@ -17,6 +17,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from rich.console import Group
 
 from evenpipe.megatron.schedule import PipelineSchedule
+from evenpipe.megatron.script.log import say
 from evenpipe.megatron.script.placing import why_not_placed
 from evenpipe.runtime.bandwidth import (
     ModelShape,
@@ -57,12 +58,14 @@ class LinkTable:
     def report(self, schedule: PipelineSchedule) -> None:
         """To be called by all ranks alike, once the links are open and before they are used; takes some 0.2 s.
 
-        Does nothing without BPipe, where there are no pairs.
+        Without BPipe, where there are no pairs, only a line says how many links there are, and what they take.
         """
-        if not self._config.bpipe:
-            return
         executor = schedule.executor
         assert executor is not None, "called when the links have been made"
+        if dist.get_rank() == 0:
+            say(executor.connections.line)
+        if not self._config.bpipe:
+            return
         pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
         host = socket.gethostname()
         process = ProcessLocation(
