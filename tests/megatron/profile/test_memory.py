@@ -15,6 +15,8 @@ pytest.importorskip("megatron.core")
 from evenpipe.megatron.profile import PlannedRun, ProfileError, stage_memories, stage_memory
 from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.planner.memory import StageMemory, unit_bytes
+from evenpipe.runtime.communicators import link_bytes
+from evenpipe.schedule import links, loop
 from evenpipe.train.options import TrainOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -95,8 +97,12 @@ def test_a_model_of_175_billion_parameters_takes_no_memory(predicted: dict[str, 
     assert peak_kib < 2 * 2**20
 
 
-def test_on_cuda_dropout_keeps_a_byte_an_element(predicted: dict[str, tuple[StageMemory, ...]]) -> None:
+def test_on_cuda_dropout_keeps_a_byte_an_element_and_links_take_memory(
+    predicted: dict[str, tuple[StageMemory, ...]],
+) -> None:
     on_cuda, on_cpu = stage_memory(DROPOUT, "cuda")[1], predicted["dropout"][1]
+    taken = link_bytes(links(loop(DROPOUT.stages)), 1)
+    assert on_cuda.static_bytes - on_cpu.static_bytes == taken > 0
     elements = 2 * DROPOUT.seq_length * DROPOUT.hidden + DROPOUT.heads * DROPOUT.seq_length**2
     assert on_cpu.sample_bytes - on_cuda.sample_bytes == 3 * elements
 
