@@ -85,7 +85,8 @@ class Synchronous(Program):
                 if row and row[-1].action.kind in (EVICT, LOAD) and row[-1].transfer is not None:
                     waited.append(row[-1].transfer)
                     complete = [row[-1].transfer, *(message for message in complete if message != row[-1].transfer)]
-                row.append(step._replace(complete=tuple(complete)))
+                follows = tuple(message for message in step.follows if message not in waited)
+                row.append(step._replace(complete=tuple(complete), follows=follows))
             found.append((tuple(row), tuple(message for message in drain if message not in waited)))
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
@@ -128,8 +129,8 @@ class _Wire:
     def send(self, tensors: list[Tensor]) -> _Flight:
         return self._flight(self._channel.send(tensors))
 
-    def receive(self, buffers: list[Tensor]) -> _Flight:
-        return self._flight(self._channel.receive(buffers))
+    def receive(self, buffers: list[Tensor], after: Sequence[_Flight] = ()) -> _Flight:
+        return self._flight(self._channel.receive(buffers, [flight.arrived for flight in after]))
 
     def close(self) -> None:
         if self._thread is not None:
@@ -146,6 +147,16 @@ class _Wire:
         return self._free_ms
 
 
+class _Arrived:
+    """What a transfer that follows a message waits for, and no accelerator."""
+
+    def __init__(self, arrival: Future[float]) -> None:
+        self._arrival = arrival
+
+    def finish(self) -> None:
+        sleep_until(self._arrival.result())
+
+
 class _Flight:
     """A message on a wire; the accelerator waits for it too."""
 
@@ -153,6 +164,7 @@ class _Flight:
         self._transfer = transfer
         self._arrival = arrival
         self._accelerator = accelerator
+        self.arrived: Any = transfer if arrival is None else _Arrived(arrival)
 
     def wait(self) -> None:
         if self._arrival is not None:

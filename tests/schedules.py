@@ -14,8 +14,9 @@ def program(
     bpipe: bool = False,
     batches: int = 1,
     group_size: int = 1,
+    one_queue: bool = False,
 ) -> Program:
-    return build_program(name, Size(stages, micro_batches, chunks, group_size, batches), bpipe)
+    return build_program(name, Size(stages, micro_batches, chunks, group_size, batches), bpipe, one_queue)
 
 
 def build(*arguments: object, **named: object) -> Schedule:

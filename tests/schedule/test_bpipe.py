@@ -82,16 +82,20 @@ def loads(actions):
 
 @pytest.mark.parametrize("stages", range(2, 17))
 def test_reproduces_algorithm_1(stages):
-    """Evicts what it evicts, where it does, and loads the same in the same order, where it does or earlier."""
+    """Where loads wait for nothing. Where they wait for their room, the same ones start there or earlier."""
     for micro_batches in range(1, 3 * stages + 1):
         plain = build("1f1b", stages, micro_batches)
-        balanced = balance(plain, optimum(stages))
+        printed, early = (balance(plain, optimum(stages), one_queue) for one_queue in (True, False))
         for stage in range(stages // 2):
-            ours = [(action.kind, action.micro_batch) for action in balanced.actions[stage]]
             papers = algorithm_1(plain.actions[stage], stages, stage, micro_batches)
-            assert evictions_in_place(ours) == evictions_in_place(papers), (stage, micro_batches)
-            for (ours_is, at), (papers_is, no_later) in zip(loads(ours), loads(papers), strict=True):
-                assert ours_is == papers_is, (stage, micro_batches)
+            ours, earlier = (
+                [(action.kind, action.micro_batch) for action in schedule.actions[stage]]
+                for schedule in (printed, early)
+            )
+            assert ours == papers, (stage, micro_batches)
+            assert evictions_in_place(earlier) == evictions_in_place(papers), (stage, micro_batches)
+            for (earlier_is, at), (papers_is, no_later) in zip(loads(earlier), loads(papers), strict=True):
+                assert earlier_is == papers_is, (stage, micro_batches)
                 assert at <= no_later, (stage, micro_batches)
 
 
@@ -101,7 +105,7 @@ def numbers_of_micro_batches(p):
 
 
 def test_figure_4():
-    schedule = build("1f1b", 4, 8, bpipe=True)
+    schedule = build("1f1b", 4, 8, bpipe=True, one_queue=True)
     assert str(schedule).splitlines()[1:4] == FIGURE_4.strip().splitlines()
     assert schedule.bound == 3
     assert schedule.evictions == (3, 0, 0, 0)
@@ -153,12 +157,27 @@ def test_a_middle_stage_trades_with_nobody():
     assert not any(action.kind in "ELAR" for action in build("1f1b", 9, 30, bpipe=True).actions[4])
 
 
-def test_a_load_starts_one_action_before_its_backward():
-    for row in build("1f1b", 16, 48, bpipe=True).actions:
+@pytest.mark.parametrize(("one_queue", "earliest"), [(True, 2), (False, 3)])
+def test_a_load_starts_one_action_before_its_backward_or_beside_the_eviction_before(one_queue, earliest):
+    """With one queue what waits for room would hold up the compute behind it."""
+    positions = set()
+    for row in build("1f1b", 16, 48, bpipe=True, one_queue=one_queue).actions:
         for position, action in enumerate(row):
             if action.kind == LOAD:
                 compute = [later for later in row[position:] if later.kind in COMPUTE]
-                assert Action(BACKWARD, *action.unit) in compute[:2]
+                positions.add(compute.index(Action(BACKWARD, *action.unit)) + 1)
+    assert max(positions) == earliest
+
+
+@pytest.mark.parametrize("stages", [4, 8, 11, 16])
+@pytest.mark.parametrize("name", ["1f1b", "2bw"])
+def test_transfers_of_one_and_a_half_forwards_cost_nothing(name, stages):
+    """Evict and load share the time of a backward and a forward (Appendix B, Equations 10 to 12)."""
+    transfer = Wire(0, 1.5)
+    times = Costs((1.0,) * stages, (2.0,) * stages, {"evict": transfer, "load": transfer})
+    plain, level = (simulate(lower(build(name, stages, 64, bpipe=bpipe)), times) for bpipe in (False, True))
+    assert level.makespan_ms <= 1.001 * plain.makespan_ms
+    assert max(stage.peak_live for stage in level.stages) <= optimum(stages)
 
 
 @pytest.mark.parametrize("stages", range(2, 17))
@@ -169,7 +188,7 @@ def test_an_acceptor_has_memory_for_its_guests_beside_its_own_peak(stages):
         for steps in lower(schedule).steps[(stages + 1) // 2 :]:
             own = own_most = guests = guests_most = 0
             for step in steps:
-                guests -= sum(message.link.kind == "load" for message in step.complete)
+                guests -= sum(message.link.kind == "load" for message in (*step.complete, *step.follows))
                 guests += step.action.kind == "A"
                 own += step.action.kind == FORWARD
                 own_most, guests_most = max(own_most, own), max(guests_most, guests)

@@ -47,7 +47,7 @@ def test_what_is_started_is_completed_once(shape):
             for m in (*step.post, *step.then_post, step.transfer, step.send)
             if m is not None and not m.is_local
         ]
-        completed = [m for step in steps for m in step.complete] + list(drain)
+        completed = [m for step in steps for m in (*step.complete, *step.follows)] + list(drain)
         assert sorted(started) == sorted(completed)
         assert len(set(started)) == len(started)
 
@@ -59,7 +59,7 @@ def test_the_live_count_that_is_carried_out_keeps_the_bound(shape):
         live = peak = 0
         departing = {step.transfer for step in steps if step.action.kind in DEPARTING}
         for step in steps:
-            live -= sum(message in departing for message in step.complete)
+            live -= sum(message in departing for message in (*step.complete, *step.follows))
             live += step.action.kind in "FLA"
             peak = max(peak, live)
             live -= step.action.kind in "BW"

@@ -50,6 +50,7 @@ def _items(steps):
     for step in steps:
         yield from _posts(step.post)
         yield from (("wait", message) for message in step.complete)
+        yield from (("wait", message) for message in step.follows)
         if step.transfer is not None:
             yield "end", step.transfer
         if step.action.kind == UPDATE:

@@ -88,7 +88,7 @@ def test_broken_off_every_message_has_both_its_ends(stream, batch):
                 held.add(unit)
             elif kind in "BER":
                 held.remove(unit)
-        owed_needs += [message for step in owed if step.transfer is not None for message in step.complete]
+        owed_needs += [m for step in owed if step.transfer is not None for m in (*step.complete, *step.follows)]
     assert set(ends.values()) <= {1}
     assert all((message, other) in ends for message, end in ends for other in {"in", "out"} - {end})
     assert all((message, end) in ends for message in owed_needs for end in ("in", "out"))

@@ -17,7 +17,7 @@ def ends(calls, environment, chance: Random) -> bool:
     enqueued = [[] for _ in stages]
     members = {}
     for stage, row in enumerate(calls):
-        for kind, what in row:
+        for kind, what, _ in row:
             if kind in ("send", "receive", "gather"):
                 members.setdefault(what, set()).add(stage)
     started, complete = {what: set() for what in members}, set()
@@ -28,7 +28,7 @@ def ends(calls, environment, chance: Random) -> bool:
     def host(stage):
         if at[stage] == len(calls[stage]):
             return False
-        kind, what = calls[stage][at[stage]]
+        kind, what, follows = calls[stage][at[stage]]
         if environment.synchronises(calls[stage], at[stage]) and not idle(stage):
             return False
         if kind == "update":
@@ -38,6 +38,7 @@ def ends(calls, environment, chance: Random) -> bool:
             stream = what.link if isinstance(what, Message) else "gather"
             queue = queues[stage].setdefault("one" if environment.one_queue else stream, deque())
             queue.append((stream, "behind", given[stage]))
+            queue.extend((stream, "await", one) for one in follows)
             queue.append((stream, "move", what))
             enqueued[stage].append(what)
         else:
@@ -57,7 +58,7 @@ def ends(calls, environment, chance: Random) -> bool:
         if (kind == "behind" and done[stage] < what) or (kind == "await" and what not in complete):
             return False
         queue.popleft()
-        done[stage] += kind in ("await", "kernel")
+        done[stage] += stream == "compute"
         if kind == "move":
             busy[stage][stream] = what
             started[what].add(stage)

@@ -42,9 +42,9 @@ def test_figure_4_on_the_clock() -> None:
     assert evictor == [
         ("E1", 2.0, 2.75),
         ("E3", 4.0, 4.75),
-        ("L1", 12.0, 12.75),
+        ("L1", 4.75, 5.5),
         ("E5", 16.0, 16.75),
-        ("L3", 18.0, 18.75),
+        ("L3", 16.75, 17.5),
         ("L5", 24.0, 24.75),
     ]
     assert [start_end for _, *start_end in acceptor] == [start_end for _, *start_end in evictor]

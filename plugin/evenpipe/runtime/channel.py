@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from itertools import chain
+from threading import Lock, Thread
 from typing import Any, Protocol, cast
 
 import torch
@@ -46,12 +47,13 @@ _Awaiting = Callable[[], AbstractContextManager[object]]
 class Transfer:
     """A message under way. Its tensors are kept alive until it has been waited for."""
 
-    __slots__ = ("_awaiting", "_tensors", "_works")
+    __slots__ = ("_awaiting", "_lock", "_tensors", "_works")
 
     def __init__(self, works: Sequence[_Work], tensors: Sequence[Tensor], awaiting: _Awaiting = nullcontext) -> None:
         self._works = works
         self._tensors = tensors
         self._awaiting = awaiting  # is entered while the host waits
+        self._lock = Lock()
 
     def wait(self) -> None:
         """Wait until the message is through; waiting again does nothing.
@@ -60,12 +62,20 @@ class Transfer:
         later on the current stream may use, reuse or free the tensors. Raises RuntimeError if the peer is gone, and
         SilentPeer if nothing came within the timeout.
         """
-        if not self._works:
-            return
-        with self._awaiting():
-            for work in self._works:
-                work.wait()
-        self._works = self._tensors = ()
+        if self._works:
+            with self._awaiting():
+                self.finish()
+
+    def finish(self) -> None:
+        """The same for a thread beside the host's own, of which nobody is told whom it awaits."""
+        with self._lock:
+            self.hold_up_stream()
+            self._works = self._tensors = ()
+
+    def hold_up_stream(self) -> None:
+        """On CUDA, have the current stream wait until the message is through; its tensors are kept alive as before."""
+        for work in self._works:
+            work.wait()
 
 
 class Channel:
@@ -90,6 +100,8 @@ class Channel:
         self._is_source = group.rank() == 0
         self._awaiting = awaiting if self.device.type == "cpu" else nullcontext
         self._end = weakref.finalize(self, _end, group)  # when nobody has it any more, or the interpreter ends
+        self._side: torch.cuda.Stream | None = None
+        self._posted_later: _PostedLater | None = None
 
     def send(self, tensors: Sequence[Tensor]) -> Transfer:
         """Start sending `tensors`.
@@ -103,15 +115,39 @@ class Channel:
         aliases = [tensor.detach().contiguous() for tensor in tensors if tensor.numel()]
         return self._start(self._group.send, 1, aliases)
 
-    def receive(self, buffers: Sequence[Tensor]) -> Transfer:
-        """Start receiving into `buffers`. Raises ValueError for one that is not contiguous, and at the source's end."""
+    def receive(self, buffers: Sequence[Tensor], after: Sequence[Transfer] = ()) -> Transfer:
+        """Start receiving into `buffers`, as soon as all transfers `after` which it comes are through.
+
+        Neither host nor current stream wait for those. Raises ValueError for a buffer that is not contiguous, and at
+        the source's end.
+        """
         if self._is_source:
             raise ValueError(
                 f"channel {self.source} -> {self.target}: the source cannot receive; open the opposite one"
             )
         if not all(buffer.is_contiguous() for buffer in buffers):
             raise ValueError("a channel receives into contiguous buffers only: pass one and copy from it")
-        return self._start(self._group.recv, 0, [buffer.detach() for buffer in buffers if buffer.numel()])
+        aliases = [buffer.detach() for buffer in buffers if buffer.numel()]
+        if self.device.type == "cpu":
+            return self._receive_on_host(aliases, after)
+        if not after:
+            return self._start(self._group.recv, 0, aliases)
+        # What follows on the communicator's stream waits for what this stream has been given.
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._side):
+            for transfer in after:
+                transfer.hold_up_stream()
+            return self._start(self._group.recv, 0, aliases)
+
+    def _receive_on_host(self, aliases: list[Tensor], after: Sequence[Transfer]) -> Transfer:
+        earlier = self._posted_later
+        if not after and (earlier is None or earlier.is_posted):
+            return self._start(self._group.recv, 0, aliases)
+        first = [*([earlier.posted] if earlier else []), *(transfer.finish for transfer in after)]
+        later = self._posted_later = _PostedLater(first, lambda: self._start(self._group.recv, 0, aliases))
+        return Transfer([later], aliases, self._awaiting)
 
     def close(self) -> None:
         """Destroy the group, once every transfer has been waited for. The channel cannot be used afterwards."""
@@ -128,6 +164,40 @@ class Channel:
         for tensor in tensors:
             operation([tensor], peer, 0)
         return Transfer([self._group._end_coalescing()], tensors)
+
+
+class _PostedLater:
+    """A message on the host, posted by a thread as soon as what comes `first` has returned."""
+
+    def __init__(self, first: Sequence[Callable[[], object]], post: Callable[[], Transfer]) -> None:
+        self._transfer: Transfer | None = None
+        self._error: Exception | None = None
+        # Of a rank that fails, a thread whose peer is silent must not hold up the end.
+        self._thread = Thread(target=self._run, args=(first, post), daemon=True)
+        self._thread.start()
+
+    @property
+    def is_posted(self) -> bool:
+        return self._transfer is not None
+
+    def posted(self) -> Transfer:
+        """The message under way, waited for until it is. Raises what kept it from being posted."""
+        self._thread.join()
+        if self._transfer is None:
+            assert self._error is not None, "the thread has ended"
+            raise self._error
+        return self._transfer
+
+    def wait(self) -> None:
+        self.posted().finish()
+
+    def _run(self, first: Sequence[Callable[[], object]], post: Callable[[], Transfer]) -> None:
+        try:
+            for wait in first:
+                wait()
+            self._transfer = post()
+        except Exception as error:
+            self._error = error
 
 
 class _Operation(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, cast
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from evenpipe.runtime.channel import Transfer
 from evenpipe.runtime.layout import Layouts
@@ -41,6 +41,14 @@ class _Guest(NamedTuple):
     storages: list[Tensor]
 
 
+class _Departed(NamedTuple):
+    """A departure that another transfer follows: it is through when that starts, and has been let go of."""
+
+    transfer: Transfer
+    action: Action
+    vacated: list[UntypedStorage]
+
+
 class Flow:
     """What is under way in a batch, or in a stream of batches."""
 
@@ -55,6 +63,7 @@ class Flow:
         self.under_way: dict[Message, Transfer] = {}
         self.actions: dict[Message, Action] = {}
         self.received: dict[Message, list[Tensor]] = {}
+        self.followed: dict[Message, list[_Departed]] = {}
         self.guests: dict[Unit, _Guest] = {}
         self.start_transfer = {EVICT: self.evict, LOAD: self.load, ACCEPT: self.accept, RETURN: self.give_back}
         self.act: dict[Kind, Callable[[Unit, list[Tensor] | None], list[Tensor]]] = {
@@ -72,9 +81,7 @@ class Flow:
         for message in step.complete:
             self.complete(message)
         if step.transfer is not None:
-            self.actions[step.transfer] = action
-            self.start_transfer[action.kind](step.transfer, action.unit)
-            self.resources.observer.started(action)
+            self.start(step.transfer, step)
             self.post(step.then_post)
             return
         taken = None if step.takes is None else self.received.pop(step.takes)
@@ -104,8 +111,30 @@ class Flow:
         else:
             self.received[message] = results
 
+    def start(self, message: Message, step: Step) -> None:
+        """Start what `step` moves to or from the partner, in the room of what it follows."""
+        action = step.action
+        self.followed[message] = [self.departed(one) for one in step.follows]
+        self.actions[message] = action
+        self.start_transfer[action.kind](message, action.unit)
+        self.resources.observer.started(action)
+
+    def departed(self, message: Message) -> _Departed:
+        """Let go of what leaves this stage with `message`, which may still be under way."""
+        action = self.actions.pop(message)
+        return _Departed(self.under_way.pop(message), action, self.let_go(action))
+
+    def let_go(self, action: Action) -> list[UntypedStorage]:
+        """Give up what a transfer has moved from this stage; the memory, where that was the micro-batch's own."""
+        if action.kind == EVICT:
+            return self.resources.store.release(action.unit)
+        if action.kind == RETURN:
+            self.resources.pool.release(self.guests.pop(action.unit).slot)
+        return []
+
     def receive(self, message: Message, buffers: list[Tensor]) -> None:
-        self.under_way[message] = self.channels[message.link].receive(buffers)
+        after = [one.transfer for one in self.followed.get(message, ())]
+        self.under_way[message] = self.channels[message.link].receive(buffers, after)
 
     def send(self, message: Message, tensors: list[Tensor]) -> None:
         self.under_way[message] = self.channels[message.link].send(tensors)
@@ -116,7 +145,8 @@ class Flow:
         self.send(message, storages)
 
     def load(self, message: Message, unit: Unit) -> None:
-        self.receive(message, self.resources.store.refill(unit))
+        vacated = [storage for one in self.followed[message] for storage in one.vacated]
+        self.receive(message, self.resources.store.refill(unit, vacated))
 
     def accept(self, message: Message, unit: Unit) -> None:
         sizes = self.layouts.next()
@@ -139,10 +169,10 @@ class Flow:
             self.resources.exposed.wait(transfer)
         else:
             transfer.wait()
-        if action.kind == EVICT:
-            self.resources.store.release(action.unit)
-        elif action.kind == RETURN:
-            self.resources.pool.release(self.guests.pop(action.unit).slot)
+        for one in self.followed.pop(message, ()):
+            one.transfer.wait()
+            self.resources.observer.ended(one.action)
+        self.let_go(action)
         self.resources.observer.ended(action)
 
     def break_off(self, owed: Iterable[Step]) -> None:
@@ -154,9 +184,8 @@ class Flow:
             for message in step.complete:
                 if message in self.under_way:
                     self.complete(message)
-            self.actions[step.transfer] = step.action
-            self.start_transfer[step.action.kind](step.transfer, step.action.unit)
-            self.resources.observer.started(step.action)
+            started = tuple(message for message in step.follows if message in self.under_way)
+            self.start(step.transfer, step._replace(follows=started))
         for message in list(self.under_way):
             self.complete(message)
         for guest in self.guests.values():
@@ -202,7 +231,7 @@ def _most_accepted(steps: Iterable[Step]) -> int:
     """How many slots an acceptor's pool needs: from the accept until the return is known to be complete."""
     held = most = 0
     for step in steps:
-        held -= sum(message.link.kind == "load" for message in step.complete)
+        held -= sum(message.link.kind == "load" for message in (*step.complete, *step.follows))
         held += step.action.kind == ACCEPT
         most = max(most, held)
     return most

@@ -73,9 +73,14 @@ class SavedStorage:
             self.counter.add_own(nbytes - self.nbytes)
             self.nbytes = nbytes
 
-    def fill(self) -> torch.UntypedStorage:
-        """Allocate the memory again, contents undefined."""
-        storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+    def fill(self, vacated: list[torch.UntypedStorage]) -> torch.UntypedStorage:
+        """Take memory of the same size from what was `vacated`, or else allocate it; contents undefined."""
+        fits = (at for at, storage in enumerate(vacated) if storage.nbytes() == self.nbytes)
+        at = next(fits, None)
+        if at is None:
+            storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        else:
+            storage = vacated.pop(at)
         self._own(storage)
         return storage
 

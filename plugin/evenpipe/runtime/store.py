@@ -103,11 +103,12 @@ class ActivationStore:
         recording.departing = [saved for reference in recording.sealed if (saved := reference()) is not None]
         return [saved.view() for saved in recording.departing]
 
-    def release(self, key: Hashable) -> None:
-        """Drop the storages that `ship` returned; their memory is free as soon as the caller drops the views."""
+    def release(self, key: Hashable) -> list[torch.UntypedStorage]:
+        """Drop the storages that `ship` returned, and return them: their memory is free with them and the views."""
         recording = self._recordings.get(key)
         if recording is None or recording.away:
-            return
+            return []
+        vacated = [saved.storage for saved in recording.departing if saved.storage is not None]
         handles = recording.by_storage()
         emptied = []
         for saved in recording.departing:
@@ -120,17 +121,22 @@ class ActivationStore:
             self.counter.add_evicted(saved.nbytes)
         recording.emptied = emptied
         self.counter.add_own_units(-1)
+        return vacated
 
-    def refill(self, key: Hashable) -> list[Tensor]:
-        """Allocate what `release` dropped and return uint8 views to receive into, in `ship`'s order and sizes."""
+    def refill(self, key: Hashable, vacated: Iterable[torch.UntypedStorage] = ()) -> list[Tensor]:
+        """Find memory for what `release` dropped: uint8 views to receive into, in `ship`'s order and sizes.
+
+        Of what another micro-batch has `vacated`, storages of the same size are used again; the rest is allocated.
+        """
         recording = self._recordings.get(key)
         if recording is None or recording.emptied is None:
             return []
         departed, recording.departing = recording.departing, []
         emptied, recording.emptied = recording.emptied, None
         handles = recording.by_storage()
+        room = list(vacated)
         for saved in departed:
-            storage = saved.fill()
+            storage = saved.fill(room)
             for handle in handles.get(saved, ()):
                 handle.fill(storage)
         for reference, geometry, saved in emptied:

@@ -28,8 +28,10 @@ class _Transfer(NamedTuple):
     used: int
 
 
-def balance(schedule: Schedule, bound: int) -> Schedule:
+def balance(schedule: Schedule, bound: int, one_queue: bool = False) -> Schedule:
     """The same compute orders with transfers added, so that no stage holds more than ``bound`` live units.
+
+    With ``one_queue``, a load that waits for its room would hold up compute behind it, so none is begun before that.
 
     Works on any compute orders. Raises :class:`ScheduleError` if an evictor cannot get below the bound; whether every
     acceptor and the middle stage do, :func:`evenpipe.schedule.verify` decides.
@@ -44,7 +46,7 @@ def balance(schedule: Schedule, bound: int) -> Schedule:
         acceptor, row, ended = partner(evictor, stages), rows[evictor], ends[evictor].tolist()
         trades = [
             (slot, kind, row[used][1:3], ended[slot - 1] if slot else 0)
-            for slot, kind, used in _plan(row, ended, bound, evictor)
+            for slot, kind, used in _plan(row, ended, bound, evictor, early=not one_queue)
         ]
         rows[evictor] = _insert(row, [(slot, action_of(kind, *unit)) for slot, kind, unit, _ in trades])
         accepting = [
@@ -55,12 +57,14 @@ def balance(schedule: Schedule, bound: int) -> Schedule:
     return replace(schedule, bound=bound, actions=tuple(rows))
 
 
-def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int) -> list[_Transfer]:
+def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int, early: bool = True) -> list[_Transfer]:
     """Algorithm 1, generalised from 1F1B to any compute order; ``ends`` are the logical times at which actions end.
 
     A cache of ``bound`` units (§3.4): in every slot, that is beside every compute action, evict what is needed
     furthest in the future (Belady) if the next slot would not fit otherwise; load one decision before the backward
     (line 17). A bubble is a decision too: then the load starts when the compute action before the bubble has ended.
+    ``early``: one decision earlier still, where the eviction of that slot makes room: the two share the time of a
+    backward and a forward (Appendix B, Equations 10 to 12), so that a transfer may take 1.5 forwards.
     """
     backward = {action[1:3]: slot for slot, action in enumerate(row) if action.kind == BACKWARD}
     forward = [action.kind == FORWARD for action in row]
@@ -99,6 +103,11 @@ def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int) ->
             del resident[bisect_left(resident, furthest)]
             evicted.add(furthest)
             transfers.append(_Transfer(slot, EVICT, furthest))
+        for unit in arriving(slot + 1) if early else ():
+            if unit in evicted and len(resident) < bound:
+                insort(resident, unit)
+                evicted.discard(unit)
+                transfers.append(_Transfer(slot, LOAD, unit))
         if leaving and resident[:1] == [slot]:
             del resident[0]
     return transfers

@@ -61,7 +61,7 @@ def build(spec: Spec | str, size: Size, bpipe: bool = False, one_queue: bool = F
         if size.stages < 2:
             raise ScheduleError("bpipe: one stage has no partner to evict to; use at least 2 stages")
         verify_actions(schedule)
-        schedule = balance(schedule, min(spec.balanced(size), schedule.bound))
+        schedule = balance(schedule, min(spec.balanced(size), schedule.bound), one_queue)
     update_follows = spec.update_follows
     if update_follows is not None:
         schedule = with_updates(schedule, lambda batch: update_follows(size, batch))

@@ -88,13 +88,16 @@ def walk(
         placed = np.maximum(place[going], places[those].max(axis=1))
         if batches is not None:
             starts, placed = batches.after(actions, starts, placed)
-        now[going] = starts + ticks[actions]
+        ends[actions] = starts + ticks[actions]
+        if mate is None:
+            now[going] = ends[actions]
+        else:
+            mates = mate[actions]
+            now[going] = np.where(mates == actions, ends[actions], now[going])  # a transfer waits by itself
+            ends[actions] = np.maximum(ends[actions], ends[mates])
         place[going] = np.maximum(placed + 1, now[going])
-        ends[actions] = now[going]
         if mate is not None:
-            partner = stage_of[mate[actions]]
-            ends[actions] = np.maximum(now[going], now[partner])
-            place[going] = np.maximum(place[going], place[partner])
+            place[going] = np.maximum(place[going], place[stage_of[mates]])
         places[actions] = place[going]
         over[actions] = True
         at[going] += 1

@@ -25,7 +25,8 @@ class Step(NamedTuple):
 
     ``post``: receives of what compute needs here or later, each at its place in the one order of the whole pipeline
     (:mod:`evenpipe.schedule.order`), and gatherings. ``complete``: messages, received or sent by this stage, that must
-    be complete before the action. ``transfer``: what an action starts to move to or from its partner or its host.
+    be complete before the action. ``transfer``: what an action starts to move to or from its partner or its host, once
+    what it ``follows`` is complete: departures that make room for it, which nothing else waits for.
     ``then_post``: the same as ``post``, for what comes after the action and before ``send``.
     ``send``: what compute gives a neighbour when it ends; local, where the next part of the model is on this stage.
     ``takes``: what compute got from a neighbour: one of ``complete``, or local.
@@ -38,6 +39,7 @@ class Step(NamedTuple):
     then_post: tuple[Message | Gathering, ...] = ()
     send: Message | None = None
     takes: Message | None = None
+    follows: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,15 @@ def steps_of(program: Program, stage: int, gatherings: Column) -> tuple[Step, ..
     steps = []
     for at, action in enumerate(row):
         number = rows.start + at
-        before = departures[gone[at - 1] if at else 0 : gone[at]] + [after[at]] * (after[at] >= 0)
-        complete = [_started(wiring, stage, one) for one in before]
+        gone_by_now = departures[gone[at - 1] if at else 0 : gone[at]]
+        departed = tuple(_started(wiring, stage, one) for one in gone_by_now)
+        complete = [_started(wiring, stage, after[at])] if after[at] >= 0 else []
         posts, then_posts = tuple(post[number]), tuple(then_post[number])
         if action.kind not in COMPUTE:
             moved = None if KINDS[action.kind].of_batch else transfer(action, stage, schedule.stages)
-            steps.append(Step(posts, tuple(complete), action, moved, then_posts))
+            steps.append(Step(posts, tuple(complete), action, moved, then_posts, follows=departed))
             continue
+        complete = [*departed, *complete]
         takes = routes.incoming(action, stage)
         if takes is not None and not takes.is_local:
             complete.append(takes)

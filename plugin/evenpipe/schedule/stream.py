@@ -203,6 +203,7 @@ def _shifted(cell: Sequence[Step], by: int) -> list[Step]:
             tuple(map(shifted, step.then_post)),
             None if step.send is None else message(step.send),
             None if step.takes is None else message(step.takes),
+            tuple(map(message, step.follows)),
         )
         for step in cell
     ]

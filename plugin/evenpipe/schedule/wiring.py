@@ -148,10 +148,11 @@ class Wiring:
 
     @property
     def departed(self) -> Column:
-        """The message of the last departure that must be complete before each action."""
+        """The message of the last departure that must be complete before each action, and need not be before others."""
         rows = [slice(*ends) for ends in pairwise(self.schedule.table.first.tolist())]
         messages = (np.append(self.gives[self.departures(stage)], -1) for stage in range(len(rows)))
-        return np.concatenate([sent[self.gone[those] - 1] for those, sent in zip(rows, messages, strict=True)])
+        sent = [sent[self.gone[those] - 1] for those, sent in zip(rows, messages, strict=True)]
+        return np.concatenate([np.where(np.diff(last, prepend=-1), last, -1) for last in sent])
 
     def leaving(self, stage: int) -> tuple[Column, Column, Column]:
         """Of a stage's departures: the message, the stage that the unit belongs to, and its chunk."""

@@ -45,10 +45,14 @@ SYNCHRONISED: Final[Mapping[Synchronised, str]] = MappingProxyType(
 
 
 class Call(NamedTuple):
-    """What a host enqueues: an end of a message, a wait, compute, an end of a gathering, an update's wait for one."""
+    """What a host enqueues: an end of a message, a wait, compute, an end of a gathering, an update's wait for one.
+
+    ``follows``: messages that the stream of an end waits for before it.
+    """
 
     kind: Literal["send", "receive", "wait", "compute", "gather", "update"]
     what: Message | Action | Gathering
+    follows: tuple[Message, ...] = ()
 
 
 class Environment(NamedTuple):
@@ -83,7 +87,7 @@ def _calls(step: Step) -> Iterator[Call]:
     yield from _posts(step.post)
     yield from (Call("wait", message) for message in step.complete)
     if step.transfer is not None and not step.transfer.is_local:
-        yield Call("send" if action.kind in SENDING else "receive", step.transfer)
+        yield Call("send" if action.kind in SENDING else "receive", step.transfer, step.follows)
     elif KINDS[action.kind].of_batch:
         yield Call("update", Gathering(action.micro_batch))
     elif action.kind in COMPUTE:
@@ -125,7 +129,7 @@ class Device:
         # An end of a message or of a gathering is complete with all its other ends, and some time after them.
         complete: dict[Message | Action | Gathering, int] = {}
         for row in calls:
-            for kind, what in row:
+            for kind, what, _ in row:
                 if kind in ("send", "receive", "gather") and what not in complete:
                     wire = costs.wire(what.link) if isinstance(what, Message) else None
                     complete[what] = self._event((), 0.0 if wire is None else wire.transmit_ms + wire.latency_ms)
@@ -153,7 +157,7 @@ class Device:
         last_of: dict[object, int] = {}  # what is complete last on each other stream
         enqueued: list[int] = []
         taken: list[int] = []
-        for at, (kind, what) in enumerate(calls):
+        for at, (kind, what, follows) in enumerate(calls):
             under_way = [*last_compute, *last_of.values()] if environment.synchronises(calls, at) else []
             if kind == "update":
                 under_way.append(complete[what])
@@ -166,6 +170,7 @@ class Device:
             taken.append(event)
             if kind == "wait":
                 self._awaits[event].append(complete[what])
+            self._awaits[event] += [complete[one] for one in follows]
             if kind in ("wait", "compute"):
                 last_compute = [event]
             elif kind != "update":

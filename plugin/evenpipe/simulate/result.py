@@ -5,9 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple, overload
 
-from evenpipe.schedule import Action
+import numpy as np
+
+from evenpipe.schedule import Action, Column
 
 __all__ = ["MemoryCurve", "MemoryPoint", "Simulation", "Span", "StageResult"]
 
@@ -38,20 +42,34 @@ class MemoryCurve(Sequence[MemoryPoint]):
     """
 
     def __init__(self, unit_bytes: Sequence[Sequence[int]] | None) -> None:
-        self.at_ms, self.live = array("d"), array("i")
-        self.bytes: list[int] | None = None if unit_bytes is None else []
-        self._live = 0
-        self._bytes = 0
+        self._changed_ms, self._by = array("d"), array("i")
+        self._bytes_by: list[int] | None = None if unit_bytes is None else []
         self._unit_bytes = unit_bytes
 
     def change(self, by: int, owner: int, chunk: int, at_ms: float) -> None:
-        """A unit of stage ``owner`` becomes live (+1) or is gone (-1)."""
-        self._live += by
-        self.at_ms.append(at_ms)
-        self.live.append(self._live)
-        if self._unit_bytes is not None and self.bytes is not None:
-            self._bytes += by * self._unit_bytes[owner][chunk]
-            self.bytes.append(self._bytes)
+        """A unit of stage ``owner`` becomes live (+1) or is gone (-1). All changes come before the curve is read."""
+        self._changed_ms.append(at_ms)
+        self._by.append(by)
+        if self._unit_bytes is not None and self._bytes_by is not None:
+            self._bytes_by.append(by * self._unit_bytes[owner][chunk])
+
+    @cached_property
+    def _in_time(self) -> Column:
+        """A transfer that waits by itself may start after compute that comes behind it."""
+        return np.argsort(self._changed_ms, kind="stable")
+
+    @cached_property
+    def at_ms(self) -> Column:
+        return np.sort(self._changed_ms)
+
+    @cached_property
+    def live(self) -> Column:
+        return np.cumsum(np.array(self._by, np.int32)[self._in_time])
+
+    @cached_property
+    def bytes(self) -> Sequence[int] | None:
+        by = self._bytes_by
+        return None if by is None else list(accumulate(by[at] for at in self._in_time.tolist()))
 
     @overload
     def __getitem__(self, at: int) -> MemoryPoint: ...
@@ -62,10 +80,10 @@ class MemoryCurve(Sequence[MemoryPoint]):
     def __getitem__(self, at: int | slice) -> MemoryPoint | Sequence[MemoryPoint]:
         if isinstance(at, slice):
             return [self[index] for index in range(len(self))[at]]
-        return MemoryPoint(self.at_ms[at], self.live[at], 0 if self.bytes is None else self.bytes[at])
+        return MemoryPoint(float(self.at_ms[at]), int(self.live[at]), 0 if self.bytes is None else self.bytes[at])
 
     def __len__(self) -> int:
-        return len(self.at_ms)
+        return len(self._changed_ms)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def simulate(program: Program, costs: Costs, unit_bytes: Sequence[Sequence[int]]
         StageResult(
             busy_ms=clock.busy_ms,
             idle_ms=max(0.0, makespan_ms - clock.busy_ms),  # sums of the same times may round differently
-            peak_live=max(clock.memory.live, default=0),
+            peak_live=int(clock.memory.live.max(initial=0)),
             peak_bytes=max(clock.memory.bytes or (), default=0),
             memory=clock.memory,
         )

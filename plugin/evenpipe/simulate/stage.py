@@ -57,31 +57,35 @@ class StageClock:
             while posted == number:
                 issue(received, now_ms)
                 posted, received = next(posts, _NO_POST)
+            free_ms = now_ms
             for message, owner, chunk in islice(leaving, departing):
                 if end_ms[message] < 0:
                     yield message
-                now_ms = max(now_ms, end_ms[message])
-                change(-1, owner, chunk, now_ms)
+                free_ms = max(free_ms, end_ms[message])
+                change(-1, owner, chunk, free_ms)
+            kind, _, chunk, evictor = action
+            if kind not in _TRANSFERS:  # a transfer waits by itself
+                now_ms = free_ms
             for message in (loaded, taken, settled):
                 if message >= 0:
                     if end_ms[message] < 0:
                         yield message
                     if (complete_ms := end_ms[message]) > now_ms:
                         now_ms = complete_ms
-            started(now_ms)
-            kind, _, chunk, evictor = action
+            free_ms = max(now_ms, free_ms)
+            started(free_ms)
             held = _HELD[kind]
             if held > 0:
-                change(1, stage if evictor < 0 else evictor, chunk, now_ms)
+                change(1, stage if evictor < 0 else evictor, chunk, free_ms)
             if kind in takes_ms:
                 now_ms += takes_ms[kind]
                 self.busy_ms += takes_ms[kind]
                 if held < 0:
                     change(-1, stage, chunk, now_ms)
             if moved >= 0:
-                issue(moved, now_ms)
+                issue(moved, now_ms if kind in takes_ms else free_ms)
                 if kind in OWN_ENDS:
-                    issue(moved, now_ms)
+                    issue(moved, free_ms)
                 if kind in waits_at:
                     if end_ms[moved] < 0:
                         yield moved
