@@ -137,6 +137,31 @@ def data_may_be_swapped_while_receiving(rank: int, channels: dict[Link, Channel]
 
 
 @between_two
+def what_follows_a_message_starts_when_that_is_through(rank: int, channels: dict[Link, Channel]) -> None:
+    """It may use the same memory; the host goes on, and what is posted behind it stays behind it."""
+    size = 1 << 22
+    if rank == 0:
+        memory, last = torch.ones(size), number(-1)
+        sending = channels[DOWN].send([memory])
+        following = channels[UP].receive([memory], after=[sending])
+        behind = channels[UP].receive([last])
+        channels[GO].send([number(0)]).wait()  # only now the other end receives
+        behind.wait()
+        following.wait()
+        sending.wait()
+        assert bool((memory == 2).all())
+        assert last.item() == 3
+    else:
+        answers = [channels[UP].send([torch.full((size,), 2.0)]), channels[UP].send([number(3)])]
+        channels[GO].receive([number(0)]).wait()
+        inbox = torch.zeros(size)
+        channels[DOWN].receive([inbox]).wait()
+        assert bool((inbox == 1).all())
+        for answer in answers:
+            answer.wait()
+
+
+@between_two
 def transfers_may_be_waited_for_in_any_order_and_twice(rank: int, channels: dict[Link, Channel]) -> None:
     inboxes = [torch.zeros(1000 * (i + 1)) for i in range(10)]
     if rank == 0:
@@ -226,6 +251,7 @@ CASES: tuple[Callable[[int], None], ...] = (
     replicas_open_different_links_at_the_same_time,
     data_may_be_swapped_while_sending,
     data_may_be_swapped_while_receiving,
+    what_follows_a_message_starts_when_that_is_through,
     transfers_may_be_waited_for_in_any_order_and_twice,
     a_message_is_any_list_of_tensors,
     a_link_has_one_direction,

@@ -14,6 +14,7 @@ CASES = (
     "replicas_open_different_links_at_the_same_time",
     "data_may_be_swapped_while_sending",
     "data_may_be_swapped_while_receiving",
+    "what_follows_a_message_starts_when_that_is_through",
     "transfers_may_be_waited_for_in_any_order_and_twice",
     "a_message_is_any_list_of_tensors",
     "a_link_has_one_direction",

@@ -418,3 +418,30 @@ def test_softmax_and_dropout_of_a_real_layer_leave_completely() -> None:
     evict(store, 0)
     assert store.counter.own_bytes == 0
     del y
+
+
+def test_a_micro_batch_comes_back_into_the_memory_of_one_that_leaves() -> None:
+    model, store = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), ActivationStore(device="cpu")
+    inputs = [torch.randn(4, 8) for _ in range(2)]
+    outputs = []
+    for key, given_to_it in enumerate(inputs):
+        with store.recording(key):
+            outputs.append(model(given_to_it).square().sum())
+        if key == 0:
+            first = evict(store, 0)
+    second = [view.clone() for view in shippable(store, 1)]
+    vacated = store.release(1)
+    addresses = {storage.data_ptr() for storage in vacated}
+    views = store.refill(0, vacated)
+    assert {view.untyped_storage().data_ptr() for view in views} == addresses
+    for view, copy in zip(views, first, strict=True):
+        view.copy_(copy)
+    del vacated, views
+    outputs[0].backward()
+    load(store, 1, second)
+    outputs[1].backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    loss = sum(model(given_to_it).square().sum() for given_to_it in inputs)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(torch.allclose(mine, plain) for mine, plain in zip(found, expected, strict=True))
+    assert store.counter.own_bytes == 0
