@@ -8,6 +8,7 @@ such timers it is called before every step of a stage.
 import runpy
 import sys
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import megatron.core  # noqa: F401  CPU mode has put its own in place by then
@@ -22,13 +23,17 @@ HANGS_AFTER = timedelta(seconds=120)
 under_way: list[Any] = []
 exchanges: list[Any] = []
 calls = [0]
-_start_message, _start_exchange, _take = Channel._start, Exchange.start, Flow.take
+_send, _receive, _start_exchange, _take = Channel.send, Channel.receive, Exchange.start, Flow.take
 
 
-def start_message(channel: Channel, *arguments: Any) -> Any:
-    transfer = _start_message(channel, *arguments)
-    under_way.append(transfer)
-    return transfer
+def send(channel: Channel, *arguments: Any) -> Any:
+    under_way.append(_send(channel, *arguments))
+    return under_way[-1]
+
+
+def receive(channel: Channel, *arguments: Any) -> Any:
+    under_way.append(_receive(channel, *arguments))
+    return under_way[-1]
 
 
 def start_exchange(exchange: Exchange, row: Any) -> None:
@@ -39,9 +44,10 @@ def start_exchange(exchange: Exchange, row: Any) -> None:
 def synchronize(device: object = None) -> None:
     calls[0] += 1
     for transfer in under_way:
-        for work in transfer._works:
-            work.wait(HANGS_AFTER)
-        transfer._works = ()  # gloo's must not be waited for again
+        waiting = Thread(target=transfer.finish, daemon=True)
+        waiting.start()
+        waiting.join(HANGS_AFTER.total_seconds())
+        assert not waiting.is_alive(), "what is under way never comes to its end"
     for work in exchanges:
         work.wait(HANGS_AFTER)
     under_way.clear()
@@ -55,7 +61,7 @@ def take(flow: Flow, step: Step) -> None:
 
 if "--timing-log-level" not in sys.argv:
     Flow.take = take
-Channel._start = start_message
+Channel.send, Channel.receive = send, receive
 Exchange.start = start_exchange
 torch.cuda.synchronize = synchronize
 sys.argv[0] = "pretrain_gpt.py"

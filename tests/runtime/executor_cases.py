@@ -82,10 +82,16 @@ class SlowTransfer(Transfer):
         self._slept_ms = slept_ms
 
     def wait(self) -> None:
-        left = max(0.0, self._arrives - time.monotonic())
-        self._slept_ms.append(left * 1e3)
-        time.sleep(left)
+        self._slept_ms.append(self._left * 1e3)
         super().wait()
+
+    def finish(self) -> None:
+        time.sleep(self._left)
+        super().finish()
+
+    @property
+    def _left(self) -> float:
+        return max(0.0, self._arrives - time.monotonic())
 
 
 class SlowChannel:
@@ -99,8 +105,8 @@ class SlowChannel:
     def send(self, tensors: Sequence[Tensor]) -> Transfer:
         return SlowTransfer(self._channel.send(tensors), self._ms, self._slept_ms)
 
-    def receive(self, buffers: Sequence[Tensor]) -> Transfer:
-        return SlowTransfer(self._channel.receive(buffers), self._ms, self._slept_ms)
+    def receive(self, buffers: Sequence[Tensor], after: Sequence[Transfer] = ()) -> Transfer:
+        return SlowTransfer(self._channel.receive(buffers, after), self._ms, self._slept_ms)
 
     def close(self) -> None:
         self._channel.close()

@@ -56,8 +56,8 @@ class Watched:
         self._under_way.append(self._channel.send(tensors))
         return self._under_way[-1]
 
-    def receive(self, buffers: Sequence[Tensor]) -> Transfer:
-        self._under_way.append(self._channel.receive(buffers))
+    def receive(self, buffers: Sequence[Tensor], after: Sequence[Transfer] = ()) -> Transfer:
+        self._under_way.append(self._channel.receive(buffers, after))
         return self._under_way[-1]
 
     def close(self) -> None:
