@@ -75,7 +75,8 @@ def test_slow_links_are_told_by_kind_with_what_to_do() -> None:
         "wait for transfers, which need 8.00 to 12.00 GB/s; move it",
         "1 of 3 evictor-acceptor pairs share a node and have slow links (stages 1-6): 10.00 GB/s, below the 12.00 GB/s "
         "that hide a transfer behind one forward, above the 8.00 GB/s that hide two behind a backward and a forward: "
-        "evictions are hidden, a part of each load is not; recompute more",
+        "hidden, but for a part of each load where all of a device's work passes one queue "
+        "(CUDA_DEVICE_MAX_CONNECTIONS=1); recompute more",
     )
 
 

@@ -155,6 +155,7 @@ def _verdict(slow: Sequence[MeasuredPair], strict: float) -> str:
     if all(pair.gbps >= relaxed for pair in slow):
         return (
             f"below the {strict:.2f} GB/s that hide a transfer behind one forward, above the {relaxed:.2f} GB/s that "
-            "hide two behind a backward and a forward: evictions are hidden, a part of each load is not"
+            "hide two behind a backward and a forward: hidden, but for a part of each load where all of a device's "
+            "work passes one queue (CUDA_DEVICE_MAX_CONNECTIONS=1)"
         )
     return f"so that training may wait for transfers, which need {relaxed:.2f} to {strict:.2f} GB/s"
