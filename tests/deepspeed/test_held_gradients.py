@@ -11,6 +11,7 @@ from evenpipe.delayed.held import held_gradient_bytes
 from tests.deepspeed.job import run_cases
 
 pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.long
 
 VOCABULARY, HIDDEN = 64, 32  # of train_tiny's layers
 

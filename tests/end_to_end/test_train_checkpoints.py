@@ -170,6 +170,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Stop
     subprocess.run(["umount", folders["out of room"]], capture_output=True)
 
 
+@pytest.mark.long
 def test_sigterm_saves_after_the_same_iteration_everywhere(stopped: dict[str, Stopped]) -> None:
     ending, folder = stopped["terminated"]
     status, line = ending.result()
@@ -179,6 +180,7 @@ def test_sigterm_saves_after_the_same_iteration_everywhere(stopped: dict[str, St
     goes_on_exactly(folder)
 
 
+@pytest.mark.long
 def test_sigterm_to_all_processes_at_once_does_too(stopped: dict[str, Stopped]) -> None:
     ending, folder = stopped["all terminated"]
     status, line = ending.result()
@@ -186,6 +188,7 @@ def test_sigterm_to_all_processes_at_once_does_too(stopped: dict[str, Stopped]) 
     assert status == 128 + signal.SIGTERM
 
 
+@pytest.mark.long
 def test_killed_at_any_moment_a_run_goes_on_from_its_latest_checkpoint(stopped: dict[str, Stopped]) -> None:
     endings, folder = stopped["killed twice"]
     (first, saved), (second, saved_later) = endings.result()
@@ -194,6 +197,7 @@ def test_killed_at_any_moment_a_run_goes_on_from_its_latest_checkpoint(stopped: 
     goes_on_exactly(folder)
 
 
+@pytest.mark.long
 def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(stopped: dict[str, Stopped]) -> None:
     ended, folder = stopped["out of room"]
     ending = ended.result()

@@ -45,7 +45,7 @@ BOUND = {"PP1": PP1, "PP4": PP4, "PP4 V2": PP4_V2}  # the layouts in which the p
 class Call:
     """One call of the function with an optimizer step after it, or an evaluation without.
 
-    `loss`: "pair" (loss, report) or "triple" (loss, tokens, report). `arguments` are added to those that every call
+    `ragged` micro-batches differ in length. `loss`: "pair" (loss, report) or "triple" (loss, tokens, report). `arguments` are added to those that every call
     has, or replace them. `groups` are given explicitly: both, or one of them. `force_all_reduce` is asked for where
     Megatron knows it.
     """
@@ -53,6 +53,7 @@ class Call:
     evaluate: bool = False
     micro_batches: int = 8
     sequence: int = 8
+    ragged: bool = False
     loss: str = "pair"
     arguments: Mapping[str, Any] = field(default_factory=dict)
     groups: tuple[str, ...] = ()
@@ -111,6 +112,8 @@ PADDED = {
     "moe_pad_expert_input_to_capacity": True,
     "moe_token_dispatcher_type": "alltoall",
 }
+RAGGED = (Call(ragged=True), Call(ragged=True, micro_batches=4), Call(ragged=True, evaluate=True))
+VARIABLE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}  # which it wants, experts or not
 # Parameters are gathered ahead from the second batch on.
 SEVERAL = (Call(micro_batches=4), Call(), EVALUATION, Call(micro_batches=4))
 
@@ -160,6 +163,7 @@ CASES = {
         calls=(Call(micro_batches=2), Call(), Call(micro_batches=5)), engines=GROUPED
     ),
     "other lengths": Case(calls=(Call(), Call(sequence=12, micro_batches=4), Call(sequence=4, micro_batches=4))),
+    "micro-batches of lengths of their own": Case(calls=RAGGED, config=VARIABLE, engines=GROUPED),
     "interleaved, bare modules": Case(PP4_V2, ddp=None),
     "interleaved, loss per token": Case(PP4_V2, calls=TOKENS, config={"calculate_per_token_loss": True}),
     "interleaved, given groups": Case(PP4_V2, calls=(GIVEN, GIVEN)),
@@ -176,6 +180,7 @@ CASES = {
         PP4_V2, calls=(EVALUATION, Call(), COLLECTION, Call(micro_batches=4))
     ),
     "interleaved, other numbers of micro-batches": Case(PP4_V2, calls=(Call(micro_batches=4), Call())),
+    "interleaved, micro-batches of lengths of their own": Case(PP4_V2, calls=RAGGED, config=VARIABLE),
     "interleaved, other lengths": Case(PP4_V2, calls=(Call(), Call(sequence=12))),
     "overlapped reduction": Case(PP2, ddp=REDUCED, synchronise=("no_sync",)),
     "aligned reduction": Case(PP2, ddp=REDUCED, synchronise=("no_sync", "grad_sync"), engines=GROUPED),

@@ -20,7 +20,6 @@ from evenpipe.upstream import PatchSet
 PLAIN = SimpleNamespace(ddp_config=DistributedDataParallelConfig())
 ALWAYS: list[tuple[str, Any]] = [
     ("overlap_moe_expert_parallel_comm", True),
-    ("variable_seq_lengths", True),
     ("enable_cuda_graph", True),
     ("cuda_graph_impl", "local"),
     ("cuda_graph_impl", "full_iteration"),

@@ -220,9 +220,10 @@ class Pipeline:
     def _data(self, call: Call, index: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Per micro-batch, tokens (micro-batch size, sequence + 1) and which of the labels count."""
         generator = torch.Generator().manual_seed(100 * index + parallel_state.get_data_parallel_rank())
-        for _ in range(call.micro_batches):
-            tokens = torch.randint(0, VOCABULARY, (MICRO_BATCH, call.sequence + 1), generator=generator)
-            yield tokens, torch.rand(MICRO_BATCH, call.sequence, generator=generator) < 0.8
+        for number in range(call.micro_batches):
+            length = call.sequence - 2 * (number % 3) if call.ragged else call.sequence
+            tokens = torch.randint(0, VOCABULARY, (MICRO_BATCH, length + 1), generator=generator)
+            yield tokens, torch.rand(MICRO_BATCH, length, generator=generator) < 0.8
 
     def _recomputing_step(self, call: Call) -> Callable[..., Any]:
         """A forward step that is told whether to recompute all layers, and does so."""
@@ -240,7 +241,7 @@ class Pipeline:
         number = layers[0].current_microbatch if layers else "?"
         self.events.append(f"F{chunk}.{number}")
         tokens, counted = next(iterator)
-        positions = torch.arange(call.sequence).expand(MICRO_BATCH, -1).contiguous()
+        positions = torch.arange(tokens.shape[1] - 1).expand(MICRO_BATCH, -1).contiguous()
         output = model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous())
         if output.requires_grad:
             output.register_hook(lambda gradient: self.events.append(f"B{chunk}.{number}"))

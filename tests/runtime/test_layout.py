@@ -1,4 +1,4 @@
-"""Every evicted micro-batch says what it consists of: no two need be alike."""
+"""Every message says what it consists of where that differs: no two need be alike."""
 
 import torch
 import torch.distributed as dist
@@ -7,6 +7,7 @@ import torch.multiprocessing as mp
 from evenpipe.runtime.channel import open_channels
 from evenpipe.runtime.layout import Layouts
 
+SHAPES = [[(3, 1, 16), ()], [], [(5,)]]
 TOLD = [(8, 16, 1 << 40), (), (3,), *[(n,) * (n % 7) for n in range(40)]]
 
 
@@ -18,8 +19,10 @@ def tell_and_hear(rank, store_path, results):
     if rank == 0:
         for sizes in TOLD:
             layouts.tell(sizes)
+        for shapes in SHAPES:
+            layouts.tell_shapes([torch.empty(shape) for shape in shapes])
     else:
-        results.put([layouts.next() for _ in TOLD])
+        results.put(([layouts.next() for _ in TOLD], [layouts.next_shapes() for _ in SHAPES]))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -28,4 +31,4 @@ def test_what_is_told_is_heard_in_order(tmp_path):
     results = mp.get_context("fork").Queue()
     torch.set_num_threads(1)
     mp.start_processes(tell_and_hear, (str(tmp_path / "store"), results), nprocs=2, start_method="fork")
-    assert results.get() == TOLD
+    assert results.get() == (TOLD, SHAPES)

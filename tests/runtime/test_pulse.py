@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("silent_cases.py")
-SECONDS = 8.0
+SECONDS = 20.0  # of which a rank that lives may be quiet for a quarter, on a busy machine
 SAID = {
     "amid": r"rank 2 \(stage 2\) has given no sign of life for \d+ s",
     "before": r"rank 2 \(stage 2\) has not come to open its links",
 }
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGSTOP, and fork")
 @pytest.mark.parametrize("case", SAID)
 def test_a_silent_rank_is_named_by_all_that_wait(case: str, tmp_path: Path) -> None:
@@ -30,7 +31,7 @@ def test_a_silent_rank_is_named_by_all_that_wait(case: str, tmp_path: Path) -> N
     # The rest is for processes to end, on a busy machine.
     assert seconds < 3 * SECONDS
     line = (
-        rf"evenpipe: error: {SAID[case]}: rank {first} \(stage {first}\) waited 8 s for link \w+ \d -> \d: "
+        rf"evenpipe: error: {SAID[case]}: rank {first} \(stage {first}\) waited {SECONDS:g} s for link \w+ \d -> \d: "
         r"look after .* \(Megatron-LM: --distributed-timeout-minutes, DeepSpeed: init_distributed\(timeout=\.\.\.\)\)"
     )
     assert re.fullmatch(line, re.sub(r"^\[rank\d\]: ?", "", said.splitlines()[-1])), said

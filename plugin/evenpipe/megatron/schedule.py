@@ -170,7 +170,7 @@ class PipelineSchedule:
         """All forwards and backwards of a batch, and what Megatron does with its gradients; the losses."""
         batch, pipeline, groups, embedding, force_all_reduce = call
         config, release = batch.config, self._release
-        executor = self._executor(pipeline, list(batch.model))
+        executor = self._executor(pipeline, batch)
         program = self.program(pipeline.size(), batch.num_microbatches, len(batch.model))
         stage = MegatronStage(batch, program.schedule, pipeline.rank(), executor.device, release)
         stage.start()
@@ -190,7 +190,8 @@ class PipelineSchedule:
         """What is not an activation when autograd saves it."""
         return [parameter for chunk in chunks for parameter in chunk.parameters()]
 
-    def _executor(self, pipeline: dist.ProcessGroup, chunks: list[torch.nn.Module]) -> Executor:
+    def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
+        chunks = list(batch.model)
         if self._model is not None and [*map(id, self._model)] != [*map(id, chunks)]:
             raise ValueError("this PipelineSchedule belongs to another model: make one for each model")
         if self.executor is None:
@@ -200,7 +201,8 @@ class PipelineSchedule:
             backend = "nccl" if device.type == "cuda" else "gloo"
             ranks = dist.get_process_group_ranks(pipeline)
             joined, queue = links(loop(len(ranks), len(chunks)), self.bpipe), one_queue(pipeline, device)
-            connections = connect(ranks, joined, backend, device, queue)
+            vary = bool(batch.config.variable_seq_lengths)
+            connections = connect(ranks, joined, backend, device, queue, vary)
             self.programs = self.programs.for_queues(queue)
             self.executor = Executor(pipeline.rank(), connections, device, parameters, self._observer, self.measure)
             self._connected(self)

@@ -51,6 +51,8 @@ class MegatronStage:
         self._forwards = 0
         self._inputs: dict[Unit, list[Tensor | None]] = {}
         self._outputs: dict[Unit, list[Tensor]] = {}
+        self._expected: dict[Unit, list[tuple[int, ...]]] = {}
+        self._handed_over: dict[Unit, list[tuple[int, ...]]] = {}
 
     def start(self) -> None:
         """Before the first action."""
@@ -60,9 +62,21 @@ class MegatronStage:
         """After the last action."""
         self._sync.finish()
 
+    def expect(self, unit: Unit, shapes: list[tuple[int, ...]]) -> None:
+        """With `variable_seq_lengths`, the input of `unit` has these."""
+        self._expected[unit] = shapes
+
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
-        """Tensors of Megatron's pipeline shapes (sequence, micro-batch size, hidden) and dtype."""
-        shapes = self._batch.receive_shapes if kind == FORWARD else self._batch.send_shapes
+        """Tensors of Megatron's pipeline shapes (sequence, micro-batch size, hidden) and dtype, or of the unit's own.
+
+        The gradient of an output is received after its forward.
+        """
+        batch = self._batch
+        shapes = (
+            self._expected.pop(unit, batch.receive_shapes)
+            if kind == FORWARD
+            else self._handed_over.pop(unit, batch.send_shapes)
+        )
         dtype = self._batch.config.pipeline_dtype
         return [torch.empty(shape, dtype=dtype, device=self._device, requires_grad=True) for shape in shapes]
 
@@ -95,6 +109,8 @@ class MegatronStage:
         if is_last:
             return []
         handed_over = [output.detach() for output in outputs]
+        if config.variable_seq_lengths:
+            self._handed_over[unit] = [tuple(output.shape) for output in outputs]
         schedules.deallocate_output_tensor(outputs[0], config.deallocate_pipeline_outputs)
         return handed_over
 

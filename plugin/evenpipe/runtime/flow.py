@@ -11,7 +11,7 @@ from evenpipe.runtime.channel import Transfer
 from evenpipe.runtime.layout import Layouts
 from evenpipe.runtime.pool import Slot, aligned_bytes
 from evenpipe.runtime.resources import Resources
-from evenpipe.runtime.stage import SplitStage, Stage
+from evenpipe.runtime.stage import SplitStage, Stage, VaryingStage
 from evenpipe.schedule import (
     ACCEPT,
     BACKWARD,
@@ -99,12 +99,17 @@ class Flow:
                 self.gather(item.batch)
                 continue
             kind: Kind = FORWARD if item.link.kind == "forward" else BACKWARD
-            self.received[item] = self.stage.receive_buffers(kind, Unit(item.micro_batch, item.chunk))
+            unit = Unit(item.micro_batch, item.chunk)
+            if item.link in self.resources.shapes:
+                cast(VaryingStage, self.stage).expect(unit, self.resources.shapes[item.link].next_shapes())
+            self.received[item] = self.stage.receive_buffers(kind, unit)
             self.receive(item, self.received[item])
 
     def hand_on(self, message: Message, results: list[Tensor]) -> None:
         """Send `results`, or keep them for the next part of the model, where that is on this stage."""
         if not message.is_local:
+            if message.link in self.resources.shapes:
+                self.resources.shapes[message.link].tell_shapes(results)
             self.send(message, results)
         elif message.link.kind == "forward":
             self.received[message] = [_leaf(result) for result in results]

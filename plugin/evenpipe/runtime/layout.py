@@ -1,12 +1,14 @@
-"""What an evicted micro-batch consists of, told by the evictor with it, so that the acceptor can receive in place."""
+"""What a message consists of where that differs, told by the sender with it, so that it is received in place."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from evenpipe.runtime.channel import Channel, Transfer
 
@@ -16,27 +18,39 @@ _UNDER_WAY: Final = 4
 
 
 class Layouts:
-    """Sizes in bytes of the storages of which an evicted micro-batch consists, one micro-batch after the other.
+    """Sizes in bytes of the storages of which an evicted micro-batch consists, one micro-batch after the other; or the
+    shapes of the tensors that one stage gives the next.
 
     No two need be alike: who holds a storage for a moment, and what a router or a packed sequence made of the data,
-    differs from one to the next. They travel between the hosts, and no device waits for them. The evictor tells them
-    when it starts the eviction, where the acceptor takes it in, which has one place in the order of both.
+    differs from one to the next. They travel between the hosts, and no device waits for them. The sender tells them
+    when it starts to send, where the receiver starts to receive, which has one place in the order of both.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._sending: deque[Transfer] = deque()
 
+    def tell_shapes(self, tensors: Sequence[Tensor]) -> None:
+        """At the sender of these."""
+        self.tell([number for tensor in tensors for number in (tensor.dim(), *tensor.shape)])
+
+    def next_shapes(self) -> list[tuple[int, ...]]:
+        """At the receiver: those of the next tensors, waited for."""
+        numbers, shapes = iter(self.next()), []
+        for dimensions in numbers:
+            shapes.append(tuple(islice(numbers, dimensions)))
+        return shapes
+
     def tell(self, sizes: Sequence[int]) -> None:
-        """At the evictor: what it is about to send consists of."""
-        # The acceptor has taken those of a few evictions ago, and little is kept alive for it.
+        """At the sender: what it is about to send consists of."""
+        # The receiver has taken those of a few messages ago, and little is kept alive for it.
         if len(self._sending) >= _UNDER_WAY:
             self._sending.popleft().wait()
         told = [torch.tensor([len(sizes)]), torch.tensor(sizes, dtype=torch.int64)]
         self._sending.append(self._channel.send(told))
 
     def next(self) -> tuple[int, ...]:
-        """At the acceptor: what the next eviction consists of, waited for."""
+        """At the receiver: what the next message consists of, waited for."""
         count = torch.empty(1, dtype=torch.int64)
         self._channel.receive([count]).wait()
         sizes = torch.empty(int(count), dtype=torch.int64)

@@ -38,7 +38,7 @@ class Observer:
 class Resources:
     """What one stage of a pipeline keeps from batch to batch.
 
-    The connections, the acceptor's pool, the layout of evicted micro-batches and the memory counter. `parameters` are
+    The connections, the acceptor's pool, the layouts of what varies and the memory counter. `parameters` are
     left out of what is saved and counted. Without `measure`, own activations are recorded (some 2 µs a saved tensor) on
     evicting stages only, and the counter knows of nothing else. `exposed` has how long compute waited for evictions and
     loads, on either side, in the last batch that was measured.
@@ -60,6 +60,7 @@ class Resources:
         self.store = ActivationStore(parameters, self.counter, device)
         self.pool = SlotPool(device, self.counter)
         self.layouts = Layouts(connections.layouts) if connections.layouts is not None else None
+        self.shapes = {link: Layouts(channel) for link, channel in connections.shapes.items()}
         self.observer = observer if observer is not None else Observer()
         self.measure = measure
         self.clock = clock_for(device)

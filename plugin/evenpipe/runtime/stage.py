@@ -11,7 +11,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from evenpipe.schedule import FORWARD, Kind, Unit
 
-__all__ = ["ModuleStage", "SplitStage", "Stage", "SteppingStage"]
+__all__ = ["ModuleStage", "SplitStage", "Stage", "SteppingStage", "VaryingStage"]
 
 
 class Stage(Protocol):
@@ -35,6 +35,13 @@ class SplitStage(Stage, Protocol):
 
     def backward_weight(self, unit: Unit) -> None:
         """Accumulate the gradients of the weights, and let go of what is saved of the unit."""
+
+
+class VaryingStage(Stage, Protocol):
+    """A stage that takes tensors of other shapes from one micro-batch to the next."""
+
+    def expect(self, unit: Unit, shapes: list[tuple[int, ...]]) -> None:
+        """Of these shapes is the input of `unit`, whose buffers are asked for next."""
 
 
 class SteppingStage(Stage, Protocol):

@@ -82,7 +82,12 @@ class AdaptiveSchedule(PipelineSchedule):
 
     def _train(self, **arguments: Any) -> list[Any]:
         call = self._call(**arguments)
-        executor = self._executor(call.pipeline, list(call.batch.model))
+        if call.batch.config.variable_seq_lengths:
+            raise ValueError(
+                "variable_seq_lengths makes micro-batches differ in what they save, so that the memory of groups is not "
+                "known: give the group size as a number"
+            )
+        executor = self._executor(call.pipeline, call.batch)
         if not self.loop.explored or (self.loop.due(self.iteration) and self._sizes_of((), arguments) != self._sizes):
             arguments = self._measured(arguments, call, executor)
         chosen = self.loop.choose(executor, self.iteration, _samples(arguments))

@@ -76,7 +76,7 @@ class StreamSchedule(PipelineSchedule):
                 "set it, and leave virtual stages out"
             )
         stage, stages = call.pipeline.rank(), call.pipeline.size()
-        executor = self._executor(call.pipeline, list(batch.model))
+        executor = self._executor(call.pipeline, batch)
 
         def finalized(groups: Any) -> None:
             finalize(list(batch.model), None, **{self._release.process_groups_argument: groups})
@@ -151,6 +151,7 @@ class _StreamStage(MegatronStage):
         """Let go of what has been forwarded and not backwarded."""
         self._inputs.clear()
         self._outputs.clear()
+        self._handed_over.clear()
 
 
 class _LastBackwardSync(Sync):
