@@ -45,9 +45,9 @@ BOUND = {"PP1": PP1, "PP4": PP4, "PP4 V2": PP4_V2}  # the layouts in which the p
 class Call:
     """One call of the function with an optimizer step after it, or an evaluation without.
 
-    `ragged` micro-batches differ in length. `loss`: "pair" (loss, report) or "triple" (loss, tokens, report). `arguments` are added to those that every call
-    has, or replace them. `groups` are given explicitly: both, or one of them. `force_all_reduce` is asked for where
-    Megatron knows it.
+    `ragged` micro-batches differ in length. `loss`: "pair" (loss, report) or "triple" (loss, tokens, report).
+    `arguments` are added to those that every call has, or replace them. `groups` are given explicitly: both, or one of
+    them. `force_all_reduce` is asked for where Megatron knows it.
     """
 
     evaluate: bool = False

@@ -23,7 +23,7 @@ from evenpipe.schedule import Size, build
 from evenpipe.train.pipeline import ModulePipeline
 from evenpipe.upstream.ending import end_with_the_first_error
 
-STAGES, SILENT, TIMEOUT = 4, 2, timedelta(seconds=20)
+STAGES, SILENT, TIMEOUT = 4, 2, timedelta(seconds=12)
 
 
 class Part(torch.nn.Linear):

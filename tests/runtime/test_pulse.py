@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("silent_cases.py")
-SECONDS = 20.0  # of which a rank that lives may be quiet for a quarter, on a busy machine
+SECONDS = 12.0  # of which a rank that lives may be quiet for a quarter, on a busy machine
 SAID = {
     "amid": r"rank 2 \(stage 2\) has given no sign of life for \d+ s",
     "before": r"rank 2 \(stage 2\) has not come to open its links",
@@ -34,6 +34,7 @@ def test_a_silent_rank_is_named_by_all_that_wait(case: str, tmp_path: Path) -> N
         rf"evenpipe: error: {SAID[case]}: rank {first} \(stage {first}\) waited {SECONDS:g} s for link \w+ \d -> \d: "
         r"look after .* \(Megatron-LM: --distributed-timeout-minutes, DeepSpeed: init_distributed\(timeout=\.\.\.\)\)"
     )
-    assert re.fullmatch(line, re.sub(r"^\[rank\d\]: ?", "", said.splitlines()[-1])), said
+    # Whoever has to be ended, because a group waits for the silent rank when it is torn down, says so after that.
+    assert any(re.fullmatch(line, re.sub(r"^\[rank\d\]: ?", "", text)) for text in said.splitlines()), said
     for _, others in outcome.values():
         assert not re.search(r"rank [013] \(stage \d\) (has|sends)", others), others

@@ -84,8 +84,8 @@ class AdaptiveSchedule(PipelineSchedule):
         call = self._call(**arguments)
         if call.batch.config.variable_seq_lengths:
             raise ValueError(
-                "variable_seq_lengths makes micro-batches differ in what they save, so that the memory of groups is not "
-                "known: give the group size as a number"
+                "variable_seq_lengths makes micro-batches differ in what they save, so that the memory of groups is "
+                "not known: give the group size as a number"
             )
         executor = self._executor(call.pipeline, call.batch)
         if not self.loop.explored or (self.loop.due(self.iteration) and self._sizes_of((), arguments) != self._sizes):
