@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from evenpipe.runtime.channel import unrecorded
 
 SCRIPT = Path(__file__).with_name("channel_cases.py")
 
@@ -42,3 +46,17 @@ def test_channels(case: str, outcomes: list[dict[str, str]]) -> None:
 
 def test_every_case_is_listed_here(outcomes: list[dict[str, str]]) -> None:
     assert tuple(outcomes[0]) == CASES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn])
+def test_what_is_moved_are_the_same_bytes_in_a_storage_that_is_not_the_allocators(dtype: torch.dtype) -> None:
+    tensor = torch.empty(3, 5, dtype=dtype)
+    memory = StorageWeakRef(tensor.untyped_storage())
+    alias = unrecorded(tensor)
+    assert (alias.dtype, alias.shape) == (torch.uint8, (15 * dtype.itemsize,))
+    assert alias.data_ptr() == tensor.data_ptr()
+    assert alias.untyped_storage()._cdata != tensor.untyped_storage()._cdata
+    del tensor
+    assert not memory.expired()
+    del alias
+    assert memory.expired()

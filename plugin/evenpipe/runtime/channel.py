@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils import dlpack
 
 from evenpipe.runtime.communicators import ctas
 from evenpipe.runtime.pulse import Pulse
 from evenpipe.runtime.rounds import LinkT, rounds
 from evenpipe.runtime.timeout import job_timeout
 
-__all__ = ["Channel", "Transfer", "open_channels"]
+__all__ = ["Channel", "Transfer", "open_channels", "unrecorded"]
 
 
 class _Work(Protocol):
@@ -112,7 +113,7 @@ class Channel:
         """
         if not self._is_source:
             raise ValueError(f"channel {self.source} -> {self.target}: the target cannot send; open the opposite one")
-        aliases = [tensor.detach().contiguous() for tensor in tensors if tensor.numel()]
+        aliases = [unrecorded(tensor.detach().contiguous()) for tensor in tensors if tensor.numel()]
         return self._start(self._group.send, 1, aliases)
 
     def receive(self, buffers: Sequence[Tensor], after: Sequence[Transfer] = ()) -> Transfer:
@@ -127,7 +128,7 @@ class Channel:
             )
         if not all(buffer.is_contiguous() for buffer in buffers):
             raise ValueError("a channel receives into contiguous buffers only: pass one and copy from it")
-        aliases = [buffer.detach() for buffer in buffers if buffer.numel()]
+        aliases = [unrecorded(buffer.detach()) for buffer in buffers if buffer.numel()]
         if self.device.type == "cpu":
             return self._receive_on_host(aliases, after)
         if not after:
@@ -164,6 +165,20 @@ class Channel:
         for tensor in tensors:
             operation([tensor], peer, 0)
         return Transfer([self._group._end_coalescing()], tensors)
+
+
+def unrecorded(tensor: Tensor) -> Tensor:
+    """All bytes of a contiguous `tensor`, as an alias that keeps them, and that torch's allocator knows nothing of.
+
+    `ProcessGroupNCCL::pointToPoint` has the caching allocator record its stream on what it moves (releases differ, and
+    TORCH_NCCL_AVOID_RECORD_STREAMS does not cover it everywhere). Recorded memory that has been freed can be used again
+    only when the host has seen an event of that stream, and the host runs ahead: memory would come back late.
+    `recordStream` passes by what another deleter than the allocator's frees (CUDACachingAllocator.cpp:
+    `ptr.get_deleter() != &local_raw_delete`), as DLPack's does. Nothing is lost by it: a Transfer keeps the alias until
+    its stream has been told to wait, so the memory is free no earlier, for work that comes later on that stream.
+    """
+    alias: Tensor = dlpack.from_dlpack(torch._C._to_dlpack(tensor.view(-1).view(torch.uint8)))
+    return alias
 
 
 class _PostedLater:

@@ -55,8 +55,8 @@ class Flow:
     def __init__(self, resources: Resources, program: Program, stage: Stage) -> None:
         self.resources = resources
         self.stage = stage
-        self.update: Callable[[int], None] = _no_update
-        self.gather: Callable[[int], None] = _no_update
+        self.update: Callable[[int], None] = _no_stream
+        self.gather: Callable[[int], None] = _no_stream
         self.channels = resources.connections.channels
         self.evicts = program.schedule.evictions[resources.stage_index] > 0
         self.slots_needed = _most_accepted(program.steps[resources.stage_index])
@@ -228,8 +228,8 @@ def _leaf(output: Tensor) -> Tensor:
     return output.detach().requires_grad_(output.is_floating_point())
 
 
-def _no_update(batch: int) -> None:
-    raise RuntimeError(f"nobody steps batch {batch}: schedules with updates are carried out by advance")
+def _no_stream(batch: int) -> None:
+    raise RuntimeError(f"nobody steps batch {batch}: schedules with updates are carried out stretch by stretch")
 
 
 def _most_accepted(steps: Iterable[Step]) -> int:

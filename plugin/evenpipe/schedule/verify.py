@@ -65,8 +65,8 @@ def verify(schedule: Schedule, pairs: bool = False, one_queue: bool = False) -> 
     Proves that (1) every stage forwards and then backwards every unit exactly once, (2) what was evicted or swapped
     out is back before its backward, each transfer at its right partner, (3) both ends of every link agree on the order,
     (4) no stage goes beyond the bound, (5) no stage waits for ever, even if each of its calls waits until it is through
-    (:mod:`evenpipe.schedule.order`), and (6) without flushes, every micro-batch is
-    forwarded and backwarded with the weight version that 2BW's rule gives it, with at most two versions on a stage.
+    (:mod:`evenpipe.schedule.order`), and (6) without flushes, every micro-batch is forwarded and backwarded with the
+    weight version that 2BW's rule gives it, with at most two versions on a stage.
     """
     _check_sizes(schedule)
     with _marked(schedule):
