@@ -5,6 +5,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,4 +182,4 @@ def test_a_schedule_function_belongs_to_one_model() -> None:
     schedule._model = [torch.nn.Linear(2, 2)]
     for other in ([torch.nn.Linear(2, 2)], [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]):
         with pytest.raises(ValueError, match="belongs to another model"):
-            schedule._executor(None, other)  # type: ignore[arg-type]
+            schedule._executor(None, SimpleNamespace(model=other))  # type: ignore[arg-type]

@@ -112,7 +112,7 @@ def test_the_model_agrees_with_hosts_queues_and_streams_that_take_turns():
     assert min(found[True], found[False]) > 200
 
 
-@pytest.mark.parametrize("message", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("message", [*(pytest.param(one, marks=pytest.mark.long) for one in (0.0, 0.1)), 0.5])
 def test_with_many_queues_safety_costs_next_to_nothing(message: float):
     """Against receives that are posted k + 1 compute calls ahead: ≤ 0.1 % without BPipe, ≤ 1.5 % on average with it."""
     ratios = defaultdict(list)
