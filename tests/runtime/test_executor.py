@@ -206,7 +206,7 @@ def test_after_a_failure_no_other_batch_is_carried_out():
         return output.sum()
 
     stage = ModuleStage([torch.nn.Linear(4, 4)], torch.empty(2, 4), lambda _: torch.ones(2, 4), loss, loss_chunk=0)
-    executor = Executor(0, Connections({}, None), torch.device("cpu"))
+    executor = Executor(0, Connections({}, {}), torch.device("cpu"))
     with pytest.raises(ArithmeticError):
         executor.run(lower(build("1f1b", 1, 3)), stage)
     with pytest.raises(RuntimeError, match="stage 0 failed in an earlier batch"):

@@ -51,8 +51,7 @@ class MegatronStage:
         self._forwards = 0
         self._inputs: dict[Unit, list[Tensor | None]] = {}
         self._outputs: dict[Unit, list[Tensor]] = {}
-        self._expected: dict[Unit, list[tuple[int, ...]]] = {}
-        self._handed_over: dict[Unit, list[tuple[int, ...]]] = {}
+        self._handed_over: dict[Unit, Sequence[tuple[int, ...]]] = {}
 
     def start(self) -> None:
         """Before the first action."""
@@ -62,21 +61,17 @@ class MegatronStage:
         """After the last action."""
         self._sync.finish()
 
-    def expect(self, unit: Unit, shapes: list[tuple[int, ...]]) -> None:
-        """With `variable_seq_lengths`, the input of `unit` has these."""
-        self._expected[unit] = shapes
-
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
-        """Tensors of Megatron's pipeline shapes (sequence, micro-batch size, hidden) and dtype, or of the unit's own.
+        """Tensors of Megatron's pipeline shapes (sequence, micro-batch size, hidden) and dtype.
 
-        The gradient of an output is received after its forward.
+        With `variable_seq_lengths` the gradient of an output is shaped like that, whose forward is over by then.
         """
-        batch = self._batch
-        shapes = (
-            self._expected.pop(unit, batch.receive_shapes)
-            if kind == FORWARD
-            else self._handed_over.pop(unit, batch.send_shapes)
-        )
+        if kind == FORWARD:
+            return self.buffers_of(self._batch.receive_shapes)
+        return self.buffers_of(self._handed_over.pop(unit, self._batch.send_shapes))
+
+    def buffers_of(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Of these shapes, with Megatron's pipeline dtype."""
         dtype = self._batch.config.pipeline_dtype
         return [torch.empty(shape, dtype=dtype, device=self._device, requires_grad=True) for shape in shapes]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -20,19 +20,18 @@ __all__ = ["Connections", "connect"]
 
 @dataclass(frozen=True)
 class Connections:
-    """This rank's ends: `channels` by the link between stages; `layouts` joins it with its partner, if they trade.
-    `shapes`, between hosts, are of the forward links whose messages vary in shape.
+    """This rank's ends: `channels` by the link between stages; `layouts`, between hosts, beside those whose messages
+    vary: of evictions, and of forward links if shapes do.
 
     `one_queue`: the devices of the pipeline take all work from one queue. `pulse` names a rank that is silent.
     `line` says what the pipeline's links are, and take.
     """
 
     channels: Mapping[Link, Channel]
-    layouts: Channel | None
+    layouts: Mapping[Link, Channel]
     one_queue: bool = False
     pulse: Pulse | None = None
     line: str = ""
-    shapes: Mapping[Link, Channel] = field(default_factory=dict)
 
     @property
     def device_bytes(self) -> int:
@@ -42,8 +41,7 @@ class Connections:
 
     def close(self) -> None:
         """Destroy every group, once nothing is under way."""
-        layouts = [self.layouts] if self.layouts else []
-        for channel in (*self.channels.values(), *layouts, *self.shapes.values()):
+        for channel in (*self.channels.values(), *self.layouts.values()):
             channel.close()
         if self.pulse is not None:
             self.pulse.stop()
@@ -64,18 +62,18 @@ def connect(
     """
     rest_at_exit()
     timeout = job_timeout()
-    pairs = [("layout", ranks[link.source], ranks[link.target]) for link in links if link.kind == "evict"]
+    kinds = {"evict", "forward"} if shapes_vary else {"evict"}
+    varying = [link for link in links if link.kind in kinds]
     # On a GPU the host waits for nobody but for layouts: NCCL's watchdog waits for the rest.
-    varying = [link for link in links if link.kind == "forward"] if shapes_vary else []
-    pulse = Pulse(ranks, timeout) if pairs or varying or (links and device.type == "cpu") else None
-    keys = {link: (link.kind, ranks[link.source], ranks[link.target]) for link in links}
-    opened = open_channels(list(keys.values()), backend, device, timeout, pulse)
-    layouts = open_channels(pairs, "gloo", "cpu", timeout, pulse)
-    named = {link: ("shape", ranks[link.source], ranks[link.target]) for link in varying}
-    told = open_channels(list(named.values()), "gloo", "cpu", timeout, pulse)
+    pulse = Pulse(ranks, timeout) if varying or (links and device.type == "cpu") else None
+
+    def opened(those: Sequence[Link], what: str, backend: str, device: torch.device) -> dict[Link, Channel]:
+        named = {link: (f"{link.kind}{what}", ranks[link.source], ranks[link.target]) for link in those}
+        found = open_channels(list(named.values()), backend, device, timeout, pulse)
+        return {link: found[name] for link, name in named.items() if name in found}
+
+    channels = opened(links, "", backend, device)
+    layouts = opened(varying, " layout", "gloo", torch.device("cpu"))
     if pulse is not None:
         pulse.start()
-    channels = {link: opened[key] for link, key in keys.items() if key in opened}
-    shapes = {link: told[key] for link, key in named.items() if key in told}
-    line = links_line(links, device.type)
-    return Connections(channels, next(iter(layouts.values()), None), one_queue, pulse, line, shapes)
+    return Connections(channels, layouts, one_queue, pulse, links_line(links, device.type))

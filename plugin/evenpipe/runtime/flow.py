@@ -8,7 +8,6 @@ from typing import NamedTuple, cast
 from torch import Tensor, UntypedStorage
 
 from evenpipe.runtime.channel import Transfer
-from evenpipe.runtime.layout import Layouts
 from evenpipe.runtime.pool import Slot, aligned_bytes
 from evenpipe.runtime.resources import Resources
 from evenpipe.runtime.stage import SplitStage, Stage, VaryingStage
@@ -58,6 +57,7 @@ class Flow:
         self.update: Callable[[int], None] = _no_stream
         self.gather: Callable[[int], None] = _no_stream
         self.channels = resources.connections.channels
+        self.layouts = resources.layouts
         self.evicts = program.schedule.evictions[resources.stage_index] > 0
         self.slots_needed = _most_accepted(program.steps[resources.stage_index])
         self.under_way: dict[Message, Transfer] = {}
@@ -99,17 +99,18 @@ class Flow:
                 self.gather(item.batch)
                 continue
             kind: Kind = FORWARD if item.link.kind == "forward" else BACKWARD
-            unit = Unit(item.micro_batch, item.chunk)
-            if item.link in self.resources.shapes:
-                cast(VaryingStage, self.stage).expect(unit, self.resources.shapes[item.link].next_shapes())
-            self.received[item] = self.stage.receive_buffers(kind, unit)
+            if item.link in self.layouts:
+                shapes = self.layouts[item.link].next_shapes()
+                self.received[item] = cast(VaryingStage, self.stage).buffers_of(shapes)
+            else:
+                self.received[item] = self.stage.receive_buffers(kind, Unit(item.micro_batch, item.chunk))
             self.receive(item, self.received[item])
 
     def hand_on(self, message: Message, results: list[Tensor]) -> None:
         """Send `results`, or keep them for the next part of the model, where that is on this stage."""
         if not message.is_local:
-            if message.link in self.resources.shapes:
-                self.resources.shapes[message.link].tell_shapes(results)
+            if message.link in self.layouts:
+                self.layouts[message.link].tell_shapes(results)
             self.send(message, results)
         elif message.link.kind == "forward":
             self.received[message] = [_leaf(result) for result in results]
@@ -146,7 +147,7 @@ class Flow:
 
     def evict(self, message: Message, unit: Unit) -> None:
         storages = self.resources.store.ship(unit)
-        self.layouts.tell([storage.numel() for storage in storages])
+        self.layouts[message.link].tell([storage.numel() for storage in storages])
         self.send(message, storages)
 
     def load(self, message: Message, unit: Unit) -> None:
@@ -154,7 +155,7 @@ class Flow:
         self.receive(message, self.resources.store.refill(unit, vacated))
 
     def accept(self, message: Message, unit: Unit) -> None:
-        sizes = self.layouts.next()
+        sizes = self.layouts[message.link].next()
         self.resources.pool.reserve(self.slots_needed, aligned_bytes(sizes))
         slot = self.resources.pool.acquire(aligned_bytes(sizes))
         self.guests[unit] = _Guest(slot, slot.parts(sizes))
@@ -216,12 +217,6 @@ class Flow:
         """Of an update, the number is the batch's."""
         self.update(unit.micro_batch)
         return []
-
-    @property
-    def layouts(self) -> Layouts:
-        assert self.resources.layouts is not None, "a schedule with transfers needs connections with bpipe"
-        return self.resources.layouts
-
 
 def _leaf(output: Tensor) -> Tensor:
     """An input like one that was received: where autograd's graph of the next part begins."""

@@ -26,10 +26,11 @@ def sending_gbps(connections: Connections, stage: int, device: torch.device) -> 
     under way when it returns. Takes some 50 ms on links of 0.1 GB/s and more: messages grow until they take a while.
     """
     ends = {link.source == stage: (link, end) for link, end in connections.channels.items() if _trades(link.kind)}
-    if not ends or connections.layouts is None:
+    if not ends:
         return None
     (link, out), (_, back) = ends[True], ends[False]
-    pair = _Pair(connections.layouts, out, back, device)
+    [sizes] = (channel for evict, channel in connections.layouts.items() if _trades(evict.kind))
+    pair = _Pair(sizes, out, back, device)
     return pair.lead() if link.kind == "evict" else pair.follow()
 
 

@@ -59,8 +59,7 @@ class Resources:
         self.counter = MemoryCounter()
         self.store = ActivationStore(parameters, self.counter, device)
         self.pool = SlotPool(device, self.counter)
-        self.layouts = Layouts(connections.layouts) if connections.layouts is not None else None
-        self.shapes = {link: Layouts(channel) for link, channel in connections.shapes.items()}
+        self.layouts = {link: Layouts(channel) for link, channel in connections.layouts.items()}
         self.observer = observer if observer is not None else Observer()
         self.measure = measure
         self.clock = clock_for(device)

@@ -40,8 +40,8 @@ class SplitStage(Stage, Protocol):
 class VaryingStage(Stage, Protocol):
     """A stage that takes tensors of other shapes from one micro-batch to the next."""
 
-    def expect(self, unit: Unit, shapes: list[tuple[int, ...]]) -> None:
-        """Of these shapes is the input of `unit`, whose buffers are asked for next."""
+    def buffers_of(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """What `receive_buffers` gives, for inputs of these shapes."""
 
 
 class SteppingStage(Stage, Protocol):
