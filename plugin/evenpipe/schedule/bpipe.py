@@ -31,9 +31,8 @@ class _Transfer(NamedTuple):
 def balance(schedule: Schedule, bound: int, one_queue: bool = False) -> Schedule:
     """The same compute orders with transfers added, so that no stage holds more than ``bound`` live units.
 
-    With ``one_queue``, a load that waits for its room would hold up compute behind it, so none is begun before that.
-
-    Works on any compute orders. Raises :class:`ScheduleError` if an evictor cannot get below the bound; whether every
+    With ``one_queue``, a load that waits for its room holds up the compute behind it, so it starts after that. Works on
+    any compute orders. Raises :class:`ScheduleError` if an evictor cannot get below the bound; whether every
     acceptor and the middle stage do, :func:`evenpipe.schedule.verify` decides.
     """
     table, stages = schedule.table, schedule.stages
@@ -57,14 +56,14 @@ def balance(schedule: Schedule, bound: int, one_queue: bool = False) -> Schedule
     return replace(schedule, bound=bound, actions=tuple(rows))
 
 
-def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int, early: bool = True) -> list[_Transfer]:
+def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int, early: bool) -> list[_Transfer]:
     """Algorithm 1, generalised from 1F1B to any compute order; ``ends`` are the logical times at which actions end.
 
     A cache of ``bound`` units (§3.4): in every slot, that is beside every compute action, evict what is needed
     furthest in the future (Belady) if the next slot would not fit otherwise; load one decision before the backward
     (line 17). A bubble is a decision too: then the load starts when the compute action before the bubble has ended.
-    ``early``: one decision earlier still, where the eviction of that slot makes room: the two share the time of a
-    backward and a forward (Appendix B, Equations 10 to 12), so that a transfer may take 1.5 forwards.
+    ``early``: one decision earlier still where there is room, such as what the eviction of that slot leaves: then the
+    two share the time of a backward and a forward (Appendix B, Equations 10 to 12), and may take 1.5 forwards each.
     """
     backward = {action[1:3]: slot for slot, action in enumerate(row) if action.kind == BACKWARD}
     forward = [action.kind == FORWARD for action in row]

@@ -62,7 +62,7 @@ def walk(
     delay = np.zeros(count + 1, np.int32)
     delay[:-1] = later
     stage_of = np.append(table.stage, 0)
-    mate = None if mates is None else np.append(mates, count)
+    mate = np.append(np.arange(count) if mates is None else mates, count)
     batches = _Batches(schedule) if np.any(_OF_BATCH[table.kind]) else None
     ends, places = np.zeros((2, count + 1), np.int64)
     over = np.zeros(count + 1, bool)
@@ -73,10 +73,9 @@ def walk(
         able = (at < last) & over[before[at]].all(axis=1)
         if batches is not None:
             able &= batches.may(at)
-        if mate is not None:
-            partner = stage_of[mate[at]]
-            able &= at[partner] == mate[at]
-            able &= able[partner]
+        partner = stage_of[mate[at]]
+        able &= at[partner] == mate[at]
+        able &= able[partner]
         going = np.flatnonzero(able)
         if not len(going):
             break
@@ -88,16 +87,12 @@ def walk(
         placed = np.maximum(place[going], places[those].max(axis=1))
         if batches is not None:
             starts, placed = batches.after(actions, starts, placed)
+        others = mate[actions]
         ends[actions] = starts + ticks[actions]
-        if mate is None:
-            now[going] = ends[actions]
-        else:
-            mates = mate[actions]
-            now[going] = np.where(mates == actions, ends[actions], now[going])  # a transfer waits by itself
-            ends[actions] = np.maximum(ends[actions], ends[mates])
+        now[going] = np.where(others == actions, ends[actions], now[going])  # a transfer waits by itself
+        ends[actions] = np.maximum(ends[actions], ends[others])
         place[going] = np.maximum(placed + 1, now[going])
-        if mate is not None:
-            place[going] = np.maximum(place[going], place[stage_of[mates]])
+        place[going] = np.maximum(place[going], place[stage_of[others]])
         places[actions] = place[going]
         over[actions] = True
         at[going] += 1
