@@ -5,25 +5,19 @@ Argument: a folder (rank-<rank>.json out).
 
 import gc
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.train_engine.engine import opened
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.run import iterate
 
 sys.path.insert(0, str(Path(__file__).parent))
-from live_memory import NOBODY, case_of
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.gloo import share_device
+from live_memory import NOBODY, case_of, join
 
 WORLD = 8
 _SMALL = {"layers": 8, "hidden": 32, "seq_length": 16, "micro_batches": 8, "iterations": 2, "schedule": "2bw"}
@@ -55,12 +49,7 @@ def train(options: TrainOptions) -> dict[str, Any]:
 
 
 def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), CUDA_VISIBLE_DEVICES="", CUDA_DEVICE_MAX_CONNECTIONS="1")
-    cpu_mode().apply()
-    share_device()
-    store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    join(rank, folder, WORLD)
     found = {}
     for name, optimizer in OPTIMIZERS.items():
         for replicas in REPLICAS:

@@ -82,13 +82,18 @@ def train(options: TrainOptions) -> dict[str, Any]:
         return {"live": live_bytes() - before, **found.measured._asdict(), "reducing": reducing}
 
 
-def run(rank: int, folder: str) -> None:
+def join(rank: int, folder: str, world: int) -> None:
+    """Become one of `world` processes in CPU mode."""
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), CUDA_VISIBLE_DEVICES="", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), CUDA_VISIBLE_DEVICES="", CUDA_DEVICE_MAX_CONNECTIONS="1")
     cpu_mode().apply()
     share_device()
-    store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+def run(rank: int, folder: str) -> None:
+    join(rank, folder, WORLD)
     train(TrainOptions.of(**{**SMALL, "iterations": 1}))  # masks and the like are made once for all
     found = {
         name: {
