@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from tests.deepspeed.job import run_cases
 from tests.schedules import build
+from tests.selected import marked, selected
 
 pytest.importorskip("deepspeed")
 
@@ -20,8 +20,8 @@ _WHOLE = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
 _ZERO = {"zero_optimization": {"stage": 1}}
 
 # Stages, what DeepSpeed is told, the model; and the sections that are compared with a run without one.
-_RUNS: list[tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = [
-    (
+_RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = {
+    "fp32": (
         4,
         {},
         {},
@@ -34,23 +34,28 @@ _RUNS: list[tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = 
             {"bpipe": True, "pair_adjacent": True, "partition": [0, 1, 3, 6, 8], "trace": "T.json"},
         ],
     ),
-    (4, {**_BF16, **_ZERO, "steps_per_print": 3}, {"tied": True}, [{"bpipe": True}]),
-    (4, {}, {"checkpoint_interval": 1}, [{"schedule": "1f1b"}, {"bpipe": True}]),
-    (4, {}, {"checkpoints_itself": True}, [{"bpipe": True}]),
-    (4, {}, {"pair": True, "evaluate": True}, [{"bpipe": True}]),
-    (4, {}, {"dynamic": True}, [{"schedule": "1f1b"}, {"schedule": "kfkb", "group_size": 2}]),
-    (2, _ZERO, {}, [{"schedule": "1f1b", "partition": [0, 3, 8]}]),
-    (2, _BF16, {"tied": True}, [{"schedule": "kfkb", "group_size": 3}]),
-    (2, _WHOLE, {"model_parallel": True, "tied": True}, [{"schedule": "kfkb", "group_size": 2}]),
-    (2, {"gradient_accumulation_steps": 1}, {}, [{"schedule": "1f1b"}]),
-]
+    "bf16, ZeRO, tied": (4, {**_BF16, **_ZERO, "steps_per_print": 3}, {"tied": True}, [{"bpipe": True}]),
+    "recomputed": (4, {}, {"checkpoint_interval": 1}, [{"schedule": "1f1b"}, {"bpipe": True}]),
+    "recomputed by the model": (4, {}, {"checkpoints_itself": True}, [{"bpipe": True}]),
+    "two tensors, evaluations": (4, {}, {"pair": True, "evaluate": True}, [{"bpipe": True}]),
+    "dynamic shapes": (4, {}, {"dynamic": True}, [{"schedule": "1f1b"}, {"schedule": "kfkb", "group_size": 2}]),
+    "ZeRO, partition": (2, _ZERO, {}, [{"schedule": "1f1b", "partition": [0, 3, 8]}]),
+    "bf16, tied": (2, _BF16, {"tied": True}, [{"schedule": "kfkb", "group_size": 3}]),
+    "model-parallel": (2, _WHOLE, {"model_parallel": True, "tied": True}, [{"schedule": "kfkb", "group_size": 2}]),
+    "one micro-batch": (2, {"gradient_accumulation_steps": 1}, {}, [{"schedule": "1f1b"}]),
+}
+# What differs little from a case that stays.
+_LONG = {"recomputed by the model", "ZeRO, partition", "bf16, tied", "one micro-batch"}
 
 
-def _cases() -> Iterator[dict[str, Any]]:
-    for stages, config, model, sections in _RUNS:
-        yield {"stages": stages, "config": config, **model}
-        for section in sections:
-            yield {"stages": stages, "config": {**config, "evenpipe": section}, "measure": True, **model}
+def _cases(name: str) -> list[dict[str, Any]]:
+    """DeepSpeed's own engine, and ours by each section."""
+    stages, config, model, sections = _RUNS[name]
+    ours = [{**config, "evenpipe": section} for section in sections]
+    return [
+        {"stages": stages, "config": config, **model},
+        *({"stages": stages, "config": one, "measure": True, **model} for one in ours),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -60,34 +65,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> Iterator[Any]:
-    """All runs, in one job of four processes: two replicas where there are two stages."""
-    found, said = run_cases("train_tiny.py", list(_cases()), folder)
-    assert re.findall(r"evenpipe: iteration (\d+) \| peak live: (.*?) \|", said) == [("3", "3 3 2 3")]
-    assert said.count("bpipe: activation checkpointing goes through torch.utils.checkpoint") == 1
-    return iter(found)
+def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    """The runs that are looked at, in one job of four processes: two replicas where there are two stages."""
+    names = selected(request, "name", others=_RUNS.keys() - _LONG)
+    cases = {name: _cases(name) for name in _RUNS if name in names}
+    found, said = run_cases("train_tiny.py", [case for those in cases.values() for case in those], folder)
+    (folder / "said").write_text(said)
+    left = iter(found)
+    return {name: [next(left) for _ in those] for name, those in cases.items()}
 
 
 def _weights(ranks: list[dict[str, Any]]) -> set[tuple[int, str, str]]:
     return {(rank["replica"], *weight) for rank in ranks for weight in rank["weights"].items()}
 
 
-def test_losses_and_weights_are_those_of_the_stock_engine(results: Any) -> None:
-    for stages, config, model, sections in _RUNS:
-        stock = next(results)
-        assert {rank["engine"] for rank in stock} == {"PipelineEngine"}
-        for section in sections:
-            ours, told = next(results), (stages, config, model, section)
-            assert {rank["engine"] for rank in ours} == {"EvenPipeEngine"}, told
-            assert ours[0]["parts"] == section.get("partition", stock[0]["parts"]), told
-            assert [rank["losses"] for rank in ours] == [rank["losses"] for rank in stock], told
-            assert _weights(ours) == _weights(stock), told
-            assert [rank["checkpointed"] for rank in ours] == [rank["checkpointed"] for rank in stock], told
-            assert all(rank["left"] == 0 for rank in ours), told
-            _assert_held(ours, stages, config.get("gradient_accumulation_steps", 8), section)
+@pytest.mark.parametrize("name", marked(_RUNS, _LONG))
+def test_losses_and_weights_are_those_of_the_stock_engine(results: dict[str, list[Any]], name: str) -> None:
+    stages, config, _, sections = _RUNS[name]
+    stock, *by_section = results[name]
+    assert {rank["engine"] for rank in stock} == {"PipelineEngine"}
+    for section, ours in zip(sections, by_section, strict=True):
+        assert {rank["engine"] for rank in ours} == {"EvenPipeEngine"}, section
+        assert ours[0]["parts"] == section.get("partition", stock[0]["parts"]), section
+        assert [rank["losses"] for rank in ours] == [rank["losses"] for rank in stock], section
+        assert _weights(ours) == _weights(stock), section
+        assert [rank["checkpointed"] for rank in ours] == [rank["checkpointed"] for rank in stock], section
+        assert all(rank["left"] == 0 for rank in ours), section
+        _assert_held(ours, stages, config.get("gradient_accumulation_steps", 8), section)
 
 
-def test_a_timeline_has_what_each_rank_did_in_the_second_iteration(results: Any, folder: Path) -> None:
+def test_what_is_held_and_who_recomputes_is_said_once(results: dict[str, list[Any]], folder: Path) -> None:
+    said = (folder / "said").read_text()
+    assert re.findall(r"evenpipe: iteration (\d+) \| peak live: (.*?) \|", said) == [("3", "3 3 2 3")]
+    assert said.count("bpipe: activation checkpointing goes through torch.utils.checkpoint") == 1
+
+
+def test_a_timeline_has_what_each_rank_did_in_the_second_iteration(results: dict[str, list[Any]], folder: Path) -> None:
     document = json.loads((folder / "T.json").read_text())
     assert document["otherData"] == {"title": "iteration 2"}
     events = document["traceEvents"]

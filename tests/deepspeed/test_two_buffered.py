@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.deepspeed.job import run_cases
+from tests.selected import marked, selected
 
 pytest.importorskip("deepspeed")
 
@@ -42,26 +43,42 @@ def _case(stages: int, config: dict[str, Any], bpipe: bool = False, **more: Any)
     return {"stages": stages, "config": {**_ADAM, **config, "evenpipe": section}, "steps": 4, **more}
 
 
-_RUNS: list[dict[str, Any]] = [
-    {"case": _case(4, _FEW), "evaluate": True, "others": True},
-    {"case": _case(4, {}, bpipe=True, measure=True), "changes": 4},
-    {"case": _case(2, _SGD, trace="T.json", trace_iteration=3)},
-    {"case": _case(4, {**_CLIPPED, "steps_per_print": 2}, tied=True), "folder": "fp32"},
-    {"case": _case(4, {**_CLIPPED, **_FEW}, checkpoint_interval=1)},
-    {"case": _case(2, {**_BF16, **_ZERO, **_FEW}, tied=True, checkpoint_interval=1)},
+_RUNS: dict[str, dict[str, Any]] = {
+    "Adam, evaluations": {"case": _case(4, _FEW), "evaluate": True, "others": True},
+    "BPipe": {"case": _case(4, {}, bpipe=True, measure=True), "changes": 4},
+    "SGD, traced": {"case": _case(2, _SGD, trace="T.json", trace_iteration=3)},
+    "clipped, tied": {"case": _case(4, {**_CLIPPED, "steps_per_print": 2}, tied=True), "folder": "fp32"},
+    "clipped, recomputed": {"case": _case(4, {**_CLIPPED, **_FEW}, checkpoint_interval=1)},
+    "bf16, ZeRO, recomputed": {"case": _case(2, {**_BF16, **_ZERO, **_FEW}, tied=True, checkpoint_interval=1)},
     # In bf16, DeepSpeed itself loads checkpoints with ZeRO-1 only.
-    {"case": _case(4, {**_BF16, **_FEW, **_ZERO, **_IN_FP32}, tied=True), "folder": "bf16"},
-    {"case": _case(2, _BF16), "broken": 1},
+    "bf16, ZeRO, sums in fp32": {
+        "case": _case(4, {**_BF16, **_FEW, **_ZERO, **_IN_FP32}, tied=True),
+        "folder": "bf16",
+    },
+    "bf16, an overflow": {"case": _case(2, _BF16), "broken": 1},
     # Each replica steps with a part of the tied weight.
-    {"case": _case(2, {**_BF16, **_FEW}, tied=True, blocks=0)},
-    {"case": _case(2, {**_FEW, **_ZERO}, tied=True), "evaluate": True, "broken": 2},
-    {"case": _case(2, {**_BF16, **_ZERO, "gradient_clipping": 0.0}, tied=True), "folder": "zero"},
+    "bf16, tied": {"case": _case(2, {**_BF16, **_FEW}, tied=True, blocks=0)},
+    "ZeRO, an overflow": {"case": _case(2, {**_FEW, **_ZERO}, tied=True), "evaluate": True, "broken": 2},
+    "bf16, ZeRO, unclipped": {
+        "case": _case(2, {**_BF16, **_ZERO, "gradient_clipping": 0.0}, tied=True),
+        "folder": "zero",
+    },
     # The first losses are scaled by too much: the first two steps, and then some, are skipped.
-    {"case": _case(4, {**_SCHEDULED, **_FEW, **_CLIPPED, "fp16": _FP16}, tied=True) | {"steps": 3}, "folder": "fp16"},
-    {"case": _case(2, {**_FEW, "fp16": _FP16}) | {"steps": 7}, "fused": True},
-    {"case": _case(2, {**_FEW, **_ZERO, "fp16": _FP16}, tied=True) | {"steps": 3}, "folder": "fp16_zero"},
-    {"case": _case(4, {**_FEW, **_ZERO, **_CLIPPED, "fp16": {"enabled": True, "loss_scale": 128}})},
-]
+    "fp16": {
+        "case": _case(4, {**_SCHEDULED, **_FEW, **_CLIPPED, "fp16": _FP16}, tied=True) | {"steps": 3},
+        "folder": "fp16",
+    },
+    "fp16, fused": {"case": _case(2, {**_FEW, "fp16": _FP16}) | {"steps": 7}, "fused": True},
+    "fp16, ZeRO": {
+        "case": _case(2, {**_FEW, **_ZERO, "fp16": _FP16}, tied=True) | {"steps": 3},
+        "folder": "fp16_zero",
+    },
+    "fp16, ZeRO, one scale": {
+        "case": _case(4, {**_FEW, **_ZERO, **_CLIPPED, "fp16": {"enabled": True, "loss_scale": 128}})
+    },
+}
+# What differs little from a case that stays.
+_LONG = {"clipped, recomputed", "bf16, tied", "ZeRO, an overflow", "bf16, ZeRO, unclipped", "fp16, ZeRO, one scale"}
 _REFUSED: dict[str, dict[str, Any]] = {
     "a topology with model parallelism is not available with 2bw: use data and pipeline parallelism only": {
         "stages": 2,
@@ -86,76 +103,86 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # Ranks 0, 2, 3 and 1 run the stages 0 to 3, of which 1 and 3 share a weight.
 _PLACED = {**_case(4, {**_BF16, **_ZERO}, bpipe=True), "late_tie": True}
-_NORMS = [
-    {**_PLACED, "config": {**_PLACED["config"], "evenpipe": {"schedule": name, "bpipe": True, "pair_adjacent": True}}}
+_NORMS = {
+    name: {
+        **_PLACED,
+        "config": {**_PLACED["config"], "evenpipe": {"schedule": name, "bpipe": True, "pair_adjacent": True}},
+    }
     for name in ("1f1b", "2bw")
-]
+}
 
 
 _INTERRUPTED = _case(2, {**_FEW, **_ZERO, **_CLIPPED, "fp16": _FP16}, tied=True) | {"steps": 10}
 _SAVED_BEFORE = Path(__file__).parents[1] / "delayed" / "before" / "deepspeed"
 _BEFORE = _case(4, {**_FEW, **_CLIPPED, "fp16": _FP16}, blocks=3)
+# Refusals come late: DeepSpeed's autocast stays on in the process.
+_OTHERS: dict[str, dict[str, Any]] = {
+    **{f"norm, {name}": {"case": case, "norm": True} for name, case in _NORMS.items()},
+    "interrupted": {"case": _INTERRUPTED, "interrupted": "interrupted"},
+    "before": {"case": _BEFORE, "before": str(_SAVED_BEFORE)},
+    **{line: {"case": {"stages": 4, **one}, "refused": True} for line, one in _REFUSED.items()},
+    "iterators": {"case": _case(4, _FEW), "iterators": True},
+}
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> list[Any]:
-    """All runs, in one job of four processes: two replicas where there are two stages."""
-    given = [{**one, "folder": str(folder / one["folder"])} if "folder" in one else one for one in _RUNS]
-    given += [{"case": one, "norm": True} for one in _NORMS]
-    given += [{"case": _INTERRUPTED, "interrupted": str(folder / "interrupted")}]
-    given += [{"case": _BEFORE, "before": str(_SAVED_BEFORE)}]
-    # Last: DeepSpeed's autocast stays on in the process.
-    given += [{"case": {"stages": 4, **one}, "refused": True} for one in _REFUSED.values()]
-    given.append({"case": _case(4, _FEW), "iterators": True})
-    found, said = run_cases("train_two_buffered.py", given, folder)
+def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Of the runs that are looked at, by name; one job of four processes: two replicas where there are two stages."""
+    names = selected(request, "name", others=_RUNS.keys() - _LONG | _OTHERS.keys())
+    given = {name: one for name, one in {**_RUNS, **_OTHERS}.items() if name in names}
+    found, said = run_cases("train_two_buffered.py", [_placed(one, folder) for one in given.values()], folder)
     (folder / "said").write_text(said)
-    return found
+    return dict(zip(given, found, strict=True))
 
 
-def test_losses_and_weights_are_those_of_plain_pytorch(results: list[Any]) -> None:
-    for given, ranks in zip(_RUNS, results, strict=False):
-        wanted = ranks[0]["delayed"]
-        assert {rank["engine"] for rank in ranks} == {"TwoBufferedEngine"}, given
-        for rank in ranks:
-            assert rank["losses"] == wanted["losses"], given
-            assert rank["evaluated"] == wanted["evaluated"], given
-            assert rank["steps"] == len(wanted["losses"]), given
-            assert rank["skipped"] == sum(wanted["skipped"][:-1]), given  # the last is counted with the next batch
-            assert rank["scale"] == wanted["scales"][-1], given
-            assert rank["versions"] == 2, given
-            if "folder" in given:  # the batches after the checkpoint, by an engine that has loaded it
-                assert rank["resumed"] == wanted["losses"][-len(rank["resumed"]) :], given
-        for trained in range(len(ranks[0]["weights"])):
-            found = {weight for rank in ranks for weight in rank["weights"][trained].items()}
-            missing = {tuple(weight) for weight in wanted["weights"]} - found
-            # What is not tied of a tied layer, DeepSpeed saves on the first stage that has it only.
-            assert {name for name, _ in missing} <= {"tied_modules.embedding.position"}, given
-            unwanted = found - {tuple(weight) for weight in wanted["weights"]}
-            assert {name for name, _ in unwanted} <= {"tied_modules.embedding.position"}, given
-        if "left" in ranks[0]:
-            assert max(rank["peak_units"] for rank in ranks) == 3  # (p + 2) / 2
-            assert all(rank["left"] == 0 for rank in ranks)
+def _placed(one: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return {**one, **{key: str(folder / one[key]) for key in ("folder", "interrupted") if key in one}}
 
 
-def test_evaluations_saves_and_resumes_change_nothing_in_fp16(results: list[Any]) -> None:
-    for rank in results[len(_RUNS) + len(_NORMS)]:
+@pytest.mark.parametrize("name", marked(_RUNS, _LONG))
+def test_losses_and_weights_are_those_of_plain_pytorch(results: dict[str, Any], name: str) -> None:
+    given, ranks = _RUNS[name], results[name]
+    wanted = ranks[0]["delayed"]
+    assert {rank["engine"] for rank in ranks} == {"TwoBufferedEngine"}
+    for rank in ranks:
+        assert rank["losses"] == wanted["losses"]
+        assert rank["evaluated"] == wanted["evaluated"]
+        assert rank["steps"] == len(wanted["losses"])
+        assert rank["skipped"] == sum(wanted["skipped"][:-1])  # the last is counted with the next batch
+        assert rank["scale"] == wanted["scales"][-1]
+        assert rank["versions"] == 2
+        if "folder" in given:  # the batches after the checkpoint, by an engine that has loaded it
+            assert rank["resumed"] == wanted["losses"][-len(rank["resumed"]) :]
+    for trained in range(len(ranks[0]["weights"])):
+        found = {weight for rank in ranks for weight in rank["weights"][trained].items()}
+        missing = {tuple(weight) for weight in wanted["weights"]} - found
+        # What is not tied of a tied layer, DeepSpeed saves on the first stage that has it only.
+        assert {name for name, _ in missing} <= {"tied_modules.embedding.position"}
+        unwanted = found - {tuple(weight) for weight in wanted["weights"]}
+        assert {name for name, _ in unwanted} <= {"tied_modules.embedding.position"}
+    if "left" in ranks[0]:
+        assert max(rank["peak_units"] for rank in ranks) == 3  # (p + 2) / 2
+        assert all(rank["left"] == 0 for rank in ranks)
+
+
+def test_evaluations_saves_and_resumes_change_nothing_in_fp16(results: dict[str, Any]) -> None:
+    for rank in results["interrupted"]:
         assert rank["interrupted"] == rank["plain"]
         assert 2 <= rank["skipped"] < _INTERRUPTED["steps"] - 2
 
 
-def test_a_checkpoint_of_before_is_gone_on_with(results: list[Any]) -> None:
-    for rank in results[len(_RUNS) + len(_NORMS) + 1]:
+def test_a_checkpoint_of_before_is_gone_on_with(results: dict[str, Any]) -> None:
+    for rank in results["before"]:
         assert rank["resumed"]
         assert rank["losses"] == pytest.approx([2.7429256439208984, 2.8532299995422363], rel=1e-3)
 
 
-def test_tied_weights_are_counted_once_wherever_stages_are_placed(results: list[Any]) -> None:
-    flushed, streamed = results[len(_RUNS) :][: len(_NORMS)]
-    for one, other in zip(flushed, streamed, strict=True):
+def test_tied_weights_are_counted_once_wherever_stages_are_placed(results: dict[str, Any]) -> None:
+    for one, other in zip(results["norm, 1f1b"], results["norm, 2bw"], strict=True):
         assert one["norm"] == pytest.approx(other["norm"], rel=1e-6)
 
 
-def test_a_timeline_of_a_batch_has_the_first_forwards_of_the_next(results: Any, folder: Path) -> None:
+def test_a_timeline_of_a_batch_has_the_first_forwards_of_the_next(results: dict[str, Any], folder: Path) -> None:
     document = json.loads((folder / "T.json").read_text())
     assert document["otherData"] == {"title": "iteration 3"}
     events = document["traceEvents"]
@@ -168,7 +195,7 @@ def test_a_timeline_of_a_batch_has_the_first_forwards_of_the_next(results: Any, 
         assert sorted(done) == sorted(["U1", *forwards, *(f"B{number}" for number in range(16, 24))])
 
 
-def test_the_log_says_which_batch_its_figures_are_of(results: list[Any], folder: Path) -> None:
+def test_the_log_says_which_batch_its_figures_are_of(results: dict[str, Any], folder: Path) -> None:
     """The figures of a batch come after the next one; the second engine goes on from a checkpoint."""
     said = [line for line in (folder / "said").read_text().splitlines() if line.startswith("evenpipe: ")]
     first = next(number for number, line in enumerate(said) if "loss of iteration" in line)
@@ -195,10 +222,11 @@ def test_the_log_says_which_batch_its_figures_are_of(results: list[Any], folder:
         assert found.startswith(begins)
 
 
-def test_what_there_is_to_skip_is_skipped_and_the_scale_grows_again(results: list[Any]) -> None:
+def test_what_there_is_to_skip_is_skipped_and_the_scale_grows_again(results: dict[str, Any]) -> None:
     grown = False
-    for given, ranks in zip(_RUNS, results, strict=False):
-        found = ranks[0]["delayed"]["skipped"]
+    trained = {name: results[name] for name in _RUNS if name in results}
+    for name, ranks in trained.items():
+        given, found = _RUNS[name], ranks[0]["delayed"]["skipped"]
         if given.get("fused") or str(given.get("folder")).startswith("fp16"):
             assert found[:2] == [True, True], given
             assert not all(found), given
@@ -209,27 +237,27 @@ def test_what_there_is_to_skip_is_skipped_and_the_scale_grows_again(results: lis
         else:
             assert not any(found), given
     assert grown
-    kinds = {ranks[0]["optimizer"] for ranks in results[: len(_RUNS)]}
+    kinds = {ranks[0]["optimizer"] for ranks in trained.values()}
     assert kinds >= {"FP16_Optimizer", "FP16_UnfusedOptimizer", "DeepSpeedZeroOptimizer", "BF16_Optimizer", "AdamW"}
 
 
-def test_all_stages_are_told_the_additional_losses(results: list[Any]) -> None:
-    for given, ranks in zip(_RUNS, results, strict=False):
-        for rank in ranks:
-            loss = float.fromhex(rank["losses"][-1])
-            wanted = {"twice": (2 * loss).hex(), "half": (loss / 2).hex()} if given.get("others") else None
-            assert rank["others"] == wanted, given
+@pytest.mark.parametrize("name", marked(_RUNS, _LONG))
+def test_all_stages_are_told_the_additional_losses(results: dict[str, Any], name: str) -> None:
+    for rank in results[name]:
+        loss = float.fromhex(rank["losses"][-1])
+        wanted = {"twice": (2 * loss).hex(), "half": (loss / 2).hex()} if _RUNS[name].get("others") else None
+        assert rank["others"] == wanted
 
 
-def test_what_two_buffered_cannot_do_is_said_in_one_line(results: list[Any]) -> None:
-    for line, ranks in zip(_REFUSED, results[len(_RUNS) + len(_NORMS) + 2 :], strict=False):
-        for rank in ranks:
+def test_what_two_buffered_cannot_do_is_said_in_one_line(results: dict[str, Any]) -> None:
+    for line in _REFUSED:
+        for rank in results[line]:
             assert str(rank["refused"]).startswith("evenpipe.schedule: "), line
             assert line in rank["refused"]
 
 
-def test_another_data_iterator_and_one_that_ended_are_said_in_one_line(results: list[Any]) -> None:
-    said = [one.splitlines() for one in results[-1][0]["said"]]
+def test_another_data_iterator_and_one_that_ended_are_said_in_one_line(results: dict[str, Any]) -> None:
+    said = [one.splitlines() for one in results["iterators"][0]["said"]]
     assert [len(one) for one in said] == [1, 1, 1]
     assert "this batch was given another data iterator when 3 micro-batches had been read ahead" in said[0][0]
     assert "the data iterator ended within this batch" in said[1][0]

@@ -5,6 +5,7 @@ import pytest
 from evenpipe.train.launch import run_cases
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.predict import predict
+from tests.selected import marked, selected
 
 SMALL = {"hidden": 32, "heads": 4, "seq_length": 32, "iterations": 2}
 
@@ -87,6 +88,16 @@ RUNS = [(setting, engine) for setting in SETTINGS for engine in THREE] + [
     ("DP2 x PP2, bf16, distributed", "3F3B"),
 ]
 TUNED = [("bert, dropout, selective", "tuned"), ("DP2 x PP2, bf16, distributed", "tuned")]
+# Eight processes, and what differs little from a case that stays.
+LONG = [
+    "gpt p=8",
+    "TP2 x PP4",
+    "DP2 x PP4, overlapped, dropout, full",
+    "interleaved bert, full",
+    "m < p",
+    "dropout",
+    "DP2 x PP2, overlapped",
+]
 
 
 def options(setting, engine):
@@ -94,21 +105,25 @@ def options(setting, engine):
 
 
 @pytest.fixture(scope="module")
-def results():
-    """All runs; one set of processes a world size."""
-    runs = sorted([*RUNS, *TUNED], key=lambda run: options(*run).world_size)
+def results(request):
+    """All runs of the settings that are looked at; one set of processes a world size."""
+    settings = selected(request, "setting")
+    runs = [run for run in (*RUNS, *TUNED) if run[0] in settings]
+    runs = sorted(runs, key=lambda run: options(*run).world_size)
     return dict(zip(runs, run_cases([options(*run) for run in runs]), strict=True))
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(("setting", "engine"), [run for run in (*RUNS, *TUNED) if run[1] != "megatron"])
+@pytest.mark.parametrize(
+    ("setting", "engine"), marked([run for run in (*RUNS, *TUNED) if run[1] != "megatron"], LONG)
+)
 def test_same_losses_and_weights_as_megatron(setting, engine, results):
     reference, result = results[setting, "megatron"], results[setting, engine]
     assert [loss.hex() for loss in result.losses] == [loss.hex() for loss in reference.losses]
     assert result.weights_sha256 == reference.weights_sha256
 
 
-@pytest.mark.parametrize("setting", [name for name in SETTINGS if "interleaved" not in name])
+@pytest.mark.parametrize("setting", marked([name for name in SETTINGS if "interleaved" not in name], LONG))
 def test_bpipe_keeps_the_optimum(setting, results):
     """At most ⌈(p+2)/2⌉ micro-batches live, and so many of stage 0's bytes, on every stage but the last."""
     case, plain, level = options(setting, "bpipe"), results[setting, "evenpipe"], results[setting, "bpipe"]
@@ -119,14 +134,14 @@ def test_bpipe_keeps_the_optimum(setting, results):
     assert all(stage.peak_saved_bytes <= allowed for stage in level.stages[:-1])
 
 
-@pytest.mark.parametrize(("setting", "engine"), RUNS)
+@pytest.mark.parametrize(("setting", "engine"), marked(RUNS, LONG))
 def test_measured_peaks_are_the_schedules(setting, engine, results):
     case, result = options(setting, engine), results[setting, engine]
     assert tuple(stage.peak_live for stage in result.stages) == case.plan.peak_live
     assert [stage.evicted_bytes > 0 for stage in result.stages] == [count > 0 for count in case.plan.evictions]
 
 
-@pytest.mark.parametrize(("setting", "engine"), RUNS)
+@pytest.mark.parametrize(("setting", "engine"), marked(RUNS, LONG))
 def test_predicted_peak_bytes_are_the_measured_ones(setting, engine, results):
     case, result = options(setting, engine), results[setting, engine]
     for predicted, measured in zip(predict(case.program, result).stages, result.stages, strict=True):

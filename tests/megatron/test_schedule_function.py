@@ -14,18 +14,14 @@ import torch
 pytest.importorskip("megatron.core")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from schedule_function_cases import BOUND, CASES, WORLD
+from schedule_function_cases import BOUND, CASES, LONG, WORLD
 
 from evenpipe.megatron.supported import installed_release
+from tests.selected import marked, selected
 
 RELEASE = installed_release()
 SCRIPT = Path(__file__).with_name("schedule_function_cases.py")
-COMPARED = [
-    pytest.param(name, engine, id=f"{name}: {engine}")
-    for name, case in CASES.items()
-    for engine in case.engines[1:]
-    if "given only" not in name
-]
+COMPARED = [(name, engine) for name, case in CASES.items() for engine in case.engines[1:] if "given only" not in name]
 GROUPED = [name for name, case in CASES.items() if "3F3B" in case.engines]
 STOCK = {
     "PP1": "forward_backward_no_pipelining",
@@ -40,12 +36,12 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each process wrote down."""
+def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each process wrote down of the cases that are looked at."""
     folder = tmp_path_factory.mktemp("schedule_function")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", SCRIPT, folder], capture_output=True, text=True, timeout=800, check=False
-    )
+    names = selected(request, "name", others=CASES.keys() - LONG)
+    command = [sys.executable, "-W", "ignore", SCRIPT, folder, json.dumps(sorted(names))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
     found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
     assert not [report["failure"] for report in found if "failure" in report]
@@ -57,7 +53,7 @@ def calls(ranks: list[dict[str, Any]], name: str, engine: str, what: str) -> lis
     return [[call.get(what) for call in rank["cases"][name][engine]["calls"]] for rank in ranks]
 
 
-@pytest.mark.parametrize(("name", "engine"), COMPARED)
+@pytest.mark.parametrize(("name", "engine"), marked(COMPARED, LONG))
 def test_losses_gradients_and_weights_are_megatrons(ranks: list[dict[str, Any]], name: str, engine: str) -> None:
     assert not any(map(any, calls(ranks, name, "megatron", "error")))
     for what in ("error", "losses", "gradients"):
@@ -66,7 +62,7 @@ def test_losses_gradients_and_weights_are_megatrons(ranks: list[dict[str, Any]],
         assert rank["cases"][name][engine]["weights"] == rank["cases"][name]["megatron"]["weights"]
 
 
-@pytest.mark.parametrize(("name", "engine"), [case for case in COMPARED if "3F3B" not in case.values])
+@pytest.mark.parametrize(("name", "engine"), marked([case for case in COMPARED if "3F3B" not in case], LONG))
 def test_everything_is_called_in_megatrons_order(ranks: list[dict[str, Any]], name: str, engine: str) -> None:
     """Forwards, with what they are told, and backwards; what synchronises gradients and parameters; the finalizing."""
     assert calls(ranks, name, engine, "events") == calls(ranks, name, "megatron", "events")
@@ -111,7 +107,8 @@ def test_of_the_micro_batches_that_a_stage_holds_so_many_as_asked_for_are_kept_w
 
 def test_bpipe_evicts_wherever_it_can(ranks: list[dict[str, Any]]) -> None:
     """The first of four stages sends activations away in every case with micro-batches enough."""
-    cases = {name: case for name, case in CASES.items() if "bpipe" in case.engines and case.layout.stages == WORLD}
+    cases = {name: CASES[name] for name in ranks[0]["cases"]}
+    cases = {name: case for name, case in cases.items() if "bpipe" in case.engines and case.layout.stages == WORLD}
     enough = [name for name, case in cases.items() if any(call.micro_batches >= 8 for call in case.calls)]
     trained = [name for name in enough if not any(calls(ranks, name, "bpipe", "error")[0])]
     assert [name for name in trained if not ranks[0]["cases"][name]["bpipe"]["evicted"]] == []

@@ -95,11 +95,12 @@ def moved_about(calls, chance: Random):
     return rows
 
 
-def test_the_model_agrees_with_hosts_queues_and_streams_that_take_turns():
-    chance, found = Random(0), defaultdict(int)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+def test_the_model_agrees_with_hosts_queues_and_streams_that_take_turns(seed: int):
+    chance, found = Random(seed), defaultdict(int)
     some = [schedule for _, _, schedule in shapes() if schedule.stages <= 4 and schedule.micro_batches <= 7]
-    for number in range(1_500):
-        program = lower(some[number % len(some)], one_queue=chance.random() < 0.5)
+    for _ in range(500):
+        program = lower(chance.choice(some), one_queue=chance.random() < 0.5)
         calls = [calls_of(program, stage) for stage in range(program.schedule.stages)]
         if chance.random() < 0.5:
             calls = posted_so_many_ahead(program)
@@ -109,15 +110,21 @@ def test_the_model_agrees_with_hosts_queues_and_streams_that_take_turns():
         hangs = bool(Device(calls, FREE, environment=environment).stuck)
         assert hangs != ends(calls, environment, chance), (program.schedule.name, environment)
         found[hangs] += 1
-    assert min(found[True], found[False]) > 200
+    assert min(found[True], found[False]) > 60
 
 
-@pytest.mark.parametrize("message", [*(pytest.param(one, marks=pytest.mark.long) for one in (0.0, 0.1)), 0.5])
-def test_with_many_queues_safety_costs_next_to_nothing(message: float):
+#: Of a forward; and stages.
+SIZES = [(message, stages) for message in (0.0, 0.1, 0.5) for stages in (2, 4, 7)]
+
+
+@pytest.mark.parametrize(
+    ("message", "stages"), [pytest.param(*one, marks=[] if one == (0.5, 4) else pytest.mark.long) for one in SIZES]
+)
+def test_with_many_queues_safety_costs_next_to_nothing(message: float, stages: int):
     """Against receives that are posted k + 1 compute calls ahead: ≤ 0.1 % without BPipe, ≤ 1.5 % on average with it."""
     ratios = defaultdict(list)
     for name, bpipe, schedule in shapes():
-        if schedule.stages not in (2, 4, 7) or schedule.micro_batches % 3 == 1:
+        if schedule.stages != stages or schedule.micro_batches % 3 == 1:
             continue
         # Such a part of a chunk's forward, which takes its share of the stage's.
         program, taken = lower(schedule), costs(schedule.stages, message / schedule.chunks)

@@ -1,29 +1,23 @@
 """Four processes that train case after case and write down what each saved at most and what it still holds.
 
-Argument: a folder (rank-<rank>.json out).
+Arguments: a folder (rank-<rank>.json out), and the names of the cases as a JSON list.
 """
 
 import gc
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.train_engine.engine import opened
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.run import iterate
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from live_memory import NOBODY, case_of, live_bytes
-
-from tests.gloo import share_device
+from live_memory import NOBODY, case_of, join, live_bytes
 
 WORLD = 4
 FOUR: dict[str, Any] = {"layers": 4, "hidden": 64, "seq_length": 32, "stages": 4, "micro_batches": 7, "iterations": 2}
@@ -47,6 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32, distributed optimizer": {**TWO, "data_parallel": 2, "distributed_optimizer": True},
     "tensor-parallel, fp16": {**TWO, **K2, "tensor_parallel": 2, "precision": "fp16", "micro_batch_size": 2},
 }
+# What differs little from a case that is not among these.
+LONG = {"fp32, SGD, untied, micro-batches of 4", "BERT, bf16, full recompute", "fp32, distributed optimizer"}
 
 
 def train(options: TrainOptions) -> dict[str, int]:
@@ -60,14 +56,10 @@ def train(options: TrainOptions) -> dict[str, int]:
         return {"stage": stage, "live": live_bytes() - before, "saved": found.measured.peak_saved_bytes}
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), CUDA_VISIBLE_DEVICES="", CUDA_DEVICE_MAX_CONNECTIONS="1")
-    cpu_mode().apply()
-    share_device()
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD)
+def run(rank: int, folder: str, names: list[str]) -> None:
+    join(rank, folder, WORLD)
     train(TrainOptions.of(**FOUR))  # masks and the like are made once for all
-    found = {name: train(TrainOptions.of(**case)) for name, case in CASES.items()}
+    found = {name: train(TrainOptions.of(**case)) for name, case in CASES.items() if name in names}
     Path(folder, f"rank-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -75,4 +67,4 @@ def run(rank: int, folder: str) -> None:
 
 if __name__ == "__main__":
     gc.freeze()  # what is imported holds no tensors to be counted
-    mp.start_processes(run, (sys.argv[1],), nprocs=WORLD, start_method="fork")
+    mp.start_processes(run, (sys.argv[1], json.loads(sys.argv[2])), nprocs=WORLD, start_method="fork")

@@ -18,9 +18,10 @@ from evenpipe.planner.memory import StageMemory, unit_bytes
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.schedule import links, loop
 from evenpipe.train.options import TrainOptions
+from tests.selected import marked, selected
 
 sys.path.insert(0, str(Path(__file__).parent))
-from measured_memory import CASES, FOUR, WORLD
+from measured_memory import CASES, FOUR, LONG, WORLD
 
 GPT3 = PlannedRun.of(layers=96, hidden=12288, heads=96, seq_length=2048, stages=8, tensor_parallel=2, data_parallel=32)
 DROPOUT = TrainOptions.of(**FOUR, dropout=0.1)
@@ -33,24 +34,23 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each process wrote down."""
+def measured(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each process wrote down of the cases that are looked at."""
     folder = tmp_path_factory.mktemp("measured_memory")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", SCRIPT, folder], capture_output=True, text=True, timeout=800, check=False
-    )
+    command = [sys.executable, "-W", "ignore", SCRIPT, folder, json.dumps(sorted(selected(request, "name")))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
 
 
 @pytest.fixture(scope="module")
-def predicted() -> dict[str, tuple[StageMemory, ...]]:
-    cases = {name: TrainOptions.of(**case) for name, case in CASES.items()}
+def predicted(request: pytest.FixtureRequest) -> dict[str, tuple[StageMemory, ...]]:
+    cases = {name: TrainOptions.of(**CASES[name]) for name in selected(request, "name")}
     cases |= {"GPT-3": GPT3, "dropout": DROPOUT}
     return dict(zip(cases, stage_memories(list(cases.values()), "cpu"), strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, LONG))
 def test_saved_activations_peak_as_predicted(
     measured: list[dict[str, Any]], predicted: dict[str, tuple[StageMemory, ...]], name: str
 ) -> None:
@@ -70,7 +70,7 @@ def test_saved_activations_peak_as_predicted(
             assert 0 <= peak - held["saved"] <= 0.005 * peak
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "BPipe" not in name])
+@pytest.mark.parametrize("name", marked([name for name in CASES if "BPipe" not in name], LONG))
 def test_what_stays_is_what_is_predicted(
     measured: list[dict[str, Any]], predicted: dict[str, tuple[StageMemory, ...]], name: str
 ) -> None:
