@@ -175,6 +175,7 @@ def test_a_received_input_comes_back_with_its_values() -> None:
     assert received.numel() == 0
     for view, copy in zip(store.refill(0), copies, strict=True):
         view.copy_(copy)
+    store.unpack(0)
     y.backward()
     assert Sees.found[0] is received
     assert torch.equal(received, torch.arange(3.0))

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from evenpipe.runtime.channel import Channel, Transfer
 from evenpipe.runtime.connections import Connections, connect
-from evenpipe.runtime.executor import Executor
+from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.runtime.gather import gather_text
+from evenpipe.runtime.parcel import SMALL_BYTES
 from evenpipe.runtime.stage import ModuleStage
 from evenpipe.schedule import Schedule, verify
 
@@ -51,13 +53,22 @@ class Routed(torch.nn.Module):
         return value.index_add(0, chosen, self.expert(hidden))
 
 
+class Wide(torch.nn.Module):
+    """Saves a storage that is not small."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        times = SMALL_BYTES // value.nbytes
+        return torch.nn.functional.gelu(value.repeat(1, times)).view(*value.shape, times).mean(2)
+
+
 def chunk_module(place: int, kind: str = "dense") -> torch.nn.Module:
     """The piece of the model at `place`, counted from its start.
 
     One that is "saving its output" ends in a ReLU, which saves what is being sent to the next stage.
     """
     torch.manual_seed(place)
-    last = {"dense": torch.nn.Identity, "saving its output": torch.nn.ReLU, "routed": Routed}[kind]()
+    lasts = {"dense": torch.nn.Identity, "saving its output": torch.nn.ReLU, "routed": Routed, "wide": Wide}
+    last = lasts[kind]()
     return torch.nn.Sequential(
         torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.GELU(), torch.nn.Linear(2 * WIDTH, WIDTH), last
     )
@@ -112,6 +123,34 @@ class SlowChannel:
         self._channel.close()
 
 
+class Counted:
+    """A channel's `group`, whose operations are counted."""
+
+    def __init__(self, group, operations: Counter, kind: str) -> None:  # type: ignore[no-untyped-def]
+        self._group, self._operations, self._kind = group, operations, kind
+
+    def send(self, *arguments):  # type: ignore[no-untyped-def]
+        self._operations[self._kind] += 1
+        return self._group.send(*arguments)
+
+    def recv(self, *arguments):  # type: ignore[no-untyped-def]
+        self._operations[self._kind] += 1
+        return self._group.recv(*arguments)
+
+    def shutdown(self) -> None:
+        self._group.shutdown()
+
+
+class Remarks(Observer):
+    """Keeps what people are told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def remark(self, line: str) -> None:
+        self.lines.append(line)
+
+
 def slowed(connections: Connections, kinds: Sequence[str], ms: float, slept_ms: list[float]) -> Connections:
     """`connections` with slow links of these kinds, which write down how long they were waited for."""
     channels = {
@@ -146,20 +185,29 @@ def carry_out(case: dict, rank: int) -> dict:
     stages, chunks = schedule.stages, schedule.chunks
     connections = connect(range(stages), program.links, "gloo", torch.device("cpu"))
     slept_ms: list[float] = []
+    operations: Counter[str] = Counter()
+    for link, channel in connections.channels.items():
+        channel._group = Counted(channel._group, operations, link.kind)
     connections = slowed(connections, case["slow"], case["ms"], slept_ms)
     modules = [chunk_module(schedule.places.position(rank, chunk), case["model"]) for chunk in range(chunks)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
-    executor = Executor(rank, connections, torch.device("cpu"), parameters)
+    remarks = Remarks()
+    executor = Executor(rank, connections, torch.device("cpu"), parameters, remarks)
     last = schedule.places.last
     batches = []
-    for measure in case["measure"]:
+    for measure, rows in zip(case["measure"], case["rows"], strict=True):
         for parameter in parameters:
             parameter.grad = None
         executor.counter.reset_peak()
         executor.measure = measure
         slept_ms.clear()
+        operations.clear()
+        remarks.lines.clear()
         start = time.monotonic()
-        stage = ModuleStage(modules, torch.empty(ROWS, WIDTH), sample, loss, last.chunk if rank == last.stage else None)
+        loss_chunk = last.chunk if rank == last.stage else None
+        stage = ModuleStage(
+            modules, torch.empty(rows, WIDTH), lambda i, rows=rows: sample(i)[:rows].clone(), loss, loss_chunk
+        )
         executor.run(program, stage)
         memory = executor.counter.snapshot()
         batches.append(
@@ -171,6 +219,8 @@ def carry_out(case: dict, rank: int) -> dict:
                 "exposed_ms": executor.exposed.total_ms(),
                 "slept_ms": sum(slept_ms),
                 "leftover": [str(key) for key in executor.store.leftover()],
+                "operations": dict(operations),
+                "remarks": list(remarks.lines),
                 "pool_bytes": executor.pool.allocated_bytes,
                 "pool_addresses": sorted(slot.buffer.data_ptr() for slot in executor.pool._free),
             }

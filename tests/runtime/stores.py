@@ -9,10 +9,12 @@ from evenpipe.runtime.store import ActivationStore
 
 
 def shippable(store: ActivationStore, key: object) -> list[Tensor]:
-    """What the store would move now."""
+    """The message as which the store moves what it would move now."""
     sizes = store.seal(key)
+    before = store.counter.own_bytes
     views = store.ship(key)
-    assert [view.numel() for view in views] == list(sizes)
+    assert sum(view.numel() for view in views) == sum(sizes)
+    assert store.counter.own_bytes == before
     return views
 
 
@@ -32,3 +34,5 @@ def load(store: ActivationStore, key: object, copies: Sequence[Tensor]) -> None:
     assert [view.numel() for view in views] == [copy.numel() for copy in copies]
     for view, copy in zip(views, copies, strict=True):
         view.copy_(copy)
+    del views, view
+    store.unpack(key)

@@ -17,7 +17,7 @@ from evenpipe.schedule import Schedule, ScheduleError, lower, verify
 from tests.schedules import build
 
 sys.path.insert(0, str(Path(__file__).parent))
-from executor_cases import reference
+from executor_cases import ROWS, reference
 
 SCRIPT = Path(__file__).with_name("executor_cases.py")
 
@@ -67,14 +67,16 @@ def accepted_edits(count: int) -> dict[str, Schedule]:
 
 SAVES_OUTPUT = "1f1b p=4 m=8 bpipe, each stage saving what it sends"
 ROUTED = [f"{name} p=4 m=8 bpipe, no two micro-batches alike" for name in ("1f1b", "kfkb")]
+WIDE = "1f1b p=4 m=8 bpipe, one large storage among small ones"
 CASES = {
     **SCHEDULES,
+    WIDE: build("1f1b", 4, 8, bpipe=True),
     SAVES_OUTPUT: build("1f1b", 4, 8, bpipe=True),
     ROUTED[0]: build("1f1b", 4, 8, bpipe=True),
     ROUTED[1]: build("kfkb", 4, 8, bpipe=True, group_size=2),
     **accepted_edits(12),
 }
-MODELS = {SAVES_OUTPUT: "saving its output", **dict.fromkeys(ROUTED, "routed")}
+MODELS = {WIDE: "wide", SAVES_OUTPUT: "saving its output", **dict.fromkeys(ROUTED, "routed")}
 
 NOW_AND_THEN = (True, False, True)
 SLOW_MS = 60.0
@@ -82,6 +84,7 @@ WATCHED = {
     "measured now and then": (build("1f1b", 4, 8), {"measure": NOW_AND_THEN}),
     "measured now and then, bpipe": (build("1f1b", 4, 8, bpipe=True), {"measure": NOW_AND_THEN}),
     "slow pairs": (build("1f1b", 4, 8, bpipe=True), {"slow": ["evict", "load"], "ms": SLOW_MS}),
+    "larger and larger": (build("1f1b", 4, 8, bpipe=True), {"rows": (4, 8, 8)}),
     "slow neighbours": (build("1f1b", 4, 8), {"slow": ["forward", "backward"], "ms": SLOW_MS / 10}),
 }
 
@@ -94,6 +97,7 @@ def outcomes(tmp_path_factory):
         name: {
             "schedule": str(schedule),
             "measure": (True, True, True),
+            "rows": (ROWS, ROWS, ROWS),
             "model": MODELS.get(name, "dense"),
             "slow": [],
             "ms": 0.0,
@@ -148,6 +152,28 @@ def test_the_pool_allocates_nothing_after_the_first_batch(name, outcomes):
     for batches in batches_of(outcomes, name):
         assert len({tuple(batch["pool_addresses"]) for batch in batches}) == 1
         assert len({batch["pool_bytes"] for batch in batches}) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if any(CASES[name].evictions)])
+def test_a_micro_batch_that_is_evicted_is_one_message_beside_what_is_large(name, outcomes):
+    """It once was an operation for every storage, however small."""
+    of_each = 2 if name == WIDE else 1
+    evictions = CASES[name].evictions
+    for stage, batches in enumerate(batches_of(outcomes, name)):
+        trades = evictions[stage] + evictions[-1 - stage]
+        for batch in batches:
+            moved = {kind: count for kind, count in batch["operations"].items() if kind in ("evict", "load")}
+            assert moved == ({"evict": trades * of_each, "load": trades * of_each} if trades else {})
+
+
+def test_the_pool_grows_to_what_is_needed_and_says_so(outcomes):
+    for stage, batches in enumerate(batches_of(outcomes, "larger and larger")):
+        assert [batch["leftover"] for batch in batches] == [[], [], []]
+        first, second, third = (batch["pool_bytes"] for batch in batches)
+        assert (second, third) == (2 * first, second)
+        assert [len(batch["remarks"]) for batch in batches] == ([0, 1, 0] if first else [0, 0, 0])
+        if first:
+            assert batches[1]["remarks"][0].startswith(f"stage {stage} keeps 0.0 MiB for what its partner evicts")
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name.startswith("1f1b")])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from evenpipe.runtime.parcel import SMALL_BYTES
 from evenpipe.runtime.store import ActivationStore
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -210,14 +211,12 @@ def test_what_was_sealed_moves_whoever_holds_it_by_then() -> None:
     assert store.seal(0) == ()
     del message
     assert store.seal(0) == (16,)
-    (view,) = store.ship(0)
-    (again,) = store.ship(0)
-    assert view.data_ptr() == again.data_ptr()
+    assert [view.numel() for view in store.ship(0)] == [16]
     del z
 
 
 def test_memory_is_free_once_released_and_views_are_gone() -> None:
-    x = torch.randn(1000).requires_grad_()
+    x = torch.randn(SMALL_BYTES // 4).requires_grad_()
     store = ActivationStore()
     with store.recording(0):
         y = x.exp().exp().sum()
@@ -436,6 +435,7 @@ def test_a_micro_batch_comes_back_into_the_memory_of_one_that_leaves() -> None:
     assert {view.untyped_storage().data_ptr() for view in views} == addresses
     for view, copy in zip(views, first, strict=True):
         view.copy_(copy)
+    store.unpack(0)
     del vacated, views
     outputs[0].backward()
     load(store, 1, second)

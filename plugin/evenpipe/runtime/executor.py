@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from evenpipe.runtime.flow import Flow
 from evenpipe.runtime.pool import SlotPool
@@ -12,6 +13,8 @@ from evenpipe.runtime.stage import Stage, SteppingStage
 from evenpipe.schedule import Program, Step
 
 __all__ = ["Executor", "Observer"]
+
+_MIB: Final = 1 << 20
 
 
 class Executor(Resources):
@@ -80,9 +83,19 @@ class Executor(Resources):
         self.observer.batch_started(self.clock)
         if self.measure:
             self.exposed.restart()
+        before = self.pool.allocated_bytes
         yield
+        self._tell_if_grown(before)
         self.observer.batch_ended()
         self._broken = False
+
+    def _tell_if_grown(self, before: int) -> None:
+        """The pool is as large as the first batch needs, and then as later ones do."""
+        if before and (now := self.pool.allocated_bytes) > before:
+            self.observer.remark(
+                f"stage {self.stage_index} keeps {now / _MIB:.1f} MiB for what its partner evicts, not "
+                f"{before / _MIB:.1f} MiB as before: larger micro-batches, or more of them, than so far"
+            )
 
     def _assert_whole(self) -> None:
         if self._broken:

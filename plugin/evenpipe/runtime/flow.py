@@ -34,10 +34,10 @@ __all__ = ["Flow"]
 
 
 class _Guest(NamedTuple):
-    """An accepted micro-batch: its slot, and its storages there."""
+    """An accepted micro-batch: its slot, and the message there."""
 
     slot: Slot
-    storages: list[Tensor]
+    tensors: list[Tensor]
 
 
 class _Departed(NamedTuple):
@@ -146,12 +146,15 @@ class Flow:
         self.under_way[message] = self.channels[message.link].send(tensors)
 
     def evict(self, message: Message, unit: Unit) -> None:
-        storages = self.resources.store.ship(unit)
-        self.layouts[message.link].tell([storage.numel() for storage in storages])
-        self.send(message, storages)
+        tensors = self.resources.store.ship(unit)
+        self.layouts[message.link].tell([tensor.numel() for tensor in tensors])
+        self.send(message, tensors)
 
     def load(self, message: Message, unit: Unit) -> None:
-        vacated = [storage for one in self.followed[message] for storage in one.vacated]
+        vacated: list[UntypedStorage] = []
+        for one in self.followed[message]:
+            vacated += one.vacated
+            one.vacated.clear()  # what the load leaves is free with the transfer
         self.receive(message, self.resources.store.refill(unit, vacated))
 
     def accept(self, message: Message, unit: Unit) -> None:
@@ -159,13 +162,13 @@ class Flow:
         self.resources.pool.reserve(self.slots_needed, aligned_bytes(sizes))
         slot = self.resources.pool.acquire(aligned_bytes(sizes))
         self.guests[unit] = _Guest(slot, slot.parts(sizes))
-        self.receive(message, self.guests[unit].storages)
+        self.receive(message, self.guests[unit].tensors)
 
     def give_back(self, message: Message, unit: Unit) -> None:
-        self.send(message, self.guests[unit].storages)
+        self.send(message, self.guests[unit].tensors)
 
     def complete(self, message: Message) -> None:
-        """Wait for `message`, and let go of what has left this stage with it."""
+        """Wait for `message`; put what it brought where it belongs, and let go of what has left this stage with it."""
         transfer = self.under_way.pop(message)
         action = self.actions.pop(message, None)
         if action is None:
@@ -178,6 +181,8 @@ class Flow:
         for one in self.followed.pop(message, ()):
             one.transfer.wait()
             self.resources.observer.ended(one.action)
+        if action.kind == LOAD:
+            self.resources.store.unpack(action.unit)
         self.let_go(action)
         self.resources.observer.ended(action)
 
@@ -217,6 +222,7 @@ class Flow:
         """Of an update, the number is the batch's."""
         self.update(unit.micro_batch)
         return []
+
 
 def _leaf(output: Tensor) -> Tensor:
     """An input like one that was received: where autograd's graph of the next part begins."""

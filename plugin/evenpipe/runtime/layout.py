@@ -18,7 +18,7 @@ _UNDER_WAY: Final = 4
 
 
 class Layouts:
-    """Sizes in bytes of the storages of which an evicted micro-batch consists, one micro-batch after the other; or the
+    """Sizes in bytes of the tensors as which an evicted micro-batch travels, one micro-batch after the other; or the
     shapes of the tensors that one stage gives the next.
 
     No two need be alike: who holds a storage for a moment, and what a router or a packed sequence made of the data,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -30,6 +31,10 @@ class Observer:
 
     def ended(self, action: Action) -> None:
         """Compute has ended, or a transfer has been waited for."""
+
+    def remark(self, line: str) -> None:
+        """What people should know of; said on standard error."""
+        print(f"evenpipe: {line}", file=sys.stderr, flush=True)
 
     def batch_ended(self) -> None:
         """All of the batch's actions are done; in a stream, some of the next one's too. Not said of one that failed."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evenpipe.runtime.counters import MemoryCounter
 
-__all__ = ["Geometry", "Recording", "SavedStorage", "SavedTensor"]
+__all__ = ["Geometry", "Recording", "SavedStorage", "SavedTensor", "bytes_of"]
 
 
 class Geometry(NamedTuple):
@@ -29,6 +29,11 @@ class Geometry(NamedTuple):
         """Return the tensor that lies so in `storage`."""
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return all of `storage` as a uint8 tensor."""
+    return Geometry(torch.uint8, storage.device, 0, (storage.nbytes(),), (1,)).over(storage)
 
 
 class SavedStorage:
@@ -52,12 +57,12 @@ class SavedStorage:
         self.counter = counter
         self.device = storage.device
         self.nbytes = storage.nbytes()
-        self._own(storage)
+        self.own(storage)
 
     def view(self) -> Tensor:
         """Return all bytes of the storage as a uint8 tensor."""
         assert self.storage is not None
-        return Geometry(torch.uint8, self.device, 0, (self.nbytes,), (1,)).over(self.storage)
+        return bytes_of(self.storage)
 
     def drop(self) -> None:
         """Let go of the memory and count it no more."""
@@ -73,18 +78,8 @@ class SavedStorage:
             self.counter.add_own(nbytes - self.nbytes)
             self.nbytes = nbytes
 
-    def fill(self, vacated: list[torch.UntypedStorage]) -> torch.UntypedStorage:
-        """Take memory of the same size from what was `vacated`, or else allocate it; contents undefined."""
-        fits = (at for at, storage in enumerate(vacated) if storage.nbytes() == self.nbytes)
-        at = next(fits, None)
-        if at is None:
-            storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
-        else:
-            storage = vacated.pop(at)
-        self._own(storage)
-        return storage
-
-    def _own(self, storage: torch.UntypedStorage) -> None:
+    def own(self, storage: torch.UntypedStorage) -> None:
+        """Hold this memory, and count it."""
         self.storage = storage
         self.owners[storage._cdata] = weakref.ref(self)
         self.counter.add_own(self.nbytes)
@@ -134,7 +129,18 @@ class SavedTensor:
 class Recording:
     """One micro-batch's saved tensors. Its handles own it, so it dies when autograd has let go of the last one."""
 
-    __slots__ = ("__weakref__", "attached", "counter", "departing", "emptied", "handles", "number", "sealed")
+    __slots__ = (
+        "__weakref__",
+        "attached",
+        "away",
+        "counter",
+        "emptied",
+        "groups",
+        "handles",
+        "message",
+        "number",
+        "sealed",
+    )
 
     def __init__(self, number: int, counter: MemoryCounter) -> None:
         self.number = number
@@ -142,15 +148,13 @@ class Recording:
         self.handles: list[weakref.ref[SavedTensor]] = []
         self.attached: list[weakref.ref[Tensor]] = []
         self.sealed: list[weakref.ref[SavedStorage]] = []  # what may depart
-        self.departing: list[SavedStorage] = []
-        # From release to refill, and only then: the attached tensors that lost their memory.
-        self.emptied: list[tuple[weakref.ref[Tensor], Geometry, SavedStorage]] | None = None
+        # What has departed and is not back: the storages that travel as one tensor, for each tensor of the message; and
+        # the attached tensors that have lost their memory.
+        self.groups: list[list[SavedStorage]] = []
+        self.emptied: list[tuple[weakref.ref[Tensor], Geometry, SavedStorage]] = []
+        self.message: list[Tensor] = []  # that departs or arrives, while its memory is here
+        self.away = False
         counter.add_own_units(1)
-
-    @property
-    def away(self) -> bool:
-        """Whether the memory was released and not yet refilled."""
-        return self.emptied is not None
 
     def by_storage(self) -> dict[SavedStorage, list[SavedTensor]]:
         """Return the live handles, in the order they were saved, under their storages."""
@@ -165,6 +169,18 @@ class Recording:
         tensors = [tensor for reference in self.attached if (tensor := reference()) is not None]
         return [tensor for tensor in tensors if tensor.untyped_storage() is saved.storage]
 
+    def carry(self, tensor: Tensor) -> None:
+        """Make `tensor` the next one of the message, and count it."""
+        self.message.append(tensor)
+        self.counter.add_own(tensor.numel())
+
+    def put_down(self) -> Tensor:
+        """Take the first tensor out of the message, and count it no more."""
+        self.counter.add_own(-self.message[0].numel())
+        return self.message.pop(0)
+
     def __del__(self) -> None:
+        while self.message:
+            self.put_down()
         if not self.away:
             self.counter.add_own_units(-1)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from evenpipe.runtime.counters import MemoryCounter
+from evenpipe.runtime.parcel import grouped, memory_for, packed, unpack
 from evenpipe.runtime.saved import Geometry, Recording, SavedStorage, SavedTensor
 
 __all__ = ["ActivationStore"]
@@ -96,55 +97,74 @@ class ActivationStore:
         return tuple(saved.nbytes for saved in sealed)
 
     def ship(self, key: Hashable) -> list[Tensor]:
-        """Return uint8 views of what `seal` decided on, in the order it was saved; `release` ends the departure."""
+        """Make a message, of uint8 tensors, of what `seal` decided on; `release` ends the departure.
+
+        Large storages travel as they are. Small ones are packed, which is enqueued on the current stream, and their
+        memory is free at once. From now on until `unpack` a backward of this micro-batch is refused.
+        """
         recording = self._recordings.get(key)
         if recording is None or recording.away:
             return []
-        recording.departing = [saved for reference in recording.sealed if (saved := reference()) is not None]
-        return [saved.view() for saved in recording.departing]
+        if not recording.groups:
+            recording.groups = grouped(saved for reference in recording.sealed if (saved := reference()) is not None)
+            handles = recording.by_storage()
+            for group in recording.groups:
+                tensor = packed(group)
+                for saved in group:
+                    _empty(saved, handles.get(saved, ()), recording)
+                recording.carry(tensor)
+        return list(recording.message)
 
     def release(self, key: Hashable) -> list[torch.UntypedStorage]:
-        """Drop the storages that `ship` returned, and return them: their memory is free with them and the views."""
+        """Let go of what `ship` made, and return its memory, which is free with that and the message's tensors."""
         recording = self._recordings.get(key)
         if recording is None or recording.away:
             return []
-        vacated = [saved.storage for saved in recording.departing if saved.storage is not None]
-        handles = recording.by_storage()
-        emptied = []
-        for saved in recording.departing:
-            for tensor in recording.attached_to(saved):
-                emptied.append((weakref.ref(tensor), Geometry.of(tensor), saved))
-                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            for handle in handles.get(saved, ()):
-                handle.drop()
-            saved.drop()
-            self.counter.add_evicted(saved.nbytes)
-        recording.emptied = emptied
+        vacated = []
+        while recording.message:
+            tensor = recording.put_down()
+            self.counter.add_evicted(tensor.numel())
+            vacated.append(tensor.untyped_storage())
+        recording.away = True
         self.counter.add_own_units(-1)
         return vacated
 
     def refill(self, key: Hashable, vacated: Iterable[torch.UntypedStorage] = ()) -> list[Tensor]:
-        """Find memory for what `release` dropped: uint8 views to receive into, in `ship`'s order and sizes.
+        """Find memory to receive what `ship` made into: uint8 tensors of the same number and sizes.
 
-        Of what another micro-batch has `vacated`, storages of the same size are used again; the rest is allocated.
+        Of what another micro-batch has `vacated`, memory of the same size is used again; the rest is allocated.
         """
         recording = self._recordings.get(key)
-        if recording is None or recording.emptied is None:
+        if recording is None or not recording.away:
             return []
-        departed, recording.departing = recording.departing, []
-        emptied, recording.emptied = recording.emptied, None
-        handles = recording.by_storage()
         room = list(vacated)
-        for saved in departed:
-            storage = saved.fill(room)
-            for handle in handles.get(saved, ()):
-                handle.fill(storage)
+        for group in recording.groups:
+            recording.carry(memory_for(group, room))
+        recording.away = False
+        self.counter.add_own_units(1)
+        self.counter.note_peak()
+        return list(recording.message)
+
+    def unpack(self, key: Hashable) -> None:
+        """Put what was received into `refill`'s memory where it belongs: this micro-batch is here again.
+
+        What was packed is copied, on the current stream, and the memory that it arrived in is free at once.
+        """
+        recording = self._recordings.get(key)
+        if recording is None or recording.away:
+            return
+        groups, recording.groups = recording.groups, []
+        emptied, recording.emptied = recording.emptied, []
+        handles = recording.by_storage()
+        for group in groups:
+            unpack(recording.put_down(), group)
+            for saved in group:
+                assert saved.storage is not None, "it has been unpacked"
+                for handle in handles.get(saved, ()):
+                    handle.fill(saved.storage)
         for reference, geometry, saved in emptied:
             if (tensor := reference()) is not None and saved.storage is not None:
                 tensor.data = geometry.over(saved.storage)
-        self.counter.add_own_units(1)
-        self.counter.note_peak()
-        return [saved.view() for saved in departed]
 
     def nbytes(self, key: Hashable) -> int:
         """Return the live bytes that this micro-batch was the first to save."""
@@ -218,6 +238,16 @@ class ActivationStore:
         if sys.getrefcount(saved.storage) != _references_of_one_holder():
             return False
         return all(isinstance(alias, Tensor) and _can_be_rebuilt(alias) for alias in aliases)
+
+
+def _empty(saved: SavedStorage, handles: Iterable[SavedTensor], recording: Recording) -> None:
+    """Have nobody hold this storage any more: neither handles nor the tensors attached to its micro-batch."""
+    for tensor in recording.attached_to(saved):
+        recording.emptied.append((weakref.ref(tensor), Geometry.of(tensor), saved))
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    for handle in handles:
+        handle.drop()
+    saved.drop()
 
 
 def _unpack(packed: object) -> Tensor:
