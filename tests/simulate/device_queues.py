@@ -36,6 +36,8 @@ def ends(calls, environment, chance: Random) -> bool:
                 return False
         elif kind in ("send", "receive", "gather"):
             stream = what.link if isinstance(what, Message) else "gather"
+            if environment.shared and isinstance(what, Message):
+                stream = frozenset((what.link.source, what.link.target))
             queue = queues[stage].setdefault("one" if environment.one_queue else stream, deque())
             queue.append((stream, "behind", given[stage]))
             queue.extend((stream, "await", one) for one in follows)

@@ -2,10 +2,11 @@
 
 Host. A stage's host enqueues calls in order: its end of a message, a wait of the compute stream for a message, compute,
 its part in what all stages exchange of a batch; an update has the host wait for that. Device. There is one compute
-stream, and one for each end of a link (its communicator). An end starts when what the compute stream was given before
-it and the message before it on its link are complete; a message takes its wire's time from when both its ends have
-started, and is then complete at both. With one queue, a call starts only when the call before it has been taken by its
-stream. A synchronisation has the host wait until all is complete that it has enqueued.
+stream, and one for each communicator, which is a link's, or that of all links between two stages. An end starts when
+what the compute stream was given before it and the message before it on its communicator are complete; a message takes
+its wire's time from when both its ends have started, and is then complete at both. With one queue, a call starts only
+when the call before it has been taken by its stream. A synchronisation has the host wait until all is complete that it
+has enqueued.
 
 Everything awaits all of a fixed set of things: this is a graph, which hangs if and only if it has a circle, and in
 which times are longest paths. Host time, SMs that spinning receives take, and proxies of NCCL are not in it.
@@ -24,6 +25,7 @@ from evenpipe.schedule import (
     SENDING,
     Action,
     Gathering,
+    Link,
     Message,
     Program,
     Step,
@@ -56,10 +58,18 @@ class Call(NamedTuple):
 
 
 class Environment(NamedTuple):
-    """What devices are like. ``one_queue``: all calls of a stage pass one (CUDA_DEVICE_MAX_CONNECTIONS=1)."""
+    """What devices are like. ``one_queue``: all calls of a stage pass one (CUDA_DEVICE_MAX_CONNECTIONS=1).
+
+    ``shared``: all that two stages send each other passes one communicator, both ways, one message after the other.
+    """
 
     one_queue: bool = False
     synchronised: Synchronised = "never"
+    shared: bool = False
+
+    def stream(self, link: Link) -> object:
+        """What names the stream of a link's ends, on both of its stages."""
+        return frozenset((link.source, link.target)) if self.shared else link
 
     def synchronises(self, calls: Sequence[Call], at: int) -> bool:
         """Whether the host waits, just before the call of that number, for all that it has enqueued."""
@@ -174,7 +184,7 @@ class Device:
             if kind in ("wait", "compute"):
                 last_compute = [event]
             elif kind != "update":
-                stream = what.link if isinstance(what, Message) else "gather"
+                stream = environment.stream(what.link) if isinstance(what, Message) else "gather"
                 self._awaits[event] += [last_of[stream]] if stream in last_of else []
                 self._awaits[complete[what]].append(event)
                 last_of[stream] = complete[what]
