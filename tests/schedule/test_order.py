@@ -5,7 +5,7 @@ from collections import defaultdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.schedule import UPDATE, Gathering, lower
+from evenpipe.schedule import UPDATE, Clock, Gathering, lower, reordered
 from tests.schedule.test_lower import shapes
 from tests.schedules import build
 from tests.schedules import stream as stream_of
@@ -70,6 +70,21 @@ def _posts(items):
 def test_no_stage_waits_for_ever_if_every_call_waits(shape, one_queue):
     program = lower(build(*shape), one_queue=one_queue)
     assert blocking(program.steps) == []
+
+
+@given(shapes, st.booleans(), st.data())
+@settings(deadline=None)
+def test_nor_by_any_clock(shape, one_queue, data):
+    program = lower(build(*shape), one_queue=one_queue)
+    times = st.lists(st.integers(0, 1 << 22), min_size=len(program.steps), max_size=len(program.steps))
+    messages = {link: data.draw(st.integers(0, 1 << 22)) for link in program.links}
+    other = reordered(program, Clock(tuple(data.draw(times)), tuple(data.draw(times)), messages))
+    assert blocking(other.steps) == []
+
+
+def test_a_clock_is_the_same_in_any_unit():
+    program = lower(build("1f1b", 3, 5))
+    assert list(reordered(program, Clock.of((0.7,) * 3, (1.4,) * 3, {})).steps) == list(program.steps)
 
 
 @given(st.integers(1, 7), st.data())

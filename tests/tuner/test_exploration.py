@@ -68,7 +68,7 @@ def test_a_size_that_does_not_fit_is_not_tried() -> None:
 def test_alone_a_larger_size_is_measured_that_no_batch_may_fit_in() -> None:
     """One micro-batch of two samples is held then, and nothing that a neighbour sends."""
     twice = 2 * (FIXED + BY_SAMPLE)  # as if all of it grew with samples
-    batch = STATIC + SHARED + 2 * twice + 3 * 2 * MESSAGE + 2 * WORKSPACE
+    batch = STATIC + SHARED + 2 * twice + 4 * 2 * MESSAGE + 2 * WORKSPACE
     for alone, enough in ((False, batch), (True, STATIC + twice)):
         with contextlib.suppress(PlanError):
             assert asked(enough - 1, sizes=(1, 2), alone=alone)[0] == [1]

@@ -169,6 +169,26 @@ def test_a_state_goes_on_as_the_tuner_would():
     assert other.state_dict() == tuner.state_dict()
 
 
+def test_uneven_stages_are_carried_out_in_the_order_of_their_times_by_all_ranks_and_when_a_run_goes_on():
+    times = {1: StageTimes((20.0, 20.0, 20.0, 30.0), (40.0, 40.0, 40.0, 60.0))}
+    candidates = [Candidate(1, 1, 16)]
+    rank, other_rank, later = (Tuner(GroupedSchedule(Programs("kfkb"), STAGES), candidates, times, 3) for _ in range(3))
+    for one in (rank, other_rank):
+        for link in links(loop(STAGES)):
+            one.observe(candidates[0], link, [10.0] * 5)
+    assumed = rank.schedule.program(candidates[0])
+    decided = rank.decide(0)
+    for one in (rank, other_rank):
+        one.adopt(0, *decided)
+    later.load_state_dict(json.loads(json.dumps(rank.state_dict())), 2)
+    programs = [one.schedule.program(candidates[0]) for one in (rank, other_rank, later)]
+    assert list(programs[0].steps) != list(assumed.steps)
+    assert all(list(one.steps) == list(programs[0].steps) for one in programs)
+    message_ms = dict.fromkeys(links(loop(STAGES)), 10.0)
+    estimated = estimate_ms(programs[0], times[1], message_ms)
+    assert estimated == rank.retunes[0].estimates_ms["k1b1"] < 0.95 * estimate_ms(assumed, times[1], message_ms)
+
+
 def test_a_shorter_interval_counts_from_the_resume():
     tuner = tuned(0, tuned(0), 3)
     saved = tuner.state_dict()

@@ -54,7 +54,7 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         self._programs = Programs(
             section.spec, section.bpipe, one_queue(self.grid.get_pipe_parallel_group(), self.device)
         )
-        self._schedules: dict[tuple[int, int], tuple[Program, ProgramSchedule]] = {}
+        self._schedules: dict[Size, tuple[Program, ProgramSchedule]] = {}
         self.executor = _executor(self, self._programs, self._prepare())
         self._boundary = Boundary(self)
         self._take: Callable[[Step], None] | None = None
@@ -102,11 +102,11 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
             self._exec_schedule(ours)
 
     def _schedule(self, micro_batches: int) -> tuple[Program, ProgramSchedule]:
-        key = micro_batches, self.group_size
-        if key not in self._schedules:
-            program = self._programs(Size(self.num_stages, micro_batches, group_size=self.group_size))
-            self._schedules[key] = program, ProgramSchedule(program, self.stage_id, self.dynamic_shape)
-        return self._schedules[key]
+        size = Size(self.num_stages, micro_batches, group_size=self.group_size)
+        program = self._programs(size)
+        if size not in self._schedules or self._schedules[size][0] is not program:
+            self._schedules[size] = program, ProgramSchedule(program, self.stage_id, self.dynamic_shape)
+        return self._schedules[size]
 
     def _exec_step(self, step: Step, buffer_id: int | None = None) -> None:
         assert self._take is not None

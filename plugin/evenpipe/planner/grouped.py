@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from statistics import fmean
 from typing import NamedTuple
 
-from evenpipe.schedule import Link, Program, Programs, Size, build
+from evenpipe.schedule import Clock, Link, Program, Programs, Size, build, reordered
 from evenpipe.simulate import Costs, Wire, simulate
 
 __all__ = ["Candidate", "GroupedSchedule", "StageTimes", "average_ms", "estimate_ms"]
@@ -35,6 +36,24 @@ class GroupedSchedule(NamedTuple):
         """What is carried out under ``candidate``: built when it is first asked for, and kept."""
         return self.programs(self._size(candidate))
 
+    def ordered(
+        self, candidate: Candidate, times: StageTimes, message_ms: Mapping[Link, float]
+    ) -> tuple[Program, float]:
+        """The program of ``candidate`` in the order by assumed times or by these, in which a batch takes less; and ms.
+
+        From the same numbers the same, wherever it is asked for. No order has more `messages_at_once`.
+        """
+        assumed = reordered(self.program(candidate), None)
+        measured = reordered(assumed, Clock.of(*times, message_ms))
+        most = self.messages_at_once(candidate)
+        fits = all(measured.order.messages_at_once(stage) <= most[stage] for stage in range(self.stages))
+        estimates = [(program, estimate_ms(program, times, message_ms)) for program in [assumed, *[measured] * fits]]
+        return min(estimates, key=itemgetter(1))
+
+    def keep(self, candidate: Candidate, program: Program) -> None:
+        """Have ``program`` carried out under ``candidate`` from now on."""
+        self.programs.keep(self._size(candidate), program)
+
     def saved_bytes(self, units: Sequence[int], candidate: Candidate) -> tuple[int, ...]:
         """Per stage, the peak of own plus accepted saved activations; ``units[s]``: those of a micro-batch of stage s.
 
@@ -49,9 +68,9 @@ class GroupedSchedule(NamedTuple):
         return tuple(stage.peak_bytes for stage in simulation.stages)
 
     def messages_at_once(self, candidate: Candidate) -> tuple[int, ...]:
-        """Per stage, the most messages that are under way at once."""
+        """Per stage, the most messages that are under way at once: by an order of measured times a group's more."""
         order = self._settled(candidate).order
-        return tuple(order.messages_at_once(stage) for stage in range(self.stages))
+        return tuple(order.messages_at_once(stage) + candidate.k for stage in range(self.stages))
 
     def _settled(self, candidate: Candidate) -> Program:
         """A program of as many micro-batches as it takes to hold as much as under ``candidate``."""

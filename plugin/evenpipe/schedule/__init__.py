@@ -3,6 +3,7 @@
 from evenpipe.schedule.actions import Action, Unit, parse
 from evenpipe.schedule.bpipe import balance
 from evenpipe.schedule.build import Programs, build, choose
+from evenpipe.schedule.clock import Clock
 from evenpipe.schedule.collector import without_cycle_collector
 from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.grid import format_grid
@@ -40,7 +41,7 @@ from evenpipe.schedule.stream import Stream
 from evenpipe.schedule.table import Column
 from evenpipe.schedule.topology import Gathering, Link, Message, links, partner
 from evenpipe.schedule.torch_table import torch_csv
-from evenpipe.schedule.verify import verify
+from evenpipe.schedule.verify import reordered, verify
 from evenpipe.schedule.versions import required_version
 from evenpipe.schedule.wiring import Disagreement, Wiring
 
@@ -64,6 +65,7 @@ __all__ = [
     "WEIGHT_GRADIENT",
     "Action",
     "ActionKind",
+    "Clock",
     "Column",
     "Cost",
     "Disagreement",
@@ -101,6 +103,7 @@ __all__ = [
     "offered",
     "parse",
     "partner",
+    "reordered",
     "required_version",
     "torch_csv",
     "vee",

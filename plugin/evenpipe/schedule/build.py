@@ -128,3 +128,7 @@ class Programs:
             chunked = self.spec.chunked if size.chunks > 1 else None
             self._built[size] = build(chunked or self.spec, size, self.bpipe, self.one_queue)
         return self._built[size]
+
+    def keep(self, size: Size, program: Program) -> None:
+        """From now on, this is the program for that size."""
+        self._built[size] = program

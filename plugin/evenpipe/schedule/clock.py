@@ -1,25 +1,59 @@
-"""A clock in whole ticks: when each action of a schedule ends, and an order of all actions that agrees with it."""
+"""A clock in whole ticks: how long things take, when each action ends, and an order of actions that agrees with it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.kinds import FINISHING, KINDS
+from evenpipe.schedule.kinds import FINISHING, FORWARD, KINDS
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.table import Column, by_kind
+from evenpipe.schedule.topology import Link
 from evenpipe.schedule.wiring import senders
 
-__all__ = ["TICKS", "Walk", "boundaries", "walk"]
+__all__ = ["OF_FORWARD", "TICKS", "Clock", "Walk", "boundaries", "walk"]
 
 #: By kind: see :class:`evenpipe.schedule.kinds.ActionKind`.
 TICKS: Final = {letter: row.ticks for letter, row in KINDS.items()}
 _TICKS = by_kind(lambda row: row.ticks)
 _OF_BATCH = by_kind(lambda row: row.of_batch)
 _FINISHING = by_kind(lambda row: row.letter in FINISHING)
+#: The ticks of a forward, where a backward and a message have theirs, on average over stages.
+OF_FORWARD: Final = 1 << 20
+
+
+class Clock(NamedTuple):
+    """How many ticks a forward and a backward take on each stage, and messages on links; on others next to nothing.
+
+    Whole numbers, so that all stages that know the same times find the same order by them.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    messages: Mapping[Link, int]
+
+    @classmethod
+    def of(cls, forward_ms: Sequence[float], backward_ms: Sequence[float], message_ms: Mapping[Link, float]) -> Clock:
+        """The clock of measured times, which are above 0, of one model chunk a stage."""
+        tick_ms = math.fsum(forward_ms) / len(forward_ms) / OF_FORWARD
+        forward, backward = (tuple(round(ms / tick_ms) for ms in times) for times in (forward_ms, backward_ms))
+        return cls(forward, backward, {link: round(ms / tick_ms) for link, ms in message_ms.items()})
+
+    @classmethod
+    def assumed(cls, stages: int) -> Clock:
+        """The clock where nothing is known."""
+        return cls((OF_FORWARD,) * stages, (TICKS["B"] * OF_FORWARD,) * stages, {})
+
+    def ticks(self, schedule: Schedule) -> Column:
+        """What each action takes; the halves of a backward take half of it."""
+        table = schedule.table
+        forward, backward = (np.array(of, np.int64)[table.stage] for of in (self.forward, self.backward))
+        halves = _TICKS[table.kind].astype(np.int64)
+        return np.where(table.kind == ord(FORWARD), forward, backward * halves // TICKS["B"])
 
 
 class Walk(NamedTuple):
@@ -59,7 +93,7 @@ def walk(
     before = np.full((count + 1, len(awaited)), count, np.int32)
     for column, actions in enumerate(awaited):
         before[:-1, column] = np.where(actions >= 0, actions, count)
-    delay = np.zeros(count + 1, np.int32)
+    delay = np.zeros(count + 1, np.int64)
     delay[:-1] = later
     stage_of = np.append(table.stage, 0)
     mate = np.append(np.arange(count) if mates is None else mates, count)

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 from evenpipe.schedule.actions import Action
+from evenpipe.schedule.clock import Clock
 from evenpipe.schedule.kinds import COMPUTE, KINDS
 from evenpipe.schedule.lazy import PerStage
 from evenpipe.schedule.order import Order
@@ -47,11 +48,13 @@ class Program:
     """What engines walk. ``pairs``: partner stages trade, here or in another size under the same settings.
 
     ``one_queue``: what a stage is given passes one queue of its device (CUDA_DEVICE_MAX_CONNECTIONS=1).
+    ``clock``: what its order follows where times are known.
     """
 
     schedule: Schedule
     pairs: bool = False
     one_queue: bool = False
+    clock: Clock | None = None
 
     @cached_property
     def wiring(self) -> Wiring:
@@ -61,7 +64,7 @@ class Program:
     @cached_property
     def order(self) -> Order:
         """Where between a stage's actions its ends of messages are."""
-        return Order(self.wiring, self.one_queue)
+        return Order(self.wiring, self.one_queue, self.clock)
 
     @cached_property
     def steps(self) -> Sequence[tuple[Step, ...]]:

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from evenpipe.schedule.clock import Walk, walk
+from evenpipe.schedule.clock import OF_FORWARD, Clock, Walk, walk
 from evenpipe.schedule.kinds import OWN_ENDS
 from evenpipe.schedule.table import Column, by_kind
 from evenpipe.schedule.wiring import Wiring
@@ -28,10 +28,8 @@ __all__ = ["Event", "Order"]
 
 #: In ticks. A message takes next to nothing, and not nothing: it arrives after all that ends as it is made. Where there
 #: are groups, it may take half a forward and be late by one (Ada-Grouper §4.4), and its receive has been posted.
-_FORWARD: Final = 1 << 20
 _MESSAGE: Final = 1 << 10
-_OF_GROUPS: Final = 3 * _FORWARD // 2
-_TICKS = by_kind(lambda row: row.ticks)
+_OF_GROUPS: Final = 3 * OF_FORWARD // 2
 _OF_BATCH = by_kind(lambda row: row.of_batch)
 _SENDS = by_kind(lambda row: row.sends)
 _TRADED = by_kind(lambda row: row.link is not None and row.letter not in OWN_ENDS)
@@ -63,11 +61,16 @@ class Order:
     for ever: the first of the first stage that has one; None where there is an order.
     """
 
-    def __init__(self, wiring: Wiring, one_queue: bool = False) -> None:
-        table = wiring.schedule.table
+    def __init__(self, wiring: Wiring, one_queue: bool = False, clock: Clock | None = None) -> None:
+        schedule, table = wiring.schedule, wiring.schedule.table
         self.wiring = wiring
-        ticks = _TICKS[table.kind].astype(np.int64) * _FORWARD
-        self._message = _OF_GROUPS if wiring.schedule.group_size > 1 and not one_queue else _MESSAGE
+        grouped = schedule.group_size > 1
+        if clock is None or (grouped and one_queue):  # there, what is put off just in time, by measured times is late
+            clock = Clock.assumed(schedule.stages)
+        ticks = clock.ticks(schedule)
+        assumed = _OF_GROUPS if grouped and not one_queue else _MESSAGE
+        of_links = np.array([*(max(_MESSAGE, clock.messages.get(link, assumed)) for link in wiring.links), assumed])
+        self._message = np.where(wiring.computes, of_links[wiring.link_of], _MESSAGE)
         self._walk = self._walked(ticks)
         waiting = np.flatnonzero(self._walk.reached < table.first[1:])
         self.stuck = int(self._walk.reached[waiting[0]]) if len(waiting) else None
@@ -80,7 +83,7 @@ class Order:
         self.messages = np.full(len(ticks), -1, np.int64)
         self.messages[taking] = self.places[wiring.senders[taking]]
         if one_queue:
-            self.messages[taking] = self._put_off(taking, (self._walk.ends - ticks)[taking] - self._message)
+            self.messages[taking] = self._put_off(taking, (self._walk.ends - ticks - self._message)[taking])
         self.posted = np.full(len(ticks), -1, np.int64)
         self.posted[taking] = self._first_after(table.stage[taking], self.messages[taking])
 

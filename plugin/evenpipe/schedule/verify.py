@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 import numpy as np
 
 from evenpipe.schedule.actions import Action
+from evenpipe.schedule.clock import Clock
 from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.grid import format_grid
 from evenpipe.schedule.kinds import (
@@ -31,7 +33,7 @@ from evenpipe.schedule.topology import partner
 from evenpipe.schedule.versions import version_fault
 from evenpipe.schedule.wiring import Wiring
 
-__all__ = ["verify", "verify_actions"]
+__all__ = ["reordered", "verify", "verify_actions"]
 
 _STATES = tuple(STATES)
 _NEVER = np.iinfo(np.int64).max
@@ -79,6 +81,14 @@ def verify(schedule: Schedule, pairs: bool = False, one_queue: bool = False) -> 
                 raise _Fault(f"{action} makes more than {schedule.bound} live micro-batches", stage, held.broken)
         _check_order(program.order)
     return program
+
+
+def reordered(program: Program, clock: Clock | None) -> Program:
+    """The verified ``program`` in the order of a clock, of which (5) is proven anew; None: of assumed times."""
+    found = replace(program, clock=clock)
+    with _marked(program.schedule):
+        _check_order(found.order)
+    return found
 
 
 def verify_actions(schedule: Schedule) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
-from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes, estimate_ms
-from evenpipe.schedule import Link
+from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes
+from evenpipe.schedule import Link, Program
 
 __all__ = ["HYSTERESIS", "WINDOW", "Retune", "Tuner", "thinned_out"]
 
@@ -93,7 +93,7 @@ class Tuner:
 
     def decide(self, iteration: int) -> tuple[Candidate, list[float], int]:
         """Rank 0's part: the candidate to use from `iteration` on, all estimates in ms, and when to look again."""
-        estimates = [self._estimate_ms(candidate) for candidate in self.candidates]
+        estimates = [self._ordered(candidate)[1] for candidate in self.candidates]
         best = min(estimates)
         smallest_k = next(i for i, ms in enumerate(estimates) if ms <= best * (1 + _TIE))
         chosen = self.candidates[smallest_k]
@@ -108,6 +108,7 @@ class Tuner:
         names = (candidate.name for candidate in self.candidates)
         retune = Retune(iteration, chosen.k, chosen.b, dict(zip(names, estimates_ms, strict=True)))
         self.current, self._next = chosen, following
+        self.schedule.keep(chosen, self._ordered(chosen)[0])
         self._since = (iteration, time.monotonic())
         self.retunes.append(retune)
         return retune
@@ -136,9 +137,11 @@ class Tuner:
         self._windows = {}
         for name, kind, source, target, samples in state["message_ms"]:
             self._windows[name, Link(kind, source, target)] = list(samples)
+        if self.current is not None:
+            self.schedule.keep(self.current, self._ordered(self.current)[0])
 
-    def _estimate_ms(self, candidate: Candidate) -> float:
-        return estimate_ms(self.schedule.program(candidate), self._times[candidate.b], self.message_ms(candidate))
+    def _ordered(self, candidate: Candidate) -> tuple[Program, float]:
+        return self.schedule.ordered(candidate, self._times[candidate.b], self.message_ms(candidate))
 
     def _iterations_between(self, iteration: int) -> int:
         """Told in iterations, an hour needs no clock that all ranks agree on, and nobody to be asked in between."""
