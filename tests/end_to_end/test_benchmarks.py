@@ -50,6 +50,15 @@ def test_overlap_of_transfers():
         assert entry["simulated_synchronous_ratio"] > 1.05
 
 
+def test_orders():
+    shown = document("orders.py", "--stages", "2")
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "orders")
+    of_1f1b = [entry["percent"] for entry in shown["results"] if entry["schedule"] == "1f1b"]
+    for percent in of_1f1b:
+        assert max(percent["measured"]) <= 0 < max(percent["shared"])
+        assert percent["even"] == [0]
+
+
 def test_overhead():
     shown = document("overhead.py", "--layers", "4", "--hidden", "32", "--seq-length", "32", "--repeats", "2")
     assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "overhead")
