@@ -3,7 +3,7 @@ PYTHON ?= python3
 export PYTHON
 BIN := .venv/bin
 
-.PHONY: help prepare demo test test-rest test-all check lint types boundaries clean
+.PHONY: help prepare demo test test-rest test-all gpu check lint types boundaries clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ test-rest: ## the others: what takes long, older megatron-core releases, Megatro
 	{ $(BIN)/python -m pytest $(ARGS) -m benchmarks || [ $$? = $(NONE_LEFT) ]; }
 
 test-all: test test-rest ## all of them
+
+gpu: prepare ## measure what only GPUs can tell, in ten minutes; writes docs/gpu.json and the table in docs/gpu.md
+	@$(BIN)/python -m benchmarks.gpu $(GPU)
 
 check: lint types boundaries ## what pre-commit runs: the three below
 

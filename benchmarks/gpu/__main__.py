@@ -1,0 +1,60 @@
+"""make gpu: what only a GPU can tell, measured in ten minutes; writes docs/gpu.json and the table in docs/gpu.md.
+
+With several GPUs every stage has one, over NCCL; with one, four stages share it. Each part runs in processes of its
+own, with a time limit; of one that fails the last line is recorded, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.gpu.parts import PARTS, ROOT, carry_out
+from benchmarks.gpu.report import document, place_table, table
+
+_SECONDS: Final = 590.0
+_STAGES: Final = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make gpu", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--place", choices=("cpu", "shared", "nccl"), help="cpu: tries the parts out, on small sizes")
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="parts (default: all)")
+    parser.add_argument("--seconds", type=float, default=_SECONDS, help="the most that all parts take together")
+    parser.add_argument("--into", type=Path, default=ROOT / "docs", help="folder of gpu.json and gpu.md")
+    arguments = parser.parse_args()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    place = arguments.place or ("nccl" if gpus > 1 else "shared")
+    if place != "cpu" and not gpus:
+        sys.exit(f"make gpu: torch {torch.__version__} finds no GPU here: nothing was measured, and nothing written")
+    if place == "cpu" and arguments.into == ROOT / "docs":
+        sys.exit("--place cpu: says nothing of GPUs, and must not be written into docs: name another folder by --into")
+    ranks = 2 if place == "nccl" and gpus < _STAGES else _STAGES
+    chosen = [part for part in PARTS if not arguments.only or part.name in arguments.only]
+    began, entries = time.monotonic(), []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=len(chosen))
+        for part in chosen:
+            bar.update(task, description=part.name)
+            limit = began + arguments.seconds - time.monotonic()
+            entry = carry_out(part, place, ranks, limit, lambda line: bar.console.print(line, markup=False))
+            entries.append(entry)
+            bar.console.print(f"{part.name}: {entry['status']}, {entry['why'] or 'done'}", markup=False, style="bold")
+            bar.advance(task)
+    found = document(place, time.monotonic() - began, entries)
+    (arguments.into / "gpu.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    place_table(arguments.into / "gpu.md", table(found))
+    print(f"wrote gpu.json and the table of gpu.md in {arguments.into}")
+
+
+if __name__ == "__main__":
+    main()

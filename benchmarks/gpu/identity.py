@@ -1,0 +1,67 @@
+"""Whether every schedule trains to the same bits, losses and weights, as a loop without a pipeline on the same device.
+
+The argument is the engine: "module" (plain torch) or "evenpipe" (megatron-core).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from benchmarks.gpu.rank import UNDER_WAY, Rank
+from benchmarks.gpu.training import train
+from evenpipe.schedule import names
+from evenpipe.train.engine import engine_module
+from evenpipe.train.options import OptionsError, TrainOptions
+
+__all__ = ["run"]
+
+# Clipping would add norms up in as many parts as there are stages.
+_MODEL: Final = {"layers": 8, "micro_batches": 8, "iterations": 3, "untie_embeddings": True, "clip_grad": 0.0}
+_SIZES: Final = ({"hidden": 256, "seq_length": 128, "micro_batch_size": 2}, {"hidden": 32, "seq_length": 32})
+_ASKED_FOR: Final[dict[str, dict[str, Any]]] = {"interleaved": {"chunks": 2}, "kfkb": {"group_size": 2}}
+
+
+def run(rank: Rank, engine: str) -> None:
+    engine_module(engine).prepare(rank.device)
+    torch.use_deterministic_algorithms(rank.place != "cpu")
+    stock = "megatron" if engine == "evenpipe" else engine
+    for precision in ("fp32", "bf16"):
+        shared: dict[str, Any] = {**_MODEL, **rank.pick(*_SIZES), "precision": precision, "engine": engine}
+        found = {"one stage": _bits(rank, {**shared, "stages": 1, "engine": stock})}
+        cases = {
+            name + " with BPipe" * bpipe: {"schedule": name, "bpipe": bpipe, **_ASKED_FOR.get(name, {})}
+            for name in names()
+            for bpipe in (False, True)
+        }
+        if stock != engine and rank.place == "nccl":
+            cases["Megatron's own 1f1b"] = {"engine": stock}
+        for what, case in cases.items():
+            reference = "2bw" if what.startswith("2bw") else "one stage"
+            _compare(rank, f"{what}, {precision}", reference, found, {**shared, "stages": rank.ranks, **case})
+    if rank.number == 0 and stock != engine:
+        rank.unchecked("2bw against its update rule", "what implements that independently computes on the CPU")
+        if rank.place != "nccl":
+            rank.unchecked("Megatron's own 1f1b", "it sends by itself, and gloo cannot send a GPU's memory")
+
+
+def _compare(rank: Rank, what: str, reference: str, found: dict[str, Any], case: dict[str, Any]) -> None:
+    """Add a row, or why there is none. Of `found`, the reference is made if it is not there."""
+    try:
+        TrainOptions.of(**case)
+    except OptionsError as error:
+        if rank.number == 0:
+            rank.unchecked(what, str(error))
+        return
+    if rank.number == 0:
+        rank.row(what, UNDER_WAY)
+    bits = _bits(rank, case)
+    if rank.number == 0:
+        same = bits == found.setdefault(reference, bits)
+        rank.row(what, f"the bits of {reference}" if same else f"OTHER BITS than {reference}")
+
+
+def _bits(rank: Rank, case: dict[str, Any]) -> Any:
+    result = train(rank, TrainOptions.of(**case))
+    return None if result is None else ([loss.hex() for loss in result.losses], result.weights_sha256)

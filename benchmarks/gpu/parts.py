@@ -1,0 +1,155 @@
+"""The parts, and how one is carried out: its ranks are processes of their own, with a time limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from benchmarks.gpu.rank import UNDER_WAY
+
+__all__ = ["PARTS", "ROOT", "Part", "carry_out"]
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+_CPU_PATIENCE: Final = 5  # what a GPU does at once may take a busy processor long
+
+
+class Part(NamedTuple):
+    """`module` of this package, called with `argument`, on every stage's rank, or on one that is `alone`."""
+
+    name: str
+    module: str
+    argument: str
+    seconds: float
+    environment: tuple[tuple[str, str], ...] = ()
+    alone: bool = False
+    needs: str = ""
+    #: Whether it does is to be found out: it may take `seconds` for each row.
+    may_hang: bool = False
+
+
+def _synchronised(name: str, argument: str, *environment: tuple[str, str]) -> Part:
+    return Part(name, "synchronised", argument, 40, environment, may_hang=True)
+
+
+#: What matters most comes first, should time run out.
+PARTS: Final = (
+    Part("bit-identity", "identity", "module", 90),
+    Part("bit-identity in Megatron", "identity", "evenpipe", 120, needs="megatron"),
+    _synchronised("torch.cuda.synchronize around every action", "device"),
+    _synchronised("the same with one hardware queue", "device", ("CUDA_DEVICE_MAX_CONNECTIONS", "1")),
+    _synchronised("the same with CUDA_LAUNCH_BLOCKING", "device", ("CUDA_LAUNCH_BLOCKING", "1")),
+    _synchronised("one hardware queue alone", "nothing", ("CUDA_DEVICE_MAX_CONNECTIONS", "1")),
+    _synchronised("retries of the caching allocator", "allocator"),
+    _synchronised("receives posted ahead, which must hang", "posted-ahead")._replace(seconds=20),
+    Part("BPipe", "bpipe", "module", 60),
+    Part("BPipe in Megatron", "bpipe", "evenpipe", 90, needs="megatron"),
+    Part("links", "links", "", 30),
+    Part("device", "device", "", 40, alone=True),
+)
+
+
+def carry_out(part: Part, place: str, ranks: int, limit: float, show: Callable[[str], None]) -> dict[str, Any]:
+    """The part's entry of the document. `show` is told each row that is new, and of a failure the last lines.
+
+    Waits for the ranks for `limit` seconds at most, or as long as the part may take, and leaves none behind.
+    """
+    if part.needs and find_spec(part.needs) is None:
+        return _entry(part, "skipped", f"{part.needs} is not installed")
+    if limit < 1:
+        return _entry(part, "skipped", "no time was left")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="evenpipe-gpu-") as name:
+        folder = Path(name)
+        statuses, written = _run(part, place, 1 if part.alone else ranks, limit, folder, show)
+        status, under_way, why = "measured", "", None
+        if any(statuses):
+            failed = next(rank for rank, ended in enumerate(statuses) if ended)
+            lines = (folder / f"rank-{failed}.log").read_text(errors="replace").strip().splitlines() or ["no word"]
+            status, why, under_way = (
+                "failed",
+                f"rank {failed} ended with {statuses[failed]}: {lines[-1].strip()}",
+                "failed",
+            )
+            show("\n".join(lines[-15:]))
+        elif None in statuses and part.may_hang and written:
+            under_way = f"HUNG: nothing for {part.seconds:.0f} s"
+        elif None in statuses:
+            status, under_way, why = "failed", "not done", f"not done after {time.monotonic() - began:.0f} s"
+    rows = {row["what"]: row for row in written if "what" in row}
+    for row in rows.values():
+        row["value"] = under_way if row["value"] == UNDER_WAY else row["value"]
+    unchecked = [row for row in written if "unchecked" in row]
+    return _entry(part, status, why, time.monotonic() - began, [*rows.values()], unchecked)
+
+
+def _entry(
+    part: Part,
+    status: str,
+    why: str | None,
+    seconds: float = 0.0,
+    rows: Sequence[dict[str, Any]] = (),
+    unchecked: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    found = {"status": status, "why": why, "seconds": round(seconds, 1), "rows": rows, "unchecked": unchecked}
+    return {"part": part.name, "environment": dict(part.environment), **found}
+
+
+def _run(
+    part: Part, place: str, ranks: int, limit: float, folder: Path, show: Callable[[str], None]
+) -> tuple[list[int | None], list[dict[str, Any]]]:
+    """How each rank ended (None: it did not), and what they wrote."""
+    end, told, processes = time.monotonic() + limit, set[str](), list[subprocess.Popen[bytes]]()
+    own_seconds = part.seconds * (_CPU_PATIENCE if place == "cpu" and not part.may_hang else 1)
+    try:
+        own_end = time.monotonic() + own_seconds
+        processes += [_start(part, place, rank, ranks, folder) for rank in range(ranks)]
+        while True:
+            statuses, written = [process.poll() for process in processes], _written(folder)
+            for line in map(_told, written):
+                if line not in told:
+                    told.add(line)
+                    show(line)
+                    own_end = time.monotonic() + own_seconds if part.may_hang else own_end
+            if any(statuses) or None not in statuses or time.monotonic() > min(end, own_end):
+                return statuses, written
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _start(part: Part, place: str, rank: int, count: int, folder: Path) -> subprocess.Popen[bytes]:
+    words = (part.module, part.argument, place, str(rank), str(count), str(folder))
+    path = os.pathsep.join([str(ROOT), str(ROOT / "plugin"), os.environ.get("PYTHONPATH", "")])
+    with open(folder / f"rank-{rank}.log", "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.rank", *words],
+            env={**os.environ, "PYTHONPATH": path, **dict(part.environment)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def _written(folder: Path) -> list[dict[str, Any]]:
+    """All whole lines that the ranks have written."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("rows-*.jsonl"))]
+    return [json.loads(line) for text in texts for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _told(row: dict[str, Any]) -> str:
+    if "unchecked" in row:
+        return f"{row['unchecked']}: not checked: {row['why']}"
+    return f"{row['what']}: {row['value']} {row.get('unit', '')}"

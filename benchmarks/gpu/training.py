@@ -1,0 +1,47 @@
+"""A training run in the processes of a part: as `evenpipe train` does it, with a word in before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.gpu.rank import Rank
+from evenpipe.train import data
+from evenpipe.train.engine import Case, engine_module
+from evenpipe.train.gather import Share, combine, gather
+from evenpipe.train.options import TrainOptions
+from evenpipe.train.recorder import FailureContext, Recorder
+from evenpipe.train.result import RunResult
+from evenpipe.train.run import RunEvents, iterate
+
+__all__ = ["train"]
+
+
+def train(
+    rank: Rank,
+    options: TrainOptions,
+    recorder: Recorder | None = None,
+    before: Callable[[Any], object] = lambda engine: None,
+    after: Callable[[Any, int], object] = lambda engine, done: None,
+) -> RunResult | None:
+    """The result on rank 0, None elsewhere. All ranks call it; those that the run does not need go on at once.
+
+    `before` is given the engine, `after` that and the number of iterations done, after each of them.
+    """
+    if rank.number >= options.world_size:
+        return None
+    failure = FailureContext(rank.number)
+    recorder = recorder or Recorder(failure)
+    case = Case(options, data.load(options), rank.device, failure, recorder, lambda text: None)
+    events = RunEvents(iteration=lambda *told: None, saved=lambda path: None, note=lambda text: None)
+    with rank.world(options.world_size), engine_module(options.engine).opened(case) as engine:
+        before(engine)
+        engine.begin(0)
+
+        def ends_after(done: int) -> bool:
+            after(engine, done)
+            return done == options.iterations
+
+        found = iterate(case, engine, 0, ends_after, events)
+        shares = gather(Share(engine.coordinates, found, engine.weights(), recorder.unit_bytes, recorder.spans), None)
+    return None if shares is None else combine(shares)

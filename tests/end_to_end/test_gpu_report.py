@@ -1,0 +1,87 @@
+"""`make gpu` without a GPU: it says so; its parts can be tried on the CPU, and one that fails does not end the rest."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = "before\n<!-- what `make gpu` found -->\nold\n<!-- end of what `make gpu` found -->\nafter\n"
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def measured(folder, *arguments, **environment):
+    """The document by part, and the page."""
+    (folder / "gpu.md").write_text(PAGE)
+    finished = run("--place", "cpu", "--into", str(folder), *arguments, **environment)
+    assert finished.returncode == 0, finished.stderr
+    found = json.loads((folder / "gpu.json").read_text())
+    assert found["format"] == "evenpipe.gpu/1"
+    return {part["part"]: part for part in found["parts"]}, (folder / "gpu.md").read_text()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--place", "nccl"]])
+def test_without_a_gpu_it_says_so_in_one_line(arguments):
+    finished = run(*arguments)
+    assert finished.returncode == 1
+    assert len(finished.stderr.splitlines()) == 1
+    assert "finds no GPU here" in finished.stderr
+
+
+def test_what_runs_on_the_cpu_is_not_written_into_the_docs():
+    finished = run("--place", "cpu")
+    assert finished.returncode == 1
+    assert "must not be written into docs" in finished.stderr
+
+
+def test_a_part_that_fails_is_recorded_and_the_others_go_on(tmp_path):
+    parts, page = measured(tmp_path, "--only", "links", "device", GLOO_SOCKET_IFNAME="no-such-interface")
+    assert parts["links"]["status"] == "failed"
+    assert "no-such-interface" in parts["links"]["why"]
+    assert parts["device"]["status"] == "measured"
+    rows = parts["device"]["rows"]
+    assert len(rows) > 5
+    assert all(row["unit"] and row["value"] > 0 for row in rows)
+    assert page.startswith("before\n")
+    assert page.endswith("\nafter\n")
+    assert "old" not in page
+    assert all(row["what"] in page for row in rows)
+
+
+def test_what_there_is_no_time_for_is_told(tmp_path):
+    parts, page = measured(tmp_path, "--only", "device", "links", "--seconds", "1.5")
+    assert (parts["links"]["status"], parts["links"]["why"]) == ("failed", "not done after 2 s")
+    assert (parts["device"]["status"], parts["device"]["why"]) == ("skipped", "no time was left")
+    assert "skipped: no time was left" in page
+
+
+@pytest.mark.long
+def test_synchronised_stages_end_but_with_receives_posted_ahead(tmp_path):
+    """On the CPU a synchronisation waits for the streams of all links, as on a GPU."""
+    around, control = "torch.cuda.synchronize around every action", "receives posted ahead, which must hang"
+    parts, page = measured(tmp_path, "--only", around, control)
+    assert [row["value"] for row in parts[around]["rows"]] == ["ended"] * 6
+    assert [row["value"] for row in parts[control]["rows"]] == ["HUNG: nothing for 20 s"]
+    assert "1f1b with BPipe" in page
+
+
+@pytest.mark.long
+def test_every_schedule_of_plain_torch_is_compared_bit_for_bit(tmp_path):
+    parts, _ = measured(tmp_path, "--only", "bit-identity")
+    rows = parts["bit-identity"]["rows"]
+    assert {row["value"] for row in rows} == {"the bits of one stage"}
+    assert {"1f1b with BPipe, bf16", "kfkb, fp32", "interleaved, bf16", "v-half, fp32"} <= {row["what"] for row in rows}
+    assert any("2bw" in left["unchecked"] for left in parts["bit-identity"]["unchecked"])
