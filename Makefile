@@ -30,7 +30,7 @@ test-rest: ## the others: what takes long, older megatron-core releases, Megatro
 test-all: test test-rest ## all of them
 
 gpu: prepare ## measure what only GPUs can tell, in ten minutes; writes docs/gpu.json and the table in docs/gpu.md
-	@$(BIN)/python -m benchmarks.gpu $(GPU)
+	@$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 check: lint types boundaries ## what pre-commit runs: the three below
 

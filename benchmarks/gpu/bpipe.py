@@ -45,10 +45,10 @@ def run(rank: Rank, engine: str) -> None:
         taken_ms.append(_measure(rank, options, "1f1b" + " with BPipe" * bpipe))
     if rank.number == 0:
         rank.row("iteration with BPipe / without", taken_ms[1] / taken_ms[0], "ratio", 1)
-        if rank.place == "cpu":
-            rank.unchecked("active and reserved memory, calls of cudaMalloc", "there is no GPU")
-        if rank.place == "shared":
-            rank.unchecked("transfers between GPUs beside compute", "the stages share one GPU and its bus")
+    if rank.place == "cpu":
+        rank.unchecked("active and reserved memory, calls of cudaMalloc", "there is no GPU")
+    if rank.place == "shared":
+        rank.unchecked("transfers between GPUs beside compute", "the stages share one GPU and its bus")
 
 
 def _measure(rank: Rank, options: TrainOptions, name: str) -> float:

@@ -1,6 +1,7 @@
 """Whether every schedule trains to the same bits, losses and weights, as a loop without a pipeline on the same device.
 
-The argument is the engine: "module" (plain torch) or "evenpipe" (megatron-core).
+The argument is the engine: "module" (plain torch) or "evenpipe" (megatron-core). Megatron's weights are told stage by
+stage, so that they are compared with those of the first schedule that cuts the model alike, and losses with the loop's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def run(rank: Rank, engine: str) -> None:
     stock = "megatron" if engine == "evenpipe" else engine
     for precision in ("fp32", "bf16"):
         shared: dict[str, Any] = {**_MODEL, **rank.pick(*_SIZES), "precision": precision, "engine": engine}
-        found = {"one stage": _bits(rank, {**shared, "stages": 1, "engine": stock})}
+        found: dict[Any, Any] = {}
+        _compare(rank, f"one stage, {precision}", "one stage", found, {**shared, "stages": 1, "engine": stock})
         cases = {
             name + " with BPipe" * bpipe: {"schedule": name, "bpipe": bpipe, **_ASKED_FOR.get(name, {})}
             for name in names()
@@ -40,28 +42,27 @@ def run(rank: Rank, engine: str) -> None:
         for what, case in cases.items():
             reference = "2bw" if what.startswith("2bw") else "one stage"
             _compare(rank, f"{what}, {precision}", reference, found, {**shared, "stages": rank.ranks, **case})
-    if rank.number == 0 and stock != engine:
+    if stock != engine:
         rank.unchecked("2bw against its update rule", "what implements that independently computes on the CPU")
         if rank.place != "nccl":
             rank.unchecked("Megatron's own 1f1b", "it sends by itself, and gloo cannot send a GPU's memory")
 
 
-def _compare(rank: Rank, what: str, reference: str, found: dict[str, Any], case: dict[str, Any]) -> None:
-    """Add a row, or why there is none. Of `found`, the reference is made if it is not there."""
+def _compare(rank: Rank, what: str, reference: str, found: dict[Any, Any], case: dict[str, Any]) -> None:
+    """Add a row, or why there is none. What is not `found` yet is what others are compared with."""
     try:
-        TrainOptions.of(**case)
+        options = TrainOptions.of(**case)
     except OptionsError as error:
-        if rank.number == 0:
-            rank.unchecked(what, str(error))
+        rank.unchecked(what, str(error))
         return
     if rank.number == 0:
         rank.row(what, UNDER_WAY)
-    bits = _bits(rank, case)
-    if rank.number == 0:
-        same = bits == found.setdefault(reference, bits)
-        rank.row(what, f"the bits of {reference}" if same else f"OTHER BITS than {reference}")
-
-
-def _bits(rank: Rank, case: dict[str, Any]) -> Any:
-    result = train(rank, TrainOptions.of(**case))
-    return None if result is None else ([loss.hex() for loss in result.losses], result.weights_sha256)
+    result = train(rank, options)
+    if result is None:
+        return
+    cut = "any" if options.engine == "module" else (options.stages, options.chunks)
+    bits = {(reference, "losses"): [loss.hex() for loss in result.losses], (reference, cut): result.weights_sha256}
+    first = (reference, "losses") not in found
+    same = all(found.setdefault(key, value) == value for key, value in bits.items())
+    compared = f"the bits of {reference}" if same else f"OTHER BITS than {reference}"
+    rank.row(what, "what others are compared with" if first else compared)

@@ -39,9 +39,9 @@ def run(rank: Rank) -> None:
         if over_nccl:
             _count_sms(rank, connections)
         connections.close()
-    if not over_nccl and rank.number == 0:
-        why = "NCCL takes no two ranks on one GPU: the links above are of the host's memory"
-        rank.unchecked("links, communicators' memory and SMs of NCCL", why)
+    if not over_nccl:
+        why = "NCCL takes no two ranks on one GPU; links were measured through the host's memory"
+        rank.unchecked("NCCL's links, communicators and SMs", why)
 
 
 def _count_sms(rank: Rank, connections: Connections) -> None:

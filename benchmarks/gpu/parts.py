@@ -42,8 +42,8 @@ def _synchronised(name: str, argument: str, *environment: tuple[str, str]) -> Pa
 
 #: What matters most comes first, should time run out.
 PARTS: Final = (
-    Part("bit-identity", "identity", "module", 90),
-    Part("bit-identity in Megatron", "identity", "evenpipe", 120, needs="megatron"),
+    Part("bit-identity", "identity", "module", 100),
+    Part("bit-identity in Megatron", "identity", "evenpipe", 140, needs="megatron"),
     _synchronised("torch.cuda.synchronize around every action", "device"),
     _synchronised("the same with one hardware queue", "device", ("CUDA_DEVICE_MAX_CONNECTIONS", "1")),
     _synchronised("the same with CUDA_LAUNCH_BLOCKING", "device", ("CUDA_LAUNCH_BLOCKING", "1")),
@@ -70,23 +70,21 @@ def carry_out(part: Part, place: str, ranks: int, limit: float, show: Callable[[
     with tempfile.TemporaryDirectory(prefix="evenpipe-gpu-") as name:
         folder = Path(name)
         statuses, written = _run(part, place, 1 if part.alone else ranks, limit, folder, show)
-        status, under_way, why = "measured", "", None
+        status, word, why = "measured", "", None
         if any(statuses):
             failed = next(rank for rank, ended in enumerate(statuses) if ended)
             lines = (folder / f"rank-{failed}.log").read_text(errors="replace").strip().splitlines() or ["no word"]
-            status, why, under_way = (
-                "failed",
-                f"rank {failed} ended with {statuses[failed]}: {lines[-1].strip()}",
-                "failed",
-            )
             show("\n".join(lines[-15:]))
-        elif None in statuses and part.may_hang and written:
-            under_way = f"HUNG: nothing for {part.seconds:.0f} s"
+            why = f"rank {failed} ended with {statuses[failed]}: {lines[-1].strip()}"
+            status, word = "failed", "failed"
+        elif None in statuses and part.may_hang and written and time.monotonic() - began < limit:
+            word = f"HUNG: nothing for {part.seconds:.0f} s"
         elif None in statuses:
-            status, under_way, why = "failed", "not done", f"not done after {time.monotonic() - began:.0f} s"
+            why = f"not done after {time.monotonic() - began:.0f} s"
+            status, word = "failed", "not done"
     rows = {row["what"]: row for row in written if "what" in row}
     for row in rows.values():
-        row["value"] = under_way if row["value"] == UNDER_WAY else row["value"]
+        row["value"] = word if row["value"] == UNDER_WAY else row["value"]
     unchecked = [row for row in written if "unchecked" in row]
     return _entry(part, status, why, time.monotonic() - began, [*rows.values()], unchecked)
 

@@ -66,7 +66,9 @@ class Rank:
         self._write({key: each for key, each in row.items() if each not in ("", None)})
 
     def unchecked(self, what: str, why: str) -> None:
-        self._write({"unchecked": what, "why": why})
+        """Say, once for all ranks, what is not looked at."""
+        if self.number == 0:
+            self._write({"unchecked": what, "why": why})
 
     def _write(self, entry: dict[str, object]) -> None:
         with open(self._folder / f"rows-{self.number}.jsonl", "a", encoding="utf-8") as file:

@@ -60,7 +60,7 @@ def table(found: dict[str, Any]) -> str:
         "| part | what | found | predicted |",
         "|---|---|---|---|",
     ]
-    left: list[str] = []
+    left: dict[str, list[str]] = {}
     for part in found["parts"]:
         groups: dict[tuple[str, str], list[str]] = {}
         for row in part["rows"]:
@@ -69,8 +69,9 @@ def table(found: dict[str, Any]) -> str:
         lines += [f"| {part['part']} | {'; '.join(of)} | {value} | {other} |" for (value, other), of in groups.items()]
         if part["why"]:
             lines.append(f"| {part['part']} | | {part['status']}: {part['why'].replace('|', '/')} | |")
-        left += [f"- {part['part']}, {one['unchecked']}: {one['why']}" for one in part["unchecked"]]
-    return "\n".join([*lines, "", "Not checked:", "", *(left or ["- nothing was left out"])])
+        for one in part["unchecked"]:
+            left.setdefault(f"{one['why']} ({part['part']})", []).append(one["unchecked"])
+    return "\n".join([*lines, "", "Not checked:", "", *(f"- {'; '.join(of)}: {why}" for why, of in left.items())])
 
 
 def place_table(page: Path, text: str) -> None:

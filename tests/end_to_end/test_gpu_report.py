@@ -33,9 +33,8 @@ def measured(folder, *arguments, **environment):
     return {part["part"]: part for part in found["parts"]}, (folder / "gpu.md").read_text()
 
 
-@pytest.mark.parametrize("arguments", [[], ["--place", "nccl"]])
-def test_without_a_gpu_it_says_so_in_one_line(arguments):
-    finished = run(*arguments)
+def test_without_a_gpu_it_says_so_in_one_line():
+    finished = run()
     assert finished.returncode == 1
     assert len(finished.stderr.splitlines()) == 1
     assert "finds no GPU here" in finished.stderr
@@ -61,9 +60,11 @@ def test_a_part_that_fails_is_recorded_and_the_others_go_on(tmp_path):
     assert all(row["what"] in page for row in rows)
 
 
+@pytest.mark.long
 def test_what_there_is_no_time_for_is_told(tmp_path):
     parts, page = measured(tmp_path, "--only", "device", "links", "--seconds", "1.5")
-    assert (parts["links"]["status"], parts["links"]["why"]) == ("failed", "not done after 2 s")
+    assert parts["links"]["status"] == "failed"
+    assert parts["links"]["why"].startswith("not done after ")
     assert (parts["device"]["status"], parts["device"]["why"]) == ("skipped", "no time was left")
     assert "skipped: no time was left" in page
 
@@ -82,6 +83,9 @@ def test_synchronised_stages_end_but_with_receives_posted_ahead(tmp_path):
 def test_every_schedule_of_plain_torch_is_compared_bit_for_bit(tmp_path):
     parts, _ = measured(tmp_path, "--only", "bit-identity")
     rows = parts["bit-identity"]["rows"]
-    assert {row["value"] for row in rows} == {"the bits of one stage"}
-    assert {"1f1b with BPipe, bf16", "kfkb, fp32", "interleaved, bf16", "v-half, fp32"} <= {row["what"] for row in rows}
+    values = {row["what"]: row["value"] for row in rows}
+    alone = {values.pop(f"one stage, {precision}") for precision in ("fp32", "bf16")}
+    assert alone == {"what others are compared with"}
+    assert set(values.values()) == {"the bits of one stage"}
+    assert {"1f1b with BPipe, bf16", "kfkb, fp32", "interleaved, bf16", "v-half, fp32"} <= set(values)
     assert any("2bw" in left["unchecked"] for left in parts["bit-identity"]["unchecked"])
