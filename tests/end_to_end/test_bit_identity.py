@@ -36,6 +36,7 @@ SETTINGS = {
         "model": "bert",
         "recompute": "full",
     },
+    "experts": {"stages": 4, "layers": 4, "experts": 4},
     "TP2 x PP2": {"stages": 2, "layers": 2, "tensor_parallel": 2, "dropout": 0.1},
     "DP2 x PP2, overlapped": {"stages": 2, "layers": 2, "data_parallel": 2, "overlap_grad_reduce": True},
     "DP2 x PP2, bf16, distributed": {
@@ -75,7 +76,7 @@ ENGINES = {
     "2F2B with BPipe": {"schedule": "kfkb", "group_size": 2, "bpipe": True},
     "3F3B": {"schedule": "kfkb", "group_size": 3},
     "8F8B": {"schedule": "kfkb", "group_size": 8},
-    # BERT's micro-batches keep their size, so that k alone is tuned, here before every iteration.
+    # BERT's micro-batches and those of experts keep their size: k alone is tuned, here before every iteration.
     "tuned": {"schedule": "kfkb", "group_size": "auto", "memory_gib": 1.0, "retune_interval": 1},
 }
 THREE = ["megatron", "evenpipe", "bpipe"]
@@ -85,9 +86,10 @@ RUNS = [(setting, engine) for setting in SETTINGS for engine in THREE] + [
     ("gpt p=4", "8F8B"),  # k = m
     ("m not a multiple of p", "3F3B"),  # 7 = 3 + 3 + 1
     ("full recomputation with dropout", "2F2B"),
+    ("experts", "2F2B with BPipe"),
     ("DP2 x PP2, bf16, distributed", "3F3B"),
 ]
-TUNED = [("bert, dropout, selective", "tuned"), ("DP2 x PP2, bf16, distributed", "tuned")]
+TUNED = [("bert, dropout, selective", "tuned"), ("experts", "tuned"), ("DP2 x PP2, bf16, distributed", "tuned")]
 # Eight processes, and what differs little from a case that stays.
 LONG = [
     "gpt p=8",

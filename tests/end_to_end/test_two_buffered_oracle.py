@@ -31,6 +31,7 @@ FLUSHED = {
     "p=2, SGD, bert, untied": {**SGD, **UNTIED, "stages": 2, "micro_batches": 2, "model": "bert"},
     "p=4, momentum, unclipped": {**MOMENTUM, **UNCLIPPED, "stages": 4, "micro_batches": 5},
     "p=4, Adam, bert, unclipped": {**ADAM, **UNCLIPPED, "stages": 4, "micro_batches": 4, "model": "bert"},
+    "p=2, SGD, experts, unclipped": {**SGD, **UNCLIPPED, "stages": 2, "micro_batches": 3, "experts": 4},
 }
 
 DELAYED = {
@@ -52,6 +53,13 @@ DELAYED = {
         "micro_batches": 8,
         "model": "bert",
         "recompute": "full",
+        "bpipe": True,
+    },
+    "p=4, m=p+1, momentum, experts, BPipe": {
+        **MOMENTUM,
+        "stages": 4,
+        "micro_batches": 5,
+        "experts": 4,
         "bpipe": True,
     },
     "DP2 x PP2, m=p, Adam": {**ADAM, "stages": 2, "data_parallel": 2, "micro_batches": 2},

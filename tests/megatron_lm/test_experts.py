@@ -1,5 +1,9 @@
 """Experts without a capacity, whose sizes differ from micro-batch to micro-batch, train to the bits of a stock run."""
 
+import re
+
+import pytest
+
 from tests.megatron_lm.launch import LAYOUTS, differences, launch, model_flags
 
 EXPERTS = (
@@ -11,6 +15,11 @@ VARIANTS = {
     "2F2B, BPipe": ("--evenpipe-schedule", "kfkb", "--group-size", "2", "--bpipe"),
 }
 ITERATIONS = 3
+
+
+def balancing(run):
+    """Of each line; Megatron prints none that is 0."""
+    return [sum(map(float, re.findall(r"load_balancing_loss: (\S+)", line))) for line in run.lines]
 
 
 def test_a_mixture_of_experts_trains_to_the_same_bits(megatron_lm, tmp_path):
@@ -27,3 +36,10 @@ def test_a_mixture_of_experts_trains_to_the_same_bits(megatron_lm, tmp_path):
         assert run.validation == stock.validation, variant
         assert differences(tmp_path / "stock" / last, tmp_path / variant / last) == [], variant
         assert run.peak_live == {"BPipe": [3, 3, 2, 3], "2F2B, BPipe": [6, 6, 4, 4]}[variant]
+    # Each batch has its own auxiliary loss, an iteration later; the first two run on the same weights. What is
+    # evaluated in between drops what had been forwarded.
+    run = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, "--evenpipe-schedule", "2bw", "--bpipe"])
+    frozen = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, "--lr", "0", "--weight-decay", "0"])
+    # The second line is a mean of two iterations.
+    first, mean, _ = balancing(frozen)
+    assert balancing(run) == [0, pytest.approx(first / 2), pytest.approx(2 * mean - first)]

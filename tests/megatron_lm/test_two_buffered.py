@@ -13,6 +13,7 @@ import torch
 
 from tests.megatron_lm import traced_collectives
 from tests.megatron_lm.launch import Run, differences, launch, model_flags, start, torchrun
+from tests.megatron_lm.test_experts import EXPERTS
 
 GPT, BERT = "pretrain_gpt.py", "pretrain_bert.py"
 TWO = ("--evenpipe-schedule", "2bw")
@@ -59,7 +60,7 @@ def test_nothing_waits_for_another_stage(megatron_lm, tmp_path):
     waited = {}
     for schedule in ("2bw", "1f1b"):
         environment = {"TRACED": str(megatron_lm / GPT), "TRACES": str(tmp_path / schedule)}
-        flags = [*flags_for(megatron_lm, GPT, 6, ()), *PP4, "--evenpipe-schedule", schedule]
+        flags = [*flags_for(megatron_lm, GPT, 6, ()), *PP4, *EXPERTS, "--evenpipe-schedule", schedule]
         launch(megatron_lm, traced_collectives.__file__, 4, flags, environment)
         made = [
             tuple(row)
@@ -76,6 +77,7 @@ def test_nothing_waits_for_another_stage(megatron_lm, tmp_path):
         "logical_and_across_model_parallel_group",
         "reduce_max_stat_across_model_parallel_group",
         "per_stage",
+        "reduce_aux_losses_tracker_across_ranks",
     }
     # Whether any rank wants the iteration run again: older releases ask within another function.
     assert waited["1f1b"] & {"_reduce_any", "should_run_forward_backward"}

@@ -9,9 +9,11 @@ from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from evenpipe.megatron.cpu_mode.modules import without_transformer_engine
 from evenpipe.megatron.train_engine.models import initialise
 from evenpipe.train.data import Corpus, MicroBatch
 from evenpipe.train.options import TrainOptions
@@ -89,6 +91,8 @@ def _one(stages: Sequence[Stage], options: TrainOptions, batch: MicroBatch) -> f
         outputs.append(_output(stage.module, options, tokens, labels))
     total = torch.sum(outputs.pop().float() * counted)
     count = counted.sum().to(torch.int)
+    # The auxiliary loss is of a micro-batch, of which a batch takes the mean.
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1 / options.micro_batches))
     (total / count / options.micro_batches).backward()
     while outputs:
         outputs.pop().backward(received.pop().grad)
@@ -108,6 +112,10 @@ def _output(module: nn.Module, options: TrainOptions, tokens: Tensor, labels: Te
 
 def _config(options: TrainOptions, layers: int) -> TransformerConfig:
     """Of a pipeline of one stage that has `layers`; without fused kernels."""
+    experts: dict[str, Any] = {}
+    if options.experts:
+        experts = {"num_moe_experts": options.experts, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01}
+        experts |= {"moe_token_dispatcher_type": "allgather", "add_bias_linear": False}
     return TransformerConfig(
         num_layers=layers,
         hidden_size=options.hidden,
@@ -120,6 +128,7 @@ def _config(options: TrainOptions, layers: int) -> TransformerConfig:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **experts,
     )
 
 
@@ -136,7 +145,10 @@ def _module(options: TrainOptions, vocabulary: int, number: int) -> nn.Module:
         "share_embeddings_and_output_weights": (first or last) and not options.untie_embeddings,
     }
     if options.model == "gpt":
-        module: nn.Module = GPTModel(transformer_layer_spec=get_gpt_layer_local_spec(), **shared)
+        if options.experts:
+            without_transformer_engine()
+        layer = get_gpt_layer_local_spec(num_experts=options.experts or None)
+        module: nn.Module = GPTModel(transformer_layer_spec=layer, **shared)
         block = module.decoder
     else:
         module = BertModel(

@@ -48,6 +48,8 @@ class StepLog:
 
     def begin(self, steps: DelayedSteps, behind: int, resumed: bool) -> None:
         """Before the first iteration, with so many `behind`; `resumed`: the framework logs the norm that 2BW saved."""
+        if steps is not self._steps:
+            steps.gather_too.append(self._send_what_waits)
         self._steps = steps
         self._first = self._mean_from = behind + 1
         self._resumed = resumed
@@ -73,8 +75,6 @@ class StepLog:
         self._send = send
         if self._steps is None or not self._steps.owes_figures:
             send()
-        else:
-            self._steps.gather_too = self._send_what_waits
 
     def _send_what_waits(self) -> None:
         if self._send is not None:

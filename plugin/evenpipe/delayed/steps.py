@@ -95,8 +95,8 @@ class DelayedSteps(ABC):
         self.outcome = Outcome(True, None, None)
         #: Ends the stream that the steps belong to, between two batches.
         self.break_off: Callable[[], None] = lambda: None
-        #: Starts what else all stages exchange between two batches, at the place of the figures.
-        self.gather_too: Callable[[], None] = lambda: None
+        #: Each starts something else that all stages exchange between two batches, at the place of the figures.
+        self.gather_too: list[Callable[[], None]] = []
         self._exchange = exchange
         self._loss_scale = loss_scale
         self._decides = decides
@@ -158,7 +158,8 @@ class DelayedSteps(ABC):
         row, self._row = self._row, None
         if self._exchange is not None and row is not None:
             self._exchange.start(row)
-        self.gather_too()
+        for start in self.gather_too:
+            start()
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -39,6 +39,10 @@ class DelayedStream:
 
     def __init__(self, steps: DelayedSteps, spec: Spec, bpipe: bool) -> None:
         self.inputs = ReadAhead()
+        #: Given the batch, as `steps` count, that a unit is of which is about to be computed.
+        self.start_unit: Callable[[int], None] = lambda batch: None
+        #: Given the first batch of which what has been computed is dropped.
+        self.drop_units: Callable[[int], None] = lambda batch: None
         #: The batch with which the present stream began, as `steps` count.
         self.first = 0
         self._steps = steps
@@ -84,6 +88,7 @@ class DelayedStream:
         assert self._stream is not None, "a call is being carried out"
         batch = self.first + unit.micro_batch // self._stream.micro_batches
         self._steps.versions.use(required_version(batch))
+        self.start_unit(batch)
 
     def break_off(self) -> None:
         """Settle what other stages are owed, and drop what has been forwarded; the last step stays to be made.
@@ -94,5 +99,6 @@ class DelayedStream:
             return
         self._executor.break_off(self._stream.owed(self._executor.stage_index, self._called - 1))
         self._stage.forget()
+        self.drop_units(self._steps.batch)
         self.inputs.rewind()
         self._stream = self._stage = None

@@ -54,8 +54,7 @@ _JOINS = "joins all stages in every iteration, which 2bw is there to avoid"
 _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "overlap_param_gather": "gathers the newest weights in a forward that has to run on the ones before",
     "overlap_param_gather_with_optimizer_step": "gathers weights while a batch still runs on the ones before",
-    "num_experts": "has losses and gradients of its own that wait for all stages",
-    "num_moe_experts": "has losses and gradients of its own that wait for all stages",
+    "moe_router_enable_expert_bias": "changes routing after a batch, when stages compute the next one",
     "fp8": _ONE_VERSION,
     "fp4": _ONE_VERSION,
     "use_precision_aware_optimizer": _ONE_VERSION,
@@ -108,12 +107,13 @@ _UNSHARDED = ("num_distributed_optimizer_instances", "gtp_weight_remat_size")
 _DIFFER = "makes micro-batches differ in what they save, so that the memory of groups is not known"
 _UNCOUNTED = "keeps activations where they are not counted, so that the memory of groups is not known"
 _PACKED = "packs sequences into micro-batches that cannot be cut by samples"
+_COUNTED = "counts tokens, of a rehearsal too"
 _LOGGED = "keeps figures of losses, of a rehearsal's too"
 _RESIZED = "changes the samples of a batch, which are shared out among micro-batches once"
 _WITH_TUNING: Mapping[str, str] = {
     "rampup_batch_size": _RESIZED,
     "step_batch_size_schedule": _RESIZED,
-    "num_experts": _DIFFER,
+    "moe_router_enable_expert_bias": _COUNTED,
     "variable_seq_lengths": _DIFFER,
     "num_microbatches_with_partial_activation_checkpoints": _DIFFER,
     "fp8": _UNCOUNTED,
@@ -145,11 +145,11 @@ def refused_with_tuning(args: Any) -> Iterator[Refusal]:
     """What in Megatron's arguments does not go together with --group-size auto."""
     remedy = "leave it out, or give --group-size a number"
     yield from _given(args, _WITH_TUNING, remedy)
-    # Experts, which have shards of their own, are refused above.
     if (getattr(args, "gtp_weight_remat_size", None) or 1) > 1:
         shards = args.tensor_parallel_num_weight_shards
         gathered = "keeps gathered weights where they are not counted, so that the memory of a stage is not known"
         yield Refusal("tensor_parallel_num_weight_shards", f" {shards}", gathered, remedy)
+    yield from _counts_batches(args, _COUNTED, remedy)
     yield from _captured(args, _UNCOUNTED, remedy)
     if (mode := getattr(args, "rerun_mode", None)) == "report_determinism_stats":
         yield Refusal("rerun_mode", f" {mode}", "compares iterations call by call, and the first is rehearsed", remedy)
@@ -160,6 +160,8 @@ def why_one_size(args: Any) -> str | None:
     for setting, reason in _ONE_SIZE.items():
         if getattr(args, setting, None):
             return f"--{setting.replace('_', '-')} {reason}"
+    if getattr(args, "num_experts", None) and getattr(args, "moe_router_load_balancing_type", None) != "none":
+        return "--num-experts has a loss of its own for each micro-batch"
     if getattr(args, "eod_mask_loss", False) and not args.calculate_per_token_loss:
         return "--eod-mask-loss makes micro-batches count different numbers of tokens: add --calculate-per-token-loss"
     return None
@@ -176,6 +178,11 @@ def refused_with_two_versions(
     for setting in _UNSHARDED:
         if (value := getattr(settings, setting, None) or 1) > 1:
             yield Refusal(setting, f" {value}", "shards weights beyond data-parallel replicas", remedy)
+    if (ranks := getattr(settings, "expert_model_parallel_size", None) or 1) > 1:
+        yield Refusal(
+            "expert_model_parallel_size", f" {ranks}", "sums gradients of experts in groups of their own", remedy
+        )
+    yield from _counts_batches(settings, "counts the tokens of a whole batch, when stages compute the next one", remedy)
     yield from _captured(settings, _ADDRESSES, remedy)
     if math.isfinite(threshold := getattr(settings, "grad_norm_skip_threshold", None) or math.inf):
         yield Refusal(
@@ -233,6 +240,12 @@ def _given(settings: Any, reasons: Mapping[str, str], remedy: str) -> Iterator[R
     for setting, reason in reasons.items():
         if getattr(settings, setting, None):
             yield Refusal(setting, "", reason, remedy)
+
+
+def _counts_batches(settings: Any, reason: str, remedy: str) -> Iterator[Refusal]:
+    if "global_aux_loss" in (balancing := getattr(settings, "moe_router_load_balancing_type", None) or ()):
+        kinds = balancing if isinstance(balancing, str) else " ".join(balancing)
+        yield Refusal("moe_router_load_balancing_type", f" {kinds}", reason, remedy)
 
 
 def _captured(settings: Any, reason: str, remedy: str) -> Iterator[Refusal]:

@@ -33,6 +33,7 @@ _MUST_AGREE: Final = (
     "heads",
     "seq_length",
     "untie_embeddings",
+    "experts",
     "stages",
     "data_parallel",
     "tensor_parallel",

@@ -44,6 +44,9 @@ class TrainFields(BaseModel):
     untie_embeddings: bool = Field(
         False, description="give the output layer weights of its own (--engine module: always)"
     )
+    experts: int = Field(
+        0, ge=0, description="experts in each layer (gpt), of which a token takes two, whatever others take; 0: dense"
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of hidden states and attention")
     data: str = Field(BUILTIN_TEXT, description="a text file, or builtin: text that comes with Python")
 

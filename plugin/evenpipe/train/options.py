@@ -26,11 +26,13 @@ _MOST_PROCESSES: Final = 256
 _PLAIN_TORCH: Final[dict[str, tuple[object, ...]]] = {
     "tensor_parallel": (1,),
     "dropout": (0.0,),
+    "experts": (0,),
     "precision": ("fp32", "bf16"),
     "distributed_optimizer": (False,),
     "recompute": ("none",),
     "overlap_grad_reduce": (False,),
 }
+_EXPERTS_OF_A_TOKEN: Final = 2
 #: What Megatron's own functions carry out.
 _MEGATRONS: Final = ("1f1b", "interleaved")
 
@@ -69,6 +71,17 @@ def _model_fits_its_ranks(options: TrainFields) -> None:
         raise ValueError(f"--tensor-parallel {ranks}: more ranks than --heads {heads}: use at most {heads}")
     if heads % ranks:
         raise ValueError(f"--tensor-parallel {ranks}: does not divide --heads {heads}: use a divisor of it")
+    if not options.experts:
+        return
+    if options.experts < _EXPERTS_OF_A_TOKEN:
+        raise ValueError(f"--experts {options.experts}: a token takes two: give at least 2, or leave it out")
+    if options.model != "gpt":
+        raise ValueError(f"--experts {options.experts}: Megatron has none for {options.model}: use --model gpt")
+    if ranks > 1:
+        raise ValueError(
+            f"--experts {options.experts}: --tensor-parallel {ranks} would need sequence parallelism, which is not "
+            "offered here: leave --tensor-parallel out"
+        )
 
 
 def _schedule_exists(options: TrainFields) -> None:

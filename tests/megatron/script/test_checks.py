@@ -147,7 +147,21 @@ REFUSED = {
         {"rampup_batch_size": ["2", "2", "100"]},
         "--group-size auto: --rampup-batch-size changes .*: leave it out, or give --group-size a number$",
     ),
-    "tuned, experts": (AUTO, {"num_experts": 8}, "--group-size auto: --num-experts makes micro-batches differ"),
+    "tuned, experts that are counted": (
+        AUTO,
+        {"num_experts": 8, "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]},
+        "auto: --moe-router-load-balancing-type seq_aux_loss global_aux_loss counts tokens, ",
+    ),
+    "2bw, experts that are biased": (
+        {"schedule": "2bw"},
+        {"num_experts": 8, "moe_router_enable_expert_bias": True},
+        "--moe-router-enable-expert-bias changes routing after a batch, ",
+    ),
+    "2bw, experts in groups": (
+        {"schedule": "2bw"},
+        {"num_experts": 8, "expert_model_parallel_size": 2},
+        "--expert-model-parallel-size 2 sums gradients of experts ",
+    ),
     "tuned, fp8": (AUTO, {"fp8": "hybrid"}, "--group-size auto: --fp8-format keeps activations where "),
     "tuned, captured": (AUTO, {"cuda_graph_impl": "transformer_engine"}, "auto: --cuda-graph-impl transformer_engine "),
     "tuned, compared": (
@@ -187,6 +201,8 @@ def test_refused(case):
         (KFKB | {"group_size": 100, "bpipe": True}, {"num_experts": None, "fp8": "hybrid", "sft": True}),
         (KFKB, {"rampup_batch_size": ["2", "2", "100"]}),
         (AUTO | {"retune_interval": 1, "bpipe": True}, {"cuda_graph_impl": "none", "fp8": None}),
+        (AUTO, {"num_experts": 8, "moe_router_load_balancing_type": "aux_loss"}),
+        ({"schedule": "2bw"}, {"num_experts": 8, "moe_router_load_balancing_type": "aux_loss"}),
         ({"schedule": "2bw"}, {"global_batch_size": 4, "rampup_batch_size": ["4", "4", "100"]}),
     ],
 )

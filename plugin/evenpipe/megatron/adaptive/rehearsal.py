@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from torch import Tensor
 
 from evenpipe.megatron.grad_sync import without_sync
@@ -27,6 +28,8 @@ __all__ = ["Rehearsal", "workspace_bytes"]
 #: Micro-batches that are timed, after those that load kernels and fill caches, which are weighed.
 _WEIGHED: Final = 2
 _TIMED: Final = 4
+#: More of them are weighed where experts get other numbers of tokens in each.
+_WEIGHED_OF_EXPERTS: Final = 6
 
 
 class Rehearsal:
@@ -50,15 +53,18 @@ class Rehearsal:
         """What micro-batches of `call` take and hold here, but for what stays from batch to batch, which is 0.
 
         Of the first call's, two are held at a time, if they fit, which shows what micro-batches share (such as a causal
-        mask); else they are taken to share nothing. Of others one is.
+        mask); else they are taken to share nothing. Of others one is. With experts, the largest seen counts.
         """
+        weighed = _WEIGHED_OF_EXPERTS if call.batch.config.num_moe_experts else _WEIGHED
         # One micro-batch more than are used: with the last one, replicas would begin to reduce gradients.
-        schedule = build("gpipe", Size(call.pipeline.size(), _WEIGHED + _TIMED + 1)).schedule
+        schedule = build("gpipe", Size(call.pipeline.size(), weighed + _TIMED + 1)).schedule
         stage = MegatronStage(call.batch, schedule, call.pipeline.rank(), self._device, self._release)
         each, shared = self._weighed(stage, call)
+        for number in range(_WEIGHED, weighed):
+            each = max(each, self._alone(stage, call, Unit(number)) - shared)
         message = sum(math.prod(shape) for shape in call.batch.send_shapes) * call.batch.config.pipeline_dtype.itemsize
         workspace = workspace_bytes()
-        marks = [self._timed(stage, call, Unit(_WEIGHED + number)) for number in range(_TIMED)]
+        marks = [self._timed(stage, call, Unit(weighed + number)) for number in range(_TIMED)]
         forward_ms = average_ms(self._clock.elapsed_ms(start, between) for start, between, _ in marks)
         backward_ms = average_ms(self._clock.elapsed_ms(between, end) for _, between, end in marks)
         return Measured(forward_ms, backward_ms, each, shared, message, workspace, 0)
@@ -77,6 +83,12 @@ class Rehearsal:
             stage.backward(unit, self._gradients(stage, call, unit))
         return first - self._shared_bytes, self._shared_bytes
 
+    def _alone(self, stage: MegatronStage, call: Call, unit: Unit) -> int:
+        """Bytes that it saves, shared ones too."""
+        saved = self._recorded(stage, call, ActivationStore(self._parameters, device=self._device), unit)
+        stage.backward(unit, self._gradients(stage, call, unit))
+        return saved
+
     def _recorded(self, stage: MegatronStage, call: Call, store: ActivationStore, unit: Unit) -> int:
         inputs = self._inputs(stage, call, unit)
         with store.recording(unit):
@@ -94,7 +106,7 @@ class Rehearsal:
 
     @contextmanager
     def without_a_trace(self, call: Call) -> Iterator[None]:
-        """Afterwards gradients are zero, and random numbers go on as if nothing had been drawn."""
+        """Afterwards gradients are zero, and random numbers go on as if nothing had been drawn; nothing is logged."""
         parallel_state.get_global_memory_buffer().buffer.clear()  # it grows, but never shrinks
         tracked = get_cuda_rng_tracker().get_states()
         devices = [self._device] if self._device.type == "cuda" else []
@@ -103,6 +115,7 @@ class Rehearsal:
         chunks: Sequence[Any] = call.batch.model
         for chunk in chunks:
             chunk.zero_grad_buffer()
+        clear_aux_losses_tracker()
         get_cuda_rng_tracker().set_states(tracked)
 
     def _inputs(self, stage: MegatronStage, call: Call, unit: Unit) -> list[Tensor] | None:

@@ -19,6 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from evenpipe.megatron.cpu_mode.modules import without_transformer_engine
 from evenpipe.train.options import TrainOptions
 
 __all__ = ["DTYPES", "Replica", "build_replica", "initialise", "make_optimizer", "make_scheduler"]
@@ -74,6 +75,11 @@ def _config(options: TrainOptions, device: torch.device) -> TransformerConfig:
         recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     elif options.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    experts: dict[str, Any] = {}
+    if options.experts:
+        # Without a capacity no token is dropped, so experts get other numbers of them in every micro-batch.
+        experts = {"num_moe_experts": options.experts, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01}
+        experts |= {"moe_token_dispatcher_type": "allgather", "add_bias_linear": False}
     interleaved = options.chunks > 1
     return TransformerConfig(
         num_layers=options.layers,
@@ -100,6 +106,7 @@ def _config(options: TrainOptions, device: torch.device) -> TransformerConfig:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **recompute,
+        **experts,
     )
 
 
@@ -117,7 +124,10 @@ def _module(options: TrainOptions, config: TransformerConfig, vocabulary: int, c
     }
     module: torch.nn.Module
     if options.model == "gpt":
-        module = GPTModel(transformer_layer_spec=get_gpt_layer_local_spec(), **shared)
+        if options.experts:
+            without_transformer_engine()
+        layer = get_gpt_layer_local_spec(num_experts=options.experts or None)
+        module = GPTModel(transformer_layer_spec=layer, **shared)
     else:
         module = BertModel(
             num_tokentypes=0, transformer_layer_spec=bert_layer_local_spec, add_binary_head=False, **shared

@@ -108,8 +108,9 @@ InstalledSchedule: TypeAlias = _EvenPipeSchedule | StockSchedule
 
 def _tuning(learner: Learner, note: Callable[[str], None]) -> Tuning:
     options, chunks, optimizer = learner.options, learner.replica.chunks, learner.optimizer
-    # Micro-batches of BERT count different numbers of tokens: cut anew, they would make another loss.
-    cut = options.model == "gpt"
+    # Micro-batches of BERT count different numbers of tokens, and routers balance those of each micro-batch: cut anew,
+    # they would make another loss.
+    cut = options.model == "gpt" and not options.experts
     return Tuning(
         limit_bytes=limit_bytes(options.memory_gib, learner.device),
         static_bytes=lambda: static_bytes(chunks, optimizer),

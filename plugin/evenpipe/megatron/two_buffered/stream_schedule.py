@@ -14,6 +14,7 @@ from evenpipe.megatron.grad_sync import Sync, without_sync
 from evenpipe.megatron.schedule import Call, PipelineSchedule
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import CoreRelease, verify_two_buffered
+from evenpipe.megatron.two_buffered.expert_losses import ExpertLosses
 from evenpipe.megatron.two_buffered.optimizer import TwoBuffered
 from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import Schedule, Spec, Stream, Unit
@@ -48,6 +49,14 @@ class StreamSchedule(PipelineSchedule):
         """Whose optimizer steps."""
         self.two_buffered = two_buffered
         self._delayed = DelayedStream(two_buffered, self.programs.spec, self.bpipe)
+
+    def keep_apart(self, losses: ExpertLosses) -> None:
+        """Let each batch have its own sums of auxiliary losses; `attach` comes before."""
+        delayed, steps = self._delayed, self.two_buffered
+        assert delayed is not None, "the optimizer is attached before"
+        assert steps is not None, "the optimizer is attached before"
+        delayed.start_unit, delayed.drop_units = losses.use, losses.drop
+        steps.gather_too.append(lambda: losses.gather(steps.batch - 1))
 
     @property
     def first_batch(self) -> int:

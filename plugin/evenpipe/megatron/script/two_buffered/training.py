@@ -5,24 +5,34 @@ from __future__ import annotations
 import functools
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.delayed.log import StepLog
 from evenpipe.megatron.script.hooks import save_patch, set_up_patch
 from evenpipe.megatron.script.log import say, say_on_last_rank, show_figures
 from evenpipe.megatron.script.two_buffered.exit import ExitDecision
-from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, since
+from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, Changes, since
 from evenpipe.megatron.training_supported import training_patch
 from evenpipe.upstream import Patch, PatchSet, around
 
 if TYPE_CHECKING:
     from evenpipe.megatron.two_buffered import StreamSchedule, TwoBuffered
+    from evenpipe.megatron.two_buffered.expert_losses import ExpertLosses
 
 __all__ = ["TwoBufferedTraining", "two_buffered_patches"]
 
 _AND = "logical_and_across_model_parallel_group"
 _MAX = "reduce_max_stat_across_model_parallel_group"
+_MOE = "megatron.core.transformer.moe"
+_EXPERTS: Mapping[str, Changes] = {
+    f"{_MOE}.moe_utils:reduce_aux_losses_tracker_across_ranks": {
+        "0.14": "(track_names=None)",
+        "0.16": "(track_names=None, pg_collection=None)",
+        "0.18": None,
+    },
+    f"{_MOE}.moe_logging:MoEMetricsTracker._sync_metrics": {"0.18": "(self, metric_names, pg_collection=None)"},
+}
 
 
 class TwoBufferedTraining:
@@ -40,6 +50,7 @@ class TwoBufferedTraining:
         self.args = args
         self._schedule = schedule
         self._buffers: TwoBuffered | None = None
+        self._expert_losses: ExpertLosses | None = None
         self.steps = StepLog(say_on_last_rank, say, show_figures, means=True)
         self.exit_decision = ExitDecision(args, self.steps.close)
         # Its barriers would join all stages in every iteration.
@@ -72,7 +83,18 @@ class TwoBufferedTraining:
         self._buffers = TwoBuffered(model, optimizer)
         resumed = resume(self.args, model, self._buffers)
         self._schedule.attach(self._buffers)
+        if self.args.num_experts is not None:
+            from evenpipe.megatron.two_buffered.expert_losses import ExpertLosses
+
+            self._expert_losses = ExpertLosses()
+            self._schedule.keep_apart(self._expert_losses)
         self.steps.begin(self._buffers, self.args.iteration, resumed)
+
+    def sum_losses_of_experts(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of Megatron's sum of them over all ranks, in every iteration."""
+        if self._expert_losses is None:
+            return original(*args, **kwargs)
+        return self._expert_losses.summed(original, *args, **kwargs)
 
     def interrupt(self) -> None:
         """Called by all ranks before they wait for each other: finish the step, and let go of what is under way.
@@ -123,8 +145,23 @@ def two_buffered_patches(training: Any) -> list[Patch]:
             )
             for name in ("start", "stop")
         ),
+        *(
+            Patch(
+                "experts",
+                (symbol,),
+                MEGATRON_CORE,
+                since(signatures),
+                around(functools.partial(_sum_losses_of_experts, training)),
+                "2bw: auxiliary losses of experts are summed over all stages in every iteration, which joins them",
+            )
+            for symbol, signatures in _EXPERTS.items()
+        ),
         *_known_to_all(),
     ]
+
+
+def _sum_losses_of_experts(training: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return training.sum_losses_of_experts(original, *args, **kwargs)
 
 
 def _interrupt(training: TwoBufferedTraining, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
