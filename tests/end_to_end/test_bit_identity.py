@@ -37,6 +37,7 @@ SETTINGS = {
         "recompute": "full",
     },
     "experts": {"stages": 4, "layers": 4, "experts": 4},
+    "experts of lengths of their own": {"stages": 4, "layers": 4, "experts": 4, "min_length": 8},
     "TP2 x PP2": {"stages": 2, "layers": 2, "tensor_parallel": 2, "dropout": 0.1},
     "DP2 x PP2, overlapped": {"stages": 2, "layers": 2, "data_parallel": 2, "overlap_grad_reduce": True},
     "DP2 x PP2, bf16, distributed": {
@@ -86,7 +87,7 @@ RUNS = [(setting, engine) for setting in SETTINGS for engine in THREE] + [
     ("gpt p=4", "8F8B"),  # k = m
     ("m not a multiple of p", "3F3B"),  # 7 = 3 + 3 + 1
     ("full recomputation with dropout", "2F2B"),
-    ("experts", "2F2B with BPipe"),
+    ("experts of lengths of their own", "2F2B with BPipe"),
     ("DP2 x PP2, bf16, distributed", "3F3B"),
 ]
 TUNED = [("bert, dropout, selective", "tuned"), ("experts", "tuned"), ("DP2 x PP2, bf16, distributed", "tuned")]
@@ -127,10 +128,12 @@ def test_same_losses_and_weights_as_megatron(setting, engine, results):
 
 @pytest.mark.parametrize("setting", marked([name for name in SETTINGS if "interleaved" not in name], LONG))
 def test_bpipe_keeps_the_optimum(setting, results):
-    """At most ⌈(p+2)/2⌉ micro-batches live, and so many of stage 0's bytes, on every stage but the last."""
+    """At most ⌈(p+2)/2⌉ micro-batches live, and so many of stage 0's bytes, if alike, on every stage but the last."""
     case, plain, level = options(setting, "bpipe"), results[setting, "evenpipe"], results[setting, "bpipe"]
     optimum = -(-(case.stages + 2) // 2)
     assert max(stage.peak_live for stage in level.stages) <= optimum
+    if case.min_length:
+        return
     held = min(case.stages, case.micro_batches)
     allowed = min(optimum / held, 1.0) * plain.stages[0].peak_saved_bytes * 1.02
     assert all(stage.peak_saved_bytes <= allowed for stage in level.stages[:-1])
@@ -143,7 +146,7 @@ def test_measured_peaks_are_the_schedules(setting, engine, results):
     assert [stage.evicted_bytes > 0 for stage in result.stages] == [count > 0 for count in case.plan.evictions]
 
 
-@pytest.mark.parametrize(("setting", "engine"), marked(RUNS, LONG))
+@pytest.mark.parametrize(("setting", "engine"), marked([run for run in RUNS if "lengths" not in run[0]], LONG))
 def test_predicted_peak_bytes_are_the_measured_ones(setting, engine, results):
     case, result = options(setting, engine), results[setting, engine]
     for predicted, measured in zip(predict(case.program, result).stages, result.stages, strict=True):

@@ -62,6 +62,13 @@ DELAYED = {
         "experts": 4,
         "bpipe": True,
     },
+    "p=4, m=2p, Adam, lengths, BPipe": {
+        **ADAM,
+        "stages": 4,
+        "micro_batches": 8,
+        "min_length": 8,
+        "bpipe": True,
+    },
     "DP2 x PP2, m=p, Adam": {**ADAM, "stages": 2, "data_parallel": 2, "micro_batches": 2},
     "DP2 x PP2, m=p+1, momentum, overlapped": {
         **MOMENTUM,

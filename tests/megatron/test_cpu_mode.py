@@ -129,6 +129,7 @@ def test_streams_are_there_and_do_nothing(mode: PatchSet) -> None:
     with torch.cuda.stream(side):
         assert torch.ones(1).item() == 1
     torch.cuda.default_stream().wait_stream(side)
+    side.record_event().synchronize()
 
 
 @needs_cpu_only_machine

@@ -102,7 +102,7 @@ def _one(stages: Sequence[Stage], options: TrainOptions, batch: MicroBatch) -> f
 def _output(module: nn.Module, options: TrainOptions, tokens: Tensor, labels: Tensor) -> Tensor:
     """Hidden states; from the last stage the losses of all positions."""
     if options.model == "gpt":
-        positions = torch.arange(options.seq_length).expand_as(tokens)
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         output = module(tokens, positions, None, labels=labels)
     else:
         output = module(tokens, torch.ones_like(tokens), lm_labels=labels)
@@ -115,7 +115,7 @@ def _config(options: TrainOptions, layers: int) -> TransformerConfig:
     experts: dict[str, Any] = {}
     if options.experts:
         experts = {"num_moe_experts": options.experts, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01}
-        experts |= {"moe_token_dispatcher_type": "allgather", "add_bias_linear": False}
+        experts |= {"moe_token_dispatcher_type": "alltoall", "add_bias_linear": False}
     return TransformerConfig(
         num_layers=layers,
         hidden_size=options.hidden,

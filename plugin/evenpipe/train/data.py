@@ -21,7 +21,7 @@ _Tokens = npt.NDArray[np.int64]
 
 
 class MicroBatch(NamedTuple):
-    """What one forward step consumes; every array is [micro_batch_size, seq_length].
+    """What one forward step consumes; every array is [micro_batch_size, its length].
 
     `counted` is 1 where the loss of a position counts, else 0.
     """
@@ -47,6 +47,8 @@ class Corpus:
         """The samples that data-parallel `replica` uses there: always the same for one seed."""
         random = np.random.default_rng((self.options.seed, iteration, micro_batch, replica))
         length = sample_bytes(self.options)
+        if shortest := self.options.min_length:
+            length -= int(random.integers(0, self.options.seq_length - shortest + 1))
         starts = random.integers(0, len(self.text) - length + 1, size=self.options.micro_batch_size)
         text = np.stack([self.text[start : start + length] for start in starts]).astype(np.int64)
         return _next_token(text) if self.options.model == "gpt" else _masked(text, random)

@@ -41,6 +41,9 @@ class TrainFields(BaseModel):
     hidden: int = Field(128, ge=1, description="hidden size")
     heads: int = Field(4, ge=1, description="attention heads")
     seq_length: int = Field(128, ge=2, description="tokens (bytes of text) in a sample")
+    min_length: int = Field(
+        0, ge=0, description="let micro-batches have lengths of their own, from this to --seq-length; 0: all have that"
+    )
     untie_embeddings: bool = Field(
         False, description="give the output layer weights of its own (--engine module: always)"
     )

@@ -27,6 +27,7 @@ _PLAIN_TORCH: Final[dict[str, tuple[object, ...]]] = {
     "tensor_parallel": (1,),
     "dropout": (0.0,),
     "experts": (0,),
+    "min_length": (0,),
     "precision": ("fp32", "bf16"),
     "distributed_optimizer": (False,),
     "recompute": ("none",),
@@ -81,6 +82,17 @@ def _model_fits_its_ranks(options: TrainFields) -> None:
         raise ValueError(
             f"--experts {options.experts}: --tensor-parallel {ranks} would need sequence parallelism, which is not "
             "offered here: leave --tensor-parallel out"
+        )
+
+
+def _lengths_can_vary(options: TrainFields) -> None:
+    given = f"--min-length {options.min_length}"
+    if options.min_length == 1 or options.min_length > options.seq_length:
+        raise ValueError(f"{given}: lengths are from 2 to --seq-length {options.seq_length}: choose one of these")
+    if options.min_length and options.group_size == "auto":
+        raise ValueError(
+            f"{given}: micro-batches would differ in what they save, so that the memory of groups is not known: give "
+            "--group-size a number"
         )
 
 
@@ -185,6 +197,7 @@ RULES: Final = (
     fits_this_machine,
     _schedule_exists,
     _model_fits_its_ranks,
+    _lengths_can_vary,
     _settings_go_together,
     _engine_knows_its_settings,
     _optimizer_knows_its_settings,

@@ -216,3 +216,7 @@ class _Stream:
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
+
+    def record_event(self, event: object = None) -> _Stream:
+        """What has happened when this stream has: an event is waited for like a stream."""
+        return self

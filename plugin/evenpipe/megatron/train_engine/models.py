@@ -79,7 +79,7 @@ def _config(options: TrainOptions, device: torch.device) -> TransformerConfig:
     if options.experts:
         # Without a capacity no token is dropped, so experts get other numbers of them in every micro-batch.
         experts = {"num_moe_experts": options.experts, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01}
-        experts |= {"moe_token_dispatcher_type": "allgather", "add_bias_linear": False}
+        experts |= {"add_bias_linear": False}
     interleaved = options.chunks > 1
     return TransformerConfig(
         num_layers=options.layers,
@@ -106,6 +106,9 @@ def _config(options: TrainOptions, device: torch.device) -> TransformerConfig:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **recompute,
+        # Megatron wants this one where lengths vary, experts or not.
+        moe_token_dispatcher_type="alltoall",
+        variable_seq_lengths=options.min_length > 0,
         **experts,
     )
 

@@ -114,7 +114,7 @@ def forward_step(
     """Megatron's forward step: the model's output for the next micro-batch, and how to make a loss of it."""
     batch = next(iterator)
     if options.model == "gpt":
-        positions = torch.arange(options.seq_length, device=batch.tokens.device).expand_as(batch.tokens)
+        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
         # Without a mask, Megatron's own attention makes the causal one, once for all micro-batches.
         output = model(batch.tokens, positions, None, labels=batch.labels)
     else:
