@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evenpipe.runtime.channel import Channel, Transfer
 from evenpipe.runtime.connections import Connections
-from evenpipe.runtime.stage import ModuleStage
+from evenpipe.runtime.stage import Edges, ModuleStage
 
 __all__ = ["Accelerator", "clock_ms", "emulated_stage", "over_wires", "sleep_until"]
 
@@ -95,7 +95,7 @@ def emulated_stage(
     elements = boundary_bytes // 4
     return ModuleStage(
         [_Module(accelerator, saved_bytes)],
-        torch.empty(elements),
+        Edges.alike(torch.empty(elements)),
         first=lambda micro_batch: torch.full((elements,), float(micro_batch), requires_grad=True),
         loss=lambda _, output: output.sum(),
         loss_chunk=0 if is_last else None,

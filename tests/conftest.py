@@ -12,6 +12,8 @@ settings.load_profile("evenpipe")
 
 # Tests start hundreds of processes; each would compile what it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# A pipeline's ranks share the cores; and what one process computes has the bits of what they do with one thread each.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -25,7 +25,7 @@ from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.runtime.gather import gather_text
 from evenpipe.runtime.parcel import SMALL_BYTES
-from evenpipe.runtime.stage import ModuleStage
+from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Schedule, verify
 
 WORLD = 8
@@ -205,9 +205,8 @@ def carry_out(case: dict, rank: int) -> dict:
         remarks.lines.clear()
         start = time.monotonic()
         loss_chunk = last.chunk if rank == last.stage else None
-        stage = ModuleStage(
-            modules, torch.empty(rows, WIDTH), lambda i, rows=rows: sample(i)[:rows].clone(), loss, loss_chunk
-        )
+        edges = Edges.alike(torch.empty(rows, WIDTH), chunks)
+        stage = ModuleStage(modules, edges, lambda i, rows=rows: sample(i)[:rows].clone(), loss, loss_chunk)
         executor.run(program, stage)
         memory = executor.counter.snapshot()
         batches.append(

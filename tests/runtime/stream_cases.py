@@ -16,7 +16,7 @@ from executor_cases import ROWS, WIDTH, chunk_module, loss, sample
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.exchange import Exchange
 from evenpipe.runtime.executor import Executor, Observer
-from evenpipe.runtime.stage import ModuleStage
+from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.schedule import Action, Stream, find, links, loop, required_version
 
@@ -68,9 +68,8 @@ class SteppedModule(ModuleStage):
         self.held: list[list[torch.Tensor]] = []
         self.micro_batches = micro_batches
         self.first = 0  # the batch with which the stream begins
-        super().__init__(
-            [self.module], torch.empty(ROWS, WIDTH), self._sample, self._loss, 0 if place == stages - 1 else None
-        )
+        edges, loss_chunk = Edges.alike(torch.empty(ROWS, WIDTH)), 0 if place == stages - 1 else None
+        super().__init__([self.module], edges, self._sample, self._loss, loss_chunk)
 
     def _number(self, micro_batch: int) -> int:
         return self.first * self.micro_batches + micro_batch

@@ -23,7 +23,7 @@ from torch import Tensor
 from evenpipe.runtime.channel import Channel, Transfer
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
-from evenpipe.runtime.stage import ModuleStage
+from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import COMPUTE, Program, Size, Step, build
 
 STAGES, MICRO_BATCHES = 2, 4
@@ -91,7 +91,8 @@ def carried_out(rank: int, program: Program) -> list[str] | str:
     under_way: list[Transfer] = []
     watched = replace(connections, channels={k: Watched(c, under_way) for k, c in connections.channels.items()})
     is_last = 0 if rank == STAGES - 1 else None
-    stage = SynchronisingStage([chunk_module(rank)], torch.empty(ROWS, WIDTH), sample, loss, is_last)
+    edges = Edges.alike(torch.empty(ROWS, WIDTH))
+    stage = SynchronisingStage([chunk_module(rank)], edges, sample, loss, is_last)
     stage.under_way = under_way
     try:
         Executor(rank, watched, torch.device("cpu")).run(program, stage)

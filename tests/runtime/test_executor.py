@@ -12,7 +12,7 @@ import torch
 
 from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.executor import Executor
-from evenpipe.runtime.stage import ModuleStage
+from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Schedule, ScheduleError, lower, verify
 from tests.schedules import build
 
@@ -231,7 +231,8 @@ def test_after_a_failure_no_other_batch_is_carried_out():
             raise ArithmeticError("no loss")
         return output.sum()
 
-    stage = ModuleStage([torch.nn.Linear(4, 4)], torch.empty(2, 4), lambda _: torch.ones(2, 4), loss, loss_chunk=0)
+    edges = Edges.alike(torch.empty(2, 4))
+    stage = ModuleStage([torch.nn.Linear(4, 4)], edges, lambda _: torch.ones(2, 4), loss, loss_chunk=0)
     executor = Executor(0, Connections({}, {}), torch.device("cpu"))
     with pytest.raises(ArithmeticError):
         executor.run(lower(build("1f1b", 1, 3)), stage)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evenpipe.runtime.stage import ModuleStage
+from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import FORWARD, Unit
 
 UNIT = Unit(0)
@@ -23,7 +23,7 @@ def gradients(compute, halves):
     """Of the input, and of the weights."""
     torch.manual_seed(0)
     chunk = Chunk(compute)
-    stage = ModuleStage([chunk], torch.empty(4, 4), None, None, loss_chunk=None)
+    stage = ModuleStage([chunk], Edges.alike(torch.empty(4, 4)), None, None, loss_chunk=None)
     inputs = stage.receive_buffers(FORWARD, UNIT)
     with torch.no_grad():
         inputs[0].copy_(torch.randn(4, 4))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from evenpipe.schedule import FORWARD, Kind, Unit
 
-__all__ = ["ModuleStage", "SplitStage", "Stage", "SteppingStage", "VaryingStage"]
+__all__ = ["Edges", "ModuleStage", "SplitStage", "Stage", "SteppingStage", "VaryingStage"]
 
 
 class Stage(Protocol):
@@ -54,72 +54,88 @@ class SteppingStage(Stage, Protocol):
         """Finish the step of `batch`, counted along the stream."""
 
 
-class ModuleStage:
-    """A stage of plain modules, one per model chunk, that pass one tensor of one shape from chunk to chunk.
+class Edges(NamedTuple):
+    """Of each chunk of a stage, tensors like those that it takes and gives for a micro-batch.
 
-    `first(i)` gives micro-batch i's input at the start of the model, `loss(i, output)` its scalar loss at the end,
-    which follows chunk `loss_chunk` of this stage, or is on another one (None);
-    `update(t)` finishes the step of batch t where a schedule asks for it.
+    The model's start takes, and its end gives, none that are sent. Those of whole numbers have no gradients.
+    """
+
+    taken: Sequence[Sequence[Tensor]]
+    given: Sequence[Sequence[Tensor]]
+
+    @classmethod
+    def alike(cls, boundary: Tensor, chunks: int = 1) -> Edges:
+        """One tensor like `boundary` passes from chunk to chunk."""
+        return cls([[boundary]] * chunks, [[boundary]] * chunks)
+
+
+class ModuleStage:
+    """A stage of plain modules, one per model chunk, that pass tensors like those of `edges` from chunk to chunk.
+
+    A module takes them one by one, and returns one or a tuple of them. `first(i)` gives micro-batch i's input at the
+    start of the model, `loss(i, output)` its scalar loss at the end, which follows chunk `loss_chunk` of this stage, or
+    is on another one (None); `update(t)` finishes the step of batch t where a schedule asks for it.
     Gradients accumulate in `parameter.grad`; `losses[i]` holds the detached losses.
     """
 
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
-        boundary: Tensor,
+        edges: Edges,
         first: Callable[[int], Tensor],
-        loss: Callable[[int, Tensor], Tensor],
+        loss: Callable[[int, Any], Tensor],
         loss_chunk: int | None,
         update: Callable[[int], None] = lambda batch: None,
     ) -> None:
         self.chunks = list(chunks)
         self.losses: dict[int, Tensor] = {}
-        self._boundary = boundary
+        self._edges = edges
         self._first = first
         self._loss = loss
         self._update = update
         self._loss_chunk = loss_chunk
-        self._inputs: dict[Unit, Tensor] = {}
-        self._outputs: dict[Unit, Tensor] = {}
+        self._inputs: dict[Unit, list[Tensor]] = {}  # those that have gradients
+        self._outputs: dict[Unit, list[Tensor]] = {}
         self._owed: dict[Unit, Callable[[], object]] = {}  # the second halves of backwards
 
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
-        """One tensor shaped like `boundary`."""
-        return [torch.empty_like(self._boundary, requires_grad=kind == FORWARD)]
+        """Tensors like those of the edge; for gradients like those that have any."""
+        if kind == FORWARD:
+            like = self._edges.taken[unit.chunk]
+            return [torch.empty_like(one, requires_grad=one.is_floating_point()) for one in like]
+        return [torch.empty_like(one) for one in self._edges.given[unit.chunk] if one.is_floating_point()]
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
-        """The chunk's output, or its loss where the model ends."""
-        taken = self._first(unit.micro_batch) if inputs is None else inputs[0]
-        output = self.chunks[unit.chunk](taken)
+        """The chunk's outputs, or its loss where the model ends."""
+        taken = [self._first(unit.micro_batch)] if inputs is None else inputs
+        returned = self.chunks[unit.chunk](*taken)
         if unit.chunk == self._loss_chunk:
-            output = self._loss(unit.micro_batch, output)
-            self.losses[unit.micro_batch] = output.detach()
+            returned = self._loss(unit.micro_batch, returned)
+            self.losses[unit.micro_batch] = returned.detach()
+        outputs = list(returned) if isinstance(returned, tuple) else [returned]
         if inputs is not None:
-            self._inputs[unit] = taken
-        self._outputs[unit] = output
-        return [output]
+            self._inputs[unit] = [one for one in inputs if one.is_floating_point()]
+        self._outputs[unit] = [one for one in outputs if one.is_floating_point()]
+        return outputs
 
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
-        """The gradient of the received input; nothing at the start of the model."""
-        torch.autograd.backward(self._outputs.pop(unit), None if gradients is None else gradients[0])
-        taken = self._inputs.pop(unit, None)
-        if taken is None:
-            return []
-        return [_gradient(taken, unit)]
+        """The gradients of the received inputs; nothing at the start of the model."""
+        torch.autograd.backward(self._outputs.pop(unit), gradients)
+        return [_gradient(taken, unit) for taken in self._inputs.pop(unit, ())]
 
     def backward_input(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
-        """The gradient of the received input. At the start of the model nobody waits for one: all is left for later."""
+        """The gradients of the received inputs. At the model's start nobody waits for one: all is left for later."""
         taken = self._inputs.get(unit)
         if taken is None:
             self._owed[unit] = lambda: self.backward(unit, gradients)
             return []
-        output, weights = self._outputs.pop(unit), list(self.chunks[unit.chunk].parameters())
-        if output._is_view():  # torch detaches the output in place, which it cannot do to a view
-            output = output.clone()
-        _, groups = stage_backward_input([output], gradients, [taken], iter(weights))
+        # torch detaches outputs in place, which it cannot do to a view, and must not do to what was taken.
+        outputs = [one.clone() if one._is_view() or one.is_leaf else one for one in self._outputs.pop(unit)]
+        weights = list(self.chunks[unit.chunk].parameters())
+        _, groups = stage_backward_input(outputs, gradients, taken, iter(weights))
         self._owed[unit] = lambda: stage_backward_weight(iter(weights), groups)
         del self._inputs[unit]
-        return [_gradient(taken, unit)]
+        return [_gradient(one, unit) for one in taken]
 
     def backward_weight(self, unit: Unit) -> None:
         """Accumulate into `parameter.grad`, as a whole backward does."""

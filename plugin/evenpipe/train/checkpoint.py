@@ -177,9 +177,10 @@ def _read(folder: Path) -> Checkpoint:
         raise OptionsError(f"--load {folder}: the checkpoint is damaged ({damaged[0]} has another size): name another")
     if form != _FORMAT:
         raise OptionsError(f"--load {folder}: its format is {form}, not {_FORMAT}: use the evenpipe that saved it")
-    # Before there was another framework it went without saying.
+    # What older checkpoints do not say was as it is without the option.
     framework = manifest.get("framework", "megatron")
-    return Checkpoint(folder, iterations, framework, {name: options.get(name) for name in _MUST_AGREE})
+    agreed = {name: options.get(name, TrainOptions.model_fields[name].default) for name in _MUST_AGREE}
+    return Checkpoint(folder, iterations, framework, agreed)
 
 
 def _settle(directory: Path) -> None:

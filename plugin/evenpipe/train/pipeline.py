@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.device_queues import one_queue
 from evenpipe.runtime.executor import Executor, Observer
-from evenpipe.runtime.stage import ModuleStage
+from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Program, Spec, check_offers, needs_of, verify
 from evenpipe.train.engines import ENGINES
 
@@ -23,10 +23,12 @@ class ModulePipeline:
     """One stage of a pipeline, in a process of its own: forwards, backwards and messages of every batch.
 
     part: gives the part of the model at a position, counted from the model's start; called for those that `program`
-    places on this stage, and no others. A part takes one tensor and returns one, the last part what `loss` takes.
+    places on this stage, and no others. A part takes tensors, one by one, and returns one or a tuple of them, the last
+    part what `loss` takes.
     program: what `evenpipe.schedule.build` returns, for as many stages as `group` has ranks.
     loss: `loss(output, target)` of a micro-batch, a scalar.
-    boundary: a tensor like the one that passes from part to part for one micro-batch; its device is the parts'.
+    boundary: a tensor like the one that passes from part to part for one micro-batch, or a function that gives those
+    that leave the part at a position; their device is the parts'. Whole numbers travel without gradients.
     group: the ranks of the pipeline, stage by stage; all ranks, if left out.
     observer: is told of every action; with `measure`, `executor.counter` knows what this stage saves.
 
@@ -41,8 +43,8 @@ class ModulePipeline:
         self,
         part: Callable[[int], nn.Module],
         program: Program,
-        loss: Callable[[Tensor, Any], Tensor],
-        boundary: Tensor,
+        loss: Callable[[Any, Any], Tensor],
+        boundary: Tensor | Callable[[int], Sequence[Tensor]],
         group: dist.ProcessGroup | None = None,
         observer: Observer | None = None,
         measure: bool = False,
@@ -59,14 +61,19 @@ class ModulePipeline:
         #: Of the micro-batches of the last batch, where the model ends.
         self.losses: list[Tensor] = []
         self._loss = loss
-        self._boundary = boundary
-        backend = "nccl" if boundary.device.type == "cuda" else "gloo"
-        queue = one_queue(group, boundary.device)
-        self._program = program = verify(schedule, program.pairs, queue)
-        connections = connect(ranks, program.links, backend, boundary.device, queue)
-        self.executor = Executor(
-            self.stage, connections, boundary.device, self.parameters(), observer, measure or program.pairs
+        between = boundary if callable(boundary) else lambda position: [boundary]
+        positions = [places.position(self.stage, chunk) for chunk in range(places.chunks)]
+        self._edges = Edges(
+            [between(position - 1) if position else [] for position in positions],
+            [between(position) if position + 1 < len(places.order) else [] for position in positions],
         )
+        held = (one for like in (*self._edges.taken, *self._edges.given) for one in like)
+        device = next((one.device for one in (*held, *self.parameters())), torch.device("cpu"))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        queue = one_queue(group, device)
+        self._program = program = verify(schedule, program.pairs, queue)
+        connections = connect(ranks, program.links, backend, device, queue)
+        self.executor = Executor(self.stage, connections, device, self.parameters(), observer, measure or program.pairs)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of this stage's parts, for an optimizer."""
@@ -83,12 +90,12 @@ class ModulePipeline:
         first = _shares("inputs", inputs, count) if self.is_first else ()
         last = _shares("targets", targets, count) if self.is_last else ()
 
-        def share_of_loss(micro_batch: int, output: Tensor) -> Tensor:
+        def share_of_loss(micro_batch: int, output: Any) -> Tensor:
             loss = self._loss(output, last[micro_batch])
             found[micro_batch] = loss.detach()
             return loss / count
 
-        stage = ModuleStage(self.chunks, self._boundary, first.__getitem__, share_of_loss, self._loss_chunk)
+        stage = ModuleStage(self.chunks, self._edges, first.__getitem__, share_of_loss, self._loss_chunk)
         self.executor.run(self._program, stage)
         self.losses = [loss for _, loss in sorted(found.items())]
         return torch.stack(self.losses).mean() if self.is_last else None

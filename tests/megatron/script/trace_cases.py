@@ -18,7 +18,7 @@ from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.script.start import trace_of
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
-from evenpipe.runtime.stage import ModuleStage
+from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Size, build, links, loop
 
 STAGES, MICRO_BATCHES, WORLD = 4, 6, 8
@@ -43,7 +43,7 @@ def work(rank: int, folder: Path) -> None:
             args.curr_iteration = number - 1
             stage = ModuleStage(
                 [module],
-                torch.empty(4, 16),
+                Edges.alike(torch.empty(4, 16)),
                 lambda micro_batch: torch.ones(4, 16),
                 lambda micro_batch, output: output.sum(),
                 0 if pipeline.rank() == STAGES - 1 else None,

@@ -1,0 +1,129 @@
+"""Four gloo processes whose parts exchange several tensors of other shapes at every edge; what came of each schedule.
+
+Argument: a folder (rank-<rank>.json out). A script of its own, forked after the imports.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from evenpipe.schedule import Size, build
+from evenpipe.train.pipeline import ModulePipeline
+
+STAGES, MICRO_BATCHES, ROWS, KINDS = 4, 8, 4, 5
+SCHEDULES = {
+    "1f1b": (1, 1, False),
+    "1f1b, BPipe": (1, 1, True),
+    "kfkb, BPipe": (1, 2, True),
+    "interleaved, BPipe": (2, 1, True),
+    "zb-h1": (1, 1, False),
+    "v-half": (2, 1, False),
+}
+
+
+def width(position: int) -> int:
+    """Of the hidden state that leaves the part at `position`."""
+    return 8 * (1 + position % 3)
+
+
+def edge(position: int) -> list[Tensor]:
+    """The hidden state, what skips all parts in between, and which kind each row is of."""
+    return [torch.empty(ROWS, width(position)), torch.empty(ROWS, 16), torch.empty(ROWS, dtype=torch.int64)]
+
+
+class First(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = torch.nn.Linear(4, 16)
+        self.narrow = torch.nn.Linear(16, width(0))
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        inner = self.wide(value)
+        return self.narrow(torch.nn.functional.gelu(inner)), torch.tanh(inner), value.sum(1).abs().long() % KINDS
+
+
+class Middle(torch.nn.Module):
+    def __init__(self, position: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(width(position - 1), width(position))
+        self.kind = torch.nn.Embedding(KINDS, width(position))
+
+    def forward(self, hidden: Tensor, skipped: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.nn.functional.gelu(self.linear(hidden)) + self.kind(kinds), skipped, kinds
+
+
+class Last(torch.nn.Module):
+    def __init__(self, position: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(width(position - 1) + 16, 1)
+
+    def forward(self, hidden: Tensor, skipped: Tensor, kinds: Tensor) -> Tensor:
+        return self.linear(torch.cat([hidden, skipped], 1)) * kinds[:, None]
+
+
+def part_of(parts: int, position: int) -> torch.nn.Module:
+    torch.manual_seed(position)
+    if position == 0:
+        return First()
+    return Last(position) if position == parts - 1 else Middle(position)
+
+
+def inputs() -> Tensor:
+    return torch.randn(MICRO_BATCHES * ROWS, 4, generator=torch.Generator().manual_seed(7))
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target[:, :1]).square().mean()
+
+
+def gradients(modules: list[torch.nn.Module]) -> list[list[str]]:
+    return [
+        [
+            torch.zeros(()).expand_as(one).tolist() if one.grad is None else one.grad.tolist()
+            for one in part.parameters()
+        ]
+        for part in modules
+    ]
+
+
+def without_a_pipeline(parts: int) -> tuple[float, list[list[str]]]:
+    """The mean loss, and the gradients of each part."""
+    modules, losses = [part_of(parts, position) for position in range(parts)], []
+    for value in inputs().chunk(MICRO_BATCHES):
+        taken: tuple[Tensor, ...] = (value,)
+        for module in modules:
+            given = module(*taken)
+            taken = given if isinstance(given, tuple) else (given,)
+        losses.append(loss(taken[0], value))
+        (losses[-1] / MICRO_BATCHES).backward()
+    return torch.stack(losses).mean().item(), gradients(modules)
+
+
+def run(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", STAGES), rank=rank, world_size=STAGES)
+    found = {}
+    for name, (chunks, group, bpipe) in SCHEDULES.items():
+        program = build(name.partition(",")[0], Size(STAGES, MICRO_BATCHES, chunks, group), bpipe)
+        parts, places = STAGES * chunks, program.schedule.places
+        pipeline = ModulePipeline(lambda position, parts=parts: part_of(parts, position), program, loss, edge)
+        mean = pipeline.step(inputs(), inputs())
+        positions = [places.position(rank, chunk) for chunk in range(chunks)]
+        found[name] = {
+            "loss": None if mean is None else mean.item(),
+            "gradients": dict(zip(positions, gradients(pipeline.chunks), strict=True)),
+            "evicted": pipeline.executor.counter.evicted_bytes,
+        }
+        pipeline.close()
+    Path(folder, f"rank-{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.start_processes(run, (sys.argv[1],), nprocs=STAGES, start_method="fork")

@@ -1,0 +1,32 @@
+"""Parts may exchange several tensors, of other shapes at each edge, whole numbers and skip connections among them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from edges_cases import SCHEDULES, STAGES, without_a_pipeline
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each process wrote down."""
+    folder = tmp_path_factory.mktemp("edges")
+    command = [sys.executable, Path(__file__).with_name("edges_cases.py"), folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(STAGES)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_loss_and_gradients_are_those_without_a_pipeline(ranks: list[dict[str, Any]], name: str) -> None:
+    chunks, _, bpipe = SCHEDULES[name]
+    loss, gradients = without_a_pipeline(STAGES * chunks)
+    assert [rank[name]["loss"] for rank in ranks if rank[name]["loss"] is not None] == [loss]
+    found = {int(position): of_part for rank in ranks for position, of_part in rank[name]["gradients"].items()}
+    assert [found[position] for position in range(STAGES * chunks)] == gradients
+    assert (ranks[0][name]["evicted"] > 0) == bpipe
