@@ -123,7 +123,7 @@ def test_every_refused_setting_is_one_of_megatrons() -> None:
     [
         ("calculate_per_token_loss", True),
         ("mtp_num_layers", 1),
-        ("num_moe_experts", 4),
+        ("moe_router_enable_expert_bias", True),
         ("fp8", "hybrid"),
         ("overlap_param_gather", True),
         ("num_distributed_optimizer_instances", 2),
