@@ -53,15 +53,18 @@ class Rehearsal:
         """What micro-batches of `call` take and hold here, but for what stays from batch to batch, which is 0.
 
         Of the first call's, two are held at a time, if they fit, which shows what micro-batches share (such as a causal
-        mask); else they are taken to share nothing. Of others one is. With experts, the largest seen counts.
+        mask); else they are taken to share nothing. Of others one is. With experts several are, one by one, and the
+        largest counts: what two of them save says nothing of what they share.
         """
-        weighed = _WEIGHED_OF_EXPERTS if call.batch.config.num_moe_experts else _WEIGHED
+        differ = bool(call.batch.config.num_moe_experts)
+        weighed = _WEIGHED_OF_EXPERTS if differ else _WEIGHED
         # One micro-batch more than are used: with the last one, replicas would begin to reduce gradients.
         schedule = build("gpipe", Size(call.pipeline.size(), weighed + _TIMED + 1)).schedule
         stage = MegatronStage(call.batch, schedule, call.pipeline.rank(), self._device, self._release)
-        each, shared = self._weighed(stage, call)
-        for number in range(_WEIGHED, weighed):
-            each = max(each, self._alone(stage, call, Unit(number)) - shared)
+        if differ:
+            each, shared = max(self._alone(stage, call, Unit(number)) for number in range(weighed)), 0
+        else:
+            each, shared = self._weighed(stage, call)
         message = sum(math.prod(shape) for shape in call.batch.send_shapes) * call.batch.config.pipeline_dtype.itemsize
         workspace = workspace_bytes()
         marks = [self._timed(stage, call, Unit(weighed + number)) for number in range(_TIMED)]
@@ -84,7 +87,7 @@ class Rehearsal:
         return first - self._shared_bytes, self._shared_bytes
 
     def _alone(self, stage: MegatronStage, call: Call, unit: Unit) -> int:
-        """Bytes that it saves, shared ones too."""
+        """Bytes that it saves, what others would share with it too."""
         saved = self._recorded(stage, call, ActivationStore(self._parameters, device=self._device), unit)
         stage.backward(unit, self._gradients(stage, call, unit))
         return saved
