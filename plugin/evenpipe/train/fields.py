@@ -9,9 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from evenpipe.schedule import Action, Program, Programs, Schedule, Size, choose, names, parse
 
-__all__ = ["BUILTIN_TEXT", "Fault", "TrainFields"]
+__all__ = ["BUILTIN_TEXT", "EXPERTS_OF_A_TOKEN", "Fault", "TrainFields"]
 
 BUILTIN_TEXT: Final = "builtin"
+#: Of `experts`, those that take a token.
+EXPERTS_OF_A_TOKEN: Final = 2
 
 _FaultKind = Literal["raise", "nan", "kill"]
 
@@ -48,7 +50,7 @@ class TrainFields(BaseModel):
         False, description="give the output layer weights of its own (--engine module: always)"
     )
     experts: int = Field(
-        0, ge=0, description="experts in each layer (gpt), of which a token takes two, whatever others take; 0: dense"
+        0, ge=0, description="experts in each layer (gpt), two of which take a token; none is dropped; 0: dense"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of hidden states and attention")
     data: str = Field(BUILTIN_TEXT, description="a text file, or builtin: text that comes with Python")

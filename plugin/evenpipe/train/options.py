@@ -16,7 +16,7 @@ from evenpipe.settings.config import EvenPipeConfig, first_problem
 from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in
 from evenpipe.settings.spelling import COMMAND, command_flag, in_flags
 from evenpipe.train.engines import ENGINES
-from evenpipe.train.fields import TrainFields
+from evenpipe.train.fields import EXPERTS_OF_A_TOKEN, TrainFields
 
 __all__ = ["RULES", "OptionsError", "TrainOptions", "device_type", "fits_this_machine"]
 
@@ -33,7 +33,6 @@ _PLAIN_TORCH: Final[dict[str, tuple[object, ...]]] = {
     "recompute": ("none",),
     "overlap_grad_reduce": (False,),
 }
-_EXPERTS_OF_A_TOKEN: Final = 2
 #: What Megatron's own functions carry out.
 _MEGATRONS: Final = ("1f1b", "interleaved")
 
@@ -74,7 +73,7 @@ def _model_fits_its_ranks(options: TrainFields) -> None:
         raise ValueError(f"--tensor-parallel {ranks}: does not divide --heads {heads}: use a divisor of it")
     if not options.experts:
         return
-    if options.experts < _EXPERTS_OF_A_TOKEN:
+    if options.experts < EXPERTS_OF_A_TOKEN:
         raise ValueError(f"--experts {options.experts}: a token takes two: give at least 2, or leave it out")
     if options.model != "gpt":
         raise ValueError(f"--experts {options.experts}: Megatron has none for {options.model}: use --model gpt")

@@ -20,6 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from evenpipe.megatron.cpu_mode.modules import without_transformer_engine
+from evenpipe.train.fields import EXPERTS_OF_A_TOKEN
 from evenpipe.train.options import TrainOptions
 
 __all__ = ["DTYPES", "Replica", "build_replica", "initialise", "make_optimizer", "make_scheduler"]
@@ -78,8 +79,8 @@ def _config(options: TrainOptions, device: torch.device) -> TransformerConfig:
     experts: dict[str, Any] = {}
     if options.experts:
         # Without a capacity no token is dropped, so experts get other numbers of them in every micro-batch.
-        experts = {"num_moe_experts": options.experts, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01}
-        experts |= {"add_bias_linear": False}
+        experts = {"num_moe_experts": options.experts, "moe_router_topk": EXPERTS_OF_A_TOKEN}
+        experts |= {"moe_aux_loss_coeff": 0.01, "add_bias_linear": False}
     interleaved = options.chunks > 1
     return TransformerConfig(
         num_layers=options.layers,
