@@ -25,7 +25,7 @@ from evenpipe.train.options import TrainOptions
 from evenpipe.train.recorder import FailureContext, Recorder
 
 WORLD, ITERATIONS, RESUMED_AFTER = 2, 10, (2, 3, 6)
-SMALL = {"layers": 2, "hidden": 16, "heads": 2, "seq_length": 16, "stages": WORLD, "micro_batches": 3}
+SMALL = {"layers": 2, "hidden": 16, "heads": 2, "seq_length": 16, "stages": WORLD, "micro_batches": 3, "experts": 4}
 # The first losses are scaled by too much.
 FP16 = {"precision": "fp16", "initial_loss_scale": 2.0**20, "clip_grad": 0.1}
 CPU = torch.device("cpu")

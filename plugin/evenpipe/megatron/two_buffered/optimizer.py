@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import clip_grads
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -84,13 +83,6 @@ class TwoBuffered(DelayedSteps):
     def held_gradient_bytes(self) -> int:
         """As `delayed.held` says, where steps wait."""
         return 0 if self._own is None else self._own.nbytes
-
-    def start_batch(self) -> None:
-        """The call of `batch` begins, whose auxiliary losses are scaled as its loss is, from its first backward on."""
-        before = None if self._loss_scale is None else self._loss_scale.present
-        super().start_batch()
-        if self._loss_scale is not None and (scale := MoEAuxLossAutoScaler.main_loss_backward_scale) is not None:
-            scale.mul_(self._loss_scale.present / before)
 
     def start_stream(self, stage: int, finalize: Callable[[Any], object], process_groups: Any) -> None:
         """The schedule begins a stream: `finalize` is Megatron's `finalize_model_grads` for any process groups."""
