@@ -1,0 +1,109 @@
+"""What every node of a model takes and keeps: the profile that balance points and searches read (DawnPiper §3.2)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from evenpipe.report import write_atomically
+
+__all__ = ["Node", "Origin", "Parameter", "Profile", "ProfileError", "Storage"]
+
+FORMAT: Final = "evenpipe.profile/1"
+
+
+class ProfileError(ValueError):
+    """A profile cannot be read or is not of what is asked for; the message is one line that names the file."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Storage(_Frozen):
+    """Memory that a node allocates for one micro-batch; views of it, and what is saved twice, count once.
+
+    `producer`: the node that allocates it; −1: it is there before (an input of the model, or what every stage computes
+    for itself, as a mask). `users`: the nodes that read it in the forward, through whatever view, ascending. `savers`:
+    the nodes, ascending, whose backward needs it, the producer among them if its own does; none: it is freed when the
+    last user has ended.
+    """
+
+    nbytes: int = Field(ge=0)
+    producer: int = Field(ge=-1)
+    users: tuple[int, ...] = ()
+    savers: tuple[int, ...] = ()
+
+
+class Parameter(_Frozen):
+    """A parameter: every stage with one of its `users` (nodes, ascending) has a copy, gradient and optimizer state."""
+
+    name: str
+    nbytes: int = Field(ge=0)
+    gradient_bytes: int = Field(ge=0)
+    optimizer_bytes: int = Field(ge=0)
+    users: tuple[int, ...] = Field(min_length=1)
+
+
+class Node(_Frozen):
+    """One operation, in the order of DawnPiper B.1: by depth, then by the start of its forward.
+
+    Milliseconds and bytes of one micro-batch. `activation_bytes`: of storages that it allocates. `released_bytes`: of
+    those that it is the last to read and no backward needs. `parameter_bytes`, `gradient_bytes` and `optimizer_bytes`:
+    of parameters that it is the first to use. `output_bytes`: of the tensors that it returns, views too. `cut_allowed`:
+    a stage may end with it; `cut_bytes`: what the next stage then receives. `random`: it draws random numbers.
+    """
+
+    name: str
+    forward_ms: float = Field(ge=0)
+    backward_ms: float = Field(ge=0)
+    activation_bytes: int = Field(ge=0)
+    parameter_bytes: int = Field(ge=0)
+    gradient_bytes: int = Field(ge=0)
+    optimizer_bytes: int = Field(ge=0)
+    released_bytes: int = Field(ge=0)
+    output_bytes: int = Field(ge=0)
+    cut_allowed: bool
+    cut_bytes: int = Field(ge=0)
+    random: bool = False
+
+
+class Origin(_Frozen):
+    """What a profile is of, which what uses it must be too. `digest`: of the graph, with shapes and parameters."""
+
+    model: str
+    micro_batch_size: int = Field(ge=1)
+    device: str
+    precision: str
+    source: str
+    digest: str
+    versions: dict[str, str]
+
+
+class Profile(_Frozen):
+    """A model, node by node. `layer_ends`: the nodes that end what its author calls a layer, where coarser cuts go."""
+
+    format: Literal["evenpipe.profile/1"] = FORMAT
+    origin: Origin
+    nodes: tuple[Node, ...] = Field(min_length=1)
+    storages: tuple[Storage, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+    layer_ends: tuple[int, ...] = ()
+
+    def write(self, path: Path) -> None:
+        """Put it at `path` as JSON, whole or not at all. Raises OSError."""
+        write_atomically(path, self.model_dump_json())
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        """Raises ProfileError where there is none, or one of another format."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise ProfileError(f"{path}: {error.strerror}") from error
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise ProfileError(f"{path}: no {FORMAT}: {where}: {first['msg']}") from error
