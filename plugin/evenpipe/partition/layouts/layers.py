@@ -1,0 +1,99 @@
+"""A model as a row of layers with time and bytes, and the parts that a layout cuts it into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, NamedTuple, Protocol
+
+from evenpipe.partition.layouts.shape import Shape
+from evenpipe.partition.layouts.work import Work, kind_of_layer, work_of
+
+__all__ = ["Layer", "Roofline", "Time", "layers_of", "layout_text", "parts_of", "roofline"]
+
+_MILLISECONDS: Final = 1e3
+
+
+class Time(NamedTuple):
+    """Of one micro-batch through a layer: milliseconds, and bytes that it saves for its backward."""
+
+    forward_ms: float
+    backward_ms: float
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layout puts somewhere as a whole. `symbols`: as Megatron writes it ("E", "t", "L"; "mm" two MTP layers).
+
+    Bytes of one rank: `saved_bytes` of a micro-batch until its backward; `static_bytes` of weights, gradients and
+    optimizer; `words_bytes` the same of a copy of the word embeddings, of which a stage needs one at most.
+    """
+
+    symbols: str
+    kind: str
+    forward_ms: float
+    backward_ms: float
+    saved_bytes: int = 0
+    static_bytes: int = 0
+    words_bytes: int = 0
+
+    @property
+    def total_ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
+
+class Roofline(Protocol):
+    """A device's peaks, as far as a time follows from work."""
+
+    @property
+    def flops_per_s(self) -> float: ...
+
+    @property
+    def bytes_per_s(self) -> float: ...
+
+
+def roofline(shape: Shape, kind: str, device: Roofline) -> Time:
+    """The time of a layer, node by node the longer of computing and moving."""
+    nodes = work_of(shape, kind)
+    forward = [_MILLISECONDS * max(n.flops / device.flops_per_s, n.moved_bytes / device.bytes_per_s) for n in nodes]
+    backward = sum(node.backward * ms for node, ms in zip(nodes, forward, strict=True))
+    saved = sum(node.saved_bytes for node in nodes)
+    if shape.recompute == "full" and kind in ("dense", "experts"):
+        return Time(sum(forward), backward + sum(forward), _input_bytes(shape))
+    return Time(sum(forward), backward, int(saved))
+
+
+def layers_of(shape: Shape, times: Mapping[str, Time]) -> tuple[Layer, ...]:
+    """The model in order, with `times` by kind: embedding, transformer layers, MTP layers as one, output and loss."""
+    row = [("E", "embedding"), *(("t", kind_of_layer(experts)) for experts in shape.experts)]
+    row += [("m" * shape.mtp, "mtp")] if shape.mtp else []
+    return tuple(_layer(shape, symbols, kind, times[kind]) for symbols, kind in [*row, ("L", "loss")])
+
+
+def _layer(shape: Shape, symbols: str, kind: str, time: Time) -> Layer:
+    nodes = work_of(shape, kind)
+    static = sum(_static(shape, node) for node in nodes)
+    words = max(node.words for node in nodes)
+    return Layer(symbols, kind, *time, int(static), int(words * shape.parameter_bytes))
+
+
+def _static(shape: Shape, node: Work) -> float:
+    return node.parameters * shape.parameter_bytes + node.expert_parameters * shape.expert_parameter_bytes
+
+
+def _input_bytes(shape: Shape) -> int:
+    split = shape.tensor_parallel if shape.sequence_parallel else 1
+    return shape.tokens * shape.hidden * shape.element_bytes // split
+
+
+def parts_of(layers: Sequence[Layer], cuts: Sequence[int]) -> tuple[tuple[Layer, ...], ...]:
+    """The parts between `cuts`: each is the number of layers before it, in ascending order."""
+    ends = [0, *cuts, len(layers)]
+    return tuple(tuple(layers[first:end]) for first, end in pairwise(ends))
+
+
+def layout_text(parts: Sequence[Sequence[Layer]]) -> str:
+    """As `--pipeline-model-parallel-layout` takes it."""
+    return "|".join("".join(layer.symbols for layer in part) for part in parts)

@@ -1,0 +1,117 @@
+"""The best layout for a model on a pipeline, beside the even split, as a value and as JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from evenpipe.partition.layouts.layers import Layer, layout_text, parts_of
+from evenpipe.partition.layouts.live import live_of
+from evenpipe.partition.layouts.search import best_split
+from evenpipe.partition.layouts.shape import Pipeline
+from evenpipe.partition.layouts.split import Cuts, Problem
+
+__all__ = ["LayoutPlan", "Split", "StagePlan", "plan_layout"]
+
+_FORMAT: Final = "evenpipe.layout/1"
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage: its chunks as Megatron writes them, milliseconds of a micro-batch through all of them, bytes at most."""
+
+    layers: tuple[str, ...]
+    forward_ms: float
+    backward_ms: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """A layout, and what its stages take."""
+
+    layout: str
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def max_stage_ms(self) -> float:
+        return max(stage.forward_ms + stage.backward_ms for stage in self.stages)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"max_stage_ms": self.max_stage_ms, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """What `--pipeline-model-parallel-layout` is best, and the even split that Megatron would make without it.
+
+    `proven`: no layout has a faster slowest stage. `source`: what the times are from. `layers`: what was cut, by kind.
+    """
+
+    best: Split
+    even: Split
+    proven: bool
+    pipeline: Pipeline
+    layers: tuple[Layer, ...]
+    source: str
+    search_ms: float
+
+    @property
+    def layout(self) -> str:
+        return self.best.layout
+
+    @property
+    def stages(self) -> tuple[StagePlan, ...]:
+        return self.best.stages
+
+    def to_json(self) -> dict[str, Any]:
+        """A document of format `evenpipe.layout/1`."""
+        return {
+            "format": _FORMAT,
+            "search_ms": self.search_ms,
+            "source": self.source,
+            "proven": self.proven,
+            "micro_batches": self.pipeline.micro_batches,
+            **self.best.to_json(),
+            "even": self.even.to_json(),
+            "layers": [asdict(layer) for layer in self.layers],
+        }
+
+
+def plan_layout(
+    layers: Sequence[Layer],
+    pipeline: Pipeline,
+    *,
+    mtp_apart: bool,
+    source: str,
+    limit_bytes: int | None = None,
+) -> LayoutPlan:
+    """The layout with the fastest slowest stage among those within `limit_bytes` a stage.
+
+    `mtp_apart`: Megatron takes MTP layers on another stage than the loss (since 0.16). Raises LayoutError.
+    """
+    start = time.perf_counter()
+    problem = Problem(tuple(layers), pipeline, live_of(pipeline), mtp_apart)
+    found = best_split(problem, limit_bytes)
+    return LayoutPlan(
+        best=_split(problem, found.cuts),
+        even=_split(problem, problem.even),
+        proven=found.proven,
+        pipeline=pipeline,
+        layers=problem.layers,
+        source=source,
+        search_ms=1e3 * (time.perf_counter() - start),
+    )
+
+
+def _split(problem: Problem, cuts: Cuts) -> Split:
+    parts, stages = parts_of(problem.layers, cuts), problem.pipeline.stages
+    return Split(
+        layout_text(parts),
+        tuple(
+            StagePlan(tuple(layout_text([part]) for part in parts[stage::stages]), *cost)
+            for stage, cost in enumerate(problem.costs(cuts))
+        ),
+    )

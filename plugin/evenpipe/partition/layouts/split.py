@@ -1,0 +1,131 @@
+"""What a split of a model into parts costs: time and memory of every stage; and which splits Megatron takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenpipe.partition.layouts.layers import Layer
+from evenpipe.partition.layouts.live import Live
+from evenpipe.partition.layouts.shape import LayoutError, Pipeline
+
+__all__ = ["Cuts", "Problem", "StageCost"]
+
+Cuts = tuple[int, ...]
+"""The number of layers before each part but the first, ascending; part k is on stage k mod p."""
+
+
+class StageCost(NamedTuple):
+    """One stage: milliseconds of one micro-batch through all of its chunks, and the bytes that it holds at most."""
+
+    forward_ms: float
+    backward_ms: float
+    peak_bytes: int
+
+    @property
+    def total_ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Layers to cut for a pipeline. `live`: copies of activations, by stage. `mtp_apart`: MTP layers need no loss."""
+
+    layers: tuple[Layer, ...]
+    pipeline: Pipeline
+    live: tuple[Live, ...]
+    mtp_apart: bool
+
+    def __post_init__(self) -> None:
+        most = sum(len(layer.symbols) for layer in self.layers)
+        if self.pipeline.parts > len(self.layers):
+            raise LayoutError(
+                f"{self.pipeline.parts} (virtual) stages: the model has only {most} layers, embedding and loss among "
+                "them: lower --pipeline-model-parallel-size or the number of virtual stages"
+            )
+
+    @cached_property
+    def latest(self) -> Cuts:
+        """The largest value of each cut: the loss is in the last part, and MTP layers not before the last chunks.
+
+        Megatron wants MTP layers together, in the last chunk of a stage that is not the first (pipeline_parallel_
+        layer_layout.py, `validate_layer_layout`), up to 0.15 beside the loss.
+        """
+        last, p, v = len(self.layers) - 1, self.pipeline.stages, self.pipeline.chunks
+        has_mtp = len(self.layers) > 2 and self.layers[-2].kind == "mtp"
+        before_mtp = ((v - 1) * p if self.mtp_apart else p * v - 2) if has_mtp else -1
+        return tuple(last - 1 if cut <= before_mtp else last for cut in range(p * v - 1))
+
+    def allowed(self, cuts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Of rows of cuts, whether Megatron takes them: ascending, the first part not empty, and as `latest`."""
+        ascending = (np.diff(cuts, axis=1, prepend=1) >= 0).all(axis=1)
+        return np.asarray(ascending & (cuts <= np.array(self.latest, np.int64)).all(axis=1))
+
+    @cached_property
+    def even(self) -> Cuts:
+        """Transformer layers in equal numbers as Megatron lays them out; if they do not go up, first parts have more.
+
+        The embedding is before the first of them, MTP layers and loss behind the last.
+        """
+        layers = sum(layer.symbols == "t" for layer in self.layers)
+        each, more = divmod(layers, self.pipeline.parts)
+        numbers = [each + (part < more) for part in range(self.pipeline.parts)]
+        return tuple(1 + before for before in accumulate(numbers[:-1]))
+
+    def costs(self, cuts: Cuts) -> tuple[StageCost, ...]:
+        """Of every stage."""
+        [forward, backward, held] = (rows[0].tolist() for rows in self.weighed(np.array([cuts], np.int64)))
+        return tuple(map(StageCost, forward, backward, held))
+
+    def weighed(self, cuts: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+        """Of rows of cuts: forward and backward milliseconds and peak bytes, of every stage."""
+        count = len(self.layers)
+        firsts = np.pad(cuts, ((0, 0), (1, 0)))
+        ends = np.pad(cuts, ((0, 0), (0, 1)), constant_values=count)
+        of_stages = (len(cuts), self.pipeline.chunks, self.pipeline.stages)
+        forward, backward = (sums[ends] - sums[firsts] for sums in (self.forward_ms, self.backward_ms))
+        held = np.stack([self.held(stage, firsts, ends) for stage in range(self.pipeline.stages)], axis=1)
+        together = [one.reshape(of_stages).sum(axis=1) for one in (forward, backward)]
+        return together[0], together[1], held
+
+    def held(self, stage: int, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes at most, for rows of where parts begin and end: of all parts, or of those that are known yet."""
+        known, own = ends.shape[1], slice(stage, None, self.pipeline.stages)
+        saved = self.saved_bytes[ends] - self.saved_bytes[firsts]
+        static = (self.static_bytes[ends] - self.static_bytes[firsts])[:, own].sum(axis=1)
+        words = np.zeros(len(ends), np.int64)
+        for number, layer in enumerate(self.layers):
+            if layer.words_bytes:
+                inside = ((firsts[:, own] <= number) & (number < ends[:, own])).any(axis=1)
+                words = np.maximum(words, inside * layer.words_bytes)
+        return np.asarray(static + words + (saved @ self.live[stage][:, :known].T).max(axis=1))
+
+    @cached_property
+    def forward_ms(self) -> NDArray[np.float64]:
+        """Of all layers before each, and of all; so are the next ones."""
+        return _sums([layer.forward_ms for layer in self.layers])
+
+    @cached_property
+    def backward_ms(self) -> NDArray[np.float64]:
+        return _sums([layer.backward_ms for layer in self.layers])
+
+    @cached_property
+    def saved_bytes(self) -> NDArray[np.int64]:
+        return _sums([layer.saved_bytes for layer in self.layers])
+
+    @cached_property
+    def static_bytes(self) -> NDArray[np.int64]:
+        return _sums([layer.static_bytes for layer in self.layers])
+
+    @cached_property
+    def total_ms(self) -> NDArray[np.float64]:
+        return self.forward_ms + self.backward_ms
+
+
+def _sums(values: list[Any]) -> NDArray[Any]:
+    return np.concatenate([[0], np.cumsum(values)])

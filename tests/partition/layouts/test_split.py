@@ -1,0 +1,72 @@
+"""What stages hold under a split, and which splits there are."""
+
+import numpy as np
+import pytest
+
+from evenpipe.partition.layouts.layers import Layer, layout_text, parts_of
+from evenpipe.partition.layouts.live import live_of
+from evenpipe.partition.layouts.shape import LayoutError, Pipeline
+from evenpipe.partition.layouts.split import Problem
+
+EMBEDDING = Layer("E", "embedding", 1, 2, saved_bytes=1, static_bytes=100, words_bytes=1000)
+DENSE = Layer("t", "dense", 10, 20, saved_bytes=10, static_bytes=200)
+MTP = Layer("mm", "mtp", 15, 25, saved_bytes=20, static_bytes=300, words_bytes=1000)
+LOSS = Layer("L", "loss", 5, 6, saved_bytes=50, static_bytes=7, words_bytes=1000)
+
+
+def problem(layers, stages, chunks=1, micro_batches=8, mtp_apart=True):
+    pipeline = Pipeline(stages, chunks, micro_batches)
+    return Problem(tuple(layers), pipeline, live_of(pipeline), mtp_apart)
+
+
+def test_a_stage_holds_its_weights_and_as_many_activations_as_it_is_ahead():
+    costs = problem([EMBEDDING, *[DENSE] * 4, LOSS], stages=2).costs((3,))
+    assert costs[0] == (21, 42, 100 + 2 * 200 + 1000 + 2 * (1 + 20))
+    assert costs[1] == (25, 46, 7 + 2 * 200 + 1000 + 1 * (50 + 20))
+
+
+def test_a_stage_has_one_copy_of_the_word_embeddings_however_many_layers_use_them():
+    one = problem([EMBEDDING, DENSE, LOSS], stages=1).costs(())[0].peak_bytes
+    assert one == (100 + 200 + 7) + 1000 + (1 + 10 + 50)
+    apart = problem([EMBEDDING, DENSE, MTP, LOSS], stages=3).costs((2, 3))
+    assert [stage.peak_bytes > 1000 for stage in apart] == [True, True, True]
+
+
+def test_virtual_stages_hold_what_the_interleaved_schedule_has_live():
+    """Two stages with two chunks: the first holds five micro-batches, three or four of them of its first chunk."""
+    shared = problem([EMBEDDING, *[DENSE] * 4, LOSS], stages=2, chunks=2)
+    assert [rows.tolist() for rows in shared.live] == [
+        [[3, 0, 2, 0], [4, 0, 1, 0]],
+        [[0, 2, 0, 1], [0, 3, 0, 0]],
+    ]
+    first, last = shared.costs((2, 3, 4))
+    assert first.peak_bytes == 100 + 400 + 1000 + 4 * 11 + 1 * 10
+    assert last.peak_bytes == 7 + 400 + 1000 + 2 * 10 + 1 * 60
+
+
+def test_the_even_split_is_megatrons():
+    split = problem([EMBEDDING, *[DENSE] * 8, MTP, LOSS], stages=2, chunks=2)
+    assert layout_text(parts_of(split.layers, split.even)) == "Ett|tt|tt|ttmmL"
+
+
+@pytest.mark.parametrize(
+    ("cuts", "apart", "together"),
+    [((2, 3, 4), True, True), ((2, 3, 5), False, False), ((2, 2, 3), True, True), ((0, 1, 2), False, False)],
+)
+def test_mtp_layers_are_in_the_last_chunk_of_a_stage_that_is_not_the_first(cuts, apart, together):
+    layers = [EMBEDDING, *[DENSE] * 3, MTP, LOSS]
+    rows = np.array([cuts])
+    assert problem(layers, stages=2, chunks=2).allowed(rows)[0] == apart
+    assert problem(layers, stages=2, chunks=2, mtp_apart=False).allowed(rows)[0] == together
+
+
+def test_mtp_layers_apart_from_the_loss_need_a_release_that_can():
+    rows = np.array([[2, 3, 5]])
+    layers = [EMBEDDING, *[DENSE] * 3, MTP, LOSS]
+    assert problem(layers, stages=4).allowed(rows)[0]
+    assert not problem(layers, stages=4, mtp_apart=False).allowed(rows)[0]
+
+
+def test_more_stages_than_layers():
+    with pytest.raises(LayoutError, match=r"8 \(virtual\) stages: the model has only 6 layers"):
+        problem([EMBEDDING, *[DENSE] * 4, LOSS], stages=4, chunks=2)
