@@ -117,7 +117,9 @@ def results(request):
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(("setting", "engine"), marked([run for run in (*RUNS, *TUNED) if run[1] != "megatron"], LONG))
+@pytest.mark.parametrize(
+    ("setting", "engine"), marked([run for run in (*RUNS, *TUNED) if run[1] != "megatron"], LONG)
+)
 def test_same_losses_and_weights_as_megatron(setting, engine, results):
     reference, result = results[setting, "megatron"], results[setting, engine]
     assert [loss.hex() for loss in result.losses] == [loss.hex() for loss in reference.losses]

@@ -80,7 +80,9 @@ def test_a_vee_needs_no_more() -> None:
         ({"NCCL_BUFFSIZE": "1048576", "NCCL_MAX_CTAS": ""}, 4, 32),
     ],
 )
-def test_a_communicator_is_small_unless_the_user_has_said_else(environ: dict[str, str], blocks: int, mib: int) -> None:
+def test_a_communicator_is_small_unless_the_user_has_said_else(
+    environ: dict[str, str], blocks: int, mib: int
+) -> None:
     assert (ctas(environ), communicator_bytes(environ)) == (blocks, mib * MIB)
 
 
