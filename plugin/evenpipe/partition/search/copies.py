@@ -1,0 +1,164 @@
+"""How many copies of activations and of weights every stage keeps under a schedule (DawnPiper §3.1, Equation 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenpipe.schedule import KINDS, Schedule, ScheduleError, Size, build, find
+
+__all__ = ["PIPEDREAM", "Copies", "Workload", "copies_of"]
+
+#: The asynchronous schedule that the paper partitions for. It is weighed here, and not trained.
+PIPEDREAM = "pipedream"
+#: Batches without a flush after which evictions and versions only repeat.
+_STREAM = 3
+#: The share of a backward that an action is.
+_BACKWARD = {"B": 1.0, "D": 0.5, "W": 0.5}
+
+
+class Workload(NamedTuple):
+    """A schedule by its name (or `pipedream`), for m micro-batches, v chunks a stage and groups of k."""
+
+    schedule: str
+    micro_batches: int
+    chunks: int = 1
+    group_size: int = 1
+    bpipe: bool = False
+
+    @classmethod
+    def of_mode(cls, mode: str, stages: int) -> Workload:
+        """The paper's settings: `sync`, GPipe with a micro-batch a stage (§5.2.1), and `async`, PipeDream."""
+        known = {"sync": cls("gpipe", stages), "async": cls(PIPEDREAM, stages)}
+        if mode not in known:
+            raise ScheduleError(f"mode={mode}: expected one of {', '.join(known)}")
+        return known[mode]
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """What stages keep, by positions: the p·v parts of a model in the order in which a micro-batch passes them.
+
+    owners: the stage of each position. versions: of its weights. live: per stage, rows of (micro-batches of position 0,
+    of position 1, …) that it holds at once, own and accepted ones; only rows that no other exceeds everywhere. So with
+    `live[x] @ saved_bytes` a row stands for a moment of the schedule, and the most is the stage's peak, exactly.
+    between: per position, how many (forwards, backwards) its stage computes at least between a micro-batch's forward
+    and backward; several where neither is the least.
+    """
+
+    schedule: str
+    owners: tuple[int, ...]
+    versions: tuple[int, ...]
+    live: tuple[NDArray[np.int64], ...]
+    between: tuple[tuple[tuple[float, float], ...], ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.live)
+
+    @property
+    def positions(self) -> int:
+        return len(self.owners)
+
+    def most(self, stage: int, position: int) -> int:
+        """The most micro-batches of a position that a stage holds at once."""
+        return int(self.live[stage][:, position].max())
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Per position, the most micro-batches of it that its own stage holds."""
+        return tuple(self.most(stage, position) for position, stage in enumerate(self.owners))
+
+    @property
+    def separable(self) -> bool:
+        """Whether what a stage holds is all of one position, so that each can be weighed by itself."""
+        return all(np.count_nonzero(rows.any(axis=0)) <= 1 for rows in self.live)
+
+
+def copies_of(workload: Workload, stages: int) -> Copies:
+    """From the verified schedule. Raises ScheduleError, one line, where there is none of this size."""
+    if workload.schedule == PIPEDREAM:
+        return _pipedream(workload, stages)
+    spec = find(workload.schedule)
+    batches = _STREAM if "stream" in spec.needs else 1
+    size = Size(stages, workload.micro_batches, workload.chunks, workload.group_size, batches)
+    schedule = build(spec, size, bpipe=workload.bpipe).schedule
+    owners = tuple(place.stage for place in schedule.places.order)
+    return Copies(
+        schedule.name,
+        owners,
+        (schedule.weight_versions,) * len(owners),
+        tuple(_held(schedule, stage) for stage in range(stages)),
+        tuple(_between(schedule, place.stage, place.chunk) for place in schedule.places.order),
+    )
+
+
+def _pipedream(workload: Workload, stages: int) -> Copies:
+    """Equation 2: stage x of ℓ, counted from 1, keeps ℓ − x + 1 copies of activations and of weights."""
+    if stages < 1 or workload.chunks != 1 or workload.group_size != 1 or workload.bpipe:
+        raise ScheduleError(f"schedule={PIPEDREAM}: has stages ≥ 1 with one chunk each, no groups and no bpipe")
+    kept = np.arange(stages, 0, -1)
+    between = tuple(((float(copies - 1),) * 2,) for copies in kept.tolist())
+    live = tuple(np.diag(kept)[stage : stage + 1] for stage in range(stages))
+    return Copies(PIPEDREAM, tuple(range(stages)), tuple(kept.tolist()), live, between)
+
+
+def _held(schedule: Schedule, stage: int) -> NDArray[np.int64]:
+    """The rows of `Copies.live`: a stage's walk through its actions, as `evenpipe.simulate` weighs it.
+
+    A unit is held from the start of what brings it; compute that ends it lets go of it afterwards, and a departure is
+    complete when an action has to wait for it (`Schedule.residencies`).
+    """
+    table = schedule.table
+    rows = table.of(stage)
+    kinds = [KINDS[chr(kind)] for kind in table.kind[rows].tolist()]  # type: ignore[index]
+    owner = np.where(table.evictor[rows] >= 0, table.evictor[rows], stage)
+    position = np.array(
+        [
+            -1 if row.of_batch else schedule.places.position(*at)
+            for row, *at in zip(kinds, owner.tolist(), table.chunk[rows].tolist(), strict=True)
+        ]
+    )
+    held = np.array([row.held for row in kinds])
+    leaves = np.array([row.held < 0 and row.link is not None for row in kinds])
+    change = np.zeros((len(kinds) + 1, len(schedule.places.order)), np.int64)
+    arrives, ends = np.flatnonzero(held > 0), np.flatnonzero((held < 0) & ~leaves)
+    np.add.at(change, (arrives, position[arrives]), 1)
+    np.add.at(change, (ends + 1, position[ends]), -1)
+    departures = np.flatnonzero(leaves)
+    gone = schedule.residencies[stage].gone
+    waited = np.searchsorted(gone, np.arange(1, int(gone.max(initial=0)) + 1))
+    np.add.at(change, (waited, position[departures[: len(waited)]]), -1)
+    return _largest(np.cumsum(change, axis=0)[arrives])
+
+
+def _largest(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Those of the rows that are in no other one."""
+    rows = np.unique(rows, axis=0)
+    within = np.logical_and.reduce(rows[:, None] <= rows[None], axis=2)
+    np.fill_diagonal(within, False)
+    return rows[~within.any(axis=1)]
+
+
+def _between(schedule: Schedule, stage: int, chunk: int) -> tuple[tuple[float, float], ...]:
+    """Of the units of one chunk, what is computed between forward and backward, where it is least."""
+    started: dict[int, tuple[float, float]] = {}
+    forwards, backwards, found = 0.0, 0.0, set[tuple[float, float]]()
+    for action in schedule.actions[stage]:
+        mine = action.chunk == chunk
+        if action.kind in ("B", "D") and mine:
+            begun = started[action.micro_batch]
+            found.add((forwards - begun[0], backwards - begun[1]))
+        forwards += action.kind == "F"
+        backwards += _BACKWARD.get(action.kind, 0.0)
+        if action.kind == "F" and mine:
+            started[action.micro_batch] = forwards, backwards
+    return tuple(sorted(one for one in found if not any(_less(other, one) for other in found)))
+
+
+def _less(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return one != other and all(a <= b for a, b in zip(one, other, strict=True))

@@ -1,0 +1,105 @@
+"""Time and bytes of every range of nodes between two cuts, as matrices (DawnPiper Equation 1, §3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evenpipe.partition.profile import Profile
+
+__all__ = ["Costs", "Coverage", "Numbers"]
+
+#: A column, or a matrix, of numbers.
+Numbers = NDArray[Any]
+
+
+class Coverage:
+    """The weight of things that each touch some nodes, by ranges of nodes: a thing counts once if one of its is inside.
+
+    Of a thing that touches the nodes t1 < t2 < …, as many lie in a range as pairs of neighbours (ti, ti+1) and one
+    more, so that its weight at every node less its weight at every pair inside is its weight, once.
+    """
+
+    def __init__(self, nodes: int, things: Iterable[tuple[int, Sequence[int]]]) -> None:
+        at, weights, first, second, pair_weights = list[int](), list[int](), list[int](), list[int](), list[int]()
+        for weight, touched in things:
+            if weight:
+                at += touched
+                weights += [weight] * len(touched)
+                first += touched[:-1]
+                second += touched[1:]
+                pair_weights += [weight] * (len(touched) - 1)
+        sums = np.bincount(np.array(at, np.int64), np.array(weights, np.float64), minlength=nodes)
+        self._upto = np.concatenate([[0.0], np.cumsum(sums)])
+        self._first, self._second = np.array(first, np.int64), np.array(second, np.int64)
+        self._pair_weights = np.array(pair_weights, np.float64)
+
+    def of(self, starts: Numbers, stops: Numbers) -> Numbers:
+        """For starts × stops, both ascending, the weight in the nodes from start to stop − 1; exact below 2^53."""
+        single: Numbers = self._upto[stops][None, :] - self._upto[starts][:, None]
+        if len(self._first):
+            # Row i has the starts up to the pair's first node, column j the stops behind its second.
+            row = np.searchsorted(starts, self._first, "right") - 1
+            column = np.searchsorted(stops, self._second, "right")
+            inside = (row >= 0) & (column < len(stops))
+            flat = row[inside] * len(stops) + column[inside]
+            pairs = np.bincount(flat, self._pair_weights[inside], minlength=len(starts) * len(stops))
+            pairs = pairs.reshape(len(starts), len(stops))[::-1].cumsum(axis=0)[::-1]
+            single = single - pairs.cumsum(axis=1)
+        return np.where(starts[:, None] < stops[None, :], single, 0.0)
+
+
+class Costs:
+    """A profile by its boundaries: 0, a node behind every allowed cut, and the number of nodes.
+
+    A range (a, b) has the nodes from `starts[a]` to `starts[b]` − 1. Methods take ascending numbers of boundaries, and
+    answer with a matrix of firsts × lasts. Milliseconds and bytes of one micro-batch.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        nodes = profile.nodes
+        count = len(nodes)
+        cuts = [number + 1 for number, node in enumerate(nodes[:-1]) if node.cut_allowed]
+        self.starts = np.array([0, *cuts, count])
+        self.forward_upto = np.concatenate([[0.0], np.cumsum([node.forward_ms for node in nodes])])
+        self.backward_upto = np.concatenate([[0.0], np.cumsum([node.backward_ms for node in nodes])])
+        self.upto_ms = (self.forward_upto + self.backward_upto)[self.starts]
+        self.cut_bytes = np.array([0, *(nodes[cut - 1].cut_bytes for cut in cuts), 0], np.float64)
+        self._saved = Coverage(count, ((one.nbytes, one.savers) for one in profile.storages))
+        self._weights = Coverage(count, ((one.nbytes, one.users) for one in profile.parameters))
+        beside = ((one.gradient_bytes + one.optimizer_bytes, one.users) for one in profile.parameters)
+        self._beside = Coverage(count, beside)
+
+    @cached_property
+    def last(self) -> int:
+        """The number of the last boundary, the model's end."""
+        return len(self.starts) - 1
+
+    def ms(self, firsts: Numbers, lasts: Numbers) -> Numbers:
+        """Forward and backward of every node (Equation 1)."""
+        found: Numbers = self.upto_ms[lasts][None, :] - self.upto_ms[firsts][:, None]
+        return found
+
+    def saved(self, firsts: Numbers, lasts: Numbers) -> Numbers:
+        """Bytes of the storages of which a backward in the range needs any, each once."""
+        return self._saved.of(self.starts[firsts], self.starts[lasts])
+
+    def static(self, firsts: Numbers, lasts: Numbers, versions: int) -> Numbers:
+        """Bytes of the parameters that are used, in so many versions, with one gradient and optimizer state each."""
+        starts, stops = self.starts[firsts], self.starts[lasts]
+        return versions * self._weights.of(starts, stops) + self._beside.of(starts, stops)
+
+    def messages(self, firsts: Numbers, lasts: Numbers) -> Numbers:
+        """Bytes of what travels over the cuts at both ends: one message each."""
+        return self.cut_bytes[firsts][:, None] + self.cut_bytes[lasts][None, :]
+
+    def forward_ms(self, first: int, last: int) -> float:
+        return float(self.forward_upto[self.starts[last]] - self.forward_upto[self.starts[first]])
+
+    def backward_ms(self, first: int, last: int) -> float:
+        return float(self.backward_upto[self.starts[last]] - self.backward_upto[self.starts[first]])

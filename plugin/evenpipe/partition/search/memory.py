@@ -1,0 +1,221 @@
+"""What a stage swaps and recomputes to fit into its memory, at what cost of time (DawnPiper §4.3, after Capuchin)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from evenpipe.partition.search.costs import Numbers
+from evenpipe.partition.search.ranges import Graph, Saved
+from evenpipe.partition.search.recompute import Recomputation
+
+__all__ = ["Fit", "Load", "Optimize", "fit"]
+
+Optimize = Literal["none", "recompute", "swap+recompute"]
+
+
+class Load(NamedTuple):
+    """Where micro-batches of a part of the model are held: so many `copies`, in `budget` bytes.
+
+    `own`: by the stage that computes them, where what comes back for the backward needs room beside them.
+    """
+
+    copies: int
+    budget: float
+    own: bool = True
+
+
+class Fit(NamedTuple):
+    """What a part of the model does to fit: milliseconds a micro-batch that it takes, and bytes a micro-batch.
+
+    kept: from its forward to its backward. transient: what the micro-batches that are being forwarded and backwarded
+    hold beside that: storages on their way out, and those that have come back and are needed still. recompute: nodes
+    that run again. swap: storages. drop: storages that are freed and computed again.
+    """
+
+    extra_ms: float
+    kept: int
+    transient: int
+    recompute: tuple[int, ...] = ()
+    swap: tuple[int, ...] = ()
+    drop: tuple[int, ...] = ()
+
+
+def fit(
+    graph: Graph,
+    start: int,
+    stop: int,
+    loads: Sequence[Load],
+    optimize: Optimize = "none",
+    link_gbps: float = 0.0,
+    between_ms: float = 0.0,
+) -> Fit | None:
+    """The cheapest way found to have the nodes from `start` to `stop` − 1 fit into all `loads`; None: there is none.
+
+    `link_gbps`: of the link to host memory, each way (10^9 bytes/s). `between_ms`: what the stage computes at least
+    between a micro-batch's forward and backward.
+
+    First what can be swapped for nothing, the longest FreeTime first, as long as it does not fit; then what saves most
+    bytes a millisecond (MSPS) of swap and recompute, weighed again after each pick (Capuchin §4.4, Algorithms 1, 2).
+    """
+    saved = graph.saved(start, stop)
+    whole = Fit(0.0, saved.total, 0)
+    if _fits(whole, loads):
+        return whole
+    if optimize == "none":
+        return None
+    copies = max(one.copies for one in loads)
+    host = HostLink(saved, link_gbps if optimize == "swap+recompute" else 0.0, between_ms, copies)
+    return _cheapest(host, _swap_for_nothing(host, loads), loads)
+
+
+def _fits(found: Fit, loads: Sequence[Load]) -> bool:
+    return all(copies * found.kept + own * found.transient <= budget for copies, budget, own in loads)
+
+
+class HostLink:
+    """The link of a stage to its host, with what is to go over it for every micro-batch.
+
+    It carries a storage each way at the same time (PCIe has lanes for each), one after the other in each direction.
+    FreeTime is what is computed from a storage's last use in the forward to its first in the backward, less both
+    transfers (Capuchin §4.4); on a pipeline's stage the forwards and backwards of other micro-batches are among it.
+    Since each of those swaps too, a direction carries no more for nothing than fits beside one forward and backward.
+    """
+
+    def __init__(self, saved: Saved, gbps: float, between_ms: float, copies: int) -> None:
+        self.saved, self.copies, self.between_ms = saved, copies, between_ms
+        self.period_ms = saved.forward_ms + saved.backward_ms
+        self.usable = gbps > 0
+        self.transfer_ms = saved.nbytes / (gbps * 1e6) if self.usable else np.full(len(saved.ids), np.inf)
+        self.free_ms = saved.forward_ms - saved.free_from_ms + between_ms + saved.needed_ms - 2 * self.transfer_ms
+
+    def swap(self, chosen: Numbers, until: Numbers) -> tuple[float, int]:
+        """Milliseconds that swapping `chosen` (places in `saved`) takes beyond compute, and bytes still leaving.
+
+        Those bytes are what the forward's end finds on its way out. `until` is told where each is back; see
+        `Saved.backward_peak`.
+        """
+        saved, takes = self.saved, self.transfer_ms[chosen]
+        out_ms = _queue(saved.free_from_ms[chosen], takes)
+        back_ms = -_queue(-saved.needed_ms[chosen], takes)  # the latest starts: the same queue, backwards in time
+        late_ms = np.max(out_ms - (saved.forward_ms + self.between_ms + back_ms), initial=0.0)
+        until[chosen] = saved.backward_node(back_ms)
+        leaving = out_ms > saved.forward_ms
+        if self.copies == 1:  # what has not left when the only micro-batch's backward starts need not come back
+            until[chosen[leaving]] = saved.stop - 1
+            leaving &= False
+        over_ms = max(0.0, float(takes.sum()) - self.period_ms)
+        return max(over_ms, float(late_ms)), int(saved.nbytes[chosen[leaving]].sum())
+
+
+def _queue(ready_ms: Numbers, takes_ms: Numbers) -> Numbers:
+    """When each has passed a link that takes them one by one in the order in which they are ready."""
+    order = np.argsort(ready_ms, kind="stable")
+    passed = np.cumsum(takes_ms[order])
+    start = np.maximum.accumulate(ready_ms[order] - (passed - takes_ms[order]))
+    found = np.empty(len(order))
+    found[order] = start + passed
+    return found
+
+
+def _weigh(host: HostLink, swapped: Numbers, again: Recomputation) -> Fit:
+    """What swapping these places of `saved`, and recomputing, comes to."""
+    saved = host.saved
+    until = np.full(len(saved.ids), saved.stop - 1)
+    over_ms, leaving = host.swap(swapped, until) if len(swapped) else (0.0, 0)
+    if again.dropped:
+        again.extend(until)
+    kept = saved.total - int(saved.nbytes[swapped].sum()) - again.dropped_bytes + again.received_bytes
+    beside = max(0, saved.backward_peak(until) + again.received_bytes - kept)
+    return Fit(
+        over_ms + again.ms,
+        kept,
+        leaving + beside,
+        tuple(sorted(again.nodes)),
+        tuple(sorted(saved.ids[swapped].tolist())),
+        tuple(sorted(again.dropped)),
+    )
+
+
+def _swap_for_nothing(host: HostLink, loads: Sequence[Load]) -> Numbers:
+    """The fewest, by longest FreeTime, that make it fit, or all that overlap with compute.
+
+    Both what more swaps free and what they delay only grows with their number, so halving finds it.
+    """
+    none = Recomputation(host.saved)
+    order = np.argsort(-host.free_ms, kind="stable")
+    order = order[(host.free_ms[order] >= 0) & (np.cumsum(host.transfer_ms[order]) <= host.period_ms)]
+    most = _first(lambda count: _weigh(host, order[: count + 1], none).extra_ms > 0, len(order))
+    return order[: _first(lambda count: _fits(_weigh(host, order[:count], none), loads), most)]
+
+
+def _first(holds: Callable[[int], bool], stop: int) -> int:
+    """The first number below `stop` from which on it holds, else `stop`."""
+    low, high = 0, stop
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
+
+
+def _cheapest(host: HostLink, swapped: Numbers, loads: Sequence[Load]) -> Fit | None:
+    """Swap or recompute, whichever saves most bytes a millisecond, until it fits.
+
+    A heap with the MSPS of each candidate as it was when last weighed. What a pick can make cheaper is weighed again at
+    once; what it makes dearer, when its turn comes: so every pick costs its chain and the heap's logarithm.
+    """
+    saved, again = host.saved, Recomputation(host.saved)
+    places = {storage: place for place, storage in enumerate(saved.ids.tolist())}
+    gone = set(saved.ids[swapped].tolist())
+    heap = [entry for one in saved.ids.tolist() if one not in gone and (entry := _entry(host, again, places[one]))]
+    heapify(heap)
+    found = _weigh(host, swapped, again)
+    while not _fits(found, loads):
+        if not heap:
+            return None
+        entry = heappop(heap)
+        storage = int(saved.ids[entry.place])
+        if storage in gone or storage in again.dropped:
+            continue
+        now = _entry(host, again, entry.place)
+        if now is None or (heap and now > heap[0]):
+            if now is not None:
+                heappush(heap, now)
+            continue
+        cheaper = set[int]()
+        if now.swap:
+            gone.add(storage)
+            swapped = np.append(swapped, now.place)
+        else:
+            cheaper = again.drop(storage, again.chain(storage))
+        for one in sorted(cheaper - gone):
+            if (again_weighed := _entry(host, again, places[one])) is not None:
+                heappush(heap, again_weighed)
+        found = _weigh(host, swapped, again)
+    return found
+
+
+class _Entry(NamedTuple):
+    """Of the heap: the ms a byte of the better way for the storage at `place`; no two are equal."""
+
+    ms_a_byte: float
+    place: int
+    swap: bool
+
+
+def _entry(host: HostLink, again: Recomputation, place: int) -> _Entry | None:
+    """The better way of swap and recompute for a storage, as things are; None: neither saves anything."""
+    saved = host.saved
+    storage, ways = int(saved.ids[place]), list[_Entry]()
+    if saved.graph.producer[storage] >= saved.start:
+        chain = again.chain(storage)
+        if chain.saves > 0:
+            ways.append(_Entry(chain.ms / chain.saves, place, False))
+    if host.usable and saved.nbytes[place]:
+        # The link is full, or the FreeTime short: what it takes on the link is waited for.
+        waits_ms = max(float(host.transfer_ms[place]), -float(host.free_ms[place]))
+        ways.append(_Entry(waits_ms / float(saved.nbytes[place]), place, True))
+    return min(ways, default=None)

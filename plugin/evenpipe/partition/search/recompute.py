@@ -1,0 +1,106 @@
+"""What it takes to compute dropped storages again from what is kept: savings do not add up, some cost memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from evenpipe.partition.search.costs import Numbers
+from evenpipe.partition.search.ranges import Saved
+
+__all__ = ["Chain", "Recomputation"]
+
+
+class Chain(NamedTuple):
+    """What dropping one more storage adds: nodes that run again, in so many ms, and storages that must be kept then.
+
+    saves: bytes, less those of storages that an earlier stage sent and that are kept for this alone.
+    """
+
+    ms: float
+    saves: int
+    nodes: frozenset[int]
+    received: frozenset[int]
+
+
+class Recomputation:
+    """Storages that one part of the model drops after its forward. Each node that it takes runs again once.
+
+    A storage is had again from what its producer reads: from what is kept or comes back from the host, else from what
+    is computed again in turn. What an earlier stage sent cannot be computed here, so it is kept. Inputs of the model
+    and parameters are there. Random nodes draw the same numbers again.
+    """
+
+    def __init__(self, saved: Saved) -> None:
+        self._saved, self._graph = saved, saved.graph
+        self._places = {storage: place for place, storage in enumerate(saved.ids.tolist())}
+        self.dropped = set[int]()
+        self.nodes = set[int]()
+        self.received = set[int]()
+        self.ms = 0.0
+
+    def candidates(self) -> Iterator[int]:
+        """The storages that are saved and computed here."""
+        return (one for one in self._places if self._graph.producer[one] >= self._saved.start)
+
+    @property
+    def dropped_bytes(self) -> int:
+        return sum(self._graph.nbytes[one] for one in self.dropped)
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(self._graph.nbytes[one] for one in self.received)
+
+    def chain(self, storage: int) -> Chain:
+        """What dropping it too would add."""
+        graph, start = self._graph, self._saved.start
+        nodes, received, open_nodes = set[int](), set[int](), [graph.producer[storage]]
+        while open_nodes:
+            node = open_nodes.pop()
+            if node in self.nodes or node in nodes:
+                continue
+            nodes.add(node)
+            for read in graph.reads[node]:
+                producer = graph.producer[read]
+                if producer < 0 or (read in self._places and read not in self.dropped):
+                    continue
+                if producer >= start:
+                    open_nodes.append(producer)
+                elif read not in self.received:
+                    received.add(read)
+        ms = sum(graph.forward_ms[node] for node in nodes)
+        saves = graph.nbytes[storage] - sum(graph.nbytes[one] for one in received)
+        return Chain(ms, saves, frozenset(nodes), frozenset(received))
+
+    def drop(self, storage: int, chain: Chain) -> set[int]:
+        """Drop it; and the other candidates, those nearby, that may be cheaper from now on."""
+        self.dropped.add(storage)
+        self.nodes |= chain.nodes
+        self.received |= chain.received
+        self.ms += chain.ms
+        graph = self._graph
+        made = [one for node in chain.nodes for one in graph.makes[node]]
+        after = [one for each in made for user in graph.users[each] for one in graph.makes[user]]
+        return {one for one in (*made, *after) if one in self._places and one not in self.dropped}
+
+    def extend(self, until: Numbers) -> None:
+        """Tell `until` (by places in `saved`) from which node's backward on what was dropped is there again.
+
+        A node runs again when the first backward needs one of its storages, or a node that reads one runs again; what
+        comes back from the host is there by then too.
+        """
+        graph, saved, places = self._graph, self._saved, self._places
+        needed = dict[int, int]()
+        for node in sorted(self.nodes, reverse=True):
+            at = saved.start
+            for made in graph.makes[node]:
+                if made in self.dropped:
+                    at = max(at, int(saved.last_saver[places[made]]))
+                at = max(at, max((needed[user] for user in graph.users[made] if user in needed), default=at))
+            needed[node] = at
+            for made in graph.makes[node]:
+                if made in self.dropped:
+                    until[places[made]] = at
+            for read in graph.reads[node]:
+                if read in places and read not in self.dropped:
+                    until[places[read]] = max(until[places[read]], at)

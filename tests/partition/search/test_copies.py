@@ -1,0 +1,100 @@
+"""How many copies stages keep: the verified schedule's own walk, and PipeDream's formula."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from evenpipe.partition.search.copies import Workload, copies_of
+from evenpipe.schedule import ScheduleError, Size, build, find
+from evenpipe.simulate import Costs, simulate
+
+CASES = [
+    *[Workload(name, 16) for name in ("gpipe", "1f1b", "2bw", "v-half", "zb-h1")],
+    Workload("interleaved", 16, chunks=2),
+    Workload("kfkb", 16, group_size=2),
+]
+BALANCED = [
+    Workload("1f1b", 16, bpipe=True),
+    Workload("2bw", 16, bpipe=True),
+    Workload("interleaved", 16, chunks=2, bpipe=True),
+    Workload("kfkb", 16, group_size=2, bpipe=True),
+]
+
+
+@pytest.mark.parametrize("workload", [*CASES, *BALANCED], ids=lambda case: f"{case.schedule}{'+bpipe' * case.bpipe}")
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_a_stage_holds_what_the_simulator_says_that_it_holds(workload: Workload, stages: int) -> None:
+    """With unequal micro-batches of every position, so that whose copies they are matters."""
+    if workload.bpipe and stages % 2:
+        pytest.skip("pairs of stages are those of even pipelines")
+    workload = workload._replace(micro_batches=2 * stages)
+    copies = copies_of(workload, stages)
+    spec = find(workload.schedule)
+    batches = 3 if "stream" in spec.needs else 1
+    size = Size(stages, workload.micro_batches, workload.chunks, workload.group_size, batches)
+    program = build(spec, size, bpipe=workload.bpipe)
+    schedule = program.schedule
+    assert max(rows.sum(axis=1).max() for rows in copies.live) == max(schedule.peak_live)
+    draw = random.Random(stages)
+    for _ in range(5):
+        unit = [draw.randrange(1, 1000) for _ in schedule.places.order]
+        by_place = [[0] * schedule.chunks for _ in range(stages)]
+        for nbytes, place in zip(unit, schedule.places.order, strict=True):
+            by_place[place.stage][place.chunk] = nbytes
+        found = simulate(program, Costs((1.0,) * stages, (2.0,) * stages), by_place)
+        mine = [int((rows @ unit).max()) for rows in copies.live]
+        assert mine == [stage.peak_bytes for stage in found.stages]
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_copies_are_the_live_micro_batches_of_the_schedule(stages: int) -> None:
+    m = 2 * stages
+    drawn = {
+        "gpipe": [m] * stages,
+        "1f1b": [stages - s for s in range(stages)],
+        "2bw": [stages - s for s in range(stages)],
+        "zb-h1": list(build("zb-h1", Size(stages, m)).schedule.peak_live),
+        "kfkb": [min(2 * (stages - s), m) for s in range(stages)],
+        "pipedream": [stages - s for s in range(stages)],
+    }
+    for name, expected in drawn.items():
+        copies = copies_of(Workload(name, m, group_size=2 if name == "kfkb" else 1), stages)
+        assert list(copies.own) == expected, name
+        assert copies.separable
+
+
+def test_weights_have_two_versions_under_2bw_and_as_many_as_activations_under_pipedream() -> None:
+    assert copies_of(Workload("1f1b", 8), 4).versions == (1, 1, 1, 1)
+    assert copies_of(Workload("2bw", 8), 4).versions == (2, 2, 2, 2)
+    assert copies_of(Workload("pipedream", 8), 4).versions == (4, 3, 2, 1)
+
+
+def test_the_papers_modes_are_gpipe_with_a_micro_batch_a_stage_and_pipedream() -> None:
+    assert copies_of(Workload.of_mode("sync", 4), 4).own == (4, 4, 4, 4)
+    assert copies_of(Workload.of_mode("async", 4), 4).own == (4, 3, 2, 1)
+    with pytest.raises(ScheduleError, match="mode=fast: expected one of sync, async"):
+        Workload.of_mode("fast", 4)
+
+
+def test_bpipe_couples_a_stage_with_its_partner() -> None:
+    copies = copies_of(Workload("1f1b", 8, bpipe=True), 4)
+    assert not copies.separable
+    assert copies.own == (3, 3, 2, 1)
+    assert copies.most(3, 0) == 2  # accepted micro-batches of stage 0
+    assert copies.owners == (0, 1, 2, 3)
+
+
+def test_v_half_has_the_models_both_ends_on_the_first_stage() -> None:
+    copies = copies_of(Workload("v-half", 8), 4)
+    assert copies.owners == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert copies.positions == 8
+
+
+def test_between_a_forward_and_its_backward_others_are_computed() -> None:
+    """1F1B, 4 stages: at least the three backwards of the cool-down on the first stage, nothing on the last."""
+    copies = copies_of(Workload("1f1b", 8), 4)
+    assert copies.between[0] == ((0.0, 3.0), (3.0, 0.0))
+    assert copies.between[3] == ((0.0, 0.0),)
+    assert copies_of(Workload("pipedream", 8), 4).between[0] == ((3.0, 3.0),)
