@@ -24,7 +24,7 @@ test: prepare ## run the tests; ARGS="-k bpipe" narrows them down
 test-rest: ## the others: what takes long, older megatron-core releases, Megatron-LM's scripts (MEGATRON_LM), benchmarks
 	@releases=$$(.ci/prepare --releases) && \
 	export EVENPIPE_MEGATRON_RELEASES="$$releases" && \
-	{ $(PYTEST) $(ARGS) -m "(megatron_lm or releases or long) and not benchmarks" || [ $$? = $(NONE_LEFT) ]; } && \
+	{ $(PYTEST) --durations=25 $(ARGS) -m "(megatron_lm or releases or long) and not benchmarks" || [ $$? = $(NONE_LEFT) ]; } && \
 	{ $(BIN)/python -m pytest $(ARGS) -m benchmarks || [ $$? = $(NONE_LEFT) ]; }
 
 test-all: test test-rest ## all of them

@@ -28,6 +28,8 @@ _PRELOADED: Final = (  # the packages of others that Megatron's imports are made
     *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"),
     *("torch.distributed.launcher.api", "torch.optim", "torch.utils.data", "torch._inductor.config", "numpy", "einops"),
     *("torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict_saver", "packaging.version"),
+    *("torch.utils.tensorboard", "pydantic", "yaml", "setuptools", "psutil", "jinja2"),
+    *("transformers.models.auto.tokenization_auto", "transformers.utils.chat_template_utils"),
 )
 _GRACE_SECONDS: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1

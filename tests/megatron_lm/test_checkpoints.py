@@ -13,7 +13,6 @@ STOPS, ENDS = 2, 4
     [
         ("torch", "PP4"),
         pytest.param("torch_dist", "PP4", marks=pytest.mark.every_release),
-        ("torch", "DP2xPP4 distributed optimizer"),
         ("torch_dist", "DP2xPP4 distributed optimizer"),
     ],
 )
@@ -25,14 +24,14 @@ def test_saved_by_one_and_resumed_by_the_other(megatron_lm, format_, layout, tmp
         return launch(megatron_lm, SCRIPT, processes, [*flags, "--save", str(tmp_path / folder), *more])
 
     whole = train("whole")
-    stock = train("stock", "--exit-interval", str(STOPS))
     ours = train("ours", "--exit-interval", str(STOPS), "--bpipe")
-    assert stock.lines == ours.lines == whole.lines[:STOPS]
+    assert ours.lines == whole.lines[:STOPS]
     assert ours.peak_live[0] == 3
     # Some releases print the mean of two iterations after they resume, so stock's own log is what others are held to.
-    resumed = train("stock-stock", "--load", str(tmp_path / "stock"))
+    stopped = ("--load", str(tmp_path / "whole"), "--ckpt-step", str(STOPS))
+    resumed = train("stock-stock", *stopped)
     assert len(resumed.lines) == ENDS - STOPS
-    assert train("stock-ours", "--load", str(tmp_path / "stock"), "--bpipe").lines == resumed.lines
+    assert train("stock-ours", *stopped, "--bpipe").lines == resumed.lines
     assert train("ours-stock", "--load", str(tmp_path / "ours")).lines == resumed.lines
     last = f"iter_{ENDS:07d}"
     for folder in ("stock-stock", "stock-ours", "ours-stock"):

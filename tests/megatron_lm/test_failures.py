@@ -11,6 +11,7 @@ import pytest
 from tests.megatron_lm.launch import gpt_flags, start, torchrun
 
 FLAGS = [*gpt_flags(50), "--pipeline-model-parallel-size", "4", "--bpipe"]
+RUN = ("-m", "evenpipe", "run", "--cpu")
 RAISES = """
     import evenpipe.megatron
     evenpipe.megatron.install()
@@ -33,8 +34,14 @@ RAISES = """
 """
 
 
-@pytest.mark.parametrize("command", [("-m", "evenpipe", "run", "--cpu"), ()], ids=["run", "import"])
-@pytest.mark.parametrize("how", ["raise RuntimeError('stage two is broken')", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize(
+    ("how", "command"),
+    [
+        pytest.param("raise RuntimeError('stage two is broken')", RUN, id="raises, run"),
+        pytest.param("raise RuntimeError('stage two is broken')", (), id="raises, import"),
+        pytest.param("os.kill(os.getpid(), 9)", RUN, id="killed, run"),  # nothing of Python sees it
+    ],
+)
 def test_a_stage_that_dies_ends_the_job_within_15_seconds(megatron_lm, how, command, tmp_path):
     script = tmp_path / "broken.py"
     script.write_text(textwrap.dedent(RAISES).format(how=how, script=str(megatron_lm / "pretrain_gpt.py")))

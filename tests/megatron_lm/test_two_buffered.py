@@ -20,7 +20,6 @@ TWO = ("--evenpipe-schedule", "2bw")
 PP4 = ("--pipeline-model-parallel-size", "4")
 OVERLAPPED = ("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--overlap-grad-reduce", "--bf16")
 CASES = {
-    "GPT PP4 m=8, torch": (GPT, PP4, "torch"),
     "GPT PP4 m=4, torch_dist": (GPT, (*PP4, "--global-batch-size", "4"), "torch_dist"),
     # Not BERT: its head of two classes is padded, and newer releases save padding in torch_dist as it lies in memory.
     "GPT DP2xPP2 bf16 distributed optimizer, torch_dist": (GPT, OVERLAPPED, "torch_dist"),
