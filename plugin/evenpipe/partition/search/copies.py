@@ -141,7 +141,8 @@ def _largest(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     rows = np.unique(rows, axis=0)
     within = np.logical_and.reduce(rows[:, None] <= rows[None], axis=2)
     np.fill_diagonal(within, False)
-    return rows[~within.any(axis=1)]
+    found: NDArray[np.int64] = rows[~within.any(axis=1)]
+    return found
 
 
 def _between(schedule: Schedule, stage: int, chunk: int) -> tuple[tuple[float, float], ...]:

@@ -165,36 +165,45 @@ def _cheapest(host: HostLink, swapped: Numbers, loads: Sequence[Load]) -> Fit | 
     """Swap or recompute, whichever saves most bytes a millisecond, until it fits.
 
     A heap with the MSPS of each candidate as it was when last weighed. What a pick can make cheaper is weighed again at
-    once; what it makes dearer, when its turn comes: so every pick costs its chain and the heap's logarithm.
+    once; what it makes dearer, when its turn comes: so every pick costs its chain and the heap's logarithm. What it all
+    comes to, transients among it, is worked out when so much is saved that it could be enough.
     """
     saved, again = host.saved, Recomputation(host.saved)
-    places = {storage: place for place, storage in enumerate(saved.ids.tolist())}
+    ids = saved.ids.tolist()
     gone = set(saved.ids[swapped].tolist())
-    heap = [entry for one in saved.ids.tolist() if one not in gone and (entry := _entry(host, again, places[one]))]
+    more = list[int]()
+    heap = [entry for place, one in enumerate(ids) if one not in gone and (entry := _entry(host, again, place))]
     heapify(heap)
     found = _weigh(host, swapped, again)
+    kept = found.kept
     while not _fits(found, loads):
-        if not heap:
-            return None
-        entry = heappop(heap)
-        storage = int(saved.ids[entry.place])
-        if storage in gone or storage in again.dropped:
-            continue
-        now = _entry(host, again, entry.place)
-        if now is None or (heap and now > heap[0]):
-            if now is not None:
+        # As much beside as now: then this is what may be kept.
+        enough = min((budget - own * found.transient) / copies for copies, budget, own in loads)
+        while kept > enough or kept == found.kept:
+            if not heap:
+                return None
+            entry = heappop(heap)
+            storage = ids[entry.place]
+            if storage in gone or storage in again.dropped:
+                continue
+            now = _entry(host, again, entry.place)
+            if now is None:
+                continue
+            if heap and now > heap[0]:
                 heappush(heap, now)
-            continue
-        cheaper = set[int]()
-        if now.swap:
-            gone.add(storage)
-            swapped = np.append(swapped, now.place)
-        else:
-            cheaper = again.drop(storage, again.chain(storage))
-        for one in sorted(cheaper - gone):
-            if (again_weighed := _entry(host, again, places[one])) is not None:
-                heappush(heap, again_weighed)
-        found = _weigh(host, swapped, again)
+                continue
+            if now.swap:
+                gone.add(storage)
+                more.append(now.place)
+                kept -= saved.graph.nbytes[storage]
+                continue
+            chain = again.chain(storage)
+            kept -= chain.saves
+            for one in sorted(again.drop(storage, chain) - gone):
+                if (weighed := _entry(host, again, again.places[one])) is not None:
+                    heappush(heap, weighed)
+        found = _weigh(host, np.append(swapped, np.array(more, np.int64)), again)
+        kept = found.kept
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from evenpipe.partition.search.costs import Numbers
@@ -33,15 +32,12 @@ class Recomputation:
 
     def __init__(self, saved: Saved) -> None:
         self._saved, self._graph = saved, saved.graph
-        self._places = {storage: place for place, storage in enumerate(saved.ids.tolist())}
+        #: The place in `saved` of each storage.
+        self.places = {storage: place for place, storage in enumerate(saved.ids.tolist())}
         self.dropped = set[int]()
         self.nodes = set[int]()
         self.received = set[int]()
         self.ms = 0.0
-
-    def candidates(self) -> Iterator[int]:
-        """The storages that are saved and computed here."""
-        return (one for one in self._places if self._graph.producer[one] >= self._saved.start)
 
     @property
     def dropped_bytes(self) -> int:
@@ -62,7 +58,7 @@ class Recomputation:
             nodes.add(node)
             for read in graph.reads[node]:
                 producer = graph.producer[read]
-                if producer < 0 or (read in self._places and read not in self.dropped):
+                if producer < 0 or (read in self.places and read not in self.dropped):
                     continue
                 if producer >= start:
                     open_nodes.append(producer)
@@ -81,7 +77,7 @@ class Recomputation:
         graph = self._graph
         made = [one for node in chain.nodes for one in graph.makes[node]]
         after = [one for each in made for user in graph.users[each] for one in graph.makes[user]]
-        return {one for one in (*made, *after) if one in self._places and one not in self.dropped}
+        return {one for one in (*made, *after) if one in self.places and one not in self.dropped}
 
     def extend(self, until: Numbers) -> None:
         """Tell `until` (by places in `saved`) from which node's backward on what was dropped is there again.
@@ -89,7 +85,7 @@ class Recomputation:
         A node runs again when the first backward needs one of its storages, or a node that reads one runs again; what
         comes back from the host is there by then too.
         """
-        graph, saved, places = self._graph, self._saved, self._places
+        graph, saved, places = self._graph, self._saved, self.places
         needed = dict[int, int]()
         for node in sorted(self.nodes, reverse=True):
             at = saved.start

@@ -1,0 +1,258 @@
+"""A model's best partition for a schedule and a memory limit, as a document: `evenpipe.partition/1`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import ceil, inf
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from evenpipe.partition.profile import Origin, Profile
+from evenpipe.partition.search.bipar import bipar
+from evenpipe.partition.search.copies import Workload, copies_of
+from evenpipe.partition.search.costs import Costs
+from evenpipe.partition.search.coupled import best_partition
+from evenpipe.partition.search.memory import Fit, Optimize
+from evenpipe.partition.search.problem import PartitionError, Problem
+from evenpipe.report import write_atomically
+
+__all__ = ["Plan", "Stage", "find_plan", "fits_into", "fits_of", "least_limit", "plan_of"]
+
+FORMAT: Final = "evenpipe.partition/1"
+GIB: Final = 1 << 30
+#: BiPar is not followed where it can only come out slower than the optimum by more than this.
+_CEILING = 1.05
+#: How close to the least memory limit the one named in an error is.
+_CLOSE = 1.002
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Stage(_Frozen):
+    """The nodes of one part of the model, and what its stage does for each micro-batch of it.
+
+    Stages with several chunks have a part each; both peaks are then of the whole stage. `peak_bytes_before`: without
+    memory optimisation. `recompute`: nodes that run again. `swap`, and `drop`, what is freed and computed again: the
+    producers of storages, of which `swap_storages` and `drop_storages` are the numbers in the profile.
+    """
+
+    stage: int
+    first_node: int
+    last_node: int
+    forward_ms: float
+    backward_ms: float
+    extra_ms: float
+    peak_bytes_before: int
+    peak_bytes: int
+    recompute: tuple[str, ...] = ()
+    swap: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    swap_storages: tuple[int, ...] = ()
+    drop_storages: tuple[int, ...] = ()
+
+
+class Plan(_Frozen):
+    """Where a model is cut, and what it is of: another model, shape or schedule has another plan.
+
+    `cuts`: the last node of each part but the last. `max_stage_ms`: of the longest part, with what memory optimisation
+    adds; no partition is below `optimum_ms`. `binary_ms`: what Algorithm 1 alone finds, if it is within 5 % of that.
+    `nodes_tried`: how many different cuts Algorithm 1 tried (φ).
+    """
+
+    format: Literal["evenpipe.partition/1"] = FORMAT
+    search_ms: float
+    nodes_tried: int
+    max_stage_ms: float
+    optimum_ms: float
+    binary_ms: float | None
+    cuts: tuple[int, ...]
+    stages: tuple[Stage, ...] = Field(min_length=1)
+    origin: Origin
+    schedule: str
+    micro_batches: int
+    chunks: int = 1
+    group_size: int = 1
+    bpipe: bool = False
+    limit_bytes: int
+    optimize: Optimize
+    link_gbps: float
+
+    @property
+    def workload(self) -> Workload:
+        """The schedule that it is for."""
+        return Workload(self.schedule, self.micro_batches, self.chunks, self.group_size, self.bpipe)
+
+    def check(self, profile: Profile) -> None:
+        """Raises PartitionError, one line, if it is of another model or shape."""
+        mine, other = self.origin, profile.origin
+        for name in ("model", "micro_batch_size", "precision", "digest"):
+            if getattr(mine, name) != getattr(other, name):
+                raise PartitionError(
+                    f"the plan is of {name} {getattr(mine, name)}, not {getattr(other, name)}: make one of this model"
+                )
+
+    def write(self, path: Path) -> None:
+        """Put it at `path` as JSON, whole or not at all. Raises OSError."""
+        write_atomically(path, self.model_dump_json(indent=1))
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """Raises PartitionError where there is none, or one of another format."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise PartitionError(f"{path}: {error.strerror}") from error
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise PartitionError(f"{path}: no {FORMAT}: {where}: {first['msg']}") from error
+
+
+def find_plan(
+    profile: Profile,
+    workload: Workload,
+    stages: int,
+    limit_bytes: int,
+    optimize: Optimize = "none",
+    link_gbps: float = 0.0,
+) -> Plan:
+    """The better of the exact search and of BiPar. `link_gbps`: of a stage's link to its host, each way.
+
+    Raises PartitionError, one line, for more stages than there are cuts, and for a limit that nothing fits into, with
+    one that something does; ScheduleError for a schedule that cannot be.
+    """
+    began = time.perf_counter()
+    problem = _problem(profile, workload, stages, limit_bytes, optimize, link_gbps)
+    exact = best_partition(problem)
+    floor_ms = exact.ms if exact is not None else 0.0
+    binary = bipar(problem, floor_ms, floor_ms * _CEILING or inf)
+    part = binary.part if binary.part is not None and _fits(problem, binary.part.cuts) else None
+    found = [(exact.ms, exact.cuts, exact.fits)] if exact is not None else []
+    found += [(part.ms, part.cuts, fits_of(problem, part.cuts))] if part is not None else []
+    if not found:
+        raise PartitionError(_too_little(problem))
+    best_ms, cuts, fits = min(found)
+    plan = plan_of(problem, cuts, fits, workload)
+    optimum_ms = best_ms if exact is None else min(exact.optimum_ms, best_ms)
+    return plan.model_copy(
+        update={
+            "search_ms": (time.perf_counter() - began) * 1e3,
+            "nodes_tried": binary.nodes_tried,
+            "optimum_ms": optimum_ms,
+            "binary_ms": None if part is None else part.ms,
+        }
+    )
+
+
+def fits_into(
+    profile: Profile,
+    workload: Workload,
+    stages: int,
+    limit_bytes: int,
+    optimize: Optimize = "none",
+    link_gbps: float = 0.0,
+) -> bool:
+    """Whether `find_plan` finds a plan by the exact search. Raises what that does but for the limit."""
+    return best_partition(_problem(profile, workload, stages, limit_bytes, optimize, link_gbps)) is not None
+
+
+def _problem(
+    profile: Profile, workload: Workload, stages: int, limit_bytes: int, optimize: Optimize, link_gbps: float
+) -> Problem:
+    return Problem(Costs(profile), copies_of(workload, stages), limit_bytes, optimize, link_gbps)
+
+
+def fits_of(problem: Problem, cuts: Sequence[int]) -> tuple[Fit, ...]:
+    """How each part of a partition fits; one that does not does nothing about it, and its peak will say so."""
+    ranges = pairwise(problem.costs.starts[list(cuts)].tolist())
+    as_it_is = [Fit(0.0, problem.graph.saved(*ends).total, 0) for ends in ranges]
+    cells = [problem.cell(k, *ends) for k, ends in enumerate(pairwise(cuts))]
+    return tuple(whole if cell is None else cell.fit for cell, whole in zip(cells, as_it_is, strict=True))
+
+
+def plan_of(problem: Problem, cuts: Sequence[int], fits: Sequence[Fit], workload: Workload) -> Plan:
+    """What a partition comes to, such as one that others chose: `cuts` are its boundaries, from 0 to the last."""
+    costs, copies = problem.costs, problem.copies
+    nodes, storages = costs.profile.nodes, costs.profile.storages
+    ranges = list(pairwise(costs.starts[list(cuts)].tolist()))
+    as_it_is = [Fit(0.0, problem.graph.saved(*ends).total, 0) for ends in ranges]
+    before, after = problem.peaks_of(cuts, as_it_is), problem.peaks_of(cuts, fits)
+
+    def producers(numbers: Sequence[int]) -> tuple[str, ...]:
+        made_by = (storages[number].producer for number in numbers)
+        return tuple(dict.fromkeys(nodes[node].name if node >= 0 else "input" for node in made_by))
+
+    parts = tuple(
+        Stage(
+            stage=owner,
+            first_node=start,
+            last_node=stop - 1,
+            forward_ms=costs.forward_ms(first, last),
+            backward_ms=costs.backward_ms(first, last),
+            extra_ms=fitted.extra_ms,
+            peak_bytes_before=ceil(before[owner]),
+            peak_bytes=ceil(after[owner]),
+            recompute=tuple(nodes[node].name for node in fitted.recompute),
+            swap=producers(fitted.swap),
+            drop=producers(fitted.drop),
+            swap_storages=fitted.swap,
+            drop_storages=fitted.drop,
+        )
+        for owner, (start, stop), (first, last), fitted in zip(copies.owners, ranges, pairwise(cuts), fits, strict=True)
+    )
+    longest = max(part.forward_ms + part.backward_ms + part.extra_ms for part in parts)
+    return Plan(
+        search_ms=0.0,
+        nodes_tried=0,
+        max_stage_ms=longest,
+        optimum_ms=longest,
+        binary_ms=None,
+        cuts=tuple(stop - 1 for _, stop in ranges[:-1]),
+        stages=parts,
+        origin=costs.profile.origin,
+        schedule=workload.schedule,
+        micro_batches=workload.micro_batches,
+        chunks=workload.chunks,
+        group_size=workload.group_size,
+        bpipe=workload.bpipe,
+        limit_bytes=problem.limit_bytes,
+        optimize=problem.optimize,
+        link_gbps=problem.link_gbps,
+    )
+
+
+def _fits(problem: Problem, cuts: Sequence[int]) -> bool:
+    peaks = problem.peaks(cuts)
+    return peaks is not None and max(peaks) <= problem.limit_bytes
+
+
+def _too_little(problem: Problem) -> str:
+    least, limit = least_limit(problem), problem.limit_bytes / GIB
+    remedy = "" if problem.optimize != "none" else ", or optimize by recompute or swap+recompute"
+    return f"memory_gib={limit:g}: no partition fits: give at least {ceil(least / GIB * 1000) / 1000:.3f}{remedy}"
+
+
+def least_limit(problem: Problem) -> int:
+    """Bytes a stage into which a partition is known to fit: at most 0.2 % above the least limit of all."""
+
+    def fits(limit: int) -> bool:
+        return best_partition(problem.within(limit)) is not None
+
+    high = max(1, problem.limit_bytes)
+    while not fits(high):
+        high *= 2
+    return _bisect(fits, high // 2, high)
+
+
+def _bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The least number for which it holds, a little above; it holds for `high`."""
+    while high > max(low + 1, low * _CLOSE):
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
