@@ -33,7 +33,7 @@ from evenpipe.train.data import Corpus
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.recorder import FailureContext
 
-__all__ = ["profile", "without_memory"]
+__all__ = ["fake_groups", "profile", "without_memory"]
 
 _META: Final = torch.device("meta")
 
@@ -44,7 +44,7 @@ def without_memory(device: str) -> None:
         torch.empty(0)  # torch lists what makes tensors at its first use, and would miss what has been patched before
     cpu_mode("meta").apply()
     # Megatron wants gloo's groups too, which would wait for the other processes.
-    dist.new_group = _fake_groups(dist.new_group)
+    dist.new_group = fake_groups(dist.new_group)
     if device == "cuda":
         torch.nn.functional.dropout = _dropout_on_cuda
 
@@ -130,7 +130,8 @@ def _forward(learner: Learner, stage: int, store: ActivationStore, unit: Unit, s
     return carried_out
 
 
-def _fake_groups(new_group: Callable[..., Any]) -> Callable[..., Any]:
+def fake_groups(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """`dist.new_group` for a world of which there is this process only."""
     return lambda *args, **settings: new_group(*args, **{**settings, "backend": "fake"})
 
 

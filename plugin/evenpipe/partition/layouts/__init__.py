@@ -1,7 +1,7 @@
 """Which layers of a Megatron GPT each (virtual) stage gets: the layout whose slowest stage is fastest."""
 
 from evenpipe.partition.layouts.layers import Layer, Roofline, Time, layers_of, roofline
-from evenpipe.partition.layouts.plan import LayoutPlan, Split, StagePlan, plan_layout
+from evenpipe.partition.layouts.plan import LayoutPlan, Split, StagePlan, even_layout, plan_layout
 from evenpipe.partition.layouts.shape import LayoutError, Pipeline, Shape
 from evenpipe.partition.layouts.work import Work, kinds, work_of
 
@@ -16,6 +16,7 @@ __all__ = [
     "StagePlan",
     "Time",
     "Work",
+    "even_layout",
     "kinds",
     "layers_of",
     "plan_layout",

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from evenpipe.partition.layouts.shape import Shape
+from evenpipe.partition.layouts.shape import LayoutError, Shape
 from evenpipe.partition.layouts.work import Work, kind_of_layer, work_of
 
-__all__ = ["Layer", "Roofline", "Time", "layers_of", "layout_text", "parts_of", "roofline"]
-
-_MILLISECONDS: Final = 1e3
+__all__ = ["Layer", "Roofline", "Time", "layers_of", "layout_text", "parts_of", "recomputed", "roofline"]
 
 
 class Time(NamedTuple):
@@ -45,28 +43,40 @@ class Layer:
 
 
 class Roofline(Protocol):
-    """A device's peaks, as far as a time follows from work."""
+    """A device's peaks: 10^12 operations/s by precision, 10^9 bytes/s to its memory."""
 
     @property
-    def flops_per_s(self) -> float: ...
+    def tflops(self) -> Mapping[str, float]: ...
 
     @property
-    def bytes_per_s(self) -> float: ...
+    def memory_gbps(self) -> float: ...
 
 
 def roofline(shape: Shape, kind: str, device: Roofline) -> Time:
-    """The time of a layer, node by node the longer of computing and moving."""
+    """The time of a layer, node by node the longer of computing and moving. Raises LayoutError."""
+    if shape.precision not in device.tflops:
+        raise LayoutError(f"{shape.precision}: this device has no peak for it: name another device or precision")
     nodes = work_of(shape, kind)
-    forward = [_MILLISECONDS * max(n.flops / device.flops_per_s, n.moved_bytes / device.bytes_per_s) for n in nodes]
+    flops_per_ms, bytes_per_ms = device.tflops[shape.precision] * 1e9, device.memory_gbps * 1e6
+    forward = [max(node.flops / flops_per_ms, node.moved_bytes / bytes_per_ms) for node in nodes]
     backward = sum(node.backward * ms for node, ms in zip(nodes, forward, strict=True))
-    saved = sum(node.saved_bytes for node in nodes)
-    if shape.recompute == "full" and kind in ("dense", "experts"):
-        return Time(sum(forward), backward + sum(forward), _input_bytes(shape))
-    return Time(sum(forward), backward, int(saved))
+    return Time(sum(forward), backward, int(sum(node.saved_bytes for node in nodes)))
+
+
+def recomputed(shape: Shape, kind: str, time: Time) -> Time:
+    """Under full recomputation, a layer keeps its input only, and its backward begins with another forward."""
+    if shape.recompute != "full" or kind not in ("dense", "experts"):
+        return time
+    split = shape.tensor_parallel if shape.sequence_parallel else 1
+    kept = shape.tokens * shape.hidden * shape.element_bytes // split
+    return Time(time.forward_ms, time.backward_ms + time.forward_ms, kept)
 
 
 def layers_of(shape: Shape, times: Mapping[str, Time]) -> tuple[Layer, ...]:
-    """The model in order, with `times` by kind: embedding, transformer layers, MTP layers as one, output and loss."""
+    """The model in order, with `times` by kind: embedding, transformer layers, MTP layers as one, output and loss.
+
+    `times` are without full recomputation.
+    """
     row = [("E", "embedding"), *(("t", kind_of_layer(experts)) for experts in shape.experts)]
     row += [("m" * shape.mtp, "mtp")] if shape.mtp else []
     return tuple(_layer(shape, symbols, kind, times[kind]) for symbols, kind in [*row, ("L", "loss")])
@@ -76,16 +86,11 @@ def _layer(shape: Shape, symbols: str, kind: str, time: Time) -> Layer:
     nodes = work_of(shape, kind)
     static = sum(_static(shape, node) for node in nodes)
     words = max(node.words for node in nodes)
-    return Layer(symbols, kind, *time, int(static), int(words * shape.parameter_bytes))
+    return Layer(symbols, kind, *recomputed(shape, kind, time), int(static), int(words * shape.parameter_bytes))
 
 
 def _static(shape: Shape, node: Work) -> float:
     return node.parameters * shape.parameter_bytes + node.expert_parameters * shape.expert_parameter_bytes
-
-
-def _input_bytes(shape: Shape) -> int:
-    split = shape.tensor_parallel if shape.sequence_parallel else 1
-    return shape.tokens * shape.hidden * shape.element_bytes // split
 
 
 def parts_of(layers: Sequence[Layer], cuts: Sequence[int]) -> tuple[tuple[Layer, ...], ...]:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from evenpipe.partition.layouts.layers import Layer, layout_text, parts_of
+from evenpipe.partition.layouts.layers import Layer, Time, layers_of, layout_text, parts_of
 from evenpipe.partition.layouts.live import live_of
 from evenpipe.partition.layouts.search import best_split
-from evenpipe.partition.layouts.shape import Pipeline
+from evenpipe.partition.layouts.shape import Pipeline, Shape
 from evenpipe.partition.layouts.split import Cuts, Problem
+from evenpipe.partition.layouts.work import kinds
 
-__all__ = ["LayoutPlan", "Split", "StagePlan", "plan_layout"]
+__all__ = ["LayoutPlan", "Split", "StagePlan", "even_layout", "plan_layout"]
 
 _FORMAT: Final = "evenpipe.layout/1"
 
@@ -104,6 +105,13 @@ def plan_layout(
         source=source,
         search_ms=1e3 * (time.perf_counter() - start),
     )
+
+
+def even_layout(shape: Shape, pipeline: Pipeline) -> str:
+    """The even split, as a layout that Megatron takes whatever the number of layers. Raises LayoutError."""
+    layers = layers_of(shape, dict.fromkeys(kinds(shape), Time(0.0, 0.0, 0)))
+    problem = Problem(layers, pipeline, live_of(pipeline), mtp_apart=False)
+    return layout_text(parts_of(layers, problem.even))
 
 
 def _split(problem: Problem, cuts: Cuts) -> Split:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any, Final
@@ -49,8 +50,8 @@ class Pipeline:
 class Shape:
     """Sizes of a GPT. `experts` has one entry a transformer layer: whether it is one of experts; `mtp` counts layers.
 
-    `vocabulary` is padded. `element_bytes`: of weights and activations. `kept_bytes`, `optimizer_bytes`: of one
-    parameter (weight and gradient; optimizer), the optimizer's shared by `data_parallel` replicas if it is distributed.
+    `bias`, `norm_bias`: products and norms have one. `vocabulary` is padded; `positions` counts learned ones.
+    `precision`: "fp32", "bf16" or "fp16".
     """
 
     hidden: int
@@ -59,6 +60,8 @@ class Shape:
     head_size: int
     ffn: int
     gated: bool
+    bias: bool
+    norm_bias: bool
     sequence: int
     micro_batch: int
     vocabulary: int
@@ -70,7 +73,7 @@ class Shape:
     expert_ffn: int
     shared_ffn: int
     mtp: int
-    element_bytes: int
+    precision: str
     recompute: str | None
     tensor_parallel: int
     context_parallel: int
@@ -79,6 +82,11 @@ class Shape:
     sequence_parallel: bool
     data_parallel: int
     distributed_optimizer: bool
+
+    @property
+    def element_bytes(self) -> int:
+        """Of weights and activations."""
+        return 4 if self.precision == "fp32" else 2
 
     @property
     def tokens(self) -> int:
@@ -93,8 +101,12 @@ class Shape:
     @property
     def expert_parameter_bytes(self) -> float:
         """Experts are replicated less often: by what expert and expert-tensor parallelism leave."""
-        ranks = self.data_parallel * self.context_parallel * self.tensor_parallel
-        return self._with_optimizer(max(1, ranks // (self.expert_parallel * self.expert_tensor_parallel)))
+        return self._with_optimizer(max(1, self.stage_ranks // (self.expert_parallel * self.expert_tensor_parallel)))
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one stage."""
+        return self.data_parallel * self.tensor_parallel * self.context_parallel
 
     def _with_optimizer(self, replicas: int) -> float:
         kept, total = (_HALF_KEPT, _HALF_BYTES) if self.element_bytes == 2 else (_SINGLE_KEPT, _SINGLE_BYTES)
@@ -102,7 +114,7 @@ class Shape:
 
     @classmethod
     def of(cls, args: Namespace, world_size: int | None = None) -> Shape:
-        """From Megatron's arguments, parsed, validated or not. `world_size` None: one data-parallel replica."""
+        """From Megatron's arguments, parsed, validated or not. `world_size` None: as few GPUs as can be."""
         _refuse(args)
         value = _Values(args)
         hidden, heads = value.needed("hidden_size"), value.needed("num_attention_heads")
@@ -111,13 +123,16 @@ class Shape:
         ffn = value("ffn_hidden_size", 0) or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
         count = value("num_experts", 0)
         tensor = value("tensor_model_parallel_size", 1)
-        replica = tensor * value("pipeline_model_parallel_size", 1) * value("context_parallel_size", 1)
-        if (world_size or replica) % replica:
+        context, stages = value("context_parallel_size", 1), value("pipeline_model_parallel_size", 1)
+        expert, expert_tensor = value("expert_model_parallel_size", 1), value("expert_tensor_parallel_size", tensor)
+        least = stages * math.lcm(tensor * context, expert * expert_tensor)
+        world_size = world_size or least
+        if world_size % least:
             raise LayoutError(
-                f"world size {world_size}: no multiple of the {replica} ranks of one replica "
-                "(tensor × pipeline × context parallel): name the number of GPUs of the whole run"
+                f"world size {world_size}: no multiple of {least}, the fewest GPUs that these tensor, pipeline, "
+                "context and expert parallel sizes need: name the number of GPUs of the whole run"
             )
-        half = bool(value("bf16", False) or value("fp16", False))
+        precision = "bf16" if value("bf16", False) else "fp16" if value("fp16", False) else "fp32"
         learned = value("position_embedding_type", "learned_absolute") == "learned_absolute"
         return cls(
             hidden=hidden,
@@ -126,6 +141,8 @@ class Shape:
             head_size=value("kv_channels", hidden // heads),
             ffn=ffn,
             gated=gated,
+            bias=value("add_bias_linear", True),
+            norm_bias=value("normalization", "LayerNorm") == "LayerNorm",
             sequence=value.needed("seq_length"),
             micro_batch=value("micro_batch_size", 1),
             vocabulary=_vocabulary(value, tensor),
@@ -137,14 +154,14 @@ class Shape:
             expert_ffn=value("moe_ffn_hidden_size", ffn),
             shared_ffn=value("moe_shared_expert_intermediate_size", 0),
             mtp=value("mtp_num_layers", 0),
-            element_bytes=2 if half else 4,
+            precision=precision,
             recompute=value("recompute_granularity", "selective" if value("recompute_activations", False) else None),
             tensor_parallel=tensor,
-            context_parallel=value("context_parallel_size", 1),
-            expert_parallel=value("expert_model_parallel_size", 1),
-            expert_tensor_parallel=value("expert_tensor_parallel_size", tensor),
+            context_parallel=context,
+            expert_parallel=expert,
+            expert_tensor_parallel=expert_tensor,
             sequence_parallel=value("sequence_parallel", False),
-            data_parallel=(world_size or replica) // replica,
+            data_parallel=world_size // (stages * tensor * context),
             distributed_optimizer=value("use_distributed_optimizer", False),
         )
 

@@ -104,13 +104,14 @@ def _experts(shape: Shape) -> Work:
     width = shape.expert_ffn / shape.tensor_parallel
     rows = shape.tokens * shape.top_k
     up = 2 if shape.gated else 1
+    biases = shape.bias * shape.hidden * shape.expert_count / shape.expert_parallel
     here = shape.expert_count / shape.expert_parallel * shape.expert_ffn / shape.expert_tensor_parallel
     return Work(
         "experts",
         flops=2 * rows * shape.hidden * width * (up + 1),
         moved_bytes=shape.element_bytes * (rows * (2 * shape.hidden + 2 * up * width) + here * shape.hidden * (up + 1)),
         saved_bytes=shape.element_bytes * rows * (2 * shape.hidden + (up + 1) * width),
-        expert_parameters=here * shape.hidden * (up + 1),
+        expert_parameters=here * (shape.hidden * (up + 1) + shape.bias * up) + biases,
     )
 
 
@@ -128,15 +129,20 @@ def _mtp(shape: Shape) -> tuple[Work, ...]:
     """Embedding and hidden state, each with its norm, side by side through a product of 2h × h; a layer; a norm."""
     last = shape.experts[-1]
     words = shape.vocabulary * shape.hidden / shape.tensor_parallel
-    double = 2 * shape.hidden
     return (
         _norm(shape, "embedding_norm")._replace(words=words),
         _norm(shape, "hidden_norm"),
-        _product(shape, "joining", double, shape.hidden / shape.tensor_parallel, 2 * _kept_input(shape)),
+        _joining(shape),
         *_attention(shape),
         *_second_half(shape, last),
         _norm(shape, "final_norm"),
     )
+
+
+def _joining(shape: Shape) -> Work:
+    columns = shape.hidden / shape.tensor_parallel
+    product = _product(shape, "joining", 2 * shape.hidden, columns, 2 * _kept_input(shape))
+    return product._replace(parameters=2 * shape.hidden * columns)
 
 
 def _loss(shape: Shape) -> tuple[Work, ...]:
@@ -157,13 +163,13 @@ def _loss(shape: Shape) -> tuple[Work, ...]:
 
 
 def _norm(shape: Shape, name: str) -> Work:
-    return Work(name, 0.0, 2 * _stream(shape), _stream(shape), parameters=2 * shape.hidden)
+    return Work(name, 0.0, 2 * _stream(shape), _stream(shape), parameters=(1 + shape.norm_bias) * shape.hidden)
 
 
 def _product(shape: Shape, name: str, rows: float, columns: float, saved: float) -> Work:
-    """A product with weights of `rows` × `columns`."""
+    """A product with weights of `rows` × `columns`, and a bias if products have one."""
     moved = shape.element_bytes * (shape.tokens * (rows + columns) + rows * columns)
-    return Work(name, 2 * shape.tokens * rows * columns, moved, saved, parameters=rows * columns)
+    return Work(name, 2 * shape.tokens * rows * columns, moved, saved, parameters=(rows + shape.bias) * columns)
 
 
 def _stream(shape: Shape) -> float:

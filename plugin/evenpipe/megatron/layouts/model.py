@@ -1,0 +1,166 @@
+"""Reads the flags of a script of Megatron's and times a small model that has each kind of layer once.
+
+As a script: what is asked for on standard input; what was found, as JSON, on the last line of standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import importlib.util
+import json
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from evenpipe.megatron.cpu_mode import install_cpu_mode
+from evenpipe.megatron.script.flags import add_flags
+from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
+from evenpipe.partition.layouts import LayoutError, Pipeline, Shape, Time, even_layout, kinds, work_of
+from evenpipe.partition.layouts.flags import parse_flags
+from evenpipe.partition.layouts.segments import timed
+
+__all__ = ["measure", "read"]
+
+_REPEATS: Final = 7
+_MOST_FLOPS: Final = 5e11  # of a forward: with its backward, nine times, a few minutes on a slow machine
+_MTP_WITH_LOSS: Final = ("0.14", "0.15")
+_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NEED_A_GPU: Final = (
+    *("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm"),
+    *("gradient_accumulation_fusion", "apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion"),
+    *("moe_router_fusion", "cross_entropy_loss_fusion", "tp_comm_overlap", "moe_shared_expert_overlap"),
+    *("overlap_p2p_comm", "delay_wgrad_compute", "overlap_moe_expert_parallel_comm", "enable_cuda_graph"),
+)
+
+
+def read(flags: Sequence[str], world_size: int | None) -> tuple[Namespace, Shape, Pipeline]:
+    """Parsed by megatron.training, where there is one, which also validates them with the even layout in them."""
+    if flags and not flags[0].startswith("-"):
+        if not Path(flags[0]).is_file():
+            raise LayoutError(f"{flags[0]}: no such script: name pretrain_gpt.py of your checkout, then its flags")
+        sys.path.insert(0, str(Path(flags[0]).resolve().parent))
+        flags = flags[1:]
+    if importlib.util.find_spec("megatron.training") is None:
+        args = parse_flags(flags)
+        shape = Shape.of(args, world_size)
+        return args, shape, shape.pipeline(args)
+    from megatron.training import arguments
+
+    sys.argv = ["pretrain_gpt.py", *flags]
+    args = arguments.parse_args(extra_args_provider=add_flags)
+    shape = Shape.of(args, world_size)
+    pipeline = shape.pipeline(args)
+    checked = copy.deepcopy(args)
+    checked.pipeline_model_parallel_layout = even_layout(shape, pipeline)
+    checked.num_virtual_stages_per_pipeline_rank = checked.num_layers_per_virtual_pipeline_stage = None
+    checked.world_size = shape.stage_ranks * pipeline.stages
+    arguments.validate_args(checked)
+    arguments.core_transformer_config_from_args(checked)
+    return checked, shape, pipeline
+
+
+def measure(args: Namespace, shape: Shape) -> dict[str, Time]:
+    """Milliseconds and saved bytes of one layer of each kind, as one tensor-parallel rank of others that only wait."""
+    flops = sum(node.flops for kind in kinds(shape) for node in work_of(shape, kind))
+    if flops > _MOST_FLOPS or shape.context_parallel > 1:
+        raise LayoutError(
+            "these layers cannot be timed on this CPU (context parallelism, or "
+            f"{flops / 1e12:.1f} of at most {_MOST_FLOPS / 1e12} × 10^12 operations): name a device whose peaks to take"
+        )
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from evenpipe.megatron.profile.stages import fake_groups
+
+    dist.new_group = fake_groups(dist.new_group)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shape.tensor_parallel)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=shape.tensor_parallel)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    layer_kinds = [kind for kind in kinds(shape) if kind in ("dense", "experts")]
+    if (layer_kinds[-1] == "experts") != shape.experts[-1]:
+        layer_kinds.reverse()  # MTP layers are like the last one
+    config = _config(args, shape, [int(kind == "experts") for kind in layer_kinds])
+    norm = {"normalization": config.normalization}
+    block = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, **norm)
+    mtp = specs.get_gpt_mtp_block_spec(config, block, use_transformer_engine=False) if shape.mtp else None
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=block,
+        vocab_size=shape.vocabulary,
+        max_sequence_length=max(shape.positions, shape.sequence),
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="learned_absolute" if shape.positions else "rope",
+        mtp_block_spec=mtp,
+    ).to(_DTYPES[shape.precision])
+    tokens = torch.randint(shape.vocabulary, (shape.micro_batch, shape.sequence))
+    places = torch.arange(shape.sequence).expand_as(tokens)
+    parts = {"embedding": model.embedding, **dict(zip(layer_kinds, model.decoder.layers, strict=True))}
+    if shape.mtp:
+        parts["mtp"] = model.mtp
+    mask = torch.ones(1, 1, shape.sequence, shape.sequence).tril() < 0.5
+    return timed(
+        model, lambda: model(tokens, places, mask, labels=tokens).float().mean(), parts, last="loss", repeats=_REPEATS
+    )
+
+
+def _config(args: Namespace, shape: Shape, layers: list[int]) -> Any:
+    """Megatron's, of what the flags say about a layer, for as many layers as there are kinds, and without a GPU."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    silent = {name: value for name, value in vars(args).items() if name in known and value is not None}
+    experts = shape.expert_count // shape.expert_parallel
+    decided: dict[str, Any] = {
+        **dict.fromkeys(_NEED_A_GPU, False),
+        "num_layers": len(layers),
+        "moe_layer_freq": layers,
+        "num_moe_experts": experts or None,
+        "moe_router_topk": min(shape.top_k, experts) if experts else 2,
+        "num_query_groups": shape.groups,
+        "gated_linear_unit": shape.gated,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "tensor_model_parallel_size": shape.tensor_parallel,
+        "params_dtype": _DTYPES[shape.precision],
+        "transformer_impl": "local",
+        "use_cpu_initialization": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "attention_softmax_in_fp32": True,
+        "deallocate_pipeline_outputs": False,
+    }
+    if shape.gated:
+        decided["activation_func"] = torch.nn.functional.silu
+    if shape.recompute == "full":
+        decided |= {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+    left_out = ("pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size", "fp8", "fp4")
+    given = {name: value for name, value in {**silent, **decided}.items() if name in known and name not in left_out}
+    return TransformerConfig(**given)
+
+
+def _main() -> None:
+    asked = json.load(sys.stdin)
+    install_cpu_mode()
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            args, shape, pipeline = read(asked["flags"], asked["world_size"])
+            series = MEGATRON_CORE.series(RELEASES)
+            times = measure(args, shape) if asked["measure"] else {}
+    except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise SystemExit(" ".join(str(error).split()) or f"Megatron refuses these flags: {where.line}") from None
+    found = {"shape": dataclasses.asdict(shape), "pipeline": dataclasses.astuple(pipeline), "times": times}
+    print(json.dumps({**found, "mtp_apart": series not in _MTP_WITH_LOSS}))
+
+
+if __name__ == "__main__":
+    _main()

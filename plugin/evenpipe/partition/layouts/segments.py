@@ -1,0 +1,128 @@
+"""Times and counts a module in the segments that its parts make: the first of each kind, on whatever device it is."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from itertools import pairwise
+from statistics import median
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module
+
+from evenpipe.partition.layouts.layers import Time
+
+__all__ = ["timed"]
+
+_WARM_UP: Final = 2
+_MILLISECONDS: Final = 1e3
+_Key: TypeAlias = tuple[int, int]
+
+
+def timed(
+    model: Module, forward: Callable[[], Tensor], parts: Mapping[str, Module], last: str, repeats: int
+) -> dict[str, Time]:
+    """Medians over `repeats` forwards and backwards on one core of a CPU, those that warm up left out.
+
+    Milliseconds are this thread's, which backwards on a CPU run in too, so that other processes do not count.
+    `parts` are called in their order, each with the result of the one before; what comes before a part counts as its
+    own, and what comes after all of them as `last`. `forward` gives a scalar. A storage counts for the part that saves
+    it first; those that every forward saves again (masks) and parameters do not count.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        runs = [_run(model, forward, parts, last) for _ in range(_WARM_UP + repeats)][_WARM_UP:]
+        saved = _saved(model, forward, parts, last)
+    finally:
+        torch.set_num_threads(threads)
+    names = [*parts, last]
+    return {
+        name: Time(median(run[0][name] for run in runs), median(run[1][name] for run in runs), saved[name])
+        for name in names
+    }
+
+
+class _Boundaries:
+    """Where in a forward it is: calls `enter` with a part's name when the part before has ended."""
+
+    def __init__(self, parts: Mapping[str, Module], last: str, leave: Callable[[str, Tensor], None]) -> None:
+        self.current = next(iter(parts))
+        self._following = dict(zip(parts, [*list(parts)[1:], last], strict=True))
+        self._parts, self._leave = parts, leave
+
+    def __enter__(self) -> _Boundaries:
+        self._stack = ExitStack()
+        for name, module in self._parts.items():
+            self._stack.callback(module.register_forward_hook(self._hook(name)).remove)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _hook(self, name: str) -> Callable[[Module, Any, Any], None]:
+        def ended(module: Module, inputs: Any, output: Any) -> None:
+            if self.current == name:  # not when a later part calls this one once more
+                self.current = self._following[name]
+                self._leave(name, output[0] if isinstance(output, tuple) else output)
+
+        return ended
+
+
+def _run(
+    model: Module, forward: Callable[[], Tensor], parts: Mapping[str, Module], last: str
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds of each part's forward and backward, once."""
+    ended: dict[str, float] = {}
+    reached: dict[str, float] = {}
+
+    def leave(name: str, output: Tensor) -> None:
+        def arrived(gradient: Tensor) -> None:
+            reached[name] = time.thread_time()
+
+        output.register_hook(arrived)  # type: ignore[no-untyped-call]
+        ended[name] = time.thread_time()
+
+    model.zero_grad(set_to_none=True)
+    begin = time.thread_time()
+    with _Boundaries(parts, last, leave):
+        loss = forward()
+    ended[last] = middle = time.thread_time()
+    loss.backward()  # type: ignore[no-untyped-call]
+    finish = time.thread_time()
+    names = [*parts, last]
+    forwards = dict(zip(names, _differences([begin, *(ended[name] for name in names)]), strict=True))
+    moments = [middle, *(reached[name] for name in reversed(names[:-1])), finish]
+    return forwards, dict(zip(reversed(names), _differences(moments), strict=True))
+
+
+def _differences(moments: list[float]) -> list[float]:
+    return [_MILLISECONDS * (after - before) for before, after in pairwise(moments)]
+
+
+def _saved(model: Module, forward: Callable[[], Tensor], parts: Mapping[str, Module], last: str) -> dict[str, int]:
+    """Bytes that each part saves for one forward, seen in two that are alive at once."""
+    known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    alive, seen = [], []
+    for _ in range(2):
+        saved: dict[int, tuple[str, int]] = {}
+        with _Boundaries(parts, last, lambda name, output: None) as at:
+
+            def pack(tensor: Tensor, saved: dict[int, tuple[str, int]] = saved, at: _Boundaries = at) -> Tensor:
+                storage = tensor.untyped_storage()
+                saved.setdefault(storage.data_ptr(), (at.current, storage.nbytes()))
+                return tensor
+
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                alive.append(forward())
+        seen.append(saved)
+    found: dict[str, int] = defaultdict(int)
+    for storage, (name, nbytes) in seen[1].items():
+        if storage not in known and storage not in seen[0]:
+            found[name] += nbytes
+    return found
