@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from evenpipe.partition.layouts.bound import lower_bound_ms
 from evenpipe.partition.layouts.layers import Layer
-from evenpipe.partition.layouts.live import live_of
 from evenpipe.partition.layouts.search import best_split, moves
 from evenpipe.partition.layouts.shape import LayoutError, Pipeline
 from evenpipe.partition.layouts.split import Problem
@@ -32,7 +31,7 @@ def problems(draw):
     first = Layer("E", "embedding", draw(milliseconds), 0.0, 1, 1, words)
     last = Layer("L", "loss", draw(milliseconds), draw(milliseconds), 5, 2, words)
     pipeline = Pipeline(stages, chunks, 4)
-    return Problem((first, *middle, *mtp, last), pipeline, live_of(pipeline), draw(st.booleans()))
+    return Problem((first, *middle, *mtp, last), pipeline, draw(st.booleans()))
 
 
 def every_split(problem):
@@ -82,7 +81,7 @@ def test_large_models_are_no_worse_than_the_even_split_and_than_any_move(stages,
     row = [("E", 1, 0), *[("t", 10, 20)] * 3, *[("t", 13, 25)] * 29, ("m", 20, 33), ("L", 21, 40)]
     layers = tuple(Layer(symbol, f"{symbol}{forward}", float(forward), float(back)) for symbol, forward, back in row)
     pipeline = Pipeline(stages, chunks, 16)
-    problem = Problem(layers, pipeline, live_of(pipeline), True)
+    problem = Problem(layers, pipeline, True)
     found = best_split(problem).cuts
     away = [tuple(cuts) for cuts in moves(problem, found).tolist()]
     assert slowest(problem, found) < slowest(problem, problem.even)
@@ -94,5 +93,5 @@ def test_equal_stages_make_equal_parts():
     """An interleaved schedule waits for its slowest part, whatever its stage does else."""
     layers = (Layer("E", "embedding", 0, 0), *[Layer("t", "dense", 1, 2)] * 16, Layer("L", "loss", 0, 0))
     pipeline = Pipeline(2, 4, 8)
-    problem = Problem(layers, pipeline, live_of(pipeline), True)
+    problem = Problem(layers, pipeline, True)
     assert best_split(problem).cuts == problem.even == (3, 5, 7, 9, 11, 13, 15)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from evenpipe.partition.layouts.layers import Layer, layout_text, parts_of
-from evenpipe.partition.layouts.live import live_of
 from evenpipe.partition.layouts.shape import LayoutError, Pipeline
 from evenpipe.partition.layouts.split import Problem
 
@@ -16,7 +15,7 @@ LOSS = Layer("L", "loss", 5, 6, saved_bytes=50, static_bytes=7, words_bytes=1000
 
 def problem(layers, stages, chunks=1, micro_batches=8, mtp_apart=True):
     pipeline = Pipeline(stages, chunks, micro_batches)
-    return Problem(tuple(layers), pipeline, live_of(pipeline), mtp_apart)
+    return Problem(tuple(layers), pipeline, mtp_apart)
 
 
 def test_a_stage_holds_its_weights_and_as_many_activations_as_it_is_ahead():

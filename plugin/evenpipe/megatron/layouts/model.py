@@ -27,7 +27,7 @@ from evenpipe.partition.layouts import LayoutError, Pipeline, Shape, Time, even_
 from evenpipe.partition.layouts.flags import parse_flags
 from evenpipe.partition.layouts.segments import timed
 
-__all__ = ["measure", "read"]
+__all__ = ["build", "measure", "read"]
 
 _REPEATS: Final = 7
 _MOST_FLOPS: Final = 5e11  # of a forward: with its backward, nine times, a few minutes on a slow machine
@@ -75,6 +75,17 @@ def measure(args: Namespace, shape: Shape) -> dict[str, Time]:
             "these layers cannot be timed on this CPU (context parallelism, or "
             f"{flops / 1e12:.1f} of at most {_MOST_FLOPS / 1e12} × 10^12 operations): name a device whose peaks to take"
         )
+    model, parts = build(args, shape)
+    tokens = torch.randint(shape.vocabulary, (shape.micro_batch, shape.sequence))
+    places = torch.arange(shape.sequence).expand_as(tokens)
+    mask = torch.ones(1, 1, shape.sequence, shape.sequence).tril() < 0.5
+    return timed(
+        model, lambda: model(tokens, places, mask, labels=tokens).float().mean(), parts, last="loss", repeats=_REPEATS
+    )
+
+
+def build(args: Namespace, shape: Shape) -> tuple[torch.nn.Module, dict[str, torch.nn.Module]]:
+    """A model with one layer of each kind, and its parts by kind, in order; what follows them is "loss"."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -86,31 +97,22 @@ def measure(args: Namespace, shape: Shape) -> dict[str, Time]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shape.tensor_parallel)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=shape.tensor_parallel)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    layer_kinds = [kind for kind in kinds(shape) if kind in ("dense", "experts")]
-    if (layer_kinds[-1] == "experts") != shape.experts[-1]:
-        layer_kinds.reverse()  # MTP layers are like the last one
-    config = _config(args, shape, [int(kind == "experts") for kind in layer_kinds])
-    norm = {"normalization": config.normalization}
-    block = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, **norm)
-    mtp = specs.get_gpt_mtp_block_spec(config, block, use_transformer_engine=False) if shape.mtp else None
+    layers = [kind for kind in kinds(shape) if kind in ("dense", "experts")]
+    if (layers[-1] == "experts") != shape.experts[-1]:
+        layers.reverse()  # MTP layers are like the last one
+    config = _config(args, shape, [int(kind == "experts") for kind in layers])
+    spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block,
+        transformer_layer_spec=spec,
         vocab_size=shape.vocabulary,
-        max_sequence_length=max(shape.positions, shape.sequence),
+        max_sequence_length=shape.positions or shape.sequence,
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="learned_absolute" if shape.positions else "rope",
-        mtp_block_spec=mtp,
+        mtp_block_spec=specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if shape.mtp else None,
     ).to(_DTYPES[shape.precision])
-    tokens = torch.randint(shape.vocabulary, (shape.micro_batch, shape.sequence))
-    places = torch.arange(shape.sequence).expand_as(tokens)
-    parts = {"embedding": model.embedding, **dict(zip(layer_kinds, model.decoder.layers, strict=True))}
-    if shape.mtp:
-        parts["mtp"] = model.mtp
-    mask = torch.ones(1, 1, shape.sequence, shape.sequence).tril() < 0.5
-    return timed(
-        model, lambda: model(tokens, places, mask, labels=tokens).float().mean(), parts, last="loss", repeats=_REPEATS
-    )
+    parts = {"embedding": model.embedding, **dict(zip(layers, model.decoder.layers, strict=True))}
+    return model, parts | ({"mtp": model.mtp} if shape.mtp else {})
 
 
 def _config(args: Namespace, shape: Shape, layers: list[int]) -> Any:

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from evenpipe.partition.layouts.layers import Layer, Time, layers_of, layout_text, parts_of
-from evenpipe.partition.layouts.live import live_of
 from evenpipe.partition.layouts.search import best_split
 from evenpipe.partition.layouts.shape import Pipeline, Shape
 from evenpipe.partition.layouts.split import Cuts, Problem
@@ -94,7 +93,7 @@ def plan_layout(
     `mtp_apart`: Megatron takes MTP layers on another stage than the loss (since 0.16). Raises LayoutError.
     """
     start = time.perf_counter()
-    problem = Problem(tuple(layers), pipeline, live_of(pipeline), mtp_apart)
+    problem = Problem(tuple(layers), pipeline, mtp_apart)
     found = best_split(problem, limit_bytes)
     return LayoutPlan(
         best=_split(problem, found.cuts),
@@ -110,7 +109,7 @@ def plan_layout(
 def even_layout(shape: Shape, pipeline: Pipeline) -> str:
     """The even split, as a layout that Megatron takes whatever the number of layers. Raises LayoutError."""
     layers = layers_of(shape, dict.fromkeys(kinds(shape), Time(0.0, 0.0, 0)))
-    problem = Problem(layers, pipeline, live_of(pipeline), mtp_apart=False)
+    problem = Problem(layers, pipeline, mtp_apart=False)
     return layout_text(parts_of(layers, problem.even))
 
 

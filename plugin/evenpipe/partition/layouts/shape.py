@@ -146,7 +146,7 @@ class Shape:
             sequence=value.needed("seq_length"),
             micro_batch=value("micro_batch_size", 1),
             vocabulary=_vocabulary(value, tensor),
-            positions=value("max_position_embeddings", 0) if learned else 0,
+            positions=value("max_position_embeddings", value.needed("seq_length")) if learned else 0,
             tied=not value("untie_embeddings_and_output_weights", False),
             experts=_expert_layers(value("moe_layer_freq", 1), layers) if count else (False,) * layers,
             expert_count=count,

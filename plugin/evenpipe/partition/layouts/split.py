@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenpipe.partition.layouts.layers import Layer
-from evenpipe.partition.layouts.live import Live
 from evenpipe.partition.layouts.shape import LayoutError, Pipeline
+from evenpipe.partition.search.copies import Workload, copies_of
 
 __all__ = ["Cuts", "Problem", "StageCost"]
 
@@ -34,11 +34,10 @@ class StageCost(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Layers to cut for a pipeline. `live`: copies of activations, by stage. `mtp_apart`: MTP layers need no loss."""
+    """Layers to cut for a pipeline. `mtp_apart`: MTP layers can be on another stage than the loss."""
 
     layers: tuple[Layer, ...]
     pipeline: Pipeline
-    live: tuple[Live, ...]
     mtp_apart: bool
 
     def __post_init__(self) -> None:
@@ -48,6 +47,19 @@ class Problem:
                 f"{self.pipeline.parts} (virtual) stages: the model has only {most} layers, embedding and loss among "
                 "them: lower --pipeline-model-parallel-size or the number of virtual stages"
             )
+
+    @cached_property
+    def live(self) -> tuple[NDArray[np.int64], ...]:
+        """Of every stage, `Copies.live` under the schedule that Megatron runs: 1F1B, or interleaved."""
+        p, v, m = self.pipeline.stages, self.pipeline.chunks, self.pipeline.micro_batches
+        if v > 1 and m % p:
+            raise LayoutError(
+                f"--global-batch-size: {m} micro-batches are no multiple of {p} stages, which virtual stages need: "
+                "change it or --micro-batch-size"
+            )
+        # A stage holds no more than its warm-up, which is over long before these are.
+        workload = Workload("interleaved" if v > 1 else "1f1b", min(m, 2 * p * v), v)
+        return copies_of(workload, p).live
 
     @cached_property
     def latest(self) -> Cuts:
