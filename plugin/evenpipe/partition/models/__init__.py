@@ -1,0 +1,7 @@
+"""Models to partition: four known ones, and whatever a Python file or a Hugging Face configuration describes."""
+
+from evenpipe.partition.models.errors import ModelError
+from evenpipe.partition.models.files import from_config, from_function
+from evenpipe.partition.models.known import MODELS, Example, build
+
+__all__ = ["MODELS", "Example", "ModelError", "build", "from_config", "from_function"]

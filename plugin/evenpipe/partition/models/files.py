@@ -1,0 +1,100 @@
+"""Models that a user's own file describes: a Python function, or a configuration of Hugging Face's."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    unset_fake_temporarily,
+)
+
+from evenpipe.partition.models.errors import ModelError
+from evenpipe.partition.models.example import Example
+from evenpipe.partition.models.huggingface import for_training, inputs_of
+from evenpipe.partition.models.precision import made_in
+
+__all__ = ["from_config", "from_function"]
+
+
+def from_function(where: str, micro_batch_size: int | None = None) -> Example:
+    """What `FILE.py:FUNCTION` returns: (model, inputs), inputs a dictionary of the arguments of the model's forward.
+
+    `micro_batch_size` is passed on to a function that has a parameter of that name. Raises ModelError, which names
+    the file and line, where the function raises or returns something else.
+    """
+    path, colon, name = where.rpartition(":")
+    file = Path(path)
+    if not colon or file.suffix != ".py" or not name.isidentifier():
+        raise ModelError(f"{where}: it should read FILE.py:FUNCTION")
+    if not file.is_file():
+        raise ModelError(f"{where}: there is no file {file}")
+    specification = importlib.util.spec_from_file_location(file.stem, file)
+    assert specification is not None
+    assert specification.loader is not None  # as for any .py file
+    module = importlib.util.module_from_spec(specification)
+    folder = str(file.parent.resolve())
+    sys.path.insert(0, folder)  # as with `python FILE.py`, it may import its neighbours
+    try:
+        specification.loader.exec_module(module)
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise ModelError(f"{where}: {file} has no function {name}")
+        takes = getattr(getattr(function, "__code__", None), "co_varnames", ())
+        sized = {"micro_batch_size": micro_batch_size} if "micro_batch_size" in takes and micro_batch_size else {}
+        returned = _with_values(lambda: function(**sized))
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{where}: {_place(error, file)}{type(error).__name__}: {error}".split("\n")[0]) from error
+    finally:
+        sys.path.remove(folder)
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module)):
+        raise ModelError(f"{where}: it should return (model, inputs), and returned {type(returned).__name__}")
+    model, inputs = returned
+    if not isinstance(inputs, Mapping) or not any(isinstance(value, torch.Tensor) for value in inputs.values()):
+        raise ModelError(f"{where}: inputs should be a dictionary of forward's arguments, with a tensor among them")
+    return Example(where, model.train(), inputs)
+
+
+def from_config(
+    path: Path, micro_batch_size: int, *, precision: str = "fp32", attention: str = "eager", sequence_length: int = 512
+) -> Example:
+    """The model of a Hugging Face config.json, without its weights, as its `architectures` say. Raises ModelError."""
+    try:
+        configuration: Any = json.loads(path.read_text())
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(f"{path}: no JSON: {error}") from error
+    if not isinstance(configuration, dict):
+        raise ModelError(f"{path}: a configuration is a JSON object")
+    with made_in(precision):
+        model = for_training(configuration, attention, str(path))
+    return Example(str(path), model, inputs_of(model, micro_batch_size, sequence_length))
+
+
+def _with_values(make: Callable[[], Any]) -> Any:
+    """What it makes: weightless, if it is to be and can; a function that reads values of tensors gets real ones."""
+    try:
+        return make()
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException):
+        with unset_fake_temporarily():
+            return make()
+
+
+def _place(error: BaseException, file: Path) -> str:
+    """`FILE.py:LINE: `, of the last line in the user's file that the error went through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename) == file]
+    return f"{file}:{lines[-1]}: " if lines else ""

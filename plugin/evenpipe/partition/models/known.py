@@ -1,0 +1,126 @@
+"""The models of DawnPiper's evaluation (§5.1), full size or small, with the inputs of one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from evenpipe.partition.models.amoebanet import AmoebaNet
+from evenpipe.partition.models.errors import ModelError
+from evenpipe.partition.models.example import Example
+from evenpipe.partition.models.huggingface import for_training, inputs_of
+from evenpipe.partition.models.precision import PRECISIONS, made_in
+
+__all__ = ["MODELS", "Example", "build"]
+
+_SMALL_T5: Final = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
+
+# Configurations as their authors published them. The paper's T5 has 780 million parameters, to which t5-v1.1-large
+# (783 M) is nearer than t5-large (738 M).
+_CONFIGURATIONS: Final[Mapping[str, tuple[dict[str, Any], dict[str, Any]]]] = {  # full size, and what is small
+    "bert-large": (
+        {
+            "model_type": "bert",
+            "architectures": ["BertForPreTraining"],
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+        {
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 128,
+            "vocab_size": 128,
+        },
+    ),
+    "gpt2-large": (
+        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 1280, "n_layer": 36, "n_head": 20},
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "bos_token_id": 0, "eos_token_id": 0},
+    ),
+    "t5-large": (
+        {
+            "model_type": "t5",
+            "architectures": ["T5ForConditionalGeneration"],
+            "d_model": 1024,
+            "d_kv": 64,
+            "d_ff": 4096,
+            "num_layers": 24,
+            "num_heads": 16,
+            "decoder_start_token_id": 0,
+        },
+        _SMALL_T5,
+    ),
+    "t5-v1.1-large": (
+        {
+            "model_type": "t5",
+            "architectures": ["T5ForConditionalGeneration"],
+            "d_model": 1024,
+            "d_kv": 64,
+            "d_ff": 2816,
+            "num_layers": 24,
+            "num_heads": 16,
+            "decoder_start_token_id": 0,
+            "feed_forward_proj": "gated-gelu",
+            "tie_word_embeddings": False,
+        },
+        _SMALL_T5,
+    ),
+}
+
+
+def _transformer(name: str, micro_batch_size: int, attention: str, sequence_length: int, small: bool) -> Example:
+    full, smaller = _CONFIGURATIONS[name]
+    length = min(sequence_length, 32) if small else sequence_length
+    model = for_training(full | (smaller if small else {}), attention, name)
+    return Example(name, model, inputs_of(model, micro_batch_size, length))
+
+
+def _amoebanet(micro_batch_size: int, image: int, small: bool) -> Example:
+    model = AmoebaNet(layers=3, filters=32, classes=10) if small else AmoebaNet()
+    size = min(image, 64) if small else image
+    inputs: dict[str, Tensor] = {
+        "images": torch.randn(micro_batch_size, 3, size, size),
+        "labels": torch.zeros(micro_batch_size, dtype=torch.long),
+    }
+    return Example("amoebanet-d", model, inputs)
+
+
+MODELS: Final = (*_CONFIGURATIONS, "amoebanet-d")
+
+
+def build(
+    name: str,
+    micro_batch_size: int,
+    *,
+    precision: str = "fp32",
+    attention: str = "eager",
+    sequence_length: int = 512,
+    image: int = 224,
+    small: bool = False,
+) -> Example:
+    """The model of that name with the inputs of a micro-batch, its weights random, or none under `weightless`.
+
+    `precision`: of weights and activations, fp32, bf16 or fp16. `attention`: eager, as transformers had it for these
+    models when DawnPiper was measured (T5 always, BERT and GPT-2 up to 2024), or sdpa. Text has `sequence_length`
+    tokens, which the paper does not give, images `image` × `image` pixels. `small`: a few narrow layers and short
+    inputs, of the same structure. Raises ModelError.
+    """
+    if micro_batch_size < 1:
+        raise ModelError(f"a micro-batch of {micro_batch_size}: it holds at least one sample")
+    if precision not in PRECISIONS:
+        raise ModelError(f"no precision {precision!r}: there are {', '.join(PRECISIONS)}")
+    of_name: dict[str, Callable[[], Example]] = {
+        known: partial(_transformer, known, micro_batch_size, attention, sequence_length, small)
+        for known in _CONFIGURATIONS
+    }
+    of_name["amoebanet-d"] = partial(_amoebanet, micro_batch_size, image, small)
+    if name not in of_name:
+        raise ModelError(f"no model {name!r}: there are {', '.join(MODELS)}; --module and --hf take any other")
+    with made_in(precision):
+        return of_name[name]()

@@ -1,0 +1,24 @@
+"""The types that a model's weights and activations have."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import torch
+
+__all__ = ["PRECISIONS", "made_in"]
+
+PRECISIONS: Final[Mapping[str, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@contextlib.contextmanager
+def made_in(precision: str) -> Iterator[None]:
+    """Models and tensors made inside have this precision; afterwards a weightless model could not be changed to it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(PRECISIONS[precision])
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
