@@ -1,0 +1,117 @@
+"""The graph of a model's operations that DawnPiper cuts (§3.2, B.1, C.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from evenpipe.partition.trace.cutting import allowed_cuts, crossings
+from evenpipe.partition.trace.exporting import TraceError, export, weightless_copy
+from evenpipe.partition.trace.layering import ends_of_layers, module_path
+from evenpipe.partition.trace.observing import Evaluate, Observed, evaluate, observe
+from evenpipe.partition.trace.ordering import Unit, ordered, prefix_of
+
+__all__ = ["Graph", "trace"]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One micro-batch's forward up to the loss, node by node, on weightless tensors.
+
+    `module` takes the `inputs` by name and returns the loss; its parameters have the model's names, and its nodes are
+    in execution order: `prefix`, which every stage computes for itself, then `nodes`. Of each of the latter,
+    `cut_allowed` says whether a stage may end with it, and `sent` whose results the next stage then receives.
+    """
+
+    module: fx.GraphModule
+    inputs: Mapping[str, Tensor]
+    mode: FakeTensorMode
+    prefix: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+    observed: Mapping[fx.Node, Observed]
+    cut_allowed: tuple[bool, ...]
+    sent: tuple[tuple[fx.Node, ...], ...]
+    layer_ends: tuple[int, ...]
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The samples of the inputs: the length of their first dimension."""
+        return next(int(tensor.shape[0]) for tensor in self.inputs.values() if tensor.dim())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Unique: the path of the module whose forward makes a node, and the node's own name."""
+        return tuple(f"{path}:{node.name}" if (path := module_path(node)) else node.name for node in self.nodes)
+
+    def evaluate(self, call: Evaluate) -> dict[fx.Node, Any]:
+        """Goes through prefix and nodes on weightless tensors; `call(node, args, kwargs)` gives what each returns."""
+        with self.mode, torch.enable_grad():
+            return evaluate(self.module, self.inputs, call, self.held)
+
+    def held(self, value: Any) -> Any:
+        """The weightless stand-in for what the module holds: a constant's, or a parameter as it is."""
+        return _weightless(self.mode, value)
+
+    def cut_bytes(self, number: int) -> int:
+        """What the next stage receives if one ends with node `number`."""
+        return sum(value.nbytes for node in self.sent[number] for value in self.observed[node].values)
+
+
+def trace(model: nn.Module, inputs: Mapping[str, Any]) -> Graph:
+    """The graph of `model(**inputs)`, which returns the loss, or the loss first.
+
+    The model may be weightless, and is not changed. The graph holds for these inputs' shapes, and for training if the
+    model is in training mode. Raises TraceError.
+    """
+    module, bound, mode = export(model, inputs)
+    with mode:
+        seen = observe(module, bound, lambda value: _weightless(mode, value))
+    prefix = prefix_of(module.graph.nodes, seen, module)
+    original = list(module.graph.nodes)
+    main = [node for node in original if node.op == "call_function" and node not in prefix]
+    if not main:
+        raise TraceError(f"{type(model).__name__} has no operation that a gradient passes")
+    module, copies = _reordered(module, prefix, found := ordered(main, seen))
+    units: list[Unit] = [tuple(copies[node] for node in unit) for unit in found]
+    seen = {copies[node]: it for node, it in seen.items() if node in copies}
+    nodes = tuple(node for unit in units for node in unit)
+    sent = crossings(nodes)
+    resident = {value.storage for node in seen.keys() - set(nodes) for value in seen[node].values}
+    allowed = allowed_cuts(units, sent, seen, resident)
+    return Graph(
+        module=module,
+        inputs=bound,
+        mode=mode,
+        prefix=tuple(copies[node] for node in original if node in prefix and node.op == "call_function"),
+        nodes=nodes,
+        observed=seen,
+        cut_allowed=tuple(allowed),
+        sent=tuple(sent),
+        layer_ends=ends_of_layers(model, nodes, allowed),
+    )
+
+
+def _reordered(
+    module: fx.GraphModule, prefix: Collection[fx.Node], units: Sequence[Unit]
+) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """The module with its nodes in the order of the units, after inputs, parameters and prefix; the copy of each."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    original = list(module.graph.nodes)
+    first = [node for node in original if node.op in ("placeholder", "get_attr") or node in prefix]
+    for node in [*first, *(node for unit in units for node in unit)]:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+    loss = next(node for node in original if node.op == "output").args[0]
+    assert isinstance(loss, fx.Node)
+    graph.output(copies[loss])
+    return fx.GraphModule(module, graph, "Forward"), copies
+
+
+def _weightless(mode: FakeTensorMode, value: Any) -> Any:
+    return weightless_copy(mode, value) if isinstance(value, Tensor) else value

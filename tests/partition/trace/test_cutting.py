@@ -1,0 +1,152 @@
+"""Where a graph may be cut: two stages then have exactly the gradients of one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evenpipe.partition.trace import trace
+from tests.partition.trace.split import run
+
+
+def gradients(graph, example, cut):
+    torch.manual_seed(1)
+    return run(graph, example.model, example.inputs, cut)
+
+
+def after_cuts(graph, example, many):
+    """For cuts all over the graph: the name of the node, and each gradient with and without the cut."""
+    allowed = [number for number, cut in enumerate(graph.cut_allowed) if cut]
+    whole = gradients(graph, example, None)
+    for cut in allowed[1 :: len(allowed) // many]:
+        stages = gradients(graph, example, cut)
+        assert stages.keys() == whole.keys()
+        for key, value in whole.items():
+            yield f"cut after {graph.names[cut]}: {key}", key, stages[key], value
+
+
+@pytest.mark.parametrize("name", ["bert-large", "gpt2-large", "t5-large"])
+def test_a_cut_leaves_every_gradient_bit_for_bit(small, name):
+    """But T5's embedding, tied in three places, whose gradients two stages add up in another order: the last bit."""
+    example, graph = small(name)
+
+    for where, key, stages, whole in after_cuts(graph, example, 12):
+        if key == "shared.weight":
+            torch.testing.assert_close(stages, whole, rtol=0, atol=2e-7 * float(whole.abs().max()), msg=where)
+        else:
+            assert torch.equal(stages, whole), where
+
+
+def test_a_cut_leaves_convolutions_gradients_but_for_rounding(small):
+    """A concatenation's gradients are slices in one stage and copies in two: batch norm adds those up otherwise."""
+    example, graph = small("amoebanet-d")
+
+    for where, _, stages, whole in after_cuts(graph, example, 6):
+        torch.testing.assert_close(stages, whole, rtol=0, atol=1e-5 * float(whole.abs().max()), msg=where)
+
+
+def test_the_graph_computes_the_models_own_loss(small):
+    example, graph = small("t5-large")
+    example.model.eval()
+    try:
+        graph = trace(example.model, example.inputs)
+        assert torch.equal(gradients(graph, example, None)["loss"], example.model(**example.inputs).loss)
+    finally:
+        example.model.train()
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.first(x)
+        shape = scores.view(-1)
+        scores += 1
+        out: Tensor = self.second(scores).sum() + shape.mul(2).sum()
+        return out
+
+
+def test_no_cut_between_a_tensor_and_a_change_of_it_in_place():
+    graph = trace(InPlace(), {"x": torch.zeros(2, 8)})
+    at = {str(node.target): number for number, node in enumerate(graph.nodes)}
+
+    linear = next(number for number, node in enumerate(graph.nodes) if node.target is torch.ops.aten.linear.default)
+    assert not any(graph.cut_allowed[linear : at["aten.add_.Tensor"]])
+
+
+def test_no_cut_where_two_views_of_one_storage_would_be_sent():
+    graph = trace(InPlace(), {"x": torch.zeros(2, 8)})
+
+    for number, nodes in enumerate(graph.sent):
+        storages = [graph.observed[node].values[0].storage for node in nodes]
+        if len(set(storages)) < len(storages):
+            assert not graph.cut_allowed[number]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).sum()
+
+
+def test_a_batch_norm_keeps_its_counter():
+    graph = trace(Normed(), {"x": torch.zeros(4, 8)})
+    operations = [str(node.target) for node in graph.nodes]
+
+    for number, operation in enumerate(operations):
+        if operation == "aten.add_.Tensor":
+            assert operations[number + 1] == "aten.batch_norm.default"
+            assert not graph.cut_allowed[number]
+    assert operations.count("aten.add_.Tensor") == 2
+
+
+def test_results_of_one_operation_stay_together():
+    class Chunked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, c = super().forward(x).exp().chunk(3, dim=-1)
+            return (a * b).exp().sum() + c.sin().cos().sum()
+
+    graph = trace(Chunked(6, 6), {"x": torch.zeros(2, 6)})
+    operations = [str(node.target) for node in graph.nodes]
+    chunk = operations.index("aten.chunk.default")
+
+    assert operations[chunk + 1 : chunk + 4] == [operations[chunk + 1]] * 3
+    assert not any(graph.cut_allowed[chunk : chunk + 3])
+
+
+def test_masks_are_computed_by_every_stage_and_sent_by_none(small):
+    _, graph = small("bert-large")
+
+    assert any("arange" in node.name for node in graph.prefix)
+    assert not set(graph.prefix) & {node for nodes in graph.sent for node in nodes}
+
+
+def test_what_skips_stages_crosses_every_cut_between(small):
+    _, graph = small("t5-large")
+    sizes = {node: graph.observed[node].values[0].nbytes for node in graph.nodes if graph.observed[node].tensor}
+    used = {
+        node: max((graph.nodes.index(user) for user in node.users if user in graph.nodes), default=-1) for node in sizes
+    }
+
+    for number in range(0, len(graph.nodes) - 1, 7):
+        crossing = [node for node in graph.nodes[: number + 1] if used.get(node, -1) > number]
+        assert graph.cut_bytes(number) == sum(sizes[node] for node in crossing)
+
+
+def test_layers_end_where_their_blocks_do(small):
+    _, graph = small("bert-large")
+    names = [graph.names[number] for number in graph.layer_ends]
+
+    assert [name.rpartition(":")[0] for name in names[:3]] == [
+        "bert.embeddings.dropout",
+        "bert.encoder.layer.0.output.LayerNorm",
+        "bert.encoder.layer.1.output.LayerNorm",
+    ]
+    assert graph.layer_ends[-1] == len(graph.nodes) - 1
