@@ -1,0 +1,91 @@
+"""The bytes of a profile against those that autograd saves when a small model really runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evenpipe.partition.counting import between, count
+
+MODELS = ["bert-large", "gpt2-large", "t5-large", "amoebanet-d"]
+
+
+def saved_bytes(model: nn.Module, inputs: Mapping[str, Any]) -> int:
+    """Of storages that a forward saves, each once, parameters and buffers left out."""
+    held = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in held:
+            kept[storage.data_ptr()] = storage  # kept, so that no other takes its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**inputs)
+    del loss
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *((name, "fp32") for name in MODELS),
+        *((name, "bf16") for name in MODELS[:3]),
+        pytest.param("amoebanet-d", "bf16", marks=pytest.mark.long),
+    ],
+)
+def test_a_profile_has_the_bytes_that_a_real_run_saves(small, name, precision):
+    example, graph = small(name, precision)
+
+    counts = count(graph, "cpu")
+
+    assert sum(it.nbytes for it in counts.storages if it.savers) == saved_bytes(example.model, example.inputs)
+
+
+@pytest.mark.parametrize(
+    "name", ["bert-large", *(pytest.param(name, marks=pytest.mark.long) for name in ("t5-large", "amoebanet-d"))]
+)
+def test_bytes_at_any_micro_batch_size_follow_from_two_sizes(small, name):
+    two, three, five = (count(small(name, micro_batch_size=size)[1], "cuda") for size in (2, 3, 5))
+
+    found = between(two, three, 5)
+
+    assert found is not None
+    assert found.storages == five.storages
+    assert found.parameters == five.parameters
+    assert [node.cut_bytes for node in found.nodes] == [node.cut_bytes for node in five.nodes]
+    assert [node.work.forward.flops for node in found.nodes] == [node.work.forward.flops for node in five.nodes]
+
+
+def test_adam_keeps_eight_bytes_of_a_parameter_and_a_master_copy_of_half_precision(small):
+    full, half = (count(small("gpt2-large", precision)[1], "cpu").parameters for precision in ("fp32", "bf16"))
+
+    trained = [(a, b) for a, b in zip(full, half, strict=True) if a.gradient_bytes]
+    assert trained
+    for a, b in trained:
+        elements = a.nbytes // 4
+        assert (a.gradient_bytes, a.optimizer_bytes) == (4 * elements, 8 * elements)
+        assert (b.nbytes, b.gradient_bytes, b.optimizer_bytes) == (2 * elements, 2 * elements, 12 * elements)
+
+
+def test_tied_embeddings_are_one_parameter_with_users_at_both_ends(small):
+    _, graph = small("gpt2-large")
+
+    tied = [it for it in count(graph, "cpu").parameters if it.users[-1] - it.users[0] > len(graph.nodes) // 2]
+
+    assert [(it.nbytes, len(it.users)) for it in tied] == [(128 * 64 * 4, 2)]
+
+
+def test_cuda_saves_a_mask_of_one_byte_where_a_cpu_saves_four(small):
+    _, graph = small("bert-large")
+    cpu, cuda = (sum(it.nbytes for it in count(graph, kind).storages if it.savers) for kind in ("cpu", "cuda"))
+
+    dropped = [node for node in graph.nodes if str(node.target) == "aten.dropout.default"]
+    assert dropped
+    assert cpu - cuda == sum(3 * math.prod(graph.observed[node].values[0].shape) for node in dropped)
