@@ -15,6 +15,7 @@ setup(
     extras_require={
         "megatron": ["megatron-core>=0.14,<0.20"],
         "deepspeed": ["deepspeed>=0.19.4,<=0.19.8"],
+        "huggingface": ["transformers>=5"],
         "test": ["hypothesis", "import-linter", "mypy", "pytest", "pytest-timeout", "ruff"],
     },
     entry_points={"console_scripts": ["evenpipe = evenpipe.cli.main:main"]},
