@@ -14,7 +14,11 @@ from evenpipe.partition.timing import DEVICES, DeviceError, Measured, Roofline, 
 
 def test_a_node_takes_as_long_as_what_takes_longest():
     a100 = Roofline(DEVICES["a100-40gb"])
-    computing, moving, launching = Effort(flops=156e12 * 0.6), Effort(moved=1555e9 * 0.8), Effort(kernels=250)
+    computing, moving, launching = (
+        Effort(flops=93_600_000_000_000),
+        Effort(moved=1_244_000_000_000),
+        Effort(kernels=250),
+    )
 
     times = a100.times(None, [Work(computing, moving), Work(launching)], "fp32")
 
@@ -54,11 +58,11 @@ def test_a_matrix_product_has_two_operations_an_element_and_twice_that_in_its_ba
 
 def test_profiles_of_any_size_are_those_that_a_trace_of_that_size_gives(small, tmp_path):
     roofline = Roofline(DEVICES["a100-40gb"])
-    profiles = Profiles(lambda size: small("gpt2-large", micro_batch_size=size)[1], roofline, "gpt2-large")
+    profiles = Profiles(lambda size: small("bert-large", micro_batch_size=size)[1], roofline, "bert-large")
 
     found = profiles.at(5)
 
-    assert found == profile(small("gpt2-large", micro_batch_size=5)[1], roofline, "gpt2-large")
+    assert found == profile(small("bert-large", micro_batch_size=5)[1], roofline, "bert-large")
     found.write(tmp_path / "profile.json")
     assert found.read(tmp_path / "profile.json") == found
     assert found.origin.digest == profiles.at(1).origin.digest

@@ -81,8 +81,8 @@ def between(low: Counts, high: Counts, micro_batch_size: int) -> Counts | None:
         return None
     span, distance = high.micro_batch_size - low.micro_batch_size, micro_batch_size - low.micro_batch_size
 
-    def line(first: float, second: float) -> int:
-        return round(first + (second - first) * distance / span)
+    def line(first: int, second: int) -> int:
+        return first + (second - first) * distance // span
 
     def effort(first: Effort, second: Effort) -> Effort:
         return Effort(*map(line, first, second))

@@ -40,12 +40,9 @@ _PICKING: Final = frozenset(
 class Effort(NamedTuple):
     """`flops` of matrix products, convolutions and attention; `moved` bytes, to and from memory; `kernels` launched."""
 
-    flops: float = 0
-    moved: float = 0
-    kernels: float = 0
-
-    def plus(self, other: Effort) -> Effort:
-        return Effort(*(mine + its for mine, its in zip(self, other, strict=True)))
+    flops: int = 0
+    moved: int = 0
+    kernels: int = 0
 
 
 class Work(NamedTuple):

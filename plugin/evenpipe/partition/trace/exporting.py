@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import linecache
 import logging
 import re
@@ -69,16 +70,15 @@ def _takes_any(names: Mapping[str, inspect.Parameter]) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch prints the whole graph when an export fails; what matters is in our one line."""
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._subclasses", "torch._dynamo")]
-    levels = [logger.level for logger in loggers]
+    """torch prints and logs whole graphs when an export fails; what matters is in our one line."""
+    logger = logging.getLogger("torch.export")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logger.setLevel(level)
 
 
 def _culprit(error: BaseException, model: nn.Module) -> str:
