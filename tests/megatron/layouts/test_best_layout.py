@@ -1,10 +1,10 @@
 """From flags to a layout: measured on this CPU, or by a device's peaks."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -13,6 +13,8 @@ from evenpipe.megatron.layouts.model import read
 from evenpipe.partition.layouts import LayoutError
 from evenpipe.partition.layouts.search import moves
 from evenpipe.partition.layouts.split import Problem
+from evenpipe.partition.profile import Profile
+from evenpipe.partition.timing.devices import device
 
 SMALL = (
     *("--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"),
@@ -30,13 +32,6 @@ TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 VIRTUAL = ("--num-virtual-stages-per-pipeline-rank", "2")
 
 
-class Device:
-    """Of 10^12 operations and 10^11 bytes a second."""
-
-    tflops: ClassVar = {"fp32": 1.0, "bf16": 1.0}
-    memory_gbps = 100.0
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -49,11 +44,17 @@ class Device:
     ids=" ".join,
 )
 def test_by_the_measured_profile_no_even_split_and_no_move_away_is_faster(flags):
-    plan = best_layout([*SMALL, *flags])
+    plan, profile = best_layout([*SMALL, *flags])
     problem = Problem(plan.layers, plan.pipeline, mtp_apart=True)
     lengths = [sum(len(stage) for stage in part.split("|")) for part in plan.layout.split("|")]
     assert plan.source == "measured on this CPU"
     assert all(layer.forward_ms > 0 and layer.backward_ms > 0 and layer.saved_bytes > 0 for layer in plan.layers)
+    assert math.isclose(sum(node.forward_ms for node in profile.nodes), sum(layer.forward_ms for layer in plan.layers))
+    assert sum(one.nbytes for one in profile.storages) == sum(layer.saved_bytes for layer in plan.layers)
+    assert {"embedding", "layers.0.qkv", "layers.0.fc1", "layers.7.end", "loss"} <= {
+        node.name for node in profile.nodes
+    }
+    assert sum(node.cut_allowed for node in profile.nodes) == len(plan.layers) - 1
     assert sum(lengths) == 10 + ("--mtp-num-layers" in flags) * 2
     forward, backward, _ = problem.weighed(moves(problem, cuts_of(plan)))
     assert plan.best.max_stage_ms <= min(plan.even.max_stage_ms, (forward + backward).max(axis=1).min())
@@ -80,11 +81,15 @@ def test_by_a_devices_peaks_nothing_is_run():
     """The output layer of 128,256 tokens takes as long as several layers: the last stage has fewer."""
     big = ("--hidden-size", "4096", "--num-attention-heads", "32", "--num-layers", "32", "--seq-length", "4096")
     wide = ("--vocab-size", "128256", "--max-position-embeddings", "4096", "--bf16")
-    plan = best_layout([*SMALL, *big, *wide], Device(), limit_bytes=80 * 2**30)
+    plan, profile = best_layout([*SMALL, *big, *wide], device("a100-80gb"), limit_bytes=80 * 2**30)
     assert plan.source == "roofline"
     assert plan.layout.count("t") == 32
     assert plan.layout.split("|")[-1].count("t") < 8
     assert plan.best.max_stage_ms < 0.95 * plan.even.max_stage_ms
+    named = {node.name: node for node in profile.nodes}
+    assert named["layers.31.qkv"].parameter_bytes == 2 * (4096 + 1) * 3 * 4096
+    assert [one.users for one in profile.parameters if one.name == "word_embeddings"] == [(0, len(named) - 2)]
+    assert Profile.model_validate_json(profile.model_dump_json()) == profile
     assert plan.to_json()["format"] == "evenpipe.layout/1"
     assert json.loads(json.dumps(plan.to_json()))["layout"] == plan.layout
 

@@ -33,6 +33,17 @@ _REPEATS: Final = 7
 _MOST_FLOPS: Final = 5e11  # of a forward: with its backward, nine times, a few minutes on a slow machine
 _MTP_WITH_LOSS: Final = ("0.14", "0.15")
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MODULES: Final = {
+    "input_norm": "input_layernorm",
+    "qkv": "self_attention.linear_qkv",
+    "core_attention": "self_attention.core_attention",
+    "projection": "self_attention.linear_proj",
+    "mlp_norm": "pre_mlp_layernorm",
+    "fc1": "mlp.linear_fc1",
+    "fc2": "mlp.linear_fc2",
+    "router": "mlp.router",
+    "experts": "mlp.experts",
+}
 _NEED_A_GPU: Final = (
     *("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm"),
     *("gradient_accumulation_fusion", "apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion"),
@@ -67,8 +78,11 @@ def read(flags: Sequence[str], world_size: int | None) -> tuple[Namespace, Shape
     return checked, shape, pipeline
 
 
-def measure(args: Namespace, shape: Shape) -> dict[str, Time]:
-    """Milliseconds and saved bytes of one layer of each kind, as one tensor-parallel rank of others that only wait."""
+def measure(args: Namespace, shape: Shape) -> dict[str, dict[str, Time]]:
+    """Milliseconds and saved bytes of the nodes of one layer of each kind, by kind, by node.
+
+    As one tensor-parallel rank of others that only wait.
+    """
     flops = sum(node.flops for kind in kinds(shape) for node in work_of(shape, kind))
     if flops > _MOST_FLOPS or shape.context_parallel > 1:
         raise LayoutError(
@@ -79,9 +93,24 @@ def measure(args: Namespace, shape: Shape) -> dict[str, Time]:
     tokens = torch.randint(shape.vocabulary, (shape.micro_batch, shape.sequence))
     places = torch.arange(shape.sequence).expand_as(tokens)
     mask = torch.ones(1, 1, shape.sequence, shape.sequence).tril() < 0.5
-    return timed(
-        model, lambda: model(tokens, places, mask, labels=tokens).float().mean(), parts, last="loss", repeats=_REPEATS
-    )
+
+    def forward() -> torch.Tensor:
+        return model(tokens, places, mask, labels=tokens).float().mean()  # type: ignore[no-any-return]
+
+    nodes = {f"{kind}.{name}": node for kind, part in parts.items() for name, node in _nodes(kind, part).items()}
+    found: dict[str, dict[str, Time]] = {}
+    for name, time in timed(model, forward, nodes, last="loss.loss", repeats=_REPEATS).items():
+        kind, _, node = name.partition(".")
+        found.setdefault(kind, {})[node] = time
+    return found
+
+
+def _nodes(kind: str, part: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules of a transformer layer that are timed, in order; what follows them is its end."""
+    if kind not in ("dense", "experts"):
+        return {kind: part}
+    known = dict(part.named_modules())
+    return {node: known[path] for node, path in _MODULES.items() if path in known} | {"end": part}
 
 
 def build(args: Namespace, shape: Shape) -> tuple[torch.nn.Module, dict[str, torch.nn.Module]]:
@@ -145,8 +174,9 @@ def _config(args: Namespace, shape: Shape, layers: list[int]) -> Any:
     }
     if shape.gated:
         decided["activation_func"] = torch.nn.functional.silu
-    if shape.recompute == "full":
-        decided |= {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+    # Full recomputation, added to what is measured without, would hide where a layer's nodes are.
+    decided["recompute_granularity"] = "selective" if shape.recompute == "selective" else None
+    decided |= {"recompute_method": None, "recompute_num_layers": None}
     left_out = ("pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size", "fp8", "fp4")
     given = {name: value for name, value in {**silent, **decided}.items() if name in known and name not in left_out}
     return TransformerConfig(**given)
@@ -164,7 +194,7 @@ def _main() -> None:
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise SystemExit(" ".join(str(error).split()) or f"Megatron refuses these flags: {where.line}") from None
     found = {"shape": dataclasses.asdict(shape), "pipeline": dataclasses.astuple(pipeline), "times": times}
-    print(json.dumps({**found, "mtp_apart": series not in _MTP_WITH_LOSS}))
+    print(json.dumps({**found, "version": series, "mtp_apart": series not in _MTP_WITH_LOSS}))
 
 
 if __name__ == "__main__":

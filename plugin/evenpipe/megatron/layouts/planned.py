@@ -13,14 +13,16 @@ from evenpipe.partition.layouts import (
     LayoutError,
     LayoutPlan,
     Pipeline,
-    Roofline,
     Shape,
     Time,
     kinds,
     layers_of,
     plan_layout,
+    profile_of,
     roofline,
 )
+from evenpipe.partition.profile import Profile
+from evenpipe.partition.timing.devices import Device
 
 __all__ = ["best_layout"]
 
@@ -30,16 +32,18 @@ _WITHOUT_GPU: Final = {"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS"
 
 def best_layout(
     flags: Sequence[str],
-    device: Roofline | None = None,
+    device: Device | None = None,
     *,
     world_size: int | None = None,
     limit_bytes: int | None = None,
-) -> LayoutPlan:
+) -> tuple[LayoutPlan, Profile]:
     """For the flags of pretrain_gpt.py, which its path may precede: a checkout's own parser then reads them.
 
     Times are `device`'s peaks; None: measured on this CPU, one layer of each kind. `world_size`: GPUs of the whole run,
     for the share of a distributed optimizer; None: as few as can be. `limit_bytes`: of memory, for each stage.
-    Megatron is not touched in the calling process. Raises LayoutError, one line.
+    The profile lists every node that was timed. Megatron is not touched in the calling process.
+
+    Raises LayoutError, one line.
     """
     asked = {"flags": list(flags), "world_size": world_size, "measure": device is None}
     done = subprocess.run(
@@ -56,13 +60,16 @@ def best_layout(
     found = json.loads(done.stdout.splitlines()[-1])
     shape = Shape(**{**found["shape"], "experts": tuple(found["shape"]["experts"])})
     if device is None:
-        times = {kind: Time(*time) for kind, time in found["times"].items()}
+        times = {kind: {name: Time(*time) for name, time in nodes.items()} for kind, nodes in found["times"].items()}
     else:
         times = {kind: roofline(shape, kind, device) for kind in kinds(shape)}
-    return plan_layout(
+    where = "cpu" if device is None else device.name
+    profile = profile_of(shape, times, device=where, versions={"megatron-core": found["version"]})
+    plan = plan_layout(
         layers_of(shape, times),
         Pipeline(*found["pipeline"]),
         mtp_apart=found["mtp_apart"],
-        source="measured on this CPU" if device is None else "roofline",
+        source=profile.origin.source,
         limit_bytes=limit_bytes,
     )
+    return plan, profile

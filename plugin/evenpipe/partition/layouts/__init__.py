@@ -1,7 +1,8 @@
 """Which layers of a Megatron GPT each (virtual) stage gets: the layout whose slowest stage is fastest."""
 
-from evenpipe.partition.layouts.layers import Layer, Roofline, Time, layers_of, layout_text, parts_of, roofline
+from evenpipe.partition.layouts.layers import Layer, Time, Times, layers_of, layout_text, parts_of, roofline
 from evenpipe.partition.layouts.plan import LayoutPlan, Split, StagePlan, even_layout, plan_layout
+from evenpipe.partition.layouts.profiled import profile_of
 from evenpipe.partition.layouts.shape import LayoutError, Pipeline, Shape
 from evenpipe.partition.layouts.work import Work, kinds, work_of
 
@@ -10,11 +11,11 @@ __all__ = [
     "LayoutError",
     "LayoutPlan",
     "Pipeline",
-    "Roofline",
     "Shape",
     "Split",
     "StagePlan",
     "Time",
+    "Times",
     "Work",
     "even_layout",
     "kinds",
@@ -22,6 +23,7 @@ __all__ = [
     "layout_text",
     "parts_of",
     "plan_layout",
+    "profile_of",
     "roofline",
     "work_of",
 ]

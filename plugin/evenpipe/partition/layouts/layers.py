@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 from evenpipe.partition.layouts.shape import LayoutError, Shape
 from evenpipe.partition.layouts.work import Work, kind_of_layer, work_of
+from evenpipe.partition.timing.devices import Device
 
-__all__ = ["Layer", "Roofline", "Time", "layers_of", "layout_text", "parts_of", "recomputed", "roofline"]
+__all__ = ["Layer", "Time", "Times", "layers_of", "layout_text", "parts_of", "roofline"]
 
 
 class Time(NamedTuple):
@@ -19,6 +20,10 @@ class Time(NamedTuple):
     forward_ms: float
     backward_ms: float
     saved_bytes: int
+
+
+Times: TypeAlias = Mapping[str, Mapping[str, Time]]
+"""By kind of layer, by node in order; without full recomputation."""
 
 
 @dataclass(frozen=True)
@@ -42,28 +47,24 @@ class Layer:
         return self.forward_ms + self.backward_ms
 
 
-class Roofline(Protocol):
-    """A device's peaks: 10^12 operations/s by precision, 10^9 bytes/s to its memory."""
-
-    @property
-    def tflops(self) -> Mapping[str, float]: ...
-
-    @property
-    def memory_gbps(self) -> float: ...
-
-
-def roofline(shape: Shape, kind: str, device: Roofline) -> Time:
-    """The time of a layer, node by node the longer of computing and moving. Raises LayoutError."""
+def roofline(shape: Shape, kind: str, device: Device) -> dict[str, Time]:
+    """Of every node of a layer, in order: the longer of computing and moving. Raises LayoutError."""
     if shape.precision not in device.tflops:
-        raise LayoutError(f"{shape.precision}: this device has no peak for it: name another device or precision")
-    nodes = work_of(shape, kind)
+        raise LayoutError(f"{shape.precision}: {device.name} has no peak for it: name another device or precision")
     flops_per_ms, bytes_per_ms = device.tflops[shape.precision] * 1e9, device.memory_gbps * 1e6
-    forward = [max(node.flops / flops_per_ms, node.moved_bytes / bytes_per_ms) for node in nodes]
-    backward = sum(node.backward * ms for node, ms in zip(nodes, forward, strict=True))
-    return Time(sum(forward), backward, int(sum(node.saved_bytes for node in nodes)))
+    found = {}
+    for node in work_of(shape, kind):
+        forward = max(node.flops / flops_per_ms, node.moved_bytes / bytes_per_ms)
+        found[node.name] = Time(forward, node.backward * forward, int(node.saved_bytes))
+    return found
 
 
-def recomputed(shape: Shape, kind: str, time: Time) -> Time:
+def _total(nodes: Iterable[Time]) -> Time:
+    forward, backward, saved = zip(*nodes, strict=True)
+    return Time(sum(forward), sum(backward), sum(saved))
+
+
+def _recomputed(shape: Shape, kind: str, time: Time) -> Time:
     """Under full recomputation, a layer keeps its input only, and its backward begins with another forward."""
     if shape.recompute != "full" or kind not in ("dense", "experts"):
         return time
@@ -72,21 +73,18 @@ def recomputed(shape: Shape, kind: str, time: Time) -> Time:
     return Time(time.forward_ms, time.backward_ms + time.forward_ms, kept)
 
 
-def layers_of(shape: Shape, times: Mapping[str, Time]) -> tuple[Layer, ...]:
-    """The model in order, with `times` by kind: embedding, transformer layers, MTP layers as one, output and loss.
-
-    `times` are without full recomputation.
-    """
+def layers_of(shape: Shape, times: Times) -> tuple[Layer, ...]:
+    """The model in order: embedding, transformer layers, MTP layers as one, output and loss."""
     row = [("E", "embedding"), *(("t", kind_of_layer(experts)) for experts in shape.experts)]
     row += [("m" * shape.mtp, "mtp")] if shape.mtp else []
-    return tuple(_layer(shape, symbols, kind, times[kind]) for symbols, kind in [*row, ("L", "loss")])
+    return tuple(_layer(shape, symbols, kind, _total(times[kind].values())) for symbols, kind in [*row, ("L", "loss")])
 
 
 def _layer(shape: Shape, symbols: str, kind: str, time: Time) -> Layer:
     nodes = work_of(shape, kind)
     static = sum(_static(shape, node) for node in nodes)
     words = max(node.words for node in nodes)
-    return Layer(symbols, kind, *recomputed(shape, kind, time), int(static), int(words * shape.parameter_bytes))
+    return Layer(symbols, kind, *_recomputed(shape, kind, time), int(static), int(words * shape.parameter_bytes))
 
 
 def _static(shape: Shape, node: Work) -> float:

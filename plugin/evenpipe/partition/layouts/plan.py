@@ -108,7 +108,7 @@ def plan_layout(
 
 def even_layout(shape: Shape, pipeline: Pipeline) -> str:
     """The even split, as a layout that Megatron takes whatever the number of layers. Raises LayoutError."""
-    layers = layers_of(shape, dict.fromkeys(kinds(shape), Time(0.0, 0.0, 0)))
+    layers = layers_of(shape, {kind: {kind: Time(0.0, 0.0, 0)} for kind in kinds(shape)})
     problem = Problem(layers, pipeline, mtp_apart=False)
     return layout_text(parts_of(layers, problem.even))
 

@@ -85,7 +85,8 @@ def _run(
         def arrived(gradient: Tensor) -> None:
             reached[name] = time.thread_time()
 
-        output.register_hook(arrived)  # type: ignore[no-untyped-call]
+        if output.requires_grad:
+            output.register_hook(arrived)  # type: ignore[no-untyped-call]
         ended[name] = time.thread_time()
 
     model.zero_grad(set_to_none=True)
@@ -97,8 +98,11 @@ def _run(
     finish = time.thread_time()
     names = [*parts, last]
     forwards = dict(zip(names, _differences([begin, *(ended[name] for name in names)]), strict=True))
-    moments = [middle, *(reached[name] for name in reversed(names[:-1])), finish]
-    return forwards, dict(zip(reversed(names), _differences(moments), strict=True))
+    # Where no gradient arrives (in what is recomputed), the backward counts for the part before.
+    moments = [middle]
+    for name in reversed(names[:-1]):
+        moments.append(max(moments[-1], reached.get(name, 0.0)))
+    return forwards, dict(zip(reversed(names), _differences([*moments, finish]), strict=True))
 
 
 def _differences(moments: list[float]) -> list[float]:
