@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, isinf
 from typing import NamedTuple
 
 import numpy as np
@@ -28,20 +28,36 @@ class Binary(NamedTuple):
     nodes_tried: int
 
 
-def bipar(problem: Problem, floor_ms: float = 0.0, ceiling_ms: float = inf) -> Binary:
+class _GivenUp(Exception):
+    """There is more to weigh than was asked for."""
+
+
+def bipar(problem: Problem, floor_ms: float = 0.0, ceiling_ms: float = inf, most_weighed: float = inf) -> Binary:
     """BiPar(N, 1, ℓ). Positions count from 0 here; a part that comes up again is cut as before.
 
     `floor_ms`: no partition is known to be below it, so that a part which is as fast need be no faster. `ceiling_ms`:
-    what must take longer, by compute alone, is not weighed; there may be nothing else.
+    what must take longer, by `Problem.lower_ms`, is not weighed, and there may be nothing else. `most_weighed`: it is
+    given up when it has weighed so many ranges, or cut four times as many parts.
     """
-    search = _BiPar(problem, floor_ms, ceiling_ms)
-    part = search.bipar(0, problem.costs.last, 0, problem.copies.positions - 1)
+    search = _BiPar(problem, floor_ms, ceiling_ms, most_weighed)
+    try:
+        part = search.bipar(0, problem.costs.last, 0, problem.copies.positions - 1)
+    except _GivenUp:
+        part = None
     return Binary(part, len(search.tried))
 
 
+class _Bound(NamedTuple):
+    """At least what the longer of two adjacent stages takes, infinite if one cannot fit; exact if `as_it_is`."""
+
+    least_ms: float
+    as_it_is: bool
+
+
 class _BiPar:
-    def __init__(self, problem: Problem, floor_ms: float, ceiling_ms: float) -> None:
+    def __init__(self, problem: Problem, floor_ms: float, ceiling_ms: float, most_weighed: float) -> None:
         self.problem, self.floor_ms, self.ceiling_ms = problem, floor_ms, ceiling_ms
+        self._most_weighed, self._most_parts = problem.weighed + most_weighed, 4 * most_weighed
         self.balance = Balance(problem)
         self.quiet = quiet(problem.costs, problem.copies.positions)
         self.tried = set[int]()
@@ -49,26 +65,30 @@ class _BiPar:
 
     def adjacent_partition(self, first: int, last: int, sid: int) -> Part | None:  # 1
         compute_cut, memory_cut = self._balanced(first, last, sid, sid, sid + 1)  # 2
-        at_once = self._pair(first, compute_cut, last, sid)
-        if at_once is not None and self._as_it_is(first, compute_cut, last, sid):  # 3
+        cuts = self._sorted_cuts(compute_cut, memory_cut, first + 1, last - 1)  # 6
+        bounds = self._bounds(first, cuts, last, sid)
+        at_once = bounds[compute_cut]
+        if at_once.as_it_is and at_once.least_ms < inf:  # 3
             self.tried.add(compute_cut)
-            return at_once  # 4
+            return Part(at_once.least_ms, (first, compute_cut, last))  # 4
         found = list[Part]()
-        for cut in self._sorted_cuts(compute_cut, memory_cut, first + 1, last - 1):  # 6, 7
-            if self._least_ms(first, cut, last, sid, sid, sid + 1) > self.ceiling_ms:
+        for cut in cuts:  # 7
+            if self.ceiling_ms < bounds[cut].least_ms < inf:
                 continue
             self.tried.add(cut)
-            pair = self._pair(first, cut, last, sid)  # 8
-            if pair is None:  # 10
+            ms = self._longer_ms(first, cut, last, sid, bounds[cut])  # 8
+            if ms is None:  # 10
                 break  # 11
-            found.append(pair)  # 9
-            if pair.ms <= self.floor_ms:
+            found.append(Part(ms, (first, cut, last)))  # 9
+            if ms <= self.floor_ms:
                 break
         return min(found, default=None)  # 14
 
     def bipar(self, first: int, last: int, left: int, right: int) -> Part | None:  # 16
         key = first, last, left, right
         if key not in self._known:
+            if self.problem.weighed > self._most_weighed or len(self._known) > self._most_parts:
+                raise _GivenUp
             self._known[key] = self._cut(*key)
         return self._known[key]
 
@@ -90,7 +110,9 @@ class _BiPar:
             before = self.bipar(first, cut, left, middle)  # 24
             behind = self.bipar(cut, last, middle + 1, right) if before is not None else None  # 25
             if before is None or behind is None:  # 28
-                break  # 29
+                if isinf(self.ceiling_ms):
+                    break  # 29
+                continue  # it may fit, above the ceiling
             found.append(Part(max(before.ms, behind.ms), before.cuts + behind.cuts[1:]))  # 26, 27
             if found[-1].ms <= self.floor_ms:
                 break
@@ -114,22 +136,26 @@ class _BiPar:
         cuts: list[int] = np.unique(np.append(inside, [compute_cut, memory_cut])).tolist()
         return cuts if memory_cut <= compute_cut else cuts[::-1]
 
-    def _pair(self, first: int, cut: int, last: int, sid: int) -> Part | None:
-        """MemOpt of two adjacent stages."""
+    def _bounds(self, first: int, cuts: list[int], last: int, sid: int) -> dict[int, _Bound]:
+        """Of two adjacent stages, what is known for all cuts at once."""
+        ascending = np.sort(cuts)
+        before, exact_before = self.problem.lower_ms(sid, np.array([first]), ascending)
+        behind, exact_behind = self.problem.lower_ms(sid + 1, ascending, np.array([last]))
+        least_ms = np.maximum(before[0], behind[:, 0]).tolist()
+        as_it_is = (exact_before[0] & exact_behind[:, 0]).tolist()
+        return {cut: _Bound(*of) for cut, *of in zip(ascending.tolist(), least_ms, as_it_is, strict=True)}
+
+    def _longer_ms(self, first: int, cut: int, last: int, sid: int, bound: _Bound) -> float | None:
+        """MemOpt of two adjacent stages; None: one does not fit."""
+        if bound.as_it_is or bound.least_ms == inf:
+            return bound.least_ms if bound.least_ms < inf else None
         before = self._single(first, cut, sid)
         behind = self._single(cut, last, sid + 1) if before is not None else None
-        if before is None or behind is None:
-            return None
-        return Part(max(before.ms, behind.ms), (first, cut, last))
+        return max(before.ms, behind.ms) if before is not None and behind is not None else None
 
     def _single(self, first: int, last: int, position: int) -> Part | None:
         cell = self.problem.cell(position, first, last)
         return None if cell is None else Part(cell.ms, (first, last))
-
-    def _as_it_is(self, first: int, cut: int, last: int, sid: int) -> bool:
-        """Whether both stages fit with nothing recomputed or swapped."""
-        cells = self.problem.cell(sid, first, cut), self.problem.cell(sid + 1, cut, last)
-        return all(cell is not None and not (cell.fit.recompute or cell.fit.swap) for cell in cells)
 
     def _least_ms(self, first: int, cut: int, last: int, left: int, middle: int, right: int) -> float:
         upto = self.problem.costs.upto_ms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 from itertools import count, pairwise
+from math import inf
 
 import numpy as np
 
@@ -16,15 +17,16 @@ __all__ = ["best_partition"]
 _MOST_SEARCHES = 60
 
 
-def best_partition(problem: Problem) -> Found | None:
+def best_partition(problem: Problem, most_weighed: float = inf) -> Found | None:
     """The best partition whose stages fit by the schedule's walk; None: none is known. Branch and bound.
 
     The exact search gives every position all of a stage's memory, so what it finds is at least as fast as what fits. If
     a stage then holds f1 + f2 + … > M of its positions, then in whatever fits some position k of these has at most its
     part f_k·M ÷ Σf: were all above, they would be more than M. So one problem for each k, with that cap, together
     leave nothing out. A further one, with all of those caps, is no part of the proof: it finds something soon.
+    `most_weighed`: see `search`.
     """
-    found = search(problem)
+    found = search(problem, most_weighed)
     if found is None or problem.copies.separable:
         return found
     number = count()
@@ -43,7 +45,7 @@ def best_partition(problem: Problem) -> Found | None:
             all_capped = all_capped.capped(position, cap)
         branches = [(part.capped(position, cap), covers) for position, cap in shares]
         for branch, counts in [*branches, (all_capped, False)]:
-            inner = search(branch)
+            inner = search(branch, most_weighed)
             if inner is not None:
                 heappush(heap, (inner.optimum_ms, next(number), inner, branch, counts))
     if best is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -14,16 +15,19 @@ from evenpipe.partition.search.problem import Problem
 __all__ = ["Found", "search"]
 
 #: How far above the least conceivable time stages may be in each attempt; the last leaves none out.
-_WIDTHS = (1.01, 1.04, 1.12, 1.3, 1.7, 2.5, np.inf)
-#: A partition as fast as the best but for half of this part ends the search, and of those as fast as that one but for
-#: the other half, the one that sends least over its cuts is taken (B.2).
-_AS_FAST = 5e-4
+_WIDTHS = (1.01, 1.04, 1.12, 1.3, 1.7, 2.5, inf)
+#: How many paths are weighed for a good one before the best is sought.
+_GUESSES = 12
+#: A partition that is above what none can be below by no more than this part ends the search.
+_NEAR = 8e-4
+#: Of partitions as fast as that one but for this part, the one that sends least over its cuts is taken (B.2).
+_AS_FAST = 1.5e-4
 
 
 class Found(NamedTuple):
     """Boundaries of all positions, from 0 to the last; the longest one's ms; what none can be below; and how each fits.
 
-    The two times differ by 0.05 % at most, which is given for small messages and a short search.
+    The two times differ by less than 0.1 %, which is given for small messages and a short search; see `search`.
     """
 
     cuts: tuple[int, ...]
@@ -32,29 +36,38 @@ class Found(NamedTuple):
     fits: tuple[Fit, ...]
 
 
-def search(problem: Problem) -> Found | None:
+def search(problem: Problem, most_weighed: float = inf) -> Found | None:
     """The best partition; None: none fits.
+
+    When `most_weighed` ranges have been weighed, the best partition of these is taken, and `optimum_ms` may be further
+    below it.
 
     Why what is left out cannot matter. (1) Some stage takes at least the mean, and one with the longest piece between
     two boundaries at least that; so attempts begin there. (2) If no stage takes more than w, then k stages take at most
     k·w, so the cut behind stage k lies where at most k·w is before it, and at most (n − k)·w behind. (3) A range that
     fails `Problem.may_fit` fails it with more nodes too, so filling stages from the left as far as they go gives the
     last place of each cut, and from the right the first. (4) An attempt finds the best of the partitions in which no
-    stage takes more than w: if there is any, it is the best of all. (5) `Problem.lower_ms` is never more than a range
-    takes. So no path takes less than the best one by lower bounds, of which the ranges are weighed in turn, until one
-    that has been weighed takes no more.
+    stage takes more than w: if there is any, it is the best of all. One that takes more makes the next attempt the
+    last, with w as long as it takes. (5) `Problem.lower_ms` is never more than a range takes. So no path takes less
+    than the best one by lower bounds, of which the ranges are weighed in turn, until one that has been takes no more.
     """
     reach = _reach(problem)
     if reach is None:
         return None
     upto = problem.costs.upto_ms
     least = max(upto[-1] / problem.copies.positions, float(np.diff(upto).max()))
+    best: Found | None = None
     for width in _WIDTHS:
-        windows = _windows(problem, reach, least * width if np.isfinite(width) else np.inf)
-        found = _best(problem, windows, least * width) if all(map(len, windows)) else None
+        most_ms = best.ms if best is not None else least * width
+        windows = _windows(problem, reach, most_ms)
+        found = _Paths(problem, windows, most_ms).best(most_weighed) if all(map(len, windows)) else None
         if found is not None:
-            return found
-    return None
+            if best is not None and best.ms < found.ms:
+                return best._replace(optimum_ms=found.optimum_ms)
+            if best is not None or found.ms <= most_ms * (1 + 1e-9) or problem.weighed >= most_weighed:
+                return found
+            best = found
+    return best
 
 
 def _reach(problem: Problem) -> list[tuple[int, int]] | None:
@@ -93,38 +106,63 @@ def _windows(problem: Problem, reach: list[tuple[int, int]], most_ms: float) -> 
     return windows
 
 
-def _best(problem: Problem, windows: list[Numbers], most_ms: float) -> Found | None:
-    """The best with boundaries in these windows and no stage above `most_ms`: a shortest path by longest edge."""
-    blocks, known = [], []
-    for position, (firsts, lasts) in enumerate(pairwise(windows)):
-        lower, exact = problem.lower_ms(position, firsts, lasts)
-        lower[lower > most_ms * (1 + 1e-9)] = np.inf
-        blocks.append(lower)
-        known.append(exact)
-    best_ms = np.inf
-    while True:
-        path, ms = _shortest(blocks, np.maximum)
-        if not np.isfinite(ms):
-            return None
-        open_cells = [k for k, at in enumerate(pairwise(path)) if not known[k][at]]
-        for k in open_cells:
+class _Paths:
+    """Boundaries in windows, as layers, and between them what ranges take: a lower bound, or known."""
+
+    def __init__(self, problem: Problem, windows: list[Numbers], most_ms: float) -> None:
+        self.problem, self.windows, self.most_ms = problem, windows, most_ms
+        self.ms, self.known = list[Numbers](), list[Numbers]()
+        for position, (firsts, lasts) in enumerate(pairwise(windows)):
+            lower, exact = problem.lower_ms(position, firsts, lasts)
+            lower[lower > most_ms * (1 + 1e-9)] = inf
+            self.ms.append(lower)
+            self.known.append(exact)
+        self.best_ms = inf
+
+    def best(self, most_weighed: float) -> Found | None:
+        """The path of which the longest range is shortest, by the lower bounds at first; None: there is none.
+
+        One that is good is guessed before: by bounds that are as far off as they were for ranges of the same position.
+        Its ranges may take more than the attempt is for; those of better ones do not.
+        """
+        factors = np.ones(len(self.ms))
+        for _ in range(_GUESSES):
+            guessed = [np.where(known, ms, ms * by) for ms, known, by in zip(self.ms, self.known, factors, strict=True)]
+            if not self._weigh(_shortest(guessed, np.maximum)[0], factors):
+                break
+        while True:
+            path, ms = _shortest(self.ms, np.maximum)
+            if self.best_ms == ms == inf:
+                return None
+            if self.best_ms <= ms * (1 + _NEAR) or (self.best_ms < inf and self.problem.weighed >= most_weighed):
+                return self._quietest(min(ms, self.most_ms))
+            self._weigh(path, factors)
+
+    def _weigh(self, path: list[int], factors: Numbers) -> bool:
+        """Have the ranges of a path known; whether any was not."""
+        open_ranges = [k for k, at in enumerate(pairwise(path)) if not self.known[k][at]]
+        for k in open_ranges:
             at = (path[k], path[k + 1])
-            cell = problem.cell(k, int(windows[k][at[0]]), int(windows[k + 1][at[1]]))
-            # Bounds are sums in another order than weighed ones, and may differ in the last digit.
-            blocks[k][at] = np.inf if cell is None or cell.ms > most_ms * (1 + 1e-9) else cell.ms
-            known[k][at] = True
-        best_ms = min(best_ms, float(max(block[at] for block, at in zip(blocks, pairwise(path), strict=True))))
-        if best_ms <= ms * (1 + _AS_FAST / 2):
-            break
-    volume = [
-        np.where(exact & (block <= best_ms * (1 + _AS_FAST / 2)), problem.costs.cut_bytes[lasts][None, :], np.inf)
-        for block, exact, lasts in zip(blocks, known, windows[1:], strict=True)
-    ]
-    path, _ = _shortest(volume, np.add)
-    cuts = [int(window[at]) for window, at in zip(windows, path, strict=True)]
-    cells = [cell for k, ends in enumerate(pairwise(cuts)) if (cell := problem.cell(k, *ends)) is not None]
-    assert len(cells) == len(windows) - 1, "only ranges that fit have finite times"
-    return Found(tuple(cuts), max(cell.ms for cell in cells), float(ms), tuple(cell.fit for cell in cells))
+            cell = self.problem.cell(k, int(self.windows[k][at[0]]), int(self.windows[k + 1][at[1]]))
+            if cell is not None and 0 < self.ms[k][at] < inf:
+                factors[k] = max(1.0, cell.ms / self.ms[k][at])
+            self.ms[k][at] = inf if cell is None else cell.ms
+            self.known[k][at] = True
+        longest = max(float(ms[at]) for ms, at in zip(self.ms, pairwise(path), strict=True))
+        self.best_ms = min(self.best_ms, longest)
+        return bool(open_ranges)
+
+    def _quietest(self, optimum_ms: float) -> Found:
+        """Of the known paths as good as the best, the one that sends least."""
+        volume = [
+            np.where(known & (ms <= self.best_ms * (1 + _AS_FAST)), self.problem.costs.cut_bytes[lasts][None, :], inf)
+            for ms, known, lasts in zip(self.ms, self.known, self.windows[1:], strict=True)
+        ]
+        path, _ = _shortest(volume, np.add)
+        cuts = [int(window[at]) for window, at in zip(self.windows, path, strict=True)]
+        cells = [cell for k, ends in enumerate(pairwise(cuts)) if (cell := self.problem.cell(k, *ends)) is not None]
+        assert len(cells) == len(self.ms), "only ranges that fit have finite times"
+        return Found(tuple(cuts), max(cell.ms for cell in cells), optimum_ms, tuple(cell.fit for cell in cells))
 
 
 def _shortest(blocks: list[Numbers], joined: np.ufunc) -> tuple[list[int], float]:

@@ -164,67 +164,80 @@ def _first(holds: Callable[[int], bool], stop: int) -> int:
 def _cheapest(host: HostLink, swapped: Numbers, loads: Sequence[Load]) -> Fit | None:
     """Swap or recompute, whichever saves most bytes a millisecond, until it fits.
 
-    A heap with the MSPS of each candidate as it was when last weighed. What a pick can make cheaper is weighed again at
-    once; what it makes dearer, when its turn comes: so every pick costs its chain and the heap's logarithm. What it all
-    comes to, transients among it, is worked out when so much is saved that it could be enough.
+    Every pick has those weighed again of which it changes the chain, and no others: it costs these and the heap's
+    logarithm. What it all comes to, transients among it, is worked out when so much is saved that it could be enough.
     """
-    saved, again = host.saved, Recomputation(host.saved)
-    ids = saved.ids.tolist()
-    gone = set(saved.ids[swapped].tolist())
-    more = list[int]()
-    heap = [entry for place, one in enumerate(ids) if one not in gone and (entry := _entry(host, again, place))]
-    heapify(heap)
-    found = _weigh(host, swapped, again)
-    kept = found.kept
+    _saved, picks = host.saved, _Picks(host, swapped)
+    found = _weigh(host, swapped, picks.again)
     while not _fits(found, loads):
         # As much beside as now: then this is what may be kept.
         enough = min((budget - own * found.transient) / copies for copies, budget, own in loads)
-        while kept > enough or kept == found.kept:
-            if not heap:
-                return None
-            entry = heappop(heap)
-            storage = ids[entry.place]
-            if storage in gone or storage in again.dropped:
-                continue
-            now = _entry(host, again, entry.place)
-            if now is None:
-                continue
-            if heap and now > heap[0]:
-                heappush(heap, now)
-                continue
-            if now.swap:
-                gone.add(storage)
-                more.append(now.place)
-                kept -= saved.graph.nbytes[storage]
-                continue
-            chain = again.chain(storage)
-            kept -= chain.saves
-            for one in sorted(again.drop(storage, chain) - gone):
-                if (weighed := _entry(host, again, again.places[one])) is not None:
-                    heappush(heap, weighed)
-        found = _weigh(host, np.append(swapped, np.array(more, np.int64)), again)
         kept = found.kept
+        while kept > enough or kept == found.kept:
+            entry = picks.best()
+            if entry is None:
+                return None
+            kept -= picks.pick(entry)
+        found = _weigh(host, np.append(swapped, np.array(picks.swapped, np.int64)), picks.again)
     return found
 
 
 class _Entry(NamedTuple):
-    """Of the heap: the ms a byte of the better way for the storage at `place`; no two are equal."""
+    """The ms a byte of the better way for the storage at `place` of `saved`; no two are equal."""
 
     ms_a_byte: float
     place: int
     swap: bool
 
 
-def _entry(host: HostLink, again: Recomputation, place: int) -> _Entry | None:
-    """The better way of swap and recompute for a storage, as things are; None: neither saves anything."""
-    saved = host.saved
-    storage, ways = int(saved.ids[place]), list[_Entry]()
-    if saved.graph.producer[storage] >= saved.start:
-        chain = again.chain(storage)
-        if chain.saves > 0:
-            ways.append(_Entry(chain.ms / chain.saves, place, False))
-    if host.usable and saved.nbytes[place]:
-        # The link is full, or the FreeTime short: what it takes on the link is waited for.
-        waits_ms = max(float(host.transfer_ms[place]), -float(host.free_ms[place]))
-        ways.append(_Entry(waits_ms / float(saved.nbytes[place]), place, True))
-    return min(ways, default=None)
+class _Picks:
+    """What is picked, from a heap by MSPS: of a storage's entries only the newest counts."""
+
+    def __init__(self, host: HostLink, swapped: Numbers) -> None:
+        self.host, self.again = host, Recomputation(host.saved)
+        self.swapped = list[int]()
+        self._storages: list[int] = host.saved.ids.tolist()
+        self._nbytes: list[int] = host.saved.nbytes.tolist()
+        gone = set(swapped.tolist())
+        weighed = (self._entry(place) for place in range(len(self._storages)) if place not in gone)
+        self._heap = [entry for entry in weighed if entry is not None]
+        self._newest: dict[int, _Entry | None] = {entry.place: entry for entry in self._heap}
+        heapify(self._heap)
+
+    def best(self) -> _Entry | None:
+        """What saves most a millisecond; None: nothing is left."""
+        while self._heap:
+            entry = heappop(self._heap)
+            if self._newest.get(entry.place) == entry:
+                return entry
+        return None
+
+    def pick(self, entry: _Entry) -> int:
+        """Swap it or drop it; and the bytes that this saves."""
+        del self._newest[entry.place]
+        if entry.swap:
+            self.swapped.append(entry.place)
+            return self._nbytes[entry.place]
+        storage = self._storages[entry.place]
+        chain = self.again.chain(storage)
+        for one in self.again.drop(storage, chain):
+            place = self.again.places[one]
+            if place in self._newest:
+                newest = self._newest[place] = self._entry(place)
+                if newest is not None:
+                    heappush(self._heap, newest)
+        return chain.saves
+
+    def _entry(self, place: int) -> _Entry | None:
+        """The better way of swap and recompute for a storage, as things are; None: neither saves anything."""
+        host, saved, nbytes = self.host, self.host.saved, self._nbytes[place]
+        storage, found = self._storages[place], None
+        if saved.graph.producer[storage] >= saved.start:
+            chain = self.again.chain(storage)
+            found = _Entry(chain.ms / chain.saves, place, False) if chain.saves > 0 else None
+        if host.usable and nbytes:
+            # The link is full, or the FreeTime short: what it takes on the link is waited for.
+            waits_ms = max(float(host.transfer_ms[place]), -float(host.free_ms[place]))
+            swap = _Entry(waits_ms / nbytes, place, True)
+            found = swap if found is None else min(found, swap)
+        return found

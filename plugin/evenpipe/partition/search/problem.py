@@ -10,15 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from evenpipe.partition.search.bounds import RecomputedBytes
 from evenpipe.partition.search.copies import Copies
 from evenpipe.partition.search.costs import Costs, Numbers
 from evenpipe.partition.search.memory import Fit, Load, Optimize, fit
 from evenpipe.partition.search.ranges import Graph
 
 __all__ = ["Cap", "Cell", "PartitionError", "Problem"]
-
-#: Classes of nodes by the milliseconds that a byte takes to be computed again.
-_CLASSES = 24
 
 
 class PartitionError(ValueError):
@@ -127,43 +125,28 @@ class Problem:
     def _lower_extra_ms(self, ms: Numbers, excess: Numbers, firsts: Numbers, lasts: Numbers) -> Numbers:
         """At least what saving `excess` bytes a micro-batch takes.
 
-        Whatever is computed again, its producer runs again, in full, for all that it makes; so no choice is cheaper
-        than parts of the nodes that take least a byte. A storage that is swapped passes the link once each way, which
-        is waited for beyond a forward and a backward (`memory.HostLink`).
+        Whatever is computed again, its producer runs again (`RecomputedBytes`). A storage that is swapped passes the
+        link once each way, which is waited for beyond a forward and a backward (`memory.HostLink`).
         """
-        by_class, ms_a_byte = self._classes
         left = np.maximum(excess, 0.0)
         swap_ms = 1 / (self.link_gbps * 1e6) if self._swaps else np.inf
         if self._swaps:
             left = np.maximum(left - ms / swap_ms, 0.0)
-        extra = np.zeros_like(ms)
         starts, stops = self.costs.starts[firsts], self.costs.starts[lasts]
-        for number in range(len(ms_a_byte)):
-            if ms_a_byte[number] >= swap_ms or not left.any():
-                break
-            there = by_class[number][stops][None, :] - by_class[number][starts][:, None]
-            taken = np.minimum(left, np.maximum(there, 0.0))
-            extra += taken * ms_a_byte[number]
-            left = left - taken
-        return extra + np.where(left > 0, left * swap_ms if self._swaps else np.inf, 0.0)
+        return self._recomputed.least_ms(left, starts, stops, swap_ms)
 
     @property
     def _swaps(self) -> bool:
         return self.optimize == "swap+recompute" and self.link_gbps > 0
 
     @cached_property
-    def _classes(self) -> tuple[Numbers, Numbers]:
-        """Bytes that the nodes before each make and any backward needs, by class; and the least ms a byte of each."""
-        graph, savers = self.graph, self.costs.profile.storages
-        made = np.array([sum(graph.nbytes[one] for one in makes if savers[one].savers) for makes in graph.makes], float)
-        nodes = np.flatnonzero(made)
-        dear = np.array(graph.forward_ms)[nodes] / made[nodes]
-        order = np.argsort(dear, kind="stable")
-        parts = [part for part in np.array_split(order, _CLASSES) if len(part)]
-        by_class = np.zeros((len(parts), len(made) + 1))
-        for number, part in enumerate(parts):
-            by_class[number, nodes[part] + 1] = made[nodes[part]]
-        return by_class.cumsum(axis=1), np.array([dear[part].min() for part in parts])
+    def _recomputed(self) -> RecomputedBytes:
+        return RecomputedBytes(self.graph)
+
+    @property
+    def weighed(self) -> int:
+        """How many ranges have been."""
+        return len(self._cells)
 
     def cell(self, position: int, first: int, last: int) -> Cell | None:
         """The range as this position, as it is optimised to fit; None if it does not."""

@@ -22,6 +22,7 @@ class Graph:
         self.nbytes = [one.nbytes for one in profile.storages]
         self.producer = [one.producer for one in profile.storages]
         self.users = [one.users for one in profile.storages]
+        self.is_saved = [bool(one.savers) for one in profile.storages]
         self.reads: list[list[int]] = [[] for _ in profile.nodes]
         self.makes: list[list[int]] = [[] for _ in profile.nodes]
         for number, one in enumerate(profile.storages):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import NamedTuple
 
 from evenpipe.partition.search.costs import Numbers
@@ -18,8 +19,8 @@ class Chain(NamedTuple):
 
     ms: float
     saves: int
-    nodes: frozenset[int]
-    received: frozenset[int]
+    nodes: set[int]
+    received: set[int]
 
 
 class Recomputation:
@@ -38,6 +39,7 @@ class Recomputation:
         self.nodes = set[int]()
         self.received = set[int]()
         self.ms = 0.0
+        self._ends_at, self._runs = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
 
     @property
     def dropped_bytes(self) -> int:
@@ -49,35 +51,47 @@ class Recomputation:
 
     def chain(self, storage: int) -> Chain:
         """What dropping it too would add."""
-        graph, start = self._graph, self._saved.start
-        nodes, received, open_nodes = set[int](), set[int](), [graph.producer[storage]]
+        graph, start, places, dropped = self._graph, self._saved.start, self.places, self.dropped
+        reads, producers, again = graph.reads, graph.producer, self.nodes
+        nodes, received, open_nodes = set[int](), set[int](), [producers[storage]]
+        ms = 0.0
         while open_nodes:
             node = open_nodes.pop()
-            if node in self.nodes or node in nodes:
+            if node in again or node in nodes:
                 continue
             nodes.add(node)
-            for read in graph.reads[node]:
-                producer = graph.producer[read]
-                if producer < 0 or (read in self.places and read not in self.dropped):
+            ms += graph.forward_ms[node]
+            self._runs[node].add(storage)
+            for read in reads[node]:
+                if read in places and read not in dropped:
+                    self._ends_at[read].add(storage)
                     continue
+                producer = producers[read]
                 if producer >= start:
                     open_nodes.append(producer)
-                elif read not in self.received:
+                elif producer >= 0 and read not in self.received:
                     received.add(read)
-        ms = sum(graph.forward_ms[node] for node in nodes)
-        saves = graph.nbytes[storage] - sum(graph.nbytes[one] for one in received)
-        return Chain(ms, saves, frozenset(nodes), frozenset(received))
+        saves = graph.nbytes[storage]
+        if received:
+            saves -= sum(graph.nbytes[one] for one in received)
+        return Chain(ms, saves, nodes, received)
 
     def drop(self, storage: int, chain: Chain) -> set[int]:
-        """Drop it; and the other candidates, those nearby, that may be cheaper from now on."""
+        """Drop it; and those of the storages asked about of which the chain is another one now.
+
+        That is where it ended at what is dropped, or had nodes that run again anyway now, or what is received.
+        """
         self.dropped.add(storage)
         self.nodes |= chain.nodes
-        self.received |= chain.received
         self.ms += chain.ms
-        graph = self._graph
-        made = [one for node in chain.nodes for one in graph.makes[node]]
-        after = [one for each in made for user in graph.users[each] for one in graph.makes[user]]
-        return {one for one in (*made, *after) if one in self.places and one not in self.dropped}
+        changed = self._ends_at.pop(storage, set[int]())
+        for node in chain.nodes:
+            changed |= self._runs.pop(node, set())
+        if chain.received:
+            self.received |= chain.received
+            readers = (user for one in chain.received for user in self._graph.users[one])
+            changed = changed.union(*(self._runs.get(user, ()) for user in readers))
+        return changed - self.dropped
 
     def extend(self, until: Numbers) -> None:
         """Tell `until` (by places in `saved`) from which node's backward on what was dropped is there again.

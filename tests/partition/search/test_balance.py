@@ -1,0 +1,108 @@
+"""Compute-balanced and memory-balanced points, Algorithm 2 on a drawn example, and cuts that send little."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from evenpipe.partition.profile import Parameter, Storage
+from evenpipe.partition.search.balance import Balance, one_copy_bytes, running_peak_cuts
+from evenpipe.partition.search.communication import quiet, unavoidable_bytes
+from evenpipe.partition.search.copies import Workload, copies_of
+from evenpipe.partition.search.costs import Costs
+from evenpipe.partition.search.problem import Problem
+from tests.partition.profiles import assembled, transformer
+
+
+def test_algorithm_2_on_a_drawn_example() -> None:
+    """Twelve nodes that keep 10 bytes each, three stages, copies 3 : 2 : 1.
+
+    M_G = 120, sum = 3/3 + 3/2 + 3/1 = 5.5, so M_1 = 21.8, M_2 = 32.7, M_3 = 65.5: three nodes, four, and the rest.
+
+        nodes   0  1  2 | 3  4  5  6 | 7  8  9 10 11
+        peak   10 20 30 | 10 20 30 40
+    """
+    saved = [Storage(nbytes=10, producer=n, users=(), savers=(n,)) for n in range(12)]
+    nodes = assembled([(1.0, 2.0)] * 12, saved, []).nodes
+    assert one_copy_bytes(nodes) == 120
+    assert running_peak_cuts(nodes, 120, [3, 2, 1]) == [2, 6]
+
+
+def test_algorithm_2_with_a_gpus_limit_in_place_of_the_models_total_leaves_the_last_stages_empty() -> None:
+    saved = [Storage(nbytes=10, producer=n, users=(), savers=(n,)) for n in range(12)]
+    nodes = assembled([(1.0, 2.0)] * 12, saved, []).nodes
+    assert running_peak_cuts(nodes, 400, [3, 2, 1]) == [7]
+
+
+def test_algorithm_2_counts_the_peak_before_what_is_released() -> None:
+    """Node 1 reads what node 0 made, 50 bytes that no backward needs: they are there when node 1 has made its own."""
+    storages = [
+        Storage(nbytes=50, producer=0, users=(1,)),
+        *[Storage(nbytes=10, producer=n, users=(), savers=(n,)) for n in range(1, 6)],
+    ]
+    nodes = assembled([(1.0, 1.0)] * 6, storages, []).nodes
+    assert one_copy_bytes(nodes) == 60
+    assert running_peak_cuts(nodes, 60, [1, 1]) == [0]
+    assert running_peak_cuts(nodes, 110, [1, 1]) == [1]
+
+
+def test_other_schedules_are_balanced_by_their_copies() -> None:
+    saved = [Storage(nbytes=10, producer=n, users=(), savers=(n,)) for n in range(12)]
+    nodes = assembled([(1.0, 2.0)] * 12, saved, []).nodes
+    assert running_peak_cuts(nodes, 120, [4, 4, 4]) == [3, 7]
+
+
+@pytest.mark.parametrize("name", ["pipedream", "1f1b", "gpipe"])
+def test_memory_balanced_stages_hold_the_same(name: str) -> None:
+    """Where nodes are small, peaks differ by little; the compute-balanced ones of PipeDream by more than half."""
+    problem = Problem(Costs(transformer(48)), copies_of(Workload(name, 4), 4), 1 << 60)
+    balance = Balance(problem)
+    peaks = problem.peaks(balance.memory_cuts()) or ()
+    assert min(peaks) > 0.9 * max(peaks)
+    uneven = problem.peaks(balance.compute_cuts()) or ()
+    assert max(uneven) >= max(peaks)
+
+
+def test_compute_balanced_stages_take_the_same() -> None:
+    problem = Problem(Costs(transformer(48)), copies_of(Workload("gpipe", 4), 4), 1 << 60)
+    cuts = Balance(problem).compute_cuts()
+    times = [problem.costs.upto_ms[b] - problem.costs.upto_ms[a] for a, b in pairwise(cuts)]
+    assert min(times) > 0.97 * max(times)
+
+
+def test_the_memory_balanced_point_of_two_stages_is_left_of_the_compute_balanced_one() -> None:
+    """As the paper's proof has it: earlier stages keep more copies."""
+    problem = Problem(Costs(transformer(24)), copies_of(Workload("pipedream", 2), 2), 1 << 60)
+    balance, last = Balance(problem), problem.costs.last
+    assert balance.memory_cut(0, last, range(1), range(1, 2)) < balance.compute_cut(0, last, 1, 1)
+
+
+def test_a_cut_moves_to_the_lowest_common_leaf_nearby() -> None:
+    """Two branches, nodes 1 and 2, meet in node 3: behind that, one value is sent and not two. All nodes are quick."""
+    storages = [
+        Storage(nbytes=10, producer=0, users=(1, 2), savers=()),
+        Storage(nbytes=10, producer=1, users=(3,), savers=()),
+        Storage(nbytes=10, producer=2, users=(3,), savers=()),
+        Storage(nbytes=10, producer=3, users=(4,), savers=()),
+    ]
+    times = [(10.0, 10.0), (0.01, 0.01), (0.01, 0.01), (0.01, 0.01), (10.0, 10.0)]
+    profile = assembled(
+        times, storages, [Parameter(name="w", nbytes=1, gradient_bytes=1, optimizer_bytes=1, users=(0,))]
+    )
+    assert [node.cut_bytes for node in profile.nodes] == [10, 20, 20, 10, 0]
+    assert quiet(Costs(profile), 2).tolist() == [0, 1, 1, 4, 4, 5]
+
+
+def test_what_is_sent_wherever_one_cuts_is_disregarded() -> None:
+    """An embedding's output that the last node reads crosses every cut, and moves none of them."""
+
+    def profile_with(embedding: int) -> Costs:
+        storages = [
+            Storage(nbytes=embedding, producer=0, users=(5,), savers=(5,)),
+            *[Storage(nbytes=20 if n % 2 else 10, producer=n, users=(n + 1,), savers=()) for n in range(1, 5)],
+        ]
+        return Costs(assembled([(1.0, 1.0), *[(0.001, 0.001)] * 4, (1.0, 1.0)], storages, []))
+
+    assert unavoidable_bytes(profile_with(1000), 1, 5) == 1000
+    assert quiet(profile_with(1000), 2).tolist() == quiet(profile_with(1), 2).tolist()

@@ -1,0 +1,132 @@
+"""What stages swap and recompute: savings that do not add up, a link that is shared, and peaks that are honest."""
+
+from __future__ import annotations
+
+import pytest
+
+from evenpipe.partition.profile import Profile, Storage
+from evenpipe.partition.search.memory import Fit, Load, fit
+from evenpipe.partition.search.ranges import Graph
+from evenpipe.partition.search.recompute import Recomputation
+from tests.partition.profiles import assembled, transformer
+
+
+def chain(sizes: list[int], forward_ms: list[float]) -> Profile:
+    """Nodes in a row; the backward of each needs what it reads, and what the last one makes is the output."""
+    last = len(sizes) - 1
+    storages = [
+        Storage(nbytes=size, producer=n, users=(n + 1,) * (n < last), savers=(n + 1,) * (n < last))
+        for n, size in enumerate(sizes)
+    ]
+    return assembled([(ms, 2 * ms) for ms in forward_ms], storages, [])
+
+
+def whole(profile: Profile, loads: list[Load], *args: object) -> Fit | None:
+    return fit(Graph(profile), 0, len(profile.nodes), loads, *args)  # type: ignore[arg-type]
+
+
+def test_what_fits_is_left_as_it_is() -> None:
+    assert whole(chain([10, 20, 30, 0], [1.0] * 4), [Load(3, 180)]) == Fit(0.0, 60, 0)
+
+
+def test_what_does_not_fit_without_optimisation_does_not() -> None:
+    assert whole(chain([10, 20, 30, 0], [1.0] * 4), [Load(3, 179)]) is None
+
+
+def test_what_saves_most_bytes_a_millisecond_is_recomputed_first() -> None:
+    """Node 1 makes 40 bytes in 1 ms, node 2 60 in 3 ms."""
+    found = whole(chain([10, 40, 60, 10, 0], [5.0, 1.0, 3.0, 5.0, 1.0]), [Load(4, 4 * 90)], "recompute")
+    assert found is not None
+    assert (found.drop, found.recompute, found.extra_ms) == ((1,), (1,), 1.0)
+
+
+def test_a_chain_of_dropped_storages_runs_again_from_what_is_kept() -> None:
+    """Savings do not add up: behind a dropped storage, the next takes its producer too, which runs once for both."""
+    saved = Graph(chain([10, 20, 30, 40, 0], [1.0, 2.0, 4.0, 8.0, 1.0])).saved(0, 5)
+    again = Recomputation(saved)
+    assert again.chain(2).ms == 4.0
+    changed = again.drop(1, again.chain(1))
+    assert changed == {2}
+    assert again.chain(2).nodes == {2}, "node 1 runs again anyway"
+    other = Recomputation(saved)
+    other.drop(2, other.chain(2))
+    assert other.chain(1).ms == 2.0
+    assert other.chain(3).ms == 8.0
+
+
+def test_to_drop_what_needs_something_that_was_sent_can_cost_memory() -> None:
+    """Node 2 reads 100 bytes of an earlier stage that no backward needs: to run it again they must be kept.
+
+    So only what node 3 makes can be dropped; in its backward the one micro-batch has it again.
+    """
+    storages = [
+        Storage(nbytes=100, producer=0, users=(2,), savers=()),
+        Storage(nbytes=30, producer=2, users=(3,), savers=(3,)),
+        Storage(nbytes=20, producer=3, users=(4,), savers=(4,)),
+    ]
+    profile = assembled([(1.0, 1.0)] * 5, storages, [])
+    assert Recomputation(Graph(profile).saved(1, 5)).chain(1).saves == -70
+    found = fit(Graph(profile), 1, 5, [Load(2, 30 + 50)], "recompute")
+    assert found is not None
+    assert found.drop == (2,)
+    assert fit(Graph(profile), 1, 5, [Load(2, 30 + 49)], "recompute") is None
+
+
+def test_the_micro_batch_in_its_backward_has_what_was_dropped_again() -> None:
+    """One copy, all dropped but the first: when the last is needed, the chain to it has run again, and is all there."""
+    graph = Graph(chain([10, 20, 30, 40, 0], [1.0] * 5))
+    assert fit(graph, 0, 5, [Load(1, 99)], "recompute") is None
+    many = fit(graph, 0, 5, [Load(10, 10 * 10 + 90)], "recompute")
+    assert many is not None
+    assert (many.kept, many.kept + many.transient) == (10, 100)
+
+
+def test_what_overlaps_with_compute_is_swapped_for_nothing() -> None:
+    """10 ms to the backward on a link of 0.01 GB/s: 10 bytes take 0.001 ms."""
+    found = whole(chain([10, 20, 30, 0], [1.0] * 4), [Load(3, 160)], "swap+recompute", 0.01, 10.0)
+    assert found is not None
+    assert found.extra_ms == 0.0
+    assert found.swap
+    assert not found.recompute
+
+
+def test_a_link_carries_no_more_than_fits_beside_compute() -> None:
+    """16 ms of compute a micro-batch; at 1 byte a ms a direction carries 16 of the 60 bytes for nothing."""
+    profile = chain([10, 20, 30, 0], [1.0, 1.0, 1.0, 2.0])
+    loads = [Load(6, 6 * 20.0)]
+    found = whole(profile, loads, "swap+recompute", 1e-6, 1000.0)
+    recomputed = whole(profile, loads, "recompute")
+    assert found is not None
+    assert recomputed is not None
+    assert 0 < found.extra_ms <= recomputed.extra_ms
+
+
+def test_where_recomputing_takes_too_long_the_link_is_waited_for() -> None:
+    profile = chain([10, 20, 30, 0], [100.0, 100.0, 100.0, 0.001])
+    found = whole(profile, [Load(3, 3 * 35.0)], "swap+recompute", 1e-4, 0.0)
+    assert found is not None
+    assert found.swap
+    assert not found.recompute
+
+
+@pytest.mark.parametrize("copies", [1, 2, 4, 8])
+@pytest.mark.parametrize("optimize", ["recompute", "swap+recompute"])
+def test_less_room_takes_longer_and_always_fits(copies: int, optimize: str) -> None:
+    profile = transformer(3)
+    total = Graph(profile).saved(0, len(profile.nodes)).total
+    extra = [0.0]
+    for share in (0.95, 0.8, 0.6, 0.5):
+        found = whole(profile, [Load(copies, copies * share * total)], optimize, 0.5, 30.0 * (copies - 1))
+        assert found is not None
+        assert copies * found.kept + found.transient <= copies * share * total
+        extra.append(found.extra_ms)
+    assert extra[-1] > extra[1] or extra[-1] == 0.0
+
+
+def test_every_stage_that_holds_copies_has_its_own_room() -> None:
+    """Under BPipe a partner holds some: they have to fit there, where nothing comes back for a backward."""
+    profile = chain([10, 20, 30, 0], [1.0] * 4)
+    assert whole(profile, [Load(3, 1000.0), Load(2, 119.0, own=False)]) is None
+    found = whole(profile, [Load(3, 1000.0), Load(2, 119.0, own=False)], "recompute")
+    assert found is not None
+    assert 2 * found.kept <= 119
