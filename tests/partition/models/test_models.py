@@ -85,12 +85,21 @@ def test_a_function_that_fails_is_told_where(tmp_path, body, says):
     assert "\n" not in str(caught.value)
 
 
+def test_a_function_that_cannot_give_the_size_asked_for_is_told_how(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import torch\ndef make():\n    return torch.nn.Linear(2, 2), {'input': torch.zeros(4, 2)}\n")
+
+    assert from_function(f"{file}:make", 4).inputs["input"].shape == (4, 2)
+    with pytest.raises(ModelError, match="its inputs hold 4 samples, not 8: let make take micro_batch_size"):
+        from_function(f"{file}:make", 8)
+
+
 @pytest.mark.parametrize(
     ("where", "says"),
     [
         ("mine.py", "should read FILE.py:FUNCTION"),
         ("absent.py:make", "there is no file absent.py"),
-        (f"{__file__}:absent", "has no function absent"),
+        (f"{__file__}:absent", "has no attribute 'absent'"),
     ],
 )
 def test_a_function_that_is_not_there_is_refused(where, says):
@@ -110,6 +119,19 @@ def test_a_configuration_of_hugging_faces_gives_its_model(tmp_path):
 
     assert next(example.model.parameters()).dtype == torch.bfloat16
     assert len(graph.layer_ends) == 4
+
+
+def test_a_classifier_has_one_label_a_sample(tmp_path):
+    file = tmp_path / "config.json"
+    fields = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    architectures = ["BertForSequenceClassification"]
+    file.write_text(json.dumps({"model_type": "bert", "architectures": architectures, "vocab_size": 64, **fields}))
+
+    with weightless():
+        example = from_config(file, 2, sequence_length=8)
+
+    assert example.inputs["labels"].shape == (2,)
+    assert trace(example.model, example.inputs).micro_batch_size == 2
 
 
 @pytest.mark.parametrize(

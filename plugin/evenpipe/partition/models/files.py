@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import sys
 import traceback
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     unset_fake_temporarily,
 )
+from torch.utils._pytree import tree_leaves
 
 from evenpipe.partition.models.errors import ModelError
 from evenpipe.partition.models.example import Example
@@ -30,8 +32,9 @@ __all__ = ["from_config", "from_function"]
 def from_function(where: str, micro_batch_size: int | None = None) -> Example:
     """What `FILE.py:FUNCTION` returns: (model, inputs), inputs a dictionary of the arguments of the model's forward.
 
-    `micro_batch_size` is passed on to a function that has a parameter of that name. Raises ModelError, which names
-    the file and line, where the function raises or returns something else.
+    `micro_batch_size` is passed on to a function that has a parameter of that name; the first dimension of the first
+    tensor is to be that long. Raises ModelError, which names the file and line, where the function raises, and what is
+    wrong with what it returns.
     """
     path, colon, name = where.rpartition(":")
     file = Path(path)
@@ -39,31 +42,20 @@ def from_function(where: str, micro_batch_size: int | None = None) -> Example:
         raise ModelError(f"{where}: it should read FILE.py:FUNCTION")
     if not file.is_file():
         raise ModelError(f"{where}: there is no file {file}")
-    specification = importlib.util.spec_from_file_location(file.stem, file)
-    assert specification is not None
-    assert specification.loader is not None  # as for any .py file
-    module = importlib.util.module_from_spec(specification)
-    folder = str(file.parent.resolve())
-    sys.path.insert(0, folder)  # as with `python FILE.py`, it may import its neighbours
     try:
-        specification.loader.exec_module(module)
-        function = getattr(module, name, None)
-        if not callable(function):
-            raise ModelError(f"{where}: {file} has no function {name}")
-        takes = getattr(getattr(function, "__code__", None), "co_varnames", ())
-        sized = {"micro_batch_size": micro_batch_size} if "micro_batch_size" in takes and micro_batch_size else {}
-        returned = _with_values(lambda: function(**sized))
-    except ModelError:
-        raise
+        returned = _returned(file, name, micro_batch_size)
     except Exception as error:
         raise ModelError(f"{where}: {_place(error, file)}{type(error).__name__}: {error}".split("\n")[0]) from error
-    finally:
-        sys.path.remove(folder)
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module)):
         raise ModelError(f"{where}: it should return (model, inputs), and returned {type(returned).__name__}")
     model, inputs = returned
-    if not isinstance(inputs, Mapping) or not any(isinstance(value, torch.Tensor) for value in inputs.values()):
+    leaves = tree_leaves(dict(inputs)) if isinstance(inputs, Mapping) else []
+    sizes = [len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if not sizes:
         raise ModelError(f"{where}: inputs should be a dictionary of forward's arguments, with a tensor among them")
+    if micro_batch_size and sizes[0] != micro_batch_size:
+        remedy = f"let {name} take micro_batch_size and give inputs of that length"
+        raise ModelError(f"{where}: its inputs hold {sizes[0]} samples, not {micro_batch_size}: {remedy}")
     return Example(where, model.train(), inputs)
 
 
@@ -82,6 +74,23 @@ def from_config(
     with made_in(precision):
         model = for_training(configuration, attention, str(path))
     return Example(str(path), model, inputs_of(model, micro_batch_size, sequence_length))
+
+
+def _returned(file: Path, name: str, micro_batch_size: int | None) -> Any:
+    """Imports the file, which may import its neighbours as with `python FILE.py`, and calls the function."""
+    specification = importlib.util.spec_from_file_location(file.stem, file)
+    assert specification is not None
+    assert specification.loader is not None  # as for any .py file
+    module = importlib.util.module_from_spec(specification)
+    folder = str(file.parent.resolve())
+    sys.path.insert(0, folder)
+    try:
+        specification.loader.exec_module(module)
+        function = getattr(module, name)
+        takes = micro_batch_size and "micro_batch_size" in inspect.signature(function).parameters
+        return _with_values(lambda: function(**({"micro_batch_size": micro_batch_size} if takes else {})))
+    finally:
+        sys.path.remove(folder)
 
 
 def _with_values(make: Callable[[], Any]) -> Any:

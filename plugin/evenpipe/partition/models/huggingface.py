@@ -58,11 +58,12 @@ def inputs_of(model: nn.Module, micro_batch_size: int, sequence_length: int) -> 
     Without a decoder's `decoder_input_ids`, which the models make from the labels.
     """
     shape = (micro_batch_size, sequence_length)
+    labelled = (micro_batch_size,) if "SequenceClassification" in type(model).__name__ else shape
     known = {
         "input_ids": lambda: torch.ones(shape, dtype=torch.long),
         "attention_mask": lambda: torch.ones(shape, dtype=torch.long),
         "token_type_ids": lambda: torch.zeros(shape, dtype=torch.long),
-        "labels": lambda: torch.ones(shape, dtype=torch.long),
+        "labels": lambda: torch.ones(labelled, dtype=torch.long),
         "next_sentence_label": lambda: torch.zeros(micro_batch_size, dtype=torch.long),
     }
     asked = inspect.signature(model.forward).parameters

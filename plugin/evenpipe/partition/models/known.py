@@ -13,7 +13,7 @@ from evenpipe.partition.models.amoebanet import AmoebaNet
 from evenpipe.partition.models.errors import ModelError
 from evenpipe.partition.models.example import Example
 from evenpipe.partition.models.huggingface import for_training, inputs_of
-from evenpipe.partition.models.precision import PRECISIONS, made_in
+from evenpipe.partition.models.precision import made_in
 
 __all__ = ["MODELS", "Example", "build"]
 
@@ -113,8 +113,6 @@ def build(
     """
     if micro_batch_size < 1:
         raise ModelError(f"a micro-batch of {micro_batch_size}: it holds at least one sample")
-    if precision not in PRECISIONS:
-        raise ModelError(f"no precision {precision!r}: there are {', '.join(PRECISIONS)}")
     of_name: dict[str, Callable[[], Example]] = {
         known: partial(_transformer, known, micro_batch_size, attention, sequence_length, small)
         for known in _CONFIGURATIONS

@@ -8,14 +8,21 @@ from typing import Final
 
 import torch
 
-__all__ = ["PRECISIONS", "made_in"]
+from evenpipe.partition.models.errors import ModelError
+
+__all__ = ["made_in"]
 
 PRECISIONS: Final[Mapping[str, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @contextlib.contextmanager
 def made_in(precision: str) -> Iterator[None]:
-    """Models and tensors made inside have this precision; afterwards a weightless model could not be changed to it."""
+    """Models and tensors made inside have this precision: afterwards a weightless model could not be changed to it.
+
+    Raises ModelError for a precision that is none of PRECISIONS.
+    """
+    if precision not in PRECISIONS:
+        raise ModelError(f"no precision {precision!r}: there are {', '.join(PRECISIONS)}")
     before = torch.get_default_dtype()
     torch.set_default_dtype(PRECISIONS[precision])
     try:

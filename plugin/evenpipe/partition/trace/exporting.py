@@ -70,15 +70,17 @@ def _takes_any(names: Mapping[str, inspect.Parameter]) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch prints and logs whole graphs when an export fails; what matters is in our one line."""
-    logger = logging.getLogger("torch.export")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """torch prints and logs whole graphs when an export fails; transformers warns of its own defaults."""
+    loggers = [logging.getLogger(name) for name in ("torch.export", "transformers")]
+    levels = [logger.level for logger in loggers]
     try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _culprit(error: BaseException, model: nn.Module) -> str:
