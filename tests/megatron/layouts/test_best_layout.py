@@ -11,6 +11,7 @@ import pytest
 from evenpipe.megatron.layouts import best_layout
 from evenpipe.megatron.layouts.model import read
 from evenpipe.partition.layouts import LayoutError
+from evenpipe.partition.layouts.measured import measured
 from evenpipe.partition.layouts.search import moves
 from evenpipe.partition.layouts.split import Problem
 from evenpipe.partition.profile import Profile
@@ -92,6 +93,12 @@ def test_by_a_devices_peaks_nothing_is_run():
     assert Profile.model_validate_json(profile.model_dump_json()) == profile
     assert plan.to_json()["format"] == "evenpipe.layout/1"
     assert json.loads(json.dumps(plan.to_json()))["layout"] == plan.layout
+
+
+def test_a_model_that_is_too_large_for_this_cpu_needs_a_device():
+    _, shape, _ = read([*SMALL, "--hidden-size", "12288", "--num-attention-heads", "96", "--seq-length", "2048"], None)
+    with pytest.raises(LayoutError, match="cannot be timed on this CPU"):
+        measured(shape, build=lambda: pytest.fail("it was built"))
 
 
 @pytest.mark.parametrize(

@@ -23,27 +23,14 @@ import torch.distributed as dist
 from evenpipe.megatron.cpu_mode import install_cpu_mode
 from evenpipe.megatron.script.flags import add_flags
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
-from evenpipe.partition.layouts import LayoutError, Pipeline, Shape, Time, even_layout, kinds, work_of
+from evenpipe.partition.layouts import LayoutError, Pipeline, Shape, even_layout, kinds
 from evenpipe.partition.layouts.flags import parse_flags
-from evenpipe.partition.layouts.segments import timed
+from evenpipe.partition.layouts.measured import measured
 
-__all__ = ["build", "measure", "read"]
+__all__ = ["build", "read"]
 
-_REPEATS: Final = 7
-_MOST_FLOPS: Final = 5e11  # of a forward: with its backward, nine times, a few minutes on a slow machine
 _MTP_WITH_LOSS: Final = ("0.14", "0.15")
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_MODULES: Final = {
-    "input_norm": "input_layernorm",
-    "qkv": "self_attention.linear_qkv",
-    "core_attention": "self_attention.core_attention",
-    "projection": "self_attention.linear_proj",
-    "mlp_norm": "pre_mlp_layernorm",
-    "fc1": "mlp.linear_fc1",
-    "fc2": "mlp.linear_fc2",
-    "router": "mlp.router",
-    "experts": "mlp.experts",
-}
 _NEED_A_GPU: Final = (
     *("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm"),
     *("gradient_accumulation_fusion", "apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion"),
@@ -76,41 +63,6 @@ def read(flags: Sequence[str], world_size: int | None) -> tuple[Namespace, Shape
     arguments.validate_args(checked)
     arguments.core_transformer_config_from_args(checked)
     return checked, shape, pipeline
-
-
-def measure(args: Namespace, shape: Shape) -> dict[str, dict[str, Time]]:
-    """Milliseconds and saved bytes of the nodes of one layer of each kind, by kind, by node.
-
-    As one tensor-parallel rank of others that only wait.
-    """
-    flops = sum(node.flops for kind in kinds(shape) for node in work_of(shape, kind))
-    if flops > _MOST_FLOPS or shape.context_parallel > 1:
-        raise LayoutError(
-            "these layers cannot be timed on this CPU (context parallelism, or "
-            f"{flops / 1e12:.1f} of at most {_MOST_FLOPS / 1e12} × 10^12 operations): name a device whose peaks to take"
-        )
-    model, parts = build(args, shape)
-    tokens = torch.randint(shape.vocabulary, (shape.micro_batch, shape.sequence))
-    places = torch.arange(shape.sequence).expand_as(tokens)
-    mask = torch.ones(1, 1, shape.sequence, shape.sequence).tril() < 0.5
-
-    def forward() -> torch.Tensor:
-        return model(tokens, places, mask, labels=tokens).float().mean()  # type: ignore[no-any-return]
-
-    nodes = {f"{kind}.{name}": node for kind, part in parts.items() for name, node in _nodes(kind, part).items()}
-    found: dict[str, dict[str, Time]] = {}
-    for name, time in timed(model, forward, nodes, last="loss.loss", repeats=_REPEATS).items():
-        kind, _, node = name.partition(".")
-        found.setdefault(kind, {})[node] = time
-    return found
-
-
-def _nodes(kind: str, part: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules of a transformer layer that are timed, in order; what follows them is its end."""
-    if kind not in ("dense", "experts"):
-        return {kind: part}
-    known = dict(part.named_modules())
-    return {node: known[path] for node, path in _MODULES.items() if path in known} | {"end": part}
 
 
 def build(args: Namespace, shape: Shape) -> tuple[torch.nn.Module, dict[str, torch.nn.Module]]:
@@ -189,7 +141,7 @@ def _main() -> None:
         with contextlib.redirect_stdout(sys.stderr):
             args, shape, pipeline = read(asked["flags"], asked["world_size"])
             series = MEGATRON_CORE.series(RELEASES)
-            times = measure(args, shape) if asked["measure"] else {}
+            times = measured(shape, lambda: build(args, shape)) if asked["measure"] else {}
     except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise SystemExit(" ".join(str(error).split()) or f"Megatron refuses these flags: {where.line}") from None
