@@ -24,11 +24,14 @@ _SWITCHES: Final = (
     *("use-distributed-optimizer", "sequence-parallel", "recompute-activations", "mock-data"),
     *("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "overlap-grad-reduce"),
     *("overlap-param-gather", "use-flash-attn", "moe-grouped-gemm", "no-async-tensor-model-parallel-allreduce"),
+    *("use-rotary-position-embeddings", "use-mcore-models", "no-masked-softmax-fusion", "no-rope-fusion"),
+    *("no-gradient-accumulation-fusion", "no-bias-swiglu-fusion", "attention-softmax-in-fp32", "log-throughput"),
 )
 _WORDS: Final = (
     *("moe-layer-freq", "pipeline-model-parallel-layout", "position-embedding-type", "normalization"),
     *("recompute-granularity", "recompute-method", "tokenizer-type", "transformer-impl", "attention-backend"),
     *("lr-decay-style", "data-path", "split", "tokenizer-model", "vocab-file", "merge-file", "save", "load"),
+    *("moe-router-load-balancing-type", "moe-token-dispatcher-type", "distributed-backend", "ckpt-format"),
 )
 _NUMBERS: Final = (
     *("attention-dropout", "hidden-dropout", "lr", "min-lr", "weight-decay", "clip-grad", "adam-beta1", "adam-beta2"),

@@ -133,7 +133,8 @@ class Shape:
                 "context and expert parallel sizes need: name the number of GPUs of the whole run"
             )
         precision = "bf16" if value("bf16", False) else "fp16" if value("fp16", False) else "fp32"
-        learned = value("position_embedding_type", "learned_absolute") == "learned_absolute"
+        rotary = value("use_rotary_position_embeddings", False)  # the older flag
+        learned = value("position_embedding_type", "learned_absolute") == "learned_absolute" and not rotary
         return cls(
             hidden=hidden,
             heads=heads,
