@@ -130,3 +130,13 @@ def test_every_stage_that_holds_copies_has_its_own_room() -> None:
     found = whole(profile, [Load(3, 1000.0), Load(2, 119.0, own=False)], "recompute")
     assert found is not None
     assert 2 * found.kept <= 119
+
+
+def test_swapping_too_fits_wherever_recomputing_does() -> None:
+    """What is swapped needs room on its way; where there is none, it is recomputed."""
+    profile = transformer(2)
+    total = Graph(profile).saved(0, len(profile.nodes)).total
+    for percent in range(5, 100, 5):
+        loads = [Load(8, 8 * total * percent / 100)]
+        if whole(profile, loads, "recompute") is not None:
+            assert whole(profile, loads, "swap+recompute", 0.1, 100.0) is not None

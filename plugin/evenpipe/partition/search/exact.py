@@ -50,6 +50,8 @@ def search(problem: Problem, most_weighed: float = inf) -> Found | None:
     stage takes more than w: if there is any, it is the best of all. One that takes more makes the next attempt the
     last, with w as long as it takes. (5) `Problem.lower_ms` is never more than a range takes. So no path takes less
     than the best one by lower bounds, of which the ranges are weighed in turn, until one that has been takes no more.
+    (6) Taken as given: what cannot be made to fit, with all that saves anything recomputed or swapped, cannot be with
+    more nodes.
     """
     reach = _reach(problem)
     if reach is None:
@@ -128,15 +130,19 @@ class _Paths:
         factors = np.ones(len(self.ms))
         for _ in range(_GUESSES):
             guessed = [np.where(known, ms, ms * by) for ms, known, by in zip(self.ms, self.known, factors, strict=True)]
-            if not self._weigh(_shortest(guessed, np.maximum)[0], factors):
+            path, ms = _shortest(guessed, np.maximum)
+            if ms == inf or not self._weigh(path, factors) or self._enough(most_weighed):
                 break
         while True:
             path, ms = _shortest(self.ms, np.maximum)
             if self.best_ms == ms == inf:
                 return None
-            if self.best_ms <= ms * (1 + _NEAR) or (self.best_ms < inf and self.problem.weighed >= most_weighed):
+            if self.best_ms <= ms * (1 + _NEAR) or self._enough(most_weighed):
                 return self._quietest(min(ms, self.most_ms))
             self._weigh(path, factors)
+
+    def _enough(self, most_weighed: float) -> bool:
+        return self.best_ms < inf and self.problem.weighed >= most_weighed
 
     def _weigh(self, path: list[int], factors: Numbers) -> bool:
         """Have the ranges of a path known; whether any was not."""
@@ -146,8 +152,10 @@ class _Paths:
             cell = self.problem.cell(k, int(self.windows[k][at[0]]), int(self.windows[k + 1][at[1]]))
             if cell is not None and 0 < self.ms[k][at] < inf:
                 factors[k] = max(1.0, cell.ms / self.ms[k][at])
-            self.ms[k][at] = inf if cell is None else cell.ms
-            self.known[k][at] = True
+            # By (6) no range around one that cannot be made to fit does either.
+            there = at if cell is not None else (slice(at[0] + 1), slice(at[1], None))
+            self.ms[k][there] = inf if cell is None else cell.ms
+            self.known[k][there] = True
         longest = max(float(ms[at]) for ms, at in zip(self.ms, pairwise(path), strict=True))
         self.best_ms = min(self.best_ms, longest)
         return bool(open_ranges)

@@ -68,8 +68,11 @@ def fit(
     if optimize == "none":
         return None
     copies = max(one.copies for one in loads)
-    host = HostLink(saved, link_gbps if optimize == "swap+recompute" else 0.0, between_ms, copies)
-    return _cheapest(host, _swap_for_nothing(host, loads), loads)
+    # What is swapped needs room on its way out and in, so that the least memory may be had without.
+    gbps = [link_gbps, 0.0] if optimize == "swap+recompute" and link_gbps > 0 else [0.0]
+    hosts = (HostLink(saved, one, between_ms, copies) for one in gbps)
+    found = (_cheapest(host, _swap_for_nothing(host, loads), loads) for host in hosts)
+    return next((one for one in found if one is not None), None)
 
 
 def _fits(found: Fit, loads: Sequence[Load]) -> bool:

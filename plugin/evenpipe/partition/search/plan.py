@@ -28,8 +28,8 @@ GIB: Final = 1 << 30
 MOST_WEIGHED: Final = 64
 #: BiPar is not followed where it can only come out slower than the optimum by more than this.
 _CEILING = 1.01
-#: How close to the least memory limit the one named in an error is.
-_CLOSE = 1.002
+#: How close to the least memory limit the one named in an error is; to know it closer takes many searches.
+_CLOSE = 1.005
 
 
 class _Frozen(BaseModel):
@@ -166,7 +166,8 @@ def fits_into(
     link_gbps: float = 0.0,
 ) -> bool:
     """Whether `find_plan` finds a plan by the exact search. Raises what that does but for the limit."""
-    return best_partition(_problem(profile, workload, stages, limit_bytes, optimize, link_gbps)) is not None
+    problem = _problem(profile, workload, stages, limit_bytes, optimize, link_gbps)
+    return best_partition(problem, 0) is not None
 
 
 def _problem(
@@ -246,10 +247,10 @@ def _too_little(problem: Problem) -> str:
 
 
 def least_limit(problem: Problem) -> int:
-    """Bytes a stage into which a partition is known to fit: at most 0.2 % above the least limit of all."""
+    """Bytes a stage into which a partition is known to fit: at most 0.5 % above the least that is."""
 
     def fits(limit: int) -> bool:
-        return best_partition(problem.within(limit)) is not None
+        return best_partition(problem.within(limit), 0) is not None
 
     high = max(1, problem.limit_bytes)
     while not fits(high):
