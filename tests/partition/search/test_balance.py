@@ -45,6 +45,7 @@ def test_algorithm_2_counts_the_peak_before_what_is_released() -> None:
     assert one_copy_bytes(nodes) == 60
     assert running_peak_cuts(nodes, 60, [1, 1]) == [0]
     assert running_peak_cuts(nodes, 110, [1, 1]) == [1]
+    assert running_peak_cuts(nodes, 130, [1, 1]) == [], "once they are released, 50 bytes of what is left are not there"
 
 
 def test_other_schedules_are_balanced_by_their_copies() -> None:

@@ -14,7 +14,9 @@ from evenpipe.partition.search.problem import Cap, Problem
 __all__ = ["best_partition"]
 
 #: How many times the exact search runs at most; what it then has is the best known, beside a bound for what there is.
-_MOST_SEARCHES = 60
+_MOST_SEARCHES = 40
+#: How many of these may go into finding something that fits, before the best is sought.
+_MOST_DIVES = 16
 
 
 def best_partition(problem: Problem, most_weighed: float = inf) -> Found | None:
@@ -23,53 +25,76 @@ def best_partition(problem: Problem, most_weighed: float = inf) -> Found | None:
     The exact search gives every position all of a stage's memory, so what it finds is at least as fast as what fits. If
     a stage then holds f1 + f2 + … > M of its positions, then in whatever fits some position k of these has at most its
     part f_k·M ÷ Σf: were all above, they would be more than M. So one problem for each k, with that cap, together
-    leave nothing out. A further one, with all of those caps, is no part of the proof: it finds something soon.
-    `most_weighed`: see `search`.
+    leave nothing out. `most_weighed`: see `search`.
     """
     found = search(problem, most_weighed)
     if found is None or problem.copies.separable:
         return found
     number = count()
-    best: Found | None = None
-    heap = [(found.optimum_ms, next(number), found, problem, True)]
+    best = _dive(problem, found, most_weighed)
+    bounds = list[float]()
+    heap = [(found.optimum_ms, next(number), found, problem)]
     for _ in range(_MOST_SEARCHES):
         if not heap or (best is not None and heap[0][0] >= best.ms):
             break
-        _, _, found, part, covers = heappop(heap)
-        shares = _shares(part, found)
-        if not shares:
+        bound_ms, _, found, part = heappop(heap)
+        too_full = _too_full(part, found)
+        if not too_full:
+            bounds.append(bound_ms)
             best = found if best is None or found.ms < best.ms else best
             continue
-        all_capped = part
-        for position, cap in shares:
-            all_capped = all_capped.capped(position, cap)
-        branches = [(part.capped(position, cap), covers) for position, cap in shares]
-        for branch, counts in [*branches, (all_capped, False)]:
+        for position, cap in _shares(part, found, too_full[0]):
+            branch = part.capped(position, cap)
             inner = search(branch, most_weighed)
             if inner is not None:
-                heappush(heap, (inner.optimum_ms, next(number), inner, branch, counts))
+                heappush(heap, (inner.optimum_ms, next(number), inner, branch))
     if best is None:
         return None
-    open_ms = [bound for bound, _, _, _, covers in heap if covers]
-    return best._replace(optimum_ms=min([best.optimum_ms, *open_ms]))
+    return best._replace(optimum_ms=min([best.ms, *bounds, *(bound_ms for bound_ms, *_ in heap)]))
 
 
-def _shares(problem: Problem, found: Found) -> list[tuple[int, Cap]]:
-    """Of the fullest stage, if it is too full, what each of its positions could have of it at most, as a cap."""
+def _dive(problem: Problem, found: Found, most_weighed: float) -> Found | None:
+    """Something that fits, soon: every position of a stage that is too full is held to its part of it, again and again.
+
+    Whether there is nothing else, this does not tell.
+    """
+    for _ in range(_MOST_DIVES):
+        too_full = _too_full(problem, found)
+        if not too_full:
+            return found
+        for stage in too_full:
+            for position, cap in _shares(problem, found, stage):
+                problem = problem.capped(position, cap)
+        nearer = search(problem, most_weighed)
+        if nearer is None:
+            return None
+        found = nearer
+    return None
+
+
+def _too_full(problem: Problem, found: Found) -> list[int]:
+    """The stages that do not fit, the fullest first."""
+    peaks = problem.peaks_of(found.cuts, found.fits)
+    order = sorted(range(len(peaks)), key=lambda stage: -peaks[stage])
+    return [stage for stage in order if peaks[stage] > problem.limit_bytes]
+
+
+def _shares(problem: Problem, found: Found, stage: int) -> list[tuple[int, Cap]]:
+    """Of a stage that is too full, what each of its positions could have of it, as a cap."""
     cuts, fits = found.cuts, found.fits
-    peaks = problem.peaks_of(cuts, fits)
-    stage = int(np.argmax(peaks))
-    if peaks[stage] <= problem.limit_bytes:
-        return []
     rows = problem.copies.live[stage]
-    kept = np.array([one.kept for one in fits])
-    row = rows[(rows @ kept).argmax()]
-    shares = []
+    row = rows[(rows @ np.array([one.kept for one in fits])).argmax()]
+    held = []
     for position, ends in enumerate(pairwise(cuts)):
         own = problem.copies.owners[position] == stage
-        held = float(row[position]) * fits[position].kept
-        held += own * (problem.beside(position, *ends) + fits[position].transient)
-        if held:
-            most = held * problem.limit_bytes / peaks[stage]
-            shares.append((position, Cap(max(1, int(row[position])), float(np.floor(most)), own)))
-    return shares
+        beside = problem.beside(position, *ends) + fits[position].transient
+        held.append(float(row[position]) * fits[position].kept + own * beside)
+    part = problem.limit_bytes / sum(held)
+    return [
+        (
+            position,
+            Cap(max(1, int(row[position])), float(np.floor(nbytes * part)), problem.copies.owners[position] == stage),
+        )
+        for position, nbytes in enumerate(held)
+        if nbytes
+    ]
