@@ -104,6 +104,27 @@ def test_candidates_are_tried_from_the_memory_balanced_point_until_one_does_not_
     assert 1 < found.nodes_tried <= compute_cut - memory_cut + 1
 
 
+def test_behind_the_first_that_does_not_fit_nothing_is_tried() -> None:
+    """Lines 10 and 11: a large message over one cut does not fit, and what lies behind is left to the exact search."""
+    count, crossed = 16, 5
+    storages = [
+        *[Storage(nbytes=100, producer=n, users=(n + 1,) * (n < count - 1), savers=(n,)) for n in range(count)],
+        Storage(nbytes=5000, producer=crossed, users=(crossed + 1,), savers=()),
+    ]
+    profile = assembled([(1.0, 2.0)] * count, storages, [])
+    problem, fits = two_stages(profile, 1600, "none")
+    memory_cut, compute_cut = points(problem)
+    assert memory_cut < crossed + 1 < compute_cut
+    assert crossed + 1 not in fits
+    assert min(fits, key=lambda cut: fits[cut]) > crossed + 1
+    found = bipar(problem).part
+    assert found is not None
+    assert found.cuts[1] == crossed
+    best = search(problem)
+    assert best is not None
+    assert best.ms < found.ms
+
+
 @pytest.mark.parametrize("stages", range(2, 9))
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "pipedream"])
 def test_any_number_of_stages(stages: int, name: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from evenpipe.partition.profile import Profile, Storage
+from evenpipe.partition.search.bounds import RecomputedBytes
 from evenpipe.partition.search.memory import Fit, Load, fit
 from evenpipe.partition.search.ranges import Graph
 from evenpipe.partition.search.recompute import Recomputation
@@ -52,6 +54,28 @@ def test_a_chain_of_dropped_storages_runs_again_from_what_is_kept() -> None:
     other.drop(2, other.chain(2))
     assert other.chain(1).ms == 2.0
     assert other.chain(3).ms == 8.0
+
+
+def two_from_one() -> Profile:
+    """Node 0 takes 10 ms, and nobody saves what it makes; nodes 1 and 2 read it, and make 40 saved bytes each."""
+    storages = [
+        Storage(nbytes=5, producer=0, users=(1, 2), savers=()),
+        *[Storage(nbytes=40, producer=n, users=(3,), savers=(3,)) for n in (1, 2)],
+    ]
+    return assembled([(10.0, 1.0), (0.5, 1.0), (0.25, 1.0), (1.0, 1.0)], storages, [])
+
+
+def test_what_two_chains_have_in_common_makes_the_second_cheaper() -> None:
+    again = Recomputation(Graph(two_from_one()).saved(0, 4))
+    assert (again.chain(1).ms, again.chain(2).ms) == (10.5, 10.25)
+    assert again.drop(1, again.chain(1)) == {2}
+    assert again.chain(2).ms == 0.25
+
+
+def test_a_lower_bound_shares_what_chains_have_in_common_and_leaves_out_what_is_not_in_the_range() -> None:
+    bound = RecomputedBytes(Graph(two_from_one()))
+    nbytes = np.array([[80.0], [80.0]])
+    assert bound.least_ms(nbytes, np.array([0, 1]), np.array([4]), np.inf).tolist() == [[10.75], [0.75]]
 
 
 def test_to_drop_what_needs_something_that_was_sent_can_cost_memory() -> None:
