@@ -7,7 +7,16 @@ import math
 import os
 from pathlib import Path
 
-__all__ = ["duration_ms", "durations_ms", "gibibytes", "group_size", "output_file", "picture_file", "positive"]
+__all__ = [
+    "bandwidth_gbps",
+    "duration_ms",
+    "durations_ms",
+    "gibibytes",
+    "group_size",
+    "output_file",
+    "picture_file",
+    "positive",
+]
 
 
 def duration_ms(text: str) -> float:
@@ -45,12 +54,21 @@ def group_size(text: str) -> int:
 
 def gibibytes(text: str) -> float:
     """A finite number of GiB above 0."""
+    return _above_zero(text, "amount of memory", "GiB", "79.5")
+
+
+def bandwidth_gbps(text: str) -> float:
+    """A finite number of 10^9 bytes/s above 0."""
+    return _above_zero(text, "bandwidth", "GB/s", "31.5")
+
+
+def _above_zero(text: str, what: str, unit: str, example: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; give GiB, such as 79.5") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; give {unit}, such as {example}") from None
     if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text} is no amount of memory; give a finite number of GiB above 0")
+        raise argparse.ArgumentTypeError(f"{text} is no {what}; give a finite number of {unit} above 0")
     return value
 
 

@@ -83,9 +83,7 @@ def _messages_ms(
     measured = measure_links(connections, stage, stages, bursts, device)
     mine = [[measured.get(link, nothing)[number] for link in tested] for number in range(len(bursts))]
     taken_ms = dict(zip(bursts, highest_of_all(mine, device), strict=True))
-    return {
-        (one, link): ms for one in candidates for link, ms in zip(tested, taken_ms[burst_of[one]], strict=True)
-    }
+    return {(one, link): ms for one in candidates for link, ms in zip(tested, taken_ms[burst_of[one]], strict=True)}
 
 
 def _evictions_ms(

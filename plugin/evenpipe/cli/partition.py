@@ -1,0 +1,176 @@
+"""``evenpipe partition``: where to cut a model into stages, and what to swap or recompute, for a memory limit."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from evenpipe.cli.options import write
+from evenpipe.cli.parser import Commands, Parser, UsageError
+from evenpipe.cli.partition_layout import show_layout
+from evenpipe.cli.partition_shown import plan_table, ways_to_cut
+from evenpipe.cli.partition_sources import Source
+from evenpipe.cli.values import bandwidth_gbps, gibibytes, output_file, picture_file, positive
+from evenpipe.partition.models import MODELS
+from evenpipe.partition.profile import Profile
+from evenpipe.partition.search.copies import Workload
+from evenpipe.partition.search.largest import largest_batch
+from evenpipe.partition.search.plan import Plan, find_plan, fits_into
+from evenpipe.partition.search.problem import PartitionError
+from evenpipe.partition.timing import DEVICES
+from evenpipe.report.divisions import draw_divisions
+from evenpipe.schedule import ScheduleError
+from evenpipe.settings.spelling import in_flags
+
+__all__ = ["add_to"]
+
+_GIB: Final = 2**30
+
+
+def add_to(commands: Commands) -> None:
+    """Add the sub-command."""
+    text = "find where to cut a model into stages, node by node, and what to swap or recompute"
+    document = (
+        "--json prints a document evenpipe.partition/1: cuts (the last node of each stage but the last), and of each "
+        "stage its nodes, times, peak memory, and what it recomputes and swaps; with --max-batch, max_batch too. "
+        "With --megatron, evenpipe.layout/1: the best --pipeline-model-parallel-layout."
+    )
+    parser = commands.add_parser("partition", help=text, description=f"{text.capitalize()}.", epilog=document)
+    _add_model(parser)
+    _add_pipeline(parser)
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    group.add_argument("--out", type=output_file, metavar="P.json", help="write the plan")
+    group.add_argument("--profile-out", type=output_file, metavar="F.json", help="write the profile")
+    group.add_argument(
+        "--picture", type=picture_file, metavar="P.png", help="draw time and memory of every stage, cut in four ways"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _add_model(parser: Parser) -> None:
+    group = parser.add_argument_group("model", "one of the first four, or a profile that was written before")
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--model", choices=MODELS, help="a model of DawnPiper's evaluation, full size")
+    one.add_argument("--module", metavar="FILE.py:FUNCTION", help="a function that returns (model, inputs)")
+    one.add_argument("--hf", type=Path, metavar="CONFIG.json", help="a configuration of Hugging Face's")
+    one.add_argument(
+        "--megatron", action="store_true", help="a GPT of Megatron's, by the flags of its run: gives the layout for it"
+    )
+    parser.add_argument(
+        "flags",
+        nargs="*",
+        metavar="-- FLAGS",
+        help="with --megatron: pretrain_gpt.py, if there is a checkout, and flags",
+    )
+    group.add_argument("--profile", type=Path, metavar="F.json", help="read the profile in place of making it")
+    group.add_argument("--micro-batch-size", type=positive, metavar="B", help="samples (default 1)")
+    group.add_argument("--sequence-length", type=positive, default=512, metavar="S", help="tokens (default 512)")
+    group.add_argument("--precision", metavar="TYPE", help="fp32 | bf16 | fp16 (default fp32)")
+    group.add_argument("--attention", default="eager", metavar="KIND", help="eager | sdpa (default eager)")
+    group.add_argument(
+        "--device",
+        metavar="NAME",
+        help=f"{' | '.join(DEVICES)}: times by its roofline; cpu | cuda: measured here (default a100-40gb)",
+    )
+
+
+def _add_pipeline(parser: Parser) -> None:
+    group = parser.add_argument_group("pipeline")
+    group.add_argument("--stages", type=int, metavar="N", help="pipeline stages")
+    group.add_argument("--memory-gib", type=gibibytes, metavar="X", help="of each stage (default: the device's)")
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--schedule", metavar="NAME", help="what it is to run under; pipedream too (default 1f1b)")
+    one.add_argument(
+        "--mode", choices=("sync", "async"), help="as DawnPiper: gpipe with a micro-batch a stage, or pipedream"
+    )
+    group.add_argument("--micro-batches", type=positive, metavar="M", help="in a batch (default: as many as stages)")
+    group.add_argument("--chunks", type=positive, default=1, metavar="V", help="model chunks a stage (default 1)")
+    group.add_argument("--group-size", type=positive, default=1, metavar="K", help="micro-batches in a row (default 1)")
+    group.add_argument("--bpipe", action="store_true", help="with activations evicted to partner stages")
+    group.add_argument(
+        "--link-gbps", type=bandwidth_gbps, metavar="X", help="of a stage's link to its host (default: the device's)"
+    )
+    group.add_argument(
+        "--optimize",
+        choices=("none", "recompute", "swap+recompute"),
+        default="none",
+        help="how stages may save memory (default none)",
+    )
+    group.add_argument("--max-batch", action="store_true", help="find the largest micro-batch that fits")
+
+
+def _run(arguments: Namespace) -> None:
+    if arguments.megatron:
+        show_layout(arguments)
+        return
+    if arguments.flags:
+        raise UsageError(f"{arguments.flags[0]}: flags are for --megatron: leave them out")
+    if arguments.stages is None:
+        raise UsageError("--stages: how many? Give at least 2")
+    source = Source(arguments)
+    limit_bytes = int((arguments.memory_gib or source.memory_gib) * _GIB)
+    workload = _workload(arguments)
+    options = (workload, arguments.stages, limit_bytes, arguments.optimize, source.host_gbps)
+    try:
+        if arguments.max_batch:
+            profile = source.at(_largest(arguments, source, lambda profile: fits_into(profile, *options)))
+        else:
+            profile = source.profile()
+        plan = find_plan(profile, *options)
+    except (PartitionError, ScheduleError) as error:
+        raise UsageError(in_flags(error)) from error
+    _write(arguments, profile, plan)
+    if arguments.json:
+        batch = {"max_batch": plan.origin.micro_batch_size} if arguments.max_batch else {}
+        print(json.dumps(plan.model_dump(mode="json") | batch))
+        return
+    console = Console()
+    console.print(_title(plan), style="bold", highlight=False)
+    console.print(plan_table(plan))
+
+
+def _largest(arguments: Namespace, source: Source, fits: Callable[[Profile], bool]) -> int:
+    found = largest_batch(source.at, fits)
+    if not found:
+        raise UsageError(
+            f"--memory-gib {arguments.memory_gib or source.memory_gib:g}: not even micro-batches of one sample fit: "
+            "give more memory, more stages, or --optimize swap+recompute"
+        )
+    return found
+
+
+def _workload(arguments: Namespace) -> Workload:
+    if arguments.mode is not None:
+        return Workload.of_mode(arguments.mode, arguments.stages)
+    return Workload(
+        arguments.schedule or "1f1b",
+        arguments.micro_batches or arguments.stages,
+        arguments.chunks,
+        arguments.group_size,
+        arguments.bpipe,
+    )
+
+
+def _write(arguments: Namespace, profile: Profile, plan: Plan) -> None:
+    write("--profile-out", arguments.profile_out, profile.write)
+    write("--out", arguments.out, plan.write)
+    write(
+        "--picture",
+        arguments.picture,
+        lambda path: draw_divisions(path, _title(plan), ways_to_cut(profile, plan), plan.limit_bytes / _GIB),
+    )
+
+
+def _title(plan: Plan) -> str:
+    origin, stages = plan.origin, len({stage.stage for stage in plan.stages})
+    bpipe = " with BPipe" if plan.bpipe else ""
+    return (
+        f"{origin.model}, {stages} stages, {plan.schedule}{bpipe}, m={plan.micro_batches}, "
+        f"b={origin.micro_batch_size}, {plan.limit_bytes / _GIB:.4g} GiB, {origin.device} ({origin.source})"
+    )

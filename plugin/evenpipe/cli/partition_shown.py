@@ -1,0 +1,83 @@
+"""A plan as ``evenpipe partition`` shows it: a table, and the same model cut in other ways beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from rich.table import Table
+
+from evenpipe.partition.profile import Profile
+from evenpipe.partition.search.balance import Balance
+from evenpipe.partition.search.copies import copies_of
+from evenpipe.partition.search.costs import Costs
+from evenpipe.partition.search.plan import Plan, Stage, plan_of
+from evenpipe.partition.search.problem import Problem
+from evenpipe.report.divisions import Division
+
+__all__ = ["plan_table", "ways_to_cut"]
+
+_GIB: Final = 2**30
+
+
+def plan_table(plan: Plan) -> Table:
+    """A row for each part of the model."""
+    binary = "" if plan.binary_ms is None else f", binary partitioning {plan.binary_ms:,.4g} ms"
+    caption = (
+        f"slowest {plan.max_stage_ms:,.4g} ms, optimum {plan.optimum_ms:,.4g} ms{binary} "
+        f"({plan.nodes_tried} cuts tried); searched {plan.search_ms:,.0f} ms"
+    )
+    table = Table(
+        "stage", "nodes", "forward ms", "backward ms", "extra ms", "peak GiB", "before", "saves", caption=caption
+    )
+    for part in plan.stages:
+        saves = [
+            f"{len(names)} {what}" for what, names in (("recomputed", part.recompute), ("swapped", part.swap)) if names
+        ]
+        table.add_row(
+            str(part.stage),
+            f"{part.first_node}–{part.last_node}",
+            *(f"{ms:,.4g}" for ms in (part.forward_ms, part.backward_ms, part.extra_ms)),
+            *(f"{nbytes / _GIB:.4g}" for nbytes in (part.peak_bytes, part.peak_bytes_before)),
+            ", ".join(saves),
+        )
+    return table
+
+
+def ways_to_cut(profile: Profile, plan: Plan) -> list[Division]:
+    """The plan beside its model cut evenly by layers, for equal times, and for equal peaks, with nothing optimised."""
+    copies = copies_of(plan.workload, len({part.stage for part in plan.stages}))
+    problem = Problem(Costs(profile), copies, plan.limit_bytes)
+    balance = Balance(problem)
+    others = {
+        "uniform": _uniform(profile, problem),
+        "compute-balanced": balance.compute_cuts(),
+        "memory-balanced": balance.memory_cuts(),
+    }
+    cut = [(name, plan_of(problem, cuts, profile.origin, plan.workload)) for name, cuts in others.items()]
+    return [_division(name, other.stages) for name, other in [*cut, ("chosen", plan)]]
+
+
+def _uniform(profile: Profile, problem: Problem) -> tuple[int, ...]:
+    """As many layers for every position, as nearly as can be; nodes, in a model without as many layers."""
+    starts, positions = problem.costs.starts, problem.copies.positions
+    ends = {end + 1 for end in profile.layer_ends}
+    layers = [0, *(number for number, start in enumerate(starts.tolist()) if start in ends), problem.costs.last]
+    every = sorted(set(layers)) if len(set(layers)) > positions else list(range(len(starts)))
+    at = np.linspace(0, len(every) - 1, positions + 1).round().astype(int)
+    return tuple(every[place] for place in at)
+
+
+def _division(title: str, parts: Sequence[Stage]) -> Division:
+    """Stages with several parts take the time of all of them; their peaks are of the whole stage."""
+    of_stage = [[part for part in parts if part.stage == stage] for stage in sorted({part.stage for part in parts})]
+    return Division(
+        title,
+        *(
+            [sum(getattr(part, time) for part in mine) for mine in of_stage]
+            for time in ("forward_ms", "backward_ms", "extra_ms")
+        ),
+        [mine[0].peak_bytes for mine in of_stage],
+        [mine[0].peak_bytes_before for mine in of_stage],
+    )

@@ -1,0 +1,160 @@
+"""Where ``evenpipe partition`` has its profile from: a model that it traces and times, or a file."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from evenpipe.cli.parser import UsageError
+from evenpipe.partition.models import Example, ModelError, build, from_config, from_function
+from evenpipe.partition.profile import Profile, ProfileError
+from evenpipe.partition.profiling import Profiles, profile
+from evenpipe.partition.timing import DEVICES, DeviceError, Measured, Roofline, TimeSource, device
+from evenpipe.partition.trace import Graph, TraceError, trace, weightless
+
+__all__ = ["Source"]
+
+_PCIE4_GBPS = 31.5  # of a measured device's link to its host, where nothing says otherwise: the paper's (§5.1)
+_HERE = ("cpu", "cuda")
+_DEVICE, _PRECISION = "a100-40gb", "fp32"  # what the paper has
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the options name. Its methods raise UsageError, one line."""
+
+    arguments: Namespace
+
+    @cached_property
+    def memory_gib(self) -> float:
+        """What `--memory-gib` says, else the device's."""
+        asked: float | None = self.arguments.memory_gib
+        named = self._device_name
+        if asked is None and named not in DEVICES and named != "cuda":
+            raise UsageError(f"--memory-gib: how much may a stage hold? It is not known of --device {named}")
+        if asked is None and named == "cuda":
+            return float(torch.cuda.mem_get_info()[1] / 2**30)
+        return DEVICES[named].memory_gib if asked is None else asked
+
+    @property
+    def host_gbps(self) -> float:
+        """Of the link between a stage and its host's memory, each way."""
+        asked: float | None = self.arguments.link_gbps
+        named = self._device_name
+        return asked if asked is not None else DEVICES[named].host_gbps if named in DEVICES else _PCIE4_GBPS
+
+    def profile(self) -> Profile:
+        """Of micro-batches of `--micro-batch-size`; from the file, where one is named."""
+        if self._read is not None:
+            return self._read
+        times = self._times
+        with _progress() as show, _one_line():
+            show("tracing", 0, 0)
+            example = self._example(self.arguments.micro_batch_size or 1)
+            graph = trace(example.model, example.inputs)
+            return profile(graph, times, example.name, lambda done, total: show("profiling", done, total))
+
+    def at(self, micro_batch_size: int) -> Profile:
+        """Of micro-batches of another size."""
+        return self._profiles.at(micro_batch_size)
+
+    @cached_property
+    def _profiles(self) -> Profiles:
+        if self._read is not None:
+            raise UsageError("--max-batch: a profile is of one micro-batch size: name the model in place of --profile")
+        times = self._times
+        if not isinstance(times, Roofline):
+            raise UsageError(
+                f"--max-batch: not with --device {self._device_name}: name a device of those with a roofline"
+            )
+        if self.arguments.module is not None:
+            raise UsageError(
+                "--max-batch: not with --module, whose inputs have one size: find it with --micro-batch-size"
+            )
+        with _progress() as show, _one_line():
+            show("tracing", 0, 0)
+            name = self._example(1).name
+            return Profiles(self._graph, times, name, lambda done, total: show("profiling", done, total))
+
+    def _graph(self, micro_batch_size: int) -> Graph:
+        example = self._example(micro_batch_size)
+        return trace(example.model, example.inputs)
+
+    def _example(self, micro_batch_size: int) -> Example:
+        asked = self.arguments
+        options = {
+            "precision": asked.precision or _PRECISION,
+            "attention": asked.attention,
+            "sequence_length": asked.sequence_length,
+        }
+        with _one_line(), weightless():
+            if asked.module is not None:
+                return from_function(asked.module, micro_batch_size)
+            if asked.hf is not None:
+                return from_config(asked.hf, micro_batch_size, **options)
+            if asked.model is not None:
+                return build(asked.model, micro_batch_size, **options)
+        raise UsageError("a model: name one of --model, --module, --hf, --megatron or --profile")
+
+    @cached_property
+    def _times(self) -> TimeSource:
+        name = self._device_name
+        if name == "cuda" and not torch.cuda.is_available():
+            raise UsageError("--device cuda: no GPU is here: name a device, whose times are computed")
+        with _one_line():
+            return Measured(torch.device(name)) if name in _HERE else Roofline(device(name))
+
+    @property
+    def _device_name(self) -> str:
+        return (self.arguments.device or _DEVICE) if self._read is None else self._read.origin.device
+
+    @cached_property
+    def _read(self) -> Profile | None:
+        path: Path | None = self.arguments.profile
+        if path is None:
+            return None
+        with _one_line():
+            read = Profile.read(path)
+        asked, origin = self.arguments, read.origin
+        model = asked.model or asked.module or (asked.hf and str(asked.hf))
+        for option, wanted, found in (
+            ("--model", model, origin.model),
+            ("--micro-batch-size", asked.micro_batch_size, origin.micro_batch_size),
+            ("--device", asked.device, origin.device),
+            ("--precision", asked.precision, origin.precision),
+        ):
+            if wanted is not None and wanted != found:
+                raise UsageError(
+                    f"--profile {path}: is of {found}, not of {option} {wanted}: make one, or leave that out"
+                )
+        return read
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except (ModelError, TraceError, DeviceError, ProfileError) as error:
+        raise UsageError(str(error)) from error
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Gives what to call with what is done, how many of how many (0: not known); shown on standard error."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total or None)
+
+        yield show
