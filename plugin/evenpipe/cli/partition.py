@@ -114,12 +114,12 @@ def _run(arguments: Namespace) -> None:
     if arguments.stages is None:
         raise UsageError("--stages: how many? Give at least 2")
     source = Source(arguments)
-    limit_bytes = int((arguments.memory_gib or source.memory_gib) * _GIB)
+    limit_bytes = int(source.memory_gib * _GIB)
     workload = _workload(arguments)
     options = (workload, arguments.stages, limit_bytes, arguments.optimize, source.host_gbps)
     try:
         if arguments.max_batch:
-            profile = source.at(_largest(arguments, source, lambda profile: fits_into(profile, *options)))
+            profile = source.at(_largest(source, lambda profile: fits_into(profile, *options)))
         else:
             profile = source.profile()
         plan = find_plan(profile, *options)
@@ -135,11 +135,11 @@ def _run(arguments: Namespace) -> None:
     console.print(plan_table(plan))
 
 
-def _largest(arguments: Namespace, source: Source, fits: Callable[[Profile], bool]) -> int:
+def _largest(source: Source, fits: Callable[[Profile], bool]) -> int:
     found = largest_batch(source.at, fits)
     if not found:
         raise UsageError(
-            f"--memory-gib {arguments.memory_gib or source.memory_gib:g}: not even micro-batches of one sample fit: "
+            f"--memory-gib {source.memory_gib:g}: not even micro-batches of one sample fit: "
             "give more memory, more stages, or --optimize swap+recompute"
         )
     return found

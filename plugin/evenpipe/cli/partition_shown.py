@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.balance import Balance
 from evenpipe.partition.search.copies import copies_of
 from evenpipe.partition.search.costs import Costs
-from evenpipe.partition.search.plan import Plan, Stage, plan_of
+from evenpipe.partition.search.plan import Plan, Stage, fits_of, plan_of
 from evenpipe.partition.search.problem import Problem
 from evenpipe.report.divisions import Division
 
@@ -22,25 +22,21 @@ _GIB: Final = 2**30
 
 
 def plan_table(plan: Plan) -> Table:
-    """A row for each part of the model."""
+    """A row for each part of the model: its nodes, ms a micro-batch, peak, and how many nodes run again or swap."""
     binary = "" if plan.binary_ms is None else f", binary partitioning {plan.binary_ms:,.4g} ms"
     caption = (
         f"slowest {plan.max_stage_ms:,.4g} ms, optimum {plan.optimum_ms:,.4g} ms{binary} "
         f"({plan.nodes_tried} cuts tried); searched {plan.search_ms:,.0f} ms"
     )
-    table = Table(
-        "stage", "nodes", "forward ms", "backward ms", "extra ms", "peak GiB", "before", "saves", caption=caption
-    )
+    columns = ("#", "nodes", "forward", "backward", "extra", "GiB", "before", "again", "swap")
+    table = Table(*(Column(name, no_wrap=True) for name in columns), caption=caption)
     for part in plan.stages:
-        saves = [
-            f"{len(names)} {what}" for what, names in (("recomputed", part.recompute), ("swapped", part.swap)) if names
-        ]
         table.add_row(
             str(part.stage),
             f"{part.first_node}–{part.last_node}",
-            *(f"{ms:,.4g}" for ms in (part.forward_ms, part.backward_ms, part.extra_ms)),
+            *(f"{ms:.4g}" for ms in (part.forward_ms, part.backward_ms, part.extra_ms)),
             *(f"{nbytes / _GIB:.4g}" for nbytes in (part.peak_bytes, part.peak_bytes_before)),
-            ", ".join(saves),
+            *(str(len(nodes) or "") for nodes in (part.recompute, part.swap)),
         )
     return table
 
@@ -55,7 +51,7 @@ def ways_to_cut(profile: Profile, plan: Plan) -> list[Division]:
         "compute-balanced": balance.compute_cuts(),
         "memory-balanced": balance.memory_cuts(),
     }
-    cut = [(name, plan_of(problem, cuts, profile.origin, plan.workload)) for name, cuts in others.items()]
+    cut = [(name, plan_of(problem, cuts, fits_of(problem, cuts), plan.workload)) for name, cuts in others.items()]
     return [_division(name, other.stages) for name, other in [*cut, ("chosen", plan)]]
 
 

@@ -37,12 +37,14 @@ class Source:
     def memory_gib(self) -> float:
         """What `--memory-gib` says, else the device's."""
         asked: float | None = self.arguments.memory_gib
-        named = self._device_name
-        if asked is None and named not in DEVICES and named != "cuda":
-            raise UsageError(f"--memory-gib: how much may a stage hold? It is not known of --device {named}")
-        if asked is None and named == "cuda":
+        if asked is not None:
+            return asked
+        if self._device_name == "cpu":
+            raise UsageError("--memory-gib: how much may a stage hold? With --device cpu it is not known")
+        if self._device_name == "cuda":
             return float(torch.cuda.mem_get_info()[1] / 2**30)
-        return DEVICES[named].memory_gib if asked is None else asked
+        with _one_line():
+            return float(device(self._device_name).memory_gib)
 
     @property
     def host_gbps(self) -> float:

@@ -1,0 +1,134 @@
+"""`evenpipe partition`: plans and profiles as documents, a picture, the largest batch; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evenpipe.cli.main import main
+
+MODEL = """
+import torch
+from torch import nn
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+def chain():
+    return Chain(), {"x": torch.ones(4, 32)}
+
+def broken():
+    raise RuntimeError("no weights here")
+
+class Branching(Chain):
+    def forward(self, x):
+        return super().forward(x if x.sum() > 0 else -x)
+
+def branching():
+    return Branching(), {"x": torch.ones(4, 32)}
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "chain.py"
+    path.write_text(MODEL)
+    return path
+
+
+@pytest.fixture(scope="module")
+def profile(file: Path) -> Path:
+    path = file.with_name("profile.json")
+    main(["partition", "--module", f"{file}:chain", "--stages", "2", "--json", "--profile-out", str(path)])
+    return path
+
+
+def _refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["partition", *argv])
+    captured = capsys.readouterr()
+    assert caught.value.code == 2
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_a_plan_covers_all_nodes_with_the_times_of_the_profile(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    out, picture = tmp_path / "P.json", tmp_path / "P.png"
+    main(
+        [
+            *("partition", "--profile", str(profile), "--stages", "3", "--schedule", "1f1b", "--json"),
+            *("--out", str(out), "--picture", str(picture)),
+        ]
+    )
+    plan = json.loads(capsys.readouterr().out)
+    assert plan == json.loads(out.read_text())
+    assert plan["format"] == "evenpipe.partition/1"
+    nodes = json.loads(profile.read_text())["nodes"]
+    stages = plan["stages"]
+    assert [stage["last_node"] for stage in stages[:-1]] == plan["cuts"]
+    assert all(nodes[cut]["cut_allowed"] for cut in plan["cuts"])
+    assert [stage["first_node"] for stage in stages] == [0, *(cut + 1 for cut in plan["cuts"])]
+    assert stages[-1]["last_node"] == len(nodes) - 1
+    for stage in stages:
+        mine = nodes[stage["first_node"] : stage["last_node"] + 1]
+        assert stage["forward_ms"] == pytest.approx(sum(node["forward_ms"] for node in mine))
+        assert stage["backward_ms"] == pytest.approx(sum(node["backward_ms"] for node in mine))
+        assert stage["peak_bytes"] == stage["peak_bytes_before"] > sum(node["parameter_bytes"] for node in mine)
+    slowest = max(stage["forward_ms"] + stage["backward_ms"] + stage["extra_ms"] for stage in stages)
+    assert slowest == pytest.approx(plan["max_stage_ms"])
+    assert plan["optimum_ms"] <= plan["max_stage_ms"] <= 1.001 * plan["optimum_ms"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_error_asks_for_is_enough(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--profile", str(profile), "--stages", "2", "--memory-gib"]
+    said = _refusal(capsys, *asked, "0.0005")
+    assert "--memory-gib 0.0005: no partition fits: give at least " in said
+    enough = said.partition("at least ")[2].split(",")[0].strip()
+    main(["partition", *asked, enough, "--json"])
+    assert max(stage["peak_bytes"] for stage in json.loads(capsys.readouterr().out)["stages"]) <= float(enough) * 2**30
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--module", "FILE:missing", "--stages", "2"), "chain.py has no function missing"),
+        (("--module", "FILE:broken", "--stages", "2"), "chain.py:19: RuntimeError: no weights here"),
+        (("--module", "FILE:branching", "--stages", "2"), "chain.py:24"),
+        (("--profile", "PROFILE", "--stages", "500"), "--stages 500: 500 stages need 499 cuts, and the model has"),
+        (("--profile", "PROFILE", "--stages", "2", "--schedule", "1f1"), "1f1"),
+        (("--profile", "PROFILE", "--stages", "2", "--model", "bert-large"), "not of --model bert-large"),
+        (("--profile", "PROFILE", "--stages", "2", "--micro-batch-size", "3"), "is of 4, not of --micro-batch-size 3"),
+        (("--profile", "FILE", "--stages", "2"), "no evenpipe.profile/1"),
+        (("--profile", "PROFILE", "--stages", "2", "--max-batch"), "--max-batch: a profile is of one micro-batch size"),
+        (
+            (
+                "--profile",
+                "PROFILE",
+            ),
+            "--stages: how many?",
+        ),
+        (("--stages", "2"), "name one of --model, --module, --hf, --megatron or --profile"),
+        (("--module", "FILE:chain", "--stages", "2", "--device", "a100"), "no device 'a100'"),
+        (("--profile", "PROFILE", "--stages", "2", "--", "--num-layers", "8"), "flags are for --megatron"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    flags: tuple[str, ...], said: str, file: Path, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    given = [word.replace("FILE", str(file)).replace("PRO" + str(file), str(profile)) for word in flags]
+    assert said in _refusal(capsys, *given)
