@@ -95,8 +95,8 @@ def test_a_plan_covers_all_nodes_with_the_times_of_the_profile(
 
 def test_what_the_error_asks_for_is_enough(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--profile", str(profile), "--stages", "2", "--memory-gib"]
-    said = _refusal(capsys, *asked, "0.0005")
-    assert "--memory-gib 0.0005: no partition fits: give at least " in said
+    said = _refusal(capsys, *asked, "0.0001")
+    assert "--memory-gib 0.0001: no partition fits: give at least " in said
     enough = said.partition("at least ")[2].split(",")[0].strip()
     main(["partition", *asked, enough, "--json"])
     assert max(stage["peak_bytes"] for stage in json.loads(capsys.readouterr().out)["stages"]) <= float(enough) * 2**30
@@ -107,7 +107,7 @@ def test_what_the_error_asks_for_is_enough(profile: Path, capsys: pytest.Capture
     [
         (("--module", "FILE:missing", "--stages", "2"), "chain.py has no function missing"),
         (("--module", "FILE:broken", "--stages", "2"), "chain.py:19: RuntimeError: no weights here"),
-        (("--module", "FILE:branching", "--stages", "2"), "chain.py:24"),
+        (("--module", "FILE:branching", "--stages", "2"), "chain.py:23"),
         (("--profile", "PROFILE", "--stages", "500"), "--stages 500: 500 stages need 499 cuts, and the model has"),
         (("--profile", "PROFILE", "--stages", "2", "--schedule", "1f1"), "1f1"),
         (("--profile", "PROFILE", "--stages", "2", "--model", "bert-large"), "not of --model bert-large"),

@@ -68,12 +68,9 @@ def _uniform(profile: Profile, problem: Problem) -> tuple[int, ...]:
 def _division(title: str, parts: Sequence[Stage]) -> Division:
     """Stages with several parts take the time of all of them; their peaks are of the whole stage."""
     of_stage = [[part for part in parts if part.stage == stage] for stage in sorted({part.stage for part in parts})]
-    return Division(
-        title,
-        *(
-            [sum(getattr(part, time) for part in mine) for mine in of_stage]
-            for time in ("forward_ms", "backward_ms", "extra_ms")
-        ),
-        [mine[0].peak_bytes for mine in of_stage],
-        [mine[0].peak_bytes_before for mine in of_stage],
+    forward_ms, backward_ms, extra_ms = (
+        [sum(getattr(part, time) for part in mine) for mine in of_stage]
+        for time in ("forward_ms", "backward_ms", "extra_ms")
     )
+    peaks, before = ([getattr(mine[0], peak) for mine in of_stage] for peak in ("peak_bytes", "peak_bytes_before"))
+    return Division(title, forward_ms, backward_ms, extra_ms, peaks, before)

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from evenpipe.schedule import ScheduleError
 from evenpipe.settings.config import EvenPipeConfig
 
 __all__ = ["COMMAND", "FLAGS", "SECTION", "Spelling", "command_flag", "flag", "in_flags"]
@@ -62,7 +61,7 @@ COMMAND: Final = _with_flags(command_flag)
 SECTION: Final = Spelling(_path, _key)
 
 
-def in_flags(error: ScheduleError) -> str:
+def in_flags(error: Exception) -> str:
     """The first line of `error`, with `chunks=1:` as the commands of `evenpipe` have it: `--chunks 1:`."""
     line = str(error).partition("\n")[0]
     return re.sub(r"^(\w+)(?:=(\S+))?:", lambda match: COMMAND.mention(match[1], match[2]) + ":", line)

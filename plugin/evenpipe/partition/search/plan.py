@@ -17,7 +17,7 @@ from evenpipe.partition.search.copies import Workload, copies_of
 from evenpipe.partition.search.costs import Costs
 from evenpipe.partition.search.coupled import best_partition
 from evenpipe.partition.search.memory import Fit, Optimize
-from evenpipe.partition.search.problem import PartitionError, Problem
+from evenpipe.partition.search.problem import PartitionError, Problem, check_cuts
 from evenpipe.report import write_atomically
 
 __all__ = ["Plan", "Stage", "find_plan", "fits_into", "fits_of", "least_limit", "plan_of"]
@@ -173,7 +173,9 @@ def fits_into(
 def _problem(
     profile: Profile, workload: Workload, stages: int, limit_bytes: int, optimize: Optimize, link_gbps: float
 ) -> Problem:
-    return Problem(Costs(profile), copies_of(workload, stages), limit_bytes, optimize, link_gbps)
+    costs = Costs(profile)
+    check_cuts(costs, stages, stages * workload.chunks)  # before a schedule of so many is made and verified
+    return Problem(costs, copies_of(workload, stages), limit_bytes, optimize, link_gbps)
 
 
 def fits_of(problem: Problem, cuts: Sequence[int]) -> tuple[Fit, ...]:
@@ -243,7 +245,7 @@ def _fits(problem: Problem, cuts: Sequence[int]) -> bool:
 def _too_little(problem: Problem) -> str:
     least, limit = least_limit(problem), problem.limit_bytes / GIB
     remedy = "" if problem.optimize != "none" else ", or optimize by recompute or swap+recompute"
-    return f"memory_gib={limit:g}: no partition fits: give at least {ceil(least / GIB * 1000) / 1000:.3f}{remedy}"
+    return f"memory_gib={limit:.4g}: no partition fits: give at least {ceil(least / GIB * 1e4) / 1e4:g}{remedy}"
 
 
 def least_limit(problem: Problem) -> int:

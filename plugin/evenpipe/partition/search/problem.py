@@ -16,7 +16,7 @@ from evenpipe.partition.search.costs import Costs, Numbers
 from evenpipe.partition.search.memory import Fit, Load, Optimize, fit
 from evenpipe.partition.search.ranges import Graph
 
-__all__ = ["Cap", "Cell", "PartitionError", "Problem"]
+__all__ = ["Cap", "Cell", "PartitionError", "Problem", "check_cuts"]
 
 
 class PartitionError(ValueError):
@@ -41,6 +41,16 @@ class Cell(NamedTuple):
     fit: Fit
 
 
+def check_cuts(costs: Costs, stages: int, positions: int) -> None:
+    """Raises PartitionError for more positions than the model can be cut into."""
+    if positions > costs.last:
+        chunks = f" × {positions // stages} chunks" if positions > stages else ""
+        raise PartitionError(
+            f"stages={stages}: {stages} stages{chunks} need {positions - 1} cuts, and the model has {costs.last - 1} "
+            "valid ones: use fewer"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """A profile to cut for a schedule, in `limit_bytes` a stage; `link_gbps`: of each stage's link to its host.
@@ -58,14 +68,7 @@ class Problem:
     _cells: dict[tuple[int, int, int], Cell | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.copies.positions > self.costs.last:
-            parts = f"{self.copies.stages} stages"
-            if self.copies.positions > self.copies.stages:
-                parts += f" × {self.copies.positions // self.copies.stages} chunks"
-            raise PartitionError(
-                f"stages={self.copies.stages}: {parts} need {self.copies.positions - 1} cuts, and the model has "
-                f"{self.costs.last - 1} valid ones: use fewer"
-            )
+        check_cuts(self.costs, self.copies.stages, self.copies.positions)
         if not self.caps:
             object.__setattr__(self, "caps", tuple(map(self._alone, range(self.copies.positions))))
 
