@@ -105,7 +105,7 @@ def test_what_the_error_asks_for_is_enough(profile: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--module", "FILE:missing", "--stages", "2"), "chain.py has no function missing"),
+        (("--module", "FILE:missing", "--stages", "2"), "chain.py:missing"),
         (("--module", "FILE:broken", "--stages", "2"), "chain.py:19: RuntimeError: no weights here"),
         (("--module", "FILE:branching", "--stages", "2"), "chain.py:23"),
         (("--profile", "PROFILE", "--stages", "500"), "--stages 500: 500 stages need 499 cuts, and the model has"),

@@ -69,7 +69,7 @@ def _add_model(parser: Parser) -> None:
         help="with --megatron: pretrain_gpt.py, if there is a checkout, and flags",
     )
     group.add_argument("--profile", type=Path, metavar="F.json", help="read the profile in place of making it")
-    group.add_argument("--micro-batch-size", type=positive, metavar="B", help="samples (default 1)")
+    group.add_argument("--micro-batch-size", type=positive, metavar="B", help="samples (default 1, or --module's)")
     group.add_argument("--sequence-length", type=positive, default=512, metavar="S", help="tokens (default 512)")
     group.add_argument("--precision", metavar="TYPE", help="fp32 | bf16 | fp16 (default fp32)")
     group.add_argument("--attention", default="eager", metavar="KIND", help="eager | sdpa (default eager)")

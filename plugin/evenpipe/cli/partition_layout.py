@@ -37,13 +37,14 @@ def show_layout(arguments: Namespace) -> None:
     console = Console(stderr=True)
     with console.status("timing layers" if measured else "reading flags") if console.is_terminal else nullcontext():
         try:
-            found = best_layout(
+            found, profile = best_layout(
                 arguments.flags, None if measured else device(arguments.device), limit_bytes=limit_bytes
             )
         except (LayoutError, DeviceError) as error:
             raise UsageError(str(error)) from error
     document = json.dumps(found.to_json())
     write("--out", arguments.out, lambda path: write_atomically(path, document))
+    write("--profile-out", arguments.profile_out, profile.write)
     stages = {"even": found.even, "chosen": found.best}
     write(
         "--picture",

@@ -99,7 +99,7 @@ class Source:
         }
         with _one_line(), weightless():
             if asked.module is not None:
-                return from_function(asked.module, micro_batch_size)
+                return from_function(asked.module, asked.micro_batch_size)
             if asked.hf is not None:
                 return from_config(asked.hf, micro_batch_size, **options)
             if asked.model is not None:
