@@ -18,6 +18,8 @@ __all__ = ["Found", "search"]
 _WIDTHS = (1.01, 1.04, 1.12, 1.3, 1.7, 2.5, inf)
 #: How many paths are weighed for a good one before the best is sought.
 _GUESSES = 12
+#: How many ranges beyond what was asked for are weighed if none makes up a partition yet.
+_PATIENCE = 48
 #: A partition that is above what none can be below by no more than this part ends the search.
 _NEAR = 8e-4
 #: Of partitions as fast as that one but for this part, the one that sends least over its cuts is taken (B.2).
@@ -40,7 +42,7 @@ def search(problem: Problem, most_weighed: float = inf) -> Found | None:
     """The best partition; None: none fits.
 
     When `most_weighed` ranges have been weighed, the best partition of these is taken, and `optimum_ms` may be further
-    below it.
+    below it; a little later it is given up if there is none, so that one which hardly fits may be missed.
 
     Why what is left out cannot matter. (1) Some stage takes at least the mean, and one with the longest piece between
     two boundaries at least that; so attempts begin there. (2) If no stage takes more than w, then k stages take at most
@@ -135,7 +137,8 @@ class _Paths:
                 break
         while True:
             path, ms = _shortest(self.ms, np.maximum)
-            if self.best_ms == ms == inf:
+            given_up = self.problem.weighed >= most_weighed + _PATIENCE
+            if self.best_ms == inf and (ms == inf or given_up):
                 return None
             if self.best_ms <= ms * (1 + _NEAR) or self._enough(most_weighed):
                 return self._quietest(min(ms, self.most_ms))

@@ -170,17 +170,19 @@ def _cheapest(host: HostLink, swapped: Numbers, loads: Sequence[Load]) -> Fit | 
     Every pick has those weighed again of which it changes the chain, and no others: it costs these and the heap's
     logarithm. What it all comes to, transients among it, is worked out when so much is saved that it could be enough.
     """
-    _saved, picks = host.saved, _Picks(host, swapped)
+    picks = _Picks(host, swapped)
     found = _weigh(host, swapped, picks.again)
+    step = max(1, host.saved.total >> 10)
     while not _fits(found, loads):
         # As much beside as now: then this is what may be kept.
         enough = min((budget - own * found.transient) / copies for copies, budget, own in loads)
         kept = found.kept
-        while kept > enough or kept == found.kept:
+        while kept > min(enough, found.kept - step):
             entry = picks.best()
             if entry is None:
                 return None
             kept -= picks.pick(entry)
+        step *= 2  # where what comes back is what takes the room, it is not worked out for every pick
         found = _weigh(host, np.append(swapped, np.array(picks.swapped, np.int64)), picks.again)
     return found
 

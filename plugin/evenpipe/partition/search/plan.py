@@ -29,7 +29,7 @@ MOST_WEIGHED: Final = 64
 #: BiPar is not followed where it can only come out slower than the optimum by more than this.
 _CEILING = 1.01
 #: How close to the least memory limit the one named in an error is; to know it closer takes many searches.
-_CLOSE = 1.005
+_CLOSE = 1.01
 
 
 class _Frozen(BaseModel):
@@ -249,7 +249,7 @@ def _too_little(problem: Problem) -> str:
 
 
 def least_limit(problem: Problem) -> int:
-    """Bytes a stage into which a partition is known to fit: at most 0.5 % above the least that is."""
+    """Bytes a stage into which a partition is known to fit: within 1 % of the least that is known to be enough."""
 
     def fits(limit: int) -> bool:
         return best_partition(problem.within(limit), 0) is not None
