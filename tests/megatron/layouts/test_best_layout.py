@@ -67,9 +67,8 @@ def cuts_of(plan):
     return tuple(sum(row[: part + 1]) for part in range(len(row) - 1))
 
 
-@pytest.mark.parametrize(
-    "flags", [(*EXPERTS, *MTP, *TENSOR), pytest.param((), marks=pytest.mark.long)], ids=["experts, MTP, TP 2", "dense"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [(*EXPERTS, *MTP, *TENSOR), ()], ids=["experts, MTP, TP 2", "dense"])
 def test_parameters_are_those_of_megatrons_own_model(flags):
     script = Path(__file__).with_name("count_parameters.py")
     done = subprocess.run([sys.executable, script, *SMALL, *flags], capture_output=True, text=True, check=False)

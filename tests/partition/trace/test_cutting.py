@@ -40,6 +40,7 @@ def test_a_cut_leaves_every_gradient_bit_for_bit(small, name):
             assert torch.equal(stages, whole), where
 
 
+@pytest.mark.long
 def test_a_cut_leaves_convolutions_gradients_but_for_rounding(small):
     """A concatenation's gradients are slices in one stage and copies in two: batch norm adds those up otherwise."""
     example, graph = small("amoebanet-d")

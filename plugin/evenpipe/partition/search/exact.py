@@ -53,7 +53,7 @@ def search(problem: Problem, most_weighed: float = inf) -> Found | None:
     last, with w as long as it takes. (5) `Problem.lower_ms` is never more than a range takes. So no path takes less
     than the best one by lower bounds, of which the ranges are weighed in turn, until one that has been takes no more.
     (6) Taken as given: what cannot be made to fit, with all that saves anything recomputed or swapped, cannot be with
-    more nodes.
+    more nodes. (Where its messages are much larger than theirs it might: then `optimum_ms` may be too high.)
     """
     reach = _reach(problem)
     if reach is None:
@@ -155,10 +155,13 @@ class _Paths:
             cell = self.problem.cell(k, int(self.windows[k][at[0]]), int(self.windows[k + 1][at[1]]))
             if cell is not None and 0 < self.ms[k][at] < inf:
                 factors[k] = max(1.0, cell.ms / self.ms[k][at])
-            # By (6) no range around one that cannot be made to fit does either.
-            there = at if cell is not None else (slice(at[0] + 1), slice(at[1], None))
-            self.ms[k][there] = inf if cell is None else cell.ms
-            self.known[k][there] = True
+            self.ms[k][at] = inf if cell is None else cell.ms
+            self.known[k][at] = True
+            if cell is None:
+                # By (6) no range around it fits either; what is known to fit stays.
+                around = slice(at[0] + 1), slice(at[1], None)
+                self.ms[k][around][~self.known[k][around]] = inf
+                self.known[k][around] = True
         longest = max(float(ms[at]) for ms, at in zip(self.ms, pairwise(path), strict=True))
         self.best_ms = min(self.best_ms, longest)
         return bool(open_ranges)
