@@ -61,6 +61,7 @@ def search(problem: Problem, most_weighed: float = inf) -> Found | None:
     upto = problem.costs.upto_ms
     least = max(upto[-1] / problem.copies.positions, float(np.diff(upto).max()))
     best: Found | None = None
+    filled = problem.optimize == "none"
     for width in _WIDTHS:
         most_ms = best.ms if best is not None else least * width
         windows = _windows(problem, reach, most_ms)
@@ -71,7 +72,36 @@ def search(problem: Problem, most_weighed: float = inf) -> Found | None:
             if best is not None or found.ms <= most_ms * (1 + 1e-9) or problem.weighed >= most_weighed:
                 return found
             best = found
+        elif not filled and width > _WIDTHS[0]:
+            # Nothing is near the mean: perhaps nothing fits, which is known soonest by filling stages in earnest.
+            before, filled = problem.weighed, True
+            reach = _filled(problem, reach)
+            if reach is None:
+                return None
+            most_weighed += problem.weighed - before
     return best
+
+
+def _filled(problem: Problem, reach: list[tuple[int, int]]) -> list[tuple[int, int]] | None:
+    """`reach` with stages filled as far as they can be made to fit, by (6); None: the model does not fit."""
+    count, last = problem.copies.positions, problem.costs.last
+    right, left = [0], [last]
+    for position in range(count):
+        low, high = right[-1], reach[position + 1][1]
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if problem.cell(position, right[-1], middle) is not None else (low, middle - 1)
+        right.append(low)
+    if right[-1] < last:
+        return None
+    for position in reversed(range(count)):
+        low, high = reach[position][0], left[-1]
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if problem.cell(position, middle, left[-1]) is not None else (middle + 1, high)
+        left.append(low)
+    spans = zip(reversed(left), right, strict=True)
+    return [(max(low, first), min(high, stop)) for (low, high), (first, stop) in zip(spans, reach, strict=True)]
 
 
 def _reach(problem: Problem) -> list[tuple[int, int]] | None:
