@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Final
 
@@ -23,11 +19,11 @@ from evenpipe.partition.layouts import (
 )
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.timing.devices import Device
+from evenpipe.runtime.child import ChildFailed, answer_of
 
 __all__ = ["best_layout"]
 
 _CHILD: Final = "evenpipe.megatron.layouts.model"
-_WITHOUT_GPU: Final = {"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def best_layout(
@@ -46,18 +42,10 @@ def best_layout(
     Raises LayoutError, one line.
     """
     asked = {"flags": list(flags), "world_size": world_size, "measure": device is None}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", _CHILD],
-        input=json.dumps(asked),
-        env={**os.environ, **_WITHOUT_GPU},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise LayoutError(lines[-1])
-    found = json.loads(done.stdout.splitlines()[-1])
+    try:
+        found = answer_of(_CHILD, asked)
+    except ChildFailed as error:
+        raise LayoutError(str(error)) from error
     shape = Shape(**{**found["shape"], "experts": tuple(found["shape"]["experts"])})
     if device is None:
         times = {kind: {name: Time(*time) for name, time in nodes.items()} for kind, nodes in found["times"].items()}

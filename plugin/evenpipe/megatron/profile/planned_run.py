@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Final
 
 from evenpipe.planner.memory import StageMemory
+from evenpipe.runtime.child import ChildFailed, answer_of
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.schedule import links, loop
 from evenpipe.train.options import RULES, TrainOptions, device_type, fits_this_machine
@@ -17,7 +14,6 @@ from evenpipe.train.options import RULES, TrainOptions, device_type, fits_this_m
 __all__ = ["PlannedRun", "ProfileError", "stage_memories", "stage_memory"]
 
 _CHILD: Final = "evenpipe.megatron.profile.stages"
-_WITHOUT_GPU: Final = {"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 class ProfileError(RuntimeError):
@@ -49,19 +45,12 @@ def stage_memories(cases: Sequence[TrainOptions], device: str) -> list[tuple[Sta
     The real model runs its forward for micro-batches of one and two samples, without memory and without values: a few
     seconds at any size. Neither torch.distributed nor Megatron is touched in the calling process.
     """
-    asked = json.dumps({"cases": [options.model_dump(mode="json") for options in cases], "device": device})
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", _CHILD],
-        input=asked,
-        env={**os.environ, **_WITHOUT_GPU},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise ProfileError(f"the model cannot be profiled: {lines[-1]}", done.stderr)
-    found = [[StageMemory(*stage) for stage in stages] for stages in json.loads(done.stdout.splitlines()[-1])]
+    asked = {"cases": [options.model_dump(mode="json") for options in cases], "device": device}
+    try:
+        answer = answer_of(_CHILD, asked)
+    except ChildFailed as error:
+        raise ProfileError(f"the model cannot be profiled: {error}", error.details) from None
+    found = [[StageMemory(*stage) for stage in stages] for stages in answer]
     if device == "cuda":
         found = [_with_links(stages, options) for stages, options in zip(found, cases, strict=True)]
     return [tuple(stages) for stages in found]
