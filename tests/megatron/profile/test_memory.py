@@ -97,6 +97,7 @@ def test_a_model_of_175_billion_parameters_takes_no_memory(predicted: dict[str, 
     assert peak_kib < 2 * 2**20
 
 
+@pytest.mark.long
 def test_on_cuda_dropout_keeps_a_byte_an_element_and_links_take_memory(
     predicted: dict[str, tuple[StageMemory, ...]],
 ) -> None:

@@ -136,6 +136,7 @@ def test_a_short_pipeline_evicts_nothing():
     assert lines[-1] == "  no stage holds more micro-batches than BPipe's bound: nothing will be evicted"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA")
 def test_two_agents_of_two_processes_train_placed_as_megatron_does(tmp_path):
     """Four stages: outer ones on the first node, inner ones on the second; losses to the last bit; the bound of 3."""
