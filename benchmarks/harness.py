@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -46,7 +46,7 @@ class Benchmark:
         )
         self._load_before = os.getloadavg()[0]
 
-    def report(self, settings: dict[str, Any], results: list[dict[str, Any]], table: Table) -> None:
+    def report(self, settings: dict[str, Any], results: list[dict[str, Any]], table: Table | Group) -> None:
         """Print the document `evenpipe.benchmark/1`, or `table`, as --json says."""
         machine = {
             "platform": platform.platform(),

@@ -1,0 +1,234 @@
+"""The largest batches that fit into 40 GB, by method, beside DawnPiper's Tables 1 and 2.
+
+All methods see the same profiles: fp32, sequence length 512, times by the roofline of an A100 of 40 GB on PCIe 4 ×16.
+Table 1 counts mini-batches with as many micro-batches as stages, Table 2 micro-batches. With enough patience everything
+can be swapped; so what memory optimisation adds to a stage may be as long as forwarding all of it again, and no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, Final, NamedTuple
+
+from harness import Benchmark, progress_bar
+from rich.console import Group
+from rich.table import Table
+from rivals.gpipe import gpipe_fits
+from rivals.layers import Layers
+from rivals.pipedream import pipedream_fits
+from rivals.vpipe import vpipe
+from rivals.zero import zero_fits
+
+from evenpipe.partition.models import build
+from evenpipe.partition.profile import Profile
+from evenpipe.partition.profiling import Profiles
+from evenpipe.partition.search.copies import Workload, copies_of
+from evenpipe.partition.search.costs import Costs
+from evenpipe.partition.search.coupled import best_partition
+from evenpipe.partition.search.largest import largest_batch
+from evenpipe.partition.search.memory import Optimize
+from evenpipe.partition.search.plan import MOST_WEIGHED
+from evenpipe.partition.search.problem import Problem
+from evenpipe.partition.timing import Roofline, device
+from evenpipe.partition.trace import Graph, trace, weightless
+
+DEVICE: Final = device("a100-40gb")
+LIMIT_BYTES: Final = 40 * 10**9
+MODELS: Final = {"BERT": "bert-large", "GPT-2": "gpt2-large", "T5": "t5-v1.1-large", "AmoebaNet": "amoebanet-d"}
+Fits = Callable[[Profile], bool]
+
+
+class Method(NamedTuple):
+    """A row of a table; `paper`: its batches there, by stages, in the order of MODELS."""
+
+    table: int
+    optimized: str
+    name: str
+    fits: Callable[[int], Fits]
+    paper: dict[int, tuple[int, ...]]
+
+
+def _layered(fits: Callable[..., bool], stages: int, *more: Any) -> Fits:
+    return lambda profile: fits(Layers(profile), stages, LIMIT_BYTES, *more)
+
+
+def _vpipe(mode: str, optimize: bool, memory_aware: bool, stages: int) -> Fits:
+    copies = [(stages, 1)] * stages if mode == "sync" else [(stages - stage, stages - stage) for stage in range(stages)]
+    link_gbps = DEVICE.host_gbps if optimize else None
+
+    def fits(profile: Profile) -> bool:
+        found = vpipe(Layers(profile), copies, LIMIT_BYTES, link_gbps, memory_aware)
+        return found is not None and all(stage.extra_ms <= stage.forward_ms for stage in found.stages)
+
+    return fits
+
+
+def _ours(mode: str, optimize: Optimize, stages: int) -> Fits:
+    workload = Workload.of_mode(mode, stages)
+
+    def fits(profile: Profile) -> bool:
+        problem = Problem(Costs(profile), copies_of(workload, stages), LIMIT_BYTES, optimize, DEVICE.host_gbps)
+        found = best_partition(problem, MOST_WEIGHED)
+        if found is None:
+            return False
+        forward_ms = (problem.costs.forward_ms(*ends) for ends in pairwise(found.cuts))
+        return all(fit.extra_ms <= ms for fit, ms in zip(found.fits, forward_ms, strict=True))
+
+    return fits
+
+
+def _zero(stage: int, replicas: int) -> Fits:
+    return _layered(zero_fits, replicas, stage)
+
+
+BOTH: Final[Optimize] = "swap+recompute"
+METHODS: Final = (
+    Method(1, "none", "ZeRO-2", partial(_zero, 2), {4: (64, 8, 140, 412), 8: (128, 16, 224, 824)}),
+    Method(1, "none", "ZeRO-3", partial(_zero, 3), {4: (64, 8, 132, 404), 8: (128, 16, 208, 808)}),
+    Method(1, "none", "GPipe", lambda p: _layered(gpipe_fits, p, False), {4: (52, 8, 144, 280), 8: (88, 16, 256, 480)}),
+    Method(1, "none", "vPipe", partial(_vpipe, "sync", False, False), {4: (60, 8, 144, 188), 8: (88, 16, 256, 264)}),
+    Method(1, "none", "layers by memory", partial(_vpipe, "sync", False, True), {}),
+    Method(1, "none", "DawnPiper", partial(_ours, "sync", "none"), {4: (72, 8, 160, 360), 8: (136, 16, 320, 560)}),
+    Method(1, "R", "GPipe", lambda p: _layered(gpipe_fits, p, True), {4: (120, 28, 348, 644), 8: (208, 48, 664, 1384)}),
+    Method(1, "S+R", "vPipe", partial(_vpipe, "sync", True, True), {4: (128, 28, 348, 720), 8: (208, 56, 664, 1424)}),
+    Method(1, "S+R", "DawnPiper", partial(_ours, "sync", BOTH), {4: (160, 32, 424, 1220), 8: (280, 60, 800, 2180)}),
+    Method(2, "none", "PipeDream", partial(_layered, pipedream_fits), {4: (16, 2, 40, 70), 8: (16, 2, 44, 64)}),
+    Method(2, "none", "vPipe", partial(_vpipe, "async", False, False), {4: (16, 2, 40, 48), 8: (16, 2, 44, 32)}),
+    Method(2, "none", "layers by memory", partial(_vpipe, "async", False, True), {}),
+    Method(2, "none", "DawnPiper", partial(_ours, "async", "none"), {4: (32, 3, 78, 150), 8: (40, 5, 84, 128)}),
+    Method(2, "S+R", "vPipe", partial(_vpipe, "async", True, True), {4: (46, 8, 110, 300), 8: (58, 16, 144, 214)}),
+    Method(2, "S+R", "DawnPiper", partial(_ours, "async", BOTH), {4: (84, 10, 192, 480), 8: (100, 22, 248, 528)}),
+)
+#: DawnPiper over a rival: table, what is optimised, the rival with what, and the mean to be reached, by stages.
+RATIOS: Final = (
+    (2, "none", "vPipe", "none", {4: 2.0, 8: 2.5}),
+    (2, "S+R", "vPipe", "S+R", {4: 1.6, 8: 1.8}),
+    (1, "S+R", "vPipe", "S+R", {4: 1.3, 8: 1.25}),
+    (2, "S+R", "PipeDream", "none", {}),
+    (1, "none", "GPipe", "none", {}),
+)
+
+
+@cache
+def profiles_of(model: str) -> Callable[[int], Profile]:
+    """The profiles of a model, by micro-batch size."""
+
+    def graph_of(micro_batch_size: int) -> Graph:
+        with weightless():
+            example = build(model, micro_batch_size)
+        return trace(example.model, example.inputs)
+
+    return lru_cache(maxsize=64)(Profiles(graph_of, Roofline(DEVICE), model).at)
+
+
+def measure(title: str, stages: int, method: Method) -> dict[str, Any]:
+    """A row for a model."""
+    batches = stages if method.table == 1 else 1  # micro-batches that the table counts as one
+    return {
+        "table": method.table,
+        "optimized": method.optimized,
+        "method": method.name,
+        "model": title,
+        "stages": stages,
+        "batch": batches * largest_batch(profiles_of(MODELS[title]), method.fits(stages)),
+        "paper": method.paper[stages][list(MODELS).index(title)] if method.paper else None,
+    }
+
+
+def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """DawnPiper over each rival, by model and on average, ours beside the paper's."""
+    batch = {(r["table"], r["optimized"], r["method"], r["stages"], r["model"]): (r["batch"], r["paper"]) for r in rows}
+    found = []
+    for table, optimized, rival, rivals, wanted in RATIOS:
+        for count in sorted({row["stages"] for row in rows}):
+            by_model = {}
+            for model in dict.fromkeys(row["model"] for row in rows):
+                ours, other = (
+                    batch[table, optimized, "DawnPiper", count, model],
+                    batch[table, rivals, rival, count, model],
+                )
+                by_model[model] = [ours[0] / other[0] if other[0] else None, ours[1] / other[1]]
+            means = [fmean(pair[k] for pair in by_model.values() if pair[k] is not None) for k in (0, 1)]
+            found.append(
+                {
+                    "table": table,
+                    "over": f"{rival} ({rivals})",
+                    "optimized": optimized,
+                    "stages": count,
+                    "by_model": by_model,
+                    "mean": means[0],
+                    "paper": means[1],
+                    "to_reach": wanted.get(count),
+                }
+            )
+    return found
+
+
+def doubling(rows: list[dict[str, Any]]) -> float | None:
+    """How DawnPiper's mini-batches of Table 1 with memory optimisation grow from 4 stages to 8, on average."""
+    ours = {
+        (r["stages"], r["model"]): r["batch"]
+        for r in rows
+        if (r["table"], r["optimized"], r["method"]) == (1, "S+R", "DawnPiper")
+    }
+    pairs = [(ours[8, model], four) for (stages, model), four in ours.items() if stages == 4 and (8, model) in ours]
+    return fmean(eight / four for eight, four in pairs) if pairs else None
+
+
+def main() -> None:
+    benchmark = Benchmark("max_batch", __doc__ or "", repeats=1)
+    benchmark.parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
+    benchmark.parser.add_argument("--stages", nargs="+", type=int, choices=(4, 8), default=[4, 8], help="(default 4 8)")
+    arguments = benchmark.parser.parse_args()
+    cases = [(model, stages, method) for model in arguments.models for stages in arguments.stages for method in METHODS]
+    rows = []
+    with progress_bar("batches", len(cases)) as tick:
+        for case in cases:
+            rows.append(measure(*case))
+            tick()
+    found = ratios(rows)
+    grown = doubling(rows)
+    settings = {"limit_bytes": LIMIT_BYTES, "device": DEVICE.name, "stages_doubled": grown}
+    tables = [_batches(number, rows, arguments.models) for number in (1, 2)]
+    said = "" if grown is None else f"twice the stages: {grown:.2f} times the mini-batch with S+R (paper: 1.84)"
+    benchmark.report(settings, [*rows, *found], Group(*tables, _ratios(found), said))
+
+
+def _batches(number: int, rows: list[dict[str, Any]], models: list[str]) -> Table:
+    table = Table("stages", "optimised", "method", *models, title=f"Table {number}: ours (paper's)")
+    mine = [row for row in rows if row["table"] == number]
+    for key in sorted({(r["stages"], METHOD_ORDER[r["optimized"], r["method"], number]) for r in mine}):
+        row = [r for r in mine if (r["stages"], METHOD_ORDER[r["optimized"], r["method"], number]) == key]
+        cells = (f"{r['batch']} ({r['paper'] if r['paper'] is not None else '–'})" for r in row)
+        table.add_row(str(key[0]), row[0]["optimized"], row[0]["method"], *cells)
+    return table
+
+
+METHOD_ORDER: Final = {(m.optimized, m.name, m.table): place for place, m in enumerate(METHODS)}
+
+
+def _ratios(found: list[dict[str, Any]]) -> Table:
+    table = Table("table", "stages", "DawnPiper", "over", "by model", "mean", "paper", "to reach")
+    for one in found:
+        by_model = ", ".join(
+            "–" if ours is None else f"{ours:.2f} ({paper:.2f})" for ours, paper in one["by_model"].values()
+        )
+        wanted = "" if one["to_reach"] is None else f"≥ {one['to_reach']}"
+        table.add_row(
+            str(one["table"]),
+            str(one["stages"]),
+            one["optimized"],
+            one["over"],
+            by_model,
+            f"{one['mean']:.2f}",
+            f"{one['paper']:.2f}",
+            wanted,
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()
