@@ -8,7 +8,7 @@ can be swapped; so what memory optimisation adds to a stage may be as long as fo
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, Final, NamedTuple
@@ -19,12 +19,11 @@ from rich.table import Table
 from rivals.gpipe import gpipe_fits
 from rivals.layers import Layers
 from rivals.pipedream import pipedream_fits
+from rivals.profiles import DEVICE, LIMIT_BYTES, MODELS, profiles_of
 from rivals.vpipe import vpipe
 from rivals.zero import zero_fits
 
-from evenpipe.partition.models import build
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.profiling import Profiles
 from evenpipe.partition.search.copies import Workload, copies_of
 from evenpipe.partition.search.costs import Costs
 from evenpipe.partition.search.coupled import best_partition
@@ -32,12 +31,7 @@ from evenpipe.partition.search.largest import largest_batch
 from evenpipe.partition.search.memory import Optimize
 from evenpipe.partition.search.plan import MOST_WEIGHED
 from evenpipe.partition.search.problem import Problem
-from evenpipe.partition.timing import Roofline, device
-from evenpipe.partition.trace import Graph, trace, weightless
 
-DEVICE: Final = device("a100-40gb")
-LIMIT_BYTES: Final = 40 * 10**9
-MODELS: Final = {"BERT": "bert-large", "GPT-2": "gpt2-large", "T5": "t5-v1.1-large", "AmoebaNet": "amoebanet-d"}
 Fits = Callable[[Profile], bool]
 
 
@@ -112,18 +106,6 @@ RATIOS: Final = (
 )
 
 
-@cache
-def profiles_of(model: str) -> Callable[[int], Profile]:
-    """The profiles of a model, by micro-batch size."""
-
-    def graph_of(micro_batch_size: int) -> Graph:
-        with weightless():
-            example = build(model, micro_batch_size)
-        return trace(example.model, example.inputs)
-
-    return lru_cache(maxsize=64)(Profiles(graph_of, Roofline(DEVICE), model).at)
-
-
 def measure(title: str, stages: int, method: Method) -> dict[str, Any]:
     """A row for a model."""
     batches = stages if method.table == 1 else 1  # micro-batches that the table counts as one
@@ -133,7 +115,7 @@ def measure(title: str, stages: int, method: Method) -> dict[str, Any]:
         "method": method.name,
         "model": title,
         "stages": stages,
-        "batch": batches * largest_batch(profiles_of(MODELS[title]), method.fits(stages)),
+        "batch": batches * largest_batch(profiles_of(title), method.fits(stages)),
         "paper": method.paper[stages][list(MODELS).index(title)] if method.paper else None,
     }
 

@@ -1,0 +1,31 @@
+"""The profiles that all methods see: fp32, sequence length 512, by the roofline of the paper's A100 of 40 GB."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Final
+
+from evenpipe.partition.models import build
+from evenpipe.partition.profile import Profile
+from evenpipe.partition.profiling import Profiles
+from evenpipe.partition.timing import Roofline, device
+from evenpipe.partition.trace import Graph, trace, weightless
+
+__all__ = ["DEVICE", "LIMIT_BYTES", "MODELS", "profiles_of"]
+
+DEVICE: Final = device("a100-40gb")
+LIMIT_BYTES: Final = 40 * 10**9
+MODELS: Final = {"BERT": "bert-large", "GPT-2": "gpt2-large", "T5": "t5-v1.1-large", "AmoebaNet": "amoebanet-d"}
+
+
+@cache
+def profiles_of(title: str) -> Callable[[int], Profile]:
+    """The profiles of a model of `MODELS`, by micro-batch size."""
+
+    def graph_of(micro_batch_size: int) -> Graph:
+        with weightless():
+            example = build(MODELS[title], micro_batch_size)
+        return trace(example.model, example.inputs)
+
+    return lru_cache(maxsize=64)(Profiles(graph_of, Roofline(DEVICE), title).at)
