@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,10 @@ def test_groups_hide_messages_as_simulated_and_the_tuner_follows_the_network(tmp
 @pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_nothing(told: signal.Signals) -> None:
     before = emulated_parts()
-    running = subprocess.Popen([sys.executable, SCRIPT, "--cases", "constant"], stderr=subprocess.DEVNULL)
+    # A shell that starts these tests in the background has them, and all that they start, ignore SIGINT.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command = [sys.executable, SCRIPT, "--cases", "constant"]
+    running = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=heeds)
     try:
         patience = time.monotonic() + 60
         while emulated_parts() == before and time.monotonic() < patience:
