@@ -88,8 +88,8 @@ def _optimised(
     """A stage with the cheapest layers swapped or recomputed until it fits.
 
     A layer that is swapped is free as long as all that travels passes the link beside one forward and backward. While
-    it is backwarded, a layer that was swapped or recomputed is whole again, one at a time. This is generous: DawnPiper's
-    swaps also need room on their way out and back, and time enough in between, and here they do not.
+    it is backwarded, a layer that was swapped or recomputed is whole again, one at a time. This is generous: swaps of
+    DawnPiper's also need room on their way out and back, and time enough in between.
     """
     span = layers.span(first, stop)
     activations, versions = copies
