@@ -168,7 +168,7 @@ def _write(arguments: Namespace, profile: Profile, plan: Plan) -> None:
 
 
 def _title(plan: Plan) -> str:
-    origin, stages = plan.origin, len({stage.stage for stage in plan.stages})
+    origin, stages = plan.origin, plan.stage_count
     bpipe = " with BPipe" if plan.bpipe else ""
     return (
         f"{origin.model}, {stages} stages, {plan.schedule}{bpipe}, m={plan.micro_batches}, "

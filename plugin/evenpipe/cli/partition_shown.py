@@ -43,7 +43,7 @@ def plan_table(plan: Plan) -> Table:
 
 def ways_to_cut(profile: Profile, plan: Plan) -> list[Division]:
     """The plan beside its model cut evenly by layers, for equal times, and for equal peaks, with nothing optimised."""
-    copies = copies_of(plan.workload, len({part.stage for part in plan.stages}))
+    copies = copies_of(plan.workload, plan.stage_count)
     problem = Problem(Costs(profile), copies, plan.limit_bytes)
     balance = Balance(problem)
     others = {

@@ -22,7 +22,6 @@ from evenpipe.partition.trace import Graph, TraceError, trace, weightless
 
 __all__ = ["Source"]
 
-_PCIE4_GBPS = 31.5  # of a measured device's link to its host, where nothing says otherwise: the paper's (§5.1)
 _HERE = ("cpu", "cuda")
 _DEVICE, _PRECISION = "a100-40gb", "fp32"  # what the paper has
 
@@ -51,7 +50,8 @@ class Source:
         """Of the link between a stage and its host's memory, each way."""
         asked: float | None = self.arguments.link_gbps
         named = self._device_name
-        return asked if asked is not None else DEVICES[named].host_gbps if named in DEVICES else _PCIE4_GBPS
+        # Of a measured device's link nothing is known: the paper's (§5.1).
+        return asked if asked is not None else DEVICES.get(named, DEVICES[_DEVICE]).host_gbps
 
     def profile(self) -> Profile:
         """Of micro-batches of `--micro-batch-size`; from the file, where one is named."""

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from evenpipe.partition.counting.kernels import Call, kernels_of
 from evenpipe.partition.trace import Graph
 
-__all__ = ["Effort", "Work", "count_work"]
+__all__ = ["Effort", "Work", "count_work", "without_history"]
 
 _aten = torch.ops.aten
 
@@ -117,19 +117,22 @@ def _signature(arguments: object) -> tuple[Any, ...]:
     return (str(structure), *described)
 
 
+def without_history(value: Any, leaves: list[Tensor], *, changes: bool) -> Any:
+    """An argument of a node that runs alone; what takes a gradient joins `leaves`.
+
+    A leaf must not be changed in place, so where the node `changes` it, it gets a copy.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    leaf = value.detach().requires_grad_(value.requires_grad)
+    if leaf.requires_grad:
+        leaves.append(leaf)
+    return leaf.clone() if changes else leaf
+
+
 def _work(function: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, changes: bool) -> Work:
     leaves: list[Tensor] = []
-
-    def alone(value: object) -> object:
-        """The argument without its history; a leaf must not be changed in place, so then it is a copy of one."""
-        if not isinstance(value, Tensor):
-            return value
-        leaf = value.detach().requires_grad_(value.requires_grad)
-        if leaf.requires_grad:
-            leaves.append(leaf)
-        return leaf.clone() if changes else leaf
-
-    args, kwargs = tree_map(alone, (args, kwargs))
+    args, kwargs = tree_map(lambda value: without_history(value, leaves, changes=changes), (args, kwargs))
     result, forward = _counted(lambda: function(*args, **kwargs))
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not outputs or not leaves:

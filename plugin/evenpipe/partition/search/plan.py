@@ -87,6 +87,11 @@ class Plan(_Frozen):
     link_gbps: float
 
     @property
+    def stage_count(self) -> int:
+        """Fewer than `stages` has parts where stages have several chunks."""
+        return len({part.stage for part in self.stages})
+
+    @property
     def workload(self) -> Workload:
         """The schedule that it is for."""
         return Workload(self.schedule, self.micro_batches, self.chunks, self.group_size, self.bpipe)

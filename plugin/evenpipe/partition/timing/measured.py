@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from evenpipe.partition.counting import Work
+from evenpipe.partition.counting import Work, without_history
 from evenpipe.partition.timing.source import NodeTimes
 from evenpipe.partition.trace import Graph, evaluate
 from evenpipe.runtime.clock import clock_for
@@ -66,7 +66,7 @@ class Measured:
                     return node.target(*args, **kwargs)  # type: ignore[operator]
                 leaves: list[Tensor] = []
                 changes = bool(graph.observed[node].changes)
-                args, kwargs = tree_map(lambda value: _alone(value, leaves, changes=changes), (args, kwargs))
+                args, kwargs = tree_map(lambda value: without_history(value, leaves, changes=changes), (args, kwargs))
                 start = clock.mark()
                 result = node.target(*args, **kwargs)  # type: ignore[operator]
                 forward = clock.mark()
@@ -107,13 +107,3 @@ class _Real:
                 tensor = torch.randn(shape, device=self._device).to(dtype)
             self._made[id(value)] = tensor.requires_grad_(value.requires_grad)
         return self._made[id(value)]
-
-
-def _alone(value: Any, leaves: list[Tensor], *, changes: bool) -> Any:
-    """An argument without its history; a leaf must not be changed in place, so then it is a copy of one."""
-    if not isinstance(value, Tensor):
-        return value
-    leaf = value.detach().requires_grad_(value.requires_grad)
-    if leaf.requires_grad:
-        leaves.append(leaf)
-    return leaf.clone() if changes else leaf
