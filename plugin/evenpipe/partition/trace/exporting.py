@@ -19,6 +19,8 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from evenpipe.partition.trace.drawing import number_draws
+
 __all__ = ["TraceError", "export", "weightless", "weightless_copy"]
 
 
@@ -56,6 +58,7 @@ def export(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[fx.GraphModule,
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     fakes = tree_map_only(Tensor, lambda tensor: weightless_copy(mode, tensor), given)
     bound = {node.target: value for node, value in zip(placeholders, fakes, strict=True) if isinstance(value, Tensor)}
+    number_draws(module)  # what the loss does not need draws too when the model runs
     _up_to_the_loss(module, type(model).__name__)
     _refuse_sizes_of_values(module, type(model).__name__)
     for node in placeholders:

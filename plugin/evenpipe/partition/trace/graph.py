@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,6 +18,8 @@ from evenpipe.partition.trace.ordering import Unit, ordered, prefix_of
 
 __all__ = ["Graph", "trace"]
 
+_KEPT: Final = ("nn_module_stack", "stack_trace", "ordinal")
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -26,6 +28,8 @@ class Graph:
     `module` takes the `inputs` by name and returns the loss; its parameters have the model's names, and its nodes are
     in execution order: `prefix`, which every stage computes for itself, then `nodes`. Of each of the latter,
     `cut_allowed` says whether a stage may end with it, and `sent` whose results the next stage then receives.
+    `own_order`: prefix and nodes as the model itself executes them. `unread`: parameters and buffers of the
+    model's state that no node reads.
     """
 
     module: fx.GraphModule
@@ -37,6 +41,8 @@ class Graph:
     cut_allowed: tuple[bool, ...]
     sent: tuple[tuple[fx.Node, ...], ...]
     layer_ends: tuple[int, ...]
+    own_order: tuple[fx.Node, ...]
+    unread: Mapping[str, Tensor]
 
     @property
     def micro_batch_size(self) -> int:
@@ -93,6 +99,8 @@ def trace(model: nn.Module, inputs: Mapping[str, Any]) -> Graph:
         cut_allowed=tuple(allowed),
         sent=tuple(sent),
         layer_ends=ends_of_layers(model, nodes, allowed),
+        own_order=tuple(copies[node] for node in original if node in copies and node.op == "call_function"),
+        unread=_unread(model, module),
     )
 
 
@@ -106,11 +114,18 @@ def _reordered(
     first = [node for node in original if node.op in ("placeholder", "get_attr") or node in prefix]
     for node in [*first, *(node for unit in units for node in unit)]:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+        copies[node].meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
     loss = next(node for node in original if node.op == "output").args[0]
     assert isinstance(loss, fx.Node)
     graph.output(copies[loss])
     return fx.GraphModule(module, graph, "Forward"), copies
+
+
+def _unread(model: nn.Module, module: fx.GraphModule) -> dict[str, Tensor]:
+    read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    state = {name: of for name, of in model.state_dict(keep_vars=True).items() if isinstance(of, Tensor)}
+    known = {id(tensor) for name, tensor in state.items() if name in read}
+    return {name: tensor for name, tensor in state.items() if id(tensor) not in known}
 
 
 def _weightless(mode: FakeTensorMode, value: Any) -> Any:

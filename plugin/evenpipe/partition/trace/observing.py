@@ -11,6 +11,8 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from evenpipe.partition.trace.drawing import draws_within
+
 __all__ = ["Evaluate", "Observed", "StorageNumbers", "Value", "evaluate", "observe"]
 
 
@@ -102,7 +104,7 @@ def observe(
             tensor=isinstance(result, Tensor),
             reads=frozenset(reads),
             changes=frozenset(map(numbers.of, changed)),
-            random=torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()),
+            random=draws_within(node.target, args, kwargs),
         )
         return result
 

@@ -1,0 +1,9 @@
+"""Stage code: a cut model as readable Python, a file a stage, and back to modules that train."""
+
+from evenpipe.partition.code.draws import Draws, drawing
+from evenpipe.partition.code.errors import StageCodeError
+from evenpipe.partition.code.files import load_parts, write_stages
+from evenpipe.partition.code.part import Boundary, Part
+from evenpipe.partition.code.writing import stage_sources
+
+__all__ = ["Boundary", "Draws", "Part", "StageCodeError", "drawing", "load_parts", "stage_sources", "write_stages"]

@@ -1,0 +1,110 @@
+"""What the classes of stage code have in common."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import re
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from evenpipe.partition.code.draws import Draws
+
+__all__ = ["Boundary", "Part", "Scope"]
+
+
+class Boundary(NamedTuple):
+    """One tensor between parts: contiguous. `gradient`: one is sent back for it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gradient: bool
+
+
+class Scope(nn.Module):
+    """A module of the model, with those of its parameters and buffers that a part uses; `scope[3]` is its child "3"."""
+
+    def __getitem__(self, name: int | str) -> Any:
+        return getattr(self, str(name))
+
+
+class Part(Scope):
+    """One part of a model; its `forward` is what the user's code does between two cuts, operation by operation.
+
+    `INPUTS`: the names of the micro-batch's inputs that it reads, and `INPUT_SHAPES` theirs. `RECEIVES`: from the part
+    before; `SENDS`: to the next. `RANDOM`: the ordinals of its random operations. `LAST`: it returns the loss.
+    `STATE`: the model's parameters and buffers that it uses. `CONSTANTS`: tensors that the code makes; None: they
+    are saved beside.
+    """
+
+    INPUTS: ClassVar[tuple[str, ...]] = ()
+    INPUT_SHAPES: ClassVar[tuple[tuple[int, ...], ...]] = ()
+    RECEIVES: ClassVar[tuple[Boundary, ...]] = ()
+    SENDS: ClassVar[tuple[Boundary, ...]] = ()
+    RANDOM: ClassVar[tuple[int, ...]] = ()
+    LAST: ClassVar[bool] = False
+    STATE: ClassVar[Mapping[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+    CONSTANTS: ClassVar[Mapping[str, Tensor | None]] = {}
+
+    def forward(self, inputs: Mapping[str, Tensor], draws: Draws, *received: Tensor) -> tuple[Tensor, ...]:
+        """What it sends, `SENDS`; of the last part, (loss,). `received`: what `RECEIVES` says, in that order."""
+        raise NotImplementedError
+
+    def __call__(self, inputs: Mapping[str, Tensor], draws: Draws, *received: Tensor) -> tuple[Tensor, ...]:
+        """Runs it. An error names the user's own file and line, has the type that it had, and that one as its cause."""
+        self._check(inputs, received)
+        try:
+            result: tuple[Tensor, ...] = super().__call__(inputs, draws, *received)
+        except Exception as error:
+            where = _users_line(error, type(self))
+            if where is None:
+                raise
+            raise _like(error, where) from error
+        return result
+
+    def device_of(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> torch.device:
+        """Where it runs."""
+        return next(tensor.device for held in (received, self.state(), inputs.values()) for tensor in held)
+
+    def state(self) -> Sequence[Tensor]:
+        """Its parameters and buffers."""
+        return [*self.parameters(), *self.buffers()]
+
+    def _check(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> None:
+        for name, shape in zip(self.INPUTS, self.INPUT_SHAPES, strict=True):
+            if name not in inputs:
+                raise ValueError(f"inputs have no {name!r}: the plan was made with {', '.join(self.INPUTS)}")
+            if tuple(inputs[name].shape) != shape:
+                found = tuple(inputs[name].shape)
+                raise ValueError(f"input {name!r} is {found}, and the plan was made for {shape}: make one for {found}")
+        expected = [boundary.shape for boundary in self.RECEIVES]
+        if [tuple(tensor.shape) for tensor in received] != expected:
+            raise ValueError(f"{type(self).__name__} receives {expected}, not {[tuple(t.shape) for t in received]}")
+
+
+#: A comment of stage code that names a line of the user's.
+_PLACE: Final = re.compile(r"\s*# (\S.*):(\d+): (.*)")
+
+
+def _users_line(error: BaseException, part: type[Part]) -> str | None:
+    """`FILE:LINE: \\`code\\``, which the comment before the statement that raised names."""
+    file = inspect.unwrap(part.forward).__code__.co_filename
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    for number in range(lines[0] or 0, 0, -1) if lines else ():
+        if place := _PLACE.fullmatch(linecache.getline(file, number).rstrip("\n")):
+            name, line, code = place.groups()
+            return f"{part.forward.__globals__['FILES'].get(name, name)}:{line}: `{code}`"
+    return None
+
+
+def _like(error: Exception, where: str) -> Exception:
+    reason = next(iter(str(error).strip().splitlines()), "")
+    try:
+        return type(error)(f"{where}: {reason or type(error).__name__}")
+    except Exception:  # its type takes other arguments
+        return RuntimeError(f"{where}: {type(error).__name__}: {reason}")

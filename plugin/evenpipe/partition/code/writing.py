@@ -1,0 +1,149 @@
+"""The source of each stage of a plan."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from evenpipe.partition.code import text
+from evenpipe.partition.code.body import Body, write_body
+from evenpipe.partition.code.errors import StageCodeError
+from evenpipe.partition.code.part import Boundary
+from evenpipe.partition.code.selecting import Selected, boundaries, select
+from evenpipe.partition.profile import Profile
+from evenpipe.partition.search.plan import Plan
+from evenpipe.partition.trace import Graph
+
+__all__ = ["constants_apart", "digest_of", "stage_sources"]
+
+#: Constants of more elements are saved beside the code.
+_MOST_INLINE: Final = 16
+#: How torch.export names tensors that the user's code makes while it runs.
+_LIFTED: Final = "lifted_tensor_"
+
+
+def stage_sources(graph: Graph, profile: Profile, plan: Plan) -> tuple[str, ...]:
+    """One file a stage. Raises PartitionError where the plan is of another profile, StageCodeError for what cannot be.
+
+    `graph`: the one that the profile is of.
+    """
+    plan.check(profile)
+    if graph.names != tuple(node.name for node in profile.nodes):
+        raise StageCodeError(
+            "the graph is not the one that the profile is of: trace the same model with the same inputs"
+        )
+    parts = select(graph, plan.cuts)
+    sources = []
+    for stage in range(plan.stage_count):
+        files: dict[str, str] = {}
+        classes = []
+        for position, part in enumerate(parts):
+            if plan.stages[position].stage == stage:
+                body = write_body(graph, part, files)
+                files = body.files
+                classes.append(_class(graph, part, position, body, len(parts)))
+        names = [f"Part{position}" for position, part in enumerate(plan.stages) if part.stage == stage]
+        sources.append(_file(graph, plan, stage, files, names, classes))
+    return tuple(sources)
+
+
+def digest_of(plan: Plan) -> str:
+    """Which plan code is of."""
+    return hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:16]
+
+
+def constants_apart(graph: Graph) -> dict[str, Tensor]:
+    """Those that are too large for the code."""
+    return {name: tensor for name, tensor in _constants(graph).items() if tensor.numel() > _MOST_INLINE}
+
+
+def _constants(graph: Graph) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {
+        str(node.target): operator.attrgetter(str(node.target))(graph.module)
+        for node in graph.module.graph.nodes
+        if node.op == "get_attr" and str(node.target).startswith(_LIFTED)
+    }
+    for name, tensor in found.items():
+        if isinstance(tensor, FakeTensor):
+            raise StageCodeError(f"{name}: a tensor that the model's code makes has no values: trace it with weights")
+    return found
+
+
+def _file(
+    graph: Graph, plan: Plan, stage: int, files: Mapping[str, str], names: Sequence[str], classes: Sequence[str]
+) -> str:
+    origin = plan.origin
+    bpipe = " with BPipe" if plan.bpipe else ""
+    title = f"Stage {stage} of {plan.stage_count} of {origin.model}, micro-batches of {origin.micro_batch_size}"
+    listed = "".join(f"    {text.value(name, str)}: {text.value(file, str)},\n" for name, file in sorted(files.items()))
+    return (
+        f'"""{title}, for {plan.schedule}{bpipe}: written by `evenpipe partition`."""\n\n'
+        "import torch\n\nfrom evenpipe.partition.code import Boundary, Part\n\n"
+        "aten = torch.ops.aten\n\n"
+        f"# The plan that this is of.\nPLAN = {text.value(digest_of(plan), str)}\n\n"
+        f"# Where the lines that comments quote are.\nFILES = {{\n{listed}}}\n\n\n"
+        + "\n\n".join(classes)
+        + f"\n\nPARTS = ({', '.join(names)}{',' * (len(names) == 1)})\n"
+    )
+
+
+def _class(graph: Graph, part: Selected, position: int, body: Body, count: int) -> str:
+    last = position == count - 1
+    inputs = list(dict.fromkeys(body.inputs))
+    lines = [
+        f"class Part{position}(Part):",
+        f'    """Nodes {part.first} to {part.last}: from {graph.names[part.first]} to {graph.names[part.last]}."""',
+        "",
+        _table("INPUTS", "(", [text.value(name, str) for name in inputs]),
+        _table("INPUT_SHAPES", "(", [text.value(tuple(graph.inputs[name].shape), str) for name in inputs]),
+        _table("RECEIVES", "(", [_boundary(one) for one in boundaries(graph, part.received)]),
+        _table("SENDS", "(", [_boundary(one) for one in boundaries(graph, part.sent)]),
+        _table("RANDOM", "(", [str(ordinal) for ordinal in body.random]),
+        f"    LAST = {last}",
+        _table("STATE", "{", _state(graph, [*body.held, *(graph.unread if position == 0 else ())])),
+        _table("CONSTANTS", "{", _inline(graph, body.held)),
+        "",
+        "    def forward(self, inputs, draws, *received):",
+        *(f"        {line}".rstrip() for line in body.lines),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(name: str, opening: str, entries: Sequence[str]) -> str:
+    closing = {"(": ",)" if len(entries) == 1 else ")", "{": "}"}[opening]
+    width = 0 if opening == "{" and entries else text.WIDTH - 4
+    return "\n".join(
+        f"    {line}" for line in text.bracketed(f"{name} = {opening}", entries, closing, width).split("\n")
+    )
+
+
+def _boundary(of: Boundary) -> str:
+    return f"Boundary({text.value(of.name, str)}, {of.shape}, {of.dtype}, gradient={of.gradient})"
+
+
+def _state(graph: Graph, names: Sequence[str]) -> list[str]:
+    """What a part takes from the model, by name."""
+    found = []
+    for name in sorted({name for name in names if not name.startswith(_LIFTED)}):
+        tensor = graph.unread[name] if name in graph.unread else operator.attrgetter(name)(graph.module)
+        found.append(f"{text.value(name, str)}: ({tensor.dtype}, {text.value(tuple(tensor.shape), str)})")
+    return found
+
+
+def _inline(graph: Graph, names: Sequence[str]) -> list[str]:
+    constants = _constants(graph)
+    wanted = [name for name in dict.fromkeys(names) if name in constants]
+    return [f"{text.value(name, str)}: {_constant(constants[name])}" for name in wanted]
+
+
+def _constant(tensor: Tensor) -> str:
+    """None where it is saved apart."""
+    if tensor.numel() > _MOST_INLINE:
+        return "None"
+    values: Any = tensor.tolist()
+    return f"torch.tensor({text.value(values, str)}, dtype={tensor.dtype})"
