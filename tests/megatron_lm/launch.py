@@ -136,8 +136,7 @@ def launch(
     """Run `script` of `checkout` to its end with `evenpipe run --cpu`; without EvenPipe's flags that is stock."""
     with tempfile.TemporaryDirectory(prefix="evenpipe-") as folder:
         said = Path(folder, "output")
-        command = ["run", "--cpu", script, *flags]
-        status = _server().run(checkout, command, processes, environment or {}, said, timeout)
+        status = _server().run(checkout, script, flags, processes, environment or {}, said, timeout)
         output = said.read_text(errors="replace")
     assert status is not None, f"no end after {timeout} s:\n{output[-4000:]}"
     if check:

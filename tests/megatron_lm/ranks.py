@@ -1,14 +1,22 @@
-"""Ranks of script jobs, forked from a process that has imported torch: most of a short job's time is that import.
+"""Ranks of script jobs, forked from a process that has imported what the script does: half of a short job is imports.
 
-A rank is an interpreter that runs `python -m evenpipe run ...` and ends as any does; Megatron-LM and EvenPipe are
-imported by each rank itself. What torchrun's agent does for a job is done here: one rank that fails ends the others.
+A rank runs `python -m evenpipe run --cpu SCRIPT ...` from its first line to the interpreter's end, and does anew all
+that this does but imports, and the reading of their sources. Unlike one that a user starts, it shares with the job's
+other ranks, and with jobs before it, the hashes of strings; what it spawns is forked too (`spawned.py`). A script that
+is not one of the checkout's, or whose imports end in an error, has ranks that import Megatron-LM and EvenPipe
+themselves. What torchrun's agent does for a job is done here: one rank that fails ends the others.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
+import functools
+import gc
+import inspect
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -16,10 +24,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NamedTuple, NoReturn
+
+from tests.megatron_lm.spawned import spawn_by_fork
 
 __all__ = ["RankServer"]
 
@@ -33,6 +44,17 @@ _PRELOADED: Final = (  # the packages of others that Megatron's imports are made
 )
 _GRACE_SECONDS: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1
+_THREADS: Final = Path("/proc/self/task")  # of Linux; elsewhere they are not counted
+
+
+class _Job(NamedTuple):
+    checkout: str
+    script: str
+    flags: Sequence[str]
+    ranks: int
+    environment: Mapping[str, str]
+    output: str
+    timeout: float
 
 
 class RankServer:
@@ -60,21 +82,21 @@ class RankServer:
     def run(
         self,
         checkout: Path,
-        arguments: Sequence[str],
+        script: str,
+        flags: Sequence[str],
         ranks: int,
         environment: Mapping[str, str],
         output: Path,
         timeout: float,
     ) -> int | None:
-        """The exit status of `python -m evenpipe ARGUMENTS` in `checkout` by so many ranks; None after `timeout` (s).
+        """The status of `python -m evenpipe run --cpu SCRIPT FLAGS` by so many ranks; None after `timeout` (s).
 
         `environment` is what differs from this process's; what the ranks print goes to the file `output`.
         """
-        job = {"checkout": str(checkout), "arguments": arguments, "ranks": ranks, "output": str(output)}
-        job["environment"] = dict(environment)
+        job = _Job(str(checkout), script, flags, ranks, dict(environment), str(output), timeout)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps({**job, "timeout": timeout}), file=self._process.stdin, flush=True)
+        print(json.dumps(job), file=self._process.stdin, flush=True)
         status: int | None = json.loads(self._process.stdout.readline())
         return status
 
@@ -85,23 +107,93 @@ class RankServer:
 
 
 def serve() -> None:
-    """Run jobs, until there are no more; returns in each rank when that has nothing left to do."""
+    """Run jobs, until there are no more; a rank ends within this."""
     _end_with_parent()
     for name in _PRELOADED:
         import_module(name)
+    _settle()
+    templates: dict[tuple[str, str], Connection | None] = {}
     for line in sys.stdin:
-        job = json.loads(line)
-        # Kept by this process, so that nobody else takes the port before the ranks meet there.
-        server = socket.create_server(("localhost", 0))
-        started = {}
-        for place in _places(job["ranks"], server.getsockname()[1]):
-            pid = os.fork()
-            if pid == 0:
-                server.close()
-                return _rank(job, place)
-            started[pid] = place["RANK"]
-        print(json.dumps(_met(server, started, job["timeout"])), flush=True)
-    return None
+        job = _Job(*json.loads(line))
+        template = None
+        if Path(job.script).parent == Path():
+            key = job.checkout, job.script
+            if key not in templates:
+                templates[key] = _template(*key)
+            template = templates[key]
+        print(json.dumps(_run(job) if template is None else _run_there(template, job)), flush=True)
+
+
+def _template(checkout: str, script: str) -> Connection | None:
+    """A process that runs jobs of `script`, with its imports made; None if it has ended before they were."""
+    here, there = multiprocessing.Pipe()
+    if os.fork() == 0:
+        here.close()
+        _end_with_parent()
+        _import_what_it_imports(checkout, script)
+        _settle()
+        there.send(None)
+        for job in _jobs(there):
+            there.send(_run(job))
+        os._exit(0)
+    there.close()
+    try:
+        here.recv()
+    except EOFError:
+        return None
+    return here
+
+
+def _jobs(there: Connection) -> Iterator[_Job]:
+    with contextlib.suppress(EOFError):
+        while True:
+            yield there.recv()
+
+
+def _run_there(template: Connection, job: _Job) -> int | None:
+    template.send(job)
+    status: int | None = template.recv()
+    return status
+
+
+def _import_what_it_imports(checkout: str, script: str) -> None:
+    """As a spawned child of the script's would, silently; environment and words are left to each rank."""
+    environment, words, output = dict(os.environ), sys.argv, [os.dup(stream) for stream in (1, 2)]
+    _say_to(os.devnull)
+    _go_to(checkout)
+    sys.argv = [script]
+    os.environ["EVENPIPE_CPU"] = "1"
+    import_module("evenpipe.megatron").install()
+    runpy.run_path(script, run_name="__mp_main__")
+    # Newer releases read, three times a rank, what classes say of their fields; it is what they said.
+    inspect.getsource = functools.cache(inspect.getsource)
+    import_module("megatron.training.arguments").add_megatron_arguments(argparse.ArgumentParser())
+    for stream, before in zip((1, 2), output, strict=True):
+        os.dup2(before, stream)
+    sys.argv = words
+    os.environ.clear()
+    os.environ |= environment
+
+
+def _settle() -> None:
+    """Before ranks are forked: their collections need not look through, and so copy, what has been imported."""
+    gc.collect()
+    gc.freeze()
+
+
+def _run(job: _Job) -> int | None:
+    """Its status, as `_status` has it, by ranks that are forked from this process."""
+    assert not _THREADS.exists() or len(os.listdir(_THREADS)) == 1, "ranks would lack a thread of this process"
+    # Kept by this process, so that nobody else takes the port before the ranks meet there.
+    server = socket.create_server(("localhost", 0))
+    started = {}
+    for place in _places(job.ranks, server.getsockname()[1]):
+        pid = os.fork()
+        if pid == 0:
+            server.close()
+            _rank(job, place)
+        started[pid] = place["RANK"]
+    return _met(server, started, job.timeout)
 
 
 def _met(server: socket.socket, started: dict[int, str], timeout: float) -> int | None:
@@ -129,20 +221,32 @@ def _places(ranks: int, port: int) -> list[dict[str, str]]:
     return [{name: str(value) for name, value in (every | one).items()} for one in own]
 
 
-def _rank(job: Mapping[str, Any], place: Mapping[str, str]) -> None:
+def _rank(job: _Job, place: Mapping[str, str]) -> NoReturn:
     os.setsid()
     _end_with_parent()
-    output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    _say_to(job.output)
+    os.environ |= place | job.environment
+    _go_to(job.checkout)
+    if "--save" in job.flags:
+        spawn_by_fork()
+    sys.argv = ["evenpipe", "run", "--cpu", job.script, *job.flags]
+    runpy.run_module("evenpipe", run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+def _say_to(path: str) -> None:
+    output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.chdir(job["checkout"])
-    os.environ |= place | job["environment"]
-    # The checkout's own megatron.core, not one that happens to be installed, is what is tested.
-    os.environ["PYTHONPATH"] = os.pathsep.join((job["checkout"], os.environ["PYTHONPATH"]))
-    sys.path.insert(1, job["checkout"])
-    sys.argv = ["evenpipe", *job["arguments"]]
-    runpy.run_module("evenpipe", run_name="__main__", alter_sys=True)
+
+
+def _go_to(checkout: str) -> None:
+    """The checkout's own megatron.core, not one that happens to be installed, is what is tested."""
+    os.chdir(checkout)
+    os.environ["PYTHONPATH"] = os.pathsep.join((checkout, os.environ["PYTHONPATH"]))
+    if checkout not in sys.path:
+        sys.path.insert(1, checkout)
 
 
 def _status(started: dict[int, str], timeout: float) -> int | None:

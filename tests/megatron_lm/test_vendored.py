@@ -44,12 +44,14 @@ def test_the_patch_adds_two_lines_before_every_import_and_can_be_taken_back(copy
     assert (copy / PATCHED).read_text() == before
 
 
-def test_a_patched_copy_is_supported_and_trains_with_evenpipe_s_flags(copy: Path) -> None:
-    """Started as ever: nothing on the command line but Megatron's flags and EvenPipe's."""
+def test_a_patched_copy_is_supported_and_trains_with_evenpipe_s_flags(copy: Path, tmp_path: Path) -> None:
+    """Started as ever: nothing on the command line but Megatron's flags and EvenPipe's; saving spawns processes."""
     subprocess.run(["patch", "--silent", "-p1", "-i", str(patch_for(copy))], cwd=copy, check=True)
     assert examine(copy).supported
     flags = [*gpt_flags(2), "--pipeline-model-parallel-size", "2", "--bpipe"]
+    flags += ["--save", str(tmp_path / "saved"), "--save-interval", "2", "--ckpt-format", "torch_dist"]
     job = start([*torchrun(2), "pretrain_gpt.py", *flags], copy, {"EVENPIPE_CPU": "1"})
     output, _ = job.communicate(timeout=800)
     assert job.returncode == 0, output[-6000:]
     assert "[evenpipe] iteration 2 | peak live: " in output
+    assert any((tmp_path / "saved" / "iter_0000002").glob("*.distcp"))
