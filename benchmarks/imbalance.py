@@ -97,18 +97,17 @@ def appendix(title: str, stages: int = 4) -> dict[str, float]:
 
 def detailed(stages: int = 8) -> dict[str, float]:
     """§5.4."""
-    copies = [(stages - stage, stages - stage) for stage in range(stages)]
     at = profiles_of("T5")
 
     def fits(profile: Profile) -> bool:
-        return vpipe(Layers(profile), copies, LIMIT_BYTES, None, memory_aware=False) is not None
+        return vpipe(Layers(profile), problem_of(profile, "async", stages), memory_aware=False) is not None
 
     batch = round(2.5 * largest_batch(at, fits))
     profile = at(batch)
     plan = find_plan(
         profile, Workload.of_mode("async", stages), stages, LIMIT_BYTES, "swap+recompute", DEVICE.host_gbps
     )
-    rival = vpipe(Layers(profile), copies, LIMIT_BYTES, DEVICE.host_gbps)
+    rival = vpipe(Layers(profile), problem_of(profile, "async", stages, "swap+recompute"))
     ours_ms = [stage.forward_ms + stage.backward_ms + stage.extra_ms for stage in plan.stages]
     used = 100 * fmean(stage.peak_bytes for stage in plan.stages) / LIMIT_BYTES
     found = {"micro_batch_size": batch, "spread": 1 - min(ours_ms) / max(ours_ms), "used_percent": used}

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
+
+from evenpipe.partition.search.costs import Numbers
+from evenpipe.partition.search.memory import Fit, HostLink, weigh
+from evenpipe.partition.search.problem import Problem
+from evenpipe.partition.search.ranges import Saved
+from evenpipe.partition.search.recompute import Recomputation
 from rivals.layers import Layers
 
 __all__ = ["Division", "vpipe"]
@@ -27,27 +34,20 @@ class Division(NamedTuple):
     stages: list[Stage]
 
 
-def vpipe(
-    layers: Layers, copies: list[tuple[int, int]], limit_bytes: int, link_gbps: float | None, memory_aware: bool = True
-) -> Division | None:
+def vpipe(layers: Layers, problem: Problem, memory_aware: bool = True) -> Division | None:
     """The partition it settles on; None: some stage does not fit.
 
-    `copies`: of activations and of weights, by stage. `link_gbps`: of the link to the host; None: no memory is
-    optimised. From an even split, a layer at an end of a stage goes to the neighbour as long as that makes the
-    slowest stage faster, or fewer stages too large, or what is too much less, if `memory_aware`; what stages pay for
-    swapping and recomputing counts (its SRP algorithm).
+    `problem`: of the same profile, with the same copies, limit and link as ours. From an even split, and from the
+    fastest, a layer at an end of a stage goes to the neighbour as long as that makes the slowest stage faster, or what
+    is too much less, if `memory_aware`; what stages pay for swapping and recomputing counts (its SRP algorithm).
     """
-    stages = len(copies)
-
-    def weigh(stage: int, first: int, stop: int) -> Stage:
-        return _optimised(layers, first, stop, copies[stage], limit_bytes, link_gbps)
-
+    stages, limit = problem.copies.stages, problem.limit_bytes
     known: dict[tuple[int, int, int], Stage] = {}
 
     def stage_of(stage: int, first: int, stop: int) -> Stage:
         key = stage, first, stop
         if key not in known:
-            known[key] = weigh(*key)
+            known[key] = _stage(layers, problem, *key)
         return known[key]
 
     def all_of(boundaries: list[int]) -> list[Stage]:
@@ -55,13 +55,13 @@ def vpipe(
 
     def rank(boundaries: list[int]) -> tuple[float, ...]:
         found = all_of(boundaries)
-        excess = sum(max(0.0, one.peak_bytes - limit_bytes) for one in found) if memory_aware else 0.0
+        excess = sum(max(0.0, one.peak_bytes - limit) for one in found) if memory_aware else 0.0
         times = sorted((one.ms for one in found), reverse=True)
         return (excess, *times)
 
     best = min((_descended(start, rank, stages) for start in (layers.even(stages), layers.fastest(stages))), key=rank)
     found = all_of(best)
-    if any(one.peak_bytes > limit_bytes for one in found):
+    if any(one.peak_bytes > limit for one in found):
         return None
     return Division(best, found)
 
@@ -82,38 +82,102 @@ def _descended(start: list[int], rank: Callable[[list[int]], tuple[float, ...]],
         current, standing = best, rank(best)
 
 
-def _optimised(
-    layers: Layers, first: int, stop: int, copies: tuple[int, int], limit_bytes: int, link_gbps: float | None
-) -> Stage:
-    """A stage with the cheapest layers swapped or recomputed until it fits.
+def _stage(layers: Layers, problem: Problem, stage: int, first: int, stop: int) -> Stage:
+    """A stage of the layers `first` to `stop` − 1, with what it swaps and recomputes."""
+    ends = layers.boundaries[first], layers.boundaries[stop]
+    span, copies = layers.span(first, stop), problem.copies.own[stage]
+    beside = problem.beside(stage, *ends)
 
-    A layer that is swapped is free as long as all that travels passes the link beside one forward and backward. While
-    it is backwarded, a layer that was swapped or recomputed is whole again, one at a time. This is generous: swaps of
-    DawnPiper's also need room on their way out and back, and time enough in between.
+    def peak(found: Fit) -> float:
+        return beside + copies * found.kept + found.transient
+
+    found = Fit(0.0, span.saved, 0)
+    if problem.optimize != "none" and peak(found) > problem.limit_bytes:
+        whole = _Layered(layers, problem, stage, first, stop)
+        # Layer by layer it is not known before which of these needs least room beside; the paper does not tell.
+        ways = [whole.optimised(lambda one: peak(one) <= problem.limit_bytes, *use) for use in _USES]
+        found = min(ways, key=lambda one: (max(0.0, peak(one) - problem.limit_bytes), one.extra_ms))
+    return Stage(span.ms + found.extra_ms, found.extra_ms, span.forward_ms, peak(found))
+
+
+#: Whether to swap, and whether to recompute.
+_USES = ((True, True), (False, True), (True, False))
+
+
+class _Layered:
+    """What a stage saves, of which a layer is swapped as a whole, or recomputed from what it reads.
+
+    Bytes and milliseconds are weighed as those of our own stages are, room on the way out and back included. A layer
+    leaves when its forward has ended, and is there, or computed again, when its backward begins.
     """
-    span = layers.span(first, stop)
-    activations, versions = copies
-    beside = span.static + (versions - 1) * span.weights + span.messages
-    single = [layers.span(layer, layer + 1) for layer in range(first, stop)]
-    kept, extra_ms, link_ms, largest = float(span.saved), 0.0, 0.0, 0.0
-    left = sorted(range(len(single)), key=lambda layer: single[layer].saved, reverse=True)
-    while link_gbps and left and beside + activations * kept + largest > limit_bytes:
-        ways = []
-        for layer in left:
-            one = single[layer]
-            waits_ms = max(0.0, link_ms + one.saved / (link_gbps * 1e6) - span.ms)
-            ways.append((waits_ms / max(1, one.saved), layer, one.saved, waits_ms, True))
-            if one.saved > one.input:
-                ways.append(
-                    (one.forward_ms / (one.saved - one.input), layer, one.saved - one.input, one.forward_ms, False)
-                )
-        _, layer, saves, costs_ms, swapped = min(ways)
-        left.remove(layer)
-        kept -= saves
-        if swapped:
-            link_ms += single[layer].saved / (link_gbps * 1e6)
-        else:
-            extra_ms += costs_ms
-        largest = max(largest, float(single[layer].saved))
-    extra_ms += max(0.0, link_ms - span.ms)
-    return Stage(span.ms + extra_ms, extra_ms, span.forward_ms, beside + activations * max(kept, 0.0) + largest)
+
+    def __init__(self, layers: Layers, problem: Problem, stage: int, first: int, stop: int) -> None:
+        starts, graph = layers.costs.starts, problem.graph
+        bounds = [int(starts[layers.boundaries[layer]]) for layer in range(first, stop + 1)]
+        exact = graph.saved(bounds[0], bounds[-1])
+        layer_ends = np.array(bounds[1:]) - 1
+        after_use = layer_ends[np.searchsorted(layer_ends, exact.last_use)]
+        self.layer = np.searchsorted(layer_ends, exact.last_saver)
+        self.saved = Saved(
+            graph,
+            exact.start,
+            exact.stop,
+            exact.ids,
+            exact.nbytes,
+            exact.first_saver,
+            layer_ends[self.layer],
+            after_use,
+        )
+        ends = layers.boundaries[first], layers.boundaries[stop]
+        between_ms, copies = problem.between_ms(stage, *ends), problem.copies.own[stage]
+        self.link = HostLink(self.saved, problem.link_gbps, between_ms, copies)
+        self.nodes = [range(*ends) for ends in itertools.pairwise(bounds)]
+
+    def optimised(self, fits: Callable[[Fit], bool], swaps: bool, recomputes: bool) -> Fit:
+        """As ours: what costs nothing is swapped at first, and then whatever is cheapest a byte, until it fits."""
+        count = len(self.nodes)
+        swapped, again = list[int](), list[int]()
+        while swaps and len(swapped) < count and not fits(self._weighed(swapped, again)):
+            if self._weighed([*swapped, len(swapped)], again).extra_ms > 0:
+                break
+            swapped.append(len(swapped))
+        found = self._weighed(swapped, again)
+        for _, layer, swap in sorted(self._ways(set(range(count)) - set(swapped), swaps, recomputes)):
+            if fits(found):
+                break
+            if layer not in swapped and layer not in again:
+                (swapped if swap else again).append(layer)
+                found = self._weighed(swapped, again)
+        return found
+
+    def _ways(self, layers: Iterable[int], swaps: bool, recomputes: bool) -> Iterable[tuple[float, int, bool]]:
+        """Milliseconds a byte, the layer, and whether it is swapped."""
+        for layer in layers:
+            recomputed = self._weighed([], [layer])
+            saves = self.saved.total - recomputed.kept
+            if recomputes and saves > 0:
+                yield recomputed.extra_ms / saves, layer, False
+            mine = self.layer == layer
+            if swaps and mine.any():
+                yield float(self.link.transfer_ms[mine].sum() / max(1, self.saved.nbytes[mine].sum())), layer, True
+
+    def _weighed(self, swapped: list[int], again: list[int]) -> Fit:
+        places: Numbers = np.flatnonzero(np.isin(self.layer, swapped))
+        return weigh(self.link, places, self._recomputed(again))
+
+    def _recomputed(self, layers: list[int]) -> Recomputation:
+        """What is made and read in one of these layers alone is dropped; what they read is kept."""
+        found, graph = Recomputation(self.saved), self.saved.graph
+        for layer in layers:
+            nodes = self.nodes[layer]
+            found.ms += sum(graph.forward_ms[node] for node in nodes)
+            found.nodes |= set(nodes)
+            found.dropped |= {
+                made
+                for node in nodes
+                for made in graph.makes[node]
+                if made in found.places and all(user in nodes for user in graph.users[made])
+            }
+            reads = {read for node in nodes for read in graph.reads[node] if 0 <= graph.producer[read] < nodes.start}
+            found.received |= {read for read in reads if read not in found.places}
+        return found

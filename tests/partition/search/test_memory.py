@@ -97,12 +97,26 @@ def test_to_drop_what_needs_something_that_was_sent_can_cost_memory() -> None:
 
 
 def test_the_micro_batch_in_its_backward_has_what_was_dropped_again() -> None:
-    """One copy, all dropped but the first: when the last is needed, the chain to it has run again, and is all there."""
+    """One copy: when the last is needed, the chain to it has run again; in pieces, from the 30 on."""
     graph = Graph(chain([10, 20, 30, 40, 0], [1.0] * 5))
-    assert fit(graph, 0, 5, [Load(1, 99)], "recompute") is None
+    pieces = fit(graph, 0, 5, [Load(1, 99)], "recompute")
+    assert pieces is not None
+    assert (pieces.kept, pieces.transient, pieces.drop) == (10 + 30, 40, (1, 3))
+    assert fit(graph, 0, 5, [Load(1, 69)], "recompute") is None
     many = fit(graph, 0, 5, [Load(10, 10 * 10 + 90)], "recompute")
     assert many is not None
     assert (many.kept, many.kept + many.transient) == (10, 100)
+
+
+def test_layers_are_computed_again_one_after_the_other() -> None:
+    """Six layers that save 1, 30 and 30 bytes: five micro-batches keep the 1s, and one layer is whole at a time."""
+    graph = Graph(chain([1, 30, 30] * 6 + [0], [1.0] * 19))
+    layered = 5 * 6 * 1 + (30 + 30)
+    found = fit(graph, 0, 19, [Load(5, layered)], "recompute")
+    assert found is not None
+    assert 5 * found.kept + found.transient <= layered
+    assert found.extra_ms <= 19.0
+    assert found.drop == tuple(sorted({*range(1, 18)} - {*range(0, 18, 3)}))
 
 
 def test_what_overlaps_with_compute_is_swapped_for_nothing() -> None:

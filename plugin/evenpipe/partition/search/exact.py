@@ -53,7 +53,7 @@ def search(problem: Problem, most_weighed: float = inf) -> Found | None:
     last, with w as long as it takes. (5) `Problem.lower_ms` is never more than a range takes. So no path takes less
     than the best one by lower bounds, of which the ranges are weighed in turn, until one that has been takes no more.
     (6) Taken as given: what cannot be made to fit, with all that saves anything recomputed or swapped, cannot be with
-    more nodes. (Where its messages are much larger than theirs it might: then `optimum_ms` may be too high.)
+    more nodes and messages that are no smaller.
     """
     reach = _reach(problem)
     if reach is None:
@@ -61,7 +61,7 @@ def search(problem: Problem, most_weighed: float = inf) -> Found | None:
     upto = problem.costs.upto_ms
     least = max(upto[-1] / problem.copies.positions, float(np.diff(upto).max()))
     best: Found | None = None
-    filled = problem.optimize == "none"
+    filled, known = problem.optimize == "none", None
     for width in _WIDTHS:
         most_ms = best.ms if best is not None else least * width
         windows = _windows(problem, reach, most_ms)
@@ -75,33 +75,54 @@ def search(problem: Problem, most_weighed: float = inf) -> Found | None:
         elif not filled and width > _WIDTHS[0]:
             # Nothing is near the mean: perhaps nothing fits, which is known soonest by filling stages in earnest.
             before, filled = problem.weighed, True
-            reach = _filled(problem, reach)
+            reach, known = _filled(problem, reach)
             if reach is None:
                 return None
             most_weighed += problem.weighed - before
-    return best
+    return best or known
 
 
-def _filled(problem: Problem, reach: list[tuple[int, int]]) -> list[tuple[int, int]] | None:
-    """`reach` with stages filled as far as they can be made to fit, by (6); None: the model does not fit."""
-    count, last = problem.copies.positions, problem.costs.last
-    right, left = [0], [last]
+def _filled(problem: Problem, reach: list[tuple[int, int]]) -> tuple[list[tuple[int, int]] | None, Found | None]:
+    """`reach` with stages filled as far as they can be made to fit, by (6); None: the model does not fit.
+
+    Each begins where the one before can end with a small message. And the partition that stages so filled make.
+    """
+    count, last, costs = problem.copies.positions, problem.costs.last, problem.costs
+    right, left, begins, ends = [0], [last], [0], [last]
     for position in range(count):
-        low, high = right[-1], reach[position + 1][1]
+        low, high = begins[-1], reach[position + 1][1]
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if problem.cell(position, right[-1], middle) is not None else (low, middle - 1)
-        right.append(low)
+            low, high = (middle, high) if problem.cell(position, begins[-1], middle) is not None else (low, middle - 1)
+        right.append(max(low, right[-1]))
+        third_ms = (costs.upto_ms[low] - costs.upto_ms[begins[-1]]) / 3
+        near = np.arange(max(begins[-1], int(np.searchsorted(costs.upto_ms, costs.upto_ms[low] - third_ms))), low + 1)
+        begins.append(int(near[::-1][costs.cut_bytes[near[::-1]].argmin()]))
     if right[-1] < last:
-        return None
+        return None, None
     for position in reversed(range(count)):
-        low, high = reach[position][0], left[-1]
+        low, high = reach[position][0], ends[-1]
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if problem.cell(position, middle, left[-1]) is not None else (middle + 1, high)
-        left.append(low)
+            low, high = (low, middle) if problem.cell(position, middle, ends[-1]) is not None else (middle + 1, high)
+        left.append(min(low, left[-1]))
+        third_ms = (costs.upto_ms[ends[-1]] - costs.upto_ms[low]) / 3
+        near = np.arange(low, min(ends[-1], int(np.searchsorted(costs.upto_ms, costs.upto_ms[low] + third_ms))) + 1)
+        ends.append(int(near[costs.cut_bytes[near].argmin()]))
     spans = zip(reversed(left), right, strict=True)
-    return [(max(low, first), min(high, stop)) for (low, high), (first, stop) in zip(spans, reach, strict=True)]
+    found = [(max(low, first), min(high, stop)) for (low, high), (first, stop) in zip(spans, reach, strict=True)]
+    return found, _of(problem, (*begins[:-1], last))
+
+
+def _of(problem: Problem, cuts: tuple[int, ...]) -> Found | None:
+    """The partition with these cuts, if all of it fits; nothing is known of better ones."""
+    cells = [problem.cell(k, *at) if at[0] < at[1] else None for k, at in enumerate(pairwise(cuts))]
+    known = [cell for cell in cells if cell is not None]
+    if len(known) < len(cells):
+        return None
+    upto = problem.costs.upto_ms
+    least = max(upto[-1] / problem.copies.positions, float(np.diff(upto).max()))
+    return Found(cuts, max(cell.ms for cell in known), float(least), tuple(cell.fit for cell in known))
 
 
 def _reach(problem: Problem) -> list[tuple[int, int]] | None:
@@ -190,8 +211,10 @@ class _Paths:
             if cell is None:
                 # By (6) no range around it fits either; what is known to fit stays.
                 around = slice(at[0] + 1), slice(at[1], None)
-                self.ms[k][around][~self.known[k][around]] = inf
-                self.known[k][around] = True
+                messages = self.problem.costs.messages(self.windows[k][around[0]], self.windows[k + 1][around[1]])
+                gone = ~self.known[k][around] & (messages >= messages[-1, 0])
+                self.ms[k][around][gone] = inf
+                self.known[k][around] |= gone
         longest = max(float(ms[at]) for ms, at in zip(self.ms, pairwise(path), strict=True))
         self.best_ms = min(self.best_ms, longest)
         return bool(open_ranges)

@@ -8,11 +8,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from evenpipe.partition.search.checkpoints import checkpoints
 from evenpipe.partition.search.costs import Numbers
 from evenpipe.partition.search.ranges import Graph, Saved
 from evenpipe.partition.search.recompute import Recomputation
 
-__all__ = ["Fit", "Load", "Optimize", "fit"]
+__all__ = ["Fit", "HostLink", "Load", "Optimize", "fit", "weigh"]
 
 Optimize = Literal["none", "recompute", "swap+recompute"]
 
@@ -68,11 +69,19 @@ def fit(
     if optimize == "none":
         return None
     copies = max(one.copies for one in loads)
-    # What is swapped needs room on its way out and in, so that the least memory may be had without.
+    # Most bytes a millisecond may leave too much that is there at once in the backward. Then pieces are computed again
+    # one after the other; what is swapped needs room on its way out and in, so that the least may be had without.
     gbps = [link_gbps, 0.0] if optimize == "swap+recompute" and link_gbps > 0 else [0.0]
-    hosts = (HostLink(saved, one, between_ms, copies) for one in gbps)
-    found = (_cheapest(host, _swap_for_nothing(host, loads), loads) for host in hosts)
-    return next((one for one in found if one is not None), None)
+    hosts = [HostLink(saved, one, between_ms, copies) for one in gbps]
+    best: Fit | None = None
+    for host, in_pieces in ((hosts[0], False), *((host, True) for host in hosts)):
+        kept = checkpoints(saved, copies, host.free_bytes) if in_pieces else frozenset[int]()
+        found = _cheapest(host, _swap_for_nothing(host, loads, kept), loads, kept)
+        if found is not None and (best is None or found.extra_ms < best.extra_ms):
+            best = found
+        if best is not None and best.extra_ms <= saved.forward_ms:  # to forward all of it again takes no more
+            break
+    return best
 
 
 def _fits(found: Fit, loads: Sequence[Load]) -> bool:
@@ -92,6 +101,7 @@ class HostLink:
         self.saved, self.copies, self.between_ms = saved, copies, between_ms
         self.period_ms = saved.forward_ms + saved.backward_ms
         self.usable = gbps > 0
+        self.free_bytes = gbps * 1e6 * self.period_ms
         self.transfer_ms = saved.nbytes / (gbps * 1e6) if self.usable else np.full(len(saved.ids), np.inf)
         self.free_ms = saved.forward_ms - saved.free_from_ms + between_ms + saved.needed_ms - 2 * self.transfer_ms
 
@@ -124,7 +134,7 @@ def _queue(ready_ms: Numbers, takes_ms: Numbers) -> Numbers:
     return found
 
 
-def _weigh(host: HostLink, swapped: Numbers, again: Recomputation) -> Fit:
+def weigh(host: HostLink, swapped: Numbers, again: Recomputation) -> Fit:
     """What swapping these places of `saved`, and recomputing, comes to."""
     saved = host.saved
     until = np.full(len(saved.ids), saved.stop - 1)
@@ -143,16 +153,18 @@ def _weigh(host: HostLink, swapped: Numbers, again: Recomputation) -> Fit:
     )
 
 
-def _swap_for_nothing(host: HostLink, loads: Sequence[Load]) -> Numbers:
-    """The fewest, by longest FreeTime, that make it fit, or all that overlap with compute.
+def _swap_for_nothing(host: HostLink, loads: Sequence[Load], kept: frozenset[int]) -> Numbers:
+    """The fewest, by longest FreeTime, that make it fit, or all that overlap with compute; of those `kept`, if any are.
 
     Both what more swaps free and what they delay only grows with their number, so halving finds it.
     """
     none = Recomputation(host.saved)
     order = np.argsort(-host.free_ms, kind="stable")
+    if kept:
+        order = order[np.isin(host.saved.ids[order], list(kept))]
     order = order[(host.free_ms[order] >= 0) & (np.cumsum(host.transfer_ms[order]) <= host.period_ms)]
-    most = _first(lambda count: _weigh(host, order[: count + 1], none).extra_ms > 0, len(order))
-    return order[: _first(lambda count: _fits(_weigh(host, order[:count], none), loads), most)]
+    most = _first(lambda count: weigh(host, order[: count + 1], none).extra_ms > 0, len(order))
+    return order[: _first(lambda count: _fits(weigh(host, order[:count], none), loads), most)]
 
 
 def _first(holds: Callable[[int], bool], stop: int) -> int:
@@ -164,27 +176,28 @@ def _first(holds: Callable[[int], bool], stop: int) -> int:
     return low
 
 
-def _cheapest(host: HostLink, swapped: Numbers, loads: Sequence[Load]) -> Fit | None:
+def _cheapest(host: HostLink, swapped: Numbers, loads: Sequence[Load], kept: frozenset[int]) -> Fit | None:
     """Swap or recompute, whichever saves most bytes a millisecond, until it fits.
 
     Every pick has those weighed again of which it changes the chain, and no others: it costs these and the heap's
     logarithm. What it all comes to, transients among it, is worked out when so much is saved that it could be enough.
     """
-    picks = _Picks(host, swapped)
-    found = _weigh(host, swapped, picks.again)
+    picks = _Picks(host, swapped, kept)
+    found = weigh(host, swapped, picks.again)
     step = max(1, host.saved.total >> 10)
-    while not _fits(found, loads):
+    more = True
+    while more and not _fits(found, loads):
         # As much beside as now: then this is what may be kept.
         enough = min((budget - own * found.transient) / copies for copies, budget, own in loads)
-        kept = found.kept
-        while kept > min(enough, found.kept - step):
+        rest = found.kept
+        while more and rest > min(enough, found.kept - step):
             entry = picks.best()
-            if entry is None:
-                return None
-            kept -= picks.pick(entry)
+            more = entry is not None
+            if entry is not None:
+                rest -= picks.pick(entry)
         step *= 2  # where what comes back is what takes the room, it is not worked out for every pick
-        found = _weigh(host, np.append(swapped, np.array(picks.swapped, np.int64)), picks.again)
-    return found
+        found = weigh(host, np.append(swapped, np.array(picks.swapped, np.int64)), picks.again)
+    return found if _fits(found, loads) else None
 
 
 class _Entry(NamedTuple):
@@ -198,8 +211,8 @@ class _Entry(NamedTuple):
 class _Picks:
     """What is picked, from a heap by MSPS: of a storage's entries only the newest counts."""
 
-    def __init__(self, host: HostLink, swapped: Numbers) -> None:
-        self.host, self.again = host, Recomputation(host.saved)
+    def __init__(self, host: HostLink, swapped: Numbers, kept: frozenset[int]) -> None:
+        self.host, self.again = host, Recomputation(host.saved, kept)
         self.swapped = list[int]()
         self._storages: list[int] = host.saved.ids.tolist()
         self._nbytes: list[int] = host.saved.nbytes.tolist()
@@ -237,10 +250,10 @@ class _Picks:
         """The better way of swap and recompute for a storage, as things are; None: neither saves anything."""
         host, saved, nbytes = self.host, self.host.saved, self._nbytes[place]
         storage, found = self._storages[place], None
-        if saved.graph.producer[storage] >= saved.start:
+        if saved.graph.producer[storage] >= saved.start and storage not in self.again.checkpoints:
             chain = self.again.chain(storage)
             found = _Entry(chain.ms / chain.saves, place, False) if chain.saves > 0 else None
-        if host.usable and nbytes:
+        if host.usable and nbytes and not self.again.checkpoints:
             # The link is full, or the FreeTime short: what it takes on the link is waited for.
             waits_ms = max(float(host.transfer_ms[place]), -float(host.free_ms[place]))
             swap = _Entry(waits_ms / nbytes, place, True)

@@ -163,13 +163,14 @@ class Problem:
         loads = [Load(cap.copies, cap.nbytes - cap.own * beside, cap.own) for cap in self.caps[position]]
         start, stop = int(self.costs.starts[first]), int(self.costs.starts[last])
         found = fit(
-            self.graph, start, stop, loads, self.optimize, self.link_gbps, self._between_ms(position, first, last)
+            self.graph, start, stop, loads, self.optimize, self.link_gbps, self.between_ms(position, first, last)
         )
         if found is None:
             return None
         return Cell(float(self.costs.upto_ms[last] - self.costs.upto_ms[first]) + found.extra_ms, found)
 
-    def _between_ms(self, position: int, first: int, last: int) -> float:
+    def between_ms(self, position: int, first: int, last: int) -> float:
+        """What its stage computes at least between a micro-batch's forward and backward of a range."""
         forward, backward = self.costs.forward_ms(first, last), self.costs.backward_ms(first, last)
         return min(forwards * forward + backwards * backward for forwards, backwards in self.copies.between[position])
 

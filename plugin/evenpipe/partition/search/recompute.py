@@ -14,7 +14,7 @@ __all__ = ["Chain", "Recomputation"]
 class Chain(NamedTuple):
     """What dropping one more storage adds: nodes that run again, in so many ms, and storages that must be kept then.
 
-    saves: bytes, less those of storages that an earlier stage sent and that are kept for this alone.
+    saves: bytes, less those of storages that an earlier stage sent, and of checkpoints, that are kept for this alone.
     """
 
     ms: float
@@ -27,12 +27,13 @@ class Recomputation:
     """Storages that one part of the model drops after its forward. Each node that it takes runs again once.
 
     A storage is had again from what its producer reads: from what is kept or comes back from the host, else from what
-    is computed again in turn. What an earlier stage sent cannot be computed here, so it is kept. Inputs of the model
-    and parameters are there. Random nodes draw the same numbers again.
+    is computed again in turn. What an earlier stage sent cannot be computed here, so it is kept, as are `checkpoints`.
+    Inputs of the model and parameters are there. Random nodes draw the same numbers again.
     """
 
-    def __init__(self, saved: Saved) -> None:
+    def __init__(self, saved: Saved, checkpoints: frozenset[int] = frozenset()) -> None:
         self._saved, self._graph = saved, saved.graph
+        self.checkpoints = checkpoints
         #: The place in `saved` of each storage.
         self.places = {storage: place for place, storage in enumerate(saved.ids.tolist())}
         self.dropped = set[int]()
@@ -67,7 +68,7 @@ class Recomputation:
                     self._ends_at[read].add(storage)
                     continue
                 producer = producers[read]
-                if producer >= start:
+                if producer >= start and read not in self.checkpoints:
                     open_nodes.append(producer)
                 elif producer >= 0 and read not in self.received:
                     received.add(read)
@@ -96,8 +97,8 @@ class Recomputation:
     def extend(self, until: Numbers) -> None:
         """Tell `until` (by places in `saved`) from which node's backward on what was dropped is there again.
 
-        A node runs again when the first backward needs one of its storages, or a node that reads one runs again; what
-        comes back from the host is there by then too.
+        A node runs again when the first backward needs what was dropped of it, or a node that reads what is not kept of
+        it runs again; what comes back from the host is there by then too.
         """
         graph, saved, places = self._graph, self._saved, self.places
         needed = dict[int, int]()
@@ -106,6 +107,8 @@ class Recomputation:
             for made in graph.makes[node]:
                 if made in self.dropped:
                     at = max(at, int(saved.last_saver[places[made]]))
+                elif made in places or made in self.received:
+                    continue
                 at = max(at, max((needed[user] for user in graph.users[made] if user in needed), default=at))
             needed[node] = at
             for made in graph.makes[node]:
