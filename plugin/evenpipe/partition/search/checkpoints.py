@@ -17,7 +17,7 @@ _FINER = 0.8
 
 
 class _Inside(NamedTuple):
-    """The storages that a stage's nodes make, as columns: by and up to which of these nodes, and whether it is saved."""
+    """The storages that a stage's nodes make, as columns: by and up to which node, and whether it is saved."""
 
     ids: list[int]
     nbytes: Numbers
@@ -42,14 +42,14 @@ def checkpoints(saved: Saved, copies: int, free_bytes: float) -> frozenset[int]:
     inside = _inside(saved)
     length = saved.stop - saved.start
     weights = inside.nbytes * np.where(inside.is_saved, 1, copies)
-    steps = (np.bincount(at, weights, length) for at in (inside.begins, inside.ends))
-    crossing = np.cumsum(next(steps) - next(steps))
+    made, gone = (np.bincount(at, weights, length) for at in (inside.begins, inside.ends))
+    crossing = np.cumsum(made - gone)
     producers = [max(0, saved.graph.producer[one] - saved.start) for one in saved.ids.tolist()]
-    made: Numbers = np.bincount(producers, saved.nbytes, length)
-    upto = np.cumsum(made)
+    saves: Numbers = np.bincount(producers, saved.nbytes, length)
+    upto = np.cumsum(saves)
     best, least = list[int](), np.inf
     most = float(upto[-1])
-    while most > made.max():
+    while most > saves.max():
         borders = _borders(crossing, upto, most)
         there = inside.crossing(borders)
         kept = float(inside.nbytes[there & ~inside.is_saved].sum())
