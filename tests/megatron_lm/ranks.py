@@ -5,6 +5,9 @@ that this does but imports, and the reading of their sources. Unlike one that a 
 other ranks, and with jobs before it, the hashes of strings; what it spawns is forked too (`spawned.py`). A script that
 is not one of the checkout's, or whose imports end in an error, has ranks that import Megatron-LM and EvenPipe
 themselves. What torchrun's agent does for a job is done here: one rank that fails ends the others.
+
+Jobs of torchrun itself are in `test_vendored.py` (with every release), `test_failures.py` and `test_two_buffered.py`,
+where a forked run goes on from what such a job has saved, to the bits of one that did not stop.
 """
 
 from __future__ import annotations
@@ -109,6 +112,7 @@ class RankServer:
 def serve() -> None:
     """Run jobs, until there are no more; a rank ends within this."""
     _end_with_parent()
+    gc.disable()  # until a rank begins: a quarter of the imports' time would be collections that find nothing
     for name in _PRELOADED:
         import_module(name)
     _settle()
@@ -227,6 +231,7 @@ def _rank(job: _Job, place: Mapping[str, str]) -> NoReturn:
     _say_to(job.output)
     os.environ |= place | job.environment
     _go_to(job.checkout)
+    gc.enable()
     if "--save" in job.flags:
         spawn_by_fork()
     sys.argv = ["evenpipe", "run", "--cpu", job.script, *job.flags]
