@@ -87,8 +87,7 @@ class StepLog:
             return
         (iteration, stages), self._sent = self._sent, None
         rows = self._exchange.finish()
-        of_stages = [_largest(rows, stage) for stage in range(stages)]
-        self._show(iteration, [StageFigures(int(live), int(peak), int(out), ms) for live, peak, out, ms in of_stages])
+        self._show(iteration, [StageFigures.of_row(_largest(rows, stage)) for stage in range(stages)])
 
     def logged(self, iteration: int, resets: bool = True) -> None:
         """The framework has logged `iteration`; `resets`: the next one begins a new mean."""

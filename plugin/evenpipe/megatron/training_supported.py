@@ -29,6 +29,7 @@ _INITIALIZE = (
 _CHANGES: Mapping[str, Changes] = {
     "megatron.training.arguments:add_megatron_arguments": "(parser)",
     "megatron.training.arguments:parse_args": "(extra_args_provider=None, ignore_unknown_args=False)",
+    "megatron.training.arguments:validate_args": "(args, defaults={})",
     "megatron.training.global_vars:set_global_variables": "(args, build_tokenizer=True)",
     "megatron.training.initialize:initialize_megatron": {
         "0.14": (

@@ -83,6 +83,7 @@ class Executor(Resources):
         self.observer.batch_started(self.clock)
         if self.measure:
             self.exposed.restart()
+            self.computed.restart()
         before = self.pool.allocated_bytes
         yield
         self._tell_if_grown(before)

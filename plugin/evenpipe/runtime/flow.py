@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import NamedTuple, cast
 
 from torch import Tensor, UntypedStorage
@@ -86,7 +87,8 @@ class Flow:
             return
         taken = None if step.takes is None else self.received.pop(step.takes)
         self.resources.observer.started(action)
-        results = self.act[action.kind](action.unit, taken)
+        with self.resources.computed.running() if self.resources.measure else nullcontext():
+            results = self.act[action.kind](action.unit, taken)
         self.resources.observer.ended(action)
         self.post(step.then_post)
         if step.send is not None:

@@ -46,7 +46,7 @@ class Resources:
     The connections, the acceptor's pool, the layouts of what varies and the memory counter. `parameters` are
     left out of what is saved and counted. Without `measure`, own activations are recorded (some 2 µs a saved tensor) on
     evicting stages only, and the counter knows of nothing else. `exposed` has how long compute waited for evictions and
-    loads, on either side, in the last batch that was measured.
+    loads, on either side, in the last batch that was measured, and `computed` how long it lasted.
     """
 
     def __init__(
@@ -69,3 +69,4 @@ class Resources:
         self.measure = measure
         self.clock = clock_for(device)
         self.exposed = Stopwatch(self.clock)
+        self.computed = Stopwatch(self.clock)

@@ -67,6 +67,12 @@ class EvenPipeConfig(BaseModel):
         "node has room for more than one stage)",
         json_schema_extra={"flag": "--pair-adjacent"},
     )
+    partition: Path | tuple[int, ...] | None = Field(
+        None,
+        description="train with the layout that `evenpipe partition --megatron --out P.json` planned, under EvenPipe's "
+        "schedule; the log has predicted beside measured time and memory of each stage",
+        json_schema_extra={"flag": "--evenpipe-partition", "metavar": "P.json"},
+    )
     trace: Path | None = Field(
         None,
         description="write the timeline of one iteration, from all ranks, to this file (for ui.perfetto.dev)",
@@ -111,7 +117,7 @@ class EvenPipeConfig(BaseModel):
     @property
     def active(self) -> bool:
         """Whether EvenPipe carries out the pipeline schedule."""
-        return self.bpipe or self.schedule is not None
+        return self.bpipe or self.schedule is not None or self.partition is not None
 
 
 def first_problem(error: ValidationError) -> tuple[tuple[int | str, ...], Any, str]:

@@ -59,5 +59,6 @@ def best_layout(
         mtp_apart=found["mtp_apart"],
         source=profile.origin.source,
         limit_bytes=limit_bytes,
+        shape=shape,
     )
     return plan, profile

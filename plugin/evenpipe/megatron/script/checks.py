@@ -116,4 +116,6 @@ def _asked(config: EvenPipeConfig) -> str:
     """The flag that asked for EvenPipe, as the user wrote it."""
     if config.group_size == "auto":
         return f"{flag('group_size')} auto"
-    return flag("bpipe") if config.schedule is None else f"{flag('schedule')} {config.schedule}"
+    if config.schedule is not None:
+        return f"{flag('schedule')} {config.schedule}"
+    return flag("bpipe") if config.bpipe else f"{flag('partition')} {config.partition}"

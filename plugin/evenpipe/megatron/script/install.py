@@ -45,7 +45,13 @@ def script_patches() -> tuple[PatchSet, ...]:
         _start_first,
         "the first place that has all arguments, from flags, YAML or a checkpoint, before anything is started",
     )
-    return PatchSet("flags", [flags]), PatchSet("start", [start])
+    layout = training_patch(
+        "layout",
+        "megatron.training.arguments:validate_args",
+        _lay_out_first,
+        "a planned layout is an argument like others, which Megatron derives others from when it validates them",
+    )
+    return PatchSet("flags", [flags, layout]), PatchSet("start", [start])
 
 
 def _with_our_flags(original: Callable[[ArgumentParser], ArgumentParser], parser: ArgumentParser) -> ArgumentParser:
@@ -54,11 +60,20 @@ def _with_our_flags(original: Callable[[ArgumentParser], ArgumentParser], parser
     return add_flags(original(parser))
 
 
+def _lay_out_first(original: Callable[..., Any], args: Namespace, *more: Any, **others: Any) -> Any:
+    from evenpipe.megatron.script.start import lay_out_or_end
+
+    lay_out_or_end(args)
+    return original(args, *more, **others)
+
+
 def _start_first(original: Callable[..., Any], args: Namespace, *more: Any, **others: Any) -> Any:
-    from evenpipe.megatron.script.start import start
+    from evenpipe.megatron.script.start import check_tokenizer, start
 
     start(args)
-    return original(args, *more, **others)
+    result = original(args, *more, **others)
+    check_tokenizer(args)
+    return result
 
 
 def _cpu_mode_without_gpu() -> None:

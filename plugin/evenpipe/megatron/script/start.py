@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.megatron.script.checks import check
 from evenpipe.megatron.script.flags import ArgumentError, config_from
+from evenpipe.megatron.script.partition import check_vocabulary, lay_out, planned
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.upstream import UpstreamError
 from evenpipe.upstream.apex import wrong_apex
 from evenpipe.upstream.ending import end_job, end_with_the_first_error
 
 if TYPE_CHECKING:
+    from evenpipe.partition.layouts.written import WrittenLayout
     from evenpipe.tracing.iteration import IterationTrace
 
-__all__ = ["start", "trace_of"]
+__all__ = ["check_tokenizer", "lay_out_or_end", "start", "trace_of"]
 
 
 def start(args: Namespace) -> None:
@@ -28,16 +31,35 @@ def start(args: Namespace) -> None:
     Changes RANK and `args.rank` where ranks are placed, so torch.distributed must not have been started yet. What does
     not go together ends the job with one line.
     """
-    try:
+    with _ending_the_job():
         config = config_from(args)
+        plan = planned(config, args)
         check(config, args)
         if config.active:
-            _plug_in(config, args)
+            _plug_in(config, args, plan)
+
+
+def lay_out_or_end(args: Namespace) -> None:
+    """Before Megatron validates `args`: lay layers out as planned, if asked for; else the job ends with one line."""
+    with _ending_the_job():
+        lay_out(args)
+
+
+def check_tokenizer(args: Namespace) -> None:
+    """Once `args` have the tokenizer's vocabulary too: end the job if a plan is for another one."""
+    with _ending_the_job():
+        check_vocabulary(config_from(args), args)
+
+
+@contextmanager
+def _ending_the_job() -> Iterator[None]:
+    try:
+        yield
     except (ArgumentError, UpstreamError) as error:
         end_job(str(error))
 
 
-def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
+def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None) -> None:
     # Imported here: a run without EvenPipe's flags does not pay for it.
     from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
     from evenpipe.megatron.script.link_table import LinkTable
@@ -64,7 +86,14 @@ def _plug_in(config: EvenPipeConfig, args: Namespace) -> None:
         schedule, called, more = tuned.schedule, tuned, [tuned.patches()]
     else:
         schedule = PipelineSchedule(config.spec, config.bpipe, observer, connected=report, group_size=config.group_size)
-    log = TrainingLog(schedule, args, steps)
+    truth = None
+    if plan is not None:
+        from evenpipe.megatron.planned_layout import half_layers
+        from evenpipe.megatron.script.truth import Truth
+
+        truth = Truth(plan, args)
+        more += [truth.patches(), half_layers(plan)]
+    log = TrainingLog(schedule, args, steps, truth)
     for patches in (in_place_of_megatron(called or schedule), log.patches(), *more):
         patches.apply()
     end_with_the_first_error()

@@ -13,9 +13,9 @@ from evenpipe.partition.layouts.shape import Pipeline, Shape
 from evenpipe.partition.layouts.split import Cuts, Problem
 from evenpipe.partition.layouts.work import kinds
 
-__all__ = ["LayoutPlan", "Split", "StagePlan", "even_layout", "plan_layout"]
+__all__ = ["FORMAT", "LayoutPlan", "Split", "StagePlan", "even_layout", "plan_layout"]
 
-_FORMAT: Final = "evenpipe.layout/1"
+FORMAT: Final = "evenpipe.layout/1"
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class LayoutPlan:
     """What `--pipeline-model-parallel-layout` is best, and the even split that Megatron would make without it.
 
     `proven`: no layout has a faster slowest stage. `source`: what the times are from. `layers`: what was cut, by kind.
+    `shape`: the model's.
     """
 
     best: Split
@@ -57,6 +58,7 @@ class LayoutPlan:
     layers: tuple[Layer, ...]
     source: str
     search_ms: float
+    shape: Shape | None = None
 
     @property
     def layout(self) -> str:
@@ -69,11 +71,13 @@ class LayoutPlan:
     def to_json(self) -> dict[str, Any]:
         """A document of format `evenpipe.layout/1`."""
         return {
-            "format": _FORMAT,
+            "format": FORMAT,
             "search_ms": self.search_ms,
             "source": self.source,
             "proven": self.proven,
-            "micro_batches": self.pipeline.micro_batches,
+            "schedule": self.pipeline.schedule,
+            "pipeline": asdict(self.pipeline),
+            "shape": None if self.shape is None else asdict(self.shape),
             **self.best.to_json(),
             "even": self.even.to_json(),
             "layers": [asdict(layer) for layer in self.layers],
@@ -87,6 +91,7 @@ def plan_layout(
     mtp_apart: bool,
     source: str,
     limit_bytes: int | None = None,
+    shape: Shape | None = None,
 ) -> LayoutPlan:
     """The layout with the fastest slowest stage among those within `limit_bytes` a stage.
 
@@ -103,6 +108,7 @@ def plan_layout(
         layers=problem.layers,
         source=source,
         search_ms=1e3 * (time.perf_counter() - start),
+        shape=shape,
     )
 
 

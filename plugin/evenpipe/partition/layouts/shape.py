@@ -8,7 +8,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["LayoutError", "Pipeline", "Shape"]
+__all__ = ["LayoutError", "Pipeline", "Shape", "laid_out_by"]
 
 _HAND_LAYOUTS: Final = {
     "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
@@ -44,6 +44,11 @@ class Pipeline:
     @property
     def parts(self) -> int:
         return self.stages * self.chunks
+
+    @property
+    def schedule(self) -> str:
+        """What Megatron runs on it."""
+        return "interleaved" if self.chunks > 1 else "1f1b"
 
 
 @dataclass(frozen=True)
@@ -212,10 +217,14 @@ class _Values:
         return int(found)
 
 
+def laid_out_by(args: Namespace) -> str | None:
+    """The flag with which a user lays layers out by hand, if any."""
+    return next((flag for name, flag in _HAND_LAYOUTS.items() if getattr(args, name, None)), None)
+
+
 def _refuse(args: Namespace) -> None:
-    for name, flag in _HAND_LAYOUTS.items():
-        if getattr(args, name, None):
-            raise LayoutError(f"{flag}: already lays the layers out, by hand: leave it out, and the best is looked for")
+    if (flag := laid_out_by(args)) is not None:
+        raise LayoutError(f"{flag}: already lays the layers out, by hand: leave it out, and the best is looked for")
     for name, flag in _OTHER_MODELS.items():
         if getattr(args, name, None):
             raise LayoutError(f"{flag}: layouts are found for GPT models with Megatron's own attention only")

@@ -58,7 +58,7 @@ class Problem:
                 "change it or --micro-batch-size"
             )
         # A stage holds no more than its warm-up, which is over long before these are.
-        workload = Workload("interleaved" if v > 1 else "1f1b", min(m, 2 * p * v), v)
+        workload = Workload(self.pipeline.schedule, min(m, 2 * p * v), v)
         return copies_of(workload, p).live
 
     @cached_property

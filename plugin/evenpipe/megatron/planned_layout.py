@@ -1,0 +1,71 @@
+"""A planned layout in Megatron: the patches under which it builds layers that are cut in half."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from evenpipe.megatron.supported import MEGATRON_CORE, since
+from evenpipe.partition.layouts.written import WrittenLayout
+from evenpipe.upstream import Patch, PatchSet, around
+
+__all__ = ["half_layer_patches", "half_layers"]
+
+
+def half_layers(plan: WrittenLayout) -> PatchSet:
+    """The patches under which models whose configuration has the plan's layout are cut as it says, inside layers too.
+
+    For scripts that make their own TransformerConfig::
+
+        plan = WrittenLayout.read(Path("P.json"))
+        half_layers(plan).apply()
+        config = TransformerConfig(..., pipeline_model_parallel_layout=plan.layout)
+    """
+    return PatchSet("halves", half_layer_patches(plan) if plan.halves else [])
+
+
+def half_layer_patches(plan: Any) -> list[Patch]:
+    """What `half_layers` applies; made without looking at what is installed."""
+    return [
+        Patch(
+            name,
+            (symbol,),
+            MEGATRON_CORE,
+            since("(self)"),
+            around(functools.partial(call, plan)),
+            reason,
+        )
+        for name, symbol, call, reason in (
+            (
+                "layout",
+                "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+                _with_halves,
+                "a layout has whole layers only",
+            ),
+            (
+                "layers",
+                "megatron.core.transformer.transformer_block:TransformerBlock._build_layers",
+                _build,
+                "a stage has whole layers only, whose weights it draws itself",
+            ),
+        )
+    ]
+
+
+def _with_halves(plan: WrittenLayout, original: Callable[[Any], None], config: Any) -> None:
+    original(config)
+    if str(config.pipeline_model_parallel_layout) == plan.layout:
+        from evenpipe.megatron.half_layers import HalvedLayout
+
+        stages = config.pipeline_model_parallel_size
+        config.pipeline_model_parallel_layout = HalvedLayout(plan.layout, stages, plan.halves)
+
+
+def _build(plan: WrittenLayout, original: Callable[[Any], None], block: Any) -> None:
+    from evenpipe.megatron.half_layers import HalvedLayout, build_halves
+
+    if isinstance(block.config.pipeline_model_parallel_layout, HalvedLayout):
+        build_halves(original, block)
+    else:
+        original(block)

@@ -1,0 +1,57 @@
+"""What a plan predicted of each stage's time and memory, beside what the script's run measures."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from evenpipe.megatron.script.hooks import set_up_patch
+from evenpipe.megatron.script.log import say_on_last_rank
+from evenpipe.partition.layouts.written import WrittenLayout
+from evenpipe.report.truth import Taken, truth_lines
+from evenpipe.runtime.figures import StageFigures, per_stage
+from evenpipe.upstream import Patch, PatchSet
+
+__all__ = ["Truth", "truth_patches"]
+
+
+class Truth:
+    """Of a run of `plan`; `args` are Megatron's. Apply what it patches before the model is made."""
+
+    def __init__(self, plan: WrittenLayout, args: Namespace) -> None:
+        self._plan = plan
+        self._args = args
+        self._static_bytes = 0
+
+    def patches(self) -> PatchSet:
+        """What calls it with Megatron's model and optimizer."""
+        return PatchSet("truth", truth_patches(self))
+
+    def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
+        """Called by all ranks when Megatron has made model and optimizer."""
+        from evenpipe.megatron.adaptive.static_memory import static_bytes
+
+        if optimizer is not None:
+            self._static_bytes = static_bytes(model, optimizer)
+
+    def tell(self, mine: StageFigures, stage: int, device: torch.device) -> None:
+        """Log a line a stage; all ranks call it after a batch that was measured."""
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        held = mine._replace(peak_bytes=mine.peak_bytes + self._static_bytes)
+        stages = self._plan.stages
+        measured = [
+            Taken(figures.computed_ms / get_num_microbatches(), figures.peak_bytes)
+            for figures in per_stage(held, stage, len(stages), device)
+        ]
+        predicted = [Taken(one.forward_ms + one.backward_ms, one.peak_bytes) for one in stages]
+        for line in truth_lines([", ".join(one.layers) for one in stages], predicted, measured):
+            say_on_last_rank(line)
+
+
+def truth_patches(truth: Any) -> list[Patch]:
+    """What :class:`Truth` applies; made without looking at what is installed."""
+    return [set_up_patch(truth, "planned", "what model and optimizer hold counts in what a plan says of memory")]
