@@ -51,7 +51,7 @@ def script_patches() -> tuple[PatchSet, ...]:
         _lay_out_first,
         "a planned layout is an argument like others, which Megatron derives others from when it validates them",
     )
-    return PatchSet("flags", [flags, layout]), PatchSet("start", [start])
+    return PatchSet("flags", [flags]), PatchSet("layout", [layout]), PatchSet("start", [start])
 
 
 def _with_our_flags(original: Callable[[ArgumentParser], ArgumentParser], parser: ArgumentParser) -> ArgumentParser:

@@ -116,6 +116,6 @@ def _differs(what: str, given: Any, planned: Any) -> str:
 def _said(value: Any) -> str:
     if isinstance(value, tuple):
         return "".join(str(int(one)) for one in value)
-    return (
-        {True: "on", False: "off", None: "none"}.get(value, str(value)) if value in (True, False, None) else str(value)
-    )
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None else str(value)

@@ -1,0 +1,76 @@
+"""A plan that was written is read again, and refused where it does not fit a run."""
+
+from argparse import Namespace
+
+import pytest
+
+from evenpipe.partition.layouts import Pipeline
+from evenpipe.partition.layouts.shape import LayoutError
+from evenpipe.partition.layouts.written import WrittenLayout
+from tests.partition.layouts.written_plan import FLAGS, write_plan
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_plan(tmp_path_factory.mktemp("plan") / "P.json")
+
+
+def test_it_says_what_it_is_for_and_what_was_predicted(path):
+    plan = WrittenLayout.read(path)
+    assert plan.layout.count("t") == 8
+    assert plan.pipeline == Pipeline(2, 1, 8)
+    assert plan.schedule == "1f1b"
+    assert [stage.forward_ms + stage.backward_ms > 0 and stage.peak_bytes > 0 for stage in plan.stages] == [True, True]
+    assert plan.difference(Namespace(**FLAGS)) is None
+
+
+def test_replicas_batches_and_an_unknown_vocabulary_are_no_difference(path):
+    plan = WrittenLayout.read(path)
+    other = FLAGS | {"global_batch_size": 32, "use_distributed_optimizer": True, "vocab_size": None}
+    assert plan.difference(Namespace(**other)) is None
+    assert plan.other_vocabulary(plan.shape.vocabulary) is None
+    assert "the plan is for padded --vocab-size 8064, not 128" in plan.other_vocabulary(128)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"num_layers": 12}, "the plan is for --num-layers 8, not 12: "),
+        ({"hidden_size": 128}, "the plan is for --hidden-size 64, not 128: "),
+        ({"num_attention_heads": 8}, "--num-attention-heads 4, not 8: "),
+        ({"seq_length": 128}, "--seq-length 64, not 128: "),
+        ({"vocab_size": 100}, "padded --vocab-size 8064, not 128: "),
+        ({"num_experts": 8}, "--num-experts 4, not 8: "),
+        ({"moe_layer_freq": 2}, "layers of experts by --moe-layer-freq 11111111, not 10101010: "),
+        ({"mtp_num_layers": None}, "--mtp-num-layers 1, not 0: "),
+        ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 1, not 2: "),
+        ({"pipeline_model_parallel_size": 4}, "--pipeline-model-parallel-size 2, not 4: "),
+        ({"micro_batch_size": 2}, "--micro-batch-size 1, not 2: "),
+        ({"bf16": True}, "precision fp32, not bf16: "),
+        ({"swiglu": True, "ffn_hidden_size": 256}, "--swiglu off, not on: "),
+        ({"recompute_granularity": "full"}, "--recompute-granularity none, not full: "),
+        ({"pipeline_model_parallel_layout": "Et*8|mL"}, "--pipeline-model-parallel-layout lays the layers out too: "),
+        ({"num_layers_per_virtual_pipeline_stage": 2}, "leave --num-layers-per-virtual-pipeline-stage out"),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "leave --num-virtual-stages-per-pipeline-rank out"),
+        ({"multi_latent_attention": True}, "--multi-latent-attention: "),
+    ],
+)
+def test_what_differs_is_named(path, other, message):
+    difference = WrittenLayout.read(path).difference(Namespace(**FLAGS | other))
+    assert message in difference
+    assert "\n" not in difference
+
+
+def test_another_file_is_refused_in_one_line(path, tmp_path):
+    other = tmp_path / "other.json"
+    for text, message in (
+        ('{"format": "evenpipe.plan/1"}', "no layout that `evenpipe partition --megatron --out` wrote: format: "),
+        ("no JSON", "no layout that .* wrote: document: Invalid JSON"),
+        (path.read_text().replace('"heads"', '"heds"'), r"wrote: shape.heads: Field required"),
+    ):
+        other.write_text(text)
+        with pytest.raises(LayoutError, match=message) as raised:
+            WrittenLayout.read(other)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(LayoutError, match=r"nowhere.json: cannot be read: No such file"):
+        WrittenLayout.read(tmp_path / "nowhere.json")
