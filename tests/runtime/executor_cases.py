@@ -230,7 +230,7 @@ def carry_out(case: dict, rank: int) -> dict:
 
 def maxima(rank: int) -> list[StageFigures]:
     """Two ranks a stage, each with the larger of some figures."""
-    mine = StageFigures(rank, 2**50 + rank, 100 - rank, rank / 8)
+    mine = StageFigures(rank, 2**50 + rank, 100 - rank, rank / 8, rank / 4)
     return list(per_stage(mine, rank % 4, 4, torch.device("cpu")))
 
 

@@ -214,7 +214,7 @@ def test_waits_for_the_partner_are_told_and_no_others(outcomes):
 
 
 def test_figures_of_a_stage_are_the_largest_of_its_processes(outcomes):
-    largest = [[4 + stage, 2**50 + 4 + stage, 100 - stage, (4 + stage) / 8] for stage in range(4)]
+    largest = [[4 + stage, 2**50 + 4 + stage, 100 - stage, (4 + stage) / 8, (4 + stage) / 4] for stage in range(4)]
     assert [outcome["maxima"] for outcome in outcomes] == [largest] * 8
 
 

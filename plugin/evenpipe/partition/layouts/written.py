@@ -14,6 +14,11 @@ from evenpipe.partition.layouts.shape import LayoutError, Pipeline, Shape, laid_
 __all__ = ["WrittenLayout"]
 
 _FLAGS: Final = {
+    "tensor_parallel": "--tensor-model-parallel-size",
+    "context_parallel": "--context-parallel-size",
+    "expert_parallel": "--expert-model-parallel-size",
+    "expert_tensor_parallel": "--expert-tensor-parallel-size",
+    "sequence_parallel": "--sequence-parallel",
     "hidden": "--hidden-size",
     "heads": "--num-attention-heads",
     "groups": "--num-query-groups",
@@ -35,11 +40,6 @@ _FLAGS: Final = {
     "mtp": "--mtp-num-layers",
     "precision": "precision",
     "recompute": "--recompute-granularity",
-    "tensor_parallel": "--tensor-model-parallel-size",
-    "context_parallel": "--context-parallel-size",
-    "expert_parallel": "--expert-model-parallel-size",
-    "expert_tensor_parallel": "--expert-tensor-parallel-size",
-    "sequence_parallel": "--sequence-parallel",
 }
 """What a plan is for; replicas, and what they share of an optimizer, do not matter to a layout."""
 
