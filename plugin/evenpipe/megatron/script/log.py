@@ -16,7 +16,6 @@ from evenpipe.upstream import Patch, PatchSet
 if TYPE_CHECKING:
     from evenpipe.delayed.log import StepLog
     from evenpipe.megatron.schedule import PipelineSchedule
-    from evenpipe.megatron.script.truth import Truth
 
 __all__ = ["TrainingLog", "log_patch", "say", "say_on_last_rank", "show_figures"]
 
@@ -52,16 +51,21 @@ class TrainingLog:
 
     `schedule.measure` is the log's from then on. An iteration that is logged right after one that Megatron was told to
     skip has not been measured, and gets no line. With 2BW, `steps` gathers the figures in the background, and
-    shows them an iteration later. `truth` compares them with a plan.
+    shows them an iteration later. `compare` is given this process' figures,
+    its stage and device once, on all ranks, when there are some that count.
     """
 
     def __init__(
-        self, schedule: PipelineSchedule, args: Namespace, steps: StepLog | None = None, truth: Truth | None = None
+        self,
+        schedule: PipelineSchedule,
+        args: Namespace,
+        steps: StepLog | None = None,
+        compare: Callable[[StageFigures, int, Any], None] | None = None,
     ) -> None:
         self._schedule = schedule
         self._args = args
         self._steps = steps
-        self._truth = truth
+        self._compare = compare
         # Some releases log the first iteration of a run, whatever its number, which is not known before it ends.
         schedule.measure = True
         self._first = True
@@ -89,9 +93,9 @@ class TrainingLog:
             else:
                 show_figures(iteration, per_stage(figures, stage, stages, executor.device))
             # The first iteration loads kernels and fills caches, so it counts only where there is no other.
-            if self._truth is not None and (not self._first or iteration >= self._args.train_iters):
-                self._truth.tell(figures, stage, executor.device)
-                self._truth = None
+            if self._compare is not None and (not self._first or iteration >= self._args.train_iters):
+                self._compare(figures, stage, executor.device)
+                self._compare = None
             if self._first and figures.evicted_bytes and executor.store.excluded_names and _is_first_replica():
                 say(kept_line(stage, executor.store.excluded_names))
             self._first = False

@@ -86,14 +86,14 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
         schedule, called, more = tuned.schedule, tuned, [tuned.patches()]
     else:
         schedule = PipelineSchedule(config.spec, config.bpipe, observer, connected=report, group_size=config.group_size)
-    truth = None
+    compare = None
     if plan is not None:
         from evenpipe.megatron.planned_layout import half_layers
         from evenpipe.megatron.script.truth import Truth
 
         truth = Truth(plan, args)
-        more += [truth.patches(), half_layers(plan)]
-    log = TrainingLog(schedule, args, steps, truth)
+        compare, more = truth.tell, [*more, truth.patches(), half_layers(plan)]
+    log = TrainingLog(schedule, args, steps, compare)
     for patches in (in_place_of_megatron(called or schedule), log.patches(), *more):
         patches.apply()
     end_with_the_first_error()
