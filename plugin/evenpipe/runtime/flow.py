@@ -228,7 +228,7 @@ class Flow:
 
 def _leaf(output: Tensor) -> Tensor:
     """An input like one that was received: where autograd's graph of the next part begins."""
-    return output.detach().requires_grad_(output.is_floating_point())
+    return output.detach().requires_grad_(output.requires_grad)
 
 
 def _no_stream(batch: int) -> None:

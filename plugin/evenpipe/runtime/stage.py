@@ -57,7 +57,7 @@ class SteppingStage(Stage, Protocol):
 class Edges(NamedTuple):
     """Of each chunk of a stage, tensors like those that it takes and gives for a micro-batch.
 
-    The model's start takes, and its end gives, none that are sent. Those of whole numbers have no gradients.
+    The model's start takes none, and its end gives the loss. What comes back for those that require a gradient is one.
     """
 
     taken: Sequence[Sequence[Tensor]]
@@ -66,7 +66,8 @@ class Edges(NamedTuple):
     @classmethod
     def alike(cls, boundary: Tensor, chunks: int = 1) -> Edges:
         """One tensor like `boundary` passes from chunk to chunk."""
-        return cls([[boundary]] * chunks, [[boundary]] * chunks)
+        like = [boundary.detach().requires_grad_()]
+        return cls([like] * chunks, [like] * chunks)
 
 
 class ModuleStage:
@@ -102,21 +103,26 @@ class ModuleStage:
         """Tensors like those of the edge; for gradients like those that have any."""
         if kind == FORWARD:
             like = self._edges.taken[unit.chunk]
-            return [torch.empty_like(one, requires_grad=one.is_floating_point()) for one in like]
-        return [torch.empty_like(one) for one in self._edges.given[unit.chunk] if one.is_floating_point()]
+            return [torch.empty_like(one, requires_grad=one.requires_grad) for one in like]
+        given = self._edges.given[unit.chunk]
+        return [torch.empty_like(one, requires_grad=False) for one in given if one.requires_grad]
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
         """The chunk's outputs, or its loss where the model ends."""
-        taken = [self._first(unit.micro_batch)] if inputs is None else inputs
-        returned = self.chunks[unit.chunk](*taken)
+        returned = self.compute(unit, inputs)
         if unit.chunk == self._loss_chunk:
             returned = self._loss(unit.micro_batch, returned)
             self.losses[unit.micro_batch] = returned.detach()
         outputs = list(returned) if isinstance(returned, tuple) else [returned]
         if inputs is not None:
-            self._inputs[unit] = [one for one in inputs if one.is_floating_point()]
-        self._outputs[unit] = [one for one in outputs if one.is_floating_point()]
+            self._inputs[unit] = _learning(inputs, self._edges.taken[unit.chunk])
+        self._outputs[unit] = _learning(outputs, self._edges.given[unit.chunk])
         return outputs
+
+    def compute(self, unit: Unit, inputs: list[Tensor] | None) -> Any:
+        """What the unit's module returns."""
+        taken = [self._first(unit.micro_batch)] if inputs is None else inputs
+        return self.chunks[unit.chunk](*taken)
 
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         """The gradients of the received inputs; nothing at the start of the model."""
@@ -147,6 +153,11 @@ class ModuleStage:
     def update(self, batch: int) -> None:
         """Call the `update` that the stage was given."""
         self._update(batch)
+
+
+def _learning(tensors: Sequence[Tensor], edge: Sequence[Tensor]) -> list[Tensor]:
+    """Those of the tensors of an edge that a gradient comes back for."""
+    return [one for one, like in zip(tensors, edge, strict=True) if like.requires_grad]
 
 
 def _gradient(taken: Tensor, unit: Unit) -> Tensor:
