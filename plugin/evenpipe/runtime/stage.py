@@ -103,9 +103,8 @@ class ModuleStage:
         """Tensors like those of the edge; for gradients like those that have any."""
         if kind == FORWARD:
             like = self._edges.taken[unit.chunk]
-            return [torch.empty_like(one, requires_grad=one.requires_grad) for one in like]
-        given = self._edges.given[unit.chunk]
-        return [torch.empty_like(one, requires_grad=False) for one in given if one.requires_grad]
+            return [_empty(one).requires_grad_(one.requires_grad) for one in like]
+        return [_empty(one) for one in self._edges.given[unit.chunk] if one.requires_grad]
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
         """The chunk's outputs, or its loss where the model ends."""
@@ -153,6 +152,10 @@ class ModuleStage:
     def update(self, batch: int) -> None:
         """Call the `update` that the stage was given."""
         self._update(batch)
+
+
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _learning(tensors: Sequence[Tensor], edge: Sequence[Tensor]) -> list[Tensor]:

@@ -31,6 +31,7 @@ class EnginePackage(NamedTuple):
 
 _MEGATRON: Final = "evenpipe.megatron.train_engine"
 _MEGATRON_CORE: Final = ("megatron", "megatron-core is not installed: pip install 'evenpipe[megatron]'")
+_PLAIN: Final[frozenset[Need]] = frozenset(["chunks", "groups", "split", "vee"])
 #: By the value of --engine.
 ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType(
     {
@@ -39,7 +40,8 @@ ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType(
         ),
         "megatron": EnginePackage("megatron", _MEGATRON, "--engine megatron", frozenset(["chunks"]), _MEGATRON_CORE),
         "module": EnginePackage(
-            "module", "evenpipe.train.module", "--engine module", frozenset(["chunks", "groups", "split", "vee"])
+            "module", "evenpipe.train.module", "--engine module", _PLAIN
         ),
+        "planned": EnginePackage("planned", "evenpipe.train.planned", "a plan of a plain model", _PLAIN),
     }
 )

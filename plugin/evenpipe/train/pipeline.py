@@ -65,7 +65,7 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of this stage's parts, for an optimizer."""
-        return (parameter for chunk in self.chunks for parameter in chunk.parameters())
+        return nn.ModuleList(self.chunks).parameters()  # each once, however many chunks share it
 
     def close(self) -> None:
         """Destroy the links, once no batch is under way."""

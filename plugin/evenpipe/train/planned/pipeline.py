@@ -1,0 +1,219 @@
+"""PlannedPipeline: one stage of a plain model that `evenpipe partition` has cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evenpipe.partition.code import Boundary, Draws, Part, load_parts
+from evenpipe.partition.search.copies import PIPEDREAM
+from evenpipe.partition.search.plan import Plan
+from evenpipe.partition.search.problem import PartitionError
+from evenpipe.runtime.executor import Observer
+from evenpipe.runtime.stage import Edges, ModuleStage
+from evenpipe.schedule import Program, Size, Unit, build
+from evenpipe.train.pipeline import Pipeline, stage_in
+from evenpipe.train.planned.ties import Ties
+
+__all__ = ["PlannedPipeline", "program_of"]
+
+
+class PlannedPipeline(Pipeline):
+    """One stage of a cut model, in a process of its own: forwards, backwards and messages of every batch.
+
+    plan: what `evenpipe partition --out` wrote, with the code of its stages beside it.
+    model: the model that it is of, uncut; this stage takes those parameters and buffers of it that it uses.
+    seed: of random numbers, which depend on it, on the micro-batch and on the operation alone.
+    group: the ranks of the pipeline, stage by stage; all ranks, if left out.
+    observer: is told of every action; with `measure`, `executor.counter` knows what this stage saves.
+
+    Parameters that several stages use have a copy on each, with the same gradient. All ranks of the group make it
+    alike. Raises PartitionError or StageCodeError (both ValueError), one line, where the plan cannot be read, is of
+    another model or number of processes, or cannot be trained.
+    """
+
+    def __init__(
+        self,
+        plan: str | Path,
+        model: nn.Module,
+        *,
+        seed: int = 0,
+        group: dist.ProcessGroup | None = None,
+        observer: Observer | None = None,
+        measure: bool = False,
+    ) -> None:
+        path = Path(plan)
+        self.plan = Plan.read(path)
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) != self.plan.stage_count:
+            raise PartitionError(
+                f"{path}: is for {self.plan.stage_count} stages, and there are {len(ranks)} processes: start as many, "
+                f"or make a plan with --stages {len(ranks)}"
+            )
+        program = program_of(self.plan, path)
+        stage = stage_in(program, group, "planned", "PlannedPipeline")
+        parts = load_parts(path, stage, model)
+        device = next((one.device for one in model.parameters()), torch.device("cpu"))
+        super().__init__(parts, _edges(parts, device), program, group, observer, measure)
+        self.seed = seed
+        #: How many batches have been trained, from which random numbers go on.
+        self.batches = 0
+        self._group = group
+        #: Every name that a parameter or a buffer has in the model, and the first of them.
+        self._names = _first_names(model)
+        of_parts = ((name, one) for part in parts for name, one in _state(part).items())
+        self._own = {self._names[name]: one for name, one in of_parts if name in self._names}
+        self._parameters = {name: one for name, one in self._own.items() if isinstance(one, nn.Parameter)}
+        held: list[list[str]] = [[] for _ in ranks]
+        dist.all_gather_object(held, list(self._own), group=group)
+        self._owner = {name: stage for stage, names in reversed(list(enumerate(held))) for name in names}
+        state = model.state_dict()
+        self._unused = {name: one for name, one in state.items() if self._names[name] not in self._owner}
+        learned = {name for name, one in model.named_parameters()}
+        self._ties = Ties([learned.intersection(names) for names in held], self._parameters, stage, ranks, device)
+        self._saved = list(state)
+        self._learned = sorted(learned.intersection(self._owner))
+
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Forward and backward of a batch; gradients of its mean loss are added to `parameter.grad`.
+
+        batch: the arguments of the model's forward, alike on all ranks; every micro-batch gets an equal share of each
+        one's first dimension. Returns the mean loss where the model ends, None elsewhere. Raises ValueError where the
+        batch cannot be shared out, or is not of the shapes that the plan is for.
+        """
+        count, found = self.program.schedule.micro_batches, dict[int, Tensor]()
+        shares = {name: _shared_out(name, values, count) for name, values in batch.items()}
+        first = self.batches * count
+
+        def share_of_loss(micro_batch: int, output: tuple[Tensor]) -> Tensor:
+            [loss] = output
+            found[micro_batch] = loss.detach()
+            return loss / count
+
+        def inputs_of(micro_batch: int) -> dict[str, Tensor]:
+            return {name: of_all[micro_batch] for name, of_all in shares.items()}
+
+        stage = _PlannedStage(self, inputs_of, first, share_of_loss)
+        with self._ties.summed():
+            mean = self.carry_out(stage, found)
+        self.batches += 1
+        return mean
+
+    def clip_grad_norm(self, limit: float) -> float:
+        """Scale all stages' gradients so that their norm is at most `limit`, 0 for any; returns the norm before.
+
+        Of copies of a parameter, one counts. All ranks of the group call it, between `step` and the optimizer's.
+        """
+        found = torch.zeros(len(self._learned), dtype=torch.float64, device=self.device)
+        for number, name in enumerate(self._learned):
+            gradient = self._parameters[name].grad if self._owner[name] == self.stage else None
+            if gradient is not None:
+                found[number] = gradient.double().square().sum()
+        # Each is of one stage: whatever order this sum is made in, it is exact.
+        dist.all_reduce(found, group=self._group)
+        norm = math.sqrt(sum(found.tolist()))
+        if limit and norm > limit:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(limit / (norm + 1e-6))
+        return norm
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This stage's parameters and buffers, by the names that they have in the model."""
+        return {name: one.detach() for name, one in self._own.items()}
+
+    def full_state_dict(self) -> dict[str, Tensor] | None:
+        """The uncut model's, on the host of the first stage; None elsewhere. All ranks of the group call it."""
+        mine = {name: one.cpu() for name, one in self.state_dict().items() if self._owner[name] == self.stage}
+        ranks = dist.get_process_group_ranks(self._group)
+        gathered: list[Any] | None = [None] * len(ranks) if self.stage == 0 else None
+        dist.gather_object(mine, gathered, dst=ranks[0], group=self._group)
+        if gathered is None:
+            return None
+        whole = {name: one for of_stage in gathered for name, one in of_stage.items()}
+        whole |= {name: one.cpu() for name, one in self._unused.items()}
+        return {name: whole[name if name in whole else self._names[name]] for name in self._saved}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over this stage's of the uncut model's state, or of what `state_dict` gave. Raises ValueError."""
+        given = {self._names.get(name, name): one for name, one in state.items()}
+        if missing := [name for name in self._own if name not in given]:
+            raise ValueError(f"{missing[0]}: is not in the state to load: load a checkpoint of {self.plan.origin.model}")
+        with torch.no_grad():
+            for name, one in self._own.items():
+                one.copy_(given[name])
+            for name, one in self._unused.items():
+                if name in given:
+                    one.copy_(given[name])
+
+    def close(self) -> None:
+        self._ties.close()
+        super().close()
+
+
+class _PlannedStage(ModuleStage):
+    """A batch's forwards and backwards of generated parts, each of which reads the micro-batch's inputs.
+
+    `first`: the number that its first micro-batch has among all of the training.
+    """
+
+    def __init__(self, pipeline: PlannedPipeline, inputs_of: Any, first: int, loss: Any) -> None:
+        super().__init__(pipeline.chunks, pipeline.edges, inputs_of, loss, pipeline.loss_chunk)
+        self._seed = pipeline.seed
+        self._first_number = first
+
+    def compute(self, unit: Unit, inputs: list[Tensor] | None) -> Any:
+        draws = Draws(self._seed, self._first_number + unit.micro_batch)
+        return self.chunks[unit.chunk](self._first(unit.micro_batch), draws, *(inputs or ()))
+
+
+def program_of(plan: Plan, path: Path) -> Program:
+    """The verified program of the plan's schedule. Raises PartitionError, and ScheduleError."""
+    if plan.schedule == PIPEDREAM:
+        raise PartitionError(
+            f"{path}: {PIPEDREAM}, which the plan is for, is weighed and not trained: make one with --schedule 1f1b, "
+            "or another that evenpipe schedule shows"
+        )
+    size = Size(plan.stage_count, plan.micro_batches, plan.chunks, plan.group_size)
+    return build(plan.schedule, size, plan.bpipe)
+
+
+def _edges(parts: tuple[Part, ...], device: torch.device) -> Edges:
+    loss = [torch.empty((), requires_grad=True)]
+    return Edges(
+        [_like(part.RECEIVES, device) for part in parts],
+        [loss if part.LAST else _like(part.SENDS, device) for part in parts],
+    )
+
+
+def _like(boundaries: tuple[Boundary, ...], device: torch.device) -> list[Tensor]:
+    """Tensors of these shapes, without the memory."""
+    return [
+        torch.empty((), dtype=one.dtype, device=device).expand(one.shape).requires_grad_(one.gradient)
+        for one in boundaries
+    ]
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, also those that are not saved, under all of their names."""
+    return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(one), name) for name, one in _state(model).items()}
+
+
+def _shared_out(name: str, values: Tensor, count: int) -> list[Tensor]:
+    """What each of `count` micro-batches gets; what has no dimension goes to all."""
+    if not values.dim():
+        return [values] * count
+    if len(values) % count:
+        raise ValueError(f"{name}: {len(values)} samples cannot be shared out to {count} micro-batches")
+    return list(values.chunk(count))

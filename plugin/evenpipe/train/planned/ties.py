@@ -1,0 +1,93 @@
+"""Parameters of which several stages have a copy: the copies' gradients add up, so that they stay equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import permutations
+
+import torch
+from torch import Tensor, nn
+
+from evenpipe.runtime.channel import open_channels
+
+__all__ = ["Ties"]
+
+_KIND = "tied"
+
+
+class Ties:
+    """One stage's side of it: a channel to and from every stage that it shares a parameter with, and no others.
+
+    holders: of every stage, the names of its parameters, under which copies are found; the same on all.
+    mine: this stage's parameters by these names.
+    ranks: the global rank of every stage.
+
+    All ranks of the pipeline make it alike.
+    """
+
+    def __init__(
+        self,
+        holders: Sequence[Sequence[str]],
+        mine: Mapping[str, nn.Parameter],
+        stage: int,
+        ranks: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        sets = [frozenset(names) for names in holders]
+        shared = {(s, t): sorted(sets[s] & sets[t]) for s, t in permutations(range(len(sets)), 2)}
+        links = {pair: (_KIND, ranks[pair[0]], ranks[pair[1]]) for pair, names in shared.items() if names}
+        opened = open_channels(list(links.values()), "nccl" if device.type == "cuda" else "gloo", device)
+        self._stage = stage
+        self._channels = {pair: opened[link] for pair, link in links.items() if stage in pair}
+        self._names = {pair: shared[pair] for pair in self._channels}
+        tied = frozenset(name for pair in self._channels for name in shared[pair])
+        self._tied = {name: mine[name] for name in mine if name in tied}
+
+    @contextmanager
+    def summed(self) -> Iterator[None]:
+        """Of what backwards inside add to the gradients of copies, each gets the sum over all stages with one.
+
+        The sum is made in the order of the stages, on all of them: the same bits everywhere.
+        """
+        before = {name: parameter.grad for name, parameter in self._tied.items()}
+        for parameter in self._tied.values():
+            parameter.grad = None
+        yield
+        for name, total in self._totals().items():
+            earlier = before[name]
+            self._tied[name].grad = total if earlier is None else earlier.add_(total)
+
+    def close(self) -> None:
+        """Destroy the channels, once nothing is under way."""
+        for channel in self._channels.values():
+            channel.close()
+
+    def _totals(self) -> dict[str, Tensor]:
+        mine = {
+            name: parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            for name, parameter in self._tied.items()
+        }
+        found: dict[str, dict[int, Tensor]] = {name: {self._stage: gradient} for name, gradient in mine.items()}
+        under_way = []
+        for (source, target), channel in self._channels.items():
+            names = self._names[source, target]
+            if source == self._stage:
+                under_way.append(channel.send([mine[name] for name in names]))
+                continue
+            copies = [torch.empty_like(mine[name], memory_format=torch.contiguous_format) for name in names]
+            under_way.append(channel.receive(copies))
+            for name, copy in zip(names, copies, strict=True):
+                found[name][source] = copy
+        for transfer in under_way:
+            transfer.wait()
+        return {name: _sum(of_stage) for name, of_stage in found.items()}
+
+
+def _sum(of_stage: Mapping[int, Tensor]) -> Tensor:
+    first, *others = (gradient for _, gradient in sorted(of_stage.items()))
+    total = first.clone()
+    for gradient in others:
+        total += gradient
+    return total
+
