@@ -19,22 +19,36 @@ class Chunk(torch.nn.Module):
         return self.compute(self.linear, value)
 
 
-def gradients(compute, halves):
+def gradients(compute, halves, outputs=1):
     """Of the input, and of the weights."""
     torch.manual_seed(0)
     chunk = Chunk(compute)
-    stage = ModuleStage([chunk], Edges.alike(torch.empty(4, 4)), None, None, loss_chunk=None)
+    edges = Edges.alike(torch.empty(4, 4))
+    edges = edges._replace(given=[outputs * list(edges.given[0])])
+    stage = ModuleStage([chunk], edges, None, None, loss_chunk=None)
     inputs = stage.receive_buffers(FORWARD, UNIT)
     with torch.no_grad():
         inputs[0].copy_(torch.randn(4, 4))
     stage.forward(UNIT, inputs)
-    given = [torch.randn(4, 4)]
+    given = [torch.randn(4, 4) for _ in range(outputs)]
     if not halves:
         return [*stage.backward(UNIT, given), chunk.linear.weight.grad]
     found = stage.backward_input(UNIT, given)
     assert chunk.linear.weight.grad is None
     stage.backward_weight(UNIT)
     return [*found, chunk.linear.weight.grad]
+
+
+def test_a_branch_that_starts_within_a_stage_has_its_weights_gradients_too():
+    """Of three outputs, one does not depend on what is taken, and one depends on both."""
+
+    def compute(linear, value):
+        begun = linear(torch.ones(4, 4))
+        return value, begun, torch.tanh(begun) * value
+
+    found = [gradients(compute, halves, outputs=3) for halves in (True, False)]
+    for half, whole in zip(*found, strict=True):
+        torch.testing.assert_close(half, whole)
 
 
 @pytest.mark.parametrize(

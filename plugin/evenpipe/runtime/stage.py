@@ -134,11 +134,27 @@ class ModuleStage:
         if taken is None:
             self._owed[unit] = lambda: self.backward(unit, gradients)
             return []
+        outputs = self._outputs.pop(unit)
+        given = gradients if gradients is not None else [torch.ones_like(one) for one in outputs]
+        pairs = list(zip(outputs, given, strict=True))
+        waited_for = [_depends(one, taken) for one in outputs]
         # torch detaches outputs in place, which it cannot do to a view, and must not do to what was taken.
-        outputs = [one.clone() if one._is_view() or one.is_leaf else one for one in self._outputs.pop(unit)]
+        now = [
+            (one.clone() if one._is_view() or one.is_leaf else one, gradient)
+            for (one, gradient), waited in zip(pairs, waited_for, strict=True)
+            if waited
+        ]
+        # Of what a branch of the model that starts here gives, torch's halves would leave the weights out.
+        later = [pair for pair, waited in zip(pairs, waited_for, strict=True) if not waited]
         weights = list(self.chunks[unit.chunk].parameters())
-        _, groups = stage_backward_input(outputs, gradients, taken, iter(weights))
-        self._owed[unit] = lambda: stage_backward_weight(iter(weights), groups)
+        _, groups = stage_backward_input([one for one, _ in now], [one for _, one in now], taken, iter(weights))
+
+        def weight_half() -> None:
+            if later:
+                torch.autograd.backward([one for one, _ in later], [one for _, one in later], retain_graph=True)
+            stage_backward_weight(iter(weights), groups)
+
+        self._owed[unit] = weight_half
         del self._inputs[unit]
         return [_gradient(one, unit) for one in taken]
 
@@ -161,6 +177,23 @@ def _empty(like: Tensor) -> Tensor:
 def _learning(tensors: Sequence[Tensor], edge: Sequence[Tensor]) -> list[Tensor]:
     """Those of the tensors of an edge that a gradient comes back for."""
     return [one for one, like in zip(tensors, edge, strict=True) if like.requires_grad]
+
+
+def _depends(output: Tensor, taken: Sequence[Tensor]) -> bool:
+    """Whether a gradient of `output` reaches any of the leaves `taken`."""
+    leaves = {id(one) for one in taken}
+    nodes, seen = [output.grad_fn], set[Any]()
+    if id(output) in leaves:
+        return True
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in leaves:
+            return True
+        nodes += [one for one, _ in node.next_functions]
+    return False
 
 
 def _gradient(taken: Tensor, unit: Unit) -> Tensor:
