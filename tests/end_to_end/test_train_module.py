@@ -12,9 +12,10 @@ import torch
 from evenpipe.train import data
 from evenpipe.train.gather import digest
 from evenpipe.train.launch import StageFailed, run_cases
-from evenpipe.train.module.engine import clip, learning_rate, loss_of, make_optimizer, squares
+from evenpipe.train.module.engine import clip, loss_of, squares
 from evenpipe.train.module.model import initialised_piece
 from evenpipe.train.options import OptionsError, TrainOptions
+from evenpipe.train.plain import learning_rate, make_optimizer
 from evenpipe.train.predict import predict
 from evenpipe.train.result import RunResult
 

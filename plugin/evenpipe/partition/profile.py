@@ -71,7 +71,10 @@ class Node(_Frozen):
 
 
 class Origin(_Frozen):
-    """What a profile is of, which what uses it must be too. `digest`: of the graph, with shapes and parameters."""
+    """What a profile is of, which what uses it must be too. `digest`: of the graph, with shapes and parameters.
+
+    `sequence_length`, `attention` and `small`: with what a model known by name, or a configuration, was made.
+    """
 
     model: str
     micro_batch_size: int = Field(ge=1)
@@ -80,6 +83,9 @@ class Origin(_Frozen):
     source: str
     digest: str
     versions: dict[str, str]
+    sequence_length: int | None = None
+    attention: str | None = None
+    small: bool = False
 
 
 class Profile(_Frozen):

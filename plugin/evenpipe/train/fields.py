@@ -38,6 +38,9 @@ class TrainFields(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    partition: str | None = Field(
+        None, description="train the model that this plan cuts (evenpipe partition --out), on random data, as it says"
+    )
     model: Literal["gpt", "bert"] = Field("gpt", description="gpt | bert")
     layers: int = Field(8, ge=1, description="transformer layers of the whole model")
     hidden: int = Field(128, ge=1, description="hidden size")
@@ -95,10 +98,10 @@ class TrainFields(BaseModel):
         allow_inf_nan=False,
         description="what --group-size auto may use on each device; nine tenths of a GPU's, if left out",
     )
-    engine: Literal["evenpipe", "megatron", "module"] = Field(
+    engine: Literal["evenpipe", "megatron", "module", "planned"] = Field(
         "evenpipe",
         description="who carries the schedule out: evenpipe (in megatron-core) | megatron (its own functions) | "
-        "module (plain PyTorch)",
+        "module (plain PyTorch); planned: what --partition does, plain PyTorch too",
     )
     bpipe: bool = Field(False, description="level the stages' memory by evicting to partner stages")
     recompute: Literal["none", "selective", "full"] = Field(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from pydantic import ValidationError, model_validator
@@ -22,7 +24,7 @@ __all__ = ["RULES", "OptionsError", "TrainOptions", "device_type", "fits_this_ma
 
 #: Beyond any machine's GPUs; a typing error should not start a thousand processes.
 _MOST_PROCESSES: Final = 256
-#: What the engine "module" knows of settings of which it knows only some.
+#: What engines in plain PyTorch know of settings of which they know only some.
 _PLAIN_TORCH: Final[dict[str, tuple[object, ...]]] = {
     "tensor_parallel": (1,),
     "dropout": (0.0,),
@@ -33,6 +35,15 @@ _PLAIN_TORCH: Final[dict[str, tuple[object, ...]]] = {
     "recompute": ("none",),
     "overlap_grad_reduce": (False,),
 }
+#: What a plan says, by the name of the option.
+_PLANNED: Final = {
+    "stages": attrgetter("stage_count"),
+    "micro_batch_size": attrgetter("origin.micro_batch_size"),
+    "precision": attrgetter("origin.precision"),
+    **{name: attrgetter(name) for name in ("micro_batches", "chunks", "schedule", "group_size", "bpipe")},
+}
+#: What there is no choice of where a plan's model is trained.
+_OF_THE_PLANS_MODEL: Final = ("model", "layers", "hidden", "heads", "seq_length", "untie_embeddings", "data")
 #: What Megatron's own functions carry out.
 _MEGATRONS: Final = ("1f1b", "interleaved")
 
@@ -59,6 +70,8 @@ def fits_this_machine(options: TrainFields) -> None:
 
 
 def _model_fits_its_ranks(options: TrainFields) -> None:
+    if options.partition is not None:
+        return
     layers, heads, hidden, ranks = options.layers, options.heads, options.hidden, options.tensor_parallel
     chunks = options.plan.chunks
     parts = options.stages * chunks
@@ -126,12 +139,20 @@ def _settings_go_together(options: TrainFields) -> None:
 
 
 def _engine_knows_its_settings(options: TrainFields) -> None:
-    if options.engine != "module":
+    if (options.engine == "planned") != (options.partition is not None):
+        raise ValueError("--engine planned: trains what a plan cuts: give --partition P.json, or leave --engine out")
+    if options.engine not in ("module", "planned"):
         return
+    if options.partition is not None:
+        for name in _OF_THE_PLANS_MODEL:
+            if name in options.model_fields_set:
+                given, bare = COMMAND.head(name, getattr(options, name)), COMMAND.mention(name, None)
+                raise ValueError(f"{given}: the model and its data are the plan's: leave {bare} out")
     for name, known in _PLAIN_TORCH.items():
         given, bare = COMMAND.head(name, getattr(options, name)), COMMAND.mention(name, None)
         if getattr(options, name) not in known:
-            raise ValueError(f"{given}: --engine module has none: use --engine evenpipe, or leave {bare} out")
+            other = "" if options.partition is not None else "use --engine evenpipe, or "
+            raise ValueError(f"{given}: {ENGINES[options.engine].called} has none: {other}leave {bare} out")
     if options.group_size == "auto":
         raise ValueError("--group-size auto: --engine module chooses none: give a number, or use --engine evenpipe")
 
@@ -214,7 +235,7 @@ class TrainOptions(TrainFields):
     def of(cls, **values: Any) -> TrainOptions:
         """Checked options. Raises OptionsError: one line that names the flag and what to do."""
         try:
-            return cls(**values)
+            return cls(**_as_planned(values))
         except ValidationError as error:
             raise OptionsError(_in_one_line(error)) from None
 
@@ -223,6 +244,28 @@ class TrainOptions(TrainFields):
         for rule in self.rules:
             rule(self)
         return self
+
+
+def _as_planned(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with what their plan says, if they name one. Raises OptionsError where they say something else."""
+    path = values.get("partition")
+    if path is None:
+        return values
+    from evenpipe.partition.search.plan import Plan
+    from evenpipe.partition.search.problem import PartitionError
+
+    try:
+        plan = Plan.read(Path(path))
+        _ = plan.program
+    except (PartitionError, ScheduleError) as error:
+        raise OptionsError(f"--partition {error}") from None
+    says = {name: of(plan) for name, of in _PLANNED.items()} | {"engine": "planned"}
+    for name, planned in says.items():
+        if name in values and str(values[name]) != str(planned):
+            raise OptionsError(
+                f"{COMMAND.head(name, values[name])}: {path} is for {planned}: leave it out, or make a plan of your own"
+            )
+    return values | says
 
 
 def _in_one_line(error: ValidationError) -> str:

@@ -3,5 +3,6 @@
 from evenpipe.partition.models.errors import ModelError
 from evenpipe.partition.models.files import from_config, from_function
 from evenpipe.partition.models.known import MODELS, Example, build
+from evenpipe.partition.models.origin import example_of
 
-__all__ = ["MODELS", "Example", "ModelError", "build", "from_config", "from_function"]
+__all__ = ["MODELS", "Example", "ModelError", "build", "example_of", "from_config", "from_function"]

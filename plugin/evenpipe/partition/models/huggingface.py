@@ -53,18 +53,20 @@ def for_training(configuration: Mapping[str, Any], attention: str, source: str) 
 
 
 def inputs_of(model: nn.Module, micro_batch_size: int, sequence_length: int) -> dict[str, Tensor]:
-    """Token ids, an attention mask and the labels that the model's forward knows. Raises ModelError.
+    """Random token ids, an attention mask and the labels that the model's forward knows. Raises ModelError.
 
     Without a decoder's `decoder_input_ids`, which the models make from the labels.
     """
     shape = (micro_batch_size, sequence_length)
-    labelled = (micro_batch_size,) if "SequenceClassification" in type(model).__name__ else shape
+    config: Any = model.config
+    classifies = "SequenceClassification" in type(model).__name__
+    labelled, classes = ((micro_batch_size,), config.num_labels) if classifies else (shape, config.vocab_size)
     known = {
-        "input_ids": lambda: torch.ones(shape, dtype=torch.long),
+        "input_ids": lambda: torch.randint(config.vocab_size, shape),
         "attention_mask": lambda: torch.ones(shape, dtype=torch.long),
         "token_type_ids": lambda: torch.zeros(shape, dtype=torch.long),
-        "labels": lambda: torch.ones(labelled, dtype=torch.long),
-        "next_sentence_label": lambda: torch.zeros(micro_batch_size, dtype=torch.long),
+        "labels": lambda: torch.randint(classes, labelled),
+        "next_sentence_label": lambda: torch.randint(2, (micro_batch_size,)),
     }
     asked = inspect.signature(model.forward).parameters
     if "input_ids" not in asked or "labels" not in asked:

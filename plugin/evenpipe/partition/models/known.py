@@ -82,11 +82,12 @@ def _transformer(name: str, micro_batch_size: int, attention: str, sequence_leng
 
 
 def _amoebanet(micro_batch_size: int, image: int, small: bool) -> Example:
-    model = AmoebaNet(layers=3, filters=32, classes=10) if small else AmoebaNet()
+    classes = 10 if small else 1000
+    model = AmoebaNet(layers=3, filters=32, classes=classes) if small else AmoebaNet()
     size = min(image, 64) if small else image
     inputs: dict[str, Tensor] = {
         "images": torch.randn(micro_batch_size, 3, size, size),
-        "labels": torch.zeros(micro_batch_size, dtype=torch.long),
+        "labels": torch.randint(classes, (micro_batch_size,)),
     }
     return Example("amoebanet-d", model, inputs)
 

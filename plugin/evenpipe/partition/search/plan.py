@@ -13,12 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evenpipe.partition.profile import Origin, Profile
 from evenpipe.partition.search.bipar import bipar
-from evenpipe.partition.search.copies import Workload, copies_of
+from evenpipe.partition.search.copies import PIPEDREAM, Workload, copies_of
 from evenpipe.partition.search.costs import Costs
 from evenpipe.partition.search.coupled import best_partition
 from evenpipe.partition.search.memory import Fit, Optimize
 from evenpipe.partition.search.problem import PartitionError, Problem, check_cuts
 from evenpipe.report import write_atomically
+from evenpipe.schedule import Program, Size, build
 
 __all__ = ["Plan", "Stage", "find_plan", "fits_into", "fits_of", "least_limit", "plan_of"]
 
@@ -95,6 +96,17 @@ class Plan(_Frozen):
     def workload(self) -> Workload:
         """The schedule that it is for."""
         return Workload(self.schedule, self.micro_batches, self.chunks, self.group_size, self.bpipe)
+
+    @property
+    def program(self) -> Program:
+        """What trains it. Raises PartitionError for PipeDream's, and ScheduleError where there is none of its size."""
+        if self.schedule == PIPEDREAM:
+            raise PartitionError(
+                f"schedule={PIPEDREAM}, which the plan is for, is weighed and not trained: make one with "
+                "--schedule 1f1b, or another that evenpipe schedule shows"
+            )
+        size = Size(self.stage_count, self.micro_batches, self.chunks, self.group_size)
+        return build(self.schedule, size, self.bpipe)
 
     def check(self, profile: Profile) -> None:
         """Raises PartitionError, one line, if it is of another model or shape."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evenpipe.partition.code import Boundary, Draws, Part, load_parts
-from evenpipe.partition.search.copies import PIPEDREAM
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.search.problem import PartitionError
 from evenpipe.runtime.executor import Observer
 from evenpipe.runtime.stage import Edges, ModuleStage
-from evenpipe.schedule import Program, Size, Unit, build
+from evenpipe.schedule import Unit
 from evenpipe.train.pipeline import Pipeline, stage_in
 from evenpipe.train.planned.ties import Ties
 
-__all__ = ["PlannedPipeline", "program_of"]
+__all__ = ["PlannedPipeline"]
 
 
 class PlannedPipeline(Pipeline):
@@ -56,7 +55,7 @@ class PlannedPipeline(Pipeline):
                 f"{path}: is for {self.plan.stage_count} stages, and there are {len(ranks)} processes: start as many, "
                 f"or make a plan with --stages {len(ranks)}"
             )
-        program = program_of(self.plan, path)
+        program = self.plan.program
         stage = stage_in(program, group, "planned", "PlannedPipeline")
         parts = load_parts(path, stage, model)
         device = next((one.device for one in model.parameters()), torch.device("cpu"))
@@ -124,6 +123,10 @@ class PlannedPipeline(Pipeline):
                     parameter.grad.mul_(limit / (norm + 1e-6))
         return norm
 
+    def numbered(self) -> Iterator[tuple[int, nn.Parameter]]:
+        """This stage's parameters, with their number in the whole model."""
+        return ((number, self._parameters[name]) for number, name in enumerate(self._learned) if name in self._own)
+
     def state_dict(self) -> dict[str, Tensor]:
         """This stage's parameters and buffers, by the names that they have in the model."""
         return {name: one.detach() for name, one in self._own.items()}
@@ -171,17 +174,6 @@ class _PlannedStage(ModuleStage):
     def compute(self, unit: Unit, inputs: list[Tensor] | None) -> Any:
         draws = Draws(self._seed, self._first_number + unit.micro_batch)
         return self.chunks[unit.chunk](self._first(unit.micro_batch), draws, *(inputs or ()))
-
-
-def program_of(plan: Plan, path: Path) -> Program:
-    """The verified program of the plan's schedule. Raises PartitionError, and ScheduleError."""
-    if plan.schedule == PIPEDREAM:
-        raise PartitionError(
-            f"{path}: {PIPEDREAM}, which the plan is for, is weighed and not trained: make one with --schedule 1f1b, "
-            "or another that evenpipe schedule shows"
-        )
-    size = Size(plan.stage_count, plan.micro_batches, plan.chunks, plan.group_size)
-    return build(plan.schedule, size, plan.bpipe)
 
 
 def _edges(parts: tuple[Part, ...], device: torch.device) -> Edges:

@@ -1,0 +1,146 @@
+"""What engines in plain PyTorch have in common: torch's own optimizers, replicas, and what is told of every action."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evenpipe.runtime.counters import MemoryCounter
+from evenpipe.runtime.executor import Observer
+from evenpipe.schedule import FORWARD, Action
+from evenpipe.train.engine import Case, Coordinates, KeptBytes, OptimizerStep, Tuned
+from evenpipe.train.options import OptionsError, TrainOptions
+from evenpipe.train.pipeline import Pipeline
+from evenpipe.tuner.process_memory import static_bytes
+
+__all__ = ["PlainEngine", "learning_rate", "make_optimizer"]
+
+_FINAL_LR_FRACTION: Final = 0.1
+
+
+PipelineT = TypeVar("PipelineT", bound=Pipeline)
+
+
+class PlainEngine(Observer, Generic[PipelineT]):
+    """One stage of one replica in training: most of what `evenpipe.train.engine.Engine` asks for.
+
+    Who inherits makes `pipeline` and `optimizer`.
+    """
+
+    #: Every batch ends with nothing under way, and nothing is chosen while training.
+    versions_peak = 1
+    tuned = Tuned()
+    pipeline: PipelineT
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self.finished: OptimizerStep | None = None
+        self.coordinates = Coordinates(case.failure.stage, 0, dist.get_rank() % case.options.data_parallel)
+        self.replicas, self._pipeline_group = _groups(case.options)
+
+    @property
+    def counter(self) -> MemoryCounter:
+        return self.pipeline.executor.counter
+
+    def restore(self, state: dict[str, Any]) -> str | None:
+        if [list(part.state_dict()) for part in self.parts] != [list(saved) for saved in state["parameters"]]:
+            raise OptionsError(
+                f"--load {self._case.options.load}: the checkpoint has other parts of the model on stage "
+                f"{self.coordinates.stage}: use the --schedule that it was saved with"
+            )
+        for part, saved in zip(self.parts, state["parameters"], strict=True):
+            part.load_state_dict(saved)
+        self.optimizer.load_state_dict(state["optimizer"])
+        return None
+
+    def begin(self, iteration: int) -> None:
+        """Nothing depends on it."""
+
+    def start_batch(self) -> None:
+        """Nothing is to be done."""
+
+    def drain(self) -> None:
+        """Nothing is under way."""
+
+    def kept_bytes(self) -> KeptBytes:
+        parameters = list(self.pipeline.parameters())
+        # Counters of steps are numbers, in tensors of no dimension.
+        state = [value for each in self.optimizer.state.values() for value in each.values()]
+        kept = [value for value in state if torch.is_tensor(value) and value.dim()]
+        static = static_bytes([*parameters, *self._gradients(), *kept], [self.optimizer])
+        return KeptBytes(sum(parameter.nbytes for parameter in parameters), 0, 0, static)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "parameters": [part.state_dict() for part in self.parts],
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def started(self, action: Action) -> None:
+        self._case.recorder.started(action)
+
+    def ended(self, action: Action) -> None:
+        self._case.recorder.ended(action)
+        if action.kind == FORWARD:
+            self._case.recorder.saved(action, self.pipeline.executor.store.nbytes(action.unit))
+
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """Those of the model that are here."""
+        return self.pipeline.chunks
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.pipeline.parameters() if parameter.grad is not None]
+
+    def _reduce(self) -> None:
+        """The mean of the replicas' gradients."""
+        if self.replicas.size() > 1:
+            for gradient in self._gradients():
+                dist.all_reduce(gradient, group=self.replicas)
+                gradient.div_(self.replicas.size())
+
+    def _step(self, iteration: int, norm: float) -> None:
+        """The optimizer's, whose gradients' norm before clipping is given."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self._case.options, iteration)
+        self.optimizer.step()
+        self.finished = OptimizerStep(iteration, True, norm)
+
+
+def make_optimizer(options: TrainOptions, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW or SGD of torch; matrices decay, vectors and biases do not."""
+    every = list(parameters)
+    groups = [
+        {"params": [one for one in every if one.dim() > 1], "weight_decay": options.weight_decay},
+        {"params": [one for one in every if one.dim() == 1], "weight_decay": 0.0},
+    ]
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum)
+    return torch.optim.AdamW(groups, lr=options.lr)
+
+
+def learning_rate(options: TrainOptions, iteration: int) -> float:
+    """Of `iteration`, counted from 0: rises over the warm-up, then is constant, or falls as a cosine to a tenth."""
+    done = iteration + 1
+    if done <= options.lr_warmup:
+        return options.lr * done / options.lr_warmup
+    if options.lr_decay == "none":
+        return options.lr
+    least = _FINAL_LR_FRACTION * options.lr
+    gone = (done - options.lr_warmup) / (options.iterations - options.lr_warmup)
+    return least + 0.5 * (math.cos(math.pi * gone) + 1.0) * (options.lr - least)
+
+
+def _groups(options: TrainOptions) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This process' data-parallel group and its pipeline; all processes make all groups alike."""
+    width, stages = options.data_parallel, range(options.stages)
+    enumerated: Any = dist.new_subgroups_by_enumeration
+    replicas, _ = enumerated([[stage * width + n for n in range(width)] for stage in stages])
+    pipeline, _ = enumerated([[stage * width + n for stage in stages] for n in range(width)])
+    return replicas, pipeline

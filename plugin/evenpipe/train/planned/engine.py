@@ -1,0 +1,79 @@
+"""The engine "planned": a plain model that a plan cuts, on random data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenpipe.partition.models import ModelError, example_of
+from evenpipe.partition.search.plan import Plan
+from evenpipe.train.engine import Case
+from evenpipe.train.gather import digest
+from evenpipe.train.options import OptionsError
+from evenpipe.train.plain import PlainEngine, make_optimizer
+from evenpipe.train.planned.data import random_batch
+from evenpipe.train.planned.pipeline import PlannedPipeline
+
+__all__ = ["PlannedEngine", "opened", "prepare"]
+
+
+def prepare(device: torch.device) -> None:
+    """Nothing has to be done before the first run."""
+
+
+@contextmanager
+def opened(case: Case) -> Iterator[PlannedEngine]:
+    """The engine of one run; its links are closed unless the run failed, when peers may wait at their other ends."""
+    engine = PlannedEngine(case)
+    yield engine
+    engine.pipeline.close()
+
+
+class PlannedEngine(PlainEngine[PlannedPipeline]):
+    """One stage of one replica in training; fulfils `evenpipe.train.engine.Engine`."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        options = case.options
+        assert options.partition is not None, "the options name this engine where there is a plan"
+        path = Path(options.partition)
+        torch.manual_seed(options.seed)
+        try:
+            example = example_of(Plan.read(path).origin)
+            model = example.model.to(case.device)
+            self.pipeline = PlannedPipeline(
+                path, model, seed=options.seed, group=self._pipeline_group, observer=self, measure=True
+            )
+        except (ModelError, ValueError) as error:
+            raise OptionsError(f"--partition {error}") from error
+        for part in self.pipeline.chunks:
+            part.register_forward_hook(self._spoiled)
+        self._inputs = example.inputs
+        self.optimizer = make_optimizer(options, self.pipeline.parameters())
+
+    def train(self, iteration: int) -> list[float]:
+        case, pipeline = self._case, self.pipeline
+        options, replica = case.options, self.coordinates.replica
+        batch = random_batch(self._inputs, options.micro_batches, options.seed, iteration, replica)
+        self.optimizer.zero_grad()
+        pipeline.batches = iteration * options.data_parallel + replica
+        pipeline.step({name: values.to(case.device) for name, values in batch.items()})
+        case.failure.enter("optimizer step")
+        self._reduce()
+        self._step(iteration, pipeline.clip_grad_norm(options.clip_grad))
+        return [loss.item() for loss in pipeline.losses]
+
+    def weights(self) -> dict[tuple[int, int], str]:
+        """Of every parameter by itself, in the model's order, so that how it is cut changes nothing."""
+        return {(number, 0): digest([nn.ParameterList([one])]) for number, one in self.pipeline.numbered()}
+
+    def _spoiled(self, module: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not self._case.failure.spoils_output:
+            return outputs
+        return tuple(one * math.nan if one.is_floating_point() else one for one in outputs)
