@@ -16,7 +16,7 @@ from evenpipe.partition.search.plan import Plan, Stage, fits_of, plan_of
 from evenpipe.partition.search.problem import Problem
 from evenpipe.report.divisions import Division
 
-__all__ = ["plan_table", "ways_to_cut"]
+__all__ = ["division", "plan_table", "ways_to_cut"]
 
 _GIB: Final = 2**30
 
@@ -52,7 +52,7 @@ def ways_to_cut(profile: Profile, plan: Plan) -> list[Division]:
         "memory-balanced": balance.memory_cuts(),
     }
     cut = [(name, plan_of(problem, cuts, fits_of(problem, cuts), plan.workload)) for name, cuts in others.items()]
-    return [_division(name, other.stages) for name, other in [*cut, ("chosen", plan)]]
+    return [division(name, other.stages) for name, other in [*cut, ("chosen", plan)]]
 
 
 def _uniform(profile: Profile, problem: Problem) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ def _uniform(profile: Profile, problem: Problem) -> tuple[int, ...]:
     return tuple(every[place] for place in at)
 
 
-def _division(title: str, parts: Sequence[Stage]) -> Division:
+def division(title: str, parts: Sequence[Stage]) -> Division:
     """Stages with several parts take the time of all of them; their peaks are of the whole stage."""
     of_stage = [[part for part in parts if part.stage == stage] for stage in sorted({part.stage for part in parts})]
     forward_ms, backward_ms, extra_ms = (

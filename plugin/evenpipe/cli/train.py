@@ -10,8 +10,9 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from evenpipe.cli.options import add_output_options, title_of, write_reports
+from evenpipe.cli.options import add_output_options, title_of, write, write_reports
 from evenpipe.cli.parser import Commands, UsageError
+from evenpipe.cli.train_planned import compared
 from evenpipe.cli.training import add_fields, options_from, run_training
 from evenpipe.report import StageMemory, Timeline
 from evenpipe.simulate import Simulation
@@ -27,7 +28,7 @@ _MIB = 2**20
 
 def add_to(commands: Commands) -> None:
     """Add the sub-command: a flag for every field of TrainOptions."""
-    text = "train a GPT or BERT, of megatron-core or in plain PyTorch, under a schedule"
+    text = "train a GPT or BERT, of megatron-core or in plain PyTorch, or what a plan cuts, under a schedule"
     parser = commands.add_parser("train", help=text, description=f"{text[0].upper()}{text[1:]}.")
     add_fields(parser.add_argument_group("run"), TrainOptions.model_fields)
     add_output_options(parser)
@@ -46,14 +47,26 @@ def _run(arguments: Namespace) -> None:
     prediction = predict(program, result)
     title = title_of(replace(program.schedule, batches=1), options.bpipe)
     title += f" of {result.retunes[-1].b}" if result.retunes else ""
+    beside = compared(options, result) if options.partition is not None else None
+    if beside is not None:
+        title = f"{beside.plan.origin.model}: {title}"
+        write("--picture", arguments.picture, lambda path: beside.draw(path, title))
+        arguments.picture = None
     _write_reports(arguments, result, prediction, title)
     if arguments.json:
         document = result.to_json()
+        if beside is not None:
+            for stage, both in zip(document["stages"], beside.document(), strict=True):
+                stage |= both
         for stage, predicted in zip(document["stages"], predicted_peaks(prediction, result), strict=True):
             stage["predicted_peak_bytes"] = predicted
         print(json.dumps(document))
         return
     console = Console()
+    if beside is not None:
+        console.print(f"{title}, on random data", style="bold", highlight=False)
+        console.print(beside.table(_caption(result)))
+        return
     console.print(f"{options.model}, {title}, engine {options.engine}", style="bold", highlight=False)
     console.print(_table(result, prediction))
 
@@ -70,7 +83,7 @@ def _write_reports(arguments: Namespace, result: RunResult, prediction: Simulati
     write_reports(arguments, [predicted, measured], peaks)
 
 
-def _table(result: RunResult, prediction: Simulation) -> Table:
+def _caption(result: RunResult) -> str:
     caption = (
         f"loss {result.losses[0]:.4f} to {result.losses[-1]:.4f} ({result.losses[-1].hex()}), "
         f"weights {result.weights_sha256[:16]}, {statistics.median(result.iteration_ms):,.0f} ms an iteration"
@@ -84,8 +97,12 @@ def _table(result: RunResult, prediction: Simulation) -> Table:
         versions = " ".join(f"{stage.weight_version_bytes / _MIB:,.2f}" for stage in result.stages)
         held = " ".join(f"{stage.held_gradient_bytes / _MIB:,.2f}" for stage in result.stages)
         caption += f"; second weight version MiB {versions}, held gradients MiB {held}"
+    return caption
+
+
+def _table(result: RunResult, prediction: Simulation) -> Table:
     columns = ("stage", "peak live", "peak saved MiB", "predicted MiB", "evicted MiB", "parameters MiB")
-    table = Table(*columns, caption=caption)
+    table = Table(*columns, caption=_caption(result))
     predicted_bytes = predicted_peaks(prediction, result)
     for number, (stage, predicted) in enumerate(zip(result.stages, predicted_bytes, strict=True)):
         table.add_row(

@@ -56,6 +56,7 @@ class KeptBytes(NamedTuple):
     weight_version_bytes: int
     held_gradient_bytes: int
     static_bytes: int
+    message_bytes: int = 0
 
 
 class Tuned(NamedTuple):

@@ -74,7 +74,9 @@ class PlainEngine(Observer, Generic[PipelineT]):
         state = [value for each in self.optimizer.state.values() for value in each.values()]
         kept = [value for value in state if torch.is_tensor(value) and value.dim()]
         static = static_bytes([*parameters, *self._gradients(), *kept], [self.optimizer])
-        return KeptBytes(sum(parameter.nbytes for parameter in parameters), 0, 0, static)
+        edges = self.pipeline.edges
+        messages = sum(like.nbytes for edge in (*edges.taken, *edges.given) for like in edge if like.dim())
+        return KeptBytes(sum(parameter.nbytes for parameter in parameters), 0, 0, static, messages)
 
     def state(self) -> dict[str, Any]:
         return {

@@ -18,7 +18,8 @@ class StageMeasurement(NamedTuple):
 
     `peak_live` counts units (micro-batch × model chunk). What follows are bytes of one process: its trainable
     parameters in their own dtype, other versions of them, gradients kept until their step; and, with all that the
-    optimizer keeps, whatever stays from batch to batch (`static_bytes`, the second version left out).
+    optimizer keeps, whatever stays from batch to batch (`static_bytes`, the second version left out). `message_bytes`:
+    of what a micro-batch brings from the stage before and takes to the next, where an engine tells it.
     """
 
     peak_live: int
@@ -28,6 +29,12 @@ class StageMeasurement(NamedTuple):
     weight_version_bytes: int
     held_gradient_bytes: int
     static_bytes: int
+    message_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """The most that the stage has held at once: saved activations, what stays, and a message each way."""
+        return self.peak_saved_bytes + self.static_bytes + self.weight_version_bytes + self.message_bytes
 
 
 @dataclass(frozen=True)
