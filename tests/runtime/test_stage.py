@@ -58,9 +58,10 @@ def test_a_branch_that_starts_within_a_stage_has_its_weights_gradients_too():
         lambda linear, value: linear(value).t(),
         lambda linear, value: torch.cat([linear(value), value])[:4],
         lambda linear, value: linear(linear(value)).relu_(),
+        lambda linear, value: torch.softmax(linear(value), -1),
         lambda linear, value: value,
     ],
-    ids=["module", "view", "slice", "twice in place", "nothing to train"],
+    ids=["module", "view", "slice", "twice in place", "saved by its own operation", "nothing to train"],
 )
 def test_two_halves_of_a_backward_are_the_whole_one(compute):
     for half, whole in zip(gradients(compute, True), gradients(compute, False), strict=True):

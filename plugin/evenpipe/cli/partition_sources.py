@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -31,7 +31,6 @@ class Source:
     """What the options name. Its methods raise UsageError, one line."""
 
     arguments: Namespace
-    _graphs: dict[int, Graph] = field(default_factory=dict)
 
     @cached_property
     def memory_gib(self) -> float:
@@ -61,9 +60,9 @@ class Source:
         times = self._times
         with _progress() as show, _one_line():
             show("tracing", 0, 0)
-            graph = self.graph(self.arguments.micro_batch_size or 1)
-            found = profile(graph, times, self._name, lambda done, total: show("profiling", done, total))
-            return self._told(found)
+            example = self._example(self.arguments.micro_batch_size or 1)
+            graph = trace(example.model, example.inputs)
+            return self._told(profile(graph, times, example.name, lambda done, total: show("profiling", done, total)))
 
     def at(self, micro_batch_size: int) -> Profile:
         """Of micro-batches of another size."""
@@ -72,10 +71,10 @@ class Source:
     def _told(self, found: Profile) -> Profile:
         """With what the model was made with, so that it can be made again."""
         asked = self.arguments
-        made = {} if asked.module else {"sequence_length": asked.sequence_length, "attention": asked.attention}
-        return found.model_copy(
-            update={"origin": found.origin.model_copy(update=made | {"small": asked.small and asked.model is not None})}
-        )
+        made = {"small": True} if asked.model is not None and asked.small else {}
+        if asked.module is None:
+            made |= {"sequence_length": asked.sequence_length, "attention": asked.attention}
+        return found.model_copy(update={"origin": found.origin.model_copy(update=made)})
 
     @cached_property
     def _profiles(self) -> Profiles:
@@ -92,25 +91,12 @@ class Source:
             )
         with _progress() as show, _one_line():
             show("tracing", 0, 0)
-            return Profiles(self.graph, times, self._name, lambda done, total: show("profiling", done, total))
+            name = self._example(1).name
+            return Profiles(self._graph, times, name, lambda done, total: show("profiling", done, total))
 
-    @property
-    def names_model(self) -> bool:
-        """Whether there is a model to trace; a profile that was written before may be all that there is."""
-        return any(asked is not None for asked in (self.arguments.model, self.arguments.module, self.arguments.hf))
-
-    def graph(self, micro_batch_size: int) -> Graph:
-        """Of the model with micro-batches of that size."""
-        if micro_batch_size not in self._graphs:
-            with _one_line():
-                example = self._example(micro_batch_size)
-                self._graphs[micro_batch_size] = trace(example.model, example.inputs)
-        return self._graphs[micro_batch_size]
-
-    @property
-    def _name(self) -> str:
-        asked = self.arguments
-        return str(asked.model or asked.module or asked.hf)
+    def _graph(self, micro_batch_size: int) -> Graph:
+        example = self._example(micro_batch_size)
+        return trace(example.model, example.inputs)
 
     def _example(self, micro_batch_size: int) -> Example:
         asked = self.arguments
@@ -148,7 +134,7 @@ class Source:
         with _one_line():
             read = Profile.read(path)
         asked, origin = self.arguments, read.origin
-        model = self._name if self.names_model else None
+        model = asked.model or asked.module or (asked.hf and str(asked.hf))
         for option, wanted, found in (
             ("--model", model, origin.model),
             ("--micro-batch-size", asked.micro_batch_size, origin.micro_batch_size),

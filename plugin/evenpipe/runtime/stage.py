@@ -137,15 +137,10 @@ class ModuleStage:
         outputs = self._outputs.pop(unit)
         given = gradients if gradients is not None else [torch.ones_like(one) for one in outputs]
         pairs = list(zip(outputs, given, strict=True))
-        waited_for = [_depends(one, taken) for one in outputs]
-        # torch detaches outputs in place, which it cannot do to a view, and must not do to what was taken.
-        now = [
-            (one.clone() if one._is_view() or one.is_leaf else one, gradient)
-            for (one, gradient), waited in zip(pairs, waited_for, strict=True)
-            if waited
-        ]
+        # torch detaches outputs in place: what was taken, a view and what an operation saved of itself are to stay.
+        now = [(one.clone(), gradient) for one, gradient in pairs if _depends(one, taken)]
         # Of what a branch of the model that starts here gives, torch's halves would leave the weights out.
-        later = [pair for pair, waited in zip(pairs, waited_for, strict=True) if not waited]
+        later = [(one, gradient) for one, gradient in pairs if not _depends(one, taken)]
         weights = list(self.chunks[unit.chunk].parameters())
         _, groups = stage_backward_input([one for one, _ in now], [one for _, one in now], taken, iter(weights))
 

@@ -39,9 +39,7 @@ ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType(
             "megatron", _MEGATRON, "megatron-core", frozenset(["chunks", "groups", "stream"]), _MEGATRON_CORE
         ),
         "megatron": EnginePackage("megatron", _MEGATRON, "--engine megatron", frozenset(["chunks"]), _MEGATRON_CORE),
-        "module": EnginePackage(
-            "module", "evenpipe.train.module", "--engine module", _PLAIN
-        ),
+        "module": EnginePackage("module", "evenpipe.train.module", "--engine module", _PLAIN),
         "planned": EnginePackage("planned", "evenpipe.train.planned", "a plan of a plain model", _PLAIN),
     }
 )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from evenpipe.partition.code import drawing, write_stages
 from evenpipe.partition.models import Example, build
+from evenpipe.partition.models.huggingface import for_training, inputs_of
 from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.copies import Workload
 from evenpipe.partition.search.plan import find_plan
@@ -25,6 +26,16 @@ from evenpipe.partition.trace import trace
 from evenpipe.train.planned import PlannedPipeline
 
 SEED, STEPS, SIZE = 3, 5, 2
+
+
+UNTIED = "gpt2 with weights of its own for the output"
+
+
+def untied() -> Example:
+    configuration = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "tie_word_embeddings": False}
+    kind = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "bos_token_id": 0, "eos_token_id": 0}
+    model = for_training(kind | configuration, "eager", UNTIED)
+    return Example(UNTIED, model, inputs_of(model, SIZE, 32))
 
 
 class Alike:
@@ -38,7 +49,7 @@ class Alike:
 
 def example_of(model: str, dtype: torch.dtype = torch.float32) -> Example:
     torch.manual_seed(0)
-    made = build(model, SIZE, small=True)
+    made = untied() if model == UNTIED else build(model, SIZE, small=True)
     inputs = {name: one.to(dtype) if one.is_floating_point() else one for name, one in made.inputs.items()}
     return Example(made.name, made.model.to(dtype), inputs)
 

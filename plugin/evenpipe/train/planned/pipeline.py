@@ -147,7 +147,8 @@ class PlannedPipeline(Pipeline):
         """Take over this stage's of the uncut model's state, or of what `state_dict` gave. Raises ValueError."""
         given = {self._names.get(name, name): one for name, one in state.items()}
         if missing := [name for name in self._own if name not in given]:
-            raise ValueError(f"{missing[0]}: is not in the state to load: load a checkpoint of {self.plan.origin.model}")
+            model = self.plan.origin.model
+            raise ValueError(f"{missing[0]}: is not in the state to load: give one of {model}")
         with torch.no_grad():
             for name, one in self._own.items():
                 one.copy_(given[name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import permutations
 
@@ -28,7 +28,7 @@ class Ties:
 
     def __init__(
         self,
-        holders: Sequence[Sequence[str]],
+        holders: Sequence[Collection[str]],
         mine: Mapping[str, nn.Parameter],
         stage: int,
         ranks: Sequence[int],
@@ -90,4 +90,3 @@ def _sum(of_stage: Mapping[int, Tensor]) -> Tensor:
     for gradient in others:
         total += gradient
     return total
-
