@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from evenpipe.cli.main import main
+from evenpipe.partition.code import Draws, load_parts
 
 MODEL = """
 import torch
@@ -91,6 +95,21 @@ def test_a_plan_covers_all_nodes_with_the_times_of_the_profile(
     assert slowest == pytest.approx(plan["max_stage_ms"])
     assert plan["optimum_ms"] <= plan["max_stage_ms"] <= 1.001 * plan["optimum_ms"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_code_of_every_stage_is_beside_the_plan(file: Path, tmp_path: Path) -> None:
+    asked = ["partition", "--module", f"{file}:chain", "--stages", "2", "--json", "--out"]
+    main([*asked, str(tmp_path / "P.json")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["P.json", "P.stage0.py", "P.stage1.py"]
+    assert "chain.py:12: x = x + layer(x)" in (tmp_path / "P.stage1.py").read_text()
+    namespace: dict[str, Any] = {}
+    exec(compile(file.read_text(), "chain.py", "exec"), namespace)
+    model, inputs = namespace["chain"]()
+    sent: tuple[Tensor, ...] = ()
+    for stage in range(2):
+        (part,) = load_parts(tmp_path / "P.json", stage, model)
+        sent = part(inputs, Draws(0, 0), *sent)
+    assert torch.equal(sent[0], model(**inputs))
 
 
 def test_what_the_error_asks_for_is_enough(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:

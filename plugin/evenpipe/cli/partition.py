@@ -16,6 +16,7 @@ from evenpipe.cli.partition_layout import show_layout
 from evenpipe.cli.partition_shown import plan_table, ways_to_cut
 from evenpipe.cli.partition_sources import Source
 from evenpipe.cli.values import bandwidth_gbps, gibibytes, output_file, picture_file, positive
+from evenpipe.partition.code import StageCodeError, write_stages
 from evenpipe.partition.models import MODELS
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.copies import Workload
@@ -30,6 +31,10 @@ from evenpipe.settings.spelling import in_flags
 __all__ = ["add_to"]
 
 _GIB: Final = 2**30
+_OUT: Final = (
+    "write the plan, and beside it the code of every stage, P.stage0.py and so on (not with --profile, which has no "
+    "operations to write)"
+)
 
 
 def add_to(commands: Commands) -> None:
@@ -45,7 +50,7 @@ def add_to(commands: Commands) -> None:
     _add_pipeline(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    group.add_argument("--out", type=output_file, metavar="P.json", help="write the plan")
+    group.add_argument("--out", type=output_file, metavar="P.json", help=_OUT)
     group.add_argument("--profile-out", type=output_file, metavar="F.json", help="write the profile")
     group.add_argument(
         "--picture", type=picture_file, metavar="P.png", help="draw time and memory of every stage, cut in four ways"
@@ -126,7 +131,7 @@ def _run(arguments: Namespace) -> None:
         plan = find_plan(profile, *options)
     except (PartitionError, ScheduleError) as error:
         raise UsageError(in_flags(error)) from error
-    _write(arguments, profile, plan)
+    _write(arguments, source, profile, plan)
     if arguments.json:
         batch = {"max_batch": plan.origin.micro_batch_size} if arguments.max_batch else {}
         print(json.dumps(plan.model_dump(mode="json") | batch))
@@ -158,14 +163,24 @@ def _workload(arguments: Namespace) -> Workload:
     )
 
 
-def _write(arguments: Namespace, profile: Profile, plan: Plan) -> None:
+def _write(arguments: Namespace, source: Source, profile: Profile, plan: Plan) -> None:
     write("--profile-out", arguments.profile_out, profile.write)
-    write("--out", arguments.out, plan.write)
+    write("--out", arguments.out, lambda path: _write_plan(path, source, profile, plan))
     write(
         "--picture",
         arguments.picture,
         lambda path: draw_divisions(path, _title(plan), ways_to_cut(profile, plan), plan.limit_bytes / _GIB),
     )
+
+
+def _write_plan(path: Path, source: Source, profile: Profile, plan: Plan) -> None:
+    graph = source.graph(plan.origin.micro_batch_size)
+    if graph is not None:
+        try:
+            write_stages(graph, profile, plan, path)
+        except StageCodeError as error:
+            raise UsageError(f"--out {path}: {error}") from error
+    plan.write(path)
 
 
 def _title(plan: Plan) -> str:

@@ -60,9 +60,24 @@ class Source:
         times = self._times
         with _progress() as show, _one_line():
             show("tracing", 0, 0)
-            example = self._example(self.arguments.micro_batch_size or 1)
-            graph = trace(example.model, example.inputs)
-            return self._told(profile(graph, times, example.name, lambda done, total: show("profiling", done, total)))
+            name, graph = self._traced
+            return self._told(profile(graph, times, name, lambda done, total: show("profiling", done, total)))
+
+    def graph(self, micro_batch_size: int) -> Graph | None:
+        """What the profile for micro-batches of that size is of; None where it is read from a file, without one."""
+        if self._read is not None:
+            return None
+        if not self.arguments.max_batch:
+            return self._traced[1]
+        with _progress() as show, _one_line():
+            show("tracing", 0, 0)
+            return self._graph(micro_batch_size)
+
+    @cached_property
+    def _traced(self) -> tuple[str, Graph]:
+        """The model's name, and its graph for micro-batches of `--micro-batch-size`."""
+        example = self._example(self.arguments.micro_batch_size or 1)
+        return example.name, trace(example.model, example.inputs)
 
     def at(self, micro_batch_size: int) -> Profile:
         """Of micro-batches of another size."""

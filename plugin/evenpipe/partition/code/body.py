@@ -5,13 +5,13 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from evenpipe.partition.code import text
 from evenpipe.partition.code.selecting import Selected
@@ -61,8 +61,9 @@ class _Writer:
         kept = {*part.sent} or {loss}
         if part.received:
             names = [self._new(node) for node in part.received]
-            self._line(text.bracketed("(", names, ",) = received" if len(names) == 1 else ") = received", _WIDTH))
-        self._block(part.body, part.received, kept, 0)
+            line = f"{', '.join(names)}{',' * (len(names) == 1)} = received"
+            self._line(line if len(line) <= _WIDTH else text.bracketed("(", names, ") = received", 0))
+        self._block(self._graph.module, part.body, kept, 0)
         sent = [f"{self._name(node)}.contiguous()" for node in part.sent] or [f"{self._name(loss)}"]
         self._line("")
         self._line(text.bracketed("return (", sent, ",)" if len(sent) == 1 else ")", _WIDTH))
@@ -70,72 +71,71 @@ class _Writer:
             body.lines.insert(0, "device = self.device_of(inputs, received)")
         return body
 
-    def _block(self, nodes: Sequence[fx.Node], given: Iterable[fx.Node], kept: set[Any], indent: int) -> None:
-        """Statements of nodes; each value is deleted behind the last that uses it, lest it lives on."""
+    def _block(self, module: nn.Module, nodes: Sequence[fx.Node], kept: set[Any], indent: int) -> None:
+        """Statements of nodes; each value is deleted behind the last that uses it, lest it lives on.
+
+        `module`: what they are in, which holds the graphs that some of them run.
+        """
         done_with = _last_uses(nodes, kept)
-        unused = [node for node in given if node not in kept and not any(user in set(nodes) for user in node.users)]
-        self._delete(unused, indent)
         for node in nodes:
             self._comments(node, indent)
             self._load(node, indent)
-            self._statement(node, indent)
+            around = self._around(node)
+            if around:
+                self._line(f"with {', '.join(around)}:", indent)
+            self._statement(module, node, indent + _INDENT * bool(around))
             self._delete([source for source in done_with[node] if source in self._names], indent)
 
-    # One node's code: what is to happen around an operation belongs here.
-    def _statement(self, node: fx.Node, indent: int) -> None:
-        if "ordinal" in node.meta:
-            ordinal = node.meta["ordinal"]
-            self._body.random.append(ordinal)
-            self._line(f"with draws({ordinal}):", indent=indent)
-            indent += _INDENT
+    def _around(self, node: fx.Node) -> list[str]:
+        """The context managers that a node runs in: the place for whatever is to happen around one."""
+        if "ordinal" not in node.meta:
+            return []
+        self._body.random.append(node.meta["ordinal"])
+        return [f"draws({node.meta['ordinal']})"]
+
+    def _statement(self, module: nn.Module, node: fx.Node, indent: int) -> None:
         if node.target in (_grad_enabled, _autocast):
-            self._region(node, indent)
-            return
-        if node.target is operator.getitem:
+            self._region(module, node, indent)
+        elif node.target is operator.getitem:
             source, key = node.args
             taken = f"{self._name(source)}[{text.value(key, self._name)}]"
-            self._line(f"{self._new(node)} = {taken}", indent=indent)
+            self._line(f"{self._new(node)} = {taken}", indent)
         else:
             called = text.function(node.target, self._short_place(node) or node.name)
             parts = text.arguments(node.args, node.kwargs, self._name)
             result = f"{self._new(node)} = " if node.users else ""
-            self._line(text.bracketed(f"{result}{called}(", parts, ")", _WIDTH - indent), indent=indent)
+            self._line(text.bracketed(f"{result}{called}(", parts, ")", _WIDTH - indent), indent)
 
-    def _region(self, node: fx.Node, indent: int) -> None:
+    def _region(self, module: nn.Module, node: fx.Node, indent: int) -> None:
         """An operation that runs a graph of its own, with gradients or precision switched, as `with` and its nodes."""
-        at = next(number for number, of in enumerate(node.args) if isinstance(of, fx.Node))
-        options, (inner, *given) = node.args[:at], node.args[at:]
-        options_text = [text.value(of, self._name) for of in options]
+        at = node.args.index(_graph_of(node))
+        switches = [text.value(of, self._name) for of in node.args[:at]]
+        held, *given = node.args[at:]
         if node.target is _grad_enabled:
-            self._line(f"with torch.set_grad_enabled({options_text[0]}):", indent=indent)
+            self._line(f"with torch.set_grad_enabled({switches[0]}):", indent)
         else:
-            switched = ", ".join(["device.type", *options_text[1:]])
-            self._line(f"with torch.autocast({switched}):", indent=indent)
-        graph = getattr(self._graph.module, str(inner.target)).graph  # type: ignore[union-attr]
-        placeholders = [one for one in graph.nodes if one.op == "placeholder"]
+            self._line(f"with torch.autocast({', '.join(['device.type', *switches[1:]])}):", indent)
+        inner = getattr(module, str(held.target))  # type: ignore[union-attr]
+        placeholders = [one for one in inner.graph.nodes if one.op == "placeholder"]
         for placeholder, of in zip(placeholders, given, strict=True):
             self._names[placeholder] = text.value(of, self._name)
-        nodes = [one for one in graph.nodes if one.op == "call_function"]
-        output = next(one for one in graph.nodes if one.op == "output").args[0]
-        outputs = list(output) if isinstance(output, list | tuple) else [output]
-        self._block(nodes, (), {*outputs, *placeholders}, indent + _INDENT)
-        parts = [self._name(one) for one in outputs]
-        self._line(f"{self._new(node)} = ({', '.join(parts)},)", indent=indent + _INDENT)
-        made = [one for one in dict.fromkeys(outputs) if one in nodes]
-        self._delete(made, indent)
+        nodes = [one for one in inner.graph.nodes if one.op == "call_function"]
+        outputs = list(next(one for one in inner.graph.nodes if one.op == "output").args[0])
+        self._block(inner, nodes, {*outputs, *placeholders}, indent + _INDENT)
+        self._line(f"{self._new(node)} = {text.value(tuple(outputs), self._name)}", indent + _INDENT)
+        self._delete([one for one in dict.fromkeys(outputs) if one in nodes], indent + _INDENT)
 
     def _load(self, node: fx.Node, indent: int) -> None:
         """Inputs that no statement has read yet; parameters have their own names wherever they are used."""
         for source in node.all_input_nodes:
-            if source.op == "placeholder" and source not in self._names:
+            if source in self._names:
+                continue
+            if source.op == "placeholder":
                 self._body.inputs.append(str(source.target))
-                self._line(f"{self._new(source)} = inputs[{text.value(source.target, self._name)}]", indent=indent)
-            elif source.op == "get_attr" and source not in self._names and not self._is_graph(source):
+                self._line(f"{self._new(source)} = inputs[{text.value(source.target, self._name)}]", indent)
+            elif source.op == "get_attr" and source is not _graph_of(node):
                 self._body.held.append(str(source.target))
                 self._names[source] = text.path(str(source.target))
-
-    def _is_graph(self, source: fx.Node) -> bool:
-        return isinstance(getattr(self._graph.module, str(source.target), None), fx.GraphModule)
 
     def _comments(self, node: fx.Node, indent: int) -> None:
         """The module and the user's line, where they are others than those of the statement before."""
@@ -150,7 +150,7 @@ class _Writer:
         place = self._short_place(node)
         if place and place != self._place:
             self._place = place
-            self._line(f"# {place}", indent=indent)
+            self._line(f"# {place}", indent)
 
     def _short_place(self, node: fx.Node) -> str:
         place = _place(node)
@@ -168,10 +168,10 @@ class _Writer:
     def _delete(self, nodes: Sequence[fx.Node], indent: int) -> None:
         names = [self._names[node] for node in nodes if node.op != "get_attr"]
         if names:
-            self._line(f"del {', '.join(names)}", indent=indent)
+            self._line(f"del {', '.join(names)}", indent)
 
-    def _line(self, *parts: str, indent: int = 0) -> None:
-        self._body.lines += [" " * indent + line for line in "".join(parts).split("\n")]
+    def _line(self, line: str, indent: int = 0) -> None:
+        self._body.lines += [" " * indent + one for one in line.split("\n")]
 
     def _name(self, node: Any) -> str:
         return self._names[node]
@@ -183,6 +183,13 @@ class _Writer:
         self._used.add(name)
         self._names[node] = name
         return name
+
+
+def _graph_of(node: fx.Node) -> Any:
+    """What holds the graph that it runs: the first of its arguments that is none of its switches; None for others."""
+    if node.target not in (_grad_enabled, _autocast):
+        return None
+    return next(of for of in node.args if isinstance(of, fx.Node))
 
 
 def _last_uses(nodes: Sequence[fx.Node], kept: set[Any]) -> dict[fx.Node, list[fx.Node]]:

@@ -15,6 +15,7 @@ from evenpipe.partition.code.body import Body, write_body
 from evenpipe.partition.code.errors import StageCodeError
 from evenpipe.partition.code.part import Boundary
 from evenpipe.partition.code.selecting import Selected, boundaries, select
+from evenpipe.partition.counting import graph_digest
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.trace import Graph
@@ -33,7 +34,7 @@ def stage_sources(graph: Graph, profile: Profile, plan: Plan) -> tuple[str, ...]
     `graph`: the one that the profile is of.
     """
     plan.check(profile)
-    if graph.names != tuple(node.name for node in profile.nodes):
+    if graph_digest(graph) != profile.origin.digest or graph.micro_batch_size != profile.origin.micro_batch_size:
         raise StageCodeError(
             "the graph is not the one that the profile is of: trace the same model with the same inputs"
         )

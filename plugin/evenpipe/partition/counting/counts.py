@@ -16,7 +16,7 @@ from evenpipe.partition.counting.work import Effort, Work, count_work
 from evenpipe.partition.profile import Parameter, Storage
 from evenpipe.partition.trace import Graph
 
-__all__ = ["Counts", "NodeCounts", "between", "count"]
+__all__ = ["Counts", "NodeCounts", "between", "count", "graph_digest"]
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
@@ -68,7 +68,7 @@ def count(graph: Graph, device_type: str, progress: Callable[[int, int], None] =
         layer_ends=graph.layer_ends,
         micro_batch_size=graph.micro_batch_size,
         precision=_precision(graph),
-        digest=_digest(graph),
+        digest=graph_digest(graph),
     )
 
 
@@ -121,7 +121,8 @@ def _precision(graph: Graph) -> str:
     return _PRECISIONS.get(most, str(most))
 
 
-def _digest(graph: Graph) -> str:
+def graph_digest(graph: Graph) -> str:
+    """Of operations, shapes and parameters, whatever the micro-batch size."""
     digest = hashlib.sha256()
     for line in _lines(graph):
         digest.update(f"{line}\n".encode())

@@ -1,4 +1,4 @@
-"""Which operations draw random numbers, and the how manieth each of them is in the model's own execution."""
+"""Which operations draw random numbers, and which number each of them has in the model's own execution."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 
 def draws_within(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """As `draws`, also for an operation that runs a graph of its own."""
-    inner = (node for module in args if isinstance(module, fx.GraphModule) for node in module.graph.nodes)
-    return draws(function, args, kwargs) or any(draws_within(node.target, *_arguments(node)) for node in inner)
+    inner = (module for module in args if isinstance(module, fx.GraphModule))
+    return draws(function, args, kwargs) or any(True for module in inner for _ in _drawing(module))
 
 
 def number_draws(module: fx.GraphModule) -> None:
@@ -44,15 +44,9 @@ def number_draws(module: fx.GraphModule) -> None:
 def _drawing(module: fx.GraphModule) -> Iterator[fx.Node]:
     for node in module.graph.nodes:
         if node.op == "call_function":
-            args, kwargs = _arguments(node)
-            if draws(node.target, args, kwargs):
+            if draws(node.target, node.args, node.kwargs):
                 yield node
-            for source in args:
-                if isinstance(source, fx.Node) and source.op == "get_attr":
-                    held = getattr(module, str(source.target), None)
-                    if isinstance(held, fx.GraphModule):
-                        yield from _drawing(held)
-
-
-def _arguments(node: fx.Node) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    return node.args, node.kwargs
+            for source in node.all_input_nodes:
+                inner = getattr(module, str(source.target), None) if source.op == "get_attr" else None
+                if isinstance(inner, fx.GraphModule):
+                    yield from _drawing(inner)

@@ -100,7 +100,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Any]) -> Graph:
         sent=tuple(sent),
         layer_ends=ends_of_layers(model, nodes, allowed),
         own_order=tuple(copies[node] for node in original if node in copies and node.op == "call_function"),
-        unread=_unread(model, module),
+        unread={name: weightless_copy(mode, tensor) for name, tensor in _unread(model, module).items()},
     )
 
 
