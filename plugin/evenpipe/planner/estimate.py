@@ -1,0 +1,184 @@
+"""What a run will need and how fast it will be, before it is run: the document ``evenpipe.estimate/1``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from evenpipe.planner.descriptions import Cluster, Framework, Model, framework
+from evenpipe.planner.errors import EstimateError
+from evenpipe.planner.flops import model_flops
+from evenpipe.planner.memory.stages import StageBytes, chunks_of, stage_bytes
+from evenpipe.planner.operations.parts import Blocks, parts_of
+from evenpipe.planner.reasons import reason_of
+from evenpipe.planner.run import Run
+from evenpipe.planner.time.batch_end import batch_end
+from evenpipe.planner.time.calibration import FITTED, Calibration
+from evenpipe.planner.time.iteration import simulated
+from evenpipe.planner.time.kernels import Kernels
+from evenpipe.planner.time.stages import PartTime, part_times
+from evenpipe.planner.uncertainty import Uncertainty, uncertainty_of
+from evenpipe.planner.warned import warnings_of
+from evenpipe.schedule import Places, Programs, ScheduleError, Size, find
+from evenpipe.simulate import Costs, Wire
+
+__all__ = ["Estimate", "Estimator", "StageEstimate", "estimate", "framework_of"]
+
+_MS: Final = 1e3
+
+
+class StageEstimate(NamedTuple):
+    """One GPU of one stage: bytes at its peak, and milliseconds that it computes for a micro-batch."""
+
+    bytes: StageBytes
+    forward_ms: float
+    backward_ms: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """``reason``: why it does not fit and what to change, or None. ``mfu``: a fraction of the devices' rate."""
+
+    fits: bool
+    reason: str | None
+    mfu: float
+    iteration_ms: float
+    samples_per_second: float
+    uncertainty: Uncertainty
+    stages: tuple[StageEstimate, ...]
+    warnings: tuple[str, ...]
+    run: Run
+
+    def to_json(self) -> dict[str, Any]:
+        """The document ``evenpipe.estimate/1``."""
+        return {
+            "format": "evenpipe.estimate/1",
+            "fits": self.fits,
+            "reason": self.reason,
+            "mfu": self.mfu,
+            "iteration_ms": self.iteration_ms,
+            "samples_per_second": self.samples_per_second,
+            "uncertainty": self.uncertainty._asdict(),
+            "stages": [
+                {
+                    "bytes": {**stage.bytes._asdict(), "total": stage.bytes.total},
+                    "forward_ms": stage.forward_ms,
+                    "backward_ms": stage.backward_ms,
+                }
+                for stage in self.stages
+            ],
+            "warnings": list(self.warnings),
+        }
+
+
+def framework_of(model: Model, cluster: Cluster) -> Framework:
+    """What a run of the model on these devices is taken to be trained with, where nothing is said."""
+    return framework(cluster.device.framework or model.framework)
+
+
+def estimate(
+    model: Model, cluster: Cluster, run: Run, of: Framework | None = None, calibration: Calibration = FITTED
+) -> Estimate:
+    """One estimate. Raises EstimateError for a run that cannot be."""
+    return Estimator(model, cluster, of, calibration)(run)
+
+
+class Estimator:
+    """Estimates of runs of one model on one cluster; programs that several runs share are built once."""
+
+    def __init__(
+        self, model: Model, cluster: Cluster, of: Framework | None = None, calibration: Calibration = FITTED
+    ) -> None:
+        self.model = model
+        self.cluster = cluster
+        self.framework = of or framework_of(model, cluster)
+        self.calibration = calibration
+        self._programs: dict[tuple[str, bool], Programs] = {}
+
+    def __call__(self, run: Run) -> Estimate:
+        """Raises EstimateError for a run that cannot be, with the argument and the remedy."""
+        run = run.of(self.framework)
+        run.check(self.model, self.cluster)
+        parts, blocks = parts_of(self.model, run), Blocks(self.model, run)
+        kernels = Kernels(run, self.cluster, self.calibration)
+        chunks, times = chunks_of(parts, blocks), part_times(parts, blocks, kernels)
+        programs, size = self._scheduled(run)
+        places = programs.spec.places(size)
+        units = [
+            [round(chunks[places.position(stage, chunk)].kept_bytes) for chunk in range(places.chunks)]
+            for stage in range(places.stages)
+        ]
+        message_bytes = run.element_bytes * self.model.sequence // run.context * run.micro_batch * self.model.hidden
+        costs, own = self._costs(run, times, places, kernels, message_bytes, units)
+        found = simulated(programs, size, costs, units)
+        versions = found.program.schedule.weight_versions
+        held = stage_bytes(chunks, found.saved_bytes, places, versions, run, message_bytes, self.cluster.device)
+        end = max(
+            batch_end(chunks[n].parameters, run, kernels, times[n].backward) for n in range(len(chunks))
+        )
+        iteration_ms = found.makespan_ms + end * _MS
+        stages = tuple(map(StageEstimate, held, *zip(*own, strict=True)))
+        flops = self.cluster.device.tflops[run.precision or "fp16"] * 1e12 * run.gpus
+        return Estimate(
+            fits=all(stage.bytes.total <= self.cluster.device.memory_gib * 2**30 for stage in stages),
+            reason=reason_of(held, self.cluster.device, run),
+            mfu=model_flops(self.model, run) / (iteration_ms / _MS * flops),
+            iteration_ms=iteration_ms,
+            samples_per_second=run.global_batch / (iteration_ms / _MS),
+            uncertainty=uncertainty_of(self.model, self.cluster, run),
+            stages=stages,
+            warnings=tuple(warnings_of(self.model, self.cluster, run, stages)),
+            run=run,
+        )
+
+    def _scheduled(self, run: Run) -> tuple[Programs, Size]:
+        """The schedule's programs, and the size to build."""
+        try:
+            spec = find(run.schedule)
+            if run.chunks > 1 and spec.chunked:
+                spec = find(spec.chunked)
+            batches = 3 if "stream" in spec.needs else 1
+            size = spec.fitted(Size(run.stages, run.micro_batches, run.chunks, run.group_size, batches))
+            key = spec.name, run.bpipe
+            if key not in self._programs:
+                self._programs[key] = Programs(spec, run.bpipe)
+            return self._programs[key], size
+        except ScheduleError as error:
+            raise EstimateError(str(error)) from error
+
+    def _costs(
+        self,
+        run: Run,
+        times: Sequence[PartTime],
+        places: Places,
+        kernels: Kernels,
+        message_bytes: float,
+        units: Sequence[Sequence[int]],
+    ) -> tuple[Costs, list[tuple[float, float]]]:
+        """What the simulator is told, and per stage what it computes alone, forward and backward."""
+        own, busy, weights = [], [], []
+        sent = message_bytes / (run.tensor if run.sequence_parallel or "scatter" else 1)
+        transmit, latency = (_MS * seconds for seconds in kernels.links.message(sent))
+        if run.message_ms is not None:
+            transmit, latency = run.message_ms, 0.0
+        waits = run.schedule in (run.blocking or ())
+        wait = transmit + latency + (run.hand_over_us or 0.0) / _MS if waits else 0.0
+        for stage in range(places.stages):
+            positions = [places.position(stage, chunk) for chunk in range(places.chunks)]
+            forward, backward, late = (_MS * sum(times[n][field] for n in positions) for field in range(3))
+            own.append((forward, backward))
+            weights.append(late)
+            sends = sum(n + 1 < len(times) and places.order[n + 1].stage != stage for n in positions)
+            returns = sum(n > 0 and places.order[n - 1].stage != stage for n in positions)
+            busy.append((forward + sends * wait, backward + returns * wait))
+        link = Wire() if waits else Wire(latency, transmit)
+        moved, late_ms = (_MS * seconds for seconds in kernels.links.eviction(max(max(row) for row in units)))
+        pair = Wire(late_ms, moved)
+        costs = Costs(
+            *(tuple(column) for column in zip(*busy, strict=True)),
+            wires={"forward": link, "backward": link, "evict": pair, "load": pair},
+            synchronous_transfers=run.synchronous_transfers,
+            weight_gradient_ms=tuple(weights),
+        )
+        return costs, own

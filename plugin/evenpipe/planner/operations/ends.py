@@ -1,0 +1,62 @@
+"""What the ends of a model have beside layers: embedding, head and loss, and further tokens' layers."""
+
+from __future__ import annotations
+
+from evenpipe.planner.operations.operation import Gemm, Moved, Operation, Parameters
+from evenpipe.planner.operations.shard import Shard
+
+__all__ = ["embedding", "head", "joined"]
+
+
+def embedding(shard: Shard) -> list[Operation]:
+    """Rows of the vocabulary and positions, and dropout; the gradient is added into the rows."""
+    model, e, n = shard.model, shard.run.element_bytes, shard.residual
+    count = model.vocabulary * model.hidden / shard.run.tensor
+    count += model.sequence * model.hidden if model.positions == "learned" else 0
+    mask = int(model.dropout)
+    moved = Moved((3 * e + mask) * n, 3)
+    return [Operation("embedding", (moved,), (moved,), (), Parameters(count), mask * n + 8 * shard.tokens)]
+
+
+def head(shard: Shard, copies_embedding: bool) -> list[Operation]:
+    """The last norm, the logits, and the loss in fp32: a copy, maximum, difference, exponential and sum of each row.
+
+    copies_embedding: the matrix is here, and not on the stage of the embedding, or its own.
+    """
+    model, e = shard.model, shard.run.element_bytes
+    made = shard.linear("logits", model.vocabulary / shard.run.tensor, model.hidden, kept=shard.residual)
+    n = shard.tokens * model.vocabulary / shard.run.tensor
+    count = model.vocabulary * model.hidden / shard.run.tensor if copies_embedding else 0
+    logits = Operation(
+        made.name, made.forward, made.backward, made.weight_gradient, Parameters(count), made.saved_bytes
+    )
+    loss = Operation(
+        "loss", (Moved((e + 4 + 4 + 8 + 8 + 4) * n, 5),), (Moved(22 * n, 3),), saved_bytes=4 * n, scratch_bytes=8 * n
+    )
+    before = [] if model.causal else _masked_head(shard)
+    return [*before, shard.norm("last norm"), logits, loss]
+
+
+def _masked_head(shard: Shard) -> list[Operation]:
+    """BERT's: a linear layer and GELU before the norm."""
+    e, n, h = shard.run.element_bytes, shard.residual, shard.model.hidden
+    made = shard.linear("transform", h, h, tokens=n / h, kept=n)
+    return [made, Operation("activation of head", (Moved(2 * e * n),), (Moved(4 * e * n, 2),), saved_bytes=e * n)]
+
+
+def joined(shard: Shard) -> list[Operation]:
+    """Before the layer that predicts a further token: its embedding joined with the hidden state (DeepSeek-V3 §2.2)."""
+    h, n = shard.model.hidden, shard.residual
+    of = Gemm(n / h, h, 2 * h)
+    return [
+        shard.norm("norm of embedding"),
+        shard.norm("norm of hidden state"),
+        Operation(
+            "joined",
+            (of,),
+            (Gemm(n / h, 2 * h, h),),
+            (Gemm(2 * h, h, n / h),),
+            Parameters(2 * h * h),
+            saved_bytes=2 * shard.run.element_bytes * n,
+        ),
+    ]

@@ -1,0 +1,84 @@
+"""The parts of a pipeline: which blocks each stage, or model chunk, has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Final, Literal, NamedTuple
+
+from evenpipe.planner.descriptions import Model
+from evenpipe.planner.operations.attention import attention
+from evenpipe.planner.operations.ends import embedding, head, joined
+from evenpipe.planner.operations.mlp import experts, mlp
+from evenpipe.planner.operations.operation import Operation
+from evenpipe.planner.operations.shard import Shard
+from evenpipe.planner.run import Run
+
+__all__ = ["Block", "Blocks", "Part", "parts_of"]
+
+Block = Literal["embedding", "layer", "expert layer", "further token", "head", "tied head", "further head"]
+Part = Mapping[Block, int]
+"""How many blocks of each kind a part of the pipeline has."""
+
+#: Blocks that whole-layer recomputation carries out again, keeping their input.
+_RECOMPUTED: Final = frozenset({"layer", "expert layer", "further token"})
+
+
+def parts_of(model: Model, run: Run) -> list[Part]:
+    """Each part of the pipeline, in the order of the model. MTP's layers and heads are with the last, as in Megatron."""
+    found: list[Counter[Block]] = []
+    done = 0
+    for layers in run.layers_of(model):
+        plain = max(0, min(layers, model.layers - model.expert_layers - done))
+        found.append(Counter({"layer": plain, "expert layer": layers - plain}))
+        done += layers
+    found[0]["embedding"] += 1
+    found[-1]["tied head" if model.tied and run.stages == 1 else "head"] += 1
+    found[-1]["further token"] += model.mtp_layers
+    found[-1]["further head"] += model.mtp_layers
+    return [+one for one in found]
+
+
+class Blocks:
+    """The operations of each kind of block on one GPU."""
+
+    def __init__(self, model: Model, run: Run) -> None:
+        self.run = run
+        shard = Shard(model, run)
+        self._shard = shard
+        last = experts if model.experts else mlp
+        self._made: Mapping[Block, Callable[[], list[Operation]]] = {
+            "embedding": lambda: embedding(shard),
+            "layer": lambda: attention(shard) + mlp(shard),
+            "expert layer": lambda: attention(shard) + experts(shard),
+            "further token": lambda: joined(shard) + attention(shard) + last(shard),
+            "head": lambda: head(shard, True),
+            "tied head": lambda: head(shard, False),
+            "further head": lambda: head(shard, False),
+        }
+
+    @cached_property
+    def operations(self) -> Mapping[Block, list[Operation]]:
+        kinds: list[Block] = ["embedding", "layer", "further token", "head", "tied head", "further head"]
+        model = self._shard.model
+        if model.experts:
+            kinds.append("expert layer")
+        return {kind: self._made[kind]() for kind in kinds}
+
+    def recomputed(self, block: Block) -> Recomputed:
+        """What of the block is carried out again before its backward, and what it keeps until then."""
+        operations = self.operations[block]
+        if self.run.recompute == "full" and block in _RECOMPUTED:
+            kept = self.run.element_bytes * self._shard.residual
+            return Recomputed(operations, kept)
+        selective = self.run.recompute == "selective"
+        again = [one for one in operations if one.core and selective]
+        return Recomputed(again, sum(one.saved_bytes for one in operations if not (one.core and selective)))
+
+
+class Recomputed(NamedTuple):
+    """``operations``: carried out again; ``kept_bytes``: of the block, from its forward to its backward."""
+
+    operations: list[Operation]
+    kept_bytes: float
