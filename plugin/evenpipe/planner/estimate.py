@@ -38,7 +38,10 @@ class StageEstimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """``reason``: why it does not fit and what to change, or None. ``mfu``: a fraction of the devices' rate."""
+    """``reason``: why it does not fit and what to change, or None. ``mfu``: a fraction of the devices' rate.
+
+    ``run`` has the framework's defaults filled in. ``eviction_ms``: what moving a micro-batch to a partner stage takes.
+    """
 
     fits: bool
     reason: str | None
@@ -49,6 +52,7 @@ class Estimate:
     stages: tuple[StageEstimate, ...]
     warnings: tuple[str, ...]
     run: Run
+    eviction_ms: float
 
     def to_json(self) -> dict[str, Any]:
         """The document ``evenpipe.estimate/1``."""
@@ -110,7 +114,8 @@ class Estimator:
             for stage in range(places.stages)
         ]
         message_bytes = run.element_bytes * self.model.sequence // run.context * run.micro_batch * self.model.hidden
-        costs, own = self._costs(run, times, places, kernels, message_bytes, units)
+        eviction = [_MS * seconds for seconds in kernels.links.eviction(max(max(row) for row in units))]
+        costs, own = self._costs(run, times, places, kernels, message_bytes, Wire(eviction[1], eviction[0]))
         found = simulated(programs, size, costs, units)
         versions = found.program.schedule.weight_versions
         held = stage_bytes(chunks, found.saved_bytes, places, versions, run, message_bytes, self.cluster.device)
@@ -118,7 +123,7 @@ class Estimator:
             batch_end(chunks[n].parameters, run, kernels, times[n].backward) for n in range(len(chunks))
         )
         iteration_ms = found.makespan_ms + end * _MS
-        stages = tuple(map(StageEstimate, held, *zip(*own, strict=True)))
+        stages = tuple(StageEstimate(nbytes, *times) for nbytes, times in zip(held, own, strict=True))
         flops = self.cluster.device.tflops[run.precision or "fp16"] * 1e12 * run.gpus
         return Estimate(
             fits=all(stage.bytes.total <= self.cluster.device.memory_gib * 2**30 for stage in stages),
@@ -128,8 +133,19 @@ class Estimator:
             samples_per_second=run.global_batch / (iteration_ms / _MS),
             uncertainty=uncertainty_of(self.model, self.cluster, run),
             stages=stages,
-            warnings=tuple(warnings_of(self.model, self.cluster, run, stages)),
+            warnings=tuple(
+                warnings_of(
+                    self.model,
+                    self.cluster,
+                    run,
+                    held,
+                    own,
+                    max(chunk.working_bytes for chunk in chunks),
+                    sum(eviction),
+                )
+            ),
             run=run,
+            eviction_ms=sum(eviction),
         )
 
     def _scheduled(self, run: Run) -> tuple[Programs, Size]:
@@ -154,11 +170,11 @@ class Estimator:
         places: Places,
         kernels: Kernels,
         message_bytes: float,
-        units: Sequence[Sequence[int]],
+        pair: Wire,
     ) -> tuple[Costs, list[tuple[float, float]]]:
         """What the simulator is told, and per stage what it computes alone, forward and backward."""
         own, busy, weights = [], [], []
-        sent = message_bytes / (run.tensor if run.sequence_parallel or "scatter" else 1)
+        sent = message_bytes / (run.tensor if run.sequence_parallel or run.divided_messages else 1)
         transmit, latency = (_MS * seconds for seconds in kernels.links.message(sent))
         if run.message_ms is not None:
             transmit, latency = run.message_ms, 0.0
@@ -173,8 +189,6 @@ class Estimator:
             returns = sum(n > 0 and places.order[n - 1].stage != stage for n in positions)
             busy.append((forward + sends * wait, backward + returns * wait))
         link = Wire() if waits else Wire(latency, transmit)
-        moved, late_ms = (_MS * seconds for seconds in kernels.links.eviction(max(max(row) for row in units)))
-        pair = Wire(late_ms, moved)
         costs = Costs(
             *(tuple(column) for column in zip(*busy, strict=True)),
             wires={"forward": link, "backward": link, "evict": pair, "load": pair},

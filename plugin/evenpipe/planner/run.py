@@ -50,6 +50,7 @@ class Run:
     overlap_parameters: bool | None = None
     hand_over_us: float | None = None
     blocking: tuple[str, ...] | None = None
+    divided_messages: bool | None = None
     message_ms: float | None = None
 
     def of(self, framework: Framework) -> Run:

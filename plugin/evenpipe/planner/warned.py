@@ -1,12 +1,110 @@
-"""Cliffs."""
+"""Cliffs: what makes a run slower or larger than its neighbours, in one line each, with what to change."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Final
+
+from evenpipe.planner.descriptions import Cluster, Model
+from evenpipe.planner.memory.stages import StageBytes
+from evenpipe.planner.operations.attention import softmax_is_fused
+from evenpipe.planner.operations.shard import Shard
+from evenpipe.planner.run import Run
 
 __all__ = ["warnings_of"]
 
+_GIB: Final = 2**30
+#: From here on what comes and goes with a micro-batch is "high memory pressure": BPipe's rows that PyTorch slowed down
+#: by emptying its cache (Appendix B) take 2.7 to 5.4 GiB of 80.
+_COMES_AND_GOES: Final = 0.03
+_NEAR: Final = 0.05  # of the memory: BPipe ran with 3 GiB to spare of 80, and not with less
+_APART: Final = 0.25  # fullest stage over the emptiest; 1F1B without recomputation is at 1.3 to 2
+_SLOWEST: Final = 1.05  # slowest stage over the median: a twentieth of a pipeline's time
 
-def warnings_of(model: Any, cluster: Any, run: Any, stages: Sequence[Any]) -> list[str]:
-    return []
+
+def warnings_of(
+    model: Model,
+    cluster: Cluster,
+    run: Run,
+    held: Sequence[StageBytes],
+    times_ms: Sequence[tuple[float, float]],
+    working_bytes: float,
+    eviction_ms: float,
+) -> list[str]:
+    """``times_ms``: forward and backward of each stage; ``working_bytes``: what the backward of a micro-batch takes."""
+    found = [
+        *_unfused(model, run),
+        *_pressure(cluster, run, held, working_bytes),
+        *_above(run, held),
+        *_slowest(run, times_ms),
+        *_evictions(cluster, run, times_ms, eviction_ms),
+    ]
+    if run.micro_batches < run.stages and run.schedule != "2bw":
+        found.append(
+            f"bubble: {run.micro_batches} micro-batches do not fill {run.stages} stages: give a larger "
+            "--global-batch-size, or smaller micro-batches"
+        )
+    return found
+
+
+def _unfused(model: Model, run: Run) -> Iterator[str]:
+    if run.attention != "unfused" or softmax_is_fused(Shard(model, run)):
+        return
+    rows = run.micro_batch * model.heads // run.tensor
+    better = next((b for b in (2, 4) if run.micro_batch * b * model.heads // run.tensor % 4 == 0), None)
+    remedy = f"with --micro-batch-size {run.micro_batch * better} it would be" if rows % 4 and better else "use flash"
+    yield (
+        f"unfused softmax: Megatron's fused kernel takes micro-batch × heads / tensor only in multiples of 4, in half "
+        f"precision and up to 16,384 tokens; here it is {rows}, not fused: {remedy}, or --attention flash"
+    )
+
+
+def _pressure(cluster: Cluster, run: Run, held: Sequence[StageBytes], working_bytes: float) -> Iterator[str]:
+    have = cluster.device.memory_gib
+    most = max(stage.total for stage in held) / _GIB
+    segments = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    if have * (1 - _NEAR) < most <= have:
+        yield (
+            f"memory pressure: {have - most:.1f} of {have:.1f} GiB are left, which fragments may take: {segments}, or "
+            "recompute more"
+        )
+    if working_bytes / _GIB > _COMES_AND_GOES * have:
+        yield (
+            f"memory pressure: {working_bytes / _GIB:.1f} GiB come and go with each micro-batch's backward; PyTorch may "
+            f"empty its cache again and again, and take a third longer: {segments}, or give a smaller "
+            f"--micro-batch-size than {run.micro_batch}"
+        )
+
+
+def _above(run: Run, held: Sequence[StageBytes]) -> Iterator[str]:
+    order = sorted(range(len(held)), key=lambda stage: held[stage].total)
+    least, most = held[order[0]].total, held[order[-1]].total
+    if most > least * (1 + _APART):
+        remedy = "" if run.bpipe or run.stages < 4 else ": --bpipe levels them"
+        yield f"memory: stage {order[-1]} needs {(most - least) / _GIB:.1f} GiB more than stage {order[0]}{remedy}"
+
+
+def _slowest(run: Run, times_ms: Sequence[tuple[float, float]]) -> Iterator[str]:
+    each = [sum(times) for times in times_ms]
+    usual, slowest = median(each), max(each)
+    if slowest > _SLOWEST * usual:
+        stage = each.index(slowest)
+        yield (
+            f"time: stage {stage} computes {slowest / usual - 1:.0%} longer than the others, which wait for it: give it "
+            "fewer layers with --layout"
+        )
+
+
+def _evictions(
+    cluster: Cluster, run: Run, times_ms: Sequence[tuple[float, float]], eviction_ms: float
+) -> Iterator[str]:
+    if not run.bpipe or 2 * run.tensor * run.context <= cluster.gpus_per_node:
+        return
+    forward, backward = (max(column) for column in zip(*times_ms, strict=True))
+    enough = "more" if 2 * eviction_ms > forward + backward else "less"
+    yield (
+        f"evictions: partner stages are on different nodes; one takes {eviction_ms:.0f} ms there and as long back, "
+        f"{enough} than the {forward + backward:.0f} ms that a forward and a backward have for both: give a smaller "
+        "--tensor-parallel, or recompute more"
+    )

@@ -27,8 +27,9 @@ def states(parameters: Parameters, run: Run, versions: int = 1) -> States:
     """Mixed precision with Adam: parameters in 2 bytes, gradients in 2 or 4, and 12 bytes of fp32 weights and moments.
 
     Under ZeRO-1 the 12 are divided among the ranks that have the same parameters. Gradients in 2 bytes are copied to
-    fp32 for the step, each rank its part. fp32: 4, 4 and 8 bytes. ``versions``: of the weights; with two, the gradients
-    of the batch before are held beside those that accumulate until its step is done (PipeDream-2BW §3.1).
+    fp32 for the step, each rank its part. fp32: 4, 4 and 8 bytes. ``versions``: of the weights (PipeDream-2BW §3.1: at
+    most two); with two, what a rank's own optimizer steps with of the batch before is held while gradients of the next
+    accumulate.
     """
     replicas = run.data * run.context
     shards = (replicas, replicas / run.expert) if run.sharded_optimizer else (1, 1)
@@ -37,7 +38,7 @@ def states(parameters: Parameters, run: Run, versions: int = 1) -> States:
     gradient = 4 if run.gradients_in_fp32 else 2
     return States(
         weights=versions * run.element_bytes * parameters.all,
-        gradients=versions * gradient * parameters.all,
+        gradients=gradient * (parameters.all + (versions - 1) * owned),
         optimizer=of_state * owned,
         step=0 if run.gradients_in_fp32 else 4 * owned,
     )

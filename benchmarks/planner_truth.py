@@ -1,0 +1,159 @@
+"""The planner's estimates beside what others have published: memory verdicts, MFU, times of parts, and whose is best.
+
+Three constants are fitted on rows of BPipe's Table 7 that Megatron-LM ran alone; all else is predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from published.bpipe import best, breakdown, figure_3_gib, figure_8_gib, verdicts
+from published.fit import errors, fitted, left_out
+from published.korthikanti import activation_errors, relative_errors
+from published.tables import Row, estimators, table, taken
+from rich.console import Console
+from rich.table import Table
+
+from evenpipe.planner.descriptions import device
+from evenpipe.planner.time.calibration import FITTED, UNFITTED, Calibration
+
+__all__ = ["measures"]
+
+_SHOWN = ("gemm", "unfused", "peer")
+
+
+def measures() -> dict[str, Any]:
+    """Every figure, by what it is of."""
+    programs, rows = estimators(), taken()
+    ordinary, ours = [row for row in rows if not row.bpipe], [row for row in rows if row.bpipe]
+    again = fitted(ordinary, programs)
+    found: dict[str, Any] = {
+        "fitted": {name: round(getattr(again, name), 4) for name in _SHOWN},
+        "used": {name: getattr(FITTED, name) for name in _SHOWN},
+        "verdicts": _verdicts(),
+        "mfu": _spread(errors(rows)) | {"rows": len(rows)},
+        "mfu_bpipe": _spread(errors(ours)),
+        "mfu_nothing_fitted": _spread(errors(rows, UNFITTED, programs)),
+        "mfu_left_out": _spread(left_out(ordinary, programs)),
+        "mfu_other_model": {
+            f"fitted on {one}": _spread(errors([row for row in rows if row.model != one], _on(one, ordinary, programs)))
+            for one in ("gpt3-96b", "gpt3-134b")
+        },
+        "best": {name: _best(name) for name in ("gpt3-96b", "gpt3-134b")},
+        "breakdown": breakdown(estimators()),
+        "figure_3_gib": figure_3_gib(estimators()),
+        "figure_8_gib": {"without": figure_8_gib(estimators(), False), "with": figure_8_gib(estimators(), True)},
+        "table_6": _table_6(),
+        "korthikanti": relative_errors(),
+        "korthikanti_activations": activation_errors(),
+    }
+    return found
+
+
+def _on(model: str, rows: list[Row], programs: estimators) -> Calibration:
+    return fitted([row for row in rows if row.model == model], programs)
+
+
+def _spread(points: np.ndarray[Any, Any]) -> dict[str, float]:
+    return {"mean": float(np.mean(np.abs(points))), "worst": float(np.max(np.abs(points)))}
+
+
+def _verdicts() -> dict[str, Any]:
+    """How many are right, with the capacity that there is and with a little more or less."""
+    found, have = verdicts(estimators()), device("a100-80gb").memory_gib
+    right = {shift: sum((one.gib <= have + shift) == one.fits for one in found) for shift in (-2, -1, 0, 1, 2)}
+    wrong = [
+        f"{one.row.model} t{one.row.t} p{one.row.p} b{one.row.b} {one.run.recompute}: {one.gib:.1f} GiB"
+        for one in found
+        if (one.gib <= have) != one.fits
+    ]
+    return {"count": len(found), "right": right, "wrong": wrong}
+
+
+def _best(model: str) -> dict[str, Any]:
+    """The planner's choice with and without BPipe, and the paper's."""
+    measured = [row for row in taken() if row.model == model]
+    found: dict[str, Any] = {}
+    for name, bpipe in (("with", True), ("without", False)):
+        chosen = best(model, estimators(), bpipe)
+        run = chosen.run
+        paper = max((row for row in measured if bpipe or not row.bpipe), key=lambda row: row.mfu)
+        found[name] = {
+            "chosen": [run.tensor, run.stages, run.micro_batch, run.recompute, run.bpipe],
+            "paper": [paper.t, paper.p, paper.b, paper.recompute, paper.bpipe],
+            "mfu": 100 * chosen.mfu,
+            "paper_mfu": paper.mfu,
+            "relative": 100 * chosen.mfu / paper.mfu - 1,
+        }
+    return found
+
+
+def _table_6() -> list[dict[str, float]]:
+    """How much BPipe costs where partners are on different nodes: MFU with over without, estimated and measured."""
+    found = []
+    for one in table("table6"):
+        row = Row("gpt3-96b", 7, 8, 4, one["b"], one["recompute"], 0.0, False, one["line"])
+        estimate = estimators()
+        ratio = estimate(row, bpipe=True).mfu / estimate(row).mfu
+        found.append({"b": one["b"], "estimated": ratio, "measured": one["bpipe"] / one["megatron"]})
+    return found
+
+
+def _shown(found: dict[str, Any]) -> Table:
+    shown = Table("published", "measured by", "planner", "limit")
+    right = found["verdicts"]["right"]
+    of = found["verdicts"]["count"]
+    shown.add_row("BPipe Table 7, fits or not", f"{of} verdicts", f"{right[0]} right", "≥ 95 %")
+    shown.add_row("  with 2 GiB less, more", "", f"{right[-2]}, {right[2]}", "≥ 95 %")
+    for name, text, limit in (
+        ("mfu", f"MFU, {found['mfu']['rows']} rows, three constants", "1.0; 2.5"),
+        ("mfu_bpipe", "MFU, BPipe's rows, predicted", "1.5"),
+        ("mfu_left_out", "MFU, each ordinary row left out", ""),
+        ("mfu_nothing_fitted", "MFU, nothing fitted", "2.5"),
+    ):
+        shown.add_row(text, "points, mean; worst", _pair(found[name]), limit)
+    for name, one in found["mfu_other_model"].items():
+        shown.add_row(f"MFU of the other model, {name}", "points, mean; worst", _pair(one), "1.0")
+    for name, both in found["best"].items():
+        for which, one in both.items():
+            same = "same" if one["chosen"] == one["paper"] else f"{one['chosen']} for {one['paper']}"
+            shown.add_row(f"best of {name}, {which} BPipe", "MFU over measured", f"{same}, {one['relative']:+.1%}", "4 %")
+    parts = found["breakdown"]
+    for part, limit in (("forward", "8 %"), ("backward", "8 %"), ("transfer", "15 %, full 25 %")):
+        each = ", ".join(f"{100 * one[part]:+.1f}" for one in parts)
+        shown.add_row(f"BPipe Tables 3, 4: {part}", "percent", each, limit)
+    shown.add_row("BPipe Figure 3: first less last stage", "GiB", f"{found['figure_3_gib']:.1f}", "37 ± 10 %")
+    apart = found["figure_8_gib"]
+    shown.add_row("BPipe Figure 8: stages apart", "GiB", f"{apart['without']:.1f}; {apart['with']:.1f}", "> 25; ≤ 10")
+    each = ", ".join(f"{one['estimated']:.3f} ({one['measured']:.3f})" for one in found["table_6"])
+    shown.add_row("BPipe Table 6: with over without", "ratio of MFU (measured)", each, "")
+    times = [abs(one) for one in found["korthikanti"].values()]
+    shown.add_row("Korthikanti Table 5: iteration", "mean; worst", f"{fmean(times):.2%}; {max(times):.2%}", "2.5 %; 5 %")
+    saved = [abs(one) for one in found["korthikanti_activations"].values()]
+    shown.add_row("Korthikanti: activations", "worst", f"{max(saved):.2%}", "formula")
+    return shown
+
+
+def _pair(one: dict[str, float]) -> str:
+    return f"{one['mean']:.2f}; {one['worst']:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    arguments = parser.parse_args()
+    found = measures()
+    if arguments.json:
+        document = {"format": "evenpipe.benchmark/1", "name": "planner_truth", "settings": asdict(FITTED)}
+        print(json.dumps({**document, "results": [found]}))
+        return
+    Console(width=140).print(_shown(found))
+
+
+if __name__ == "__main__":
+    main()
