@@ -10,8 +10,8 @@ setup(
     python_requires=">=3.10",
     package_dir={"": "plugin"},
     packages=find_packages("plugin"),
-    package_data={"evenpipe": ["py.typed"]},
-    install_requires=["torch>=2.6", "numpy", "pydantic>=2", "rich", "matplotlib"],
+    package_data={"evenpipe": ["py.typed", "planner/descriptions/data/*/*.yaml"]},
+    install_requires=["torch>=2.6", "numpy", "pydantic>=2", "pyyaml", "rich", "matplotlib"],
     extras_require={
         "megatron": ["megatron-core>=0.14,<0.20"],
         "deepspeed": ["deepspeed>=0.19.4,<=0.19.8"],

@@ -122,7 +122,9 @@ def _shown(found: dict[str, Any]) -> Table:
     for name, both in found["best"].items():
         for which, one in both.items():
             same = "same" if one["chosen"] == one["paper"] else f"{one['chosen']} for {one['paper']}"
-            shown.add_row(f"best of {name}, {which} BPipe", "MFU over measured", f"{same}, {one['relative']:+.1%}", "4 %")
+            shown.add_row(
+                f"best of {name}, {which} BPipe", "MFU over measured", f"{same}, {one['relative']:+.1%}", "4 %"
+            )
     parts = found["breakdown"]
     for part, limit in (("forward", "8 %"), ("backward", "8 %"), ("transfer", "15 %, full 25 %")):
         each = ", ".join(f"{100 * one[part]:+.1f}" for one in parts)
@@ -133,7 +135,9 @@ def _shown(found: dict[str, Any]) -> Table:
     each = ", ".join(f"{one['estimated']:.3f} ({one['measured']:.3f})" for one in found["table_6"])
     shown.add_row("BPipe Table 6: with over without", "ratio of MFU (measured)", each, "")
     times = [abs(one) for one in found["korthikanti"].values()]
-    shown.add_row("Korthikanti Table 5: iteration", "mean; worst", f"{fmean(times):.2%}; {max(times):.2%}", "2.5 %; 5 %")
+    shown.add_row(
+        "Korthikanti Table 5: iteration", "mean; worst", f"{fmean(times):.2%}; {max(times):.2%}", "2.5 %; 5 %"
+    )
     saved = [abs(one) for one in found["korthikanti_activations"].values()]
     shown.add_row("Korthikanti: activations", "worst", f"{max(saved):.2%}", "formula")
     return shown

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple, get_args
 
+from published.tables import GPUS, Row, estimators, rows, table
+
 from evenpipe.planner.estimate import Estimate
 from evenpipe.planner.run import Recompute, Run
-from published.tables import GPUS, Row, estimators, rows, table
 
 __all__ = ["Verdict", "best", "breakdown", "figure_3_gib", "figure_8_gib", "grid", "verdicts"]
 
@@ -78,14 +79,13 @@ def breakdown(estimate: estimators) -> list[dict[str, object]]:
         row = Row(one["model"], 0, one["t"], one["p"], one["b"], one["recompute"], 0.0, True, one["line"])
         shown = estimate(row)
         stage = shown.stages[1]
-        transfer_ms = shown.eviction_ms
         found.append(
             {
                 "model": one["model"],
                 "recompute": one["recompute"],
                 "forward": stage.forward_ms / one["forward"] - 1,
                 "backward": stage.backward_ms / one["backward"] - 1,
-                "transfer": transfer_ms / one["transfer"] - 1,
+                "transfer": stage.eviction_ms / one["transfer"] - 1,
             }
         )
     return found

@@ -50,7 +50,9 @@ def rows() -> list[Row]:
 def taken() -> list[Row]:
     """Those whose MFU is compared: without misprints, and without those that were slowed down by the allocator."""
     left_out = [*table("misprints"), *table("thrashing")]
-    return [row for row in rows() if all(any(getattr(row, key) != value for key, value in one.items()) for one in left_out)]
+    return [
+        row for row in rows() if all(any(getattr(row, key) != value for key, value in one.items()) for one in left_out)
+    ]
 
 
 def run_of(row: Row, **changed: Any) -> Run:

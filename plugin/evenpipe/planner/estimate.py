@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -20,7 +20,7 @@ from evenpipe.planner.time.kernels import Kernels
 from evenpipe.planner.time.stages import PartTime, part_times
 from evenpipe.planner.uncertainty import Uncertainty, uncertainty_of
 from evenpipe.planner.warned import warnings_of
-from evenpipe.schedule import Places, Programs, ScheduleError, Size, find
+from evenpipe.schedule import Link, Places, Programs, ScheduleError, Size, find, partner
 from evenpipe.simulate import Costs, Wire
 
 __all__ = ["Estimate", "Estimator", "StageEstimate", "estimate", "framework_of"]
@@ -29,18 +29,22 @@ _MS: Final = 1e3
 
 
 class StageEstimate(NamedTuple):
-    """One GPU of one stage: bytes at its peak, and milliseconds that it computes for a micro-batch."""
+    """One GPU of one stage: bytes at its peak, and milliseconds that it computes for a micro-batch.
+
+    ``eviction_ms``: what it would take to move a micro-batch's saved activations to the partner stage.
+    """
 
     bytes: StageBytes
     forward_ms: float
     backward_ms: float
+    eviction_ms: float
 
 
 @dataclass(frozen=True)
 class Estimate:
     """``reason``: why it does not fit and what to change, or None. ``mfu``: a fraction of the devices' rate.
 
-    ``run`` has the framework's defaults filled in. ``eviction_ms``: what moving a micro-batch to a partner stage takes.
+    ``run`` has the framework's defaults filled in.
     """
 
     fits: bool
@@ -52,7 +56,6 @@ class Estimate:
     stages: tuple[StageEstimate, ...]
     warnings: tuple[str, ...]
     run: Run
-    eviction_ms: float
 
     def to_json(self) -> dict[str, Any]:
         """The document ``evenpipe.estimate/1``."""
@@ -114,16 +117,16 @@ class Estimator:
             for stage in range(places.stages)
         ]
         message_bytes = run.element_bytes * self.model.sequence // run.context * run.micro_batch * self.model.hidden
-        eviction = [_MS * seconds for seconds in kernels.links.eviction(max(max(row) for row in units))]
-        costs, own = self._costs(run, times, places, kernels, message_bytes, Wire(eviction[1], eviction[0]))
+        evictions = [Wire(*(_MS * seconds for seconds in kernels.links.eviction(max(row)))) for row in units]
+        costs, own = self._costs(run, times, places, kernels, message_bytes, evictions)
         found = simulated(programs, size, costs, units)
         versions = found.program.schedule.weight_versions
         held = stage_bytes(chunks, found.saved_bytes, places, versions, run, message_bytes, self.cluster.device)
-        end = max(
-            batch_end(chunks[n].parameters, run, kernels, times[n].backward) for n in range(len(chunks))
-        )
+        end = max(batch_end(chunks[n].parameters, run, kernels, times[n].backward) for n in range(len(chunks)))
         iteration_ms = found.makespan_ms + end * _MS
-        stages = tuple(StageEstimate(nbytes, *times) for nbytes, times in zip(held, own, strict=True))
+        stages = tuple(
+            StageEstimate(nbytes, *ms, sum(wire)) for nbytes, ms, wire in zip(held, own, evictions, strict=True)
+        )
         flops = self.cluster.device.tflops[run.precision or "fp16"] * 1e12 * run.gpus
         return Estimate(
             fits=all(stage.bytes.total <= self.cluster.device.memory_gib * 2**30 for stage in stages),
@@ -141,11 +144,10 @@ class Estimator:
                     held,
                     own,
                     max(chunk.working_bytes for chunk in chunks),
-                    sum(eviction),
+                    sum(evictions[0]),
                 )
             ),
             run=run,
-            eviction_ms=sum(eviction),
         )
 
     def _scheduled(self, run: Run) -> tuple[Programs, Size]:
@@ -170,12 +172,12 @@ class Estimator:
         places: Places,
         kernels: Kernels,
         message_bytes: float,
-        pair: Wire,
+        evictions: Sequence[Wire],
     ) -> tuple[Costs, list[tuple[float, float]]]:
         """What the simulator is told, and per stage what it computes alone, forward and backward."""
         own, busy, weights = [], [], []
         sent = message_bytes / (run.tensor if run.sequence_parallel or run.divided_messages else 1)
-        transmit, latency = (_MS * seconds for seconds in kernels.links.message(sent))
+        latency, transmit = (_MS * seconds for seconds in kernels.links.message(sent))
         if run.message_ms is not None:
             transmit, latency = run.message_ms, 0.0
         waits = run.schedule in (run.blocking or ())
@@ -190,9 +192,19 @@ class Estimator:
             busy.append((forward + sends * wait, backward + returns * wait))
         link = Wire() if waits else Wire(latency, transmit)
         costs = Costs(
-            *(tuple(column) for column in zip(*busy, strict=True)),
-            wires={"forward": link, "backward": link, "evict": pair, "load": pair},
+            forward_ms=tuple(forward for forward, _ in busy),
+            backward_ms=tuple(backward for _, backward in busy),
+            wires={"forward": link, "backward": link},
+            links=dict(_moves(evictions)) if run.bpipe else {},
             synchronous_transfers=run.synchronous_transfers,
             weight_gradient_ms=tuple(weights),
         )
         return costs, own
+
+
+def _moves(evictions: Sequence[Wire]) -> Iterator[tuple[Link, Wire]]:
+    """Both ways between the stages of each pair; what moves is the evictor's, which is the earlier one."""
+    for stage, wire in enumerate(evictions[: len(evictions) // 2]):
+        other = partner(stage, len(evictions))
+        yield Link("evict", stage, other), wire
+        yield Link("load", other, stage), wire

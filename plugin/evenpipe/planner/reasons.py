@@ -39,7 +39,9 @@ def remedy(held: Sequence[StageBytes], most: int, run: Run) -> str:
         return f"{sharded}give more --stages or --tensor-parallel"
     least = min(one.total for one in held)
     if run.stages >= 4 and not run.bpipe and run.schedule == "1f1b" and least < stage.total * 0.8:
-        return "level the stages with --bpipe, or give --recompute " + ("full" if run.recompute != "none" else "selective")
+        return "level the stages with --bpipe, or give --recompute " + (
+            "full" if run.recompute != "none" else "selective"
+        )
     if run.recompute != "full":
         return f"give --recompute {'selective' if run.recompute == 'none' and run.attention == 'unfused' else 'full'}"
     if run.micro_batch > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from evenpipe.planner.descriptions import Cluster, Framework, Model, Precision
@@ -55,13 +55,13 @@ class Run:
 
     def of(self, framework: Framework) -> Run:
         """The same with ``framework``'s defaults, where nothing is said."""
-        defaults = framework.model_dump(exclude={"name", "sources"})
-        own = {key: getattr(self, key) for key in self.__dataclass_fields__}
-        filled = {key: value if value is not None else defaults.get(key) for key, value in own.items()}
-        filled["sequence_parallel"] = bool(filled["sequence_parallel"]) and self.tensor > 1
-        if filled["precision"] == "fp32":
-            filled["gradients_in_fp32"] = True
-        return Run(**filled)
+        unsaid = {key for key in Framework.model_fields if getattr(self, key, 0) is None}
+        filled = replace(self, **framework.model_dump(include=unsaid))
+        return replace(
+            filled,
+            sequence_parallel=bool(filled.sequence_parallel) and self.tensor > 1,
+            gradients_in_fp32=filled.gradients_in_fp32 or filled.precision == "fp32",
+        )
 
     @property
     def gpus(self) -> int:
@@ -79,48 +79,62 @@ class Run:
 
     def check(self, model: Model, cluster: Cluster) -> None:
         """Raises EstimateError where model and run do not go together, or do not fill the cluster."""
-        sizes = ("global_batch", "tensor", "stages", "data", "context", "expert", "chunks", "micro_batch", "group_size")
-        for key in sizes:
-            if getattr(self, key) < 1:
-                raise EstimateError(f"{key}={getattr(self, key)}: must be at least 1")
+        sizes = {
+            "global_batch_size": self.global_batch,
+            "tensor_parallel": self.tensor,
+            "stages": self.stages,
+            "data_parallel": self.data,
+            "context_parallel": self.context,
+            "expert_parallel": self.expert,
+            "chunks": self.chunks,
+            "micro_batch_size": self.micro_batch,
+            "group_size": self.group_size,
+        }
+        for option, size in sizes.items():
+            if size < 1:
+                raise EstimateError(f"{option}={size}: must be at least 1")
         if self.recompute not in get_args(Recompute):
             raise EstimateError(f"recompute={self.recompute}: choose one of {', '.join(get_args(Recompute))}")
-        self._fits(cluster)
         if self.precision not in cluster.device.tflops:
-            found = ", ".join(cluster.device.tflops)
-            raise EstimateError(f"precision={self.precision}: {cluster.device.name} computes {found}: choose one of them")
-        heads = model.heads if model.latent else model.key_value_heads
-        self._divides("tensor", self.tensor, heads, f"{model.name}'s {'heads' if model.latent else 'key_value_heads'}")
-        self._divides("tensor", self.tensor, model.ffn, f"{model.name}'s ffn")
+            computes = ", ".join(cluster.device.tflops)
+            raise EstimateError(
+                f"precision={self.precision}: {cluster.device.name} computes {computes}: choose of these"
+            )
+        self._fills(cluster)
+        heads = ("heads", model.heads) if model.latent else ("key_value_heads", model.key_value_heads)
+        self._divides("tensor_parallel", self.tensor, heads[1], f"{model.name}'s {heads[0]}")
+        self._divides("tensor_parallel", self.tensor, model.ffn, f"{model.name}'s ffn")
         if cluster.gpus_per_node % self.tensor and self.tensor % cluster.gpus_per_node:
-            raise EstimateError(f"tensor={self.tensor}: does not divide a node's {cluster.gpus_per_node} GPUs")
-        self._divides("context", self.context, model.sequence, f"{model.name}'s sequence")
+            raise EstimateError(
+                f"tensor_parallel={self.tensor}: does not divide a node's {cluster.gpus_per_node} GPUs: choose a divisor"
+            )
+        self._divides("context_parallel", self.context, model.sequence, f"{model.name}'s sequence")
         if self.expert > 1 and model.experts is None:
-            raise EstimateError(f"expert={self.expert}: {model.name} has no experts: leave it out")
+            raise EstimateError(f"expert_parallel={self.expert}: {model.name} has no experts: leave it out")
         if model.experts is not None:
-            self._divides("expert", self.expert, model.experts.count, f"{model.name}'s experts")
-            self._divides("expert", self.expert, self.data * self.context, "data × context parallel ranks")
+            self._divides("expert_parallel", self.expert, model.experts.count, f"{model.name}'s experts")
+            self._divides("expert_parallel", self.expert, self.data * self.context, "data × context parallel ranks")
         each = self.micro_batch * self.data
-        self._divides("micro_batch × data", each, self.global_batch, "the global batch")
+        if self.global_batch % each:
+            raise EstimateError(
+                f"global_batch_size={self.global_batch}: is no multiple of {each} (micro-batch size {self.micro_batch} × "
+                f"data parallel {self.data}): {max(1, round(self.global_batch / each)) * each} is"
+            )
         self._layout(model)
 
-    def _fits(self, cluster: Cluster) -> None:
+    def _fills(self, cluster: Cluster) -> None:
         if self.gpus == cluster.gpus:
             return
-        used = f"tensor {self.tensor} × context {self.context} × stages {self.stages} × data {self.data}"
-        if self.gpus < cluster.gpus:
-            raise EstimateError(f"{used} = {self.gpus} GPUs: {cluster.name} has {cluster.gpus}: use all, or name a smaller")
-        lacking = self.gpus - cluster.gpus
-        raise EstimateError(
-            f"{used} = {self.gpus} GPUs: {cluster.name} has {cluster.gpus}, {lacking} too few: use a larger cluster or "
-            "less of these"
-        )
+        used = f"data_parallel={self.data}: with tensor {self.tensor} × context {self.context} × stages {self.stages}"
+        short = self.gpus - cluster.gpus
+        remedy = f"has {short} too few: name a larger one" if short > 0 else "has more: use all, or name a smaller one"
+        raise EstimateError(f"{used} that are {self.gpus} GPUs; {cluster.name} of {cluster.gpus} {remedy}")
 
     @staticmethod
-    def _divides(name: str, value: int, whole: int, of: str) -> None:
+    def _divides(option: str, value: int, whole: int, of: str) -> None:
         if whole % value:
             below = max(n for n in range(1, min(value, whole) + 1) if whole % n == 0)
-            raise EstimateError(f"{name}={value}: does not divide {of} ({whole}): {below} does")
+            raise EstimateError(f"{option}={value}: does not divide {of} ({whole}): {below} does")
 
     def _layout(self, model: Model) -> None:
         parts = self.stages * self.chunks

@@ -13,6 +13,7 @@ __all__ = ["Uncertainty", "uncertainty_of"]
 class Uncertainty(NamedTuple):
     low: float
     high: float
+    meaning: str = ""
 
 
 def uncertainty_of(model: Model, cluster: Cluster, run: Run) -> Uncertainty:

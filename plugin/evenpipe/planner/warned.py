@@ -69,20 +69,23 @@ def _pressure(cluster: Cluster, run: Run, held: Sequence[StageBytes], working_by
             f"memory pressure: {have - most:.1f} of {have:.1f} GiB are left, which fragments may take: {segments}, or "
             "recompute more"
         )
+    smaller = f", or give a smaller --micro-batch-size than {run.micro_batch}" if run.micro_batch > 1 else ""
     if working_bytes / _GIB > _COMES_AND_GOES * have:
         yield (
-            f"memory pressure: {working_bytes / _GIB:.1f} GiB come and go with each micro-batch's backward; PyTorch may "
-            f"empty its cache again and again, and take a third longer: {segments}, or give a smaller "
-            f"--micro-batch-size than {run.micro_batch}"
+            f"memory pressure: {working_bytes / _GIB:.1f} GiB come and go with each micro-batch's backward; PyTorch "
+            f"may empty its cache again and again, and take a third longer: {segments}{smaller}"
         )
 
 
 def _above(run: Run, held: Sequence[StageBytes]) -> Iterator[str]:
     order = sorted(range(len(held)), key=lambda stage: held[stage].total)
-    least, most = held[order[0]].total, held[order[-1]].total
-    if most > least * (1 + _APART):
-        remedy = "" if run.bpipe or run.stages < 4 else ": --bpipe levels them"
-        yield f"memory: stage {order[-1]} needs {(most - least) / _GIB:.1f} GiB more than stage {order[0]}{remedy}"
+    least, most = held[order[0]], held[order[-1]]
+    if most.total > least.total * (1 + _APART):
+        of_activations = most.activations - least.activations > (most.total - least.total) / 2
+        levels = of_activations and run.stages >= 4 and not run.bpipe
+        remedy = "--bpipe levels them" if levels else "even them out with --layout"
+        apart = (most.total - least.total) / _GIB
+        yield f"memory: stage {order[-1]} needs {apart:.1f} GiB more than stage {order[0]}: {remedy}"
 
 
 def _slowest(run: Run, times_ms: Sequence[tuple[float, float]]) -> Iterator[str]:
@@ -91,8 +94,8 @@ def _slowest(run: Run, times_ms: Sequence[tuple[float, float]]) -> Iterator[str]
     if slowest > _SLOWEST * usual:
         stage = each.index(slowest)
         yield (
-            f"time: stage {stage} computes {slowest / usual - 1:.0%} longer than the others, which wait for it: give it "
-            "fewer layers with --layout"
+            f"time: stage {stage} computes {slowest / usual - 1:.0%} longer than the others, which wait for it: give "
+            "it fewer layers with --layout"
         )
 
 

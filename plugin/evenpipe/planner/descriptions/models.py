@@ -72,7 +72,9 @@ class Model(Described):
     @model_validator(mode="after")
     def _fill_in(self) -> Self:
         if not self.head_dim and self.hidden % self.heads:
-            raise ValueError(f"hidden={self.hidden} does not divide by heads={self.heads}: correct one, or add head_dim")
+            raise ValueError(
+                f"hidden={self.hidden} does not divide by heads={self.heads}: correct one, or add head_dim"
+            )
         defaults = {
             "key_value_heads": self.heads,
             "head_dim": self.hidden // self.heads,
@@ -82,7 +84,9 @@ class Model(Described):
             if not getattr(self, key):
                 object.__setattr__(self, key, value)
         if self.heads % self.key_value_heads:
-            raise ValueError(f"heads={self.heads}: not divisible by key_value_heads={self.key_value_heads}: correct one")
+            raise ValueError(
+                f"heads={self.heads}: not divisible by key_value_heads={self.key_value_heads}: correct one"
+            )
         if self.experts and self.experts.chosen > self.experts.count:
             raise ValueError(f"experts.chosen={self.experts.chosen}: there are {self.experts.count}: choose fewer")
         return self

@@ -78,7 +78,13 @@ def _working(block: Block, blocks: Blocks) -> float:
 
 
 def stage_bytes(
-    chunks: Sequence[Chunk], saved: Sequence[int], places: Places, versions: int, run: Run, message_bytes: float, device: Device
+    chunks: Sequence[Chunk],
+    saved: Sequence[int],
+    places: Places,
+    versions: int,
+    run: Run,
+    message_bytes: float,
+    device: Device,
 ) -> list[StageBytes]:
     """Of every stage; ``saved`` are the peaks of saved activations that the schedule makes of ``kept_bytes``."""
     found = []
@@ -90,10 +96,12 @@ def stage_bytes(
         beside = max(ALLOCATOR_SLACK[run.recompute] * (saved[stage] + working), held.step) - saved[stage]
         found.append(
             StageBytes(
-                *(round(nbytes) for nbytes in held[:3]),
-                saved[stage],
-                round(beside),
-                round(device.reserve_gib * _GIB),
+                weights=round(held.weights),
+                gradients=round(held.gradients),
+                optimizer=round(held.optimizer),
+                activations=saved[stage],
+                buffers=round(beside),
+                communicators=round(device.reserve_gib * _GIB),
             )
         )
     return found

@@ -50,9 +50,8 @@ def experts(shard: Shard) -> list[Operation]:
     routed = shard.tokens * chosen.chosen
     inner, ways = chosen.ffn / run.tensor, 2 if model.gated else 1
     part = shard.residual / model.hidden * chosen.chosen * model.hidden  # of tokens that this rank gives away
-    exchanged = ()
-    if run.expert > 1:
-        exchanged = (Collective(e * part * (run.expert - 1) / run.expert, "expert"),)
+    sent = Collective(e * part * (run.expert - 1) / run.expert, "expert")
+    exchanged = (sent,) if run.expert > 1 else ()
     moved = Moved(3 * e * part, 2)
     gates = shard.residual / model.hidden * chosen.count
     shared = _two_layers(shard, chosen.shared_ffn / run.tensor) if chosen.shared_ffn else []
@@ -80,15 +79,13 @@ def experts(shard: Shard) -> list[Operation]:
 def _grouped(shard: Shard, name: str, own: float, routed: float, outputs: float, inputs: float) -> Operation:
     """One matrix product an expert, of its part of the ``routed`` tokens."""
     m = routed / own
-    forward, backward = (), ()
     t = shard.run.tensor
-    if t > 1:
-        half = Collective((t - 1) / t * shard.run.element_bytes * routed * shard.model.hidden, "tensor")
-        forward = backward = (half,)
+    half = Collective((t - 1) / t * shard.run.element_bytes * routed * shard.model.hidden, "tensor")
+    collected = (half,) if t > 1 else ()
     return Operation(
         name,
-        (Gemm(m, outputs, inputs, own), *forward),
-        (Gemm(m, inputs, outputs, own), *backward),
+        (Gemm(m, outputs, inputs, own), *collected),
+        (Gemm(m, inputs, outputs, own), *collected),
         (Gemm(inputs, outputs, m, own),),
         Parameters(0, own * outputs * inputs),
         saved_bytes=shard.run.element_bytes * routed * inputs,

@@ -22,9 +22,7 @@ def batch_end(parameters: Parameters, run: Run, kernels: Kernels, beside: float)
         ring = (size - 1) / size * count
         # An all-reduce is a reduce-scatter and a gathering; ZeRO-1 gathers parameters instead of gradients.
         reduced = kernels.links.reduction(ring * gradient, experts)
-        gathered = kernels.links.reduction(
-            ring * (run.element_bytes if run.sharded_optimizer else gradient), experts
-        )
+        gathered = kernels.links.reduction(ring * (run.element_bytes if run.sharded_optimizer else gradient), experts)
         seconds += max(0.0, reduced - beside) if run.overlap_gradients else reduced
         seconds += max(0.0, gathered - beside / 2) if run.overlap_parameters else gathered
         seconds += kernels.moved(_STEP_BYTES * count / (size if run.sharded_optimizer else 1))

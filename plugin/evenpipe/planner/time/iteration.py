@@ -29,8 +29,8 @@ def simulated(programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence
     """
     spec = programs.spec
     if "stream" in spec.needs:
-        few, more = (_run(programs, size._replace(batches=n), costs, unit_bytes) for n in (_BATCHES, _BATCHES + 1))
-        return more._replace(makespan_ms=more.makespan_ms - few.makespan_ms)
+        few, many = (_run(programs, size._replace(batches=n), costs, unit_bytes) for n in (_BATCHES, _BATCHES + 1))
+        return many._replace(makespan_ms=many.makespan_ms - few.makespan_ms)
     period = _period(size)
     m = size.micro_batches
     tried = 2 * size.stages + m % period

@@ -64,7 +64,12 @@ class Kernels:
         """Whole waves of tiles over all multiprocessors, the best of the tiles; never faster than its bytes."""
         rate = self._flops / self._device.multiprocessors * self._calibration.gemm
         best = min(
-            self._waves(work, rows, columns, split) * 2 * rows * columns * (work.k / split + self._calibration.depth) / reached
+            self._waves(work, rows, columns, split)
+            * 2
+            * rows
+            * columns
+            * (work.k / split + self._calibration.depth)
+            / reached
             for rows, columns, reached in _TILES
             for split in (_SPLITS if work.batch == 1 and work.k >= _LEAST_SPLIT else (1,))
         )

@@ -37,17 +37,17 @@ class Links:
         return nbytes / self._ring(size, stride) if size > 1 else 0.0
 
     def message(self, nbytes: float) -> tuple[float, float]:
-        """Seconds that a hand-over between neighbours occupies the link, and its latency; at the slowest boundary."""
+        """Latency of a hand-over between neighbours, and seconds on the link; at the slowest boundary."""
         outside = self._run.gpus > self._cluster.gpus_per_node
         rate = self._node if outside else self._peer
-        return nbytes / rate, self._latency(self._run.gpus) * 1e-6
+        return self._latency(self._run.gpus) * 1e-6, nbytes / rate
 
     def eviction(self, nbytes: float) -> tuple[float, float]:
-        """The same between partner stages, which are in one node if it has room for both."""
+        """Latency and seconds on the link between partner stages, which are in one node if it has room for both."""
         both = 2 * self._run.tensor * self._run.context
         inside = both <= self._cluster.gpus_per_node
         rate = self._cluster.peer_gbps * 1e9 * self._calibration.copy if inside else self._node
-        return nbytes / rate, self._latency(both) * 1e-6
+        return self._latency(both) * 1e-6, nbytes / rate
 
     @property
     def _peer(self) -> float:

@@ -1,0 +1,167 @@
+"""``evenpipe estimate``: what a run will need and how fast it will be, before a GPU is paid for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from argparse import BooleanOptionalAction, Namespace
+from typing import Final, get_args
+
+from rich.console import Console
+from rich.table import Table
+
+from evenpipe.cli.parser import Commands, UsageError
+from evenpipe.cli.values import duration_ms, positive
+from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, Precision, cluster, framework, model, names
+from evenpipe.planner.errors import EstimateError
+from evenpipe.planner.estimate import Estimate, Estimator
+from evenpipe.planner.run import Attention, Recompute, Run
+from evenpipe.settings.spelling import in_flags
+
+__all__ = ["add_to"]
+
+_GIB: Final = 2**30
+#: BPipe's words for what is recomputed.
+_RECOMPUTE: Final[dict[str, Recompute]] = {
+    **{scope: scope for scope in get_args(Recompute)},
+    "attention": "selective",
+    "layer": "full",
+}
+
+
+def add_to(commands: Commands) -> None:
+    """Add the sub-command."""
+    text = "estimate memory, time and MFU of a run from descriptions of model and cluster"
+    document = (
+        "--json prints a document evenpipe.estimate/1: fits, the reason if it does not, mfu (a fraction), iteration_ms, "
+        "samples_per_second, uncertainty (of iteration_ms), per stage bytes, forward_ms and backward_ms of a "
+        f"micro-batch, and warnings. Models: {', '.join(names('models'))}. Clusters: {', '.join(names('clusters'))}, "
+        "with a size before it: 4x8-a100-80gb."
+    )
+    parser = commands.add_parser("estimate", help=text, description=f"{text.capitalize()}.", epilog=document)
+    group = parser.add_argument_group("what and where")
+    group.add_argument("--model", required=True, metavar="NAME", help="a name, or PATH.yaml[:NAME]")
+    group.add_argument("--cluster", required=True, metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
+    group.add_argument("--framework", metavar="NAME", help=f"{' | '.join(names('frameworks'))} (default: the model's)")
+    group = parser.add_argument_group("how it is divided")
+    group.add_argument("--tensor-parallel", "--tensor", type=positive, default=1, metavar="T")
+    group.add_argument("--stages", "--pipeline", type=positive, default=1, metavar="P", help="pipeline stages")
+    group.add_argument("--data-parallel", "--data", type=positive, metavar="D", help="default: what fills the cluster")
+    group.add_argument("--context-parallel", "--context", type=positive, default=1, metavar="C")
+    group.add_argument("--expert-parallel", "--expert", type=positive, default=1, metavar="E")
+    group.add_argument("--chunks", type=positive, default=1, metavar="V", help="model chunks a stage")
+    group.add_argument("--layout", type=_layout, metavar="N,N,..", help="layers of each part, in the model's order")
+    group.add_argument("--micro-batch-size", "--micro-batch", type=positive, default=1, metavar="B")
+    group.add_argument("--global-batch-size", "--global-batch", type=positive, required=True, metavar="G")
+    group = parser.add_argument_group("how it is run")
+    group.add_argument("--schedule", default="1f1b", metavar="NAME")
+    group.add_argument("--group-size", type=positive, default=1, metavar="K", help="micro-batches in a row, of kfkb")
+    group.add_argument("--bpipe", action="store_true", help="level the stages' memory by evicting to partner stages")
+    group.add_argument("--synchronous-transfers", action="store_true", help="evictors wait for evictions and loads")
+    group.add_argument("--message-ms", type=duration_ms, metavar="T", help="measured: a message between neighbours")
+    group.add_argument(
+        "--recompute", choices=_RECOMPUTE, default="none", help="none | selective = attention | full = layer"
+    )
+    group = parser.add_argument_group("what the framework does", "its own defaults where nothing is said")
+    group.add_argument("--precision", choices=get_args(Precision))
+    group.add_argument("--attention", choices=get_args(Attention))
+    for option, said in _SWITCHES.items():
+        group.add_argument(f"--{option}", action=BooleanOptionalAction, default=None, help=said)
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    parser.set_defaults(run=_run)
+
+
+_SWITCHES: Final = {
+    "sequence-parallel": "norms and dropout divided among tensor-parallel ranks",
+    "sharded-optimizer": "ZeRO-1, the distributed optimizer",
+    "gradients-in-fp32": "gradients accumulated in 4 bytes",
+    "overlap-gradients": "reduced beside the backward",
+    "overlap-parameters": "gathered beside the forward",
+    "overlap-collectives": "tensor-parallel collectives beside matrix products",
+}
+
+
+def _layout(text: str) -> tuple[int, ...]:
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers; give layers of each part, such as 9,10,10,9")
+    return tuple(map(int, numbers))
+
+
+def _run(arguments: Namespace) -> None:
+    try:
+        of, nodes = model(arguments.model), cluster(arguments.cluster)
+        named = framework(arguments.framework) if arguments.framework else None
+        shown = Estimator(of, nodes, named)(_run_of(arguments, nodes))
+    except DescriptionError as error:
+        raise UsageError(str(error)) from error
+    except EstimateError as error:
+        raise UsageError(in_flags(error)) from error
+    if arguments.json:
+        print(json.dumps(shown.to_json()))
+        return
+    _print(shown, of, nodes)
+
+
+def _run_of(arguments: Namespace, nodes: Cluster) -> Run:
+    """The run that is asked for, over the whole cluster."""
+    of_replica = arguments.tensor_parallel * arguments.stages * arguments.context_parallel
+    data = arguments.data_parallel
+    if data is None:
+        if of_replica > nodes.gpus:
+            raise UsageError(
+                f"--cluster {nodes.name}: has {nodes.gpus} GPUs, {of_replica - nodes.gpus} too few for tensor × context × "
+                f"pipeline parallelism of {of_replica}: name a larger one, or divide less"
+            )
+        if nodes.gpus % of_replica:
+            raise UsageError(
+                f"--cluster {nodes.name}: its {nodes.gpus} GPUs do not divide into replicas of {of_replica} (tensor × "
+                "context × pipeline): choose these so that they do"
+            )
+        data = nodes.gpus // of_replica
+    switches = {option.replace("-", "_"): getattr(arguments, option.replace("-", "_")) for option in _SWITCHES}
+    return Run(
+        global_batch=arguments.global_batch_size,
+        tensor=arguments.tensor_parallel,
+        stages=arguments.stages,
+        data=data,
+        context=arguments.context_parallel,
+        expert=arguments.expert_parallel,
+        chunks=arguments.chunks,
+        micro_batch=arguments.micro_batch_size,
+        recompute=_RECOMPUTE[arguments.recompute],
+        schedule=arguments.schedule,
+        bpipe=arguments.bpipe,
+        group_size=arguments.group_size,
+        layout=arguments.layout,
+        synchronous_transfers=arguments.synchronous_transfers,
+        message_ms=arguments.message_ms,
+        precision=arguments.precision,
+        attention=arguments.attention,
+        **switches,
+    )
+
+
+def _print(shown: Estimate, of: Model, nodes: Cluster) -> None:
+    console = Console()
+    run = shown.run
+    title = (
+        f"{of.name} on {nodes.name}: tensor {run.tensor}, {run.stages} stages, data {run.data}, micro-batches of "
+        f"{run.micro_batch}, {run.schedule}{' with BPipe' if run.bpipe else ''}, recompute {run.recompute}"
+    )
+    console.print(title, style="bold", highlight=False)
+    columns = ("weights", "grads", "optim", "saved", "buffers", "comm", "total")
+    table = Table("stage", *columns, "fwd ms", "bwd ms", caption=f"GiB, of {nodes.device.memory_gib:g}")
+    for number, stage in enumerate(shown.stages):
+        held = [f"{nbytes / _GIB:.2f}" for nbytes in (*stage.bytes, stage.bytes.total)]
+        table.add_row(str(number), *held, f"{stage.forward_ms:.2f}", f"{stage.backward_ms:.2f}")
+    console.print(table)
+    sure = shown.uncertainty
+    console.print(
+        f"{'fits' if shown.fits else 'does not fit'}; iteration {shown.iteration_ms:,.0f} ms ({sure.low:+.0%} to "
+        f"{sure.high:+.0%}: {sure.meaning}), {shown.samples_per_second:.2f} samples/s, MFU {shown.mfu:.1%}",
+        highlight=False,
+    )
+    for line in [*([shown.reason] if shown.reason else []), *shown.warnings]:
+        console.print(line, highlight=False, soft_wrap=True)
