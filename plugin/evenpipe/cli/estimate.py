@@ -33,10 +33,10 @@ def add_to(commands: Commands) -> None:
     """Add the sub-command."""
     text = "estimate memory, time and MFU of a run from descriptions of model and cluster"
     document = (
-        "--json prints a document evenpipe.estimate/1: fits, the reason if it does not, mfu (a fraction), iteration_ms, "
-        "samples_per_second, uncertainty (of iteration_ms), per stage bytes, forward_ms and backward_ms of a "
-        f"micro-batch, and warnings. Models: {', '.join(names('models'))}. Clusters: {', '.join(names('clusters'))}, "
-        "with a size before it: 4x8-a100-80gb."
+        "--json prints a document evenpipe.estimate/1: fits, the reason if it does not, mfu (a fraction), "
+        "iteration_ms, samples_per_second, uncertainty (of iteration_ms), per stage bytes, forward_ms and "
+        "backward_ms (of a micro-batch), and warnings. "
+        f"Models: {', '.join(names('models'))}. Clusters: {', '.join(names('clusters'))}; with a size: 4x8-a100-80gb."
     )
     parser = commands.add_parser("estimate", help=text, description=f"{text.capitalize()}.", epilog=document)
     group = parser.add_argument_group("what and where")
@@ -111,8 +111,8 @@ def _run_of(arguments: Namespace, nodes: Cluster) -> Run:
     if data is None:
         if of_replica > nodes.gpus:
             raise UsageError(
-                f"--cluster {nodes.name}: has {nodes.gpus} GPUs, {of_replica - nodes.gpus} too few for tensor × context × "
-                f"pipeline parallelism of {of_replica}: name a larger one, or divide less"
+                f"--cluster {nodes.name}: has {nodes.gpus} GPUs, {of_replica - nodes.gpus} too few for tensor × "
+                f"context × pipeline parallelism of {of_replica}: name a larger one, or divide less"
             )
         if nodes.gpus % of_replica:
             raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from evenpipe.planner.descriptions import Device
 from evenpipe.planner.memory.stages import StageBytes
@@ -10,7 +11,9 @@ from evenpipe.planner.run import Run
 
 __all__ = ["reason_of"]
 
-_GIB = 2**30
+_GIB: Final = 2**30
+#: Schedules whose first stages hold more than the last, which BPipe levels.
+_UNEVEN: Final = ("1f1b", "kfkb", "2bw")
 
 
 def reason_of(held: Sequence[StageBytes], device: Device, run: Run) -> str | None:
@@ -19,31 +22,23 @@ def reason_of(held: Sequence[StageBytes], device: Device, run: Run) -> str | Non
     need, have = held[most].total / _GIB, device.memory_gib
     if need <= have:
         return None
+    name, nbytes = max(held[most]._asdict().items(), key=lambda item: int(item[1]))
     return (
-        f"stage {most} needs {need:.1f} GiB and has {have:.1f}: {need - have:.1f} too few, of them {_largest(held[most])}: "
-        f"{remedy(held, most, run)}"
+        f"stage {most} needs {need:.1f} GiB and has {have:.1f}: {need - have:.1f} too few; {nbytes / _GIB:.1f} GiB are "
+        f"{name}: {_remedy(held, most, device, run)}"
     )
 
 
-def _largest(stage: StageBytes) -> str:
-    name, nbytes = max(stage._asdict().items(), key=lambda item: item[1])
-    return f"{nbytes / _GIB:.1f} GiB of {name}"
-
-
-def remedy(held: Sequence[StageBytes], most: int, run: Run) -> str:
+def _remedy(held: Sequence[StageBytes], most: int, device: Device, run: Run) -> str:
     """The flag that changes most of what is too much."""
     stage = held[most]
-    states = stage.weights + stage.gradients + stage.optimizer
-    if states > stage.activations + stage.buffers:
+    if stage.weights + stage.gradients + stage.optimizer + stage.communicators > device.memory_gib * _GIB:
         sharded = "" if run.sharded_optimizer or run.data == 1 else "shard the optimizer (--sharded-optimizer), or "
         return f"{sharded}give more --stages or --tensor-parallel"
-    least = min(one.total for one in held)
-    if run.stages >= 4 and not run.bpipe and run.schedule == "1f1b" and least < stage.total * 0.8:
-        return "level the stages with --bpipe, or give --recompute " + (
-            "full" if run.recompute != "none" else "selective"
-        )
+    scope = "selective" if run.recompute == "none" and run.attention == "unfused" else "full"
+    level = sum(one.total for one in held) / len(held) < device.memory_gib * _GIB
+    if run.stages >= 4 and not run.bpipe and run.schedule in _UNEVEN and level:
+        return f"level the stages with --bpipe{'' if run.recompute == 'full' else f', or give --recompute {scope}'}"
     if run.recompute != "full":
-        return f"give --recompute {'selective' if run.recompute == 'none' and run.attention == 'unfused' else 'full'}"
-    if run.micro_batch > 1:
-        return "give a smaller --micro-batch-size"
-    return "give more --stages or --tensor-parallel"
+        return f"give --recompute {scope}"
+    return "give a smaller --micro-batch-size" if run.micro_batch > 1 else "give more --stages or --tensor-parallel"

@@ -106,7 +106,7 @@ class Run:
         self._divides("tensor_parallel", self.tensor, model.ffn, f"{model.name}'s ffn")
         if cluster.gpus_per_node % self.tensor and self.tensor % cluster.gpus_per_node:
             raise EstimateError(
-                f"tensor_parallel={self.tensor}: does not divide a node's {cluster.gpus_per_node} GPUs: choose a divisor"
+                f"tensor_parallel={self.tensor}: does not divide a node's {cluster.gpus_per_node} GPUs: take a divisor"
             )
         self._divides("context_parallel", self.context, model.sequence, f"{model.name}'s sequence")
         if self.expert > 1 and model.experts is None:
@@ -117,8 +117,8 @@ class Run:
         each = self.micro_batch * self.data
         if self.global_batch % each:
             raise EstimateError(
-                f"global_batch_size={self.global_batch}: is no multiple of {each} (micro-batch size {self.micro_batch} × "
-                f"data parallel {self.data}): {max(1, round(self.global_batch / each)) * each} is"
+                f"global_batch_size={self.global_batch}: is no multiple of {each} (micro-batch size {self.micro_batch} "
+                f"× data parallel {self.data}): {max(1, round(self.global_batch / each)) * each} is"
             )
         self._layout(model)
 

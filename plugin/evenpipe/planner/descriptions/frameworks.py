@@ -20,8 +20,8 @@ class Framework(Described):
     is tensor parallelism. overlap_collectives: those of column-parallel layers run beside the backward's matrix
     products. overlap_gradients, overlap_parameters: the reduction of gradients and the gathering of parameters run
     beside compute. hand_over_us: what a stage waits for the host in a hand-over to a neighbour. blocking: schedules
-    in which a stage computes nothing during a hand-over; in others, messages travel beside compute. divided_messages: each
-    tensor-parallel rank sends its part of a hand-over, also without sequence parallelism.
+    in which a stage computes nothing during a hand-over; in others, messages travel beside compute. divided_messages:
+    each tensor-parallel rank sends its part of a hand-over, also without sequence parallelism.
     """
 
     precision: Precision

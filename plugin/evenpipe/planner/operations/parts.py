@@ -26,7 +26,7 @@ _RECOMPUTED: Final = frozenset({"layer", "expert layer", "further token"})
 
 
 def parts_of(model: Model, run: Run) -> list[Part]:
-    """Each part of the pipeline, in the order of the model. MTP's layers and heads are with the last, as in Megatron."""
+    """Each part of the pipeline, in the order of the model. What MTP adds is with the last, as in Megatron."""
     found: list[Counter[Block]] = []
     done = 0
     for layers in run.layers_of(model):

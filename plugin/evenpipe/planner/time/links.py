@@ -57,7 +57,7 @@ class Links:
         return self._cluster.latency_us if span <= self._cluster.gpus_per_node else self._cluster.node_latency_us
 
     def _ring(self, size: int, stride: int) -> float:
-        """Bytes/s of a ring. What leaves a node is shared by the rings that do so together; one alone uses all of it."""
+        """Bytes/s of a ring. What leaves a node is shared by the rings that do so together; one alone has it all."""
         gpus = self._cluster.gpus_per_node
         if size * stride <= gpus:
             return self._peer

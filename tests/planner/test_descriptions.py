@@ -1,0 +1,120 @@
+"""Descriptions: each constant has a source, the models have the parameters that they are named for, errors say where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evenpipe.planner.descriptions import DescriptionError, cluster, device, framework, model, names
+from evenpipe.planner.memory.stages import parameters_of
+from evenpipe.planner.operations.parts import Blocks, parts_of
+from evenpipe.planner.run import Run
+
+READ = {"models": model, "devices": device, "clusters": cluster, "frameworks": framework}
+
+#: 10^9 parameters, as published; BERT's are without its pooler.
+PUBLISHED = {
+    "gpt3-13b": 13.0,
+    "gpt3-96b": 96.2,
+    "gpt3-134b": 134.5,
+    "gpt3-175b": 174.6,
+    "megatron-530b": 529.6,
+    "megatron-1t": 1008.0,
+    "gpt2-355m": 0.355,
+    "gpt2-1.3b": 1.3,
+    "gpt2-2.2b": 2.2,
+    "gpt2-3.8b": 3.8,
+    "bert-large": 0.336,
+    "bert-48": 0.640,
+    "bert-3.8b": 3.9,
+    "gpt-large": 0.76,
+    "gpt-xl": 1.3,
+    "llama3-8b": 8.03,
+    "llama3-70b": 70.6,
+    "llama3-405b": 405.9,
+    "mixtral-8x7b": 46.7,
+    "deepseek-v3": 671.0,
+}
+
+
+@pytest.mark.parametrize(("room", "name"), [(room, name) for room in READ for name in names(room)])
+def test_every_constant_of_the_package_has_a_source(room: str, name: str) -> None:
+    described = READ[room](name)
+    given = described.unsourced()
+    # The rates and the device of a cluster that is not a file's own come from the device.
+    assert [key for key in given if key != "peer_gbps"] == []
+
+
+@pytest.mark.parametrize(("name", "billions"), PUBLISHED.items())
+def test_models_have_the_parameters_that_they_are_known_for(name: str, billions: float) -> None:
+    of = model(name).model_copy(update={"mtp_layers": 0})
+    run = Run(global_batch=1, precision="fp16", attention="flash")
+    count = sum(parameters_of(part, Blocks(of, run)).all for part in parts_of(of, run))
+    assert count / 1e9 == pytest.approx(billions, rel=0.03)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(DescriptionError, match=r"gpt3-69b: unknown among models, did you mean gpt3-96b\?"):
+        model("gpt3-69b")
+    with pytest.raises(DescriptionError, match="4x8-a100-80: unknown among clusters, did you mean"):
+        cluster("4x8-a100-80")
+
+
+def test_a_size_before_a_cluster_s_name_is_its_size() -> None:
+    assert (cluster("4x8-a100-80gb").gpus, cluster("a100-80gb").gpus) == (32, 8)
+    assert cluster("2x4-h100").device == device("h100")
+
+
+def test_a_user_s_own_file_describes_what_the_package_does_not(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "defaults: {vocabulary: 32000, sequence: 1024}\n"
+        "models:\n  small: {layers: 2, hidden: 64, heads: 4}\n  wide: {layers: 2, hidden: 128, heads: 4, ffn: 256}\n"
+    )
+    assert model(f"{own}:wide").ffn == 256
+    assert model(f"{own}:small").ffn == 4 * 64
+    with pytest.raises(DescriptionError, match="describes small, wide: say which"):
+        model(str(own))
+    nodes = tmp_path / "nodes.yaml"
+    nodes.write_text(
+        "clusters: {ours: {nodes: 2, gpus_per_node: 4, device: a100-40gb, node_gbps: 3.0, latency_us: 20.0, "
+        "node_latency_us: 30.0}}"
+    )
+    assert (cluster(str(nodes)).gpus, cluster(str(nodes)).peer_gbps) == (8, device("a100-40gb").peer_gbps)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "models: {own: {layrs: 2, hidden: 64, heads: 4, vocabulary: 9, sequence: 8, layers: 1}}",
+            r"own\.layrs: unknown key, did you mean layers\?",
+        ),
+        (
+            "models: {own: {layers: 2, hidden: 64, heads: 4, vocabulary: 9, sequence: 8, experts: {count: 4, chosen: 1, "
+            "fn: 3}}}",
+            r"own\.experts\.(ffn|fn): (unknown key, did you mean ffn\?|field required)",
+        ),
+        (
+            "models: {own: {layers: two, hidden: 64, heads: 4, vocabulary: 9, sequence: 8}}",
+            r"own\.layers: input should",
+        ),
+        ("models: {own: {layers: 2, hidden: 64, heads: 5, vocabulary: 9, sequence: 8}}", "hidden=64 does not divide"),
+        ("modles: {own: {}}", "has no models"),
+        ("models: [1, 2", "is no YAML"),
+        ("models: {own: 3}", r"models\.own: is 3: write keys"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_its_path(tmp_path: Path, text: str, said: str) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(text)
+    with pytest.raises(DescriptionError, match=said) as caught:
+        model(str(own))
+    assert str(caught.value).startswith(str(own))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_told_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(DescriptionError, match=r"none\.yaml: No such file"):
+        model(str(tmp_path / "none.yaml"))
