@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple, get_args
 
-from published.tables import GPUS, Row, estimators, rows, table
-
 from evenpipe.planner.estimate import Estimate
 from evenpipe.planner.run import Recompute, Run
+
+from .tables import GPUS, Row, estimators, rows, table
 
 __all__ = ["Verdict", "best", "breakdown", "figure_3_gib", "figure_8_gib", "grid", "verdicts"]
 

@@ -8,9 +8,10 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from published.tables import Row, estimators
 
 from evenpipe.planner.time.calibration import FITTED, UNFITTED, Calibration
+
+from .tables import Row, estimators
 
 __all__ = ["errors", "fitted", "left_out"]
 

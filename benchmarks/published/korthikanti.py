@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from published.tables import table
-
 from evenpipe.planner.descriptions import cluster, model
 from evenpipe.planner.estimate import estimate
 from evenpipe.planner.memory.stages import chunks_of
 from evenpipe.planner.operations.parts import Blocks
 from evenpipe.planner.run import Run
 from evenpipe.planner.time.calibration import FITTED, Calibration
+
+from .tables import table
 
 __all__ = ["activation_errors", "relative_errors"]
 

@@ -119,9 +119,13 @@ class Estimator:
         message_bytes = run.element_bytes * self.model.sequence // run.context * run.micro_batch * self.model.hidden
         evictions = [Wire(*(_MS * seconds for seconds in kernels.links.eviction(max(row)))) for row in units]
         costs, own = self._costs(run, times, places, kernels, message_bytes, evictions)
-        found = simulated(programs, size, costs, units)
-        versions = found.program.schedule.weight_versions
-        held = stage_bytes(chunks, found.saved_bytes, places, versions, run, message_bytes, self.cluster.device)
+        try:
+            found = simulated(programs, size, costs, units)
+        except ScheduleError as error:
+            raise EstimateError(str(error)) from error
+        held = stage_bytes(
+            chunks, found.saved_bytes, places, found.weight_versions, run, message_bytes, self.cluster.device
+        )
         end = max(batch_end(chunks[n].parameters, run, kernels, times[n].backward) for n in range(len(chunks)))
         iteration_ms = found.makespan_ms + end * _MS
         stages = tuple(

@@ -1,0 +1,83 @@
+"""`evenpipe estimate`: one JSON document, a table, and refusals that name the flag."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from evenpipe.cli.main import main
+
+PLAN = ["estimate", "--model", "gpt3-96b", "--cluster", "4x8-a100-80gb"]
+SIZES = ["--tensor-parallel", "4", "--stages", "8", "--micro-batch-size", "2", "--global-batch-size", "128"]
+
+
+def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*PLAN, *SIZES, "--recompute", "selective", "--bpipe", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["format"] == "evenpipe.estimate/1"
+    assert (document["fits"], document["reason"]) == (True, None)
+    assert document["mfu"] == pytest.approx(0.5064, abs=0.01)  # BPipe Table 7
+    assert document["samples_per_second"] == pytest.approx(128e3 / document["iteration_ms"])
+    assert document["uncertainty"]["low"] < 0 < document["uncertainty"]["high"]
+    assert len(document["stages"]) == 8
+    assert set(document["stages"][0]) >= {"bytes", "forward_ms", "backward_ms"}
+    names = {"weights", "gradients", "optimizer", "activations", "buffers", "communicators", "total"}
+    assert set(document["stages"][0]["bytes"]) == names
+
+
+def test_other_spellings_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*PLAN, *SIZES, "--recompute", "selective", "--json"])
+    one = capsys.readouterr().out
+    main(
+        [
+            *PLAN,
+            *[
+                "--tensor",
+                "4",
+                "--pipeline",
+                "8",
+                "--micro-batch",
+                "2",
+                "--global-batch",
+                "128",
+                "--recompute",
+                "attention",
+                "--json",
+            ],
+        ]
+    )
+    assert capsys.readouterr().out == one
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*PLAN, *SIZES, "--recompute", "selective"])
+    shown = capsys.readouterr().out
+    assert "does not fit" in shown
+    assert "stage 0 needs 81.4 GiB and has 79.3: 2.0 too few" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tensor-parallel", "3"], "--cluster 4x8-a100-80gb: its 32 GPUs do not divide into replicas of 3"),
+        (
+            ["--tensor-parallel", "16"],
+            "--tensor-parallel 16: does not divide gpt3-96b's key_value_heads (104): 13 does",
+        ),
+        (["--stages", "64"], "--cluster 4x8-a100-80gb: has 32 GPUs, 32 too few"),
+        (["--stages", "32"], "--stages 32: 80 layers do not divide by 32 parts"),
+        (["--model", "gpt3-69b"], "gpt3-69b: unknown among models, did you mean gpt3-96b?"),
+        (["--framework", "megatrn"], "megatrn: unknown among frameworks, did you mean megatron"),
+        (["--schedule", "2bw", "--stages", "16", "--global-batch-size", "8"], "2bw needs at least as many"),
+        (["--layout", "4,x"], "'4,x' is no list of numbers"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*PLAN, "--global-batch-size", "128", *flags])
+    assert caught.value.code == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert said in shown.err

@@ -1,0 +1,194 @@
+"""Estimates: bytes by the papers' formulas, in-flight counts by the schedule, cliffs, and refusals."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from evenpipe.planner.descriptions import Model, cluster, model
+from evenpipe.planner.errors import EstimateError
+from evenpipe.planner.estimate import Estimate, Estimator, estimate
+from evenpipe.planner.flops import model_flops
+from evenpipe.planner.memory.stages import chunks_of
+from evenpipe.planner.memory.states import states
+from evenpipe.planner.operations.operation import Parameters
+from evenpipe.planner.operations.parts import Blocks
+from evenpipe.planner.run import Run
+
+GPT = model("gpt3-13b")
+NODE = cluster("1x8-a100-80gb")
+RUN = Run(global_batch=32, stages=8)
+
+
+def kept(of: Model, run: Run) -> float:
+    """Bytes that one layer keeps of a micro-batch."""
+    run = replace(run, precision="fp16", attention=run.attention or "unfused")
+    return chunks_of([{"layer": 1}], Blocks(of, run))[0].kept_bytes
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.sampled_from(["megatron-22b", "gpt3-175b"]))
+def test_a_layer_keeps_what_bpipe_s_equations_4_to_6_say(t: int, b: int, name: str) -> None:
+    of = model(name)
+    s, h, a = of.sequence, of.hidden, of.heads
+    run = Run(global_batch=8, tensor=t, micro_batch=b, sequence_parallel=t > 1)
+    assert kept(of, replace(run, recompute="none")) == pytest.approx(s * b * h / t * (34 + 5 * a * s / h))
+    assert kept(of, replace(run, recompute="selective")) == 34 * s * b * h / t
+    assert kept(of, replace(run, recompute="full", sequence_parallel=False)) == 2 * s * b * h
+
+
+def test_flash_attention_keeps_a_row_s_sum_instead_of_its_scores() -> None:
+    s, h, a = GPT.sequence, GPT.hidden, GPT.heads
+    assert kept(GPT, Run(global_batch=1, attention="flash")) == 34 * s * h + 4 * s * a
+
+
+def test_context_parallelism_divides_what_a_layer_keeps() -> None:
+    run = Run(global_batch=1, attention="flash")
+    assert kept(GPT, replace(run, context=4)) == kept(GPT, run) / 4
+
+
+@given(st.integers(1, 64), st.integers(1, 10**9))
+def test_states_of_megatron_s_mixed_precision(d: int, count: int) -> None:
+    run = Run(global_batch=1, data=d, precision="fp16", sharded_optimizer=True, gradients_in_fp32=False)
+    held = states(Parameters(count), run)
+    assert held.stay == pytest.approx(count * (4 + 12 / d))
+    assert held.step == pytest.approx(4 * count / d)
+    whole = states(Parameters(count), replace(run, sharded_optimizer=False, gradients_in_fp32=True))
+    assert (whole.stay, whole.step) == (18 * count, 0)
+
+
+def test_experts_are_sharded_among_fewer_ranks() -> None:
+    run = Run(global_batch=1, data=8, expert=4, precision="bf16", sharded_optimizer=True, gradients_in_fp32=True)
+    assert states(Parameters(0, 100), run).optimizer == pytest.approx(12 * 100 / 2)
+
+
+def activations(shown: Estimate) -> list[float]:
+    return [stage.bytes.activations / 2**30 for stage in shown.stages]
+
+
+def test_stages_hold_as_many_micro_batches_as_the_verified_schedule_says() -> None:
+    one = 5 * kept(GPT, RUN) / 2**30
+    ordinary = activations(estimate(GPT, NODE, RUN))
+    assert ordinary[1:-1] == pytest.approx([one * (8 - stage) for stage in range(1, 7)])
+    level = activations(estimate(GPT, NODE, replace(RUN, bpipe=True)))
+    assert max(level[1:-1]) == pytest.approx(5 * one)  # ⌈(p + 2) / 2⌉
+    of_gpipe = activations(estimate(GPT, NODE, replace(RUN, schedule="gpipe")))
+    assert of_gpipe[1] == pytest.approx(32 * one)
+
+
+def test_2bw_holds_two_versions_of_the_weights_and_a_batch_s_gradients() -> None:
+    one, two = (estimate(GPT, NODE, replace(RUN, schedule=name)).stages[1].bytes for name in ("1f1b", "2bw"))
+    assert two.weights == 2 * one.weights
+    assert two.gradients == 2 * one.gradients  # one replica: nothing is sharded
+    assert two.activations == one.activations
+
+
+def test_an_uneven_layout_moves_weights_and_time() -> None:
+    shown = estimate(GPT, NODE, replace(RUN, layout=(4, 5, 5, 5, 5, 5, 5, 6))).stages
+    assert shown[7].bytes.weights > shown[1].bytes.weights > shown[0].bytes.weights * 0.8
+    assert shown[1].forward_ms == pytest.approx(shown[0].forward_ms * 5 / 4, rel=0.02)
+
+
+def test_the_parts_of_a_stage_s_bytes_add_up() -> None:
+    for stage in estimate(GPT, NODE, RUN).to_json()["stages"]:
+        held = dict(stage["bytes"])
+        assert held.pop("total") == sum(held.values())
+
+
+def test_model_flops_are_korthikanti_s() -> None:
+    run = Run(global_batch=32, precision="fp16")
+    s, h, layers, v = GPT.sequence, GPT.hidden, GPT.layers, GPT.vocabulary
+    formula = 72 * 32 * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
+    assert model_flops(GPT, run) == pytest.approx(formula)
+
+
+def test_evictions_are_priced_on_the_links_that_they_use() -> None:
+    """BPipe Appendix B: with as much tensor parallelism as a node has GPUs, partners are on different nodes."""
+    of, nodes = Estimator(model("gpt3-96b"), cluster("4x8-a100-80gb")), 128
+    near = of(Run(global_batch=nodes, tensor=4, stages=8, recompute="selective", bpipe=True))
+    far = of(Run(global_batch=nodes, tensor=8, stages=4, micro_batch=2, recompute="selective", bpipe=True))
+    assert far.stages[0].eviction_ms > 10 * near.stages[0].eviction_ms
+    assert any("different nodes" in warning for warning in far.warnings)
+    assert not any("different nodes" in warning for warning in near.warnings)
+
+
+def test_a_measured_message_time_is_taken() -> None:
+    run = Run(global_batch=64, stages=8, schedule="kfkb", group_size=2)
+    nodes = cluster("8x1-ada-grouper-s1")
+    of = model("gpt-medium")
+    slow = [estimate(of, nodes, replace(run, message_ms=ms)).iteration_ms for ms in (0, 20, 200)]
+    assert slow == sorted(slow)
+    assert slow[2] > 1.5 * slow[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "run"),
+    [
+        ("llama3-8b", "1x8-h100", Run(global_batch=64, tensor=2, stages=2, data=2)),
+        ("llama3-70b", "8x8-h200", Run(global_batch=64, tensor=4, stages=4, data=2, context=2, recompute="full")),
+        ("mixtral-8x7b", "8x8-h100", Run(global_batch=256, tensor=2, stages=4, data=8, expert=8)),
+        (
+            "deepseek-v3",
+            "32x8-b200",
+            Run(global_batch=512, stages=16, data=16, expert=16, layout=(4,) * 15 + (1,), recompute="full"),
+        ),
+        ("bert-1.3b", "1x8-v100-16gb", Run(global_batch=64, stages=8, schedule="2bw")),
+        ("gpt2-2.2b", "8x8-v100-16gb", Run(global_batch=512, stages=8, data=8, schedule="2bw", recompute="full")),
+    ],
+)
+def test_models_of_all_kinds_have_an_estimate(name: str, nodes: str, run: Run) -> None:
+    began = time.process_time()
+    shown = estimate(model(name), cluster(nodes), run)
+    assert time.process_time() - began < 1
+    assert 0.02 < shown.mfu < 0.8
+    assert all(stage.bytes.total > 2**28 for stage in shown.stages)
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_to_change() -> None:
+    run = Run(global_batch=128, tensor=4, stages=8, micro_batch=2, recompute="selective")
+    of = Estimator(model("gpt3-96b"), cluster("4x8-a100-80gb"))
+    shown = of(run)
+    assert not shown.fits
+    assert shown.reason is not None
+    assert "stage 0 needs 81.4 GiB and has 79.3" in shown.reason
+    assert "--bpipe" in shown.reason
+    assert of(replace(run, bpipe=True)).fits
+    lacking = of(Run(global_batch=128, data=32)).reason
+    assert lacking is not None
+    assert "give more --stages or --tensor-parallel" in lacking
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"tensor": 3, "stages": 1}, "data_parallel=1: with tensor 3"),
+        ({"stages": 16}, "that are 16 GPUs; 1x8-a100-80gb of 8 has 8 too few: name a larger one"),
+        ({"stages": 4}, "has more: use all"),
+        ({"global_batch": 33, "micro_batch": 2}, "global_batch_size=33: is no multiple of 2"),
+        ({"layout": (5,) * 7}, r"layout=5,5,5,5,5,5,5: give 8 numbers that add up to 40"),
+        ({"expert": 2}, "expert_parallel=2: gpt3-13b has no experts"),
+        ({"schedule": "2f2b"}, "schedule=2f2b: unknown schedule"),
+        ({"micro_batch": 0}, "micro_batch_size=0: must be at least 1"),
+        ({"recompute": "some"}, "recompute=some: choose one of none, selective, full"),
+        ({"schedule": "gpipe", "bpipe": True}, "bpipe: gpipe leaves nothing to balance"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(changed: dict[str, object], said: str) -> None:
+    with pytest.raises(EstimateError, match=said) as caught:
+        estimate(GPT, NODE, replace(RUN, **changed))  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+@settings(max_examples=20)
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
+def test_more_recomputation_never_holds_more_nor_is_faster(t: int, p: int, b: int) -> None:
+    assume(t * p <= 8)
+    of = Estimator(GPT, NODE)
+    run = Run(global_batch=32, tensor=t, stages=p, data=8 // (t * p), micro_batch=b)
+    shown = [of(replace(run, recompute=scope)) for scope in ("none", "selective", "full")]  # type: ignore[arg-type]
+    held = [sum(one.stages[0].bytes[:4]) for one in shown]
+    assert held == sorted(held, reverse=True)
+    assert [one.iteration_ms for one in shown] == sorted(one.iteration_ms for one in shown)

@@ -1,0 +1,66 @@
+"""An iteration that is counted on from its steady state is the one that the simulator walks to its end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenpipe.planner.time.iteration import simulated
+from evenpipe.schedule import Program, Programs, Size, find
+from evenpipe.simulate import Costs, Wire, simulate
+
+TIMES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 80)), min_size=2, max_size=5)
+SCHEDULES = st.sampled_from(["1f1b", "gpipe", "kfkb", "interleaved", "zb-h1", "v-half"])
+
+
+def costs_of(times: list[tuple[int, int]], message: Wire | None = None) -> Costs:
+    forward_ms, backward_ms = zip(*times, strict=True)
+    wires = {} if message is None else {"forward": message, "backward": message, "evict": message, "load": message}
+    return Costs(tuple(map(float, forward_ms)), tuple(map(float, backward_ms)), wires=wires)  # type: ignore[arg-type]
+
+
+@settings(max_examples=40)
+@given(SCHEDULES, TIMES, st.integers(1, 3), st.integers(1, 60), st.booleans())
+def test_it_is_as_long_and_as_large(name: str, times: list[tuple[int, int]], k: int, m: int, bpipe: bool) -> None:
+    spec, stages = find(name), len(times)
+    chunks = 2 if name == "interleaved" else 1
+    m = -(-m // stages) * stages if name in ("interleaved", "v-half") else m
+    programs = Programs(spec, bpipe and spec.balanced is not None and stages >= 4 and chunks == 1)
+    size = spec.fitted(Size(stages, m, chunks, k if "groups" in spec.needs else 1))
+    units = [[100 + stage] * size.chunks for stage in range(stages)]
+
+    found = simulated(programs, size, costs_of(times), units)
+    whole = simulate(programs(size), costs_of(times), units)
+    assert found.makespan_ms == pytest.approx(whole.makespan_ms, rel=1e-9)
+    assert found.saved_bytes == tuple(stage.peak_bytes for stage in whole.stages)
+
+
+class Watched(Programs):
+    """Notes what is built."""
+
+    def __call__(self, size: Size) -> Program:
+        self.built = max(getattr(self, "built", 0), size.micro_batches)
+        return super().__call__(size)
+
+
+def test_a_long_batch_is_not_built() -> None:
+    programs = Watched("1f1b")
+    found = simulated(programs, Size(4, 100_000), costs_of([(1, 2)] * 4), [[1]] * 4)
+    assert programs.built < 100
+    assert found.makespan_ms == pytest.approx(3 * (100_000 + 3))
+
+
+def test_where_messages_take_time_a_very_long_batch_is_cut_short_to_a_thousandth() -> None:
+    programs, costs = Watched("1f1b"), costs_of([(9, 20), (7, 31), (12, 14), (3, 38)], Wire(1.0, 20.0))
+    found = simulated(programs, Size(4, 8000), costs, [[1]] * 4)
+    assert programs.built < 1000
+    whole = simulate(programs(Size(4, 8000)), costs)
+    assert found.makespan_ms == pytest.approx(whole.makespan_ms, rel=1e-3)
+
+
+def test_a_batch_of_a_stream_takes_what_one_more_adds() -> None:
+    found = simulated(Programs("2bw"), Size(4, 8, batches=3), costs_of([(10, 20)] * 4), [[1]] * 4)
+    assert found.makespan_ms == pytest.approx(8 * 30)
+    assert found.saved_bytes == (4, 3, 2, 1)
+    assert found.weight_versions == 2

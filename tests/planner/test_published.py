@@ -1,0 +1,118 @@
+"""What others have measured, within the limits that the planner is held to (`benchmarks/planner_truth.py` shows all)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from benchmarks.published.bpipe import best, breakdown, figure_3_gib, figure_8_gib, verdicts
+from benchmarks.published.fit import errors, fitted
+from benchmarks.published.korthikanti import activation_errors, relative_errors
+from benchmarks.published.tables import estimators, rows, run_of, table, taken
+from evenpipe.planner.descriptions import device
+from evenpipe.planner.time.calibration import FITTED, UNFITTED
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[estimators]:
+    yield estimators()
+
+
+def points(found: np.ndarray[tuple[int], np.dtype[np.float64]]) -> tuple[float, float]:
+    return float(np.mean(np.abs(found))), float(np.max(np.abs(found)))
+
+
+@pytest.mark.parametrize("shift_gib", [-2, -1, 0, 1, 2])
+def test_what_fits_into_memory(programs: estimators, shift_gib: int) -> None:
+    found, have = verdicts(programs), device("a100-80gb").memory_gib + shift_gib
+    assert len(found) == 92
+    assert sum((one.gib <= have) == one.fits for one in found) >= 0.95 * 92
+
+
+def test_mfu(programs: estimators) -> None:
+    every, ours = taken(), [row for row in taken() if row.bpipe]
+    assert (len(every), len(ours)) == (29, 3)
+    mean, worst = points(errors(every, FITTED, programs))
+    assert mean <= 1.0
+    assert worst <= 2.5
+    assert points(errors(ours, FITTED, programs))[1] <= 1.5
+    assert points(errors(every, UNFITTED, programs))[0] <= 2.5
+
+
+@pytest.mark.long
+def test_the_constants_are_those_of_a_fit_to_rows_without_bpipe(programs: estimators) -> None:
+    again = fitted([row for row in taken() if not row.bpipe], programs)
+    for name in ("gemm", "unfused", "peer"):
+        assert getattr(again, name) == pytest.approx(getattr(FITTED, name), rel=0.02)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["gpt3-96b", "gpt3-134b"])
+def test_fitted_on_one_model_it_shows_the_other(programs: estimators, model: str) -> None:
+    fit = fitted([row for row in taken() if row.model == model and not row.bpipe], programs)
+    assert points(errors([row for row in taken() if row.model != model], fit, programs))[0] <= 1.0
+
+
+@pytest.mark.parametrize("model", ["gpt3-96b", "gpt3-134b"])
+def test_the_best_of_the_whole_grid(model: str) -> None:
+    estimate = estimators()
+    paper = max((row for row in rows() if row.model == model), key=lambda row: row.mfu)
+    run = best(model, estimate, bpipe=True).run
+    assert (run.tensor, run.stages, run.micro_batch, run.recompute, run.bpipe) == (
+        *(paper.t, paper.p, paper.b, paper.recompute),
+        True,
+    )
+    ordinary = [row for row in taken() if row.model == model and not row.bpipe]
+    without = best(model, estimate, bpipe=False)
+    measured = {(row.t, row.p, row.b, row.recompute): row.mfu for row in ordinary}
+    fastest = max(measured.values())
+    assert 100 * without.mfu == pytest.approx(fastest, rel=0.04)
+    run = without.run
+    assert measured[run.tensor, run.stages, run.micro_batch, run.recompute] >= 0.96 * fastest
+
+
+def test_rows_that_the_allocator_slowed_down_are_warned_of(programs: estimators) -> None:
+    left_out = [row for row in rows() if any(one.items() <= row._asdict().items() for one in table("thrashing"))]
+    assert len(left_out) == 3
+    for row in left_out:
+        assert any("memory pressure" in warning for warning in programs[row.model](run_of(row)).warnings)
+
+
+def test_an_unfused_softmax_is_warned_of_where_the_shape_makes_it_so(programs: estimators) -> None:
+    for row in rows():
+        warned = any("unfused softmax" in warning for warning in programs[row.model](run_of(row)).warnings)
+        heads = programs[row.model].model.heads
+        assert warned == ((row.b * heads // row.t) % 4 != 0)
+
+
+def test_times_of_a_micro_batch(programs: estimators) -> None:
+    for one in breakdown(programs):
+        assert abs(one["forward"]) <= 0.08
+        assert abs(one["backward"]) <= 0.08
+        assert abs(one["transfer"]) <= (0.25 if one["recompute"] == "full" else 0.15)
+
+
+def test_how_far_stages_are_apart(programs: estimators) -> None:
+    assert figure_3_gib(programs) == pytest.approx(37, rel=0.1)
+    assert figure_8_gib(programs, bpipe=False) > 25
+    assert figure_8_gib(programs, bpipe=True) <= 10
+
+
+def test_13b_without_recomputation_ran_in_80_gb(programs: estimators) -> None:
+    """BPipe Figures 3 and 9 and Table 4."""
+    [row] = [one for one in table("breakdown") if one["recompute"] == "none"]
+    run = run_of(rows()[0], tensor=row["t"], stages=row["p"], data=1, recompute="none", global_batch=32)
+    assert programs[row["model"]](run).fits
+
+
+def test_korthikanti_s_iterations() -> None:
+    found = [abs(one) for one in relative_errors().values()]
+    assert len(found) == 8
+    assert np.mean(found) <= 0.025
+    assert max(found) <= 0.05
+
+
+def test_korthikanti_s_activations_are_formulas() -> None:
+    assert max(map(abs, activation_errors().values())) <= 1e-3
