@@ -15,12 +15,14 @@ import numpy as np
 from published.bpipe import best, breakdown, figure_3_gib, figure_8_gib, verdicts
 from published.fit import errors, fitted, left_out
 from published.korthikanti import activation_errors, relative_errors
+from published.production import longer
 from published.tables import Row, estimators, table, taken
 from rich.console import Console
 from rich.table import Table
 
 from evenpipe.planner.descriptions import device
 from evenpipe.planner.time.calibration import FITTED, UNFITTED, Calibration
+from evenpipe.planner.uncertainty import WITHIN
 
 __all__ = ["measures"]
 
@@ -51,6 +53,7 @@ def measures() -> dict[str, Any]:
         "table_6": _table_6(),
         "korthikanti": relative_errors(),
         "korthikanti_activations": activation_errors(),
+        "uncertainty": _coverage(programs, ordinary, ours),
     }
     return found
 
@@ -104,6 +107,15 @@ def _table_6() -> list[dict[str, float]]:
     return found
 
 
+def _coverage(programs: estimators, ordinary: list[Row], ours: list[Row]) -> dict[str, Any]:
+    """Of iterations that a fit has not seen, how many are as far from the estimate as it says that they may be."""
+    unseen = [one / row.mfu for row, one in zip(ordinary, left_out(ordinary, programs), strict=True)]
+    unseen += [one / row.mfu for row, one in zip(ours, errors(ours), strict=True)]
+    unseen += [1 / (1 + one) - 1 for one in relative_errors().values()]
+    within = [WITHIN.low <= one <= WITHIN.high for one in unseen]
+    return {"within": sum(within), "of": len(within), "largest": max(map(abs, unseen)), "production": longer()}
+
+
 def _shown(found: dict[str, Any]) -> Table:
     shown = Table("published", "measured by", "planner", "limit")
     right = found["verdicts"]["right"]
@@ -140,6 +152,15 @@ def _shown(found: dict[str, Any]) -> Table:
     )
     saved = [abs(one) for one in found["korthikanti_activations"].values()]
     shown.add_row("Korthikanti: activations", "worst", f"{max(saved):.2%}", "formula")
+    sure = found["uncertainty"]
+    shown.add_row(
+        "iterations not fitted, within what is said",
+        f"± {WITHIN.high:.1%}",
+        f"{sure['within']} of {sure['of']}",
+        "90 %",
+    )
+    for name, (ratio, inside) in sure["production"].items():
+        shown.add_row(name, "longer than estimated", f"{ratio:+.0%}{'' if inside else ', outside'}", "")
     return shown
 
 

@@ -26,7 +26,10 @@ def errors(rows: Sequence[Row], calibration: Calibration = FITTED, programs: est
     estimate = programs or estimators()
     for one in estimate.values():
         one.calibration = calibration
-    return np.array([100 * estimate(row).mfu - row.mfu for row in rows])
+    found = np.array([100 * estimate(row).mfu - row.mfu for row in rows])
+    for one in estimate.values():
+        one.calibration = FITTED
+    return found
 
 
 def fitted(rows: Sequence[Row], programs: estimators | None = None) -> Calibration:

@@ -1,4 +1,4 @@
-"""Descriptions: each constant has a source, the models have the parameters that they are named for, errors say where."""
+"""Descriptions: each constant has a source, models have as many parameters as they are named for, errors say where."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_a_user_s_own_file_describes_what_the_package_does_not(tmp_path: Path) -
             r"own\.layrs: unknown key, did you mean layers\?",
         ),
         (
-            "models: {own: {layers: 2, hidden: 64, heads: 4, vocabulary: 9, sequence: 8, experts: {count: 4, chosen: 1, "
-            "fn: 3}}}",
+            "models: {own: {layers: 2, hidden: 64, heads: 4, vocabulary: 9, sequence: 8, "
+            "experts: {count: 4, chosen: 1, fn: 3}}}",
             r"own\.experts\.(ffn|fn): (unknown key, did you mean ffn\?|field required)",
         ),
         (
