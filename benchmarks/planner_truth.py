@@ -159,8 +159,8 @@ def _shown(found: dict[str, Any]) -> Table:
         f"{sure['within']} of {sure['of']}",
         "90 %",
     )
-    for name, (ratio, inside) in sure["production"].items():
-        shown.add_row(name, "longer than estimated", f"{ratio:+.0%}{'' if inside else ', outside'}", "")
+    for name, (ratio, covered) in sure["production"].items():
+        shown.add_row(name, "longer than estimated", f"{ratio:+.0%}{'' if covered else ', outside'}", "")
     return shown
 
 

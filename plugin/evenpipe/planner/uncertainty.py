@@ -11,7 +11,7 @@ __all__ = ["BEYOND", "WITHIN", "Uncertainty", "uncertainty_of"]
 
 
 class Uncertainty(NamedTuple):
-    """Relative: an iteration takes from 1 + ``low`` to 1 + ``high`` times as long as estimated; ``meaning``: how sure."""
+    """An iteration takes from 1 + ``low`` to 1 + ``high`` times as long as estimated; ``meaning``: how sure that is."""
 
     low: float
     high: float
@@ -21,14 +21,14 @@ class Uncertainty(NamedTuple):
 #: Nine in ten of 37 measured iterations: BPipe's Table 7, each ordinary row predicted by a fit to all the others and
 #: BPipe's rows by the fit to all ordinary ones, and Korthikanti's Table 5 by the same (`benchmarks/planner_truth.py`).
 WITHIN: Final = Uncertainty(
-    -0.045, 0.045, "nine in ten of 37 published iterations on A100s that were not fitted are within it"
+    -0.045, 0.045, "of 37 published iterations on A100s that were not fitted nine in ten are within it"
 )
 #: The same with room for five iterations of production runs, none of them fitted: MT-NLG 530B on 2,240 to 3,360 A100
 #: took 29 to 35 % longer than estimated, Llama 3 405B on 8,192 and 16,384 H100 27 to 28 %.
 BEYOND: Final = Uncertainty(
     -0.10,
     0.36,
-    "no such run has been fitted; of five published production runs on 2,240 to 16,384 GPUs all are within it",
+    "no such run was fitted; all of five published production runs on 2,240 to 16,384 GPUs are within it",
 )
 _DEVICE: Final = "a100-80gb"
 _FRAMEWORK: Final = "megatron-v3"
