@@ -37,6 +37,8 @@ from evenpipe.partition.search.plan import find_plan
 from evenpipe.partition.search.problem import Problem
 
 MB = 10**6
+#: Figures 2 to 4, Appendix A, and §5.4.
+PARTS = ("figures", "appendix", "detailed")
 
 
 def waste(peaks: Sequence[float]) -> float:
@@ -140,20 +142,25 @@ def main() -> None:
     benchmark = Benchmark("imbalance", __doc__ or "", repeats=1)
     benchmark.parser.add_argument("--micro-batch-size", type=positive, default=8, help="of Figures 2 to 4 (default 8)")
     benchmark.parser.add_argument("--picture", type=Path, metavar="P.png", help="draw Figure 4")
+    benchmark.parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
+    benchmark.parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
     arguments = benchmark.parser.parse_args()
     size = arguments.micro_batch_size
     work: list[Callable[[], dict[str, Any]]] = []
-    for title in MODELS:
-        work.append(lambda title=title: figures(title, size))
-        work.append(lambda title=title: {"what": "Appendix A", "model": title, **appendix(title)})
-    work.append(lambda: {"what": "§5.4", "model": "T5", **detailed()})
+    for title in arguments.models:
+        if "figures" in arguments.parts:
+            work.append(lambda title=title: figures(title, size))
+        if "appendix" in arguments.parts:
+            work.append(lambda title=title: {"what": "Appendix A", "model": title, **appendix(title)})
+    if "detailed" in arguments.parts:
+        work.append(lambda: {"what": "§5.4", "model": "T5", **detailed()})
     results = []
     with progress_bar("parts", len(work)) as tick:
         for part in work:
             results.append(part())
             tick()
     if arguments.picture is not None:
-        draw(arguments.picture, {title: profiles_of(title)(size) for title in MODELS})
+        draw(arguments.picture, {title: profiles_of(title)(size) for title in arguments.models})
     benchmark.report({"micro_batch_size": size, "limit_bytes": LIMIT_BYTES}, results, table(results))
 
 

@@ -82,6 +82,8 @@ METHODS: Final = (
     Method(2, "S+R", "vPipe", partial(_vpipe, "async", BOTH, True), {4: (46, 8, 110, 300), 8: (58, 16, 144, 214)}),
     Method(2, "S+R", "DawnPiper", partial(_ours, "async", BOTH), {4: (84, 10, 192, 480), 8: (100, 22, 248, 528)}),
 )
+#: Nothing, recomputation, swap and recomputation.
+OPTIMIZED: Final = ("none", "R", "S+R")
 #: DawnPiper over a rival: table, what is optimised, the rival with what, and the mean to be reached, by stages.
 RATIOS: Final = (
     (2, "none", "vPipe", "none", {4: 2.0, 8: 2.5}),
@@ -114,11 +116,13 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for count in sorted({row["stages"] for row in rows}):
             by_model = {}
             for model in dict.fromkeys(row["model"] for row in rows):
-                ours, other = (
-                    batch[table, optimized, "DawnPiper", count, model],
-                    batch[table, rivals, rival, count, model],
-                )
+                keys = (table, optimized, "DawnPiper", count, model), (table, rivals, rival, count, model)
+                if not all(key in batch for key in keys):
+                    continue
+                ours, other = (batch[key] for key in keys)
                 by_model[model] = [ours[0] / other[0] if other[0] else None, ours[1] / other[1]]
+            if not by_model:
+                continue
             means = [fmean(pair[k] for pair in by_model.values() if pair[k] is not None) for k in (0, 1)]
             found.append(
                 {
@@ -150,8 +154,16 @@ def main() -> None:
     benchmark = Benchmark("max_batch", __doc__ or "", repeats=1)
     benchmark.parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
     benchmark.parser.add_argument("--stages", nargs="+", type=int, choices=(4, 8), default=[4, 8], help="(default 4 8)")
+    benchmark.parser.add_argument(
+        "--optimized",
+        nargs="+",
+        choices=OPTIMIZED,
+        default=list(OPTIMIZED),
+        help="what methods optimise (default: all)",
+    )
     arguments = benchmark.parser.parse_args()
-    cases = [(model, stages, method) for model in arguments.models for stages in arguments.stages for method in METHODS]
+    methods = [method for method in METHODS if method.optimized in arguments.optimized]
+    cases = [(model, stages, method) for model in arguments.models for stages in arguments.stages for method in methods]
     rows = []
     with progress_bar("batches", len(cases)) as tick:
         for case in cases:

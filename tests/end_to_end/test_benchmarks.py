@@ -125,6 +125,32 @@ def test_convergence(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_largest_batches():
+    shown = document("max_batch.py", "--models", "BERT", "--stages", "4", "--optimized", "none")
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "max_batch")
+    rows = [entry for entry in shown["results"] if "method" in entry]
+    for table, rivals in ((1, ("GPipe", "vPipe", "layers by memory")), (2, ("PipeDream", "vPipe", "layers by memory"))):
+        batch = {row["method"]: row["batch"] for row in rows if row["table"] == table}
+        for rival in rivals:
+            # Whoever cuts between layers cuts at one of our cuts.
+            assert 0 < batch[rival] <= batch["DawnPiper"]
+    (over_vpipe,) = [entry for entry in shown["results"] if entry.get("over") == "vPipe (none)"]
+    assert over_vpipe["mean"] >= over_vpipe["to_reach"]
+
+
+def test_how_uneven_stages_are(tmp_path):
+    picture = tmp_path / "figure4.png"
+    shown = document("imbalance.py", "--models", "BERT", "--parts", "figures", "appendix", "--picture", str(picture))
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "imbalance")
+    figures, appendix = shown["results"]
+    # The copies of PipeDream make uneven what GPipe holds alike.
+    assert 0 < figures["gpipe_waste"] < figures["pipedream_waste"] < 1
+    assert figures["activations_below_80_mb"] > 0.5
+    assert appendix["ratio"] == pytest.approx(appendix["memory_ms"] / appendix["compute_ms"])
+    assert appendix["ratio"] > 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_settings_that_make_no_sense_are_refused():
     finished = run("overhead.py", "--json", "--layers", "6")
     assert finished.returncode == 2
