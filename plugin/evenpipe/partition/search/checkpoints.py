@@ -77,13 +77,14 @@ def _inside(saved: Saved) -> _Inside:
 
 
 def _borders(crossing: Numbers, upto: Numbers, most: float) -> list[int]:
-    """The last nodes of pieces that save at most so much, where they can be cut so."""
+    """The last nodes of pieces that save at most so much, where they can be cut so; the last of those as quiet."""
     found, base = list[int](), 0.0
     while upto[-1] - base > most:
-        low, high = np.searchsorted(upto, [base + most / 2, base + most], "right").tolist()
+        low, high = np.searchsorted(upto, [base + most / 4, base + most], "right").tolist()
         low = max(low, found[-1] + 1 if found else 0)
         if low >= len(upto) - 1:
             break
-        found.append(low + int(crossing[low : max(high, low + 1)].argmin()))
+        high = max(high, low + 1)
+        found.append(high - 1 - int(crossing[low:high][::-1].argmin()))
         base = float(upto[found[-1]])
     return found

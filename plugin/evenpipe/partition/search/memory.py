@@ -154,14 +154,17 @@ def weigh(host: HostLink, swapped: Numbers, again: Recomputation) -> Fit:
 
 
 def _swap_for_nothing(host: HostLink, loads: Sequence[Load], kept: frozenset[int]) -> Numbers:
-    """The fewest, by longest FreeTime, that make it fit, or all that overlap with compute; of those `kept`, if any are.
+    """The fewest, by longest FreeTime, that make it fit, or all that overlap with compute.
+
+    If some are `kept`, only these, and what an earlier stage sent: all others are there to be computed again.
 
     Both what more swaps free and what they delay only grows with their number, so halving finds it.
     """
     none = Recomputation(host.saved)
     order = np.argsort(-host.free_ms, kind="stable")
     if kept:
-        order = order[np.isin(host.saved.ids[order], list(kept))]
+        sent = np.array([host.saved.graph.producer[one] < host.saved.start for one in host.saved.ids.tolist()])
+        order = order[np.isin(host.saved.ids[order], list(kept)) | sent[order]]
     order = order[(host.free_ms[order] >= 0) & (np.cumsum(host.transfer_ms[order]) <= host.period_ms)]
     most = _first(lambda count: weigh(host, order[: count + 1], none).extra_ms > 0, len(order))
     return order[: _first(lambda count: _fits(weigh(host, order[:count], none), loads), most)]
