@@ -78,3 +78,18 @@ def test_plain_modules_of_a_users_own():
     assert len(losses) == 5
     assert losses[-1] < losses[0]
     assert printed[1] == printed[0]
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert", "t5"])
+def test_models_of_hugging_faces(tmp_path, model):
+    """Cut into four as they are; the script is short."""
+    script = EXAMPLES / "huggingface.py"
+    lines = script.read_text().splitlines()
+    assert len([line for line in lines if line and not line.startswith(("import ", "from "))]) <= 40
+    imported = "transformers.models.gpt2.modeling_gpt2,torch._dynamo,torch.optim"
+    command = forked.command(4, imported, script, model, str(tmp_path / "P.json"))
+    run = subprocess.run(command, timeout=300, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    losses = [float(line.split()[-1]) for line in run.stdout.splitlines()]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]

@@ -1,0 +1,49 @@
+"""Models of Hugging Face's, cut as they are: torchrun --nproc-per-node 4 examples/huggingface.py gpt2|bert|t5 P.json"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+from evenpipe.partition.code import write_stages
+from evenpipe.partition.profiling import profile
+from evenpipe.partition.search.copies import Workload
+from evenpipe.partition.search.plan import find_plan
+from evenpipe.partition.timing import Roofline, device
+from evenpipe.partition.trace import trace
+from evenpipe.train.planned import PlannedPipeline
+
+SIZE = {"vocab_size": 256, "use_cache": False, "attn_implementation": "eager"}
+BERT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+MODELS = {
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=4, n_head=4, **SIZE)),
+    "bert": lambda: BertForMaskedLM(BertConfig(**BERT, **SIZE)),
+    "t5": lambda: T5ForConditionalGeneration(T5Config(**T5, **SIZE)),
+}
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+name, path = sys.argv[1], Path(sys.argv[2])
+model = MODELS[name]().train()
+tokens = torch.randint(256, (8 * 2, 32))  # eight micro-batches of two samples
+if dist.get_rank() == 0:  # once; another run of the same model needs the files alone
+    graph = trace(model, {"input_ids": tokens[:2], "labels": tokens[:2]})
+    nodes = profile(graph, Roofline(device("a100-40gb")), name)
+    plan = find_plan(nodes, Workload("1f1b", micro_batches=8), stages=dist.get_world_size(), limit_bytes=40 << 30)
+    plan.write(path)
+    write_stages(graph, nodes, plan, path)
+dist.barrier()
+pipeline = PlannedPipeline(path, model)
+optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
+for iteration in range(5):
+    optimizer.zero_grad()
+    loss = pipeline.step({"input_ids": tokens, "labels": tokens})
+    optimizer.step()
+    if loss is not None:  # where the model ends
+        print(f"iteration {iteration}: loss {loss.item():.6f}")
+state = pipeline.full_state_dict()
+if state is not None:  # the first stage has the uncut model's
+    model.load_state_dict(state)
