@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,11 +33,12 @@ class Ending(NamedTuple):
 class Run:
     """`evenpipe train` in a session of its own, so that all its processes can be told from others.
 
-    In a `with` statement it trains, its first iteration behind it, and afterwards nothing of it is left.
+    `base`: its options, if not those of a tiny model. In a `with` statement it trains, its first iteration behind it,
+    and afterwards nothing of it is left.
     """
 
-    def __init__(self, *flags: str, **changes: str) -> None:
-        options = TINY | {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+    def __init__(self, *flags: str, base: Mapping[str, str] = TINY, **changes: str) -> None:
+        options = {**base} | {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
         self._started = time.monotonic()
         words = [word for option in options.items() for word in option]
         self.process = subprocess.Popen(

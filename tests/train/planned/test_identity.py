@@ -84,7 +84,6 @@ def test_without_ties_all_is_bit_for_bit(tmp_path: Path, stages: int, workloads:
 @pytest.mark.parametrize(
     ("model", "stages", "workloads"),
     [
-        ("t5-large", 4, {"zb-h1": SCHEDULES["zb-h1"]}),
         *(
             pytest.param(model, stages, SCHEDULES | (MOVING if stages == 4 else {}), marks=long)
             for model in ("gpt2-large", "bert-large", "t5-large", "amoebanet-d")

@@ -1,0 +1,146 @@
+"""`evenpipe train --partition`: what a plan cuts is trained, measured, and fails fast and with its cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenpipe.partition.code import write_stages
+from evenpipe.partition.models import from_function
+from evenpipe.partition.profiling import profile
+from evenpipe.partition.search.copies import PIPEDREAM, Workload
+from evenpipe.partition.search.plan import find_plan
+from evenpipe.partition.timing import Roofline, device
+from evenpipe.partition.trace import trace
+from evenpipe.train.options import OptionsError, TrainOptions
+from tests.end_to_end.running import Run
+
+MODEL = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = torch.nn.Embedding(32, 64)
+        self.layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+
+    def forward(self, tokens, others):
+        hidden = self.layers(self.tokens(tokens)).relu()
+        found = self.tokens(others)
+        return (hidden - found).square().mean()
+
+def make(micro_batch_size=4, others=32):
+    tokens = torch.arange(4 * 16).view(4, 16)
+    return Model(), {"tokens": tokens % 32, "others": tokens % others}
+
+def wrong():
+    return make(others=64)
+"""
+
+
+def planned(folder: Path, function: str, workload: Workload, name: str = "P") -> Path:
+    file, path = folder / "model.py", folder / f"{name}.json"
+    file.write_text(MODEL)
+    where = f"{file}:{function}"
+    example = from_function(where)
+    graph = trace(example.model, example.inputs)
+    nodes = profile(graph, Roofline(device("a100-40gb")), where)
+    plan = find_plan(nodes, workload, 2, 1 << 34)
+    plan.write(path)
+    write_stages(graph, nodes, plan, path)
+    return path
+
+
+def trained(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "evenpipe", "train", "--partition", str(path), "--iterations", "3", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return planned(tmp_path_factory.mktemp("plan"), "make", Workload("1f1b", 4))
+
+
+def test_time_and_memory_are_said_as_planned_and_as_measured(plan: Path, tmp_path: Path) -> None:
+    run = trained(plan, "--json", "--lr", "0.01", "--picture", str(tmp_path / "P.png"))
+
+    assert run.returncode == 0, run.stderr
+    document = json.loads(run.stdout)
+    assert document["losses"][-1] < document["losses"][0]
+    for stage in document["stages"]:
+        assert stage["measured_ms"] > 0
+        assert stage["planned_ms"] > 0
+        assert stage["measured_peak_bytes"] == pytest.approx(stage["planned_peak_bytes"], rel=0.03)
+    assert (tmp_path / "P.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.long
+def test_the_schedule_changes_no_weight(plan: Path) -> None:
+    other = planned(plan.parent, "make", Workload("zb-h1", 4), "other")
+    runs = [json.loads(trained(path, "--json").stdout) for path in (plan, other)]
+
+    assert runs[0]["losses_hex"] == runs[1]["losses_hex"]
+    assert runs[0]["weights_sha256"] == runs[1]["weights_sha256"]
+
+
+@pytest.mark.long
+def test_a_killed_process_ends_the_job_with_its_cause(plan: Path) -> None:
+    with Run(base={"--partition": str(plan), "--iterations": "100000"}) as run:
+        os.kill(run.training()[1], signal.SIGKILL)
+        ending = run.ending()
+
+    assert ending.status == 1
+    assert ending.line.endswith("its process was killed by SIGKILL")
+
+
+@pytest.mark.long
+def test_an_error_in_generated_code_names_the_users_line(tmp_path: Path) -> None:
+    """Of tokens that the vocabulary has not, which tracing does not see."""
+    path = planned(tmp_path, "wrong", Workload("1f1b", 4))
+    run = trained(path)
+
+    line = 1 + MODEL.splitlines().index("        found = self.tokens(others)")
+    assert run.returncode == 1
+    assert f"model.py:{line}: `found = self.tokens(others)`: index out of range" in run.stderr.splitlines()[-1]
+    assert run.stderr.splitlines()[-1].startswith("evenpipe train: stage ")
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"stages": 4}, r"--stages 4: .*P.json is for 2: leave it out"),
+        ({"schedule": "gpipe"}, r"--schedule gpipe: .*P.json is for 1f1b"),
+        ({"layers": 4}, r"--layers 4: the model and its data are the plan's: leave --layers out"),
+        ({"tensor_parallel": 2}, r"--tensor-parallel 2: a plan of a plain model has none: leave --tensor-parallel out"),
+    ],
+)
+def test_options_that_the_plan_contradicts_are_refused(plan: Path, asked: dict[str, object], says: str) -> None:
+    with pytest.raises(OptionsError, match=says) as caught:
+        TrainOptions.of(partition=str(plan), **asked)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_trained_is_refused(plan: Path, tmp_path: Path) -> None:
+    weighed = planned(tmp_path, "make", Workload(PIPEDREAM, 4))
+    with pytest.raises(OptionsError, match=r"schedule=pipedream, which the plan is for, is weighed and not trained"):
+        TrainOptions.of(partition=str(weighed))
+    with pytest.raises(OptionsError, match=r"--engine planned: trains what a plan cuts: give --partition"):
+        TrainOptions.of(engine="planned")
+    with pytest.raises(OptionsError, match=r"--partition absent.json: No such file"):
+        TrainOptions.of(partition="absent.json")
+
+
+@pytest.mark.long
+def test_a_model_that_has_changed_since_is_refused(plan: Path) -> None:
+    (plan.parent / "model.py").write_text(MODEL.replace("range(8)", "range(7)"))
+    run = trained(plan)
+    (plan.parent / "model.py").write_text(MODEL)
+    assert run.returncode == 2
+    assert "--partition" in run.stderr.splitlines()[-1]
+    assert "give the model that it was made of" in run.stderr.splitlines()[-1]
