@@ -22,7 +22,7 @@ def half_layers(plan: WrittenLayout) -> PatchSet:
         half_layers(plan).apply()
         config = TransformerConfig(..., pipeline_model_parallel_layout=plan.layout)
     """
-    return PatchSet("halves", half_layer_patches(plan) if plan.halves else [])
+    return PatchSet("halves", half_layer_patches(plan))
 
 
 def half_layer_patches(plan: Any) -> list[Patch]:
@@ -56,6 +56,8 @@ def half_layer_patches(plan: Any) -> list[Patch]:
 def _with_halves(plan: WrittenLayout, original: Callable[[Any], None], config: Any) -> None:
     original(config)
     if str(config.pipeline_model_parallel_layout) == plan.layout:
+        if (difference := plan.unlike(config)) is not None:
+            raise ValueError(f"pipeline_model_parallel_layout={plan.layout}: {difference}")
         from evenpipe.megatron.half_layers import HalvedLayout
 
         stages = config.pipeline_model_parallel_size

@@ -74,3 +74,22 @@ def test_another_file_is_refused_in_one_line(path, tmp_path):
         assert "\n" not in str(raised.value)
     with pytest.raises(LayoutError, match=r"nowhere.json: cannot be read: No such file"):
         WrittenLayout.read(tmp_path / "nowhere.json")
+
+
+def test_a_configuration_is_compared_as_far_as_it_goes(path):
+    plan = WrittenLayout.read(path)
+    config = Namespace(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=4,
+        kv_channels=16,
+        ffn_hidden_size=256,
+        gated_linear_unit=False,
+        tensor_model_parallel_size=1,
+        context_parallel_size=1,
+        expert_model_parallel_size=1,
+        sequence_parallel=False,
+    )
+    assert plan.unlike(config) is None
+    config.ffn_hidden_size = 512
+    assert plan.unlike(config).startswith("the plan is for ffn_hidden_size 256, not 512: ")

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from torch import Tensor
 
 from evenpipe.megatron.grad_sync import without_sync
+from evenpipe.megatron.half_layers import random_numbers_kept
 from evenpipe.megatron.schedule import Call
 from evenpipe.megatron.stage import MegatronStage
 from evenpipe.megatron.supported import CoreRelease
@@ -111,15 +111,12 @@ class Rehearsal:
     def without_a_trace(self, call: Call) -> Iterator[None]:
         """Afterwards gradients are zero, and random numbers go on as if nothing had been drawn; nothing is logged."""
         parallel_state.get_global_memory_buffer().buffer.clear()  # it grows, but never shrinks
-        tracked = get_cuda_rng_tracker().get_states()
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices), without_sync(call.batch.config):
+        with random_numbers_kept(self._device), without_sync(call.batch.config):
             yield
         chunks: Sequence[Any] = call.batch.model
         for chunk in chunks:
             chunk.zero_grad_buffer()
         clear_aux_losses_tracker()
-        get_cuda_rng_tracker().set_states(tracked)
 
     def _inputs(self, stage: MegatronStage, call: Call, unit: Unit) -> list[Tensor] | None:
         return _made_up(stage.receive_buffers(FORWARD, unit)) if call.pipeline.rank() > 0 else None

@@ -43,6 +43,20 @@ _FLAGS: Final = {
 }
 """What a plan is for; replicas, and what they share of an optimizer, do not matter to a layout."""
 
+_CONFIGURED: Final = {
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "groups": "num_query_groups",
+    "head_size": "kv_channels",
+    "ffn": "ffn_hidden_size",
+    "gated": "gated_linear_unit",
+    "tensor_parallel": "tensor_model_parallel_size",
+    "context_parallel": "context_parallel_size",
+    "expert_parallel": "expert_model_parallel_size",
+    "sequence_parallel": "sequence_parallel",
+}
+"""As attributes of a TransformerConfig; Megatron itself compares its numbers of layers and stages with the layout."""
+
 _VIRTUAL: Final = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 
 
@@ -101,6 +115,13 @@ class WrittenLayout(BaseModel):
         for field, what in _FLAGS.items():
             if (given := getattr(mine, field)) != (planned := getattr(self.shape, field)):
                 return _differs(what, given, planned)
+        return None
+
+    def unlike(self, config: Any) -> str | None:
+        """The same for a model configuration of Megatron's, as far as it says what a model is."""
+        for field, attribute in _CONFIGURED.items():
+            if (given := getattr(config, attribute)) != (planned := getattr(self.shape, field)):
+                return _differs(attribute, given, planned)
         return None
 
     def other_vocabulary(self, padded: int) -> str | None:
