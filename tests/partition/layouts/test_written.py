@@ -61,6 +61,13 @@ def test_what_differs_is_named(path, other, message):
     assert "\n" not in difference
 
 
+def test_half_layers_on_virtual_stages_are_refused(tmp_path):
+    path = write_plan(tmp_path / "P.json", chunks=2)
+    assert WrittenLayout.read(path).difference(Namespace(**FLAGS)) is None
+    path.write_text(path.read_text()[:-1] + ', "halves": [1]}')
+    assert "in half on virtual stages" in WrittenLayout.read(path).difference(Namespace(**FLAGS))
+
+
 def test_another_file_is_refused_in_one_line(path, tmp_path):
     other = tmp_path / "other.json"
     for text, message in (

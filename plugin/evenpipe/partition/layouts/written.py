@@ -96,6 +96,9 @@ class WrittenLayout(BaseModel):
         """Why it is not for Megatron's arguments, validated or not, in words that follow its name; None: it is."""
         if (flag := laid_out_by(args)) is not None:
             return f"{flag} lays the layers out too: leave one of them out"
+        if self.halves and self.pipeline.chunks > 1:
+            # Ranks make one chunk after the other, and tied embeddings join the first with the last in between.
+            return "the plan cuts layers in half on virtual stages, which cannot be made: plan without them"
         for name in _VIRTUAL:
             if getattr(args, name, None):
                 flag = "--" + name.replace("_", "-")
