@@ -16,7 +16,7 @@ from evenpipe.schedule import Action, Schedule
 __all__ = ["fault"]
 
 # What happens to a micro-batch of a stage's own, and to a guest.
-_OWN, _GUEST = re.compile("F(EL|OI)?(B|DW)"), re.compile("AR")
+_OWN, _GUEST = re.compile("F(OI|O?EL)?(B|DW)"), re.compile("AR")
 _Message = tuple[Any, ...]
 
 

@@ -59,6 +59,8 @@ SCHEDULES = [
     swapped(made("zb-h1", 2, 3), 2),
     swapped(made("v-half", 2, 2), 2),
     swapped(made("2bw", 2, 2, 1, 1, 2), 2),
+    build("1f1b", Size(4, 4), bpipe=True, swaps=range(4)).schedule,
+    build("interleaved", Size(2, 2, 2), swaps=(0, 3)).schedule,
 ]
 
 

@@ -20,6 +20,8 @@ from evenpipe.schedule import (
     INPUT_GRADIENT,
     LOAD,
     RETURN,
+    SWAP_IN,
+    SWAP_OUT,
     UPDATE,
     WEIGHT_GRADIENT,
     Action,
@@ -60,13 +62,22 @@ class Flow:
         self.channels = resources.connections.channels
         self.layouts = resources.layouts
         self.evicts = program.schedule.evictions[resources.stage_index] > 0
+        self.keeper = resources.keeper
+        self.records = self.evicts or resources.measure or self.keeper is not None
         self.slots_needed = _most_accepted(program.steps[resources.stage_index])
         self.under_way: dict[Message, Transfer] = {}
         self.actions: dict[Message, Action] = {}
         self.received: dict[Message, list[Tensor]] = {}
         self.followed: dict[Message, list[_Departed]] = {}
         self.guests: dict[Unit, _Guest] = {}
-        self.start_transfer = {EVICT: self.evict, LOAD: self.load, ACCEPT: self.accept, RETURN: self.give_back}
+        self.start_transfer = {
+            EVICT: self.evict,
+            LOAD: self.load,
+            ACCEPT: self.accept,
+            RETURN: self.give_back,
+            SWAP_OUT: self.swap_out,
+            SWAP_IN: self.swap_in,
+        }
         self.act: dict[Kind, Callable[[Unit, list[Tensor] | None], list[Tensor]]] = {
             FORWARD: self.forward,
             BACKWARD: lambda unit, gradients: self.stage.backward(unit, gradients),
@@ -169,6 +180,18 @@ class Flow:
     def give_back(self, message: Message, unit: Unit) -> None:
         self.send(message, self.guests[unit].tensors)
 
+    def swap_out(self, message: Message, unit: Unit) -> None:
+        """What is swapped has left beside the forward; whoever is left with it lets go of it."""
+        self.under_way[message] = Transfer((), ())
+        if self.keeper is not None:
+            self.keeper.swap_out(unit)
+
+    def swap_in(self, message: Message, unit: Unit) -> None:
+        """What the backward needs first starts to come back; the rest comes beside it, and is waited for there."""
+        self.under_way[message] = Transfer((), ())
+        if self.keeper is not None:
+            self.keeper.swap_in(unit)
+
     def complete(self, message: Message) -> None:
         """Wait for `message`; put what it brought where it belongs, and let go of what has left this stage with it."""
         transfer = self.under_way.pop(message)
@@ -185,6 +208,8 @@ class Flow:
             self.resources.observer.ended(one.action)
         if action.kind == LOAD:
             self.resources.store.unpack(action.unit)
+            if self.keeper is not None:
+                self.keeper.swap_in(action.unit)
         self.let_go(action)
         self.resources.observer.ended(action)
 
@@ -206,7 +231,7 @@ class Flow:
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
         store = self.resources.store
-        if not (self.evicts or self.resources.measure):
+        if not self.records:
             return self.stage.forward(unit, inputs)
         with store.recording(unit):
             outputs = self.stage.forward(unit, inputs)

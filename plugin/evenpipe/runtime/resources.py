@@ -11,6 +11,7 @@ from torch import Tensor
 from evenpipe.runtime.clock import Clock, clock_for
 from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.counters import MemoryCounter
+from evenpipe.runtime.keep import Keeper
 from evenpipe.runtime.layout import Layouts
 from evenpipe.runtime.pool import SlotPool
 from evenpipe.runtime.stopwatch import Stopwatch
@@ -45,8 +46,9 @@ class Resources:
 
     The connections, the acceptor's pool, the layouts of what varies and the memory counter. `parameters` are
     left out of what is saved and counted. Without `measure`, own activations are recorded (some 2 µs a saved tensor) on
-    evicting stages only, and the counter knows of nothing else. `exposed` has how long compute waited for evictions and
-    loads, on either side, in the last batch that was measured, and `computed` how long it lasted.
+    evicting stages only, and the counter knows of nothing else. `keeper`: of a stage that recomputes or swaps what its
+    plan chose; it records too. `exposed` has how long compute waited for evictions and loads, on either side, in the
+    last batch that was measured, and `computed` how long it lasted.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Resources:
         self.layouts = {link: Layouts(channel) for link, channel in connections.layouts.items()}
         self.observer = observer if observer is not None else Observer()
         self.measure = measure
+        self.keeper: Keeper | None = None
         self.clock = clock_for(device)
         self.exposed = Stopwatch(self.clock)
         self.computed = Stopwatch(self.clock)

@@ -40,10 +40,12 @@ class SavedStorage:
     """Memory that autograd saved. Its handles own it: it dies, and stops being counted, with the last of them.
 
     `owners` finds it by the address of its storage, which stays valid for as long as it is listed there.
+    `movable`: it may be sent to the partner stage, if nobody else holds it.
     """
 
     __slots__ = ("__weakref__", "counter", "device", "nbytes", "owners", "recording", "storage")
     storage: torch.UntypedStorage | None
+    movable = True
 
     def __init__(
         self,
@@ -58,6 +60,17 @@ class SavedStorage:
         self.device = storage.device
         self.nbytes = storage.nbytes()
         self.own(storage)
+
+    def handle(self, tensor: Tensor, recording: "Recording") -> "SavedTensor":
+        """Return what autograd shall hold in place of `tensor`, which lies in the storage."""
+        alias = tensor.detach()
+        return SavedTensor(alias, alias._version, self, recording)
+
+    def fetched(self) -> torch.UntypedStorage:
+        """Return the memory, for a backward. Raises RuntimeError if it is not here."""
+        if self.storage is None:
+            raise RuntimeError("saved activations are at the partner stage: they must be loaded before their backward")
+        return self.storage
 
     def view(self) -> Tensor:
         """Return all bytes of the storage as a uint8 tensor."""
@@ -96,9 +109,9 @@ class SavedTensor:
 
     __slots__ = ("__weakref__", "recording", "saved", "tensor", "version")
 
-    def __init__(self, alias: Tensor, saved: SavedStorage, recording: "Recording") -> None:
-        self.tensor: Tensor | Geometry = alias
-        self.version = alias._version
+    def __init__(self, tensor: "Tensor | Geometry", version: int, saved: SavedStorage, recording: "Recording") -> None:
+        self.tensor = tensor
+        self.version = version
         self.saved = saved
         self.recording = recording
 
@@ -106,7 +119,7 @@ class SavedTensor:
         """Return the saved tensor. Raises RuntimeError if it is away or was modified in place since it was saved."""
         tensor = self.tensor
         if isinstance(tensor, Geometry):
-            raise RuntimeError("saved activations are at the partner stage: they must be loaded before their backward")
+            return tensor.over(self.saved.fetched())
         if tensor._version != self.version:
             raise RuntimeError(
                 f"a saved tensor of size {tuple(tensor.size())} was modified in place before its backward: it is at "

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +17,21 @@ from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.parcel import grouped, memory_for, packed, unpack
 from evenpipe.runtime.saved import Geometry, Recording, SavedStorage, SavedTensor
 
-__all__ = ["ActivationStore"]
+__all__ = ["ActivationStore", "Recorder"]
 
 _HOST = torch.device("cpu")
 _LOOKS = 5
 _LOOK_SECONDS = 0.001
+
+
+class Recorder(NamedTuple):
+    """The hooks of an open recording, and the storages that are known by their addresses."""
+
+    recording: Recording
+    pack: Callable[[Tensor], object]
+    unpack: Callable[[object], Tensor]
+    owners: dict[int, weakref.ref[SavedStorage]]
+    counter: MemoryCounter
 
 
 class ActivationStore:
@@ -62,6 +73,13 @@ class ActivationStore:
         for saved in recording.by_storage():
             saved.remeasure()
         self.counter.note_peak()
+
+    def recorder(self, key: Hashable) -> Recorder:
+        """What a forward needs that says itself what is kept, inside the recording. Raises RuntimeError outside."""
+        recording = self._recordings.get(key)
+        if recording is None:
+            raise RuntimeError(f"micro-batch {key}: what is to be recomputed or swapped is chosen inside its recording")
+        return Recorder(recording, self._packer(recording), _unpack, self._owners, self.counter)
 
     def attach(self, key: Hashable, tensor: Tensor) -> None:
         """Say that `tensor`, which outlives the forward pass, belongs to this micro-batch and may be emptied with it.
@@ -214,7 +232,7 @@ class ActivationStore:
                 saved = SavedStorage(storage, number, owners, counter)
             recording = recorded_by()
             assert recording is not None, "the block that installed this hook keeps the recording"
-            handle = SavedTensor(tensor.detach(), saved, recording)
+            handle = saved.handle(tensor, recording)
             handles.append(weak(handle))
             return handle
 
@@ -230,7 +248,7 @@ class ActivationStore:
     def _may_depart(self, saved: SavedStorage, aliases: list[Tensor | Geometry]) -> bool:
         """Return whether nobody but `saved` and `aliases` holds the storage, and whether these can be rebuilt."""
         storage = saved.storage
-        if storage is None or saved.nbytes == 0 or self._device not in (None, saved.device):
+        if storage is None or not saved.movable or saved.nbytes == 0 or self._device not in (None, saved.device):
             return False
         if _use_count(storage) != 1 + len(aliases):
             return False

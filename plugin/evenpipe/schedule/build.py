@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from evenpipe.schedule.lower import Program
 from evenpipe.schedule.needs import check_needs, needs_of
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.spec import Size, Spec
+from evenpipe.schedule.swaps import with_swaps
 from evenpipe.schedule.verify import verify, verify_actions
 from evenpipe.schedule.versions import with_updates
 
@@ -22,10 +23,13 @@ __all__ = ["Programs", "build", "choose"]
 
 
 @without_cycle_collector()
-def build(spec: Spec | str, size: Size, bpipe: bool = False, one_queue: bool = False) -> Program:
+def build(
+    spec: Spec | str, size: Size, bpipe: bool = False, one_queue: bool = False, swaps: Collection[int] = ()
+) -> Program:
     """The verified program of a schedule, given or named, for p stages and m micro-batches.
 
-    ``one_queue``: see :class:`evenpipe.schedule.Program`.
+    ``one_queue``: see :class:`evenpipe.schedule.Program`. ``swaps``: the positions of the model's parts that swap
+    tensors to their hosts and back (:func:`evenpipe.schedule.with_swaps`).
 
     Raises :class:`ScheduleError` with one line that names the argument, for an unknown name, a size that cannot be, and
     ``bpipe`` where it has nothing to balance.
@@ -37,6 +41,8 @@ def build(spec: Spec | str, size: Size, bpipe: bool = False, one_queue: bool = F
         if bpipe != any(spec.table.evictions):
             evicts, remedy = ("nothing", "leave bpipe out") if bpipe else ("to partner stages", "add bpipe")
             raise ScheduleError(f"bpipe: the table of {spec.name} evicts {evicts}, and is run as it is: {remedy}")
+        if swaps:
+            raise ScheduleError(f"swaps: the table of {spec.name} is run as it is: leave swaps out")
         return verify(spec.table, bpipe, one_queue)
     with _faults_of(spec):
         schedule = Schedule(
@@ -66,7 +72,7 @@ def build(spec: Spec | str, size: Size, bpipe: bool = False, one_queue: bool = F
     if update_follows is not None:
         schedule = with_updates(schedule, lambda batch: update_follows(size, batch))
     check_needs(spec, schedule)
-    return verify(schedule, bpipe, one_queue)
+    return verify(with_swaps(schedule, swaps), bpipe, one_queue)
 
 
 @contextmanager
@@ -109,24 +115,27 @@ def choose(text: str) -> Spec:
 class Programs:
     """What to carry out for each size: one schedule, with or without BPipe, built when it is first asked for.
 
-    ``one_queue``: see :class:`evenpipe.schedule.Program`.
+    ``one_queue``, ``swaps``: see :func:`build`.
     """
 
-    def __init__(self, spec: Spec | str, bpipe: bool = False, one_queue: bool = False) -> None:
+    def __init__(
+        self, spec: Spec | str, bpipe: bool = False, one_queue: bool = False, swaps: Collection[int] = ()
+    ) -> None:
         self.spec = find(spec) if isinstance(spec, str) else spec
         self.bpipe = bpipe
         self.one_queue = one_queue
+        self.swaps = swaps
         self._built: dict[Size, Program] = {}
 
     def for_queues(self, one_queue: bool) -> Programs:
         """The same, for devices with one queue or with many."""
-        return self if one_queue == self.one_queue else Programs(self.spec, self.bpipe, one_queue)
+        return self if one_queue == self.one_queue else Programs(self.spec, self.bpipe, one_queue, self.swaps)
 
     def __call__(self, size: Size) -> Program:
         """The verified program. Raises :class:`ScheduleError` as :func:`build` does."""
         if size not in self._built:
             chunked = self.spec.chunked if size.chunks > 1 else None
-            self._built[size] = build(chunked or self.spec, size, self.bpipe, self.one_queue)
+            self._built[size] = build(chunked or self.spec, size, self.bpipe, self.one_queue, self.swaps)
         return self._built[size]
 
     def keep(self, size: Size, program: Program) -> None:

@@ -50,9 +50,9 @@ BACKWARD: Final = "B"
 INPUT_GRADIENT: Final = "D"
 # The second half, for which nobody waits: gradients of the weights;  del saved[u].
 WEIGHT_GRADIENT: Final = "W"
-# At the evictor: partner <- saved[u];  del saved[u] once it is there.
+# At the evictor: partner <- saved[u];  del saved[u] once it is there. What is swapped stays on the own host.
 EVICT: Final = "E"
-# At the evictor: saved[u] <- partner, before B of the same unit.
+# At the evictor: saved[u] <- partner, before B of the same unit; what is swapped comes back from the host with it.
 LOAD: Final = "L"
 # At the acceptor, the other end of EVICT: pool[u] <- evictor.
 ACCEPT: Final = "A"
@@ -122,7 +122,7 @@ _ROWS = (
     ActionKind(BACKWARD, "backward", "#b9dbb2", _OWN, "done", -1, -1, "backward", 2),
     ActionKind(INPUT_GRADIENT, "input gradient", "#cfe5a8", _OWN, "split", -1, 0, "input_gradient", 1),
     ActionKind(WEIGHT_GRADIENT, "weight gradient", "#e3dcaf", ("split",), "done", 0, -1, "weight_gradient", 1),
-    ActionKind(EVICT, "evict", "#d9772b", ("held",), "evicted", held=-1, link="evict", sends=True),
+    ActionKind(EVICT, "evict", "#d9772b", ("held", "out"), "evicted", held=-1, link="evict", sends=True),
     ActionKind(LOAD, "load", "#3b6fb6", ("evicted",), "loaded", held=+1, link="load", receives=True),
     ActionKind(ACCEPT, "accept", "#7b5ea7", ("unknown",), "accepted", held=+1, link="evict", receives=True, guest=True),
     ActionKind(RETURN, "return", "#d1495b", ("accepted",), "done", held=-1, link="load", sends=True, guest=True),

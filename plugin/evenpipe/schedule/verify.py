@@ -179,8 +179,8 @@ def _missing(schedule: Schedule, row: Sequence[Action]) -> Action:
     own = ((i, c, -1) for c in range(schedule.chunks) for i in range(schedule.micro_batches * schedule.batches))
     unit = next(unit for unit in chain(own, states) if states.get(unit, UNKNOWN) != DONE)
     state, guest = states.get(unit, UNKNOWN), unit[2] >= 0
-    kind = next(row.letter for row in KINDS.values() if state in row.takes and row.guest == guest)
-    return Action(kind, *unit)
+    able = (row for row in KINDS.values() if state in row.takes and row.guest == guest)
+    return Action(min(able, key=lambda row: row.takes.index(state)).letter, *unit)
 
 
 def _check_links(wiring: Wiring) -> None:

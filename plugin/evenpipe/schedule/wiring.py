@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evenpipe.schedule.kinds import COMPUTE, KINDS, RECEIVING, LinkKind
+from evenpipe.schedule.kinds import COMPUTE, EVICT, KINDS, RECEIVING, LinkKind
 from evenpipe.schedule.places import Places
 from evenpipe.schedule.residency import LEAVING
 from evenpipe.schedule.schedule import Schedule
@@ -24,8 +24,13 @@ _KINDS: tuple[LinkKind, ...] = ("backward", "evict", "forward", "load", "swap in
 _COMPUTE = by_kind(lambda row: row.letter in COMPUTE)
 _RECEIVING = by_kind(lambda row: row.receives)
 _STAYING = by_kind(lambda row: row.link is not None and not LEAVING[ord(row.letter)])
-#: Kinds that take a unit as a transfer has left it: they wait until that transfer is complete.
-_AFTER_TRANSFER = by_kind(lambda row: any(state == KINDS[letter].leaves for state in row.takes for letter in RECEIVING))
+#: Kinds that take a unit as a transfer has left it: they wait until that transfer is complete. An eviction does not: it
+#: takes other memory than the swap before it.
+_AFTER_TRANSFER = by_kind(
+    lambda row: (
+        row.letter != EVICT and any(state == KINDS[letter].leaves for state in row.takes for letter in RECEIVING)
+    )
+)
 
 
 class Disagreement(NamedTuple):

@@ -17,10 +17,15 @@ class SimulationError(ValueError):
 
 
 class Wire(NamedTuple):
-    """One directed link's speed: it is busy for ``transmit_ms`` a message, which arrives ``latency_ms`` after that."""
+    """One directed link's speed: it is busy for ``transmit_ms`` a message, which arrives ``latency_ms`` after that.
+
+    ``beside_ms``: of that, what nobody waits for, as it passes beside compute that it belongs to: so much earlier, if
+    no earlier than the transmission starts, those who wait for the message go on.
+    """
 
     latency_ms: float = 0.0
     transmit_ms: float = 0.0
+    beside_ms: float = 0.0
 
     @classmethod
     def of(cls, message_bytes: float, gbps: float, latency_ms: float = 0.0) -> Wire:

@@ -44,6 +44,7 @@ class Network:
             start_ms = free_ms
         self.start_ms[message] = start_ms
         self._free_ms[link] = free_ms = start_ms + wire.transmit_ms
-        self.end_ms[message] = free_ms + wire.latency_ms
+        end_ms = free_ms + wire.latency_ms
+        self.end_ms[message] = max(start_ms, end_ms - wire.beside_ms) if wire.beside_ms else end_ms
         if message in self.waiting:
             self.woken.extend(self.waiting.pop(message))

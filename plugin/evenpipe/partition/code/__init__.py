@@ -5,5 +5,16 @@ from evenpipe.partition.code.errors import StageCodeError
 from evenpipe.partition.code.files import load_parts, write_stages
 from evenpipe.partition.code.part import Boundary, Part
 from evenpipe.partition.code.writing import stage_sources
+from evenpipe.runtime.keep import Keeping
 
-__all__ = ["Boundary", "Draws", "Part", "StageCodeError", "drawing", "load_parts", "stage_sources", "write_stages"]
+__all__ = [
+    "Boundary",
+    "Draws",
+    "Keeping",
+    "Part",
+    "StageCodeError",
+    "drawing",
+    "load_parts",
+    "stage_sources",
+    "write_stages",
+]

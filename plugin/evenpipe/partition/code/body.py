@@ -14,12 +14,14 @@ import torch
 from torch import fx, nn
 
 from evenpipe.partition.code import text
+from evenpipe.partition.code.errors import StageCodeError
+from evenpipe.partition.code.keeping import Kept
 from evenpipe.partition.code.selecting import Selected
 from evenpipe.partition.trace import Graph
 
 __all__ = ["Body", "write_body"]
 
-_TAKEN: Final = ("self", "inputs", "draws", "received", "device", "aten", "torch", *keyword.kwlist)
+_TAKEN: Final = ("self", "inputs", "draws", "received", "keep", "device", "aten", "torch", *keyword.kwlist)
 _FRAME: Final = re.compile(r'File "(.+)", line (\d+).*\n *(.*)')
 _TORCH: Final = str(Path(torch.__file__).parent)
 _INDENT: Final = 4
@@ -40,15 +42,16 @@ class Body:
     files: dict[str, str] = field(default_factory=dict)
 
 
-def write_body(graph: Graph, part: Selected, files: Mapping[str, str]) -> Body:
-    """`files`: names that comments of other parts gave to files of the user's."""
-    return _Writer(graph, part, Body(files=dict(files))).write()
+def write_body(graph: Graph, part: Selected, kept: Kept, files: Mapping[str, str]) -> Body:
+    """`kept`: what is called through `keep`. `files`: names that other parts' comments gave to files of the user's."""
+    return _Writer(graph, part, kept, Body(files=dict(files))).write()
 
 
 class _Writer:
-    def __init__(self, graph: Graph, part: Selected, body: Body) -> None:
+    def __init__(self, graph: Graph, part: Selected, kept: Kept, body: Body) -> None:
         self._graph = graph
         self._part = part
+        self._kept = kept
         self._body = body
         self._names: dict[fx.Node, str] = {}
         self._used: set[str] = set(_TAKEN)
@@ -63,6 +66,8 @@ class _Writer:
             names = [self._new(node) for node in part.received]
             line = f"{', '.join(names)}{',' * (len(names) == 1)} = received"
             self._line(line if len(line) <= _WIDTH else text.bracketed("(", names, ") = received", 0))
+        for node, number in self._kept.given.items():
+            self._line(f"{self._name(node)} = keep.given({number}, {self._name(node)})")
         self._block(self._graph.module, part.body, kept, 0)
         sent = [f"{self._name(node)}.contiguous()" for node in part.sent] or [f"{self._name(loss)}"]
         self._line("")
@@ -96,6 +101,8 @@ class _Writer:
     def _statement(self, module: nn.Module, node: fx.Node, indent: int) -> None:
         if node.target in (_grad_enabled, _autocast):
             self._region(module, node, indent)
+        elif node in self._kept.nodes:
+            self._kept_statement(node, indent)
         elif node.target is operator.getitem:
             source, key = node.args
             taken = f"{self._name(source)}[{text.value(key, self._name)}]"
@@ -106,8 +113,20 @@ class _Writer:
             result = f"{self._new(node)} = " if node.users else ""
             self._line(text.bracketed(f"{result}{called}(", parts, ")", _WIDTH - indent), indent)
 
+    def _kept_statement(self, node: fx.Node, indent: int) -> None:
+        taken = node.target is operator.getitem
+        called = "operator.getitem" if taken else text.function(node.target, self._short_place(node) or node.name)
+        parts = [str(self._kept.nodes[node]), called, *text.arguments(node.args, node.kwargs, self._name)]
+        result = f"{self._new(node)} = " if node.users else ""
+        self._line(text.bracketed(f"{result}keep(", parts, ")", _WIDTH - indent), indent)
+
     def _region(self, module: nn.Module, node: fx.Node, indent: int) -> None:
         """An operation that runs a graph of its own, with gradients or precision switched, as `with` and its nodes."""
+        if node in self._kept.nodes:
+            raise StageCodeError(
+                f"{self._short_place(node) or node.name}: what is computed with gradients or precision switched is not "
+                "recomputed or swapped in part: make a plan with --optimize none"
+            )
         at = node.args.index(_graph_of(node))
         switches = [text.value(of, self._name) for of in node.args[:at]]
         held, *given = node.args[at:]

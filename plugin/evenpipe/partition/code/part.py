@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.partition.code.draws import Draws
+from evenpipe.runtime.keep import KEEP_ALL, KeepAll, Keeping
 
 __all__ = ["Boundary", "Part", "Scope"]
 
@@ -39,7 +40,7 @@ class Part(Scope):
     `INPUTS`: the names of the micro-batch's inputs that it reads, and `INPUT_SHAPES` theirs. `RECEIVES`: from the part
     before; `SENDS`: to the next. `RANDOM`: the ordinals of its random operations. `LAST`: it returns the loss.
     `STATE`: the model's parameters and buffers that it uses. `CONSTANTS`: tensors that the code makes; None: they
-    are saved beside.
+    are saved beside. `KEEPING`: what it recomputes and swaps.
     """
 
     INPUTS: ClassVar[tuple[str, ...]] = ()
@@ -50,16 +51,27 @@ class Part(Scope):
     LAST: ClassVar[bool] = False
     STATE: ClassVar[Mapping[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
     CONSTANTS: ClassVar[Mapping[str, Tensor | None]] = {}
+    KEEPING: ClassVar[Keeping] = Keeping()
 
-    def forward(self, inputs: Mapping[str, Tensor], draws: Draws, *received: Tensor) -> tuple[Tensor, ...]:
-        """What it sends, `SENDS`; of the last part, (loss,). `received`: what `RECEIVES` says, in that order."""
+    def forward(
+        self, inputs: Mapping[str, Tensor], draws: Draws, keep: KeepAll, *received: Tensor
+    ) -> tuple[Tensor, ...]:
+        """What it sends, `SENDS`; of the last part, (loss,). `received`: what `RECEIVES` says, in that order.
+
+        `keep`: calls the operations that `KEEPING` names.
+        """
         raise NotImplementedError
 
-    def __call__(self, inputs: Mapping[str, Tensor], draws: Draws, *received: Tensor) -> tuple[Tensor, ...]:
-        """Runs it. An error names the user's own file and line, has the type that it had, and that one as its cause."""
+    def __call__(
+        self, inputs: Mapping[str, Tensor], draws: Draws, *received: Tensor, keep: KeepAll = KEEP_ALL
+    ) -> tuple[Tensor, ...]:
+        """Runs it; with a `keep` of `KEEPING` (`Keeper.forward`), it recomputes and swaps what was planned.
+
+        An error names the user's own file and line, has the type that it had, and that one as its cause.
+        """
         self._check(inputs, received)
         try:
-            result: tuple[Tensor, ...] = super().__call__(inputs, draws, *received)
+            result: tuple[Tensor, ...] = super().__call__(inputs, draws, keep, *received)
         except Exception as error:
             where = _users_line(error, type(self))
             if where is None:

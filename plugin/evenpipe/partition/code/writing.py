@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from evenpipe.partition.code import text
 from evenpipe.partition.code.body import Body, write_body
 from evenpipe.partition.code.errors import StageCodeError
+from evenpipe.partition.code.keeping import Kept, keeping_text, kept
 from evenpipe.partition.code.part import Boundary
 from evenpipe.partition.code.selecting import Selected, boundaries, select
 from evenpipe.partition.counting import graph_digest
@@ -45,9 +46,10 @@ def stage_sources(graph: Graph, profile: Profile, plan: Plan) -> tuple[str, ...]
         classes = []
         for position, part in enumerate(parts):
             if plan.stages[position].stage == stage:
-                body = write_body(graph, part, files)
+                through = kept(graph, profile, plan.stages[position], plan.link_gbps, part)
+                body = write_body(graph, part, through, files)
                 files = body.files
-                classes.append(_class(graph, part, position, body, len(parts)))
+                classes.append(_class(graph, part, position, body, through, len(parts)))
         names = [f"Part{position}" for position, part in enumerate(plan.stages) if part.stage == stage]
         sources.append(_file(graph, plan, stage, files, names, classes))
     return tuple(sources)
@@ -84,7 +86,7 @@ def _file(
     listed = "".join(f"    {text.value(name, str)}: {text.value(file, str)},\n" for name, file in sorted(files.items()))
     return (
         f'"""{title}, for {plan.schedule}{bpipe}: written by `evenpipe partition`."""\n\n'
-        "import torch\n\nfrom evenpipe.partition.code import Boundary, Part\n\n"
+        f"{_imports(classes)}\n\n"
         "aten = torch.ops.aten\n\n"
         f"# The plan that this is of.\nPLAN = {text.value(digest_of(plan), str)}\n\n"
         f"# Where the lines that comments quote are.\nFILES = {{\n{listed}}}\n\n\n"
@@ -93,7 +95,16 @@ def _file(
     )
 
 
-def _class(graph: Graph, part: Selected, position: int, body: Body, count: int) -> str:
+def _imports(classes: Sequence[str]) -> str:
+    def used(name: str) -> bool:
+        return any(name in code for code in classes)
+
+    names = ", ".join(["Boundary", *(["Keeping"] if used("Keeping(") else []), "Part"])
+    modules = "import operator\n\nimport torch" if used("operator.") else "import torch"
+    return f"{modules}\n\nfrom evenpipe.partition.code import {names}"
+
+
+def _class(graph: Graph, part: Selected, position: int, body: Body, through: Kept, count: int) -> str:
     last = position == count - 1
     inputs = list(dict.fromkeys(body.inputs))
     lines = [
@@ -108,8 +119,9 @@ def _class(graph: Graph, part: Selected, position: int, body: Body, count: int) 
         f"    LAST = {last}",
         _table("STATE", "{", _state(graph, [*body.held, *(graph.unread if position == 0 else ())])),
         _table("CONSTANTS", "{", _inline(graph, body.held)),
+        *(f"    {line}" for line in keeping_text(through.keeping)),
         "",
-        "    def forward(self, inputs, draws, *received):",
+        "    def forward(self, inputs, draws, keep, *received):",
         *(f"        {line}".rstrip() for line in body.lines),
     ]
     return "\n".join(lines) + "\n"

@@ -65,6 +65,9 @@ def count_memory(graph: Graph, device_type: str, progress: Progress = lambda don
 
     def call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = index.get(node, -1)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for tensor in given:
+            note(tensor, -1)  # an input of the model, when it is first read
 
         def pack(tensor: Tensor) -> Tensor:
             if (storage := note(tensor, place)) is not None:
@@ -77,8 +80,8 @@ def count_memory(graph: Graph, device_type: str, progress: Progress = lambda don
         for tensor in tensors:
             note(tensor, place)
         if place >= 0:
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and (storage := note(leaf, -1)) is not None and storage.producer != place:
+            for tensor in given:
+                if (storage := note(tensor, -1)) is not None and storage.producer != place:
                     _add(storage.users, place)
             outputs.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
             progress(place + 1, len(graph.nodes))

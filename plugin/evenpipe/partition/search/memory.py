@@ -13,7 +13,7 @@ from evenpipe.partition.search.costs import Numbers
 from evenpipe.partition.search.ranges import Graph, Saved
 from evenpipe.partition.search.recompute import Recomputation
 
-__all__ = ["Fit", "HostLink", "Load", "Optimize", "fit", "weigh"]
+__all__ = ["Fit", "HostLink", "Load", "Optimize", "fit", "queued", "weigh"]
 
 Optimize = Literal["none", "recompute", "swap+recompute"]
 
@@ -102,7 +102,10 @@ class HostLink:
         self.period_ms = saved.forward_ms + saved.backward_ms
         self.usable = gbps > 0
         self.free_bytes = gbps * 1e6 * self.period_ms
-        self.transfer_ms = saved.nbytes / (gbps * 1e6) if self.usable else np.full(len(saved.ids), np.inf)
+        self.transfer_ms: Numbers = np.full(len(saved.ids), np.inf)
+        if self.usable:  # what is there before the forward is somebody else's
+            made = np.array([saved.graph.producer[one] >= 0 for one in saved.ids.tolist()], bool)
+            self.transfer_ms[made] = saved.nbytes[made] / (gbps * 1e6)
         self.free_ms = saved.forward_ms - saved.free_from_ms + between_ms + saved.needed_ms - 2 * self.transfer_ms
 
     def swap(self, chosen: Numbers, until: Numbers) -> tuple[float, int]:
@@ -112,8 +115,8 @@ class HostLink:
         `Saved.backward_peak`.
         """
         saved, takes = self.saved, self.transfer_ms[chosen]
-        out_ms = _queue(saved.free_from_ms[chosen], takes)
-        back_ms = -_queue(-saved.needed_ms[chosen], takes)  # the latest starts: the same queue, backwards in time
+        out_ms = queued(saved.free_from_ms[chosen], takes)
+        back_ms = -queued(-saved.needed_ms[chosen], takes)  # the latest starts: the same queue, backwards in time
         late_ms = np.max(out_ms - (saved.forward_ms + self.between_ms + back_ms), initial=0.0)
         until[chosen] = saved.backward_node(back_ms)
         leaving = out_ms > saved.forward_ms
@@ -124,7 +127,7 @@ class HostLink:
         return max(over_ms, float(late_ms)), int(saved.nbytes[chosen[leaving]].sum())
 
 
-def _queue(ready_ms: Numbers, takes_ms: Numbers) -> Numbers:
+def queued(ready_ms: Numbers, takes_ms: Numbers) -> Numbers:
     """When each has passed a link that takes them one by one in the order in which they are ready."""
     order = np.argsort(ready_ms, kind="stable")
     passed = np.cumsum(takes_ms[order])
@@ -167,7 +170,8 @@ def _swap_for_nothing(host: HostLink, loads: Sequence[Load], kept: frozenset[int
         order = order[np.isin(host.saved.ids[order], list(kept)) | sent[order]]
     order = order[(host.free_ms[order] >= 0) & (np.cumsum(host.transfer_ms[order]) <= host.period_ms)]
     most = _first(lambda count: weigh(host, order[: count + 1], none).extra_ms > 0, len(order))
-    return order[: _first(lambda count: _fits(weigh(host, order[:count], none), loads), most)]
+    fewest: Numbers = order[: _first(lambda count: _fits(weigh(host, order[:count], none), loads), most)]
+    return fewest
 
 
 def _first(holds: Callable[[int], bool], stop: int) -> int:
@@ -256,7 +260,7 @@ class _Picks:
         if saved.graph.producer[storage] >= saved.start and storage not in self.again.checkpoints:
             chain = self.again.chain(storage)
             found = _Entry(chain.ms / chain.saves, place, False) if chain.saves > 0 else None
-        if host.usable and nbytes and not self.again.checkpoints:
+        if nbytes and np.isfinite(host.transfer_ms[place]) and not self.again.checkpoints:
             # The link is full, or the FreeTime short: what it takes on the link is waited for.
             waits_ms = max(float(host.transfer_ms[place]), -float(host.free_ms[place]))
             swap = _Entry(waits_ms / nbytes, place, True)

@@ -27,8 +27,8 @@ class Recomputation:
     """Storages that one part of the model drops after its forward. Each node that it takes runs again once.
 
     A storage is had again from what its producer reads: from what is kept or comes back from the host, else from what
-    is computed again in turn. What an earlier stage sent cannot be computed here, so it is kept, as are `checkpoints`.
-    Inputs of the model and parameters are there. Random nodes draw the same numbers again.
+    is computed again in turn. What an earlier stage sent cannot be computed here, so it is kept, as are `checkpoints`
+    and what each stage has of the inputs, as a mask. Parameters are there. Random nodes draw the same numbers again.
     """
 
     def __init__(self, saved: Saved, checkpoints: frozenset[int] = frozenset()) -> None:
@@ -70,7 +70,7 @@ class Recomputation:
                 producer = producers[read]
                 if producer >= start and read not in self.checkpoints:
                     open_nodes.append(producer)
-                elif producer >= 0 and read not in self.received:
+                elif read not in self.received:
                     received.add(read)
         saves = graph.nbytes[storage]
         if received:

@@ -1,0 +1,192 @@
+"""What a plan's part keeps, storage by storage: from a profile and what was chosen to what a forward does about it."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence, Set
+from typing import NamedTuple
+
+import numpy as np
+from torch import fx
+
+from evenpipe.partition.code import text
+from evenpipe.partition.code.selecting import Selected
+from evenpipe.partition.profile import Profile
+from evenpipe.partition.search.memory import queued
+from evenpipe.partition.search.plan import Stage
+from evenpipe.partition.search.ranges import Graph as Ranges
+from evenpipe.partition.trace import Graph
+from evenpipe.runtime.keep import Keeping
+
+__all__ = ["Kept", "keeping_of", "keeping_text", "kept"]
+
+_ByNode = dict[int, tuple[int, ...]]
+
+
+class Kept(NamedTuple):
+    """What of a part's code goes through `keep`: nodes by their numbers, received values by those of their storages."""
+
+    keeping: Keeping
+    nodes: Mapping[fx.Node, int]
+    given: Mapping[fx.Node, int]
+
+
+def kept(graph: Graph, profile: Profile, part: Stage, link_gbps: float, selected: Selected) -> Kept:
+    """For the code of one part of a plan of this graph and profile."""
+    numbers = {node: number for number, node in enumerate(graph.nodes)}
+    own = [node for node in selected.body if node in numbers]
+    ordinals = {numbers[node]: node.meta["ordinal"] for node in own if "ordinal" in node.meta}
+    found = {node: _storage_of(graph, profile, numbers, node) for node in selected.received}
+    given = {node: number for node, number in found.items() if number in part.swap_storages}
+    keeping = keeping_of(profile, part, link_gbps, [numbers[node] for node in own], ordinals, given.values())
+    return Kept(keeping, {node: numbers[node] for node in own if numbers[node] in keeping.nodes}, given)
+
+
+def _storage_of(graph: Graph, profile: Profile, numbers: Mapping[fx.Node, int], node: fx.Node) -> int:
+    """The profile's number of the storage that a node's result lies in; -1 where that cannot be told.
+
+    It is of the first node that returns something in it, and of what that allocates, what these nodes read.
+    """
+    storage = graph.observed[node].values[0].storage
+    maker = next(one for one in graph.nodes if any(value.storage == storage for value in graph.observed[one].values))
+    readers = {numbers[one] for one in graph.nodes if one is not maker and storage in graph.observed[one].reads}
+    found = [
+        number
+        for number, one in enumerate(profile.storages)
+        if one.producer == numbers[maker] and readers == {user for user in one.users if _reads(graph.nodes[user])}
+    ]
+    return found[0] if len(found) == 1 else -1
+
+
+def _reads(node: fx.Node) -> bool:
+    """Taking one of several results out reads nothing."""
+    return node.target is not operator.getitem
+
+
+def keeping_text(keeping: Keeping) -> list[str]:
+    """The table of a part's class, line by line; nothing where autograd keeps all."""
+    fields = [
+        *((name, "{", "}", [str(number) for number in sorted(getattr(keeping, name))]) for name in _SETS),
+        *((name, "{", "}", [f"{key}: {value}" for key, value in getattr(keeping, name).items()]) for name in _TABLES),
+        ("early", "(", ",)" if len(keeping.early) == 1 else ")", [str(number) for number in keeping.early]),
+    ]
+    entries = [
+        text.bracketed(f"{name}={opening}", parts, f"{closing},", text.WIDTH - 8)
+        for name, opening, closing, parts in fields
+        if parts
+    ]
+    lines = [f"    {line}" for entry in entries for line in entry.split("\n")]
+    return ["KEEPING = Keeping(", *lines, ")"] if keeping.nodes else []
+
+
+_SETS = ("again", "dropped", "swapped")
+_TABLES = ("made", "ordinals", "out", "gone", "back")
+
+
+def keeping_of(
+    profile: Profile,
+    part: Stage,
+    link_gbps: float,
+    order: Sequence[int],
+    ordinals: Mapping[int, int],
+    given: Collection[int] = (),
+) -> Keeping:
+    """What the part of a plan on this profile does in every micro-batch's forward.
+
+    `link_gbps`: the plan's. `order`: of the part's nodes, as they are run. `ordinals`: of random nodes, by which they
+    draw the same numbers when they run again. `given`: storages that the part receives, and swaps.
+    """
+    ranges = Ranges(profile)
+    names = {node.name: number for number, node in enumerate(profile.nodes)}
+    again = frozenset(names[name] for name in part.recompute)
+    dropped = _passed_on(profile, again, frozenset(order)).union(part.drop_storages)
+    swapped = [one for one in part.swap_storages if ranges.producer[one] >= part.first_node or one in given]
+    makers = {ranges.producer[number] for number in dropped.union(swapped)}.intersection(order)
+    out, gone, back, early = _Moves(profile, ranges, swapped, order, link_gbps).found(again, part.drop_storages)
+    return Keeping(
+        again=again,
+        dropped=dropped,
+        swapped=frozenset(swapped),
+        made={node: tuple((number, ranges.nbytes[number]) for number in ranges.makes[node]) for node in sorted(makers)},
+        ordinals={node: ordinals[node] for node in sorted(again) if node in ordinals},
+        out=out,
+        gone=gone,
+        back=back,
+        early=early,
+    )
+
+
+def _passed_on(profile: Profile, again: frozenset[int], part: frozenset[int]) -> frozenset[int]:
+    """What a node that runs again makes for others that do, and that no backward of the part needs."""
+    return frozenset(
+        number
+        for number, one in enumerate(profile.storages)
+        if one.producer in again and part.isdisjoint(one.savers) and not again.isdisjoint(one.users)
+    )
+
+
+class _Moves:
+    """When swapped storages leave and come back, as `search.memory` weighs it, in the order in which nodes are run."""
+
+    def __init__(
+        self, profile: Profile, ranges: Ranges, numbers: Sequence[int], order: Sequence[int], link_gbps: float
+    ) -> None:
+        self._ranges, self._numbers, self._order = ranges, numbers, order
+        self._place = {node: place for place, node in enumerate(order)}
+        self._storages = profile.storages
+        self._forward, self._backward = (
+            np.concatenate([[0.0], np.cumsum([getattr(profile.nodes[node], name) for node in order])])
+            for name in ("forward_ms", "backward_ms")
+        )
+        self._ms_a_byte = 1 / (link_gbps * 1e6) if link_gbps else 0.0
+
+    def found(self, again: Set[int], drop: Collection[int]) -> tuple[_ByNode, _ByNode, _ByNode, tuple[int, ...]]:
+        """`out`, `gone`, `back` and `early` of a `Keeping`."""
+        numbers = self._numbers
+        forward, backward = self._forward, self._backward
+        takes = np.array([self._ranges.nbytes[number] * self._ms_a_byte for number in numbers])
+        used = np.array([self._last((self._storages[n].producer, *self._storages[n].users)) for n in numbers], np.int64)
+        saver = np.array([self._last(self._storages[number].savers) for number in numbers], np.int64)
+        free, needed = forward[used + 1], backward[-1] - backward[saver + 1]
+        left_ms, back_ms = queued(free, takes), -queued(-needed, takes)
+        left = np.maximum(np.searchsorted(forward, left_ms, "left") - 1, used)
+        starts = np.searchsorted(backward, backward[-1] - np.maximum(back_ms, 0.0), "left") - 1
+        rerun = self._needed_again(again, frozenset(drop))
+        starts = np.clip(starts, saver, len(self._order) - 1)
+        starts = np.maximum(starts, np.array([rerun.get(number, 0) for number in numbers], np.int64))
+        out, gone, back = (defaultdict[int, list[int]](list) for _ in range(3))
+        for at in np.argsort(free, kind="stable").tolist():
+            out[self._order[used[at]]].append(numbers[at])
+            if left_ms[at] <= forward[-1]:
+                gone[self._order[min(left[at], len(self._order) - 1)]].append(numbers[at])
+        early = []
+        for at in np.argsort(needed, kind="stable").tolist():
+            if back_ms[at] < 0:
+                early.append(numbers[at])
+            else:
+                back[self._order[starts[at]]].append(numbers[at])
+        return _settled(out), _settled(gone), _settled(back), tuple(early)
+
+    def _last(self, nodes: Sequence[int]) -> int:
+        """The place of the last of these nodes that the part runs; its first where it runs none."""
+        return max((self._place[node] for node in nodes if node in self._place), default=0)
+
+    def _needed_again(self, again: Set[int], dropped: Set[int]) -> dict[int, int]:
+        """By storage, from which place's backward on a node that runs again reads it.
+
+        A node does when the first backward needs what it makes, or a node that reads it runs again.
+        """
+        graph = self._ranges
+        runs, read_at = dict[int, int](), dict[int, int]()
+        for node in sorted(again, key=self._place.__getitem__, reverse=True):
+            at = max((self._last(self._storages[one].savers) for one in graph.makes[node] if one in dropped), default=0)
+            users = (user for one in graph.makes[node] for user in graph.users[one] if user in runs)
+            runs[node] = at = max(at, max((runs[user] for user in users), default=0))
+            for one in graph.reads[node]:
+                read_at[one] = max(read_at.get(one, 0), at)
+        return read_at
+
+
+def _settled(by_node: Mapping[int, list[int]]) -> _ByNode:
+    return {node: tuple(numbers) for node, numbers in by_node.items()}

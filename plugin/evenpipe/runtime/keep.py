@@ -1,0 +1,209 @@
+"""What a part of a model keeps from its forward to its backward, storage by storage, where that was planned."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from evenpipe.runtime.chosen import DroppedStorage, SwappedStorage
+from evenpipe.runtime.host_link import HostLink, host_link_for
+from evenpipe.runtime.node_call import NodeCall, call_noting
+from evenpipe.runtime.saved import SavedStorage
+from evenpipe.runtime.store import ActivationStore, Recorder
+
+__all__ = ["KEEP_ALL", "Keep", "KeepAll", "Keeper", "Keeping", "Scope"]
+
+#: Gives for an operation's ordinal the context in which it draws its numbers.
+Scope = Callable[[int], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What a part of a model does for each micro-batch, in numbers of a profile's nodes and storages.
+
+    again: nodes that run again in the backward. dropped: storages that they make, and that are then computed again.
+    swapped: storages that are on the host meanwhile. made: of the nodes that make one of these, all that they make, and
+    its bytes: saved ones in the order of saving, then returned ones. ordinals: of random nodes.
+    out, gone: after which nodes a swapped storage starts to leave, and is waited for. back: before the backward of
+    which nodes it starts to come back; early: before the backward starts.
+    """
+
+    again: Set[int] = frozenset()
+    dropped: Set[int] = frozenset()
+    swapped: Set[int] = frozenset()
+    made: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    ordinals: Mapping[int, int] = field(default_factory=dict)
+    out: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    gone: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    back: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    early: tuple[int, ...] = ()
+
+    @property
+    def nodes(self) -> frozenset[int]:
+        """Those that have to be called through a `Keep`."""
+        return frozenset(self.again).union(self.made, self.out, self.gone, self.back)
+
+
+class KeepAll:
+    """Calls nodes, and leaves to autograd what is kept."""
+
+    def __call__(self, node: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `op` returns."""
+        return op(*args, **kwargs)
+
+    def given(self, number: int, tensor: Tensor) -> Tensor:
+        """`tensor` itself."""
+        return tensor
+
+
+KEEP_ALL = KeepAll()
+
+
+class Keep(KeepAll):
+    """Calls nodes in one micro-batch's forward, and keeps of what they save what `keeping` says."""
+
+    def __init__(self, keeping: Keeping, recorder: Recorder, link: HostLink, scope: Scope) -> None:
+        self._keeping = keeping
+        self._recorder = recorder
+        self._link = link
+        self._scope = scope
+        self.storages: dict[int, SavedStorage] = {}
+
+    def __call__(self, node: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `op`, the operation of a node, returns for these arguments.
+
+        Raises RuntimeError where it allocates other storages than the profile says.
+        """
+        keeping = self._keeping
+        call = NodeCall(op, args, kwargs, self._recorder.pack, self._scope_of(node)) if node in keeping.again else None
+        result = self._make(node, call, op, args, kwargs) if node in keeping.made else op(*args, **kwargs)
+        for saved in self.swapped(keeping.out.get(node, ())):
+            saved.leave()
+        for saved in self.swapped(keeping.gone.get(node, ())):
+            saved.gone()
+        if node in keeping.back:
+            _bring_back(result, [weakref.ref(saved) for saved in self.swapped(keeping.back[node])])
+        return result
+
+    def given(self, number: int, tensor: Tensor) -> Tensor:
+        """`tensor` itself, in a storage that the part is given, and that has this number."""
+        if number in self._keeping.swapped:
+            self._record(number, tensor).attach(tensor)
+        return tensor
+
+    def _make(
+        self, node: int, call: NodeCall | None, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        keeping, recorder = self._keeping, self._recorder
+        found, expected = list[int](), iter(keeping.made[node])
+
+        def note(tensor: Tensor) -> None:
+            place, nbytes = len(found), tensor.untyped_storage().nbytes()
+            found.append(nbytes)
+            number = next((number for number, planned in expected if planned == nbytes), -1)
+            if number in keeping.swapped:
+                self._record(number, tensor)
+            elif number in keeping.dropped:
+                assert call is not None, "what is dropped is made by a node that runs again"
+                self.storages[number] = DroppedStorage(
+                    tensor, call, place, recorder.recording.number, recorder.owners, recorder.counter
+                )
+            elif number < 0:
+                odd.append(nbytes)
+
+        odd = list[int]()
+        result = call_noting(lambda: op(*args, **kwargs), (args, kwargs), note, recorder.pack, recorder.unpack)
+        if odd:  # fewer are copies that a received tensor's layout has made unnecessary
+            sizes = [nbytes for _, nbytes in keeping.made[node]]
+            raise RuntimeError(
+                f"node {node} allocates {found} bytes, and its plan says {sizes}: make a plan on a profile of this "
+                "device, precision and micro-batch size"
+            )
+        return result
+
+    def _record(self, number: int, tensor: Tensor) -> SwappedStorage:
+        recorder = self._recorder
+        saved = SwappedStorage(tensor, self._link, recorder.recording.number, recorder.owners, recorder.counter)
+        self.storages[number] = saved
+        return saved
+
+    def swapped(self, numbers: Iterable[int]) -> Iterator[SwappedStorage]:
+        """Those of these storages that are on the host from forward to backward."""
+        for number in numbers:
+            if isinstance(saved := self.storages.get(number), SwappedStorage):
+                yield saved
+
+    def _scope_of(self, node: int) -> Callable[[], AbstractContextManager[object]]:
+        ordinal = self._keeping.ordinals.get(node)
+        return nullcontext if ordinal is None else partial(self._scope, ordinal)
+
+
+class Keeper:
+    """Of one stage: gives each micro-batch's forward its `Keep`, and moves what is swapped between it and its host."""
+
+    def __init__(self, store: ActivationStore, device: torch.device, link: HostLink | None = None) -> None:
+        self._store = store
+        self._link = link if link is not None else host_link_for(device)
+        self._units: dict[Hashable, _Swaps] = {}
+        self._leaving: list[weakref.ref[SwappedStorage]] = []
+
+    @contextmanager
+    def forward(self, unit: Hashable, keeping: Keeping, scope: Scope) -> Iterator[Keep]:
+        """Inside the store's recording of the unit: what its nodes are called through.
+
+        What earlier micro-batches have left on the link is gone first.
+        """
+        for saved in _alive(self._leaving):
+            saved.gone()
+            saved.let_go()
+        keep = Keep(keeping, self._store.recorder(unit), self._link, scope)
+        yield keep
+        for storage in keep.storages.values():
+            if isinstance(storage, DroppedStorage):
+                storage.forget()
+        self._leaving = [weakref.ref(saved) for saved in keep.swapped(keep.storages)]
+        if self._leaving:
+            early = [weakref.ref(saved) for saved in keep.swapped(keeping.early)]
+            self._units[unit] = _Swaps(self._leaving, early)
+
+    def swap_out(self, unit: Hashable) -> None:
+        """The forward's results are handed on: what has gone to the host is held by nobody here any more."""
+        if unit in self._units:
+            for saved in _alive(self._units[unit].swapped):
+                saved.let_go()
+
+    def swap_in(self, unit: Hashable) -> None:
+        """Start to bring back what the backward needs too soon to be brought back beside it."""
+        if unit in self._units:
+            for saved in _alive(self._units.pop(unit).early):
+                saved.recall()
+
+
+def _bring_back(result: Any, coming: Iterable[weakref.ref[SwappedStorage]]) -> None:
+    """When the backward comes to the node of `result`; where no gradient passes it, they come when asked for."""
+
+    def recall(gradient: Tensor) -> None:
+        for saved in _alive(coming):
+            saved.recall()
+
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(recall)  # type: ignore[no-untyped-call]
+            break
+
+
+class _Swaps(NamedTuple):
+    swapped: list[weakref.ref[SwappedStorage]]
+    early: list[weakref.ref[SwappedStorage]]
+
+
+def _alive(references: Iterable[weakref.ref[SwappedStorage]]) -> Iterator[SwappedStorage]:
+    return (saved for reference in references if (saved := reference()) is not None)

@@ -1,0 +1,142 @@
+"""One operation of a micro-batch's forward: which storages it allocates, and how it is run again in the backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map
+
+from evenpipe.runtime.saved import SavedStorage, SavedTensor
+
+__all__ = ["NodeCall", "Pack", "call_noting"]
+
+#: A hook of autograd's: what it shall hold in place of a tensor that it saves.
+Pack = Callable[[Tensor], object]
+
+
+def call_noting(
+    call: Callable[[], Any], given: Any, note: Callable[[Tensor], None], pack: Pack, unpack: Callable[[Any], Tensor]
+) -> Any:
+    """What `call()` returns; `note` is told of a tensor in each storage that it allocates, once.
+
+    First those that autograd saves, in that order, then those that are returned: the order of a profile's storages.
+    `given`: what it takes, in whatever nesting, of which the storages are known.
+    """
+    known = {leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if _has_memory(leaf)}
+    told = [note]
+
+    def see(tensor: Any) -> None:
+        if _has_memory(tensor) and (address := tensor.untyped_storage()._cdata) not in known:
+            known.add(address)
+            told[0](tensor)
+
+    def packed(tensor: Tensor) -> object:
+        see(tensor)
+        return pack(tensor)
+
+    with saved_tensors_hooks(packed, unpack):
+        result = call()
+    for leaf in tree_leaves(result):
+        see(leaf)
+    told.clear()  # autograd holds the hook for as long as what it has saved
+    return result
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+class _Taken(NamedTuple):
+    """An argument: as it is, or how it is had again. `written`: the operation changes it, which it shall not again."""
+
+    held: object
+    requires_grad: bool
+    written: bool
+
+    def again(self) -> Tensor:
+        tensor = self.held.unpack() if isinstance(self.held, SavedTensor) else self.held
+        assert isinstance(tensor, Tensor)
+        return tensor.detach().clone() if self.written else tensor.detach().requires_grad_(self.requires_grad)
+
+
+class NodeCall:
+    """What it takes to run an operation again, until it has been: `made` are storages that it then fills anew.
+
+    It holds its arguments by `hold`, as autograd would hold them; `scope` makes it draw the numbers that it has drawn.
+    """
+
+    __slots__ = ("_args", "_kwargs", "_op", "_scope", "made")
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        hold: Pack,
+        scope: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        written = _written(op)
+
+        def taken(value: Any, name: int | str) -> Any:
+            def held(leaf: Any) -> Any:
+                return _Taken(hold(leaf), leaf.requires_grad, name in written) if isinstance(leaf, Tensor) else leaf
+
+            return tree_map(held, value)
+
+        self._op = op
+        self._args = [taken(value, number) for number, value in enumerate(args)]
+        self._kwargs = {name: taken(value, name) for name, value in kwargs.items()}
+        self._scope = scope
+        #: By their number among those that it allocates. They own it, so that what nobody needs any more dies.
+        self.made: dict[int, weakref.ref[SavedStorage]] = {}
+
+    def run(self) -> None:
+        """Fill what it has made with what it makes now, the same numbers; let go of what it takes."""
+        fresh = list[torch.UntypedStorage]()
+        args, kwargs = tree_map(_again, (self._args, self._kwargs), is_leaf=_is_taken)
+        self._args, self._kwargs = [], {}
+
+        def note(tensor: Tensor) -> None:
+            fresh.append(tensor.untyped_storage())
+
+        # With gradients, for only then autograd saves, and so shows, what the operation keeps for itself.
+        with torch.enable_grad(), self._scope():
+            call_noting(lambda: self._op(*args, **kwargs), (args, kwargs), note, _nothing, _never)
+        for number, reference in self.made.items():
+            if (saved := reference()) is not None and saved.storage is None:
+                saved.own(fresh[number])
+
+
+def _is_taken(value: Any) -> bool:
+    return isinstance(value, _Taken)
+
+
+def _again(value: Any) -> Any:
+    return value.again() if isinstance(value, _Taken) else value
+
+
+def _written(op: Callable[..., Any]) -> set[int | str]:
+    """The arguments that an operation changes, by place and by name; of batch norms, torch's schemas do not say so."""
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return set()
+    found = [
+        (number, argument.name)
+        for number, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name.startswith("running_")
+    ]
+    return {key for keys in found for key in keys}
+
+
+def _nothing(tensor: Tensor) -> object:
+    return None
+
+
+def _never(packed: Any) -> Tensor:
+    raise RuntimeError("an operation that ran again has no backward of its own")

@@ -1,0 +1,53 @@
+"""The pass that puts swaps between a unit's forward and its backward: chosen tensors to host memory and back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+from evenpipe.schedule.actions import Action
+from evenpipe.schedule.errors import ScheduleError
+from evenpipe.schedule.kinds import BACKWARD, COMPUTE, EVICT, FORWARD, INPUT_GRADIENT, SWAP_IN, SWAP_OUT
+from evenpipe.schedule.schedule import Schedule
+
+__all__ = ["with_swaps"]
+
+
+def with_swaps(schedule: Schedule, positions: Collection[int]) -> Schedule:
+    """``schedule`` in which the parts of the model at these ``positions`` swap some tensors of every micro-batch.
+
+    They start to leave right after the forward. They start to come back one action before the backward where that is a
+    forward, beside which the link then works: no earlier, for in the backward before it the stage holds what comes back
+    of that one's micro-batch, and later memory would have to be free for both. A unit that is evicted leaves what is
+    swapped behind on its own host, and has it back when it is loaded: no tensor moves twice.
+
+    Raises :class:`ScheduleError` for a position that the model does not have.
+    """
+    parts = schedule.places.order
+    odd = next((one for one in positions if not 0 <= one < len(parts)), None)
+    if odd is not None:
+        raise ScheduleError(f"swaps={odd}: the model has parts 0 to {len(parts) - 1}")
+    rows = []
+    for stage, row in enumerate(schedule.actions):
+        chunks = {parts[position].chunk for position in positions if parts[position].stage == stage}
+        rows.append(tuple(_swapping(row, chunks)) if chunks else row)
+    return replace(schedule, actions=tuple(rows))
+
+
+def _swapping(row: Sequence[Action], chunks: Collection[int]) -> Iterator[Action]:
+    evicted = {action.unit for action in row if action.kind == EVICT}
+    before: dict[int, Action] = {}
+    last = -1  # the last compute action so far
+    for at, action in enumerate(row):
+        if action.kind not in COMPUTE:
+            continue
+        if action.kind in (BACKWARD, INPUT_GRADIENT) and action.chunk in chunks and action.unit not in evicted:
+            beside = last >= 0 and row[last].kind == FORWARD and row[last].unit != action.unit
+            before[last if beside else at] = Action(SWAP_IN, *action.unit)
+        last = at
+    for at, action in enumerate(row):
+        if at in before:
+            yield before[at]
+        yield action
+        if action.kind == FORWARD and action.chunk in chunks:
+            yield Action(SWAP_OUT, *action.unit)

@@ -1,0 +1,133 @@
+"""Parts whose plan recomputes and swaps: what the same parts compute without, in the bytes that were planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from evenpipe.partition.code import Draws, Part
+from evenpipe.partition.models import Example
+from evenpipe.partition.profile import Profile
+from evenpipe.partition.profiling import profile
+from evenpipe.partition.search.copies import Workload, copies_of
+from evenpipe.partition.search.costs import Costs
+from evenpipe.partition.search.memory import Fit, Load, Optimize, fit
+from evenpipe.partition.search.plan import plan_of
+from evenpipe.partition.search.problem import Problem
+from evenpipe.partition.timing import DEVICES
+from evenpipe.partition.trace import Graph
+from evenpipe.runtime.keep import Keeper
+from evenpipe.runtime.store import ActivationStore
+from tests.partition.code.cut import SEED, batches, drawn_cuts, written
+from tests.partition.code.test_keeping import HOST, OnCpu
+
+STAGES = 2
+#: How, to what share of its bytes, and over what link (10^9 bytes/s).
+WAYS: list[tuple[Optimize, float, float]] = [
+    ("recompute", 0.6, 0.0),
+    ("swap+recompute", 0.6, 1e3),
+    ("swap+recompute", 0.6, 0.5),
+]
+
+
+class Stages:
+    """Parts one after the other, each with a store of its own, as stages in processes have."""
+
+    def __init__(self, example: Example, parts: Sequence[Part]) -> None:
+        self.example, self.parts = example, parts
+        self.stores = [ActivationStore(part.state(), device=HOST) for part in parts]
+        self.keepers = [Keeper(store, HOST) for store in self.stores]
+        self.kept: list[int] = []
+
+    def step(self, number: int, inputs: Mapping[str, Tensor]) -> Tensor:
+        """A micro-batch's loss; it leaves its gradients."""
+        received: tuple[Tensor, ...] = ()
+        sent, got = list[tuple[Tensor, ...]](), list[tuple[Tensor, ...]]()
+        for part, store, keeper in zip(self.parts, self.stores, self.keepers, strict=True):
+            got.append(received)
+            with store.recording(number), keeper.forward(number, part.KEEPING, Draws(SEED, number)) as keep:
+                sent.append(
+                    part({name: inputs[name] for name in part.INPUTS}, Draws(SEED, number), *received, keep=keep)
+                )
+            del keep
+            received = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in sent[-1])
+            keeper.swap_out(number)
+        self.kept = [store.counter.own_bytes for store in self.stores]
+        loss = sent[-1][0].detach()
+        gradients: list[Tensor | None] = [None]
+        del received
+        for keeper in reversed(self.keepers):
+            keeper.swap_in(number)
+            mine, given = sent.pop(), got.pop()
+            pairs = [(out, back) for out, back in zip(mine, gradients, strict=True) if out.requires_grad]
+            torch.autograd.backward([out for out, _ in pairs], [back for _, back in pairs])
+            gradients = [tensor.grad for tensor in given]
+            del mine, pairs, given
+        for store in self.stores:
+            store.assert_empty()
+        return loss
+
+    def train(self, given: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        model = self.example.model
+        model.zero_grad()
+        found = {f"loss {number}": self.step(number, inputs) for number, inputs in enumerate(given)}
+        found |= {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        return found | {name: one.clone() for name, one in model.named_buffers()}
+
+
+def made(
+    example: Example, graph: Graph, found: Profile, cuts: Sequence[int], path: Path, way: tuple[Optimize, float, float]
+) -> tuple[list[Fit], list[Part]]:
+    """What each part does to keep that share of its bytes, and its code."""
+    optimize, share, gbps = way
+    workload = Workload("1f1b", 2 * STAGES)
+    problem = Problem(Costs(found), copies_of(workload, STAGES), 1 << 50, optimize, gbps)
+    starts = [0, *(cut + 1 for cut in cuts), len(found.nodes)]
+    fits = []
+    for start, stop in pairwise(starts):
+        total = problem.graph.saved(start, stop).total
+        loads = [Load(1, of * total) for of in (share, 1.0)]
+        found_fits = (fit(problem.graph, start, stop, [load], optimize, gbps, 0.3) for load in loads)
+        fits.append(next(one for one in found_fits if one is not None))  # what is small may not shrink so far
+    bounds = [0, *(problem.costs.starts.tolist().index(cut + 1) for cut in cuts), problem.costs.last]
+    plan = plan_of(problem, bounds, fits, workload)
+    return fits, written(example, graph, plan, found, path)
+
+
+@pytest.mark.parametrize("name", ["bert-large", "gpt2-large", "t5-large", "amoebanet-d"])
+def test_parts_that_recompute_and_swap_train_bit_for_bit_in_the_planned_bytes(small, tmp_path, name):
+    """To 3 %, or to one tensor of so small a model: a part runs in the model's own order, and is weighed by depth."""
+    example, graph = small(name)
+    found = profile(graph, OnCpu(DEVICES["a100-40gb"]), name)
+    given = batches(example, 2)
+    before = {key: value.clone() for key, value in example.model.state_dict().items()}
+    did = set[str]()
+    for seed in (1, 2):
+        cuts = drawn_cuts(graph, STAGES - 1, seed)
+        _, parts = made(example, graph, found, cuts, tmp_path / "plan.json", ("none", 1.0, 0.0))
+        assert not any(part.KEEPING.nodes for part in parts)
+        plain = {key: value.clone() for key, value in Stages(example, parts).train(given).items()}
+        for way in WAYS:
+            example.model.load_state_dict(before)
+            fits, parts = made(example, graph, found, cuts, tmp_path / "plan.json", way)
+            stages = Stages(example, parts)
+
+            kept = stages.train(given)
+
+            assert kept.keys() == plain.keys()
+            for key, value in plain.items():
+                assert torch.equal(kept[key], value), (way, key)
+            for one, part, nbytes, store in zip(fits, parts, stages.kept, stages.stores, strict=True):
+                did |= {"recompute"} if part.KEEPING.again else set()
+                did |= {"swap"} if part.KEEPING.swapped else set()
+                leaving = set(part.KEEPING.swapped).difference(*part.KEEPING.gone.values())
+                assert nbytes == one.kept + sum(found.storages[number].nbytes for number in leaving), way
+                planned, tensor = one.kept + one.transient, max(storage.nbytes for storage in found.storages)
+                assert abs(store.counter.peak_bytes - planned) <= max(0.03 * planned, tensor), (cuts, way)
+        example.model.load_state_dict(before)
+    assert did == {"recompute", "swap"}

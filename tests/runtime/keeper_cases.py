@@ -1,0 +1,127 @@
+"""Four gloo processes that carry out schedules with swaps, and write down what came of each.
+
+Arguments: a folder (cases.json in, rank-<rank>.json out). A script of its own, forked after the imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from evenpipe.runtime.connections import connect
+from evenpipe.runtime.executor import Executor
+from evenpipe.runtime.host_link import EmulatedHostLink, HostLink, Passage, host_link_for
+from evenpipe.runtime.keep import KEEP_ALL, KeepAll, Keeper, Keeping
+from evenpipe.runtime.stage import Edges, ModuleStage
+from evenpipe.schedule import Schedule, Unit, verify
+
+WORLD = 4
+ROWS, WIDTH = 64, 32
+HOST = torch.device("cpu")
+aten = torch.ops.aten
+
+#: GELU's result is computed again; tanh's is on the host, and back before the backward, or before that of its user.
+NBYTES = ROWS * WIDTH * 4
+KEEPING = Keeping(
+    again={0},
+    dropped={0},
+    swapped={1},
+    made={0: ((0, NBYTES),), 1: ((1, NBYTES),)},
+    out={2: (1,)},
+    gone={2: (1,)},
+    back={2: (1,)},
+)
+EARLY = Keeping(swapped={1}, made={1: ((1, NBYTES),)}, out={2: (1,)}, early=(1,))
+WAYS = {"all": Keeping(), "kept": KEEPING, "early": EARLY}
+
+
+class Block(torch.nn.Module):
+    """What it saves: its input, GELU's argument and result, tanh's result."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        torch.manual_seed(place)
+        self.first, self.second = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.keep: KeepAll = KEEP_ALL
+
+    def forward(self, value: Tensor) -> Tensor:
+        hidden = self.keep(0, aten.gelu.default, self.first(value))
+        hidden = self.keep(1, aten.tanh.default, self.second(hidden))
+        return self.keep(2, aten.mul.Tensor, hidden, hidden)  # type: ignore[no-any-return]
+
+
+class KeptStage(ModuleStage):
+    keeping = Keeping()
+    keeper: Keeper | None = None
+
+    def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
+        if self.keeper is None:
+            return super().forward(unit, inputs)
+        block = self.chunks[unit.chunk]
+        with self.keeper.forward(unit, self.keeping, lambda ordinal: contextlib.nullcontext()) as block.keep:
+            outputs = super().forward(unit, inputs)
+        block.keep = KEEP_ALL
+        return outputs
+
+
+class Fatal(HostLink):
+    """Kills the process at the first swap."""
+
+    def out(self, memory: Tensor) -> Passage:
+        os.kill(os.getpid(), 9)
+        raise AssertionError
+
+    def back(self, host: Tensor, memory: Tensor) -> Passage:
+        raise AssertionError
+
+
+def carry_out(case: dict, rank: int) -> dict:
+    program = verify(Schedule.parse(case["schedule"]))
+    schedule = program.schedule
+    connections = connect(range(schedule.stages), program.links, "gloo", HOST)
+    module = Block(rank)
+    executor = Executor(rank, connections, HOST, module.parameters())
+    loss_chunk = 0 if rank == schedule.stages - 1 else None
+    given = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(ROWS, WIDTH, generator=given) for _ in range(schedule.micro_batches)]
+    edges = Edges.alike(torch.empty(ROWS, WIDTH))
+    stage = KeptStage([module], edges, inputs.__getitem__, lambda i, out: out.square().mean(), loss_chunk)
+    if case["way"] != "all":
+        link = EmulatedHostLink(case["gbps"]) if case["gbps"] else host_link_for(HOST)
+        executor.keeper = stage.keeper = Keeper(executor.store, HOST, link)
+        stage.keeping = WAYS[case["way"]]
+    executor.run(program, stage)
+    executor.run(program, stage)
+    executor.store.assert_empty()
+    connections.close()
+    return {
+        "gradients": [one.grad.numpy().tobytes().hex() for one in module.parameters()],
+        "peak": executor.counter.peak_bytes,
+    }
+
+
+def work(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    results = {}
+    for name, case in json.loads((folder / "cases.json").read_text()).items():
+        try:
+            results[name] = carry_out(case, rank)
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+        dist.barrier()
+    (folder / f"rank-{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    mp.start_processes(work, (Path(sys.argv[1]),), nprocs=WORLD, start_method="fork")

@@ -1,0 +1,72 @@
+"""The pass that swaps: out after the forward, in before the backward, beside BPipe without moving anything twice."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenpipe.schedule import ScheduleError, Size, build, choose, needs_of, with_swaps
+from evenpipe.schedule.known import find, own
+from tests.schedule.independent import fault
+
+
+def drawn(program) -> list[str]:
+    return [" ".join(map(str, row)) for row in program.schedule.actions]
+
+
+def test_what_is_swapped_comes_back_beside_the_forward_before_its_backward() -> None:
+    assert drawn(build("1f1b", Size(2, 4), swaps=(0, 1))) == [
+        "F0 O0 I0 F1 O1 B0 I1 F2 O2 B1 I2 F3 O3 B2 I3 B3",
+        "F0 O0 I0 B0 F1 O1 I1 B1 F2 O2 I2 B2 F3 O3 I3 B3",
+    ]
+
+
+def test_only_the_parts_that_are_named_swap() -> None:
+    program = build("interleaved", Size(2, 2, 2), swaps=(3,))
+    assert drawn(program)[0] == drawn(build("interleaved", Size(2, 2, 2)))[0]
+    assert re.findall(r"[OI]\S+", drawn(program)[1]) == ["O0.1", "I0.1", "O1.1", "I1.1"]
+
+
+def test_what_is_evicted_leaves_its_swapped_tensors_on_its_own_host() -> None:
+    program = build("1f1b", Size(4, 8), bpipe=True, swaps=range(4))
+    assert sum(program.schedule.evictions) > 0
+    for row in program.schedule.actions:
+        of_unit = defaultdict(str)
+        for action in row:
+            if action.evictor < 0:
+                of_unit[action.unit] += action.kind
+        assert set(of_unit.values()) <= {"FOIB", "FOELB"}
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_schedule_swaps_any_of_its_parts(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from([name for name in own() if "chunks" not in find(name).needs]))
+    stages, batches = data.draw(st.integers(1, 4)), 2 if "stream" in find(name).needs else 1
+    size = Size(stages, data.draw(st.integers(stages, 6)), batches=batches)
+    bpipe = find(name).balanced is not None and stages > 1 and data.draw(st.booleans())
+    plain = build(name, size, bpipe).schedule
+    swaps = data.draw(st.sets(st.integers(0, len(plain.places.order) - 1)))
+    swapped = build(name, size, bpipe, swaps=swaps).schedule
+    assert fault(swapped) is None
+    assert ("swap" in needs_of(swapped)) == bool(swaps)
+    assert swapped.peak_live == plain.peak_live
+    for one, other in zip(plain.actions, swapped.actions, strict=True):
+        assert [action for action in other if action.kind not in "OI"] == list(one)
+    assert with_swaps(plain, ()) == plain
+
+
+def test_a_part_that_the_model_does_not_have() -> None:
+    with pytest.raises(ScheduleError, match="swaps=2: the model has parts 0 to 1"):
+        build("1f1b", Size(2, 2), swaps=(0, 2))
+
+
+def test_a_table_is_run_as_it_is(tmp_path) -> None:
+    path = tmp_path / "table"
+    path.write_text(str(build("1f1b", Size(2, 2)).schedule))
+    with pytest.raises(ScheduleError, match="leave swaps out"):
+        build(choose(f"file:{path}"), Size(2, 2), swaps=(0,))
