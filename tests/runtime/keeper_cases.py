@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import traceback
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
-from evenpipe.runtime.host_link import EmulatedHostLink, HostLink, Passage, host_link_for
+from evenpipe.runtime.host_link import EmulatedHostLink, host_link_for
 from evenpipe.runtime.keep import KEEP_ALL, KeepAll, Keeper, Keeping
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Schedule, Unit, verify
@@ -71,17 +70,6 @@ class KeptStage(ModuleStage):
             outputs = super().forward(unit, inputs)
         block.keep = KEEP_ALL
         return outputs
-
-
-class Fatal(HostLink):
-    """Kills the process at the first swap."""
-
-    def out(self, memory: Tensor) -> Passage:
-        os.kill(os.getpid(), 9)
-        raise AssertionError
-
-    def back(self, host: Tensor, memory: Tensor) -> Passage:
-        raise AssertionError
 
 
 def carry_out(case: dict, rank: int) -> dict:
