@@ -1,0 +1,48 @@
+"""What descriptions say that stages hold is what megatron-core's own model holds when it is built and run."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from evenpipe.megatron.profile import PlannedRun, stage_memories
+from evenpipe.planner.descriptions import Model
+from evenpipe.planner.memory.stages import chunks_of, stage_memory_of
+from evenpipe.planner.operations.parts import Blocks, parts_of
+from evenpipe.planner.run import Recompute, Run
+from evenpipe.runtime.communicators import link_bytes
+from evenpipe.schedule import links, loop
+
+#: Of six heads no fused softmax makes a kernel, on the meta device as on a GPU.
+SIZES = {"layers": 8, "hidden": 384, "heads": 6}
+
+
+def described(recompute: Recompute) -> list[tuple[int, int]]:
+    """Of each stage, bytes that stay, and those saved of a micro-batch of one sample."""
+    model = Model(name="own", vocabulary=256, sequence=256, dropout=False, **SIZES)
+    run = Run(
+        global_batch=8,
+        stages=4,
+        recompute=recompute,
+        precision="bf16",
+        attention="unfused",
+        gradients_in_fp32=True,
+        sharded_optimizer=False,
+    )
+    chunks = chunks_of(parts_of(model, run), Blocks(model, run))
+    return [(stage.static_bytes, stage.sample_bytes) for stage in stage_memory_of(chunks, run, 2 * 256 * 384)]
+
+
+@pytest.mark.timeout(240)
+def test_within_two_percent() -> None:
+    scopes: tuple[Recompute, ...] = ("none", "full")
+    cases = [
+        PlannedRun(model="gpt", seq_length=256, precision="bf16", stages=4, micro_batches=8, recompute=scope, **SIZES)
+        for scope in scopes
+    ]
+    for scope, stages in zip(scopes, stage_memories(cases, "cuda"), strict=True):
+        for number, (found, (static, saved)) in enumerate(zip(stages, described(scope), strict=True)):
+            communicators = link_bytes(links(loop(4)), number)
+            assert static == pytest.approx(found.static_bytes - communicators, rel=0.02)
+            assert saved == pytest.approx(found.sample_bytes + found.fixed_bytes, rel=0.02), (scope, number)
