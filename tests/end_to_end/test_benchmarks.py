@@ -156,3 +156,12 @@ def test_settings_that_make_no_sense_are_refused():
     assert finished.returncode == 2
     assert "--layers 6: not divisible by --stages 4" in finished.stderr
     assert finished.stdout == ""
+
+
+def test_planner_truth():
+    shown = document("planner_truth.py")
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "planner_truth")
+    [found] = shown["results"]
+    assert found["verdicts"]["count"] == 92
+    for name, used in found["used"].items():
+        assert math.isclose(found["fitted"][name], used, rel_tol=0.02)

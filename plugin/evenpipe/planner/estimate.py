@@ -10,6 +10,7 @@ from evenpipe.planner.descriptions import Cluster, Framework, Model, framework
 from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.flops import model_flops
 from evenpipe.planner.memory.stages import StageBytes, chunks_of, stage_bytes
+from evenpipe.planner.operations.operation import summed
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.reasons import reason_of
 from evenpipe.planner.run import Run
@@ -126,7 +127,15 @@ class Estimator:
         held = stage_bytes(
             chunks, found.saved_bytes, places, found.weight_versions, run, message_bytes, self.cluster.device
         )
-        end = max(batch_end(chunks[n].parameters, run, kernels, times[n].backward) for n in range(len(chunks)))
+        end = max(
+            batch_end(
+                summed(chunks[places.position(stage, chunk)].parameters for chunk in range(places.chunks)),
+                run,
+                kernels,
+                own[stage][1] / _MS,
+            )
+            for stage in range(places.stages)
+        )
         iteration_ms = found.makespan_ms + end * _MS
         stages = tuple(
             StageEstimate(nbytes, *ms, sum(wire)) for nbytes, ms, wire in zip(held, own, evictions, strict=True)

@@ -6,7 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-__all__ = ["Collective", "FusedAttention", "Gemm", "Group", "Moved", "Operation", "Parameters", "Work", "total"]
+__all__ = [
+    "Collective",
+    "FusedAttention",
+    "Gemm",
+    "Group",
+    "Moved",
+    "Operation",
+    "Parameters",
+    "Work",
+    "summed",
+    "total",
+]
 
 #: Over which ranks a collective goes.
 Group = Literal["tensor", "expert", "context"]
@@ -79,7 +90,12 @@ class Operation:
     core: bool = False
 
 
+def summed(parameters: Iterable[Parameters]) -> Parameters:
+    """All of them together."""
+    found = list(parameters)
+    return Parameters(sum(one.shared for one in found), sum(one.expert for one in found))
+
+
 def total(operations: Iterable[Operation]) -> Parameters:
     """The parameters of all of them."""
-    found = list(operations)
-    return Parameters(sum(one.parameters.shared for one in found), sum(one.parameters.expert for one in found))
+    return summed(one.parameters for one in operations)
