@@ -129,10 +129,11 @@ def draw(path: Path, profiles: dict[str, Profile]) -> None:
             axes.plot(np.array(values) / MB, np.arange(1, len(values) + 1) / len(values), label=title, linewidth=1.4)
     for axes, name in zip(panels, ("activations", "consumed"), strict=True):
         axes.set_title(f"{name} of a node, MB", loc="left", fontsize=9)
-        axes.set_xlim(-300, 300)
         axes.grid(color="#e6e6e2", linewidth=0.6)
         axes.tick_params(labelsize=8, length=0)
         axes.spines[:].set_visible(False)
+    panels[0].set_xlim(0, 300)
+    panels[1].set_xlim(-50, 300)
     panels[0].set_ylabel("part of nodes", fontsize=8)
     panels[0].legend(frameon=False, fontsize=8)
     figure.savefig(path)
@@ -168,6 +169,11 @@ def figures(title: str, size: int) -> dict[str, Any]:
     """Figures 2 to 4 of one model."""
     profile = profiles_of(title)(size)
     activations, consumed = distribution(profile)
+    parts = {
+        f"{name}_mb_at_{part}_percent": float(np.percentile(values, part)) / MB
+        for name, values in (("activations", activations), ("consumed", consumed))
+        for part in (50, 80, 90, 99)
+    }
     return {
         "what": "Figures 2–4",
         "model": title,
@@ -175,6 +181,7 @@ def figures(title: str, size: int) -> dict[str, Any]:
         "pipedream_waste": wasted(profile, "async", 8),
         "activations_below_80_mb": fmean(nbytes < 80 * MB for nbytes in activations),
         "consumed_below_150_mb": fmean(nbytes < 150 * MB for nbytes in consumed),
+        **parts,
     }
 
 
