@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from evenpipe.partition.search.checkpoints import checkpoints
 from evenpipe.partition.search.costs import Numbers
 from evenpipe.partition.search.ranges import Graph, Saved
-from evenpipe.partition.search.recompute import Recomputation
+from evenpipe.partition.search.recompute import Chain, Recomputation
 
 __all__ = ["Fit", "HostLink", "Load", "Optimize", "fit", "queued", "weigh"]
 
@@ -114,17 +115,27 @@ class HostLink:
         Those bytes are what the forward's end finds on its way out. `until` is told where each is back; see
         `Saved.backward_peak`.
         """
-        saved, takes = self.saved, self.transfer_ms[chosen]
-        out_ms = queued(saved.free_from_ms[chosen], takes)
-        back_ms = -queued(-saved.needed_ms[chosen], takes)  # the latest starts: the same queue, backwards in time
-        late_ms = np.max(out_ms - (saved.forward_ms + self.between_ms + back_ms), initial=0.0)
+        saved = self.saved
+        out_ms, back_ms, over_ms = self._transfers(chosen)
         until[chosen] = saved.backward_node(back_ms)
         leaving = out_ms > saved.forward_ms
         if self.copies == 1:  # what has not left when the only micro-batch's backward starts need not come back
             until[chosen[leaving]] = saved.stop - 1
             leaving &= False
+        return over_ms, int(saved.nbytes[chosen[leaving]].sum())
+
+    def over_ms(self, chosen: Numbers) -> float:
+        """Milliseconds that swapping `chosen` takes beyond compute."""
+        return self._transfers(chosen)[2]
+
+    def _transfers(self, chosen: Numbers) -> tuple[Numbers, Numbers, float]:
+        """When each is out, since the forward's start, and starts to come back, since the backward's; and `over_ms`."""
+        saved, takes = self.saved, self.transfer_ms[chosen]
+        out_ms = queued(saved.free_from_ms[chosen], takes)
+        back_ms = -queued(-saved.needed_ms[chosen], takes)  # the latest starts: the same queue, backwards in time
+        late_ms = np.max(out_ms - (saved.forward_ms + self.between_ms + back_ms), initial=0.0)
         over_ms = max(0.0, float(takes.sum()) - self.period_ms)
-        return max(over_ms, float(late_ms)), int(saved.nbytes[chosen[leaving]].sum())
+        return out_ms, back_ms, max(over_ms, float(late_ms))
 
 
 def queued(ready_ms: Numbers, takes_ms: Numbers) -> Numbers:
@@ -143,7 +154,9 @@ def weigh(host: HostLink, swapped: Numbers, again: Recomputation) -> Fit:
     until = np.full(len(saved.ids), saved.stop - 1)
     over_ms, leaving = host.swap(swapped, until) if len(swapped) else (0.0, 0)
     if again.dropped:
-        again.extend(until)
+        places = until.tolist()
+        again.extend(places)
+        until = np.array(places, np.int64)
     kept = saved.total - int(saved.nbytes[swapped].sum()) - again.dropped_bytes + again.received_bytes
     beside = max(0, saved.backward_peak(until) + again.received_bytes - kept)
     return Fit(
@@ -169,14 +182,16 @@ def _swap_for_nothing(host: HostLink, loads: Sequence[Load], kept: frozenset[int
         sent = np.array([host.saved.graph.producer[one] < host.saved.start for one in host.saved.ids.tolist()])
         order = order[np.isin(host.saved.ids[order], list(kept)) | sent[order]]
     order = order[(host.free_ms[order] >= 0) & (np.cumsum(host.transfer_ms[order]) <= host.period_ms)]
-    most = _first(lambda count: weigh(host, order[: count + 1], none).extra_ms > 0, len(order))
+    most = _first(lambda count: host.over_ms(order[: count + 1]) > 0, len(order))
     fewest: Numbers = order[: _first(lambda count: _fits(weigh(host, order[:count], none), loads), most)]
     return fewest
 
 
 def _first(holds: Callable[[int], bool], stop: int) -> int:
-    """The first number below `stop` from which on it holds, else `stop`."""
-    low, high = 0, stop
+    """The first number below `stop` from which on it holds, else `stop`: which is asked first, as it mostly is."""
+    if not stop or not holds(stop - 1):
+        return stop
+    low, high = 0, stop - 1
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
@@ -207,62 +222,64 @@ def _cheapest(host: HostLink, swapped: Numbers, loads: Sequence[Load], kept: fro
     return found if _fits(found, loads) else None
 
 
-class _Entry(NamedTuple):
-    """The ms a byte of the better way for the storage at `place` of `saved`; no two are equal."""
-
-    ms_a_byte: float
-    place: int
-    swap: bool
+#: The ms a byte of the better way for the storage at a place of `saved`, that place, and whether it is to swap it.
+_Entry = tuple[float, int, bool]
 
 
 class _Picks:
     """What is picked, from a heap by MSPS: of a storage's entries only the newest counts."""
 
     def __init__(self, host: HostLink, swapped: Numbers, kept: frozenset[int]) -> None:
-        self.host, self.again = host, Recomputation(host.saved, kept)
+        self.again = Recomputation(host.saved, kept)
         self.swapped = list[int]()
+        self._saved = host.saved
         self._storages: list[int] = host.saved.ids.tolist()
         self._nbytes: list[int] = host.saved.nbytes.tolist()
+        # The link is full, or the FreeTime short: what it takes on the link is waited for.
+        waits_ms = np.maximum(host.transfer_ms, -host.free_ms)
+        weighs = (host.saved.nbytes > 0) & np.isfinite(host.transfer_ms) & (not kept)
+        self._swap_ms: list[float] = np.divide(
+            waits_ms, host.saved.nbytes, out=np.full(len(waits_ms), np.inf), where=weighs
+        ).tolist()
+        self._chains = dict[int, Chain]()
+        self._newest = dict[int, _Entry | None]()
         gone = set(swapped.tolist())
-        weighed = (self._entry(place) for place in range(len(self._storages)) if place not in gone)
-        self._heap = [entry for entry in weighed if entry is not None]
-        self._newest: dict[int, _Entry | None] = {entry.place: entry for entry in self._heap}
+        self._heap = list[_Entry]()
+        for place in range(len(self._storages)):
+            if place not in gone and (entry := self._entry(place, self.again.first_chain)) is not None:
+                self._newest[place] = entry
+                self._heap.append(entry)
         heapify(self._heap)
 
     def best(self) -> _Entry | None:
         """What saves most a millisecond; None: nothing is left."""
         while self._heap:
             entry = heappop(self._heap)
-            if self._newest.get(entry.place) == entry:
+            if self._newest.get(entry[1]) == entry:
                 return entry
         return None
 
     def pick(self, entry: _Entry) -> int:
         """Swap it or drop it; and the bytes that this saves."""
-        del self._newest[entry.place]
-        if entry.swap:
-            self.swapped.append(entry.place)
-            return self._nbytes[entry.place]
-        storage = self._storages[entry.place]
-        chain = self.again.chain(storage)
-        for one in self.again.drop(storage, chain):
-            place = self.again.places[one]
-            if place in self._newest:
-                newest = self._newest[place] = self._entry(place)
+        _, place, swap = entry
+        del self._newest[place]
+        if swap:
+            self.swapped.append(place)
+            return self._nbytes[place]
+        chain = self._chains[place]
+        for one in self.again.drop(self._storages[place], chain):
+            other = self.again.places[one]
+            if other in self._newest:
+                newest = self._newest[other] = self._entry(other, self.again.chain)
                 if newest is not None:
                     heappush(self._heap, newest)
         return chain.saves
 
-    def _entry(self, place: int) -> _Entry | None:
+    def _entry(self, place: int, chain_of: Callable[[int], Chain]) -> _Entry | None:
         """The better way of swap and recompute for a storage, as things are; None: neither saves anything."""
-        host, saved, nbytes = self.host, self.host.saved, self._nbytes[place]
-        storage, found = self._storages[place], None
-        if saved.graph.producer[storage] >= saved.start and storage not in self.again.checkpoints:
-            chain = self.again.chain(storage)
-            found = _Entry(chain.ms / chain.saves, place, False) if chain.saves > 0 else None
-        if nbytes and np.isfinite(host.transfer_ms[place]) and not self.again.checkpoints:
-            # The link is full, or the FreeTime short: what it takes on the link is waited for.
-            waits_ms = max(float(host.transfer_ms[place]), -float(host.free_ms[place]))
-            swap = _Entry(waits_ms / nbytes, place, True)
-            found = swap if found is None else min(found, swap)
-        return found
+        storage, swap_ms = self._storages[place], self._swap_ms[place]
+        if self._saved.graph.producer[storage] >= self._saved.start and storage not in self.again.checkpoints:
+            chain = self._chains[place] = chain_of(storage)
+            if chain.saves > 0 and (recompute_ms := chain.ms / chain.saves) <= swap_ms:
+                return recompute_ms, place, False
+        return (swap_ms, place, True) if swap_ms < inf else None

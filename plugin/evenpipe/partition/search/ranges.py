@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.costs import Numbers
 
-__all__ = ["Graph", "Saved"]
+__all__ = ["Alone", "Graph", "Saved"]
+
+
+class Alone(NamedTuple):
+    """What it takes to have one storage again where all others that are ever saved are kept.
+
+    nodes: which run again, in `ms`, from `first_node` on. ends: the saved storages that they read.
+    """
+
+    ms: float
+    first_node: int
+    nodes: frozenset[int]
+    ends: frozenset[int]
 
 
 class Graph:
@@ -34,6 +48,36 @@ class Graph:
         self._savers = _by_node([one.savers for one in profile.storages])
         self._last_users = _by_node([one.users for one in profile.storages])
 
+    @cached_property
+    def alone(self) -> dict[int, Alone]:
+        """Of every saved storage that a node makes."""
+        return {one: self._alone(one) for one, saved in enumerate(self.is_saved) if saved and self.producer[one] >= 0}
+
+    def _alone(self, storage: int) -> Alone:
+        nodes, ends, open_nodes = set[int](), set[int](), [self.producer[storage]]
+        ms = 0.0
+        while open_nodes:
+            node = open_nodes.pop()
+            if node not in nodes:
+                nodes.add(node)
+                ms += self.forward_ms[node]
+                for read in self.reads[node]:
+                    if self.is_saved[read]:
+                        ends.add(read)
+                    elif self.producer[read] >= 0:
+                        open_nodes.append(self.producer[read])
+        return Alone(ms, min(nodes), frozenset(nodes), frozenset(ends))
+
+    @cached_property
+    def runs_for(self) -> list[list[int]]:
+        """By node, the storages that are had again by running it, among others."""
+        return _turned(len(self.makes), ((one, alone.nodes) for one, alone in self.alone.items()))
+
+    @cached_property
+    def ended_by(self) -> list[list[int]]:
+        """By storage, those of which it is one of the ends."""
+        return _turned(len(self.nbytes), ((one, alone.ends) for one, alone in self.alone.items()))
+
     def saved(self, start: int, stop: int) -> Saved:
         """Of the nodes from `start` to `stop` − 1."""
         nodes, storages = _within(self._savers, start, stop)
@@ -47,6 +91,14 @@ class Graph:
         np.maximum.at(last_use, place[known], used_at[known])
         weights = np.array([self.nbytes[one] for one in ids.tolist()], np.int64)
         return Saved(self, start, stop, ids, weights, nodes[first], nodes[last], last_use)
+
+
+def _turned(count: int, having: Iterable[tuple[int, Iterable[int]]]) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in range(count)]
+    for one, others in having:
+        for other in others:
+            found[other].append(one)
+    return found
 
 
 def _by_node(touched: list[tuple[int, ...]]) -> tuple[Numbers, Numbers]:
@@ -86,6 +138,10 @@ class Saved:
     @cached_property
     def total(self) -> int:
         return int(self.nbytes.sum())
+
+    @cached_property
+    def last_savers(self) -> list[int]:
+        return list(self.last_saver.tolist())
 
     @property
     def forward_ms(self) -> float:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from typing import NamedTuple
 
-from evenpipe.partition.search.costs import Numbers
 from evenpipe.partition.search.ranges import Saved
 
 __all__ = ["Chain", "Recomputation"]
@@ -19,8 +19,8 @@ class Chain(NamedTuple):
 
     ms: float
     saves: int
-    nodes: set[int]
-    received: set[int]
+    nodes: Collection[int]
+    received: Collection[int] = ()
 
 
 class Recomputation:
@@ -37,18 +37,23 @@ class Recomputation:
         #: The place in `saved` of each storage.
         self.places = {storage: place for place, storage in enumerate(saved.ids.tolist())}
         self.dropped = set[int]()
+        self.dropped_bytes = 0
         self.nodes = set[int]()
         self.received = set[int]()
         self.ms = 0.0
         self._ends_at, self._runs = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
 
     @property
-    def dropped_bytes(self) -> int:
-        return sum(self._graph.nbytes[one] for one in self.dropped)
-
-    @property
     def received_bytes(self) -> int:
         return sum(self._graph.nbytes[one] for one in self.received)
+
+    def first_chain(self, storage: int) -> Chain:
+        """What dropping it would add before any other is: as in the whole model, if all of its chain is here."""
+        alone = self._graph.alone[storage]
+        whole = alone.first_node >= self._saved.start and all(one in self.places for one in alone.ends)
+        if whole and not self.checkpoints:
+            return Chain(alone.ms, self._graph.nbytes[storage], alone.nodes)
+        return self.chain(storage)
 
     def chain(self, storage: int) -> Chain:
         """What dropping it too would add."""
@@ -78,42 +83,46 @@ class Recomputation:
         return Chain(ms, saves, nodes, received)
 
     def drop(self, storage: int, chain: Chain) -> set[int]:
-        """Drop it; and those of the storages asked about of which the chain is another one now.
+        """Drop it; and those of the storages that are not of which the chain may be another one now.
 
         That is where it ended at what is dropped, or had nodes that run again anyway now, or what is received.
         """
+        graph = self._graph
         self.dropped.add(storage)
-        self.nodes |= chain.nodes
+        self.dropped_bytes += graph.nbytes[storage]
+        self.nodes.update(chain.nodes)
         self.ms += chain.ms
         changed = self._ends_at.pop(storage, set[int]())
+        changed.update(graph.ended_by[storage])
         for node in chain.nodes:
             changed |= self._runs.pop(node, set())
+            changed.update(graph.runs_for[node])
         if chain.received:
-            self.received |= chain.received
-            readers = (user for one in chain.received for user in self._graph.users[one])
+            self.received.update(chain.received)
+            readers = (user for one in chain.received for user in graph.users[one])
             changed = changed.union(*(self._runs.get(user, ()) for user in readers))
-        return changed - self.dropped
+        return {one for one in changed if one in self.places and one not in self.dropped}
 
-    def extend(self, until: Numbers) -> None:
+    def extend(self, until: list[int]) -> None:
         """Tell `until` (by places in `saved`) from which node's backward on what was dropped is there again.
 
         A node runs again when the first backward needs what was dropped of it, or a node that reads what is not kept of
         it runs again; what comes back from the host is there by then too.
         """
-        graph, saved, places = self._graph, self._saved, self.places
-        needed = dict[int, int]()
-        for node in sorted(self.nodes, reverse=True):
-            at = saved.start
-            for made in graph.makes[node]:
-                if made in self.dropped:
-                    at = max(at, int(saved.last_saver[places[made]]))
-                elif made in places or made in self.received:
-                    continue
-                at = max(at, max((needed[user] for user in graph.users[made] if user in needed), default=at))
-            needed[node] = at
-            for made in graph.makes[node]:
-                if made in self.dropped:
-                    until[places[made]] = at
-            for read in graph.reads[node]:
-                if read in places and read not in self.dropped:
-                    until[places[read]] = max(until[places[read]], at)
+        graph, saved, places, dropped = self._graph, self._saved, self.places, self.dropped
+        makes, reads, producers, last_saver = graph.makes, graph.reads, graph.producer, saved.last_savers
+        needed = dict.fromkeys(self.nodes, saved.start)
+        for node in sorted(needed, reverse=True):
+            at = needed[node]
+            gone = [places[made] for made in makes[node] if made in dropped]
+            for place in gone:
+                at = max(at, last_saver[place])
+            for place in gone:
+                until[place] = at
+            for read in reads[node]:
+                if read in places and read not in dropped:
+                    place = places[read]
+                    if until[place] < at:
+                        until[place] = at
+                elif read not in self.received and needed.get(producers[read], at) < at:
+                    needed[producers[read]] = at
