@@ -72,6 +72,7 @@ def test_a_users_function_gives_model_and_inputs(tmp_path):
     ("body", "says"),
     [
         ("    raise ValueError('no data')", "mine.py:2: ValueError: no data"),
+        ("    raise SystemExit(3)", "mine.py:2: SystemExit: 3"),
         ("    return 3", r"should return \(model, inputs\), and returned int"),
         ("    return torch.nn.Linear(2, 2), {}", "with a tensor among them"),
     ],

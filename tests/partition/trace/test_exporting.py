@@ -25,11 +25,20 @@ class Counting(nn.Linear):
         return y[y > 0].sum()
 
 
+class Reading(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.sum() * y.max().item()
+
+
 class Lossless(nn.Linear):
     pass
 
 
-@pytest.mark.parametrize(("model", "line"), [(Branching, "if y.sum() > 0"), (Counting, "y[y > 0]")])
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [(Branching, "if y.sum() > 0"), (Counting, "y[y > 0]"), (Reading, "y.max().item()")],
+)
 def test_the_users_line_is_named_and_nothing_is_printed(model, line, capfd):
     with pytest.raises(TraceError) as caught:
         trace(model(8, 8), {"x": torch.zeros(2, 8)})

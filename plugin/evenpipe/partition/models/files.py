@@ -44,7 +44,7 @@ def from_function(where: str, micro_batch_size: int | None = None) -> Example:
         raise ModelError(f"{where}: there is no file {file}")
     try:
         returned = _returned(file, name, micro_batch_size)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"{where}: {_place(error, file)}{type(error).__name__}: {error}".split("\n")[0]) from error
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module)):
         raise ModelError(f"{where}: it should return (model, inputs), and returned {type(returned).__name__}")

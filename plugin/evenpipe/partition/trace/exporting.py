@@ -74,7 +74,9 @@ def _takes_any(names: Mapping[str, inspect.Parameter]) -> bool:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """torch prints and logs whole graphs when an export fails; transformers warns of its own defaults."""
-    loggers = [logging.getLogger(name) for name in ("torch.export", "transformers")]
+    loggers = [
+        logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental.symbolic_shapes", "transformers")
+    ]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
@@ -146,15 +148,18 @@ def _up_to_the_loss(module: fx.GraphModule, name: str) -> None:
 
 
 def _refuse_sizes_of_values(module: fx.GraphModule, name: str) -> None:
-    """A pipeline's stages send tensors of sizes that are known before; raises TraceError where values give one."""
+    """A pipeline's stages send tensors of sizes that are known before; raises TraceError where values give one.
+
+    So it does where a number is read from a tensor: without memory there is none.
+    """
     for node in module.graph.nodes:
         for value in tree_leaves(node.meta.get("val")):
-            if isinstance(value, Tensor) and any(not isinstance(size, int) for size in value.shape):
+            read = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+            if read or (isinstance(value, Tensor) and any(not isinstance(size, int) for size in value.shape)):
                 where = re.findall(r'File "(.+)", line (\d+).*\n *(.*)', node.meta.get("stack_trace") or "")
                 place = "{}:{}: `{}`: ".format(*where[-1]) if where else ""
-                raise TraceError(
-                    f"{name} cannot be traced: {place}{node.target}: the size of what it returns depends on values"
-                )
+                what = "what it returns" if read else "the size of what it returns"
+                raise TraceError(f"{name} cannot be traced: {place}{node.target}: {what} depends on values")
 
 
 def _has_effect(node: fx.Node) -> bool:
