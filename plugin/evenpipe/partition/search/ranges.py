@@ -17,7 +17,7 @@ __all__ = ["Alone", "Graph", "Saved"]
 class Alone(NamedTuple):
     """What it takes to have one storage again where all others that are ever saved are kept.
 
-    nodes: which run again, in `ms`, from `first_node` on. ends: the saved storages that they read.
+    nodes: which run again, in `ms`, from `first_node` on. ends: the saved storages and the inputs that they read.
     """
 
     ms: float
@@ -62,9 +62,9 @@ class Graph:
                 nodes.add(node)
                 ms += self.forward_ms[node]
                 for read in self.reads[node]:
-                    if self.is_saved[read]:
+                    if self.is_saved[read] or self.producer[read] < 0:
                         ends.add(read)
-                    elif self.producer[read] >= 0:
+                    else:
                         open_nodes.append(self.producer[read])
         return Alone(ms, min(nodes), frozenset(nodes), frozenset(ends))
 
