@@ -112,6 +112,7 @@ def _coverage(programs: estimators, ordinary: list[Row], ours: list[Row]) -> dic
     unseen = [one / row.mfu for row, one in zip(ordinary, left_out(ordinary, programs), strict=True)]
     unseen += [one / row.mfu for row, one in zip(ours, errors(ours), strict=True)]
     unseen += [1 / (1 + one) - 1 for one in relative_errors().values()]
+    unseen = [float(one) for one in unseen]
     within = [WITHIN.low <= one <= WITHIN.high for one in unseen]
     return {"within": sum(within), "of": len(within), "largest": max(map(abs, unseen)), "production": longer()}
 
