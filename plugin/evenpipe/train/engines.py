@@ -40,6 +40,6 @@ ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType(
         ),
         "megatron": EnginePackage("megatron", _MEGATRON, "--engine megatron", frozenset(["chunks"]), _MEGATRON_CORE),
         "module": EnginePackage("module", "evenpipe.train.module", "--engine module", _PLAIN),
-        "planned": EnginePackage("planned", "evenpipe.train.planned", "a plan of a plain model", _PLAIN),
+        "planned": EnginePackage("planned", "evenpipe.train.planned", "a plan of a plain model", _PLAIN | {"swap"}),
     }
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -125,7 +126,16 @@ class TrainFields(BaseModel):
     @property
     def programs(self) -> Programs:
         """The schedule that these options ask for, for any size. Raises ScheduleError when there is none."""
-        return Programs(choose(self.schedule), self.bpipe)
+        return Programs(choose(self.schedule), self.bpipe, swaps=self.swaps)
+
+    @cached_property
+    def swaps(self) -> tuple[int, ...]:
+        """The positions of the parts of a plan that swap tensors to their hosts."""
+        if self.partition is None:
+            return ()
+        from evenpipe.partition.search.plan import Plan
+
+        return Plan.read(Path(self.partition)).swaps
 
     @property
     def streams(self) -> bool:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from evenpipe.partition.code import drawing, write_stages
 from evenpipe.partition.models import Example, build
 from evenpipe.partition.models.huggingface import for_training, inputs_of
+from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.copies import Workload
-from evenpipe.partition.search.plan import find_plan
+from evenpipe.partition.search.plan import Plan, find_plan
 from evenpipe.partition.timing import NodeTimes
 from evenpipe.partition.trace import trace
 from evenpipe.train.planned import PlannedPipeline
@@ -115,12 +116,28 @@ def run(rank: int, folder: str, case: dict[str, Any]) -> None:
     stages = case["stages"]
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", stages), rank=rank, world_size=stages)
     found = {}
-    for name in case["workloads"]:
+    optimized = case.get("optimize", "none") != "none"
+    for name in [each for name in case["workloads"] for each in (name, f"{name}, all kept")[: 1 + optimized]]:
         example = example_of(case["model"], getattr(torch, case["dtype"]))
         found[name] = train_cut(Path(folder, f"{name}.json"), example, rank)
     torch.save(found, f"{folder}/rank-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def plan_for(of_nodes: Profile, workload: Workload, case: dict[str, Any]) -> Plan:
+    """With memory for all; or, if something is to be done for it, for the share that the case says."""
+    roomy = find_plan(of_nodes, workload, case["stages"], 1 << 40)
+    if case.get("optimize", "none") == "none":
+        return roomy
+    limit = int(case["share"] * max(part.peak_bytes for part in roomy.stages))
+    return find_plan(of_nodes, workload, case["stages"], limit, case["optimize"], case["gbps"])
+
+
+def all_kept(plan: Plan) -> Plan:
+    """The same cuts, and nothing recomputed or swapped."""
+    nothing = dict.fromkeys(("recompute", "swap", "drop", "swap_storages", "drop_storages"), ())
+    return plan.model_copy(update={"stages": tuple(part.model_copy(update=nothing) for part in plan.stages)})
 
 
 def main(folder: str) -> None:
@@ -130,9 +147,10 @@ def main(folder: str) -> None:
     of_nodes = profile(graph, Alike(), case["model"])
     uncut = {}
     for name, workload in case["workloads"].items():
-        plan = find_plan(of_nodes, Workload(*workload), case["stages"], 1 << 40)
-        plan.write(Path(folder, f"{name}.json"))
-        write_stages(graph, of_nodes, plan, Path(folder, f"{name}.json"))
+        plan = plan_for(of_nodes, Workload(*workload), case)
+        for which, one in ((name, plan), (f"{name}, all kept", all_kept(plan))):
+            one.write(Path(folder, f"{which}.json"))
+            write_stages(graph, of_nodes, one, Path(folder, f"{which}.json"))
         count = str(plan.micro_batches)
         if count not in uncut:
             uncut[count] = train_uncut(example_of(case["model"], getattr(torch, case["dtype"])), plan.micro_batches)

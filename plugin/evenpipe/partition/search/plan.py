@@ -106,7 +106,12 @@ class Plan(_Frozen):
                 "--schedule 1f1b, or another that evenpipe schedule shows"
             )
         size = Size(self.stage_count, self.micro_batches, self.chunks, self.group_size)
-        return build(self.schedule, size, self.bpipe)
+        return build(self.schedule, size, self.bpipe, swaps=self.swaps)
+
+    @property
+    def swaps(self) -> tuple[int, ...]:
+        """The positions of the parts that swap tensors to their hosts."""
+        return tuple(position for position, part in enumerate(self.stages) if part.swap_storages)
 
     def check(self, profile: Profile) -> None:
         """Raises PartitionError, one line, if it is of another model or shape."""

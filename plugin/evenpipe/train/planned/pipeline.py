@@ -15,6 +15,7 @@ from evenpipe.partition.code import Boundary, Draws, Part, load_parts
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.search.problem import PartitionError
 from evenpipe.runtime.executor import Observer
+from evenpipe.runtime.keep import Keeper
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Unit
 from evenpipe.train.pipeline import Pipeline, stage_in
@@ -60,6 +61,9 @@ class PlannedPipeline(Pipeline):
         parts = load_parts(path, stage, model)
         device = next((one.device for one in model.parameters()), torch.device("cpu"))
         super().__init__(parts, _edges(parts, device), program, group, observer, measure)
+        self.parts = parts
+        if any(part.KEEPING.nodes for part in parts):
+            self.executor.keeper = Keeper(self.executor.store, self.device)
         self.seed = seed
         #: How many batches have been trained, from which random numbers go on.
         self.batches = 0
@@ -169,12 +173,18 @@ class _PlannedStage(ModuleStage):
 
     def __init__(self, pipeline: PlannedPipeline, inputs_of: Any, first: int, loss: Any) -> None:
         super().__init__(pipeline.chunks, pipeline.edges, inputs_of, loss, pipeline.loss_chunk)
+        self._parts = pipeline.parts
+        self._keeper = pipeline.executor.keeper
         self._seed = pipeline.seed
         self._first_number = first
 
     def compute(self, unit: Unit, inputs: list[Tensor] | None) -> Any:
         draws = Draws(self._seed, self._first_number + unit.micro_batch)
-        return self.chunks[unit.chunk](self._first(unit.micro_batch), draws, *(inputs or ()))
+        part, given = self._parts[unit.chunk], self._first(unit.micro_batch)
+        if self._keeper is None:
+            return part(given, draws, *(inputs or ()))
+        with self._keeper.forward(unit, part.KEEPING, draws) as keep:
+            return part(given, draws, *(inputs or ()), keep=keep)
 
 
 def _edges(parts: tuple[Part, ...], device: torch.device) -> Edges:
