@@ -116,8 +116,8 @@ def run(rank: int, folder: str, case: dict[str, Any]) -> None:
     stages = case["stages"]
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", stages), rank=rank, world_size=stages)
     found = {}
-    optimized = case.get("optimize", "none") != "none"
-    for name in [each for name in case["workloads"] for each in (name, f"{name}, all kept")[: 1 + optimized]]:
+    twice = ("", ", all kept") if case.get("optimize", "none") != "none" else ("",)
+    for name in [f"{name}{which}" for name in case["workloads"] for which in twice]:
         example = example_of(case["model"], getattr(torch, case["dtype"]))
         found[name] = train_cut(Path(folder, f"{name}.json"), example, rank)
     torch.save(found, f"{folder}/rank-{rank}.pt")

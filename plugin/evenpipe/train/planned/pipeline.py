@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +171,15 @@ class _PlannedStage(ModuleStage):
     `first`: the number that its first micro-batch has among all of the training.
     """
 
-    def __init__(self, pipeline: PlannedPipeline, inputs_of: Any, first: int, loss: Any) -> None:
-        super().__init__(pipeline.chunks, pipeline.edges, inputs_of, loss, pipeline.loss_chunk)
+    def __init__(
+        self,
+        pipeline: PlannedPipeline,
+        inputs_of: Callable[[int], Mapping[str, Tensor]],
+        first: int,
+        loss: Callable[[int, Any], Tensor],
+    ) -> None:
+        super().__init__(pipeline.chunks, pipeline.edges, _no_input, loss, pipeline.loss_chunk)
+        self._inputs_of = inputs_of
         self._parts = pipeline.parts
         self._keeper = pipeline.executor.keeper
         self._seed = pipeline.seed
@@ -180,11 +187,15 @@ class _PlannedStage(ModuleStage):
 
     def compute(self, unit: Unit, inputs: list[Tensor] | None) -> Any:
         draws = Draws(self._seed, self._first_number + unit.micro_batch)
-        part, given = self._parts[unit.chunk], self._first(unit.micro_batch)
+        part, given = self._parts[unit.chunk], self._inputs_of(unit.micro_batch)
         if self._keeper is None:
             return part(given, draws, *(inputs or ()))
         with self._keeper.forward(unit, part.KEEPING, draws) as keep:
             return part(given, draws, *(inputs or ()), keep=keep)
+
+
+def _no_input(micro_batch: int) -> Tensor:
+    raise AssertionError("parts are given all inputs of a micro-batch")
 
 
 def _edges(parts: tuple[Part, ...], device: torch.device) -> Edges:
