@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 
 from evenpipe.partition.code import write_stages
-from evenpipe.partition.models import from_function
+from evenpipe.partition.models import build, from_function
 from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.copies import PIPEDREAM, Workload
 from evenpipe.partition.search.plan import find_plan
 from evenpipe.partition.timing import Roofline, device
 from evenpipe.partition.trace import trace
+from evenpipe.schedule import Action
 from evenpipe.train.options import OptionsError, TrainOptions
 from tests.end_to_end.running import Run
+from tests.train.planned.cases import Alike
 
 MODEL = """
 import torch
@@ -78,6 +80,47 @@ def test_time_and_memory_are_said_as_planned_and_as_measured(plan: Path, tmp_pat
         assert stage["planned_ms"] > 0
         assert stage["measured_peak_bytes"] == pytest.approx(stage["planned_peak_bytes"], rel=0.03)
     assert (tmp_path / "P.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def saving(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Plans of a small GPT-2 for two stages: with all that they need, and with three quarters of that."""
+    folder = tmp_path_factory.mktemp("saving")
+    example = build("gpt2-large", 2, small=True)
+    graph = trace(example.model, example.inputs)
+    nodes = profile(graph, Alike(), "gpt2-large")
+    nodes = nodes.model_copy(update={"origin": nodes.origin.model_copy(update={"small": True})})
+    whole = find_plan(nodes, Workload("1f1b", 4), 2, 1 << 34)
+    least = max(stage.peak_bytes for stage in whole.stages) * 3 // 4
+    saved = find_plan(nodes, Workload("1f1b", 4), 2, least, "swap+recompute", 1e-3)
+    assert any(stage.recompute for stage in saved.stages)
+    assert any(stage.swap for stage in saved.stages)
+    for plan, name in ((whole, "whole.json"), (saved, "saved.json")):
+        plan.write(folder / name)
+        write_stages(graph, nodes, plan, folder / name)
+    return folder / "whole.json", folder / "saved.json"
+
+
+@pytest.mark.long
+def test_what_is_swapped_and_computed_again_is_freed_and_changes_no_bit(saving: tuple[Path, Path]) -> None:
+    whole, saved = (json.loads(trained(path, "--json").stdout) for path in saving)
+
+    assert saved["losses_hex"] == whole["losses_hex"]
+    for document in (whole, saved):
+        for stage in document["stages"]:
+            assert stage["measured_peak_bytes"] == pytest.approx(stage["planned_peak_bytes"], rel=0.03)
+    freed = [max(stage["measured_peak_bytes"] for stage in document["stages"]) for document in (whole, saved)]
+    assert freed[1] < 0.8 * freed[0]
+
+
+@pytest.mark.long
+def test_a_process_killed_at_a_swap_ends_the_job_with_its_cause(saving: tuple[Path, Path]) -> None:
+    actions = TrainOptions.of(partition=str(saving[1])).plan.actions
+    stage = next(stage for stage, row in enumerate(actions) if Action("O", 1) in row)
+    run = trained(saving[1], "--fault-at", f"{stage}:O1", "--fault-kind", "kill")
+
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1].endswith(f"stage {stage} failed: its process was killed by SIGKILL")
 
 
 @pytest.mark.long
