@@ -14,7 +14,7 @@ from tests.schedules import build
 
 ROUNDING_MS = 1e-9
 TIMES = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 3.0, 10.0])
-WIRES = st.builds(Wire, latency_ms=TIMES, transmit_ms=TIMES)
+WIRES = st.builds(Wire, latency_ms=TIMES, transmit_ms=TIMES, beside_ms=TIMES)
 
 
 @dataclass(frozen=True)

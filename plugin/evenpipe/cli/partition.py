@@ -67,6 +67,9 @@ def _add_model(parser: Parser) -> None:
     one.add_argument(
         "--megatron", action="store_true", help="a GPT of Megatron's, by the flags of its run: gives the layout for it"
     )
+    group.add_argument(
+        "--half-layers", action="store_true", help="with --megatron: stages may end between attention and MLP"
+    )
     parser.add_argument(
         "flags",
         nargs="*",
@@ -115,6 +118,8 @@ def _run(arguments: Namespace) -> None:
     if arguments.megatron:
         show_layout(arguments)
         return
+    if arguments.half_layers:
+        raise UsageError("--half-layers: is for --megatron: other models are cut at any node")
     if arguments.flags:
         raise UsageError(f"{arguments.flags[0]}: flags are for --megatron: leave them out")
     if arguments.stages is None:

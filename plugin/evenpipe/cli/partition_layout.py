@@ -6,6 +6,7 @@ import json
 from argparse import Namespace
 from contextlib import nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Final
 
 from rich.console import Console
@@ -38,7 +39,10 @@ def show_layout(arguments: Namespace) -> None:
     with console.status("timing layers" if measured else "reading flags") if console.is_terminal else nullcontext():
         try:
             found, profile = best_layout(
-                arguments.flags, None if measured else device(arguments.device), limit_bytes=limit_bytes
+                arguments.flags,
+                None if measured else device(arguments.device),
+                limit_bytes=limit_bytes,
+                half_layers=arguments.half_layers,
             )
         except (LayoutError, DeviceError) as error:
             raise UsageError(str(error)) from error
@@ -55,8 +59,17 @@ def show_layout(arguments: Namespace) -> None:
         print(document)
         return
     console = Console()
-    console.print(f"--pipeline-model-parallel-layout '{found.layout}'", style="bold", highlight=False, soft_wrap=True)
+    console.print(_flag(found, arguments.out), style="bold", highlight=False, soft_wrap=True)
     console.print(_table(found))
+
+
+def _flag(found: LayoutPlan, out: Path | None) -> str:
+    """What to give the run. Megatron's own flag knows whole layers only."""
+    if not found.best.halves:
+        return f"--pipeline-model-parallel-layout '{found.layout}'"
+    path = "P.json, which --out P.json writes" if out is None else str(out)
+    layers = ", ".join(map(str, found.best.cut_layers))
+    return f"--evenpipe-partition {path} ('{found.layout}', cut between attention and MLP of layer {layers})"
 
 
 def _table(found: LayoutPlan) -> Table:

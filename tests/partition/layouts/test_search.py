@@ -21,11 +21,17 @@ milliseconds = st.integers(1, 30).map(float)
 def problems(draw):
     """A model of few layers of two kinds, on at most four parts."""
     stages, chunks = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)]))
+    halves = draw(st.sampled_from([["t"], ["t", ""]])) if chunks == 1 else ["t"]
     dense, experts = (
-        Layer("t", kind, draw(milliseconds), draw(milliseconds), draw(st.integers(0, 9)), draw(st.integers(0, 9)))
+        [
+            Layer(half, kind, draw(milliseconds), draw(milliseconds), draw(st.integers(0, 9)), draw(st.integers(0, 9)))
+            for half in halves
+        ]
         for kind in ("dense", "experts")
     )
-    middle = draw(st.lists(st.sampled_from([dense, experts]), min_size=max(1, stages * chunks - 2), max_size=6))
+    most = 6 // len(halves)
+    layers = draw(st.lists(st.sampled_from([dense, experts]), min_size=max(1, stages * chunks - 2), max_size=most))
+    middle = [half for layer in layers for half in layer]
     words = draw(st.integers(0, 9))
     mtp = [Layer("m", "mtp", draw(milliseconds), draw(milliseconds), 3, 3, words)] * draw(st.integers(0, 1))
     first = Layer("E", "embedding", draw(milliseconds), 0.0, 1, 1, words)

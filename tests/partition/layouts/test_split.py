@@ -48,6 +48,14 @@ def test_the_even_split_is_megatrons():
     assert layout_text(parts_of(split.layers, split.even)) == "Ett|tt|tt|ttmmL"
 
 
+def test_between_the_halves_of_a_layer_no_part_is_empty_and_the_even_split_has_whole_ones():
+    attention, mlp = DENSE, Layer("", "dense", 12, 24, saved_bytes=5, static_bytes=300)
+    split = problem([EMBEDDING, *[attention, mlp] * 4, LOSS], stages=4)
+    assert split.allowed(np.array([[2, 5, 7], [2, 2, 7], [3, 3, 7]])).tolist() == [True, False, True]
+    assert layout_text(parts_of(split.layers, split.even)) == "Et|t|t|tL"
+    assert split.even == (3, 5, 7)
+
+
 @pytest.mark.parametrize(
     ("cuts", "apart", "together"),
     [((2, 3, 4), True, True), ((2, 3, 5), False, False), ((2, 2, 3), True, True), ((0, 1, 2), False, False)],

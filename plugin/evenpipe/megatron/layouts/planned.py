@@ -32,11 +32,13 @@ def best_layout(
     *,
     world_size: int | None = None,
     limit_bytes: int | None = None,
+    half_layers: bool = False,
 ) -> tuple[LayoutPlan, Profile]:
     """For the flags of pretrain_gpt.py, which its path may precede: a checkout's own parser then reads them.
 
     Times are `device`'s peaks; None: measured on this CPU, one layer of each kind. `world_size`: GPUs of the whole run,
     for the share of a distributed optimizer; None: as few as can be. `limit_bytes`: of memory, for each stage.
+    `half_layers`: a stage may end between a layer's attention and MLP, which takes `--evenpipe-partition` to run.
     The profile lists every node that was timed. Megatron is not touched in the calling process.
 
     Raises LayoutError, one line.
@@ -54,7 +56,7 @@ def best_layout(
     where = "cpu" if device is None else device.name
     profile = profile_of(shape, times, device=where, versions={"megatron-core": found["version"]})
     plan = plan_layout(
-        layers_of(shape, times),
+        layers_of(shape, times, half_layers),
         Pipeline(*found["pipeline"]),
         mtp_apart=found["mtp_apart"],
         source=profile.origin.source,

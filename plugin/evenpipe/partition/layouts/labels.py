@@ -40,7 +40,8 @@ def by_labels(problem: Problem, limit_bytes: float, slowest_ms: float) -> tuple[
         times[:, stage] += total[end] - total[first[label]]
         done = max(0, part + 1 - (parts - p))
         room = (slowest_ms - times[:, done:]).sum(axis=1)
-        fits = (times[:, stage] <= slowest_ms * _SLACK) & (total[-1] - total[end] <= room * _SLACK + 1e-9)
+        whole_parts = ~problem.halves[end] | (end > first[label])
+        fits = whole_parts & (times[:, stage] <= slowest_ms * _SLACK) & (total[-1] - total[end] <= room * _SLACK + 1e-9)
         firsts = np.pad(ends[:, :-1], ((0, 0), (1, 0)))
         if limit_bytes < math.inf:
             fits &= problem.held(stage, firsts, ends) <= limit_bytes

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from evenpipe.partition.layouts.shape import LayoutError, Shape
-from evenpipe.partition.layouts.work import Work, kind_of_layer, work_of
+from evenpipe.partition.layouts.work import SECOND_HALF, Work, kind_of_layer, work_of
 from evenpipe.partition.timing.devices import Device
 
 __all__ = ["Layer", "Time", "Times", "layers_of", "layout_text", "parts_of", "roofline"]
@@ -29,6 +29,8 @@ Times: TypeAlias = Mapping[str, Mapping[str, Time]]
 @dataclass(frozen=True)
 class Layer:
     """What a layout puts somewhere as a whole. `symbols`: as Megatron writes it ("E", "t", "L"; "mm" two MTP layers).
+
+    A layer that may be cut in half is two of these: "t" is then its attention, and its MLP, without symbols, follows.
 
     Bytes of one rank: `saved_bytes` of a micro-batch until its backward; `static_bytes` of weights, gradients and
     optimizer; `words_bytes` the same of a copy of the word embeddings, of which a stage needs one at most.
@@ -73,15 +75,40 @@ def _recomputed(shape: Shape, kind: str, time: Time) -> Time:
     return Time(time.forward_ms, time.backward_ms + time.forward_ms, kept)
 
 
-def layers_of(shape: Shape, times: Times) -> tuple[Layer, ...]:
-    """The model in order: embedding, transformer layers, MTP layers as one, output and loss."""
-    row = [("E", "embedding"), *(("t", kind_of_layer(experts)) for experts in shape.experts)]
-    row += [("m" * shape.mtp, "mtp")] if shape.mtp else []
-    return tuple(_layer(shape, symbols, kind, _total(times[kind].values())) for symbols, kind in [*row, ("L", "loss")])
+def layers_of(shape: Shape, times: Times, halves: bool = False) -> tuple[Layer, ...]:
+    """The model in order: embedding, transformer layers, MTP layers as one, output and loss.
+
+    `halves`: transformer layers may be cut between attention and MLP.
+    """
+
+    def layer(symbols: str, kind: str) -> Layer:
+        return _layer(shape, symbols, kind, times[kind], work_of(shape, kind))
+
+    row = [layer("E", "embedding")]
+    for kind in map(kind_of_layer, shape.experts):
+        row += _halves(shape, kind, times[kind]) if halves else [layer("t", kind)]
+    row += [layer("m" * shape.mtp, "mtp")] if shape.mtp else []
+    return (*row, layer("L", "loss"))
 
 
-def _layer(shape: Shape, symbols: str, kind: str, time: Time) -> Layer:
-    nodes = work_of(shape, kind)
+def _halves(shape: Shape, kind: str, times: Mapping[str, Time]) -> list[Layer]:
+    nodes, names = work_of(shape, kind), list(times)
+    attention = {node.name for node in nodes[: [node.name for node in nodes].index(SECOND_HALF)]}
+    second = names.index(SECOND_HALF)
+    return [
+        _layer(
+            shape,
+            symbols,
+            kind,
+            {name: times[name] for name in of_half},
+            [node for node in nodes if (node.name in attention) == bool(symbols)],
+        )
+        for symbols, of_half in (("t", names[:second]), ("", names[second:]))
+    ]
+
+
+def _layer(shape: Shape, symbols: str, kind: str, times: Mapping[str, Time], nodes: Sequence[Work]) -> Layer:
+    time = _total(times.values())
     static = sum(_static(shape, node) for node in nodes)
     words = max(node.words for node in nodes)
     return Layer(symbols, kind, *_recomputed(shape, kind, time), int(static), int(words * shape.parameter_bytes))

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from evenpipe.partition.layouts.layers import Layer, Time, layers_of, layout_text, parts_of
 from evenpipe.partition.layouts.search import best_split
-from evenpipe.partition.layouts.shape import Pipeline, Shape
+from evenpipe.partition.layouts.shape import LayoutError, Pipeline, Shape
 from evenpipe.partition.layouts.split import Cuts, Problem
 from evenpipe.partition.layouts.work import kinds
 
@@ -30,10 +30,21 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Split:
-    """A layout, and what its stages take."""
+    """A layout, and what its stages take.
+
+    `halves`: the parts (chunk by chunk, stage by stage) that begin with the MLP of the layer whose attention the part
+    before ends with; `layout` has such a layer there, so that Megatron alone would put the MLP there too.
+    """
 
     layout: str
     stages: tuple[StagePlan, ...]
+    halves: tuple[int, ...] = ()
+
+    @property
+    def cut_layers(self) -> tuple[int, ...]:
+        """The numbers, from 1, of the layers that `halves` cuts."""
+        parts = self.layout.split("|")
+        return tuple("".join(parts[:part]).count("t") for part in self.halves)
 
     @property
     def max_stage_ms(self) -> float:
@@ -97,6 +108,9 @@ def plan_layout(
 
     `mtp_apart`: Megatron takes MTP layers on another stage than the loss (since 0.16). Raises LayoutError.
     """
+    if pipeline.chunks > 1 and any(not layer.symbols for layer in layers):
+        # Ranks make one chunk after the other, and tied embeddings join the first with the last in between.
+        raise LayoutError("--half-layers: virtual stages cannot be made of half layers: leave one of them out")
     start = time.perf_counter()
     problem = Problem(tuple(layers), pipeline, mtp_apart)
     found = best_split(problem, limit_bytes)
@@ -127,4 +141,5 @@ def _split(problem: Problem, cuts: Cuts) -> Split:
             StagePlan(tuple(layout_text([part]) for part in parts[stage::stages]), *cost)
             for stage, cost in enumerate(problem.costs(cuts))
         ),
+        tuple(number for number, part in enumerate(parts) if part and not part[0].symbols),
     )

@@ -74,9 +74,18 @@ class Problem:
         return tuple(last - 1 if cut <= before_mtp else last for cut in range(p * v - 1))
 
     def allowed(self, cuts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Of rows of cuts, whether Megatron takes them: ascending, the first part not empty, and as `latest`."""
-        ascending = (np.diff(cuts, axis=1, prepend=1) >= 0).all(axis=1)
-        return np.asarray(ascending & (cuts <= np.array(self.latest, np.int64)).all(axis=1))
+        """Of rows of cuts, whether Megatron takes them: ascending, the first part not empty, and as `latest`.
+
+        Between the halves of a layer no part is empty: the second takes what the first gives.
+        """
+        steps = np.diff(cuts, axis=1, prepend=1)
+        apart = ((steps > 0) | ~self.halves[np.clip(cuts, 0, len(self.layers))]).all(axis=1)
+        return np.asarray((steps >= 0).all(axis=1) & apart & (cuts <= np.array(self.latest, np.int64)).all(axis=1))
+
+    @cached_property
+    def halves(self) -> NDArray[np.bool_]:
+        """Whether a cut with so many layers before it is between the halves of one."""
+        return np.array([*(not layer.symbols for layer in self.layers), False])
 
     @cached_property
     def even(self) -> Cuts:
@@ -87,7 +96,8 @@ class Problem:
         layers = sum(layer.symbols == "t" for layer in self.layers)
         each, more = divmod(layers, self.pipeline.parts)
         numbers = [each + (part < more) for part in range(self.pipeline.parts)]
-        return tuple(1 + before for before in accumulate(numbers[:-1]))
+        borders = [1 + int(number) for number in np.flatnonzero(~self.halves[1:-1])]
+        return tuple(borders[before] for before in accumulate(numbers[:-1]))
 
     def costs(self, cuts: Cuts) -> tuple[StageCost, ...]:
         """Of every stage."""

@@ -6,8 +6,10 @@ from typing import Final, NamedTuple
 
 from evenpipe.partition.layouts.shape import Shape
 
-__all__ = ["Work", "kind_of_layer", "kinds", "work_of"]
+__all__ = ["SECOND_HALF", "Work", "kind_of_layer", "kinds", "work_of"]
 
+#: The first node of a transformer layer that is not of its attention.
+SECOND_HALF: Final = "mlp_norm"
 _BACKWARD: Final = 2.0  # a matrix product has two in its backward
 _BACKWARD_OF_CORE: Final = 2.5  # FlashAttention computes the scores anew: five products for two (Dao 2022, App. B)
 _SINGLE: Final = 4
@@ -84,7 +86,7 @@ def _attention(shape: Shape) -> tuple[Work, ...]:
 
 
 def _second_half(shape: Shape, experts: bool) -> tuple[Work, ...]:
-    norm = _norm(shape, "mlp_norm")
+    norm = _norm(shape, SECOND_HALF)
     if not experts:
         return (norm, *_mlp(shape, "", shape.ffn / shape.tensor_parallel))
     routed = shape.expert_count * shape.hidden

@@ -11,10 +11,11 @@ from evenpipe.simulate import Costs, simulate
 __all__ = ["Simulated", "simulated"]
 
 _BATCHES: Final = 3  # of a stream: its start, its end, and one between
-#: Micro-batches times parts that are walked to the end where messages take time: half a second.
+#: Micro-batches times parts that are walked to the end where the pace is not the slowest stage's: half a second.
 _WALKED: Final = 30_000
 #: Rounds of a long batch of that kind by which its pace is taken, which goes up and down by less than one micro-batch.
 _ROUNDS: Final = 16
+_ROUNDING: Final = 1e-9
 
 
 class Simulated(NamedTuple):
@@ -28,29 +29,49 @@ class Simulated(NamedTuple):
 def simulated(programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence[Sequence[int]]) -> Simulated:
     """A batch of ``size``, or of a stream the time by which one more batch makes it longer.
 
-    A long batch is not walked to its end, as long as its stages hold no more than those of a shorter one: a stage's
-    pace is that of the slowest, so that each further period of the schedule adds the same. Where messages take time,
-    the pace swings around its mean, and only batches beyond thousands of micro-batches are cut short: to a thousandth.
+    A long batch is not walked to its end, as long as its stages hold no more than those of a shorter one. Where
+    messages are free, and each further period of the schedule adds what the slowest stage takes for it, more of them do
+    too: a way through the batch that adds more there is not. Else the pace swings around its mean, or is not reached
+    yet, and only batches beyond thousands of micro-batches are cut short: to a thousandth.
     """
-    spec, m = programs.spec, size.micro_batches
-    if "stream" in spec.needs:
+    m = size.micro_batches
+    if "stream" in programs.spec.needs:
         few, many = (_run(programs, size._replace(batches=n), costs, unit_bytes) for n in (_BATCHES, _BATCHES + 1))
         return many._replace(makespan_ms=many.makespan_ms - few.makespan_ms)
     free = not any(any(wire) for wire in (*costs.wires.values(), *costs.links.values()))
     period = max(size.group_size, size.stages if size.chunks > 1 else 1)
-    if not free:
-        period *= _ROUNDS * size.stages
-    first = 2 * max(size.stages, period) + m % period
+    if free and (steady := _counted_on(programs, size, costs, unit_bytes, period)) is not None:
+        pace = period * max(map(sum, zip(costs.forward_ms, costs.backward_ms, strict=True)))
+        if all(abs(step - pace) <= _ROUNDING * pace for step in steady.steps):
+            return steady.found
+    if m * size.stages * size.chunks > _WALKED:
+        mean = _counted_on(programs, size, costs, unit_bytes, period * _ROUNDS * size.stages)
+        if mean is not None:
+            return mean.found
+    return _run(programs, size, costs, unit_bytes)
+
+
+class _CountedOn(NamedTuple):
+    """A batch that adds to shorter ones what two periods more have added to them, one by one: the `steps`."""
+
+    found: Simulated
+    steps: tuple[float, float]
+
+
+def _counted_on(
+    programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence[Sequence[int]], period: int
+) -> _CountedOn | None:
+    """None where the batch is not longer than these, or its stages hold more."""
+    settled = 0 if programs.spec.settled is None else programs.spec.settled(size)
+    least = max(2 * size.stages, 2 * period, settled)
+    first = least + (size.micro_batches - least) % period
     short = [size._replace(micro_batches=first + n * period) for n in range(3)]
-    walked = not free and m * size.stages * size.chunks <= _WALKED
-    if walked or short[2].micro_batches >= m or spec.bound(short[0]) != spec.bound(size):
-        return _run(programs, size, costs, unit_bytes)
-    found = [_run(programs, one, costs, unit_bytes) for one in short]
-    steps = [found[n + 1].makespan_ms - found[n].makespan_ms for n in range(2)]
-    if free and abs(steps[0] - steps[1]) > 1e-9 * found[2].makespan_ms:
-        return _run(programs, size, costs, unit_bytes)
-    more = (m - short[2].micro_batches) // period
-    return found[2]._replace(makespan_ms=found[2].makespan_ms + more * sum(steps) / 2)
+    if short[2].micro_batches >= size.micro_batches or programs.spec.bound(short[0]) != programs.spec.bound(size):
+        return None
+    runs = [_run(programs, one, costs, unit_bytes) for one in short]
+    steps = (runs[1].makespan_ms - runs[0].makespan_ms, runs[2].makespan_ms - runs[1].makespan_ms)
+    more = (size.micro_batches - short[2].micro_batches) // period
+    return _CountedOn(runs[2]._replace(makespan_ms=runs[2].makespan_ms + more * sum(steps) / 2), steps)
 
 
 def _run(programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence[Sequence[int]]) -> Simulated:
