@@ -34,6 +34,7 @@ def described(recompute: Recompute) -> list[tuple[int, int]]:
     return [(stage.static_bytes, stage.sample_bytes) for stage in stage_memory_of(chunks, run, 2 * 256 * 384)]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_within_two_percent() -> None:
     scopes: tuple[Recompute, ...] = ("none", "full")

@@ -79,7 +79,7 @@ def test_candidates_are_the_curve(memory: list[StageMemory], samples: int, limit
                 assert found[k - 1].b >= b
 
 
-@pytest.mark.parametrize("bpipe", [False, True])
+@pytest.mark.parametrize("bpipe", [False, pytest.param(True, marks=pytest.mark.long)])
 @given(st.integers(1, 10**12), st.integers(0, 10**9), st.sampled_from([1, 6, 12]))
 def test_the_memory_asked_for_is_enough(bpipe: bool, static: int, sample: int, samples: int) -> None:
     memory = (StageMemory(static, 0, 5, sample, 1), StageMemory(static // 2, 0, 0, 2 * sample, 1))

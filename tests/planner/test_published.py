@@ -55,6 +55,7 @@ def test_fitted_on_one_model_it_shows_the_other(programs: estimators, model: str
     assert points(errors([row for row in taken() if row.model != model], fit, programs))[0] <= 1.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["gpt3-96b", "gpt3-134b"])
 def test_the_best_of_the_whole_grid(model: str) -> None:
     estimate = estimators()

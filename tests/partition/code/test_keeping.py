@@ -120,7 +120,9 @@ WAYS: list[tuple[Optimize, float, float, float]] = [
 ]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [name if name == "bert-large" else pytest.param(name, marks=pytest.mark.long) for name in MODELS]
+)
 def test_what_is_recomputed_and_swapped_leaves_every_bit_and_holds_the_bytes_that_were_planned(small, name) -> None:
     example, graph, made, saved = whole(small, name)
     before = {key: value.clone() for key, value in example.model.named_buffers()}

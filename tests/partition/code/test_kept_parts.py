@@ -99,7 +99,9 @@ def made(
     return fits, written(example, graph, plan, found, path)
 
 
-@pytest.mark.parametrize("name", ["bert-large", "gpt2-large", "t5-large", "amoebanet-d"])
+@pytest.mark.parametrize(
+    "name", ["bert-large", "gpt2-large", "t5-large", pytest.param("amoebanet-d", marks=pytest.mark.long)]
+)
 def test_parts_that_recompute_and_swap_train_bit_for_bit_in_the_planned_bytes(small, tmp_path, name):
     """To 3 %, or to one tensor of so small a model: a part runs in the model's own order, and is weighed by depth."""
     example, graph = small(name)
