@@ -11,8 +11,9 @@ from evenpipe.partition.code import write_stages
 from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.copies import Workload
 from evenpipe.partition.search.plan import find_plan
-from evenpipe.partition.timing import Roofline, device
+from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import trace
+from evenpipe.planner.descriptions import device
 from evenpipe.train.planned import PlannedPipeline
 
 SIZE = {"vocab_size": 256, "use_cache": False, "attn_implementation": "eager"}

@@ -9,8 +9,9 @@ from typing import Final
 from evenpipe.partition.models import build
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import Profiles
-from evenpipe.partition.timing import Roofline, device
+from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph, trace, weightless
+from evenpipe.planner.descriptions import device
 
 __all__ = ["DEVICE", "LIMIT_BYTES", "MODELS", "profiles_of"]
 

@@ -16,8 +16,9 @@ from evenpipe.partition.models import build, from_function
 from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.copies import PIPEDREAM, Workload
 from evenpipe.partition.search.plan import find_plan
-from evenpipe.partition.timing import Roofline, device
+from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import trace
+from evenpipe.planner.descriptions import device
 from evenpipe.schedule import Action
 from evenpipe.train.options import OptionsError, TrainOptions
 from tests.end_to_end.running import Run

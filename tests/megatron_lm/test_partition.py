@@ -6,7 +6,7 @@ import re
 import pytest
 
 from evenpipe.megatron.layouts import best_layout
-from evenpipe.partition.timing.devices import device
+from evenpipe.planner.descriptions import device
 from tests.megatron_lm.launch import differences, gpt_flags, launch
 
 SCRIPT = "pretrain_gpt.py"

@@ -23,7 +23,7 @@ from evenpipe.partition.search.copies import Workload
 from evenpipe.partition.search.largest import largest_batch
 from evenpipe.partition.search.plan import Plan, find_plan, fits_into
 from evenpipe.partition.search.problem import PartitionError
-from evenpipe.partition.timing import DEVICES
+from evenpipe.planner.descriptions import names
 from evenpipe.report.divisions import draw_divisions
 from evenpipe.schedule import ScheduleError
 from evenpipe.settings.spelling import in_flags
@@ -85,7 +85,8 @@ def _add_model(parser: Parser) -> None:
     group.add_argument(
         "--device",
         metavar="NAME",
-        help=f"{' | '.join(DEVICES)}: times by its roofline; cpu | cuda: measured here (default a100-40gb)",
+        help=f"{' | '.join(names('devices'))}, or a YAML file: times by its roofline; cpu | cuda: measured here "
+        "(default a100-40gb)",
     )
 
 

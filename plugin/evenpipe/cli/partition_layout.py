@@ -16,7 +16,8 @@ from evenpipe.cli.options import write
 from evenpipe.cli.parser import UsageError
 from evenpipe.megatron.layouts import best_layout
 from evenpipe.partition.layouts import LayoutError, LayoutPlan, Split
-from evenpipe.partition.timing import DeviceError, device
+from evenpipe.partition.timing import RooflineError
+from evenpipe.planner.descriptions import DescriptionError, device
 from evenpipe.report import write_atomically
 from evenpipe.report.divisions import Division, draw_divisions
 
@@ -44,7 +45,7 @@ def show_layout(arguments: Namespace) -> None:
                 limit_bytes=limit_bytes,
                 half_layers=arguments.half_layers,
             )
-        except (LayoutError, DeviceError) as error:
+        except (LayoutError, RooflineError, DescriptionError) as error:
             raise UsageError(str(error)) from error
     document = json.dumps(found.to_json())
     write("--out", arguments.out, lambda path: write_atomically(path, document))

@@ -17,8 +17,9 @@ from evenpipe.cli.parser import UsageError
 from evenpipe.partition.models import Example, ModelError, build, from_config, from_function
 from evenpipe.partition.profile import Profile, ProfileError
 from evenpipe.partition.profiling import Profiles, profile
-from evenpipe.partition.timing import DEVICES, DeviceError, Measured, Roofline, TimeSource, device
+from evenpipe.partition.timing import Measured, Roofline, RooflineError, TimeSource
 from evenpipe.partition.trace import Graph, TraceError, trace, weightless
+from evenpipe.planner.descriptions import DescriptionError, device
 
 __all__ = ["Source"]
 
@@ -34,7 +35,7 @@ class Source:
 
     @cached_property
     def memory_gib(self) -> float:
-        """What `--memory-gib` says, else the device's."""
+        """What `--memory-gib` says, else what the device leaves to PyTorch."""
         asked: float | None = self.arguments.memory_gib
         if asked is not None:
             return asked
@@ -43,15 +44,18 @@ class Source:
         if self._device_name == "cuda":
             return float(torch.cuda.mem_get_info()[1] / 2**30)
         with _one_line():
-            return float(device(self._device_name).memory_gib)
+            named = device(self._device_name)
+        return named.memory_gib - named.reserve_gib
 
     @property
     def host_gbps(self) -> float:
         """Of the link between a stage and its host's memory, each way."""
         asked: float | None = self.arguments.link_gbps
+        if asked is not None:
+            return asked
         named = self._device_name
-        # Of a measured device's link nothing is known: the paper's (§5.1).
-        return asked if asked is not None else DEVICES.get(named, DEVICES[_DEVICE]).host_gbps
+        with _one_line():  # of a measured device's link nothing is known: the paper's (§5.1)
+            return device(_DEVICE if named in _HERE else named).host_gbps
 
     def profile(self) -> Profile:
         """Of micro-batches of `--micro-batch-size`; from the file, where one is named."""
@@ -167,7 +171,7 @@ class Source:
 def _one_line() -> Iterator[None]:
     try:
         yield
-    except (ModelError, TraceError, DeviceError, ProfileError) as error:
+    except (ModelError, TraceError, DescriptionError, RooflineError, ProfileError) as error:
         raise UsageError(str(error)) from error
 
 

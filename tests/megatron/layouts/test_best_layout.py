@@ -15,7 +15,7 @@ from evenpipe.partition.layouts.measured import measured
 from evenpipe.partition.layouts.search import moves
 from evenpipe.partition.layouts.split import Problem
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.timing.devices import device
+from evenpipe.planner.descriptions import device
 
 SMALL = (
     *("--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"),

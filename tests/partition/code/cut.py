@@ -17,8 +17,9 @@ from evenpipe.partition.search.copies import Workload, copies_of
 from evenpipe.partition.search.costs import Costs
 from evenpipe.partition.search.plan import Plan, fits_of, plan_of
 from evenpipe.partition.search.problem import Problem
-from evenpipe.partition.timing import Roofline, device
+from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph
+from evenpipe.planner.descriptions import device
 
 SEED = 5
 CPU = Roofline(device("a100-40gb"))

@@ -19,8 +19,9 @@ from evenpipe.partition.search.memory import Fit, Load, Optimize, fit
 from evenpipe.partition.search.plan import Stage
 from evenpipe.partition.search.ranges import Graph as Ranges
 from evenpipe.partition.search.ranges import Saved
-from evenpipe.partition.timing import DEVICES, Roofline
+from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph
+from evenpipe.planner.descriptions import device
 from evenpipe.runtime.keep import KEEP_ALL, KeepAll, Keeper, Keeping
 from evenpipe.runtime.store import ActivationStore
 
@@ -108,7 +109,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def whole(small: Any, name: str) -> tuple[Example, Graph, Profile, Saved]:
     example, graph = small(name)
-    made = profile(graph, OnCpu(DEVICES["a100-40gb"]), name)
+    made = profile(graph, OnCpu(device("a100-40gb")), name)
     return example, graph, made, Ranges(made).saved(0, len(made.nodes))
 
 
@@ -154,7 +155,7 @@ def test_what_is_recomputed_and_swapped_leaves_every_bit_and_holds_the_bytes_tha
 
 def test_a_plan_on_a_profile_of_other_kernels_is_refused(small) -> None:
     example, graph = small("bert-large")
-    made = profile(graph, Roofline(DEVICES["a100-40gb"]), "bert-large")
+    made = profile(graph, Roofline(device("a100-40gb")), "bert-large")
     saved = Ranges(made).saved(0, len(made.nodes))
     found = fit(saved.graph, 0, len(made.nodes), [Load(1, 0.7 * saved.total)], "recompute")
     assert found is not None

@@ -19,8 +19,8 @@ from evenpipe.partition.search.costs import Costs
 from evenpipe.partition.search.memory import Fit, Load, Optimize, fit
 from evenpipe.partition.search.plan import plan_of
 from evenpipe.partition.search.problem import Problem
-from evenpipe.partition.timing import DEVICES
 from evenpipe.partition.trace import Graph
+from evenpipe.planner.descriptions import device
 from evenpipe.runtime.keep import Keeper
 from evenpipe.runtime.store import ActivationStore
 from tests.partition.code.cut import SEED, batches, drawn_cuts, written
@@ -105,7 +105,7 @@ def made(
 def test_parts_that_recompute_and_swap_train_bit_for_bit_in_the_planned_bytes(small, tmp_path, name):
     """To 3 %, or to one tensor of so small a model: a part runs in the model's own order, and is weighed by depth."""
     example, graph = small(name)
-    found = profile(graph, OnCpu(DEVICES["a100-40gb"]), name)
+    found = profile(graph, OnCpu(device("a100-40gb")), name)
     given = batches(example, 2)
     before = {key: value.clone() for key, value in example.model.state_dict().items()}
     did = set[str]()

@@ -18,7 +18,7 @@ from evenpipe.partition.layouts import (
     roofline,
 )
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.timing.devices import Device
+from evenpipe.planner.descriptions import Device
 from evenpipe.runtime.child import ChildFailed, answer_of
 
 __all__ = ["best_layout"]

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from evenpipe.partition.layouts.shape import LayoutError, Shape
+from evenpipe.partition.counting import Effort
+from evenpipe.partition.layouts.shape import Shape
 from evenpipe.partition.layouts.work import SECOND_HALF, Work, kind_of_layer, work_of
-from evenpipe.partition.timing.devices import Device
+from evenpipe.partition.timing import Roofline
+from evenpipe.planner.descriptions import Device
 
 __all__ = ["Layer", "Time", "Times", "layers_of", "layout_text", "parts_of", "roofline"]
 
@@ -50,14 +52,15 @@ class Layer:
 
 
 def roofline(shape: Shape, kind: str, device: Device) -> dict[str, Time]:
-    """Of every node of a layer, in order: the longer of computing and moving. Raises LayoutError."""
-    if shape.precision not in device.tflops:
-        raise LayoutError(f"{shape.precision}: {device.name} has no peak for it: name another device or precision")
-    flops_per_ms, bytes_per_ms = device.tflops[shape.precision] * 1e9, device.memory_gbps * 1e6
+    """Of every node of a layer, in order, one kernel each way. Raises RooflineError for a precision it lacks."""
+    of = Roofline(device)
     found = {}
     for node in work_of(shape, kind):
-        forward = max(node.flops / flops_per_ms, node.moved_bytes / bytes_per_ms)
-        found[node.name] = Time(forward, node.backward * forward, int(node.saved_bytes))
+        forward, backward = (
+            of.ms(Effort(times * node.flops, times * node.moved_bytes, 1), shape.precision)
+            for times in (1.0, node.backward)
+        )
+        found[node.name] = Time(forward, backward, int(node.saved_bytes))
     return found
 
 

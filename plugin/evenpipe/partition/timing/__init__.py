@@ -1,8 +1,7 @@
 """How long each node's forward and backward take: computed for a device that is named, or measured on this one."""
 
-from evenpipe.partition.timing.devices import DEVICES, Device, DeviceError, device
 from evenpipe.partition.timing.measured import Measured
-from evenpipe.partition.timing.roofline import Roofline
+from evenpipe.partition.timing.roofline import Roofline, RooflineError
 from evenpipe.partition.timing.source import NodeTimes, TimeSource
 
-__all__ = ["DEVICES", "Device", "DeviceError", "Measured", "NodeTimes", "Roofline", "TimeSource", "device"]
+__all__ = ["Measured", "NodeTimes", "Roofline", "RooflineError", "TimeSource"]
