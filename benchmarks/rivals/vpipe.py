@@ -180,4 +180,5 @@ class _Layered:
             }
             reads = {read for node in nodes for read in graph.reads[node] if 0 <= graph.producer[read] < nodes.start}
             found.received |= {read for read in reads if read not in found.places}
+        found.dropped_bytes = sum(graph.nbytes[one] for one in found.dropped)
         return found
