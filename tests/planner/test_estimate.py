@@ -137,6 +137,8 @@ def test_a_measured_message_time_is_taken() -> None:
         ),
         ("bert-1.3b", "1x8-v100-16gb", Run(global_batch=64, stages=8, schedule="2bw")),
         ("gpt2-2.2b", "8x8-v100-16gb", Run(global_batch=512, stages=8, data=8, schedule="2bw", recompute="full")),
+        ("llama3-8b", "1x8-h100", Run(global_batch=64, stages=8, schedule="v-half")),
+        ("llama3-8b", "1x8-h100", Run(global_batch=64, stages=8, schedule="zb-h1")),
     ],
 )
 def test_models_of_all_kinds_have_an_estimate(name: str, nodes: str, run: Run) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from evenpipe.planner.descriptions import Cluster, Framework, Model, framework
@@ -108,10 +108,13 @@ class Estimator:
         """Raises EstimateError for a run that cannot be, with the argument and the remedy."""
         run = run.of(self.framework)
         run.check(self.model, self.cluster)
+        programs, size = self._scheduled(run)
+        if size.chunks != run.chunks:  # a schedule that has a number of its own
+            run = replace(run, chunks=size.chunks)
+            run.check(self.model, self.cluster)
         parts, blocks = parts_of(self.model, run), Blocks(self.model, run)
         kernels = Kernels(run, self.cluster, self.calibration)
         chunks, times = chunks_of(parts, blocks), part_times(parts, blocks, kernels)
-        programs, size = self._scheduled(run)
         places = programs.spec.places(size)
         units = [
             [round(chunks[places.position(stage, chunk)].kept_bytes) for chunk in range(places.chunks)]
