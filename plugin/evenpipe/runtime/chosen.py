@@ -26,7 +26,12 @@ class _ChosenStorage(SavedStorage):
     movable = False
 
     def handle(self, tensor: Tensor, recording: Recording) -> SavedTensor:
-        """Raises RuntimeError if the storage has been changed in place since it was computed."""
+        """Raises RuntimeError if the storage has been changed in place since it was computed, or for a lazy view."""
+        if tensor.is_conj() or tensor.is_neg():
+            raise RuntimeError(
+                f"a conjugate or negative view of size {tuple(tensor.size())} is saved of what is to be swapped or "
+                "computed again: resolve it in the model (resolve_conj, resolve_neg)"
+            )
         if tensor._version != self._version:
             raise RuntimeError(
                 f"a tensor of size {tuple(tensor.size())} that is to be swapped or computed again is changed in place "
@@ -60,6 +65,10 @@ class DroppedStorage(_ChosenStorage):
         if self._reference is not None:
             del self.owners[self._address]
             self._reference = None
+
+    def awaits(self) -> NodeCall | None:
+        """Return the call that computes it again, until that has been."""
+        return self._call if self.storage is None else None
 
     def fetched(self) -> torch.UntypedStorage:
         """Return the memory, computed again if it has not been yet."""
@@ -127,6 +136,13 @@ class SwappedStorage(_ChosenStorage):
                 tensor.data = geometry.over(memory.untyped_storage())
         self._emptied.clear()
         self.counter.note_peak()
+
+    def drop(self) -> None:
+        """Let go of the memory; what is still being copied into it is waited for."""
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+        super().drop()
 
     def fetched(self) -> torch.UntypedStorage:
         """Return the memory, when it is back."""

@@ -71,7 +71,7 @@ class NodeCall:
     It holds its arguments by `hold`, as autograd would hold them; `scope` makes it draw the numbers that it has drawn.
     """
 
-    __slots__ = ("_args", "_kwargs", "_op", "_scope", "made")
+    __slots__ = ("_args", "_has_run", "_kwargs", "_op", "_scope", "made")
 
     def __init__(
         self,
@@ -93,14 +93,34 @@ class NodeCall:
         self._args = [taken(value, number) for number, value in enumerate(args)]
         self._kwargs = {name: taken(value, name) for name, value in kwargs.items()}
         self._scope = scope
+        self._has_run = False
         #: By their number among those that it allocates. They own it, so that what nobody needs any more dies.
         self.made: dict[int, weakref.ref[SavedStorage]] = {}
 
     def run(self) -> None:
-        """Fill what it has made with what it makes now, the same numbers; let go of what it takes."""
+        """Fill what it has made with what it makes now, the same numbers; let go of what it takes.
+
+        Calls that it takes something from and that have not run again come first; a long chain of them takes no stack.
+        """
+        due = [self]
+        while due:
+            before = due[-1]._awaited()
+            due += before
+            if not before:
+                due.pop()._run()
+
+    def _awaited(self) -> list[NodeCall]:
+        """What has to run before it does."""
+        taken = [leaf for leaf in tree_leaves((self._args, self._kwargs), is_leaf=_is_taken) if _is_taken(leaf)]
+        calls = (leaf.held.saved.awaits() for leaf in taken if isinstance(leaf.held, SavedTensor))
+        return [call for call in calls if call is not None]
+
+    def _run(self) -> None:
+        if self._has_run:
+            return
+        self._has_run = True
         fresh = list[torch.UntypedStorage]()
         args, kwargs = tree_map(_again, (self._args, self._kwargs), is_leaf=_is_taken)
-        self._args, self._kwargs = [], {}
 
         def note(tensor: Tensor) -> None:
             fresh.append(tensor.untyped_storage())
@@ -108,6 +128,7 @@ class NodeCall:
         # With gradients, for only then autograd saves, and so shows, what the operation keeps for itself.
         with torch.enable_grad(), self._scope():
             call_noting(lambda: self._op(*args, **kwargs), (args, kwargs), note, _nothing, _never)
+        self._args, self._kwargs = [], {}
         for number, reference in self.made.items():
             if (saved := reference()) is not None and saved.storage is None:
                 saved.own(fresh[number])

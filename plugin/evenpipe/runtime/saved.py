@@ -1,7 +1,7 @@
 """What autograd holds in place of a saved tensor: a handle, on a storage, of one micro-batch's recording."""
 
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +71,10 @@ class SavedStorage:
         if self.storage is None:
             raise RuntimeError("saved activations are at the partner stage: they must be loaded before their backward")
         return self.storage
+
+    def awaits(self) -> Any:
+        """Return what has to run before `fetched` finds its memory computed, if anything (`NodeCall`)."""
+        return None
 
     def view(self) -> Tensor:
         """Return all bytes of the storage as a uint8 tensor."""

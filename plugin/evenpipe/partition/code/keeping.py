@@ -39,7 +39,9 @@ def kept(graph: Graph, profile: Profile, part: Stage, link_gbps: float, selected
     ordinals = {numbers[node]: node.meta["ordinal"] for node in own if "ordinal" in node.meta}
     found = {node: _storage_of(graph, profile, numbers, node) for node in selected.received}
     given = {node: number for node, number in found.items() if number in part.swap_storages}
-    keeping = keeping_of(profile, part, link_gbps, [numbers[node] for node in own], ordinals, given.values())
+    relayed = frozenset(number for node, number in given.items() if node in selected.sent)
+    order = [numbers[node] for node in own]
+    keeping = keeping_of(profile, part, link_gbps, order, ordinals, given.values(), relayed)
     return Kept(keeping, {node: numbers[node] for node in own if numbers[node] in keeping.nodes}, given)
 
 
@@ -91,11 +93,13 @@ def keeping_of(
     order: Sequence[int],
     ordinals: Mapping[int, int],
     given: Collection[int] = (),
+    relayed: Set[int] = frozenset(),
 ) -> Keeping:
     """What the part of a plan on this profile does in every micro-batch's forward.
 
     `link_gbps`: the plan's. `order`: of the part's nodes, as they are run. `ordinals`: of random nodes, by which they
-    draw the same numbers when they run again. `given`: storages that the part receives, and swaps.
+    draw the same numbers when they run again. `given`: storages that the part receives, and swaps; of these `relayed`
+    are sent on, and so have to be back before the backward starts with what was sent.
     """
     ranges = Ranges(profile)
     names = {node.name: number for number, node in enumerate(profile.nodes)}
@@ -104,6 +108,8 @@ def keeping_of(
     swapped = [one for one in part.swap_storages if ranges.producer[one] >= part.first_node or one in given]
     makers = {ranges.producer[number] for number in dropped.union(swapped)}.intersection(order)
     out, gone, back, early = _Moves(profile, ranges, swapped, order, link_gbps).found(again, part.drop_storages)
+    back = {node: left for node, numbers in back.items() if (left := tuple(n for n in numbers if n not in relayed))}
+    early += tuple(number for number in sorted(relayed) if number not in early)
     return Keeping(
         again=again,
         dropped=dropped,
