@@ -107,6 +107,8 @@ def train_cut(plan: Path, example: Example, rank: int) -> dict[str, Any]:
         first = first or {n: p.grad.clone() for n, p in pipeline._parameters.items() if p.grad is not None}
         optimizer.step()
     whole = pipeline.full_state_dict()
+    pipeline.load_state_dict(example.model.state_dict())
+    pipeline.load_state_dict(pipeline.state_dict())
     pipeline.close()
     return {"losses": losses, "gradients": first, "own": pipeline.state_dict(), "state": whole}
 

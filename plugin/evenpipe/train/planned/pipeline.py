@@ -77,11 +77,12 @@ class PlannedPipeline(Pipeline):
         dist.all_gather_object(held, list(self._own), group=group)
         self._owner = {name: stage for stage, names in reversed(list(enumerate(held))) for name in names}
         state = model.state_dict()
-        self._unused = {name: one for name, one in state.items() if self._names[name] not in self._owner}
-        learned = {name for name, one in model.named_parameters()}
-        self._ties = Ties([learned.intersection(names) for names in held], self._parameters, stage, ranks, device)
+        self._unused = {name: one for name, one in state.items() if self._names.get(name) not in self._owner}
+        parameters = dict(model.named_parameters())
+        tied = {name for name, one in parameters.items() if one.requires_grad}
+        self._ties = Ties([tied.intersection(names) for names in held], self._parameters, stage, ranks, device)
         self._saved = list(state)
-        self._learned = sorted(learned.intersection(self._owner))
+        self._learned = [name for name in parameters if name in self._owner]
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor | None:
         """Forward and backward of a batch; gradients of its mean loss are added to `parameter.grad`.
@@ -147,18 +148,23 @@ class PlannedPipeline(Pipeline):
         whole |= {name: one.cpu() for name, one in self._unused.items()}
         return {name: whole[name if name in whole else self._names[name]] for name in self._saved}
 
+    def _is_saved(self, name: str) -> bool:
+        """Whether the model's `state_dict` has this parameter or buffer, under whatever name."""
+        return any(self._names.get(saved) == name for saved in self._saved)
+
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over this stage's of the uncut model's state, or of what `state_dict` gave. Raises ValueError."""
         given = {self._names.get(name, name): one for name, one in state.items()}
-        if missing := [name for name in self._own if name not in given]:
-            model = self.plan.origin.model
-            raise ValueError(f"{missing[0]}: is not in the state to load: give one of {model}")
+        mine = {name: one for name, one in self._own.items() if name in given or self._is_saved(name)}
+        wanted = f"give one of {self.plan.origin.model}"
+        for name, one in mine.items():
+            if name not in given:
+                raise ValueError(f"{name}: is not in the state to load: {wanted}")
+            if given[name].shape != one.shape:
+                raise ValueError(f"{name}: is {tuple(given[name].shape)}, and not {tuple(one.shape)}: {wanted}")
         with torch.no_grad():
-            for name, one in self._own.items():
+            for name, one in (mine | {name: one for name, one in self._unused.items() if name in given}).items():
                 one.copy_(given[name])
-            for name, one in self._unused.items():
-                if name in given:
-                    one.copy_(given[name])
 
     def close(self) -> None:
         self._ties.close()
