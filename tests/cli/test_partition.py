@@ -141,7 +141,7 @@ def test_what_the_error_asks_for_is_enough(profile: Path, capsys: pytest.Capture
             "--stages: how many?",
         ),
         (("--stages", "2"), "name one of --model, --module, --hf, --megatron or --profile"),
-        (("--module", "FILE:chain", "--stages", "2", "--device", "a100"), "no device 'a100'"),
+        (("--module", "FILE:chain", "--stages", "2", "--device", "a100"), "a100: unknown among devices"),
         (("--profile", "PROFILE", "--stages", "2", "--", "--num-layers", "8"), "flags are for --megatron"),
         (("--profile", "PROFILE", "--stages", "2", "--half-layers"), "--half-layers: is for --megatron"),
     ],

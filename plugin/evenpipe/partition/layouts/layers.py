@@ -57,7 +57,7 @@ def roofline(shape: Shape, kind: str, device: Device) -> dict[str, Time]:
     found = {}
     for node in work_of(shape, kind):
         forward, backward = (
-            of.ms(Effort(times * node.flops, times * node.moved_bytes, 1), shape.precision)
+            of.ms(Effort(round(times * node.flops), round(times * node.moved_bytes), 1), shape.precision)
             for times in (1.0, node.backward)
         )
         found[node.name] = Time(forward, backward, int(node.saved_bytes))

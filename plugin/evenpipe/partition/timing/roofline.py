@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -52,7 +52,7 @@ class Roofline:
         return self._ms(effort, self._tflops(precision))
 
     def _tflops(self, precision: str) -> float:
-        peaks: Mapping[str, float] = self.of.tflops
+        peaks = {str(name): peak for name, peak in self.of.tflops.items()}
         if precision not in peaks:
             raise RooflineError(f"{self.of.name} does not compute in {precision}: it does in {', '.join(peaks)}")
         return peaks[precision]
