@@ -84,5 +84,5 @@ def _post_ahead(engine: Any) -> None:
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "runtime"))
     from synchronised_cases import PostedAhead
 
-    program = engine.pipeline._program
-    engine.pipeline._program = PostedAhead(program.schedule, program.pairs)
+    program = engine.pipeline.program
+    engine.pipeline.program = PostedAhead(program.schedule, program.pairs)

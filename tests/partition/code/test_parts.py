@@ -21,7 +21,7 @@ from tests.partition.code.cut import (
 )
 
 #: Of sums in another order, relative to a gradient's norm; batch norm of AmoebaNet makes 5e-6 of it in fp32.
-ROUNDING = {"fp32": 1e-5, "bf16": 0.05}
+ROUNDING = {"fp32": 1e-5, "bf16": 0.15}
 
 
 def trained(small, tmp_path, name, precision, stages, seeds):
