@@ -16,7 +16,7 @@ from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Program, Spec, check_offers, needs_of, verify
 from evenpipe.train.engines import ENGINES
 
-__all__ = ["ModulePipeline", "Pipeline", "stage_in"]
+__all__ = ["ModulePipeline", "Pipeline", "shares", "stage_in"]
 
 
 def stage_in(program: Program, group: dist.ProcessGroup | None, engine: str, called: str) -> int:
@@ -134,8 +134,8 @@ class ModulePipeline(Pipeline):
         ends, None elsewhere. Raises ValueError where they cannot be shared out.
         """
         count, found = self.program.schedule.micro_batches, dict[int, Tensor]()
-        first = _shares("inputs", inputs, count) if self.is_first else ()
-        last = _shares("targets", targets, count) if self.is_last else ()
+        first = shares("inputs", inputs, count) if self.is_first else ()
+        last = shares("targets", targets, count) if self.is_last else ()
 
         def share_of_loss(micro_batch: int, output: Any) -> Tensor:
             loss = self._loss(output, last[micro_batch])
@@ -146,7 +146,7 @@ class ModulePipeline(Pipeline):
         return self.carry_out(stage, found)
 
 
-def _shares(name: str, values: Tensor | Sequence[Any], count: int) -> Sequence[Any]:
+def shares(name: str, values: Tensor | Sequence[Any], count: int) -> Sequence[Any]:
     """What each of `count` micro-batches gets of `values`."""
     if not isinstance(values, Tensor):
         if len(values) != count:

@@ -17,7 +17,7 @@ from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.trace import Graph
 from evenpipe.report import write_atomically
 
-__all__ = ["load_parts", "write_stages"]
+__all__ = ["load_parts", "tensors_of", "write_stages"]
 
 
 def write_stages(graph: Graph, profile: Profile, plan: Plan, plan_path: Path) -> tuple[Path, ...]:
@@ -49,7 +49,7 @@ def load_parts(plan_path: Path, stage: int, model: nn.Module) -> tuple[Part, ...
     if getattr(module, "PLAN", None) != digest_of(plan):
         raise StageCodeError(f"{path}: it is of another plan than {plan_path} is now: {_remedy(plan_path)}")
     parts = tuple(made() for made in module.PARTS)
-    of_name = _tensors(model)
+    of_name = tensors_of(model)
     for part in parts:
         _take(part, model, of_name, f"{path}: the model has")
         _take_constants(part, plan_path, next((tensor.device for tensor in of_name.values()), torch.device("cpu")))
@@ -81,7 +81,7 @@ def _module(path: Path, plan_path: Path) -> ModuleType:
     return module
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Of all names, those of tied parameters too."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 

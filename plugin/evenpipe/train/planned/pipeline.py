@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evenpipe.partition.code import Boundary, Draws, Part, load_parts
+from evenpipe.partition.code import Boundary, Draws, Part, load_parts, tensors_of
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.search.problem import PartitionError
 from evenpipe.runtime.executor import Observer
 from evenpipe.runtime.keep import Keeper
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Unit
-from evenpipe.train.pipeline import Pipeline, stage_in
+from evenpipe.train.pipeline import Pipeline, shares, stage_in
 from evenpipe.train.planned.ties import Ties
 
 __all__ = ["PlannedPipeline"]
@@ -70,7 +70,7 @@ class PlannedPipeline(Pipeline):
         self._group = group
         #: Every name that a parameter or a buffer has in the model, and the first of them.
         self._names = _first_names(model)
-        of_parts = ((name, one) for part in parts for name, one in _state(part).items())
+        of_parts = ((name, one) for part in parts for name, one in tensors_of(part).items())
         self._own = {self._names[name]: one for name, one in of_parts if name in self._names}
         self._parameters = {name: one for name, one in self._own.items() if isinstance(one, nn.Parameter)}
         held: list[list[str]] = [[] for _ in ranks]
@@ -92,7 +92,7 @@ class PlannedPipeline(Pipeline):
         batch cannot be shared out, or is not of the shapes that the plan is for.
         """
         count, found = self.program.schedule.micro_batches, dict[int, Tensor]()
-        shares = {name: _shared_out(name, values, count) for name, values in batch.items()}
+        of_inputs = {name: shares(name, one, count) if one.dim() else [one] * count for name, one in batch.items()}
         first = self.batches * count
 
         def share_of_loss(micro_batch: int, output: tuple[Tensor]) -> Tensor:
@@ -101,7 +101,7 @@ class PlannedPipeline(Pipeline):
             return loss / count
 
         def inputs_of(micro_batch: int) -> dict[str, Tensor]:
-            return {name: of_all[micro_batch] for name, of_all in shares.items()}
+            return {name: of_all[micro_batch] for name, of_all in of_inputs.items()}
 
         stage = _PlannedStage(self, inputs_of, first, share_of_loss)
         with self._ties.summed():
@@ -220,20 +220,6 @@ def _like(boundaries: tuple[Boundary, ...], device: torch.device) -> list[Tensor
     ]
 
 
-def _state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, also those that are not saved, under all of their names."""
-    return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-
-
 def _first_names(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(one), name) for name, one in _state(model).items()}
-
-
-def _shared_out(name: str, values: Tensor, count: int) -> list[Tensor]:
-    """What each of `count` micro-batches gets; what has no dimension goes to all."""
-    if not values.dim():
-        return [values] * count
-    if len(values) % count:
-        raise ValueError(f"{name}: {len(values)} samples cannot be shared out to {count} micro-batches")
-    return list(values.chunk(count))
+    return {name: first.setdefault(id(one), name) for name, one in tensors_of(model).items()}
