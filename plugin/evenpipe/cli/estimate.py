@@ -15,7 +15,7 @@ from evenpipe.cli.values import duration_ms, positive
 from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, Precision, cluster, framework, model, names
 from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import Estimate, Estimator
-from evenpipe.planner.run import Attention, Recompute, Run
+from evenpipe.planner.run import Attention, Placement, Recompute, Run
 from evenpipe.settings.spelling import in_flags
 
 __all__ = ["add_to"]
@@ -58,6 +58,12 @@ def add_to(commands: Commands) -> None:
     group.add_argument("--group-size", type=positive, default=1, metavar="K", help="micro-batches in a row, of kfkb")
     group.add_argument("--bpipe", action="store_true", help="level the stages' memory by evicting to partner stages")
     group.add_argument("--synchronous-transfers", action="store_true", help="evictors wait for evictions and loads")
+    group.add_argument(
+        "--placement",
+        choices=get_args(Placement),
+        default="replicas",
+        help="what is in one node, if one of them can be: replicas of a stage (Megatron's), or a pipeline's stages",
+    )
     group.add_argument("--message-ms", type=duration_ms, metavar="T", help="measured: a message between neighbours")
     group.add_argument(
         "--recompute", choices=_RECOMPUTE, default="none", help="none | selective = attention | full = layer"
@@ -137,6 +143,7 @@ def _run_of(arguments: Namespace, nodes: Cluster) -> Run:
         layout=arguments.layout,
         synchronous_transfers=arguments.synchronous_transfers,
         message_ms=arguments.message_ms,
+        placement=arguments.placement,
         precision=arguments.precision,
         attention=arguments.attention,
         **switches,

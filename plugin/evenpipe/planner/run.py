@@ -9,10 +9,11 @@ from typing import Literal, get_args
 from evenpipe.planner.descriptions import Cluster, Framework, Model, Precision
 from evenpipe.planner.errors import EstimateError
 
-__all__ = ["Attention", "Recompute", "Run"]
+__all__ = ["Attention", "Placement", "Recompute", "Run"]
 
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["unfused", "flash"]
+Placement = Literal["replicas", "pipeline"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,9 @@ class Run:
 
     recompute: nothing, the core of attention ("selective"), or whole layers. layout: layers of each part of the
     pipeline (stage, or model chunk in the order of the model); even, if left out. synchronous_transfers: evictions
-    are waited for. message_ms: what a message between neighbours takes, where that has been measured.
+    are waited for. message_ms: what a message between neighbours takes, where that has been measured. placement: what
+    is next to each other after tensor and context ranks: the replicas of a stage, as Megatron has it (PipeDream-2BW
+    §3.3), or a pipeline's stages (``--use-tp-pp-dp-mapping``; BPipe §3.5 puts pipelines before replicas).
     """
 
     global_batch: int
@@ -52,6 +55,7 @@ class Run:
     blocking: tuple[str, ...] | None = None
     divided_messages: bool | None = None
     message_ms: float | None = None
+    placement: Placement = "replicas"
 
     def of(self, framework: Framework) -> Run:
         """The same with ``framework``'s defaults, where nothing is said."""

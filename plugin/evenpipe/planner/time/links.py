@@ -11,8 +11,9 @@ __all__ = ["Links"]
 
 
 class Links:
-    """Ranks are placed as Megatron does: tensor, then context, then data, then pipeline; with BPipe partner stages are
-    next to each other before data-parallel ranks are (BPipe §3.5).
+    """Ranks are placed as Megatron does: tensor, then context, then data, then pipeline, or pipeline before data where
+    the run's ``placement`` has it; with BPipe partner stages are next to each other before data-parallel ranks are
+    (BPipe §3.5).
     """
 
     def __init__(self, run: Run, cluster: Cluster, calibration: Calibration) -> None:
@@ -34,13 +35,16 @@ class Links:
         run = self._run
         replicas = run.data * run.context
         size, stride = (replicas // run.expert, run.tensor * run.expert) if experts else (replicas, run.tensor)
+        if run.placement == "pipeline":
+            stride *= run.stages
         return nbytes / self._ring(size, stride) if size > 1 else 0.0
 
     def message(self, nbytes: float) -> tuple[float, float]:
         """Latency of a hand-over between neighbours, and seconds on the link; at the slowest boundary."""
-        outside = self._run.gpus > self._cluster.gpus_per_node
-        rate = self._node if outside else self._peer
-        return self._latency(self._run.gpus) * 1e-6, nbytes / rate
+        run = self._run
+        span = run.gpus if run.placement == "replicas" else run.gpus // run.data
+        rate = self._node if span > self._cluster.gpus_per_node else self._peer
+        return self._latency(span) * 1e-6, nbytes / rate
 
     def eviction(self, nbytes: float) -> tuple[float, float]:
         """Latency and seconds on the link between partner stages, which are in one node if it has room for both."""
