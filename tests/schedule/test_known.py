@@ -88,6 +88,8 @@ def test_the_bound_is_the_most_that_a_stage_holds_and_with_bpipe_the_most_allowe
     spec, size = chosen
     plain = build(spec, size).schedule
     assert max(plain.peak_live) == plain.bound == spec.bound(spec.fitted(size))
+    if spec.live is not None:
+        assert list(plain.peak_live) == list(spec.live(spec.fitted(size)))
     if spec.balanced is not None and size.stages > 1:
         level = build(spec, size, bpipe=True).schedule
         assert max(level.peak_live) == level.bound == min(spec.balanced(spec.fitted(size)), plain.bound)

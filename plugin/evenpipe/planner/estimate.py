@@ -16,6 +16,7 @@ from evenpipe.planner.reasons import reason_of
 from evenpipe.planner.run import Run
 from evenpipe.planner.time.batch_end import batch_end
 from evenpipe.planner.time.calibration import FITTED, Calibration
+from evenpipe.planner.time.hand_over import HandOver, hand_over, message_bytes_of
 from evenpipe.planner.time.iteration import simulated
 from evenpipe.planner.time.kernels import Kernels
 from evenpipe.planner.time.stages import PartTime, part_times
@@ -120,9 +121,9 @@ class Estimator:
             [round(chunks[places.position(stage, chunk)].kept_bytes) for chunk in range(places.chunks)]
             for stage in range(places.stages)
         ]
-        message_bytes = run.element_bytes * self.model.sequence // run.context * run.micro_batch * self.model.hidden
+        message_bytes = message_bytes_of(self.model, run)
         evictions = [Wire(*(_MS * seconds for seconds in kernels.links.eviction(max(row)))) for row in units]
-        costs, own = self._costs(run, times, places, kernels, message_bytes, evictions)
+        costs, own = self._costs(run, times, places, hand_over(self.model, run, kernels.links), evictions)
         try:
             found = simulated(programs, size, costs, units)
         except ScheduleError as error:
@@ -186,18 +187,11 @@ class Estimator:
         run: Run,
         times: Sequence[PartTime],
         places: Places,
-        kernels: Kernels,
-        message_bytes: float,
+        over: HandOver,
         evictions: Sequence[Wire],
     ) -> tuple[Costs, list[tuple[float, float]]]:
         """What the simulator is told, and per stage what it computes alone, forward and backward."""
         own, busy, weights = [], [], []
-        sent = message_bytes / (run.tensor if run.sequence_parallel or run.divided_messages else 1)
-        latency, transmit = (_MS * seconds for seconds in kernels.links.message(sent))
-        if run.message_ms is not None:
-            transmit, latency = run.message_ms, 0.0
-        waits = run.schedule in (run.blocking or ())
-        wait = transmit + latency + (run.hand_over_us or 0.0) / _MS if waits else 0.0
         for stage in range(places.stages):
             positions = [places.position(stage, chunk) for chunk in range(places.chunks)]
             forward, backward, late = (_MS * sum(times[n][field] for n in positions) for field in range(3))
@@ -205,8 +199,8 @@ class Estimator:
             weights.append(late)
             sends = sum(n + 1 < len(times) and places.order[n + 1].stage != stage for n in positions)
             returns = sum(n > 0 and places.order[n - 1].stage != stage for n in positions)
-            busy.append((forward + sends * wait, backward + returns * wait))
-        link = Wire() if waits else Wire(latency, transmit)
+            busy.append((forward + sends * over.wait_ms, backward + returns * over.wait_ms))
+        link = Wire(over.latency_ms, over.transmit_ms)
         costs = Costs(
             forward_ms=tuple(forward for forward, _ in busy),
             backward_ms=tuple(backward for _, backward in busy),

@@ -18,5 +18,6 @@ SPEC = Spec(
     summary="all forwards, then all backwards",
     order=_order,
     bound=lambda size: size.micro_batches,
+    live=lambda size: [size.micro_batches] * size.stages,
     drawings=(Drawing(Size(2, 3), "F0 F1 F2 B0 B1 B2\nF0 F1 F2 B0 B1 B2", "PipeDream-2BW Figure 3(a)"),),
 )

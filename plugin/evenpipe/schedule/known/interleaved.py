@@ -44,6 +44,7 @@ SPEC = Spec(
     chunks=(2, None),
     needs=frozenset(["chunks"]),
     check=_check,
+    live=lambda size: [min(_warmup(size, s) + 1, size.micro_batches * size.chunks) for s in range(size.stages)],
     drawings=(
         Drawing(
             Size(2, 4, 2),

@@ -22,6 +22,7 @@ SPEC = Spec(
     bound=lambda size: min(size.stages, size.micro_batches),
     balanced=lambda size: -(-(size.stages + 2) // 2),  # μ_opt (BPipe §3.3)
     chunked="interleaved",
+    live=lambda size: [min(size.stages - s, size.micro_batches) for s in range(size.stages)],
     drawings=(
         Drawing(
             Size(4, 8),

@@ -42,6 +42,7 @@ SPEC = Spec(
     needs=frozenset(["stream"]),
     update_follows=_update_follows,
     check=_check,
+    live=lambda size: [min(size.stages - s, size.micro_batches * size.batches) for s in range(size.stages)],
     drawings=(
         Drawing(
             Size(4, 4, batches=3),

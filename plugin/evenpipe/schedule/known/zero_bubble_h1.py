@@ -41,6 +41,7 @@ SPEC = Spec(
     order=_order,
     bound=lambda size: min(size.stages, size.micro_batches),
     needs=frozenset(["split"]),
+    live=lambda size: [min(size.stages, size.micro_batches)] * size.stages,
     drawings=(
         Drawing(
             Size(4, 8),
