@@ -13,9 +13,9 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from evenpipe.megatron.refusals import refuse_unsupported, refused_settings, refused_with_two_versions
-from evenpipe.megatron.schedule_patches import keeping_identity
 from evenpipe.megatron.supported import installed_release
 from evenpipe.upstream import PatchSet
+from evenpipe.upstream.saved_leaves import keeping_identity
 
 PLAIN = SimpleNamespace(ddp_config=DistributedDataParallelConfig())
 ALWAYS: list[tuple[str, Any]] = [

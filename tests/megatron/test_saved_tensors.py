@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import fused_kernel
 
 from evenpipe.megatron.cpu_mode import cpu_mode
-from evenpipe.megatron.schedule_patches import keeping_identity, keeps_identity
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.upstream import PatchSet
+from evenpipe.upstream.saved_leaves import keeping_identity, keeps_identity
 
 ONE = SimpleNamespace(size=lambda: 1)
 

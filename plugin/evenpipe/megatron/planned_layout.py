@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from evenpipe.megatron.supported import MEGATRON_CORE, since
+from evenpipe.megatron.supported import core_patch
 from evenpipe.partition.layouts.written import WrittenLayout
-from evenpipe.upstream import Patch, PatchSet, around
+from evenpipe.upstream import Patch, PatchSet
 
 __all__ = ["half_layer_patches", "half_layers"]
 
@@ -27,29 +27,23 @@ def half_layers(plan: WrittenLayout) -> PatchSet:
 
 def half_layer_patches(plan: Any) -> list[Patch]:
     """What `half_layers` applies; made without looking at what is installed."""
+    with_halves, build = functools.partial(_with_halves, plan), functools.partial(_build, plan)
+    transformer = "megatron.core.transformer"
     return [
-        Patch(
-            name,
-            (symbol,),
-            MEGATRON_CORE,
-            since("(self)"),
-            around(functools.partial(call, plan)),
-            reason,
-        )
-        for name, symbol, call, reason in (
-            (
-                "layout",
-                "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-                _with_halves,
-                "a layout has whole layers only",
-            ),
-            (
-                "layers",
-                "megatron.core.transformer.transformer_block:TransformerBlock._build_layers",
-                _build,
-                "a stage has whole layers only, whose weights it draws itself",
-            ),
-        )
+        core_patch(
+            "layout",
+            f"{transformer}.transformer_config:TransformerConfig.__post_init__",
+            with_halves,
+            "a layout has whole layers only",
+            "(self)",
+        ),
+        core_patch(
+            "layers",
+            f"{transformer}.transformer_block:TransformerBlock._build_layers",
+            build,
+            "a stage has whole layers only, whose weights it draws itself",
+            "(self)",
+        ),
     ]
 
 

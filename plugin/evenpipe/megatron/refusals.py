@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from evenpipe.megatron.schedule_patches import keeps_identity
+from evenpipe.upstream.saved_leaves import keeps_identity
 
 __all__ = [
     "Refusal",

@@ -1,11 +1,11 @@
 """The releases of megatron-core that EvenPipe works with, and what it relies on in each of them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from evenpipe.upstream import Distribution, Expectation
+from evenpipe.upstream import Distribution, Expectation, Patch, around
 
 __all__ = [
     "MEGATRON_CORE",
@@ -13,6 +13,7 @@ __all__ = [
     "SCHEDULES",
     "Changes",
     "CoreRelease",
+    "core_patch",
     "installed_release",
     "recorded",
     "since",
@@ -186,6 +187,14 @@ def installed_release() -> CoreRelease:
 def recorded(symbol: str) -> Mapping[str, str]:
     """The recorded signature of `symbol` in every series that has it; what a Patch or an Expectation asks for."""
     return _SIGNATURES[symbol]
+
+
+def core_patch(
+    name: str, symbol: str, call: Callable[..., Any], reason: str, signature: Changes | None = None
+) -> Patch:
+    """The patch of a symbol of megatron-core: one recorded here, or of that `signature`; `call` goes :func:`around`."""
+    versions = recorded(symbol) if signature is None else since(signature)
+    return Patch(name, (symbol,), MEGATRON_CORE, versions, around(call), reason)
 
 
 def verify_two_buffered() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
-from typing import Any
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
-from evenpipe.megatron.cpu_mode.patching import no_gpu, patch
-from evenpipe.megatron.cpu_mode.torch_cuda import device_patches, random_patches, stream_patches
-from evenpipe.upstream import PatchSet, around
+from evenpipe.megatron.supported import core_patch
+from evenpipe.upstream import Patch, PatchSet
+from evenpipe.upstream.torch_cuda import no_gpu, without_cuda
 
 __all__ = ["cpu_mode"]
 
-_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_RANDOM: Final = "megatron.core.tensor_parallel.random"
+_OPTIMIZER: Final = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 
 def cpu_mode(device: str = "cpu") -> PatchSet:
@@ -23,46 +26,77 @@ def cpu_mode(device: str = "cpu") -> PatchSet:
     Apply them before the first model is built. Refused where CUDA is available: with them in place, tensors stay on the
     CPU and the "CUDA" random state is the CPU's.
     """
-    patches = [
-        *device_patches(device),
-        *random_patches(),
-        *stream_patches(),
-        patch(
+    return PatchSet("cpu-mode", [*without_cuda(device), *_core_patches()], guard=no_gpu)
+
+
+def _core_patches() -> Iterator[Patch]:
+    for symbol, call, reason, signature in (
+        (
+            f"{_RANDOM}:_set_cuda_rng_state",
+            _set_random_state,
+            "megatron-core keeps the CUDA random state; without CUDA every draw comes from the CPU's generator",
+            "(new_state, device=-1, graph_safe=False)",
+        ),
+        (
+            f"{_RANDOM}:CudaRNGStatesTracker.fork",
+            _without_warning,
+            "megatron-core warns when a draw inside a fork moves the CPU's random state; here every draw does",
+            "(self, name='model-parallel-rng')",
+        ),
+        (
             "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
-            around(_send_aliases),
+            _send_aliases,
             "megatron-core frees a stage's output while gloo still sends it; an alias keeps the memory until then",
             "(*, tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next, group, "
             "prev_pipeline_rank, next_pipeline_rank)",
         ),
-        patch(
+        (
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-            around(_mark_for_sequence_parallel),
+            _mark_for_sequence_parallel,
             "megatron-core has sequence parallelism only with the layer norms of Apex and Transformer Engine",
             "(cls, config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
             "normalization='LayerNorm')",
         ),
         # What is needed for the distributed optimizer to load what it has saved.
-        patch(
+        (
             f"{_OPTIMIZER}.state_dict",
-            around(_with_state),
+            _with_state,
             "the distributed optimizer, about to load, wants the step count that torch's Adam has only after a step",
             "(self)",
         ),
-        patch(
+        (
             f"{_OPTIMIZER}._get_main_param_and_optimizer_states",
-            around(_without_step),
+            _without_step,
             "the distributed optimizer takes the step count of torch's Adam for a tensor as long as the parameter",
             "(self, model_param)",
         ),
-        patch(
+        (
             f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
-            around(_keep_step),
+            _keep_step,
             "the distributed optimizer looks for the step count of torch's Adam among the saved tensors, where it is "
             "not, and writes to parameters with gradients on",
             "(self, model_param, tensors)",
         ),
-    ]
-    return PatchSet("cpu-mode", patches, guard=no_gpu)
+    ):
+        yield core_patch(symbol.partition(":")[2], symbol, call, reason, signature)
+
+
+def _set_random_state(original: object, new_state: Any, device: object = -1, graph_safe: bool = False) -> None:
+    import torch
+
+    torch.default_generator.set_state(new_state)
+
+
+@contextlib.contextmanager
+def _without_warning(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    """`fork` with the logger of its module switched off for its duration."""
+    logger = logging.getLogger(original.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        with original(*args, **kwargs):
+            yield
+    finally:
+        logger.disabled = before
 
 
 def _send_aliases(original: Callable[..., Any], **kwargs: Any) -> Any:

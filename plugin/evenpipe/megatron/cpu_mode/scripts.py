@@ -10,10 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from evenpipe.megatron.cpu_mode.modules import have_dataset_helpers
-from evenpipe.megatron.cpu_mode.patching import no_gpu, patch
-from evenpipe.megatron.training_supported import TRAINING
-from evenpipe.upstream import PatchSet, around
+from evenpipe.megatron.supported import core_patch
+from evenpipe.megatron.training_supported import training_patch
+from evenpipe.upstream import PatchSet
 from evenpipe.upstream.ending import end_job
+from evenpipe.upstream.torch_cuda import no_gpu
 
 __all__ = ["adapt_arguments", "missing_package", "script_patches"]
 
@@ -24,38 +25,36 @@ _BERT_LAYERS = "megatron.core.models.bert.bert_layer_specs"
 
 def script_patches() -> dict[str, PatchSet]:
     """By module, what is to be replaced in it before anybody imports names from it."""
-    parse = f"{_ARGUMENTS}:parse_args"
-    start, compiling, warming = (
-        f"{_INITIALIZE}:{name}" for name in ("initialize_megatron", "_compile_dependencies", "set_jit_fusion_options")
-    )
     patches = {
         _ARGUMENTS: [
-            patch(
-                parse,
-                around(functools.partial(_adapt, set())),
+            training_patch(
+                "parse_args",
+                f"{_ARGUMENTS}:parse_args",
+                functools.partial(_adapt, set()),
                 "Megatron's defaults name NCCL, Transformer Engine and fused kernels, which need a GPU",
-                TRAINING[parse],
             )
         ],
         _INITIALIZE: [
-            patch(start, around(_allow_no_cuda), "Megatron-LM stops where it finds no CUDA device", TRAINING[start]),
-            patch(
-                compiling,
-                around(_compile_no_kernels),
-                "Megatron-LM builds CUDA kernels at start, and dataset helpers that its wheel has already",
-                TRAINING[compiling],
-            ),
-            patch(
-                warming,
-                around(lambda original, *args, **kwargs: None),
-                "Megatron-LM warms up fused CUDA kernels; on CPU nothing is fused",
-                TRAINING[warming],
-            ),
+            training_patch(name, f"{_INITIALIZE}:{name}", call, reason)
+            for name, call, reason in (
+                ("initialize_megatron", _allow_no_cuda, "Megatron-LM stops where it finds no CUDA device"),
+                (
+                    "_compile_dependencies",
+                    _compile_no_kernels,
+                    "Megatron-LM builds CUDA kernels at start, and dataset helpers that its wheel has already",
+                ),
+                (
+                    "set_jit_fusion_options",
+                    lambda original, *args, **kwargs: None,
+                    "Megatron-LM warms up fused CUDA kernels; on CPU nothing is fused",
+                ),
+            )
         ],
         _BERT_LAYERS: [
-            patch(
+            core_patch(
+                "get_bert_layer_with_transformer_engine_spec",
                 f"{_BERT_LAYERS}:get_bert_layer_with_transformer_engine_spec",
-                around(_local_layers),
+                lambda original: _local_layers(),
                 "pretrain_bert.py imports Transformer Engine's layers by name, whatever --transformer-impl says",
                 "()",
             )
@@ -92,7 +91,7 @@ def _compile_no_kernels(original: Callable[[], None]) -> None:
         torch.distributed.barrier()
 
 
-def _local_layers(original: Callable[[], Any]) -> Any:
+def _local_layers() -> Any:
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 
     return bert_layer_local_spec

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from evenpipe.megatron.supported import MEGATRON_CORE, SCHEDULES, recorded
+from evenpipe.megatron.supported import SCHEDULES, core_patch
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import BACKWARD, FORWARD, Action, Kind
 from evenpipe.train.recorder import Recorder
-from evenpipe.upstream import Patch, PatchSet, around
+from evenpipe.upstream import PatchSet
 
 __all__ = ["StockSchedule", "reporting_to"]
 
@@ -57,18 +57,14 @@ class StockSchedule:
 
 def reporting_to(schedule: StockSchedule) -> PatchSet:
     """The patches under which Megatron's forward and backward steps report to `schedule`."""
-    return PatchSet("follow", [_patch("forward_step", FORWARD, schedule), _patch("backward_step", BACKWARD, schedule)])
-
-
-def _patch(function: str, kind: Kind, schedule: StockSchedule) -> Patch:
-    target = f"{SCHEDULES}:{function}"
-    return Patch(
-        name=function,
-        targets=(target,),
-        distribution=MEGATRON_CORE,
-        versions=recorded(target),
-        replacement=around(functools.partial(_report, schedule, kind)),
-        reason="Megatron's schedules do not tell which micro-batch they are at, when, and what it saved",
+    reason = "Megatron's schedules do not tell which micro-batch they are at, when, and what it saved"
+    steps: dict[str, Kind] = {"forward_step": FORWARD, "backward_step": BACKWARD}
+    return PatchSet(
+        "follow",
+        [
+            core_patch(step, f"{SCHEDULES}:{step}", functools.partial(_report, schedule, kind), reason)
+            for step, kind in steps.items()
+        ],
     )
 
 

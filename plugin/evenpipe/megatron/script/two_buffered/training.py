@@ -12,9 +12,9 @@ from evenpipe.delayed.log import StepLog
 from evenpipe.megatron.script.hooks import save_patch, set_up_patch
 from evenpipe.megatron.script.log import say, say_on_last_rank, show_figures
 from evenpipe.megatron.script.two_buffered.exit import ExitDecision
-from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, Changes, since
+from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, Changes, core_patch
 from evenpipe.megatron.training_supported import training_patch
-from evenpipe.upstream import Patch, PatchSet, around
+from evenpipe.upstream import Patch, PatchSet
 
 if TYPE_CHECKING:
     from evenpipe.megatron.two_buffered import StreamSchedule, TwoBuffered
@@ -24,6 +24,7 @@ __all__ = ["TwoBufferedTraining", "two_buffered_patches"]
 
 _AND = "logical_and_across_model_parallel_group"
 _MAX = "reduce_max_stat_across_model_parallel_group"
+_TIMERS = "megatron.core.timers"
 _MOE = "megatron.core.transformer.moe"
 _EXPERTS: Mapping[str, Changes] = {
     f"{_MOE}.moe_utils:reduce_aux_losses_tracker_across_ranks": {
@@ -117,6 +118,7 @@ class TwoBufferedTraining:
 
 def two_buffered_patches(training: Any) -> list[Patch]:
     """What :class:`TwoBufferedTraining` applies; made without looking at what is installed."""
+    interrupt, sum_losses = functools.partial(_interrupt, training), functools.partial(_sum_losses_of_experts, training)
     return [
         set_up_patch(
             training, "two-versions", "2bw: the first place that has model and optimizer, with what was loaded"
@@ -131,32 +133,58 @@ def two_buffered_patches(training: Any) -> list[Patch]:
         training_patch(
             "date",
             "megatron.training.training:print_datetime",
-            functools.partial(_interrupt, training),
+            interrupt,
             "2bw: a barrier before Megatron exits, at which nothing may be under way",
         ),
         *(
-            Patch(
+            core_patch(
                 f"timer-{name}",
-                (f"megatron.core.timers:Timer.{name}",),
-                MEGATRON_CORE,
-                since("(self, barrier=False)"),
-                around(functools.partial(_interrupt, training)),
+                f"{_TIMERS}:Timer.{name}",
+                interrupt,
                 "2bw: timers stop, with barriers, before Megatron evaluates or saves; nothing may be under way then",
+                "(self, barrier=False)",
             )
             for name in ("start", "stop")
         ),
         *(
-            Patch(
+            core_patch(
                 "experts",
-                (symbol,),
-                MEGATRON_CORE,
-                since(signatures),
-                around(functools.partial(_sum_losses_of_experts, training)),
+                symbol,
+                sum_losses,
                 "2bw: auxiliary losses of experts are summed over all stages in every iteration, which joins them",
+                signatures,
             )
             for symbol, signatures in _EXPERTS.items()
         ),
-        *_known_to_all(),
+        # A rank itself says at once what Megatron-LM reduces over all stages in every iteration. The finished step's
+        # success, norm and count of zeros come out of one exchange, and the learning rate is the same on all stages (a
+        # stage without parameters is refused).
+        *(
+            training_patch(
+                name,
+                f"{module}:{function}",
+                lambda original, value, group=None: value,
+                f"2bw: {what} of the finished step is known on all stages, and asking joins them",
+            )
+            # The functions moved when utils became a package.
+            for module in ("megatron.training.utils", "megatron.training.utils.common_utils")
+            for name, function, what in (("success", _AND, "success"), ("norm", _MAX, "the norm"))
+        ),
+        core_patch(
+            "interval",
+            f"{_TIMERS}:Timer.elapsed",
+            _without_barrier,
+            "2bw: two barriers and a wait for the whole device at each log interval join all stages",
+            "(self, reset=True, barrier=False)",
+        ),
+        core_patch(
+            "timers",
+            f"{_TIMERS}:Timers.log",
+            _of_running_timers,
+            "2bw: older releases gather the times of timers that were never started from all ranks, at each log "
+            "interval",
+            "(self, names, rank=None, normalizer=1.0, reset=True, barrier=False)",
+        ),
     ]
 
 
@@ -173,42 +201,6 @@ def _decide_in_the_background(
     training: TwoBufferedTraining, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> bool:
     return training.exit_decision.made_by(functools.partial(original, *args, **kwargs))
-
-
-def _known_to_all() -> list[Patch]:
-    """Patches under which a rank itself says at once what Megatron-LM reduces over all stages in every iteration.
-
-    The finished step's success, norm and count of zeros come out of one exchange, and the learning rate is the same on
-    all stages (a stage without parameters is refused).
-    """
-    known = [
-        training_patch(
-            name,
-            f"{module}:{function}",
-            lambda original, value, group=None: value,
-            f"2bw: {what} of the finished step is known on all stages, and asking joins them",
-        )
-        # The functions moved when utils became a package.
-        for module in ("megatron.training.utils", "megatron.training.utils.common_utils")
-        for name, function, what in (("success", _AND, "success"), ("norm", _MAX, "the norm"))
-    ]
-    timer = Patch(
-        "interval",
-        ("megatron.core.timers:Timer.elapsed",),
-        MEGATRON_CORE,
-        since("(self, reset=True, barrier=False)"),
-        around(_without_barrier),
-        "2bw: two barriers and a wait for the whole device at each log interval join all stages",
-    )
-    log = Patch(
-        "timers",
-        ("megatron.core.timers:Timers.log",),
-        MEGATRON_CORE,
-        since("(self, names, rank=None, normalizer=1.0, reset=True, barrier=False)"),
-        around(_of_running_timers),
-        "2bw: older releases gather the times of timers that were never started from all ranks, at each log interval",
-    )
-    return [*known, timer, log]
 
 
 def _of_running_timers(
