@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from benchmarks.gpu.rank import Rank
 from benchmarks.gpu.training import train
-from evenpipe.megatron.profile import stage_memory
 from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.planner.memory import peak_bytes
 from evenpipe.runtime.communicators import link_bytes
@@ -23,6 +22,7 @@ from evenpipe.schedule import Programs, links, loop
 from evenpipe.train.engine import engine_module
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.predict import predict
+from evenpipe.train.profile import stage_memory
 
 __all__ = ["run"]
 

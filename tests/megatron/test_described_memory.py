@@ -6,13 +6,13 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from evenpipe.megatron.profile import PlannedRun, stage_memories
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.memory.stages import chunks_of, stage_memory_of
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import Recompute, Run
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.schedule import links, loop
+from evenpipe.train.profile import PlannedRun, stage_memories
 
 #: Of six heads no fused softmax makes a kernel, on the meta device as on a GPU.
 SIZES = {"layers": 8, "hidden": 384, "heads": 6}

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from evenpipe.megatron.layouts import best_layout
 from evenpipe.partition.layouts import LayoutError
+from evenpipe.partition.layouts.best import best_layout
 from tests.megatron_lm.launch import gpt_flags, launch
 
 SCRIPT = "pretrain_gpt.py"

@@ -16,13 +16,13 @@ from evenpipe.cli.options import write
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.training import add_fields, options_from
 from evenpipe.cli.values import gibibytes, picture_file, positive
-from evenpipe.megatron.profile import PlannedRun, ProfileError, stage_memory
 from evenpipe.planner.candidates import PlanError, candidates, divisors
 from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.planner.memory import StageMemory, peak_bytes
 from evenpipe.report.limit import Limit, draw_limit
 from evenpipe.schedule import Programs
 from evenpipe.train.options import TrainOptions
+from evenpipe.train.profile import PlannedRun, ProfileError, stage_memory
 
 __all__ = ["add_to"]
 

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from evenpipe.cli.options import write
 from evenpipe.cli.parser import UsageError
-from evenpipe.megatron.layouts import best_layout
 from evenpipe.partition.layouts import LayoutError, LayoutPlan, Split
+from evenpipe.partition.layouts.best import best_layout
 from evenpipe.partition.timing import RooflineError
 from evenpipe.planner.descriptions import DescriptionError, device
 from evenpipe.report import write_atomically

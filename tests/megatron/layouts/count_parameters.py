@@ -7,7 +7,7 @@ from evenpipe.megatron.cpu_mode import install_cpu_mode
 
 install_cpu_mode()
 
-from evenpipe.megatron.layouts.model import build, read  # noqa: E402
+from evenpipe.megatron.layout_model import build, read  # noqa: E402
 from evenpipe.partition.layouts import work_of  # noqa: E402
 
 args, shape, _ = read(sys.argv[1:], None)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.megatron.layouts import best_layout
-from evenpipe.megatron.layouts.model import read
+from evenpipe.megatron.layout_model import read
 from evenpipe.partition.layouts import LayoutError
+from evenpipe.partition.layouts.best import best_layout
 from evenpipe.partition.layouts.measured import measured
 from evenpipe.partition.layouts.search import moves
 from evenpipe.partition.layouts.split import Problem

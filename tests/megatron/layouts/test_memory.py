@@ -2,9 +2,9 @@
 
 import pytest
 
-from evenpipe.megatron.layouts import best_layout
-from evenpipe.megatron.layouts.model import read
-from evenpipe.megatron.profile import PlannedRun, stage_memory
+from evenpipe.megatron.layout_model import read
+from evenpipe.partition.layouts.best import best_layout
+from evenpipe.train.profile import PlannedRun, stage_memory
 
 SAMPLES = 2
 RUN = PlannedRun(

@@ -12,12 +12,12 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from evenpipe.megatron.profile import PlannedRun, ProfileError, stage_memories, stage_memory
 from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.planner.memory import StageMemory, unit_bytes
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.schedule import links, loop
 from evenpipe.train.options import TrainOptions
+from evenpipe.train.profile import PlannedRun, ProfileError, stage_memories, stage_memory
 from tests.selected import marked, selected
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 
-from evenpipe.megatron.adaptive.rehearsal import Rehearsal
+from evenpipe.megatron.adaptive.static_memory import workspace_bytes
+from evenpipe.megatron.grad_sync import without_sync
+from evenpipe.megatron.half_layers import random_numbers_kept
 from evenpipe.megatron.schedule import Call, PipelineSchedule
+from evenpipe.megatron.stage import MegatronStage
 from evenpipe.planner.candidates import divisors
 from evenpipe.planner.grouped import GroupedSchedule
+from evenpipe.planner.memory import Measured
 from evenpipe.runtime.executor import Executor, Observer
-from evenpipe.schedule import Need, Spec
+from evenpipe.schedule import Need, Schedule, Spec
 from evenpipe.tuner.collective import fits_on_all
 from evenpipe.tuner.loop import AdaptiveLoop
+from evenpipe.tuner.rehearsal import Rehearsal
 from evenpipe.tuner.samples import loader_of, micro_batches_of
 
 __all__ = ["AdaptiveSchedule", "Tuning"]
@@ -113,21 +121,41 @@ class AdaptiveSchedule(PipelineSchedule):
         self._sizes = self._sizes_of(loaded, arguments)
         rehearsal = Rehearsal(
             executor,
+            call.pipeline.size(),
             self._weights(list(call.batch.model)),
-            self._release,
             fits=lambda nbytes: fits_on_all(static_bytes + nbytes, limit_bytes, executor.device),
         )
         schedule = GroupedSchedule(self.programs, call.pipeline.size())
-        with rehearsal.without_a_trace(call):
+        with _without_a_trace(call, executor.device):
             self.loop.start(schedule, _samples(arguments), self._sizes, limit_bytes)
             while (size := self.loop.wanted) is not None:
                 with self.tuning.around_batch(size):
-                    measured = rehearsal.measured(self._call(**_in_micro_batches_of(size, rehearsed)))
+                    measured = self._rehearsed(rehearsal, self._call(**_in_micro_batches_of(size, rehearsed)), executor)
                 self.loop.take(measured._replace(static_bytes=static_bytes), executor, self.iteration)
         if executor.device.type == "cuda":
             # Blocks of sizes that will not be asked for again.
             torch.cuda.empty_cache()
         return arguments if source is None else arguments | {"data_iterator": itertools.chain(loaded, source)}
+
+    def _rehearsed(self, rehearsal: Rehearsal, call: Call, executor: Executor) -> Measured:
+        def stage(schedule: Schedule) -> MegatronStage:
+            return MegatronStage(call.batch, schedule, call.pipeline.rank(), executor.device, self._release)
+
+        config = call.batch.config
+        message_bytes = sum(math.prod(shape) for shape in call.batch.send_shapes) * config.pipeline_dtype.itemsize
+        return rehearsal.measured(stage, message_bytes, workspace_bytes, differ=bool(config.num_moe_experts))
+
+
+@contextmanager
+def _without_a_trace(call: Call, device: torch.device) -> Iterator[None]:
+    """Afterwards gradients are zero, and random numbers go on as if nothing had been drawn; nothing is logged."""
+    parallel_state.get_global_memory_buffer().buffer.clear()  # it grows, but never shrinks
+    with random_numbers_kept(device), without_sync(call.batch.config):
+        yield
+    chunks: Sequence[Any] = call.batch.model
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    clear_aux_losses_tracker()
 
 
 def _samples(arguments: Mapping[str, Any]) -> int:

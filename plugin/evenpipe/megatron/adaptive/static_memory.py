@@ -1,4 +1,4 @@
-"""What a process holds from batch to batch: weights, gradients, and what the optimizer keeps."""
+"""What a process holds from batch to batch: weights, gradients, what the optimizer keeps, and Megatron's workspace."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from evenpipe.tuner import process_memory
 
-__all__ = ["static_bytes"]
+__all__ = ["static_bytes", "workspace_bytes"]
 
 
 def static_bytes(chunks: Sequence[Any], optimizer: Any) -> int:
@@ -21,6 +22,11 @@ def static_bytes(chunks: Sequence[Any], optimizer: Any) -> int:
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     inner = [part.optimizer for part in parts if not part.is_stub_optimizer]
     return process_memory.static_bytes(_tensors(chunks, inner), inner)
+
+
+def workspace_bytes() -> int:
+    """Bytes that Megatron keeps for its largest attention scores so far."""
+    return sum(tensor.nbytes for tensor in parallel_state.get_global_memory_buffer().buffer.values())
 
 
 def _tensors(chunks: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -20,13 +19,12 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from evenpipe.megatron.cpu_mode.modules import without_transformer_engine
+from evenpipe.runtime.precisions import PRECISIONS
 from evenpipe.train.fields import EXPERTS_OF_A_TOKEN
 from evenpipe.train.options import TrainOptions
 
-__all__ = ["DTYPES", "Replica", "build_replica", "initialise", "make_optimizer", "make_scheduler"]
+__all__ = ["Replica", "build_replica", "initialise", "make_optimizer", "make_scheduler"]
 
-#: Of parameters and of what travels between stages, by `TrainOptions.precision`.
-DTYPES: Final = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 _VOCABULARY_MULTIPLE: Final = 128
 _FINAL_LR_FRACTION: Final = 0.1
 _LAYER: Final = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.(.*)")
@@ -91,8 +89,8 @@ def _config(options: TrainOptions, device: torch.device) -> TransformerConfig:
         tensor_model_parallel_size=options.tensor_parallel,
         pipeline_model_parallel_size=options.stages,
         virtual_pipeline_model_parallel_size=options.chunks if interleaved else None,
-        pipeline_dtype=DTYPES[options.precision],
-        params_dtype=DTYPES[options.precision],
+        pipeline_dtype=PRECISIONS[options.precision],
+        params_dtype=PRECISIONS[options.precision],
         bf16=options.precision == "bf16",
         fp16=options.precision == "fp16",
         deallocate_pipeline_outputs=True,
@@ -195,7 +193,7 @@ def make_optimizer(options: TrainOptions, replica: Replica) -> MegatronOptimizer
         weight_decay=options.weight_decay,
         sgd_momentum=options.momentum,
         clip_grad=options.clip_grad,
-        params_dtype=DTYPES[options.precision],
+        params_dtype=PRECISIONS[options.precision],
         bf16=options.precision == "bf16",
         fp16=options.precision == "fp16",
         initial_loss_scale=options.initial_loss_scale,

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Final
+from collections.abc import Iterator
 
 import torch
 
 from evenpipe.partition.models.errors import ModelError
+from evenpipe.runtime.precisions import PRECISIONS
 
 __all__ = ["made_in"]
-
-PRECISIONS: Final[Mapping[str, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @contextlib.contextmanager

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from evenpipe.runtime.precisions import PRECISIONS
 from evenpipe.train.data import MicroBatch
 from evenpipe.train.engine import Case
 from evenpipe.train.gather import digest
@@ -19,8 +20,6 @@ from evenpipe.train.pipeline import ModulePipeline
 from evenpipe.train.plain import PlainEngine, make_optimizer
 
 __all__ = ["ModuleEngine", "clip", "loss_of", "opened", "prepare", "squares"]
-
-_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def prepare(device: torch.device) -> None:
@@ -41,7 +40,7 @@ class ModuleEngine(PlainEngine[ModulePipeline]):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         options = case.options
-        parts, dtype = options.stages * options.plan.chunks, _DTYPES[options.precision]
+        parts, dtype = options.stages * options.plan.chunks, PRECISIONS[options.precision]
 
         def part(position: int) -> nn.Module:
             pieces = pieces_of(options, position, parts)

@@ -23,7 +23,7 @@ from evenpipe.runtime.child import ChildFailed, answer_of
 
 __all__ = ["best_layout"]
 
-_CHILD: Final = "evenpipe.megatron.layouts.model"
+_CHILD: Final = "evenpipe.megatron.layout_model"
 
 
 def best_layout(

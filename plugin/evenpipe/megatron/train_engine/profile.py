@@ -19,14 +19,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from evenpipe.megatron.adaptive.rehearsal import workspace_bytes
-from evenpipe.megatron.adaptive.static_memory import static_bytes
+from evenpipe.megatron.adaptive.static_memory import static_bytes, workspace_bytes
 from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import installed_release
-from evenpipe.megatron.train_engine.models import DTYPES
 from evenpipe.megatron.train_engine.step import Learner, Tensors, forward_step, make_learner
 from evenpipe.planner.memory import Measured, StageMemory, stage_memory
+from evenpipe.runtime.precisions import PRECISIONS
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import FORWARD, Size, Unit, build
 from evenpipe.train.data import Corpus
@@ -94,7 +93,7 @@ def _memory(learner: Learner, stage: int) -> StageMemory:
         backward_ms=0,
         each_bytes=again,
         shared_bytes=first - again,
-        message_bytes=options.seq_length * options.hidden * DTYPES[options.precision].itemsize,
+        message_bytes=options.seq_length * options.hidden * PRECISIONS[options.precision].itemsize,
         workspace_bytes=workspace[2] - workspace[1],
         static_bytes=static_bytes(learner.replica.chunks, learner.optimizer),
     )

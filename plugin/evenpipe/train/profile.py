@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from evenpipe.planner.memory import StageMemory
 from evenpipe.runtime.child import ChildFailed, answer_of
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.schedule import links, loop
+from evenpipe.train.engines import ENGINES
 from evenpipe.train.options import RULES, TrainOptions, device_type, fits_this_machine
 
 __all__ = ["PlannedRun", "ProfileError", "stage_memories", "stage_memory"]
 
-_CHILD: Final = "evenpipe.megatron.profile.stages"
 
-
-class ProfileError(RuntimeError):
-    """Megatron could not build or run the model; the message is the error's line, `details` its traceback."""
-
-    def __init__(self, message: str, details: str) -> None:
-        super().__init__(message)
-        self.details = details
+class ProfileError(ChildFailed):
+    """The engine could not build or run the model; the message is the error's line, `details` its traceback."""
 
 
 class PlannedRun(TrainOptions):
@@ -43,11 +37,11 @@ def stage_memories(cases: Sequence[TrainOptions], device: str) -> list[tuple[Sta
     """`stage_memory` of several runs, from one child process.
 
     The real model runs its forward for micro-batches of one and two samples, without memory and without values: a few
-    seconds at any size. Neither torch.distributed nor Megatron is touched in the calling process.
+    seconds at any size. Neither torch.distributed nor the engine is touched in the calling process.
     """
     asked = {"cases": [options.model_dump(mode="json") for options in cases], "device": device}
     try:
-        answer = answer_of(_CHILD, asked)
+        answer = answer_of(f"{ENGINES['evenpipe'].path}.profile", asked)
     except ChildFailed as error:
         raise ProfileError(f"the model cannot be profiled: {error}", error.details) from None
     found = [[StageMemory(*stage) for stage in stages] for stages in answer]

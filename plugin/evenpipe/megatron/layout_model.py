@@ -26,11 +26,11 @@ from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
 from evenpipe.partition.layouts import LayoutError, Pipeline, Shape, even_layout, kinds
 from evenpipe.partition.layouts.flags import parse_flags
 from evenpipe.partition.layouts.measured import measured
+from evenpipe.runtime.precisions import PRECISIONS
 
 __all__ = ["build", "read"]
 
 _MTP_WITH_LOSS: Final = ("0.14", "0.15")
-_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NEED_A_GPU: Final = (
     *("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm"),
     *("gradient_accumulation_fusion", "apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion"),
@@ -72,7 +72,7 @@ def build(args: Namespace, shape: Shape) -> tuple[torch.nn.Module, dict[str, tor
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from evenpipe.megatron.profile.stages import fake_groups
+    from evenpipe.megatron.train_engine.profile import fake_groups
 
     dist.new_group = fake_groups(dist.new_group)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shape.tensor_parallel)
@@ -91,7 +91,7 @@ def build(args: Namespace, shape: Shape) -> tuple[torch.nn.Module, dict[str, tor
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="learned_absolute" if shape.positions else "rope",
         mtp_block_spec=specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if shape.mtp else None,
-    ).to(_DTYPES[shape.precision])
+    ).to(PRECISIONS[shape.precision])
     parts = {"embedding": model.embedding, **dict(zip(layers, model.decoder.layers, strict=True))}
     return model, parts | ({"mtp": model.mtp} if shape.mtp else {})
 
@@ -117,7 +117,7 @@ def _config(args: Namespace, shape: Shape, layers: list[int]) -> Any:
         "pipeline_model_parallel_size": 1,
         "expert_model_parallel_size": 1,
         "tensor_model_parallel_size": shape.tensor_parallel,
-        "params_dtype": _DTYPES[shape.precision],
+        "params_dtype": PRECISIONS[shape.precision],
         "transformer_impl": "local",
         "use_cpu_initialization": True,
         "moe_token_dispatcher_type": "alltoall",
