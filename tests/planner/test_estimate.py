@@ -13,11 +13,15 @@ from evenpipe.planner.descriptions import Model, cluster, model
 from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import Estimate, Estimator, estimate
 from evenpipe.planner.flops import model_flops
-from evenpipe.planner.memory.stages import chunks_of
+from evenpipe.planner.memory.stages import chunks_of, parameters_of
 from evenpipe.planner.memory.states import states
-from evenpipe.planner.operations.operation import Parameters
-from evenpipe.planner.operations.parts import Blocks
+from evenpipe.planner.operations.operation import Collective, Parameters
+from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import Run
+from evenpipe.planner.time.batch_end import Beside, batch_end
+from evenpipe.planner.time.calibration import FITTED
+from evenpipe.planner.time.kernels import Kernels
+from evenpipe.planner.time.links import Links
 
 GPT = model("gpt3-13b")
 NODE = cluster("1x8-a100-80gb")
@@ -113,6 +117,69 @@ def test_evictions_are_priced_on_the_links_that_they_use() -> None:
     assert far.stages[0].eviction_ms > 10 * near.stages[0].eviction_ms
     assert any("different nodes" in warning for warning in far.warnings)
     assert not any("different nodes" in warning for warning in near.warnings)
+
+
+def test_virtual_stages_wait_for_hand_overs_where_interleaved_stages_do() -> None:
+    """Megatron-Core overlaps them, Megatron-LM 3.0 does not; both call it 1F1B with virtual stages."""
+    of, nodes, run = model("llama3-8b"), cluster("1x8-h100"), Run(global_batch=64, stages=8, chunks=2)
+    beside = [
+        estimate(of, nodes, replace(run, schedule=name, blocking=blocking)).iteration_ms
+        for name in ("1f1b", "interleaved")
+        for blocking in (("1f1b",), ("1f1b", "interleaved"))
+    ]
+    assert beside[0] == beside[2] < beside[1] == beside[3]
+
+
+def test_what_is_reduced_beside_a_backward_hides_behind_it_once() -> None:
+    """Experts and all else have one backward between them."""
+    run = Run(global_batch=512, stages=1, data=64, expert=8, overlap_gradients=True, overlap_parameters=False)
+    run = replace(run, precision="bf16", sharded_optimizer=True, gradients_in_fp32=True, attention="flash")
+    kernels = Kernels(run, cluster("8x8-h100"), FITTED)
+    dense, experts = Parameters(10**9), Parameters(0, 10**9)
+    both = Parameters(10**9, 10**9)
+    open_ = sum(batch_end(one, run, kernels, Beside(0, 0)) for one in (dense, experts))
+    assert batch_end(both, run, kernels, Beside(0, 0)) == pytest.approx(open_)
+    assert batch_end(both, run, kernels, Beside(0, 0.005)) == pytest.approx(open_ - 0.005)
+
+
+def test_tied_embeddings_sum_their_gradients_where_they_are_on_different_stages() -> None:
+    run = replace(RUN, precision="fp16", gradients_in_fp32=False)
+    tied, untied = (estimate(GPT.model_copy(update={"tied": is_}), NODE, run).iteration_ms for is_ in (True, False))
+    nbytes = 2 * GPT.vocabulary * GPT.hidden
+    assert tied - untied == pytest.approx(nbytes / (300e9 * FITTED.peer) * 1e3, rel=0.01)
+
+
+def test_with_bpipe_replicas_of_a_stage_are_as_far_apart_as_pipelines_are_long() -> None:
+    """Pairs are neighbours, a pipeline is placed before the next (BPipe §3.5); else replicas of a stage are near."""
+    nodes, run = cluster("4x8-a100-80gb"), Run(global_batch=64, tensor=2, stages=4, data=4, precision="fp16")
+    near, far = (Links(replace(run, bpipe=bpipe), nodes, FITTED).reduction(1e9) for bpipe in (False, True))
+    assert near == pytest.approx(1e9 / (300e9 * FITTED.peer))
+    assert far == pytest.approx(1e9 / (12.5e9 * FITTED.node))
+
+
+def test_tensor_parallel_ranks_reduce_the_loss_and_gather_what_the_head_reads() -> None:
+    run = Run(global_batch=8, tensor=4, precision="fp16", attention="flash", sequence_parallel=True)
+    blocks = Blocks(GPT, run).operations
+    sent = {
+        one.name: [work.nbytes for work in one.forward if isinstance(work, Collective)]
+        for one in (*blocks["embedding"], *blocks["head"])
+    }
+    tokens, half = GPT.sequence, 3 / 4 * 2 * GPT.sequence * GPT.hidden
+    assert sent["embedding"] == sent["logits"] == [half]
+    assert sent["loss"] == [2 * 3 / 4 * 4 * tokens] * 3
+
+
+def test_a_further_token_s_stage_has_an_embedding_of_its_own() -> None:
+    of = GPT.model_copy(update={"mtp_layers": 1, "tied": False})
+    run = replace(RUN, precision="fp16", attention="flash")
+    assert parts_of(of, run)[-1]["second embedding"] == 1
+    assert "second embedding" not in parts_of(of, replace(run, stages=1, layout=(40,)))[0]
+    tied = of.model_copy(update={"tied": True})
+    assert "second embedding" not in parts_of(tied, run)[-1], "the head's copy is one"
+    moved = parts_of(tied, replace(run, further_part=6))
+    assert (moved[6]["second embedding"], moved[6]["further token"]) == (1, 1)
+    count = parameters_of({"second embedding": 1}, Blocks(of, run)).shared
+    assert count == of.vocabulary * of.hidden
 
 
 def test_a_measured_message_time_is_taken() -> None:

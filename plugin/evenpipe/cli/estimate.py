@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 from argparse import BooleanOptionalAction, Namespace
 from typing import Final, get_args
 
-from rich.console import Console
-from rich.table import Table
-
+from evenpipe.cli.estimate_shown import show
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import duration_ms, positive
-from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, Precision, cluster, framework, model, names
+from evenpipe.planner.descriptions import Cluster, DescriptionError, Precision, cluster, framework, model, names
 from evenpipe.planner.errors import EstimateError
-from evenpipe.planner.estimate import Estimate, Estimator
+from evenpipe.planner.estimate import Estimator
 from evenpipe.planner.run import Attention, Placement, Recompute, Run
 from evenpipe.settings.spelling import in_flags
 
 __all__ = ["add_to"]
 
-_GIB: Final = 2**30
 #: BPipe's words for what is recomputed.
 _RECOMPUTE: Final[dict[str, Recompute]] = {
     **{scope: scope for scope in get_args(Recompute)},
@@ -104,10 +100,7 @@ def _run(arguments: Namespace) -> None:
         raise UsageError(str(error)) from error
     except EstimateError as error:
         raise UsageError(in_flags(error)) from error
-    if arguments.json:
-        print(json.dumps(shown.to_json()))
-        return
-    _print(shown, of, nodes)
+    show(shown, of, nodes, arguments.json)
 
 
 def _run_of(arguments: Namespace, nodes: Cluster) -> Run:
@@ -148,27 +141,3 @@ def _run_of(arguments: Namespace, nodes: Cluster) -> Run:
         attention=arguments.attention,
         **switches,
     )
-
-
-def _print(shown: Estimate, of: Model, nodes: Cluster) -> None:
-    console = Console()
-    run = shown.run
-    title = (
-        f"{of.name} on {nodes.name}: tensor {run.tensor}, {run.stages} stages, data {run.data}, micro-batches of "
-        f"{run.micro_batch}, {run.schedule}{' with BPipe' if run.bpipe else ''}, recompute {run.recompute}"
-    )
-    console.print(title, style="bold", highlight=False)
-    columns = ("weights", "grads", "optim", "saved", "buffers", "comm", "total")
-    table = Table("stage", *columns, "fwd ms", "bwd ms", caption=f"GiB, of {nodes.device.memory_gib:g}")
-    for number, stage in enumerate(shown.stages):
-        held = [f"{nbytes / _GIB:.2f}" for nbytes in (*stage.bytes, stage.bytes.total)]
-        table.add_row(str(number), *held, f"{stage.forward_ms:.2f}", f"{stage.backward_ms:.2f}")
-    console.print(table)
-    sure = shown.uncertainty
-    console.print(
-        f"{'fits' if shown.fits else 'does not fit'}; iteration {shown.iteration_ms:,.0f} ms ({sure.low:+.0%} to "
-        f"{sure.high:+.0%}: {sure.meaning}), {shown.samples_per_second:.2f} samples/s, MFU {shown.mfu:.1%}",
-        highlight=False,
-    )
-    for line in [*([shown.reason] if shown.reason else []), *shown.warnings]:
-        console.print(line, highlight=False, soft_wrap=True)

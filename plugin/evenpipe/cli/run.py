@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -23,14 +24,25 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "run",
         help="run a training script of Megatron-LM or DeepSpeed, unmodified, with EvenPipe in it",
-        usage="torchrun ... -m evenpipe run [-h] [--cpu | --deepspeed] SCRIPT [FLAGS...]",
+        usage="torchrun ... -m evenpipe run [-h] [--cpu | --deepspeed | --estimate [--cluster NAME] [--json]] SCRIPT "
+        "[FLAGS...]",
         description="Run a training script of Megatron-LM, unmodified. Its flags are Megatron's own, and those of the "
         "group EvenPipe that `evenpipe run SCRIPT --help` shows; without any of them the run is stock. With "
-        '--deepspeed, a script that uses DeepSpeed: the section "evenpipe" of its configuration takes effect.',
+        '--deepspeed, a script that uses DeepSpeed: the section "evenpipe" of its configuration takes effect. With '
+        "--estimate, which needs no torchrun, nothing is trained: what `evenpipe estimate` says of the run is printed.",
     )
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--cpu", action="store_true", help="train on CPU and gloo, to try a configuration without GPUs")
     way.add_argument("--deepspeed", action="store_true", help="the script is one of DeepSpeed")
+    way.add_argument("--estimate", action="store_true", help="tell what the run will need and how fast it will be")
+    group = parser.add_argument_group("with --estimate")
+    group.add_argument(
+        "--cluster",
+        metavar="NAME",
+        help="NODESxGPUS-NAME, or PATH.yaml[:NAME]; without sizes, those of WORLD_SIZE and LOCAL_WORLD_SIZE, or as few "
+        "GPUs as the flags need (default a100-80gb)",
+    )
+    group.add_argument("--json", action="store_true", help="print one JSON document evenpipe.estimate/1")
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="such as pretrain_gpt.py")
     parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAGS", help="the script's own")
     parser.set_defaults(run=_run)
@@ -43,8 +55,29 @@ def _run(arguments: Namespace) -> None:
             source = file.read()
     except OSError as error:
         raise UsageError(f"{script}: {error.strerror}: name the script to run, such as pretrain_gpt.py") from None
+    if arguments.estimate:
+        from evenpipe.cli.run_estimate import estimated
+
+        estimated(arguments, lambda listener: _run_script(arguments, source, listener))
+        return
+    for option in ("cluster", "json"):
+        if getattr(arguments, option):
+            raise UsageError(f"--{option}: is for --estimate: add that, or leave this out")
     if arguments.cpu:
         os.environ["EVENPIPE_CPU"] = "1"
+    try:
+        _run_script(arguments, source)
+    except Exception:
+        # Here, since an error of the script is none of the command's.
+        try:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            raise SystemExit(1) from None
+
+
+def _run_script(arguments: Namespace, source: bytes, listener: Callable[..., None] | None = None) -> None:
+    """As `python SCRIPT FLAGS` would; a ``listener`` hears of Megatron's arguments, and nothing is started."""
+    script: Path = arguments.script
     sys.argv = [str(script), *arguments.flags]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(script.resolve().parent)
@@ -58,16 +91,9 @@ def _run(arguments: Namespace) -> None:
     else:
         import evenpipe.megatron
 
-        evenpipe.megatron.install()
+        evenpipe.megatron.install(listener)
         # But spawned children, such as those that write checkpoints, start with the module _SPAWNED.
         os.environ["EVENPIPE_SCRIPT"] = str(script.resolve())
         main.__spec__ = ModuleSpec(_SPAWNED, loader=None)
     sys.modules["__main__"] = main
-    try:
-        exec(compile(source, str(script), "exec", dont_inherit=True), vars(main))
-    except Exception:
-        # Here, since an error of the script is none of the command's.
-        try:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            raise SystemExit(1) from None
+    exec(compile(source, str(script), "exec", dont_inherit=True), vars(main))

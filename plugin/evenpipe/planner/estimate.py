@@ -9,12 +9,12 @@ from typing import Any, Final, NamedTuple
 from evenpipe.planner.descriptions import Cluster, Framework, Model, framework
 from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.flops import model_flops
-from evenpipe.planner.memory.stages import StageBytes, chunks_of, stage_bytes
+from evenpipe.planner.memory.stages import Chunk, StageBytes, chunks_of, stage_bytes
 from evenpipe.planner.operations.operation import summed
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.reasons import reason_of
 from evenpipe.planner.run import Run
-from evenpipe.planner.time.batch_end import batch_end
+from evenpipe.planner.time.batch_end import Beside, batch_end
 from evenpipe.planner.time.calibration import FITTED, Calibration
 from evenpipe.planner.time.hand_over import HandOver, hand_over, message_bytes_of
 from evenpipe.planner.time.iteration import simulated
@@ -22,7 +22,7 @@ from evenpipe.planner.time.kernels import Kernels
 from evenpipe.planner.time.stages import PartTime, part_times
 from evenpipe.planner.uncertainty import Uncertainty, uncertainty_of
 from evenpipe.planner.warned import warnings_of
-from evenpipe.schedule import Link, Places, Programs, ScheduleError, Size, find, partner
+from evenpipe.schedule import Link, Places, Programs, ScheduleError, Size, partner
 from evenpipe.simulate import Costs, Wire
 
 __all__ = ["Estimate", "Estimator", "StageEstimate", "estimate", "framework_of"]
@@ -131,15 +131,7 @@ class Estimator:
         held = stage_bytes(
             chunks, found.saved_bytes, places, found.weight_versions, run, message_bytes, self.cluster.device
         )
-        end = max(
-            batch_end(
-                summed(chunks[places.position(stage, chunk)].parameters for chunk in range(places.chunks)),
-                run,
-                kernels,
-                own[stage][1] / _MS,
-            )
-            for stage in range(places.stages)
-        )
+        end = max(self._end(stage, run, chunks, places, kernels, own[stage]) for stage in range(places.stages))
         iteration_ms = found.makespan_ms + end * _MS
         stages = tuple(
             StageEstimate(nbytes, *ms, sum(wire)) for nbytes, ms, wire in zip(held, own, evictions, strict=True)
@@ -170,9 +162,7 @@ class Estimator:
     def _scheduled(self, run: Run) -> tuple[Programs, Size]:
         """The schedule's programs, and the size to build."""
         try:
-            spec = find(run.schedule)
-            if run.chunks > 1 and spec.chunked:
-                spec = find(spec.chunked)
+            spec = run.spec
             batches = 3 if "stream" in spec.needs else 1
             size = spec.fitted(Size(run.stages, run.micro_batches, run.chunks, run.group_size, batches))
             key = spec.name, run.bpipe
@@ -181,6 +171,22 @@ class Estimator:
             return self._programs[key], size
         except ScheduleError as error:
             raise EstimateError(str(error)) from error
+
+    def _end(
+        self,
+        stage: int,
+        run: Run,
+        chunks: Sequence[Chunk],
+        places: Places,
+        kernels: Kernels,
+        own_ms: tuple[float, float],
+    ) -> float:
+        """Seconds of the stage after its last micro-batch."""
+        parameters = summed(chunks[places.position(stage, chunk)].parameters for chunk in range(places.chunks))
+        ends = {places.order[0].stage, places.order[-1].stage}
+        copied = self.model.tied and stage in ends and len(ends) > 1
+        embedding = self.model.vocabulary * self.model.hidden / run.tensor if copied else 0
+        return batch_end(parameters, run, kernels, Beside(*(ms / _MS for ms in own_ms)), embedding)
 
     def _costs(
         self,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.operations.operation import Gemm
 from evenpipe.planner.operations.parts import Blocks, parts_of
@@ -20,9 +18,7 @@ def model_flops(model: Model, run: Run) -> float:
 
     For GPT this is 72 B s L h² (1 + s/6h + V/12Lh) (Korthikanti et al. 2022, Appendix A).
     """
-    alone = replace(
-        run, tensor=1, stages=1, data=1, context=1, expert=1, chunks=1, micro_batch=1, layout=None, attention="unfused"
-    )
+    alone = Run(global_batch=run.global_batch, precision=run.precision, attention="unfused")
     blocks = Blocks(model, alone)
     sample = sum(
         count * work.flops

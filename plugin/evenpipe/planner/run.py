@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from evenpipe.planner.descriptions import Cluster, Framework, Model, Precision
 from evenpipe.planner.errors import EstimateError
+from evenpipe.schedule import Spec, choose
 
 __all__ = ["Attention", "Placement", "Recompute", "Run"]
 
@@ -27,6 +28,9 @@ class Run:
     are waited for. message_ms: what a message between neighbours takes, where that has been measured. placement: what
     is next to each other after tensor and context ranks: the replicas of a stage, as Megatron has it (PipeDream-2BW
     §3.3), or a pipeline's stages (``--use-tp-pp-dp-mapping``; BPipe §3.5 puts pipelines before replicas).
+    expert_tensor: ranks that an expert's matrices are divided among; ``tensor``, if left out. recomputed_layers: under
+    "full", so many of each part's layers are carried out again, and the others keep all; all are, if left out.
+    further_part: the part of the pipeline that predicts further tokens; the last, if left out.
     """
 
     global_batch: int
@@ -56,6 +60,9 @@ class Run:
     divided_messages: bool | None = None
     message_ms: float | None = None
     placement: Placement = "replicas"
+    expert_tensor: int | None = None
+    recomputed_layers: int | None = None
+    further_part: int | None = None
 
     def of(self, framework: Framework) -> Run:
         """The same with ``framework``'s defaults, where nothing is said."""
@@ -68,6 +75,15 @@ class Run:
         )
 
     @property
+    def spec(self) -> Spec:
+        """The schedule that is built: interleaved 1F1B, where 1F1B is asked for with model chunks.
+
+        Raises ScheduleError for one that there is not.
+        """
+        named = choose(self.schedule)
+        return choose(named.chunked) if self.chunks > 1 and named.chunked else named
+
+    @property
     def gpus(self) -> int:
         return self.tensor * self.context * self.stages * self.data
 
@@ -75,6 +91,21 @@ class Run:
     def micro_batches(self) -> int:
         """Of a replica, in an iteration."""
         return self.global_batch // (self.micro_batch * self.data)
+
+    @property
+    def expert_ways(self) -> int:
+        """Ranks among which an expert's matrices are divided."""
+        return self.expert_tensor or self.tensor
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that have the same parameters, experts left out."""
+        return self.data * self.context
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that have the same experts."""
+        return self.replicas * self.tensor // (self.expert * self.expert_ways)
 
     @property
     def element_bytes(self) -> int:
@@ -117,7 +148,8 @@ class Run:
             raise EstimateError(f"expert_parallel={self.expert}: {model.name} has no experts: leave it out")
         if model.experts is not None:
             self._divides("expert_parallel", self.expert, model.experts.count, f"{model.name}'s experts")
-            self._divides("expert_parallel", self.expert, self.data * self.context, "data × context parallel ranks")
+            among = self.replicas * self.tensor // self.expert_ways
+            self._divides("expert_parallel", self.expert, among, "data × context parallel ranks")
         each = self.micro_batch * self.data
         if self.global_batch % each:
             raise EstimateError(

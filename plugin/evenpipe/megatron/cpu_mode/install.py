@@ -23,8 +23,10 @@ from evenpipe.upstream.imports import when_imported
 __all__ = ["install_cpu_mode"]
 
 
-def install_cpu_mode() -> None:
+def install_cpu_mode(as_given: bool = False) -> None:
     """Prepare this process for Megatron on CPU: nothing is imported, each patch is applied once its module has been.
+
+    `as_given`: a script's arguments stay what they are on a GPU, since nothing is trained with them.
 
     What must not be patched, such as a machine with CUDA or an unknown release, ends the job with one line.
     """
@@ -35,7 +37,7 @@ def install_cpu_mode() -> None:
     when_imported(DATASETS, take_dataset_helpers_from_the_wheel)
     when_imported(EXPERTS, without_transformer_engine)
     when_imported("megatron.core", functools.partial(apply_or_end, cpu_mode()))
-    for module, patches in script_patches().items():
+    for module, patches in script_patches(as_given).items():
         when_imported(module, functools.partial(apply_or_end, patches))
 
 

@@ -23,8 +23,8 @@ _INITIALIZE = "megatron.training.initialize"
 _BERT_LAYERS = "megatron.core.models.bert.bert_layer_specs"
 
 
-def script_patches() -> dict[str, PatchSet]:
-    """By module, what is to be replaced in it before anybody imports names from it."""
+def script_patches(as_given: bool = False) -> dict[str, PatchSet]:
+    """By module, what is to be replaced in it before anybody imports names from it; `as_given`: arguments are not."""
     patches = {
         _ARGUMENTS: [
             training_patch(
@@ -60,6 +60,8 @@ def script_patches() -> dict[str, PatchSet]:
             )
         ],
     }
+    if as_given:
+        del patches[_ARGUMENTS]
     return {module: PatchSet(f"cpu-mode {module}", items, guard=no_gpu) for module, items in patches.items()}
 
 

@@ -7,31 +7,39 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evenpipe.megatron.training_supported import training_patch
 from evenpipe.upstream import PatchSet
 from evenpipe.upstream.ending import apply_or_end
 from evenpipe.upstream.imports import when_imported
 
+if TYPE_CHECKING:
+    from evenpipe.settings.config import EvenPipeConfig
+
+    Listener = Callable[[Namespace, EvenPipeConfig, list[list[str]] | None], None]
+
 __all__ = ["install", "script_patches"]
 
 
-def install() -> None:
+def install(listener: Listener | None = None) -> None:
     """Prepare this process for a script of Megatron-LM; nothing of Megatron or torch is imported for it.
+
+    A `listener` is told the arguments, once Megatron and EvenPipe have checked them, what EvenPipe is asked for, and
+    the kinds of layers of each part of the pipeline, if a layout says; then the job ends. It needs no GPU.
 
     Each patch is applied right after its module has been imported. A release of Megatron that EvenPipe does not know
     ends the job there, with one line.
     """
     if os.environ.get("EVENPIPE_CPU") == "1":
         _cpu_mode()
-    elif not {"-h", "--help"}.isdisjoint(sys.argv[1:]):
-        when_imported("megatron.core", _cpu_mode_without_gpu)
-    for patches in script_patches():
+    elif listener is not None or not {"-h", "--help"}.isdisjoint(sys.argv[1:]):
+        when_imported("megatron.core", functools.partial(_cpu_mode_without_gpu, listener is not None))
+    for patches in script_patches(listener):
         when_imported(patches.list()[0].targets[0].partition(":")[0], functools.partial(apply_or_end, patches))
 
 
-def script_patches() -> tuple[PatchSet, ...]:
+def script_patches(listener: Listener | None = None) -> tuple[PatchSet, ...]:
     """The sets that `install` applies; each is there for one module."""
     flags = training_patch(
         "flags",
@@ -42,7 +50,7 @@ def script_patches() -> tuple[PatchSet, ...]:
     start = training_patch(
         "start",
         "megatron.training.global_vars:set_global_variables",
-        _start_first,
+        _start_first if listener is None else functools.partial(_tell, listener),
         "the first place that has all arguments, from flags, YAML or a checkpoint, before anything is started",
     )
     layout = training_patch(
@@ -76,15 +84,25 @@ def _start_first(original: Callable[..., Any], args: Namespace, *more: Any, **ot
     return result
 
 
-def _cpu_mode_without_gpu() -> None:
+def _tell(listener: Listener, original: Callable[..., Any], args: Namespace, *more: Any, **others: Any) -> Any:
+    from evenpipe.megatron.script.start import asked_for, layer_kinds
+
+    config = asked_for(args)
+    if not (getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)):
+        original(args, *more, **others)  # makes the tokenizer, which knows
+    listener(args, config, layer_kinds(args))
+    raise SystemExit(0)
+
+
+def _cpu_mode_without_gpu(as_given: bool) -> None:
     """Megatron's scripts stop for want of a GPU before they get to their parser; `--help` needs none."""
     import torch
 
     if not torch.cuda.is_available():
-        _cpu_mode()
+        _cpu_mode(as_given)
 
 
-def _cpu_mode() -> None:
+def _cpu_mode(as_given: bool = False) -> None:
     from evenpipe.megatron.cpu_mode import install_cpu_mode
 
-    install_cpu_mode()
+    install_cpu_mode(as_given)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from evenpipe.partition.layouts.written import WrittenLayout
     from evenpipe.tracing.iteration import IterationTrace
 
-__all__ = ["check_tokenizer", "lay_out_or_end", "start", "trace_of"]
+__all__ = ["asked_for", "check_tokenizer", "lay_out_or_end", "layer_kinds", "start", "trace_of"]
 
 
 def start(args: Namespace) -> None:
@@ -37,6 +37,25 @@ def start(args: Namespace) -> None:
         check(config, args)
         if config.active:
             _plug_in(config, args, plan)
+
+
+def asked_for(args: Namespace) -> EvenPipeConfig:
+    """What the EvenPipe flags in `args` ask for, if all goes together; else the job ends with one line."""
+    with _ending_the_job():
+        config = config_from(args)
+        planned(config, args)
+        check(config, args)
+    return config
+
+
+def layer_kinds(args: Namespace) -> list[list[str]] | None:
+    """Of each part of the pipeline, in the model's order, as the layout in `args` says; None without one."""
+    layout: Any = getattr(args, "pipeline_model_parallel_layout", None)
+    if isinstance(layout, str):
+        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+        layout = PipelineParallelLayerLayout.parse_str_to_list(layout)
+    return layout and [[getattr(kind, "name", kind) for kind in part] for part in layout]
 
 
 def lay_out_or_end(args: Namespace) -> None:

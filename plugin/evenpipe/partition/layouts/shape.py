@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import math
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
+
+from evenpipe.planner.arguments import FlagError
+from evenpipe.planner.arguments.values import Values, expert_layers, padded_vocabulary
 
 __all__ = ["LayoutError", "Pipeline", "Shape", "laid_out_by"]
 
@@ -121,11 +123,16 @@ class Shape:
     def of(cls, args: Namespace, world_size: int | None = None) -> Shape:
         """From Megatron's arguments, parsed, validated or not. `world_size` None: as few GPUs as can be."""
         _refuse(args)
-        value = _Values(args)
+        try:
+            return cls._of(Values(args), world_size)
+        except FlagError as error:
+            raise LayoutError(str(error)) from None
+
+    @classmethod
+    def _of(cls, value: Values, world_size: int | None) -> Shape:
         hidden, heads = value.needed("hidden_size"), value.needed("num_attention_heads")
         layers = value.needed("num_layers")
-        gated = bool(value("swiglu", False) or value("quick_geglu", False))
-        ffn = value("ffn_hidden_size", 0) or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
+        ffn = value.ffn
         count = value("num_experts", 0)
         tensor = value("tensor_model_parallel_size", 1)
         context, stages = value("context_parallel_size", 1), value("pipeline_model_parallel_size", 1)
@@ -137,31 +144,28 @@ class Shape:
                 f"world size {world_size}: no multiple of {least}, the fewest GPUs that these tensor, pipeline, "
                 "context and expert parallel sizes need: name the number of GPUs of the whole run"
             )
-        precision = "bf16" if value("bf16", False) else "fp16" if value("fp16", False) else "fp32"
-        rotary = value("use_rotary_position_embeddings", False)  # the older flag
-        learned = value("position_embedding_type", "learned_absolute") == "learned_absolute" and not rotary
         return cls(
             hidden=hidden,
             heads=heads,
-            groups=(value("num_query_groups", heads) if value("group_query_attention", False) else heads),
+            groups=value.group_count,
             head_size=value("kv_channels", hidden // heads),
             ffn=ffn,
-            gated=gated,
+            gated=value.gated,
             bias=value("add_bias_linear", True),
             norm_bias=value("normalization", "LayerNorm") == "LayerNorm",
             sequence=value.needed("seq_length"),
             micro_batch=value("micro_batch_size", 1),
-            vocabulary=_vocabulary(value, tensor),
-            positions=value("max_position_embeddings", value.needed("seq_length")) if learned else 0,
+            vocabulary=padded_vocabulary(value),
+            positions=value("max_position_embeddings", value.needed("seq_length")) if value.learned_positions else 0,
             tied=not value("untie_embeddings_and_output_weights", False),
-            experts=_expert_layers(value("moe_layer_freq", 1), layers) if count else (False,) * layers,
+            experts=expert_layers(value("moe_layer_freq", 1), layers) if count else (False,) * layers,
             expert_count=count,
             top_k=value("moe_router_topk", 2),
             expert_ffn=value("moe_ffn_hidden_size", ffn),
             shared_ffn=value("moe_shared_expert_intermediate_size", 0),
             mtp=value("mtp_num_layers", 0),
-            precision=precision,
-            recompute=value("recompute_granularity", "selective" if value("recompute_activations", False) else None),
+            precision=value.precision,
+            recompute=value.recompute,
             tensor_parallel=tensor,
             context_parallel=context,
             expert_parallel=expert,
@@ -173,7 +177,7 @@ class Shape:
 
     def pipeline(self, args: Namespace) -> Pipeline:
         """How the flags cut it: stages, virtual stages as either of Megatron's two flags has them, micro-batches."""
-        value = _Values(args)
+        value = Values(args)
         stages = value("pipeline_model_parallel_size", 1)
         chunks = value("num_virtual_stages_per_pipeline_rank", 0) or self._chunks(value, stages)
         if chunks > 1 and stages < 2:
@@ -187,7 +191,7 @@ class Shape:
             )
         return Pipeline(stages, chunks, batch // samples)
 
-    def _chunks(self, value: _Values, stages: int) -> int:
+    def _chunks(self, value: Values, stages: int) -> int:
         each = value("num_layers_per_virtual_pipeline_stage", 0)
         if not each:
             return 1
@@ -198,23 +202,6 @@ class Shape:
                 "of it: say --num-virtual-stages-per-pipeline-rank V instead"
             )
         return int(layers // (stages * each))
-
-
-class _Values:
-    """Arguments by name; what a release does not have, or the user has not given, is the default."""
-
-    def __init__(self, args: Namespace) -> None:
-        self._args = args
-
-    def __call__(self, name: str, default: Any) -> Any:
-        found = getattr(self._args, name, None)
-        return default if found is None else found
-
-    def needed(self, name: str) -> int:
-        found = self(name, None)
-        if found is None:
-            raise LayoutError(f"--{name.replace('_', '-')}: not given, and nothing says what it is: add it")
-        return int(found)
 
 
 def laid_out_by(args: Namespace) -> str | None:
@@ -228,42 +215,3 @@ def _refuse(args: Namespace) -> None:
     for name, flag in _OTHER_MODELS.items():
         if getattr(args, name, None):
             raise LayoutError(f"{flag}: layouts are found for GPT models with Megatron's own attention only")
-
-
-def _vocabulary(value: _Values, tensor: int) -> int:
-    """As Megatron pads it; its NullTokenizer has one token more than it is told."""
-    if value("padded_vocab_size", 0):
-        return int(value("padded_vocab_size", 0))
-    if value("vocab_size", None) is None:
-        raise LayoutError("--vocab-size: not given: add it, with the size of your tokenizer (before padding)")
-    multiple = value("make_vocab_size_divisible_by", 128) * tensor
-    tokens = value("vocab_size", 0) + (value("tokenizer_type", None) == "NullTokenizer")
-    return int(-(-tokens // multiple) * multiple)
-
-
-def _expert_layers(frequency: int | str | list[int], layers: int) -> tuple[bool, ...]:
-    """`--moe-layer-freq`: every N-th layer, or one 1 (experts) or 0 (dense) a layer, as in "([0]*3+[1]*58)"."""
-    if isinstance(frequency, int):
-        return tuple(layer % frequency == 0 for layer in range(layers))
-    pattern = _pattern(frequency) if isinstance(frequency, str) else frequency
-    if len(pattern) != layers:
-        raise LayoutError(f"--moe-layer-freq: {len(pattern)} entries for {layers} layers: give one a layer")
-    return tuple(bool(entry) for entry in pattern)
-
-
-def _pattern(text: str) -> list[int]:
-    """The value of an expression of lists, `+` and `*`, without running it."""
-    try:
-        found = _value_of(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, TypeError):
-        found = None
-    if not isinstance(found, list):
-        raise LayoutError(f"--moe-layer-freq {text}: neither a number nor a list such as ([0]*3+[1]*58)")
-    return found
-
-
-def _value_of(node: ast.expr) -> Any:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        left, right = _value_of(node.left), _value_of(node.right)
-        return left + right if isinstance(node.op, ast.Add) else left * right
-    return ast.literal_eval(node)

@@ -4,6 +4,7 @@ from evenpipe.planner.descriptions.catalog import cluster, device, framework, mo
 from evenpipe.planner.descriptions.clusters import Cluster
 from evenpipe.planner.descriptions.devices import Device, Precision
 from evenpipe.planner.descriptions.errors import DescriptionError
+from evenpipe.planner.descriptions.files import described
 from evenpipe.planner.descriptions.frameworks import Framework
 from evenpipe.planner.descriptions.models import Experts, Latent, Model
 
@@ -17,6 +18,7 @@ __all__ = [
     "Model",
     "Precision",
     "cluster",
+    "described",
     "device",
     "framework",
     "model",

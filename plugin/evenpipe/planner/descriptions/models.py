@@ -16,7 +16,8 @@ class Experts(Values):
     """A mixture of experts in place of the MLP.
 
     ``count`` experts with an inner size of ``ffn``, of which each token takes ``chosen``, and ``shared_ffn`` of experts
-    that all tokens take. The first ``dense_layers`` layers have the model's own MLP.
+    that all tokens take. The first ``dense_layers`` layers have the model's own MLP; where these are others, ``layers``
+    says of each layer whether it has experts.
     """
 
     count: int = Field(ge=2)
@@ -24,6 +25,7 @@ class Experts(Values):
     ffn: int = Field(ge=1)
     shared_ffn: int = Field(default=0, ge=0)
     dense_layers: int = Field(default=0, ge=0)
+    layers: tuple[bool, ...] = Field(default=(), strict=False)
 
 
 class Latent(Values):
@@ -89,9 +91,14 @@ class Model(Described):
             )
         if self.experts and self.experts.chosen > self.experts.count:
             raise ValueError(f"experts.chosen={self.experts.chosen}: there are {self.experts.count}: choose fewer")
+        if self.experts and self.experts.layers and len(self.experts.layers) != self.layers:
+            raise ValueError(f"experts.layers: has {len(self.experts.layers)} entries: give one a layer, {self.layers}")
         return self
 
-    @property
-    def expert_layers(self) -> int:
-        """How many layers have experts: the last ones."""
-        return 0 if self.experts is None else self.layers - self.experts.dense_layers
+    def expert_layers(self, first: int, end: int) -> int:
+        """How many of the layers from ``first`` to before ``end`` have experts."""
+        if self.experts is None:
+            return 0
+        if self.experts.layers:
+            return sum(self.experts.layers[first:end])
+        return max(0, end - max(first, self.experts.dense_layers))

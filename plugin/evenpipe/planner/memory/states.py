@@ -31,8 +31,7 @@ def states(parameters: Parameters, run: Run, versions: int = 1) -> States:
     most two); with two, what a rank's own optimizer steps with of the batch before is held while gradients of the next
     accumulate.
     """
-    replicas = run.data * run.context
-    shards = (replicas, replicas / run.expert) if run.sharded_optimizer else (1, 1)
+    shards = (run.replicas, run.expert_replicas) if run.sharded_optimizer else (1, 1)
     of_state = 8 if run.precision == "fp32" else 12
     owned = parameters.shared / shards[0] + parameters.expert / shards[1]
     gradient = 4 if run.gradients_in_fp32 else 2

@@ -8,30 +8,42 @@ from evenpipe.planner.operations.shard import Shard
 __all__ = ["embedding", "head", "joined"]
 
 
-def embedding(shard: Shard) -> list[Operation]:
-    """Rows of the vocabulary and positions, and dropout; the gradient is added into the rows."""
+def embedding(shard: Shard, positions: bool = True) -> list[Operation]:
+    """Rows of the vocabulary and positions, and dropout; the gradient is added into the rows.
+
+    Each tensor-parallel rank has a part of the vocabulary: what it lacks comes by an all-reduce, or, where the sequence
+    is divided, a reduce-scatter, whose gradient is gathered.
+    """
     model, e, n = shard.model, shard.run.element_bytes, shard.residual
     count = model.vocabulary * model.hidden / shard.run.tensor
-    count += model.sequence * model.hidden if model.positions == "learned" else 0
+    count += model.sequence * model.hidden if positions and model.positions == "learned" else 0
     mask = int(model.dropout)
     moved = Moved((3 * e + mask) * n, 3)
-    return [Operation("embedding", (moved,), (moved,), (), Parameters(count), mask * n + 8 * shard.tokens)]
+    summed, gathered = shard.collectives("row")
+    return [
+        Operation("embedding", (moved, *summed), (moved, *gathered), (), Parameters(count), mask * n + 8 * shard.tokens)
+    ]
 
 
 def head(shard: Shard, copies_embedding: bool) -> list[Operation]:
     """The last norm, the logits, and the loss in fp32: a copy, maximum, difference, exponential and sum of each row.
 
-    copies_embedding: the matrix is here, and not on the stage of the embedding, or its own.
+    copies_embedding: the matrix is here, and not on the stage of the embedding, or its own. Tensor-parallel ranks have
+    a part of each row: its maximum, sum and wanted logit are reduced among them.
     """
     model, e = shard.model, shard.run.element_bytes
-    made = shard.linear("logits", model.vocabulary / shard.run.tensor, model.hidden, kept=shard.residual)
+    made = shard.linear("logits", model.vocabulary / shard.run.tensor, model.hidden, "column", kept=shard.residual)
     n = shard.tokens * model.vocabulary / shard.run.tensor
     count = model.vocabulary * model.hidden / shard.run.tensor if copies_embedding else 0
     logits = Operation(
         made.name, made.forward, made.backward, made.weight_gradient, Parameters(count), made.saved_bytes
     )
     loss = Operation(
-        "loss", (Moved((e + 4 + 4 + 8 + 8 + 4) * n, 5),), (Moved(22 * n, 3),), saved_bytes=4 * n, scratch_bytes=8 * n
+        "loss",
+        (Moved((e + 4 + 4 + 8 + 8 + 4) * n, 5), *shard.reduced_rows(3)),
+        (Moved(22 * n, 3),),
+        saved_bytes=4 * n,
+        scratch_bytes=8 * n,
     )
     before = [] if model.causal else _masked_head(shard)
     return [*before, shard.norm("last norm"), logits, loss]

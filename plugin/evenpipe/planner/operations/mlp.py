@@ -40,15 +40,15 @@ def _activation(shard: Shard, elements: float, ways: int) -> Operation:
 def experts(shard: Shard) -> list[Operation]:
     """The experts of a layer, their router, and the ways to them and back; tokens are taken to be spread evenly.
 
-    Each rank has count / ep experts, whose matrices are divided by t. Every token goes to ``chosen`` of them by an
-    all-to-all over the expert-parallel ranks.
+    Each rank has count / ep experts, whose matrices are divided among `expert_ways` ranks. Every token goes to
+    ``chosen`` of them by an all-to-all over the expert-parallel ranks.
     """
     model, run, e = shard.model, shard.run, shard.run.element_bytes
     chosen = model.experts
     assert chosen is not None
     own = chosen.count / run.expert
-    routed = shard.tokens * chosen.chosen
-    inner, ways = chosen.ffn / run.tensor, 2 if model.gated else 1
+    routed = shard.tokens * chosen.chosen * run.expert_ways / run.tensor
+    inner, ways = chosen.ffn / run.expert_ways, 2 if model.gated else 1
     part = shard.residual / model.hidden * chosen.chosen * model.hidden  # of tokens that this rank gives away
     sent = Collective(e * part * (run.expert - 1) / run.expert, "expert")
     exchanged = (sent,) if run.expert > 1 else ()
@@ -65,7 +65,7 @@ def experts(shard: Shard) -> list[Operation]:
             Parameters(chosen.count * model.hidden),
             saved_bytes=e * shard.residual + 8 * gates,
         ),
-        Operation("dispatch", (moved, *exchanged), (moved, *exchanged), saved_bytes=8 * routed / run.tensor),
+        Operation("dispatch", (moved, *exchanged), (moved, *exchanged), saved_bytes=8 * routed / run.expert_ways),
         _grouped(shard, "experts up", own, routed, ways * inner, model.hidden),
         _activation(shard, routed * inner, ways),
         _grouped(shard, "experts down", own, routed, model.hidden, inner),
@@ -79,7 +79,7 @@ def experts(shard: Shard) -> list[Operation]:
 def _grouped(shard: Shard, name: str, own: float, routed: float, outputs: float, inputs: float) -> Operation:
     """One matrix product an expert, of its part of the ``routed`` tokens."""
     m = routed / own
-    t = shard.run.tensor
+    t = shard.run.expert_ways
     half = Collective((t - 1) / t * shard.run.element_bytes * routed * shard.model.hidden, "tensor")
     collected = (half,) if t > 1 else ()
     return Operation(

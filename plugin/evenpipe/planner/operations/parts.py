@@ -17,7 +17,18 @@ from evenpipe.planner.run import Run
 
 __all__ = ["Block", "Blocks", "Part", "parts_of"]
 
-Block = Literal["embedding", "layer", "expert layer", "further token", "head", "tied head", "further head"]
+Block = Literal[
+    "embedding",
+    "layer",
+    "kept layer",
+    "expert layer",
+    "kept expert layer",
+    "second embedding",
+    "further token",
+    "head",
+    "tied head",
+    "further head",
+]
 Part = Mapping[Block, int]
 """How many blocks of each kind a part of the pipeline has."""
 
@@ -26,17 +37,36 @@ _RECOMPUTED: Final = frozenset({"layer", "expert layer", "further token"})
 
 
 def parts_of(model: Model, run: Run) -> list[Part]:
-    """Each part of the pipeline, in the order of the model. What MTP adds is with the last, as in Megatron."""
+    """Each part of the pipeline, in the order of the model. What MTP adds is with the last, unless the run says where.
+
+    Where that is another stage than the embedding's, it has an embedding of its own, as Megatron's has; a tied head's
+    copy is one already.
+    """
     found: list[Counter[Block]] = []
     done = 0
     for layers in run.layers_of(model):
-        plain = max(0, min(layers, model.layers - model.expert_layers - done))
-        found.append(Counter({"layer": plain, "expert layer": layers - plain}))
-        done += layers
+        again = layers if run.recomputed_layers is None else min(layers, run.recomputed_layers)
+        first, end = done + again, done + layers
+        experts, kept_experts = model.expert_layers(done, first), model.expert_layers(first, end)
+        found.append(
+            Counter(
+                {
+                    "layer": again - experts,
+                    "expert layer": experts,
+                    "kept layer": layers - again - kept_experts,
+                    "kept expert layer": kept_experts,
+                }
+            )
+        )
+        done = end
     found[0]["embedding"] += 1
     found[-1]["tied head" if model.tied and run.stages == 1 else "head"] += 1
-    found[-1]["further token"] += model.mtp_layers
-    found[-1]["further head"] += model.mtp_layers
+    if model.mtp_layers:
+        where = len(found) - 1 if run.further_part is None else run.further_part
+        found[where]["further token"] += model.mtp_layers
+        found[where]["further head"] += model.mtp_layers
+        shared = where % run.stages == 0 or (model.tied and where == len(found) - 1)
+        found[where]["second embedding"] += not shared
     return [+one for one in found]
 
 
@@ -51,7 +81,10 @@ class Blocks:
         self._made: Mapping[Block, Callable[[], list[Operation]]] = {
             "embedding": lambda: embedding(shard),
             "layer": lambda: attention(shard) + mlp(shard),
+            "kept layer": lambda: attention(shard) + mlp(shard),
             "expert layer": lambda: attention(shard) + experts(shard),
+            "kept expert layer": lambda: attention(shard) + experts(shard),
+            "second embedding": lambda: embedding(shard, positions=False),
             "further token": lambda: joined(shard) + attention(shard) + last(shard),
             "head": lambda: head(shard, True),
             "tied head": lambda: head(shard, False),
@@ -60,11 +93,8 @@ class Blocks:
 
     @cached_property
     def operations(self) -> Mapping[Block, list[Operation]]:
-        kinds: list[Block] = ["embedding", "layer", "further token", "head", "tied head", "further head"]
-        model = self._shard.model
-        if model.experts:
-            kinds.append("expert layer")
-        return {kind: self._made[kind]() for kind in kinds}
+        with_experts = self._shard.model.experts is not None
+        return {kind: make() for kind, make in self._made.items() if with_experts or "expert" not in kind}
 
     def recomputed(self, block: Block) -> Recomputed:
         """What of the block is carried out again before its backward, and what it keeps until then."""

@@ -53,7 +53,7 @@ class Shard:
         """
         m, e = self.tokens if tokens is None else tokens, self.run.element_bytes
         of_input, of_weight = Gemm(m, inputs, outputs), Gemm(inputs, outputs, m)
-        forward, backward = self._collectives(split, of_input, of_weight)
+        forward, backward = self.collectives(split, of_input, of_weight)
         biases = self.model.hidden if split == "row" else outputs
         return Operation(
             name,
@@ -64,10 +64,10 @@ class Shard:
             saved_bytes=e * (m * inputs if kept is None else kept),
         )
 
-    def _collectives(
-        self, split: Split | None, of_input: Gemm, of_weight: Gemm
+    def collectives(
+        self, split: Split | None, of_input: Gemm | None = None, of_weight: Gemm | None = None
     ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-        """Those of forward and backward.
+        """Those of forward and backward, the latter beside the products for the gradients of input and weight.
 
         A ring moves (t − 1)/t of a tensor for a gathering or a reduce-scatter, twice that for an all-reduce; sequence
         parallelism makes two halves of an all-reduce, and gathers a column-parallel layer's input again for the
@@ -85,6 +85,11 @@ class Shard:
             return (), (whole._replace(behind=of_weight if beside else None),)
         hidden = [half._replace(behind=work if beside else None) for work in (of_input, of_weight)]
         return (half,), tuple(hidden)
+
+    def reduced_rows(self, count: int) -> tuple[Collective, ...]:
+        """All-reduces of so many fp32 numbers a token, one after the other."""
+        t = self.run.tensor
+        return (Collective(2 * (t - 1) / t * 4 * self.tokens, "tensor"),) * count if t > 1 else ()
 
     def norm(self, name: str, elements: float | None = None, width: float | None = None) -> Operation:
         """Reads and writes all elements; backward also reads the input and adds to the residual's gradient."""

@@ -32,6 +32,6 @@ def hand_over(model: Model, run: Run, links: Links) -> HandOver:
     latency, transmit = (_MS * seconds for seconds in links.message(sent))
     if run.message_ms is not None:
         transmit, latency = run.message_ms, 0.0
-    if run.schedule not in (run.blocking or ()):
+    if run.spec.name not in (run.blocking or ()):
         return HandOver(latency, transmit, 0.0)
     return HandOver(0.0, 0.0, transmit + latency + (run.hand_over_us or 0.0) / _MS)

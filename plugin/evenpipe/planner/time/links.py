@@ -11,9 +11,9 @@ __all__ = ["Links"]
 
 
 class Links:
-    """Ranks are placed as Megatron does: tensor, then context, then data, then pipeline, or pipeline before data where
-    the run's ``placement`` has it; with BPipe partner stages are next to each other before data-parallel ranks are
-    (BPipe §3.5).
+    """Ranks are placed as Megatron does: tensor, then context, then data, then pipeline; pipeline before data where the
+    run's ``placement`` has it, and with BPipe, partner stages next to each other, where a node has room for two (BPipe
+    §3.5).
     """
 
     def __init__(self, run: Run, cluster: Cluster, calibration: Calibration) -> None:
@@ -33,18 +33,32 @@ class Links:
     def reduction(self, nbytes: float, experts: bool = False) -> float:
         """Seconds of a ring over the ranks that have the same parameters, in which each sends so many bytes."""
         run = self._run
-        replicas = run.data * run.context
-        size, stride = (replicas // run.expert, run.tensor * run.expert) if experts else (replicas, run.tensor)
-        if run.placement == "pipeline":
+        size, stride = run.replicas, run.tensor
+        if experts:
+            size, stride = run.expert_replicas, run.expert_ways * run.expert
+        if self._pipelines_first:
             stride *= run.stages
         return nbytes / self._ring(size, stride) if size > 1 else 0.0
+
+    def between_ends(self, nbytes: float) -> float:
+        """Seconds in which the first stage and the last sum so many bytes that each of them has."""
+        run = self._run
+        if run.gpus <= self._cluster.gpus_per_node:
+            return nbytes / self._peer
+        return nbytes / self._ring(2, run.tensor * run.context * run.data * (run.stages - 1)) if nbytes else 0.0
 
     def message(self, nbytes: float) -> tuple[float, float]:
         """Latency of a hand-over between neighbours, and seconds on the link; at the slowest boundary."""
         run = self._run
-        span = run.gpus if run.placement == "replicas" else run.gpus // run.data
+        span = run.gpus // run.data if self._pipelines_first else run.gpus
         rate = self._node if span > self._cluster.gpus_per_node else self._peer
         return self._latency(span) * 1e-6, nbytes / rate
+
+    @property
+    def _pipelines_first(self) -> bool:
+        """Whether a pipeline is placed before the next one, rather than replicas of a stage next to each other."""
+        pairs = self._run.bpipe and 2 * self._run.tensor * self._run.context <= self._cluster.gpus_per_node
+        return pairs or self._run.placement == "pipeline"
 
     def eviction(self, nbytes: float) -> tuple[float, float]:
         """Latency and seconds on the link between partner stages, which are in one node if it has room for both."""
@@ -70,7 +84,7 @@ class Links:
     def _all_to_all(self, nbytes: float) -> float:
         """Each rank sends to the others of its node over its links, to those of other nodes by its own part of them."""
         run, gpus = self._run, self._cluster.gpus_per_node
-        stride = run.tensor * run.context if run.data >= run.expert else run.tensor
+        stride = run.expert_ways
         near = max(1, min(run.expert, gpus // stride))
         far = (run.expert - near) / max(1, run.expert - 1)
         takes = max(nbytes * (1 - far) / self._peer, nbytes * far / self._node)

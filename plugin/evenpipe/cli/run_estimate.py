@@ -1,0 +1,140 @@
+"""``evenpipe run --estimate``: what a script of Megatron-LM will need with these flags, before it is run."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import tempfile
+import traceback
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from evenpipe.cli.estimate_shown import show
+from evenpipe.cli.parser import UsageError
+from evenpipe.planner.arguments import FlagError, Pipelined, model_of, run_of
+from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster, framework
+from evenpipe.planner.errors import EstimateError
+from evenpipe.planner.estimate import Estimator
+from evenpipe.settings.config import EvenPipeConfig
+from evenpipe.settings.spelling import in_flags
+
+__all__ = ["estimated"]
+
+_CLUSTER: Final = "a100-80gb"
+#: Flags of `evenpipe estimate` as Megatron spells them.
+_MEGATRON: Final = {
+    "--recompute full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--recompute selective": "--recompute-granularity selective",
+    "--attention flash": "--attention-backend flash",
+    "--stages": "--pipeline-model-parallel-size",
+    "--tensor-parallel": "--tensor-model-parallel-size",
+    "--context-parallel": "--context-parallel-size",
+    "--expert-parallel": "--expert-model-parallel-size",
+    "--chunks": "--num-virtual-stages-per-pipeline-rank",
+    "--layout": "--pipeline-model-parallel-layout",
+    "--sharded-optimizer": "--use-distributed-optimizer",
+    "--schedule": "--evenpipe-schedule",
+}
+_FLAG: Final = re.compile("|".join(rf"{re.escape(ours)}(?![\w-])" for ours in _MEGATRON))
+_SIZES: Final = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size")
+
+
+def estimated(arguments: Namespace, run: Callable[[Callable[..., None]], None]) -> None:
+    """Have ``run`` run the script until its arguments are known to whom it is given, and print the estimate.
+
+    The script's own text is swallowed. UsageError for flags that Megatron or EvenPipe refuses, in one line.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        nodes, notes = _cluster(arguments)
+    except DescriptionError as error:
+        raise UsageError(f"--cluster {error}") from error
+    world = {"WORLD_SIZE": nodes.gpus, "LOCAL_WORLD_SIZE": nodes.gpus_per_node, "RANK": 0, "LOCAL_RANK": 0}
+    os.environ.update({name: str(value) for name, value in world.items()})
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # which Megatron asks for, and estimates do not depend on
+    told: list[tuple[Namespace, EvenPipeConfig, Sequence[Sequence[str]] | None]] = []
+    with _one_line(arguments.script):
+        run(lambda *known: told.append(known))
+    if not told:
+        raise UsageError(f"{arguments.script}: is no script of Megatron-LM's: it ended before it had its arguments")
+    _print(arguments, nodes, notes, *told[0])
+
+
+def _print(
+    arguments: Namespace,
+    nodes: Cluster,
+    notes: Sequence[str],
+    args: Namespace,
+    config: EvenPipeConfig,
+    layout: Sequence[Sequence[str]] | None,
+) -> None:
+    name = arguments.script.name
+    size = config.group_size
+    if size == "auto":
+        notes = [*notes, "--group-size auto: chosen while training: this is for 1"]
+    pipelined = Pipelined(config.schedule if config.active else None, config.bpipe, 1 if size == "auto" else size)
+    if config.active and config.schedule is None:
+        pipelined = pipelined._replace(schedule="1f1b")
+    try:
+        of = model_of(args, name, causal="bert" not in name.lower())
+        shown = Estimator(of, nodes, framework("megatron"))(run_of(args, pipelined, layout))
+    except (FlagError, DescriptionError) as error:
+        raise UsageError(str(error)) from error
+    except EstimateError as error:
+        raise UsageError(_in_megatron(in_flags(error))) from error
+    show(shown, of, nodes, arguments.json, _in_megatron, *notes)
+
+
+def _in_megatron(line: str) -> str:
+    return _FLAG.sub(lambda match: _MEGATRON[match[0]], line)
+
+
+def _cluster(arguments: Namespace) -> tuple[Cluster, list[str]]:
+    """What is named; without sizes, what torchrun says of them, else as few nodes as the flags need."""
+    name: str = arguments.cluster or _CLUSTER
+    notes = [] if arguments.cluster else [f"no --cluster is named before the script: taken for {_CLUSTER}"]
+    found = cluster(name)
+    if found.nodes > 1 or re.match(r"[1-9][0-9]*x[1-9]", name) or name.partition(":")[0].endswith(".yaml"):
+        return found, notes
+    gpus = found.gpus_per_node
+    if (world := os.environ.get("WORLD_SIZE", "")).isdecimal() and int(world) > 1:
+        each = int(os.environ.get("LOCAL_WORLD_SIZE", min(int(world), gpus)))
+        return cluster(f"{max(1, int(world) // each)}x{each}-{name}"), notes
+    least = _least(arguments.flags)
+    nodes, each = (1, least) if least < gpus else (math.lcm(least, gpus) // gpus, gpus)
+    if (nodes, each) != (1, gpus) or not arguments.cluster:
+        notes.append(f"as few GPUs as the flags need: name --cluster {nodes}x{each}-{name}, or another size")
+    return cluster(f"{nodes}x{each}-{name}"), notes
+
+
+def _least(flags: Sequence[str]) -> int:
+    """GPUs of one replica."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=SUPPRESS)
+    for size in _SIZES:
+        parser.add_argument(f"--{size}")
+    found, _ = parser.parse_known_args([word for flag in flags for word in flag.split("=", 1)])
+    given = [int(value) for value in vars(found).values() if str(value).isdecimal()]
+    return max(1, math.prod(given))
+
+
+@contextlib.contextmanager
+def _one_line(script: Path) -> Iterator[None]:
+    """What Megatron prints is swallowed; what it refuses is told in its own last line."""
+    with tempfile.TemporaryFile("w+") as said:
+        try:
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                yield
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                said.seek(0)
+                last = (said.read().strip().splitlines() or [f"{script}: ended with status {error.code}"])[-1]
+                raise UsageError(re.sub(r"^[\w.]+: error: ", "", last)) from None
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            text = " ".join(str(error).split())
+            raise UsageError(f"{script}: {text or f'Megatron refuses these flags: {where.line}'}") from None

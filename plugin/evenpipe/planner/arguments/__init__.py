@@ -1,0 +1,7 @@
+"""Arguments: the model and the run that a script of Megatron-LM's arguments describe."""
+
+from evenpipe.planner.arguments.model import model_of
+from evenpipe.planner.arguments.run import Pipelined, run_of
+from evenpipe.planner.arguments.values import FlagError
+
+__all__ = ["FlagError", "Pipelined", "model_of", "run_of"]
