@@ -45,7 +45,7 @@ _RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]
     "one micro-batch": (2, {"gradient_accumulation_steps": 1}, {}, [{"schedule": "1f1b"}]),
 }
 # What differs little from a case that stays.
-_LONG = {"recomputed by the model", "ZeRO, partition", "bf16, tied", "one micro-batch"}
+_LONG = {"recomputed by the model", "model-parallel", "ZeRO, partition", "bf16, tied", "one micro-batch"}
 
 
 def _cases(name: str) -> list[dict[str, Any]]:

@@ -78,7 +78,15 @@ _RUNS: dict[str, dict[str, Any]] = {
     },
 }
 # What differs little from a case that stays.
-_LONG = {"clipped, recomputed", "bf16, tied", "ZeRO, an overflow", "bf16, ZeRO, unclipped", "fp16, ZeRO, one scale"}
+_LONG = {
+    "clipped, recomputed",
+    "bf16, ZeRO, recomputed",
+    "bf16, an overflow",
+    "bf16, tied",
+    "ZeRO, an overflow",
+    "bf16, ZeRO, unclipped",
+    "fp16, ZeRO, one scale",
+}
 _REFUSED: dict[str, dict[str, Any]] = {
     "a topology with model parallelism is not available with 2bw: use data and pipeline parallelism only": {
         "stages": 2,

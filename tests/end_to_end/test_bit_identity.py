@@ -93,6 +93,11 @@ RUNS = [(setting, engine) for setting in SETTINGS for engine in THREE] + [
 TUNED = [("bert, dropout, selective", "tuned"), ("experts", "tuned"), ("DP2 x PP2, bf16, distributed", "tuned")]
 # Eight processes, and what differs little from a case that stays.
 LONG = [
+    "gpt p=2",
+    "interleaved p=2",
+    "bert p=4",
+    "untied embeddings, no clipping",
+    "experts",
     "gpt p=8",
     "TP2 x PP4",
     "DP2 x PP4, overlapped, dropout, full",

@@ -46,6 +46,7 @@ def test_what_runs_on_the_cpu_is_not_written_into_the_docs():
     assert "must not be written into docs" in finished.stderr
 
 
+@pytest.mark.long
 def test_a_part_that_fails_is_recorded_and_the_others_go_on(tmp_path):
     parts, page = measured(tmp_path, "--only", "links", "device", GLOO_SOCKET_IFNAME="no-such-interface")
     assert parts["links"]["status"] == "failed"

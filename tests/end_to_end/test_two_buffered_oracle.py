@@ -93,6 +93,11 @@ SHARDED = {
 }
 # Eight processes, and what differs little from a case that stays.
 LONG = [
+    "p=2, SGD, bert, untied",
+    "p=2, m=2p, momentum, bert",
+    "p=4, m=p+1, SGD, unclipped",
+    "p=4, m=p+1, Adam, bert, BPipe",
+    "p=4, m=p+1, Adam, recomputed",
     "p=8, m=p, SGD",
     "p=8, m=2p, Adam, untied, unclipped",
     "p=8, m=p+1, momentum",

@@ -217,6 +217,12 @@ CASES = {
 # What takes long, or differs little from a case that is not among these.
 LONG = {
     "lists of one",
+    "scaled loss",
+    "bf16",
+    "evaluation between batches",
+    "interleaved, partial recomputation",
+    "interleaved, other numbers of micro-batches",
+    "interleaved, micro-batches of lengths of their own",
     "outputs kept",
     "loss of tokens",
     "recomputation of parts",

@@ -25,6 +25,7 @@ def python(*arguments: str | Path, **environment: str) -> "subprocess.CompletedP
     return subprocess.run(command, env=given, capture_output=True, text=True, timeout=800)
 
 
+@pytest.mark.long
 @needs_cpu_only_machine
 def test_a_script_saves_and_resumes_and_its_children_are_in_cpu_mode_too(tmp_path: Path) -> None:
     """torch_dist forks its writers and spawns the manager of their results, which imports the script once more."""

@@ -83,7 +83,7 @@ def test_as_drawn(spec: Spec, drawing: Any) -> None:
 
 
 @given(specs_and_sizes)
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_the_bound_is_the_most_that_a_stage_holds_and_with_bpipe_the_most_allowed(chosen: tuple[Spec, Size]) -> None:
     spec, size = chosen
     plain = build(spec, size).schedule
@@ -110,7 +110,7 @@ def test_needs_are_those_that_sizes_have(spec: Spec) -> None:
 
 
 @given(specs_and_sizes)
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_parse_is_the_inverse_of_str(chosen: tuple[Spec, Size]) -> None:
     spec, size = chosen
     for bpipe in (False, True)[: 1 + (spec.balanced is not None and size.stages > 1)]:

@@ -184,11 +184,11 @@ def test_the_judge_accepts_what_is_right(schedule: Schedule) -> None:
     assert fault(schedule) is None
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, 10))])
-def test_verify_and_the_judge_agree_on_10_000_mutants(part: int) -> None:
-    found = examine(10_000, part)
-    assert found[True] > 200
-    assert found[False] > 2_000
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, 26))])
+def test_verify_and_the_judge_agree_on_4_000_mutants(part: int) -> None:
+    found = examine(4_000, part)
+    assert found[True] > 80
+    assert found[False] > 800
 
 
 def test_what_is_accepted_simulates_to_the_end_within_its_bound() -> None:

@@ -45,7 +45,8 @@ def test_time_grows_linearly_in_the_actions() -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("stages", "micro_batches", "seconds", "makespan"), [(64, 4096, 5, "12,477"), (512, 1024, 10, "4,605")]
+    ("stages", "micro_batches", "seconds", "makespan"),
+    [(64, 4096, 5, "12,477"), pytest.param(512, 1024, 10, "4,605", marks=pytest.mark.long)],
 )
 def test_a_large_pipeline_is_built_verified_and_simulated_in_seconds(
     stages: int, micro_batches: int, seconds: float, makespan: str
