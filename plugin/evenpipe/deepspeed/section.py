@@ -14,14 +14,14 @@ from evenpipe.settings.config import EvenPipeConfig, first_problem
 from evenpipe.settings.contradictions import CONTRADICTIONS, contradiction_in, only_tuned
 from evenpipe.settings.spelling import SECTION
 
-__all__ = ["NAME", "Section", "SectionError", "section_of", "with_deepspeeds_names"]
+__all__ = ["NAME", "OFFERS", "Section", "SectionError", "section_of", "with_deepspeeds_names"]
 
 NAME: Final = "evenpipe"
 
 # "auto", as in the rest of DeepSpeed's configuration: left to EvenPipe, like null.
 _LEFT_TO_US: Final = frozenset(("partition", "pair_adjacent", "retune_interval", "memory_gib", "trace_iteration"))
 #: What the engines here do beyond one forward and one backward at a time.
-_OFFERS: Final[frozenset[Need]] = frozenset(["groups", "stream"])
+OFFERS: Final[frozenset[Need]] = frozenset(["groups", "stream"])
 
 
 class SectionError(ValueError):
@@ -105,7 +105,7 @@ def _validated(given: Mapping[str, Any]) -> Section:
 
 def _check_together(section: Section) -> None:
     try:
-        check_offers(section.spec, _OFFERS, "DeepSpeed's engine")
+        check_offers(section.spec, OFFERS, "DeepSpeed's engine")
     except ScheduleError as error:
         said = str(error).removeprefix(f"schedule={section.spec.name}")
         raise SectionError("schedule", json.dumps(section.schedule) + said) from None

@@ -1,0 +1,109 @@
+"""``evenpipe plan``: what to run on a cluster: the fastest runs that fit, and why not others."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import get_args
+
+from evenpipe.cli.options import write
+from evenpipe.cli.parser import Commands, UsageError
+from evenpipe.cli.plan_engine import engine_of
+from evenpipe.cli.plan_shown import drawn, show
+from evenpipe.cli.values import output_file, picture_file, positive
+from evenpipe.planner.descriptions import DescriptionError, Precision, cluster, framework, model, names
+from evenpipe.planner.errors import EstimateError
+from evenpipe.planner.estimate import framework_of
+from evenpipe.planner.run import Attention, Run
+from evenpipe.planner.search.plan import plan_of
+from evenpipe.planner.search.question import Question
+from evenpipe.planner.search.search import search
+from evenpipe.report import write_atomically
+from evenpipe.report.front import draw_front
+from evenpipe.schedule import ScheduleError, find
+from evenpipe.schedule.known import own
+from evenpipe.settings.spelling import in_flags
+
+__all__ = ["add_to"]
+
+
+def add_to(commands: Commands) -> None:
+    """Add the sub-command."""
+    text = "find the fastest runs of a model that fit a cluster"
+    document = (
+        "--json prints a document evenpipe.plan/1: plans, the fastest first, the Pareto front of memory against speed, "
+        "and why families of runs are rejected. "
+        f"Models: {', '.join(names('models'))}. Clusters: {', '.join(names('clusters'))}; with a size: 4x8-a100-80gb."
+    )
+    parser = commands.add_parser("plan", help=text, description=f"{text.capitalize()}.", epilog=document)
+    group = parser.add_argument_group("what and where")
+    group.add_argument("--model", required=True, metavar="NAME", help="a name, or PATH.yaml[:NAME]")
+    group.add_argument("--cluster", required=True, metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
+    group.add_argument("--framework", metavar="NAME", help=f"{' | '.join(names('frameworks'))} (default: the model's)")
+    group.add_argument(
+        *("--global-batch-size", "--global-batch"),
+        type=positive,
+        required=True,
+        metavar="G",
+        help="samples of an iteration; where replicas do not divide them, as many as do: never more",
+    )
+    group = parser.add_argument_group("what it may choose of", "all that the framework runs, where nothing is said")
+    group.add_argument("--schedules", type=_names, metavar="NAME,NAME", help=" | ".join(own()))
+    group.add_argument("--no-bpipe", dest="bpipe", action="store_false", help="no run with BPipe")
+    group.add_argument("--delayed", action="store_true", help="also schedules whose gradients are a batch late (2bw)")
+    group.add_argument("--tensor-parallel", "--tensor", type=positive, metavar="T")
+    group.add_argument("--stages", "--pipeline", type=positive, metavar="P")
+    group.add_argument("--micro-batch-size", "--micro-batch", type=positive, metavar="B")
+    group.add_argument("--precision", choices=get_args(Precision))
+    group.add_argument("--attention", choices=get_args(Attention))
+    group = parser.add_argument_group("output")
+    group.add_argument("--top", type=positive, default=5, metavar="N", help="how many runs to show (default 5)")
+    group.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    group.add_argument("--out", type=output_file, metavar="PLAN.json", help="write the document")
+    group.add_argument(
+        "--picture", type=picture_file, metavar="P.png", help="draw memory against speed, and the front, as a PNG"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def _run(arguments: Namespace) -> None:
+    try:
+        question = _question(arguments)
+        found = search(question, arguments.top)
+    except DescriptionError as error:
+        raise UsageError(str(error)) from error
+    except (EstimateError, ScheduleError) as error:
+        raise UsageError(in_flags(error)) from error
+    plan = plan_of(question, found)
+    document = plan.model_dump_json()
+    write("--out", arguments.out, lambda path: write_atomically(path, document + "\n"))
+    write("--picture", arguments.picture, lambda path: draw_front(path, drawn(plan, question, found)))
+    if arguments.json:
+        print(document)
+    else:
+        show(plan)
+
+
+def _question(arguments: Namespace) -> Question:
+    of, nodes = model(arguments.model), cluster(arguments.cluster)
+    named = framework(arguments.framework) if arguments.framework else framework_of(of, nodes)
+    schedules = arguments.schedules or own()
+    for name in schedules:
+        find(name)
+    return Question(
+        of,
+        nodes,
+        arguments.global_batch_size,
+        engine_of(named),
+        schedules,
+        named,
+        Run(global_batch=1, precision=arguments.precision, attention=arguments.attention),
+        arguments.bpipe,
+        arguments.delayed or bool(arguments.schedules),
+        arguments.tensor_parallel,
+        arguments.stages,
+        arguments.micro_batch_size,
+    )

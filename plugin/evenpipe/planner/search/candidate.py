@@ -1,0 +1,73 @@
+"""Every run of a question, with bounds on its time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from evenpipe.planner.run import Run
+from evenpipe.planner.search.blocks import Divided
+from evenpipe.planner.search.bounds import laid, least_bytes, least_end_ms, least_live, least_ms
+from evenpipe.planner.search.families import Family, families_of
+from evenpipe.planner.search.question import Question
+from evenpipe.planner.search.space import Shape, shapes, ways
+from evenpipe.planner.time.calibration import FITTED
+from evenpipe.planner.time.hand_over import hand_over
+from evenpipe.planner.time.kernels import Kernels
+
+__all__ = ["Candidate", "candidates"]
+
+
+class Candidate(NamedTuple):
+    """``ms``: of a sample, at least, as ``nbytes`` of the fullest stage; 0 where that is too much already.
+
+    order: of equals, what comes first: without BPipe, with fewer parts. allowed: a plan may have it.
+    """
+
+    ms: float
+    order: tuple[int, ...]
+    nbytes: int
+    run: Run
+    families: tuple[Family, ...]
+    allowed: bool
+
+
+def candidates(question: Question) -> Iterator[Candidate]:
+    """All of them, what does not fit too."""
+    divided = Divided(question.model, question.cluster)
+    before = 0
+    for shape in shapes(question, divided):
+        for candidate in _of_shape(question, shape, before):
+            before += 1
+            yield candidate
+
+
+def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candidate]:
+    run, device, cluster = shape.run, question.cluster.device, question.cluster
+    have = device.memory_gib * 2**30
+    parts = shape.profile.parts(run.stages, run.chunks, run.layout)
+    for number, way in enumerate(ways(run, question.schedules, question.bpipe), before):
+        where = laid(way.places)
+        split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
+        live = least_live(way.spec, way.size, way.bpipe)
+        nbytes = 0
+        for stage in {0, 1, run.stages - 1}.intersection(range(run.stages)):
+            if nbytes <= have:
+                least = least_bytes(parts, where, stage, live[stage], 2 if stream else 1, run, device)
+                nbytes = max(nbytes, least)
+        tried = replace(run, schedule=way.spec.name, bpipe=way.bpipe, group_size=way.size.group_size)
+        ms = 0.0
+        if nbytes <= have:
+            kernels = Kernels(tried, cluster, FITTED)
+            over = hand_over(question.model, tried, kernels.links)
+            ms = least_ms(parts, where, tried, over, split, stream) + least_end_ms(parts, where, tried, kernels)
+        allowed = not question.refused(way.spec)
+        yield Candidate(
+            ms / run.global_batch,
+            (way.bpipe, run.stages * run.chunks, way.size.group_size, number),
+            nbytes,
+            tried,
+            tuple(families_of(tried, allowed)),
+            allowed,
+        )

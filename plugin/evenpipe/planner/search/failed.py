@@ -1,0 +1,48 @@
+"""What to say where a search finds nothing: the argument that is too small, by how much, and what would do."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from evenpipe.planner.search.question import Question
+
+__all__ = ["nothing_fits"]
+
+_GIB: Final = 2**30
+
+
+def nothing_fits(question: Question, allowed: int, nearest: float) -> str:
+    """One line. ``allowed``: how many runs might have been planned; ``nearest``: bytes of the smallest's fullest stage.
+
+    With the option that is wrong at its head, by how much, and what would do.
+    """
+    model, cluster = question.model.name, question.cluster
+    if allowed:
+        have, need = cluster.device.memory_gib, nearest / _GIB
+        where = f"fullest GPU needs {need:.1f} GiB and has {have:.1f}: {need - have:.1f} too few"
+        return (
+            f"cluster={cluster.name}: is smaller than {model}: of its smallest run the {where}: take about "
+            f"{math.ceil(cluster.nodes * need / have)} such nodes, or GPUs with more memory"
+        )
+    depths = {t: question.depths(t) for t in question.tensors}
+    replicas = [cluster.gpus // (t * p) for t, found in depths.items() for p in found]
+    if not replicas:
+        return (
+            f"stages={question.stages}: {cluster.gpus} GPUs do not divide by so many, or {model} has fewer layers "
+            f"({question.model.layers}): choose a smaller divisor"
+        )
+    if question.samples < min(replicas):
+        return (
+            f"global_batch_size={question.samples}: nothing reaches it: a run on {cluster.gpus} GPUs has at least "
+            f"{min(replicas)} replicas, each with a sample: give at least {min(replicas)}, or a smaller cluster"
+        )
+    if question.micro_batch is not None:
+        return (
+            f"micro_batch_size={question.micro_batch}: does not divide the samples of any number of replicas: choose a "
+            f"divisor of {question.samples}"
+        )
+    return (
+        f"schedules={','.join(question.schedules)}: no size of them divides {model}'s {question.model.layers} layers, "
+        f"{question.samples} samples and {cluster.gpus} GPUs: allow others, or give another --global-batch-size"
+    )

@@ -1,0 +1,126 @@
+"""Branch and bound over all runs: memory first, then time, and the simulator for those that neither leaves out."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from evenpipe.planner.errors import EstimateError
+from evenpipe.planner.estimate import Estimator
+from evenpipe.planner.run import Run
+from evenpipe.planner.search.candidate import Candidate, candidates
+from evenpipe.planner.search.failed import nothing_fits
+from evenpipe.planner.search.families import Family
+from evenpipe.planner.search.front import ParetoFront, Planned
+from evenpipe.planner.search.question import Question
+
+__all__ = ["Found", "search"]
+
+#: Of the device's memory, by which a slower run of the front has to use less.
+_CLOSE: Final = 0.02
+
+
+@dataclass
+class Found:
+    """``plans``: the fastest first, as many as were asked for. ``front``: none uses less memory and is as fast.
+
+    best: the fastest that fits of each family; least_bytes: what its smallest run needs at least. considered, allowed:
+    how many runs there are, and a plan may have; nearest: bytes of the smallest of the latter. too_large, slower: how
+    many a bound has left out, by memory and as slower than what was found; the others were simulated.
+    """
+
+    plans: list[Planned] = field(default_factory=list)
+    front: list[Planned] = field(default_factory=list)
+    best: dict[Family, Planned] = field(default_factory=dict)
+    least_bytes: dict[Family, int] = field(default_factory=dict)
+    considered: int = 0
+    allowed: int = 0
+    nearest: float = math.inf
+    too_large: int = 0
+    slower: int = 0
+    simulated: int = 0
+
+
+def search(question: Question, top: int = 1) -> Found:
+    """The fastest runs, the front of memory against speed, and the best of each family.
+
+    No run that a bound leaves out could be among them: by memory, as it would not fit; by time, as what is simulated
+    already is at least as fast as it could be, for each of its families, for the ``top``, and with as little memory.
+    Of schedules that a plan may not have, the first that fits is taken for the best, which is so but for messages.
+    BPipe is planned where a run does not fit without it: evictions only add to what stages wait for (BPipe §4.2).
+    Raises EstimateError, one line, where nothing fits.
+    """
+    found = Found()
+    queue = list(_fitting(question, found))
+    heapq.heapify(queue)
+    estimate = Estimator(question.model, question.cluster, question.of)
+    front = ParetoFront(_CLOSE * question.cluster.device.memory_gib * 2**30)
+    plain: dict[Run, tuple[float, bool]] = {}
+    while queue:
+        candidate = heapq.heappop(queue)
+        run = candidate.run
+        ms, fits = plain.get(replace(run, bpipe=False), (0.0, False)) if run.bpipe else (0.0, False)
+        if ms > candidate.ms:
+            heapq.heappush(queue, candidate._replace(ms=ms))
+            continue
+        if not _may_count(candidate, found, front, 0 if fits else top):
+            found.slower += 1
+            continue
+        found.simulated += 1
+        try:
+            planned = Planned(run, estimate(run))
+        except EstimateError:
+            continue
+        if not run.bpipe:
+            plain[run] = planned.ms_a_sample, planned.estimate.fits
+        if candidate.allowed:
+            found.nearest = min(found.nearest, planned.most_bytes)
+        if planned.estimate.fits:
+            _enter(planned, candidate, found, front, 0 if fits else top)
+    found.front = front.points
+    if not found.plans:
+        raise EstimateError(nothing_fits(question, found.allowed, found.nearest))
+    return found
+
+
+def _fitting(question: Question, found: Found) -> Iterator[Candidate]:
+    """Runs that may fit; the others are counted."""
+    have = question.cluster.device.memory_gib * 2**30
+    for candidate in candidates(question):
+        found.considered += 1
+        found.allowed += candidate.allowed
+        for family in candidate.families:
+            found.least_bytes[family] = min(candidate.nbytes, found.least_bytes.get(family, candidate.nbytes))
+        if candidate.nbytes <= have:
+            yield candidate
+            continue
+        found.too_large += 1
+        if candidate.allowed:
+            found.nearest = min(found.nearest, candidate.nbytes)
+
+
+def _may_count(candidate: Candidate, found: Found, front: ParetoFront, top: int) -> bool:
+    if any(family not in found.best for family in candidate.families):
+        return True
+    if not candidate.allowed:
+        return False
+    if any(candidate.ms < found.best[family].ms_a_sample for family in candidate.families):
+        return True
+    among = len(found.plans) < top or (top > 0 and candidate.ms < found.plans[-1].ms_a_sample)
+    return among or front.takes(candidate.ms, candidate.nbytes)
+
+
+def _enter(planned: Planned, candidate: Candidate, found: Found, front: ParetoFront, top: int) -> None:
+    for family in candidate.families:
+        best = found.best.get(family)
+        if best is None or planned.ms_a_sample < best.ms_a_sample:
+            found.best[family] = planned
+    if candidate.allowed:
+        front.enter(planned)
+        if top:
+            bisect.insort(found.plans, planned, key=lambda one: one.ms_a_sample)
+            del found.plans[top:]

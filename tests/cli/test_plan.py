@@ -1,0 +1,89 @@
+"""`evenpipe plan`: a table, one JSON document, a picture, and refusals that name the flag."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from evenpipe.cli.main import main
+from evenpipe.planner.search.plan import Plan
+
+ASKED = ["plan", "--model", "gpt3-13b", "--cluster", "1x8-a100-80gb", "--global-batch-size", "32"]
+FEW = ["--schedules", "1f1b,interleaved"]
+
+
+def test_the_document_is_printed_and_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main([*ASKED, *FEW, "--json", "--top", "3", "--out", str(tmp_path / "plan.json")])
+    printed = capsys.readouterr().out
+    assert (tmp_path / "plan.json").read_text() == printed
+    plan = Plan.model_validate_json(printed)
+    assert plan.format == "evenpipe.plan/1"
+    assert len(plan.plans) == 3
+    best = plan.plans[0]
+    assert best.tensor_parallel * best.stages * best.data_parallel == 8
+    assert best.micro_batches * best.micro_batch_size * best.data_parallel == best.global_batch_size == 32
+    assert best.accumulation == best.micro_batches / best.stages
+    assert len(best.each_stage) == best.stages
+    assert max(stage.bytes["total"] for stage in best.each_stage) / 2**30 == best.memory_gib <= plan.device_gib
+    assert best.mfu == max(one.mfu for one in plan.front)
+    assert "interleaved" in {one.family for one in plan.rejected}
+
+
+def test_the_flags_are_those_of_an_estimate_of_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*ASKED, *FEW, "--json", "--top", "1"])
+    best = Plan.model_validate_json(capsys.readouterr().out).plans[0]
+    main(["estimate", *ASKED[1:5], *best.flags.split()])
+    assert f"MFU {best.mfu:.1%}" in capsys.readouterr().out
+
+
+def test_the_table_and_the_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main([*ASKED, *FEW, "--picture", str(tmp_path / "front.png")])
+    shown = capsys.readouterr().out
+    for wanted in ("bubble", "MFU", "GiB of each stage", "not taken", "interleaved:", "simulated"):
+        assert wanted in shown
+    assert imread(tmp_path / "front.png").shape[2] == 4
+
+
+def test_an_engine_plans_what_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*ASKED, "--framework", "deepspeed"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "interleaved: DeepSpeed does not run it (several model chunks a stage)" in shown
+    assert "recompute selective" not in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model", "gpt3-31b"], "gpt3-31b: unknown among models, did you mean gpt3-13b?"),
+        (["--cluster", "1x8-a100-80g"], "1x8-a100-80g: unknown among clusters, did you mean"),
+        (["--framework", "deepsped"], "deepsped: unknown among frameworks, did you mean deepspeed?"),
+        (["--schedules", "1f1b,v-haf"], "did you mean v-half"),
+        (["--model", "gpt3-175b"], "--cluster 1x8-a100-80gb: is smaller than gpt3-175b"),
+        (["--cluster", "128x8-a100-80gb", "--global-batch-size", "2"], "--global-batch-size 2: nothing reaches it"),
+        (["--tensor-parallel", "3"], "--tensor-parallel 3: none of what divides"),
+        (["--out", "/nowhere/plan.json"], "there is no folder /nowhere"),
+        (["--picture", "plan.pdf"], "pictures are PNG"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*ASKED, *flags])
+    assert caught.value.code == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert said in shown.err
+
+
+def test_an_unknown_key_of_a_model_s_file_is_named_with_its_path(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    own = tmp_path / "mine.yaml"
+    own.write_text(
+        "models:\n  mine: {layers: 8, hidden: 1024, heads: 16, vocabulary: 50304, sequence: 1024, hiden: 3}\n"
+    )
+    with pytest.raises(SystemExit):
+        main([*ASKED, "--model", str(own)])
+    assert "mine.yaml: mine.hiden: unknown key, did you mean hidden?" in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""The search finds what trying everything finds, and says in one line why there is nothing to find."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from evenpipe.planner.descriptions import cluster, model
+from evenpipe.planner.errors import EstimateError
+from evenpipe.planner.estimate import Estimate, Estimator
+from evenpipe.planner.run import Run
+from evenpipe.planner.search.candidate import candidates
+from evenpipe.planner.search.engine import Engine
+from evenpipe.planner.search.question import Question
+from evenpipe.planner.search.rejected import rejected
+from evenpipe.planner.search.search import Found, search
+from evenpipe.schedule.known import own
+
+MEGATRON = Engine("Megatron", frozenset(["chunks", "groups", "stream"]), uneven=False)
+SMALL = Question(model("gpt3-13b"), cluster("1x8-a100-80gb"), 8, MEGATRON, ("1f1b", "interleaved", "gpipe"))
+
+
+def tried(question: Question) -> list[tuple[Run, Estimate]]:
+    """Every run, simulated, that fits."""
+    estimate, found = Estimator(question.model, question.cluster), []
+    for one in candidates(question):
+        try:
+            found.append((one.run, estimate(one.run)))
+        except EstimateError:
+            continue
+    return [(run, one) for run, one in found if one.fits]
+
+
+@pytest.fixture(scope="module")
+def every() -> list[tuple[Run, Estimate]]:
+    return tried(SMALL)
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return search(SMALL, top=4)
+
+
+def speed(one: Estimate) -> float:
+    return one.samples_per_second
+
+
+def test_the_fastest_are_found_with_few_simulations(found: Found, every: list[tuple[Run, Estimate]]) -> None:
+    # BPipe is for what does not fit without it.
+    plain = {run for run, _ in every}
+    planned = [one for run, one in every if not (run.bpipe and replace(run, bpipe=False) in plain)]
+    wanted = sorted(map(speed, planned), reverse=True)[:4]
+    assert [one.estimate.samples_per_second for one in found.plans] == pytest.approx(wanted)
+    assert found.simulated < found.considered / 10
+    assert found.considered == found.too_large + found.slower + found.simulated
+
+
+def test_no_run_beats_the_front(found: Found, every: list[tuple[Run, Estimate]]) -> None:
+    close = 0.02 * SMALL.cluster.device.memory_gib * 2**30
+    for _, one in every:
+        nbytes = max(stage.bytes.total for stage in one.stages)
+        assert any(
+            speed(point.estimate) >= speed(one) * (1 - 1e-9) and point.most_bytes <= nbytes + close
+            for point in found.front
+        )
+    speeds = [speed(point.estimate) for point in found.front]
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[0] == pytest.approx(max(speed(one) for _, one in every))
+
+
+def test_the_best_of_each_family_is_found(found: Found, every: list[tuple[Run, Estimate]]) -> None:
+    for schedule, bpipe in product(("1f1b", "interleaved", "gpipe"), (False, True)):
+        runs = [speed(one) for run, one in every if run.schedule == schedule and run.stages > 1 and run.bpipe <= bpipe]
+        of = next(one for family, one in found.best.items() if family.value == schedule)
+        assert speed(of.estimate) >= max(runs) * (1 - 1e-9)
+
+
+@pytest.fixture(scope="module")
+def found_96b() -> tuple[Question, Found]:
+    question = Question(model("gpt3-96b"), cluster("4x8-a100-80gb"), 128, MEGATRON, own())
+    return question, search(question, top=3)
+
+
+def test_bpipe_s_best_run_of_96b_is_the_planner_s(found_96b: tuple[Question, Found]) -> None:
+    """Among all schedules that Megatron runs, not the paper's alone (BPipe Table 7)."""
+    run = found_96b[1].plans[0].run
+    assert (run.tensor, run.stages, run.micro_batch, run.recompute) == (4, 8, 2, "selective")
+    assert (run.schedule, run.bpipe) == ("1f1b", True)
+
+
+def test_each_family_that_is_not_taken_has_its_reason(found_96b: tuple[Question, Found]) -> None:
+    lines = dict(rejected(*found_96b))
+    assert "slower at best" in lines["without BPipe"]
+    assert "does not fit" in lines["no pipeline"]
+    assert "Megatron does not run it" in lines["v-half"]
+    assert "a batch late" in lines["2bw"]
+    assert set(lines) >= {"gpipe", "interleaved", "kfkb", "zb-h1", "recompute none", "recompute full"}
+
+
+def test_where_runs_fit_without_it_bpipe_is_said_not_to_be_needed() -> None:
+    question = Question(model("gpt2-1.3b"), cluster("1x8-a100-80gb"), 64, MEGATRON, ("1f1b",))
+    question = replace(question, stages=8)
+    lines = dict(rejected(question, search(question)))
+    assert "not needed" in lines["with BPipe"]
+
+
+def test_the_batch_is_never_larger_than_is_safe() -> None:
+    question = replace(SMALL, model=model("gpt2-355m"), samples=13)
+    for one in candidates(question):
+        assert one.run.global_batch <= 13
+        assert one.run.global_batch % (one.run.micro_batch * one.run.data) == 0
+
+
+def test_2bw_is_planned_only_where_late_gradients_are_allowed() -> None:
+    question = Question(model("gpt2-3.8b"), cluster("1x8-v100-16gb"), 64, MEGATRON, ("1f1b", "2bw"))
+    assert search(question).plans[0].run.schedule == "1f1b"
+    assert search(replace(question, delayed=True)).plans[0].run.schedule == "2bw"
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        (replace(SMALL, model=model("gpt3-175b")), "cluster=1x8-a100-80gb: is smaller than gpt3-175b: of its smallest"),
+        (
+            replace(SMALL, cluster=cluster("128x8-a100-80gb"), samples=2),
+            "global_batch_size=2: nothing reaches it: a run",
+        ),
+        (replace(SMALL, tensor=3), "tensor_parallel=3: none of what divides heads"),
+        (replace(SMALL, stages=7), "stages=7: 8 GPUs do not divide by so many"),
+        (replace(SMALL, micro_batch=5), "micro_batch_size=5: does not divide"),
+        (replace(SMALL, schedules=("interleaved",), samples=1), "schedules=interleaved: no size of them divides"),
+    ],
+)
+def test_nothing_to_find_is_said_in_one_line(question: Question, said: str) -> None:
+    with pytest.raises(EstimateError) as caught:
+        search(question)
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_framework_without_uneven_stages_has_none() -> None:
+    assert all(one.run.layout is None for one in candidates(SMALL))
+    uneven = replace(SMALL, engine=replace(MEGATRON, uneven=True), model=model("llama3-8b"), stages=8)
+    assert any(one.run.layout is not None for one in candidates(uneven))
