@@ -41,10 +41,23 @@ class Accelerator:
         """What comes next has to wait for something that was there at `at_ms`."""
         self._free_ms = max(self._free_ms, at_ms)
 
+    @property
+    def free_ms(self) -> float:
+        """When the device is done with all that it was given."""
+        return self._free_ms
+
+    def give(self, duration_ms: float) -> None:
+        """Have the device compute so long next, and return at once."""
+        self._free_ms += duration_ms
+
+    def settle(self) -> None:
+        """Return when the device is done with all that it was given."""
+        sleep_until(self._free_ms)
+
     def compute(self, duration_ms: float) -> None:
         """Return when the device has spent `duration_ms`."""
-        self._free_ms += duration_ms
-        sleep_until(self._free_ms)
+        self.give(duration_ms)
+        self.settle()
 
 
 def clock_ms() -> float:

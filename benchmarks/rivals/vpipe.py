@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from evenpipe.partition.search.costs import Numbers
-from evenpipe.partition.search.memory import Fit, HostLink, weigh
+from evenpipe.partition.search.host_link import HostLink
+from evenpipe.partition.search.memory import Fit, weigh
 from evenpipe.partition.search.problem import Problem
 from evenpipe.partition.search.ranges import Saved
 from evenpipe.partition.search.recompute import Recomputation
@@ -19,10 +20,10 @@ __all__ = ["Division", "vpipe"]
 
 
 class Stage(NamedTuple):
-    """Milliseconds of a micro-batch, with `extra_ms` that saving memory adds, and peak bytes."""
+    """Milliseconds of a micro-batch, with those that saving memory as `fit` says adds, and peak bytes."""
 
     ms: float
-    extra_ms: float
+    fit: Fit
     forward_ms: float
     peak_bytes: float
 
@@ -97,7 +98,7 @@ def _stage(layers: Layers, problem: Problem, stage: int, first: int, stop: int) 
         # Layer by layer it is not known before which of these needs least room beside; the paper does not tell.
         ways = [whole.optimised(lambda one: peak(one) <= problem.limit_bytes, *use) for use in _USES]
         found = min(ways, key=lambda one: (max(0.0, peak(one) - problem.limit_bytes), one.extra_ms))
-    return Stage(span.ms + found.extra_ms, found.extra_ms, span.forward_ms, peak(found))
+    return Stage(span.ms + found.extra_ms, found, span.forward_ms, peak(found))
 
 
 #: Whether to swap, and whether to recompute.
@@ -129,8 +130,9 @@ class _Layered:
             after_use,
         )
         ends = layers.boundaries[first], layers.boundaries[stop]
-        between_ms, copies = problem.between_ms(stage, *ends), problem.copies.own[stage]
-        self.link = HostLink(self.saved, problem.link_gbps, between_ms, copies)
+        around, copies = problem.around(stage, *ends), problem.copies.own[stage]
+        self.link = HostLink(self.saved, problem.link_gbps, around, copies)
+        self.movable = np.isfinite(self.link.transfer_ms)  # what an earlier stage sent stays
         self.nodes = [range(*ends) for ends in itertools.pairwise(bounds)]
 
     def optimised(self, fits: Callable[[Fit], bool], swaps: bool, recomputes: bool) -> Fit:
@@ -157,12 +159,12 @@ class _Layered:
             saves = self.saved.total - recomputed.kept
             if recomputes and saves > 0:
                 yield recomputed.extra_ms / saves, layer, False
-            mine = self.layer == layer
+            mine = (self.layer == layer) & self.movable
             if swaps and mine.any():
                 yield float(self.link.transfer_ms[mine].sum() / max(1, self.saved.nbytes[mine].sum())), layer, True
 
     def _weighed(self, swapped: list[int], again: list[int]) -> Fit:
-        places: Numbers = np.flatnonzero(np.isin(self.layer, swapped))
+        places: Numbers = np.flatnonzero(np.isin(self.layer, swapped) & self.movable)
         return weigh(self.link, places, self._recomputed(again))
 
     def _recomputed(self, layers: list[int]) -> Recomputation:

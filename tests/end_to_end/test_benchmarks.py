@@ -151,6 +151,35 @@ def test_how_uneven_stages_are(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_stages_take_what_their_plan_says_and_overlapped_swaps_next_to_nothing():
+    shown = document("planned_times.py", "--models", "BERT", "--repeats", "3")
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "planned_times")
+    overlapped, weighed = shown["results"]
+    assert sum(overlapped["swapped"]) > 0
+    assert sum(overlapped["recomputed"]) == 0
+    assert sum(weighed["recomputed"]) > 0
+    for entry in shown["results"]:
+        assert len(entry["planned_stage_ms"]) == 4
+        assert entry["worst_stage_error"] < 0.03
+        assert entry["batch_ms"] > 0.97 * entry["planned_batch_ms"]
+    # Of batches in turn: others that keep the machine busy make the median of either longer.
+    assert overlapped["fastest_overlapped_swap_cost"] < 0.01
+
+
+def test_partitions_train_faster_than_a_rivals_at_equal_batch():
+    shown = document(
+        "partition_speed.py", "--models", "BERT", "--stages", "4", "--points", "2", "--repeats", "3", "--modes", "async"
+    )
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "partition_speed")
+    *rows, found = shown["results"]
+    assert [row["micro_batch_size"] for row in rows] == sorted({row["micro_batch_size"] for row in rows})
+    for row in rows:
+        assert {len(batches) for batches in row["batches_ms"].values()} == {3}
+        assert row["simulated_ratio"] >= 1.0
+        assert row["ratio"] == pytest.approx(row["simulated_ratio"], rel=0.05)
+    assert found["mean"] > 1.05
+
+
 def test_settings_that_make_no_sense_are_refused():
     finished = run("overhead.py", "--json", "--layers", "6")
     assert finished.returncode == 2

@@ -15,6 +15,7 @@ from evenpipe.partition.code.keeping import keeping_of
 from evenpipe.partition.models import Example
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import profile
+from evenpipe.partition.search.host_link import Around
 from evenpipe.partition.search.memory import Fit, Load, Optimize, fit
 from evenpipe.partition.search.plan import Stage
 from evenpipe.partition.search.ranges import Graph as Ranges
@@ -132,7 +133,7 @@ def test_what_is_recomputed_and_swapped_leaves_every_bit_and_holds_the_bytes_tha
     done = set[str]()
     for optimize, share, gbps, between_ms in WAYS:
         loads = [Load(1, share * saved.total)]
-        found = fit(saved.graph, 0, len(made.nodes), loads, optimize, gbps, between_ms)
+        found = fit(saved.graph, 0, len(made.nodes), loads, optimize, gbps, Around(between_ms))
         assert found is not None
         done |= {"recompute"} if found.recompute else set()
         done |= {"swap"} if found.swap else set()

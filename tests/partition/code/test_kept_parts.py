@@ -16,6 +16,7 @@ from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.copies import Workload, copies_of
 from evenpipe.partition.search.costs import Costs
+from evenpipe.partition.search.host_link import Around
 from evenpipe.partition.search.memory import Fit, Load, Optimize, fit
 from evenpipe.partition.search.plan import plan_of
 from evenpipe.partition.search.problem import Problem
@@ -92,7 +93,7 @@ def made(
     for start, stop in pairwise(starts):
         total = problem.graph.saved(start, stop).total
         loads = [Load(1, of * total) for of in (share, 1.0)]
-        found_fits = (fit(problem.graph, start, stop, [load], optimize, gbps, 0.3) for load in loads)
+        found_fits = (fit(problem.graph, start, stop, [load], optimize, gbps, Around(0.3)) for load in loads)
         fits.append(next(one for one in found_fits if one is not None))  # what is small may not shrink so far
     bounds = [0, *(problem.costs.starts.tolist().index(cut + 1) for cut in cuts), problem.costs.last]
     plan = plan_of(problem, bounds, fits, workload)

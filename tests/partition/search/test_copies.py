@@ -98,3 +98,12 @@ def test_between_a_forward_and_its_backward_others_are_computed() -> None:
     assert copies.between[0] == ((0.0, 3.0), (3.0, 0.0))
     assert copies.between[3] == ((0.0, 0.0),)
     assert copies_of(Workload("pipedream", 8), 4).between[0] == ((3.0, 3.0),)
+
+
+def test_what_is_computed_beside_swaps() -> None:
+    """1F1B computes a backward between two forwards and comes back beside a forward; GPipe does neither."""
+    assert copies_of(Workload("1f1b", 16), 4).beside == ((1.0, 1.0),) * 3 + ((1.0, 0.0),)
+    assert copies_of(Workload("pipedream", 8), 4).beside == ((1.0, 1.0),) * 3 + ((1.0, 0.0),)
+    assert copies_of(Workload("gpipe", 4), 4).beside == ((0.0, 0.0),) * 4
+    assert copies_of(Workload("1f1b", 4), 4).beside[0] == (0.0, 0.0)
+    assert copies_of(Workload("1f1b", 16, bpipe=True), 4).beside[0] == (1.0, 0.0), "what is evicted comes just in time"

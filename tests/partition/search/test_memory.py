@@ -7,6 +7,7 @@ import pytest
 
 from evenpipe.partition.profile import Profile, Storage
 from evenpipe.partition.search.bounds import RecomputedBytes
+from evenpipe.partition.search.host_link import Around
 from evenpipe.partition.search.memory import Fit, Load, fit
 from evenpipe.partition.search.ranges import Graph
 from evenpipe.partition.search.recompute import Recomputation
@@ -121,7 +122,7 @@ def test_layers_are_computed_again_one_after_the_other() -> None:
 
 def test_what_overlaps_with_compute_is_swapped_for_nothing() -> None:
     """10 ms to the backward on a link of 0.01 GB/s: 10 bytes take 0.001 ms."""
-    found = whole(chain([10, 20, 30, 0], [1.0] * 4), [Load(3, 160)], "swap+recompute", 0.01, 10.0)
+    found = whole(chain([10, 20, 30, 0], [1.0] * 4), [Load(3, 160)], "swap+recompute", 0.01, Around(10.0))
     assert found is not None
     assert found.extra_ms == 0.0
     assert found.swap
@@ -132,16 +133,44 @@ def test_a_link_carries_no_more_than_fits_beside_compute() -> None:
     """16 ms of compute a micro-batch; at 1 byte a ms a direction carries 16 of the 60 bytes for nothing."""
     profile = chain([10, 20, 30, 0], [1.0, 1.0, 1.0, 2.0])
     loads = [Load(6, 6 * 20.0)]
-    found = whole(profile, loads, "swap+recompute", 1e-6, 1000.0)
+    found = whole(profile, loads, "swap+recompute", 1e-6, Around(1000.0))
     recomputed = whole(profile, loads, "recompute")
     assert found is not None
     assert recomputed is not None
     assert 0 < found.extra_ms <= recomputed.extra_ms
 
 
+def test_where_forwards_follow_one_another_the_link_carries_no_more_than_fits_beside_one() -> None:
+    """30 bytes leave in 3 ms, from the third of four ms of forward on: 2 ms before the next forward are too few."""
+    profile = chain([10, 20, 30, 0], [1.0] * 4)
+    loads = [Load(3, 3 * 30.0 + 30)]
+
+    def extra_ms(around: Around) -> float:
+        found = whole(profile, loads, "swap+recompute", 1e-5, around)
+        assert found is not None
+        return found.extra_ms
+
+    assert extra_ms(Around(100.0)) == extra_ms(Around(100.0, after_ms=8.0, before_ms=4.0)) == 0.0
+    assert extra_ms(Around(100.0, after_ms=0.0)) > 0.0, "GPipe's"
+
+
+def test_what_a_backward_needs_first_comes_back_beside_what_is_before_it() -> None:
+    """The last node reads 30 bytes, which take 3 ms."""
+    loads = [Load(3, 3 * 4.0 + 60)]
+
+    def extra_ms(before_ms: float) -> float:
+        around = Around(100.0, 8.0, before_ms)
+        found = whole(chain([1, 1, 30, 0], [1.0] * 4), loads, "swap+recompute", 1e-5, around)
+        assert found is not None
+        return found.extra_ms
+
+    assert extra_ms(3.0) == 0.0
+    assert extra_ms(2.9) > 0.0
+
+
 def test_where_recomputing_takes_too_long_the_link_is_waited_for() -> None:
     profile = chain([10, 20, 30, 0], [100.0, 100.0, 100.0, 0.001])
-    found = whole(profile, [Load(3, 3 * 35.0)], "swap+recompute", 1e-4, 0.0)
+    found = whole(profile, [Load(3, 3 * 35.0)], "swap+recompute", 1e-4)
     assert found is not None
     assert found.swap
     assert not found.recompute
@@ -154,7 +183,7 @@ def test_less_room_takes_longer_and_always_fits(copies: int, optimize: str) -> N
     total = Graph(profile).saved(0, len(profile.nodes)).total
     extra = [0.0]
     for share in (0.95, 0.8, 0.6, 0.5):
-        found = whole(profile, [Load(copies, copies * share * total)], optimize, 0.5, 30.0 * (copies - 1))
+        found = whole(profile, [Load(copies, copies * share * total)], optimize, 0.5, Around(30.0 * (copies - 1)))
         assert found is not None
         assert copies * found.kept + found.transient <= copies * share * total
         extra.append(found.extra_ms)
@@ -177,4 +206,4 @@ def test_swapping_too_fits_wherever_recomputing_does() -> None:
     for percent in range(5, 100, 5):
         loads = [Load(8, 8 * total * percent / 100)]
         if whole(profile, loads, "recompute") is not None:
-            assert whole(profile, loads, "swap+recompute", 0.1, 100.0) is not None
+            assert whole(profile, loads, "swap+recompute", 0.1, Around(100.0)) is not None

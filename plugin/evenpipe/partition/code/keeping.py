@@ -13,7 +13,7 @@ from torch import fx
 from evenpipe.partition.code import text
 from evenpipe.partition.code.selecting import Selected
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.search.memory import queued
+from evenpipe.partition.search.host_link import queued
 from evenpipe.partition.search.plan import Stage
 from evenpipe.partition.search.ranges import Graph as Ranges
 from evenpipe.partition.trace import Graph

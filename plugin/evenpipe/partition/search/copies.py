@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -47,7 +48,8 @@ class Copies:
     of position 1, …) that it holds at once, own and accepted ones; only rows that no other exceeds everywhere. So with
     `live[x] @ saved_bytes` a row stands for a moment of the schedule, and the most is the stage's peak, exactly.
     between: per position, how many (forwards, backwards) its stage computes at least between a micro-batch's forward
-    and backward; several where neither is the least.
+    and backward; several where neither is the least. beside: per position, how many backwards its stage mostly computes
+    from a forward to its next one, and beside how many forwards what is swapped can come back (`schedule.swaps`).
     """
 
     schedule: str
@@ -55,6 +57,7 @@ class Copies:
     versions: tuple[int, ...]
     live: tuple[NDArray[np.int64], ...]
     between: tuple[tuple[tuple[float, float], ...], ...]
+    beside: tuple[tuple[float, float], ...]
 
     @property
     def stages(self) -> int:
@@ -94,6 +97,7 @@ def copies_of(workload: Workload, stages: int) -> Copies:
         (schedule.weight_versions,) * len(owners),
         tuple(_held(schedule, stage) for stage in range(stages)),
         tuple(_between(schedule, place.stage, place.chunk) for place in schedule.places.order),
+        tuple(_beside(schedule, place.stage, place.chunk) for place in schedule.places.order),
     )
 
 
@@ -104,7 +108,8 @@ def _pipedream(workload: Workload, stages: int) -> Copies:
     kept = np.arange(stages, 0, -1)
     between = tuple(((float(copies - 1),) * 2,) for copies in kept.tolist())
     live = tuple(np.diag(kept)[stage : stage + 1] for stage in range(stages))
-    return Copies(PIPEDREAM, tuple(range(stages)), tuple(kept.tolist()), live, between)
+    beside = ((1.0, 1.0),) * (stages - 1) + ((1.0, 0.0),)
+    return Copies(PIPEDREAM, tuple(range(stages)), tuple(kept.tolist()), live, between, beside)
 
 
 def _held(schedule: Schedule, stage: int) -> NDArray[np.int64]:
@@ -159,6 +164,30 @@ def _between(schedule: Schedule, stage: int, chunk: int) -> tuple[tuple[float, f
         if action.kind == "F" and mine:
             started[action.micro_batch] = forwards, backwards
     return tuple(sorted(one for one in found if not any(_less(other, one) for other in found)))
+
+
+def _beside(schedule: Schedule, stage: int, chunk: int) -> tuple[float, float]:
+    """Of a chunk's units, what most of them have; of several the least. What is evicted comes back just in time."""
+    computed = [action for action in schedule.actions[stage] if action.kind == "F" or action.kind in _BACKWARD]
+    evicted = {action.unit for action in schedule.actions[stage] if action.kind == "E"}
+    after, before = list[float](), list[float]()
+    backwards: float | None = None  # since the last forward of the chunk
+    for last, action in zip([None, *computed], computed, strict=False):
+        if action.kind == "F":
+            after += [] if backwards is None else [backwards]
+            backwards = 0.0 if action.chunk == chunk else None
+            continue
+        backwards = None if backwards is None else backwards + _BACKWARD[action.kind]
+        if action.kind in ("B", "D") and action.chunk == chunk:
+            beside = last is not None and last.kind == "F" and last.unit != action.unit
+            before.append(float(beside and action.unit not in evicted))
+    return _mostly(after), _mostly(before)
+
+
+def _mostly(values: Sequence[float]) -> float:
+    """The most frequent, of several the least; one backward where nothing follows."""
+    counted = Counter(values)
+    return min(counted, key=lambda value: (-counted[value], value), default=1.0)
 
 
 def _less(one: Sequence[Any], other: Sequence[Any]) -> bool:

@@ -11,10 +11,11 @@ import numpy as np
 
 from evenpipe.partition.search.checkpoints import checkpoints
 from evenpipe.partition.search.costs import Numbers
-from evenpipe.partition.search.ranges import Graph, Saved
+from evenpipe.partition.search.host_link import Around, HostLink
+from evenpipe.partition.search.ranges import Graph
 from evenpipe.partition.search.recompute import Chain, Recomputation
 
-__all__ = ["Fit", "HostLink", "Load", "Optimize", "fit", "queued", "weigh"]
+__all__ = ["Fit", "Load", "Optimize", "fit", "weigh"]
 
 Optimize = Literal["none", "recompute", "swap+recompute"]
 
@@ -46,6 +47,10 @@ class Fit(NamedTuple):
     drop: tuple[int, ...] = ()
 
 
+#: Nothing is computed between forward and backward.
+_NO_OTHERS = Around()
+
+
 def fit(
     graph: Graph,
     start: int,
@@ -53,12 +58,11 @@ def fit(
     loads: Sequence[Load],
     optimize: Optimize = "none",
     link_gbps: float = 0.0,
-    between_ms: float = 0.0,
+    around: Around = _NO_OTHERS,
 ) -> Fit | None:
     """The cheapest way found to have the nodes from `start` to `stop` − 1 fit into all `loads`; None: there is none.
 
-    `link_gbps`: of the link to host memory, each way (10^9 bytes/s). `between_ms`: what the stage computes at least
-    between a micro-batch's forward and backward.
+    `link_gbps`: of the link to host memory, each way (10^9 bytes/s).
 
     First what can be swapped for nothing, the longest FreeTime first, as long as it does not fit; then what saves most
     bytes a millisecond (MSPS) of swap and recompute, weighed again after each pick (Capuchin §4.4, Algorithms 1, 2).
@@ -73,7 +77,7 @@ def fit(
     # Most bytes a millisecond may leave too much that is there at once in the backward. Then pieces are computed again
     # one after the other; what is swapped needs room on its way out and in, so that the least may be had without.
     gbps = [link_gbps, 0.0] if optimize == "swap+recompute" and link_gbps > 0 else [0.0]
-    hosts = [HostLink(saved, one, between_ms, copies) for one in gbps]
+    hosts = [HostLink(saved, one, around, copies) for one in gbps]
     best: Fit | None = None
     for host, in_pieces in ((hosts[0], False), *((host, True) for host in hosts)):
         kept = checkpoints(saved, copies, host.free_bytes) if in_pieces else frozenset[int]()
@@ -87,65 +91,6 @@ def fit(
 
 def _fits(found: Fit, loads: Sequence[Load]) -> bool:
     return all(copies * found.kept + own * found.transient <= budget for copies, budget, own in loads)
-
-
-class HostLink:
-    """The link of a stage to its host, with what is to go over it for every micro-batch.
-
-    It carries a storage each way at the same time (PCIe has lanes for each), one after the other in each direction.
-    FreeTime is what is computed from a storage's last use in the forward to its first in the backward, less both
-    transfers (Capuchin §4.4); on a pipeline's stage the forwards and backwards of other micro-batches are among it.
-    Since each of those swaps too, a direction carries no more for nothing than fits beside one forward and backward.
-    """
-
-    def __init__(self, saved: Saved, gbps: float, between_ms: float, copies: int) -> None:
-        self.saved, self.copies, self.between_ms = saved, copies, between_ms
-        self.period_ms = saved.forward_ms + saved.backward_ms
-        self.usable = gbps > 0
-        self.free_bytes = gbps * 1e6 * self.period_ms
-        self.transfer_ms: Numbers = np.full(len(saved.ids), np.inf)
-        if self.usable:  # what is there before the forward is somebody else's
-            made = np.array([saved.graph.producer[one] >= 0 for one in saved.ids.tolist()], bool)
-            self.transfer_ms[made] = saved.nbytes[made] / (gbps * 1e6)
-        self.free_ms = saved.forward_ms - saved.free_from_ms + between_ms + saved.needed_ms - 2 * self.transfer_ms
-
-    def swap(self, chosen: Numbers, until: Numbers) -> tuple[float, int]:
-        """Milliseconds that swapping `chosen` (places in `saved`) takes beyond compute, and bytes still leaving.
-
-        Those bytes are what the forward's end finds on its way out. `until` is told where each is back; see
-        `Saved.backward_peak`.
-        """
-        saved = self.saved
-        out_ms, back_ms, over_ms = self._transfers(chosen)
-        until[chosen] = saved.backward_node(back_ms)
-        leaving = out_ms > saved.forward_ms
-        if self.copies == 1:  # what has not left when the only micro-batch's backward starts need not come back
-            until[chosen[leaving]] = saved.stop - 1
-            leaving &= False
-        return over_ms, int(saved.nbytes[chosen[leaving]].sum())
-
-    def over_ms(self, chosen: Numbers) -> float:
-        """Milliseconds that swapping `chosen` takes beyond compute."""
-        return self._transfers(chosen)[2]
-
-    def _transfers(self, chosen: Numbers) -> tuple[Numbers, Numbers, float]:
-        """When each is out, since the forward's start, and starts to come back, since the backward's; and `over_ms`."""
-        saved, takes = self.saved, self.transfer_ms[chosen]
-        out_ms = queued(saved.free_from_ms[chosen], takes)
-        back_ms = -queued(-saved.needed_ms[chosen], takes)  # the latest starts: the same queue, backwards in time
-        late_ms = np.max(out_ms - (saved.forward_ms + self.between_ms + back_ms), initial=0.0)
-        over_ms = max(0.0, float(takes.sum()) - self.period_ms)
-        return out_ms, back_ms, max(over_ms, float(late_ms))
-
-
-def queued(ready_ms: Numbers, takes_ms: Numbers) -> Numbers:
-    """When each has passed a link that takes them one by one in the order in which they are ready."""
-    order = np.argsort(ready_ms, kind="stable")
-    passed = np.cumsum(takes_ms[order])
-    start = np.maximum.accumulate(ready_ms[order] - (passed - takes_ms[order]))
-    found = np.empty(len(order))
-    found[order] = start + passed
-    return found
 
 
 def weigh(host: HostLink, swapped: Numbers, again: Recomputation) -> Fit:

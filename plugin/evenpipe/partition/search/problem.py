@@ -13,6 +13,7 @@ import numpy as np
 from evenpipe.partition.search.bounds import RecomputedBytes
 from evenpipe.partition.search.copies import Copies
 from evenpipe.partition.search.costs import Costs, Numbers
+from evenpipe.partition.search.host_link import Around
 from evenpipe.partition.search.memory import Fit, Load, Optimize, fit
 from evenpipe.partition.search.ranges import Graph
 
@@ -162,17 +163,18 @@ class Problem:
         beside = self.beside(position, first, last)
         loads = [Load(cap.copies, cap.nbytes - cap.own * beside, cap.own) for cap in self.caps[position]]
         start, stop = int(self.costs.starts[first]), int(self.costs.starts[last])
-        found = fit(
-            self.graph, start, stop, loads, self.optimize, self.link_gbps, self.between_ms(position, first, last)
-        )
+        found = fit(self.graph, start, stop, loads, self.optimize, self.link_gbps, self.around(position, first, last))
         if found is None:
             return None
         return Cell(float(self.costs.upto_ms[last] - self.costs.upto_ms[first]) + found.extra_ms, found)
 
-    def between_ms(self, position: int, first: int, last: int) -> float:
-        """What its stage computes at least between a micro-batch's forward and backward of a range."""
+    def around(self, position: int, first: int, last: int) -> Around:
+        """What its stage computes around a micro-batch's forward and backward of a range."""
         forward, backward = self.costs.forward_ms(first, last), self.costs.backward_ms(first, last)
-        return min(forwards * forward + backwards * backward for forwards, backwards in self.copies.between[position])
+        between = self.copies.between[position]
+        between_ms = min(forwards * forward + backwards * backward for forwards, backwards in between)
+        after, before = self.copies.beside[position]
+        return Around(between_ms, after * backward, before * forward)
 
     def peaks(self, cuts: Sequence[int]) -> tuple[float, ...] | None:
         """Per stage, the most bytes in a finished partition, weighed by the schedule's walk; None: a part cannot fit.

@@ -1,0 +1,66 @@
+"""A link to host memory whose copies sleep, beside the compute of an emulated accelerator."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from emulation import Accelerator, sleep_until
+from torch import Tensor
+
+from evenpipe.runtime.host_link import Passage
+
+__all__ = ["EmulatedHostLink"]
+
+
+class EmulatedHostLink:
+    """Fulfils `evenpipe.runtime.host_link.HostLink`: each direction copies one after the other, in its own thread.
+
+    A copy starts when the accelerator has done what it was given before and the direction is free, takes `ms_a_byte`,
+    and is made when that time is over, so that memory that is given up too soon is noticed by whoever checks it.
+    """
+
+    def __init__(self, accelerator: Accelerator, ms_a_byte: float) -> None:
+        self._accelerator = accelerator
+        self._out, self._back = (_Direction(accelerator, ms_a_byte) for _ in range(2))
+
+    def out(self, memory: Tensor) -> Passage:
+        """Copies when the link would have."""
+        return self._passage(*self._out.copy(memory, torch.empty_like(memory)))
+
+    def back(self, host: Tensor, memory: Tensor) -> Passage:
+        """Copies when the link would have."""
+        return self._passage(*self._back.copy(host, memory))
+
+    def close(self) -> None:
+        """End both threads."""
+        self._out.close()
+        self._back.close()
+
+    def _passage(self, target: Tensor, until_ms: float, copied: Future[None]) -> Passage:
+        def wait() -> None:
+            copied.result()
+            self._accelerator.not_before(until_ms)
+
+        return Passage(target, wait)
+
+
+class _Direction:
+    def __init__(self, accelerator: Accelerator, ms_a_byte: float) -> None:
+        self._accelerator = accelerator
+        self._ms_a_byte = ms_a_byte
+        self._free_ms = 0.0
+        self._thread = ThreadPoolExecutor(1)
+
+    def copy(self, source: Tensor, target: Tensor) -> tuple[Tensor, float, Future[None]]:
+        """Where it is copied to, when it is there, and what waits for that."""
+        self._free_ms = until_ms = max(self._accelerator.free_ms, self._free_ms) + source.numel() * self._ms_a_byte
+        return target, until_ms, self._thread.submit(_copy, source, target, until_ms)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+def _copy(source: Tensor, target: Tensor, until_ms: float) -> None:
+    sleep_until(until_ms)
+    target.copy_(source)

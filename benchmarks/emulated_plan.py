@@ -1,0 +1,138 @@
+"""Plans on emulated devices, in real processes: what each stage and each batch takes, beside what was planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from emulated_host import EmulatedHostLink
+from emulated_parts import EmulatedPart, PartStage, scaled
+from emulation import Accelerator, clock_ms, over_wires
+from harness import Tick
+
+from evenpipe.partition.profile import Profile
+from evenpipe.partition.search.copies import PIPEDREAM
+from evenpipe.partition.search.plan import Plan, Stage
+from evenpipe.runtime.connections import connect
+from evenpipe.runtime.executor import Executor, Observer
+from evenpipe.runtime.keep import Keeper
+from evenpipe.schedule import Action, Program, Size, build, links, loop
+from evenpipe.simulate import Costs, Simulation, simulate
+
+__all__ = ["BYTES", "Batch", "Case", "case_of", "measure", "period_ms", "simulated"]
+
+#: The part of a storage's bytes that is really there: what is emulated fits into the memory of one host.
+BYTES: Final = 2**-12
+# Long enough for every process to have left the broadcast of the start.
+_START_DELAY_MS: Final = 30.0
+
+
+class Case(NamedTuple):
+    """A plan to be emulated; all bytes and milliseconds are scaled."""
+
+    profile: Profile
+    parts: tuple[Stage, ...]
+    program: Program
+    link_gbps: float
+
+
+class Batch(NamedTuple):
+    """One batch: its milliseconds, those of each stage's forwards and backwards, and when its last stage's ended."""
+
+    ms: float
+    forward_ms: list[float]
+    backward_ms: list[float]
+    ends_ms: list[float]
+
+
+def case_of(profile: Profile, plan: Plan, time: float, micro_batches: int) -> Case:
+    """`plan`, of this profile, with everything taking `time` times as long.
+
+    PipeDream's order is that of 1F1B without an end; here it ends after so many micro-batches. Other schedules are as
+    the plan has them.
+    """
+    asynchronous = plan.schedule == PIPEDREAM
+    size = Size(plan.stage_count, micro_batches)
+    program = build("1f1b", size, swaps=plan.swaps) if asynchronous else plan.program
+    return Case(scaled(profile, time, BYTES), plan.stages, program, plan.link_gbps * BYTES / time)
+
+
+def simulated(plan: Plan, case: Case, time: float) -> Simulation:
+    """What the plan's own times come to, with free links between stages."""
+    forward_ms = tuple(time * part.forward_ms for part in plan.stages)
+    backward_ms = tuple(time * (part.backward_ms + part.extra_ms) for part in plan.stages)
+    return simulate(case.program, Costs(forward_ms, backward_ms))
+
+
+def period_ms(ends_ms: Sequence[float], stages: int) -> float:
+    """Milliseconds from one backward of the last stage to its next, when the pipeline has settled."""
+    settled = ends_ms[stages:]
+    return (settled[-1] - settled[0]) / (len(settled) - 1)
+
+
+class _Times(Observer):
+    """How long this stage's actions of a batch took, and when they had ended."""
+
+    def __init__(self) -> None:
+        self.took: dict[str, list[float]] = {}
+        self.ended_ms: dict[str, list[float]] = {}
+        self._began_ms = 0.0
+
+    def started(self, action: Action) -> None:
+        self._began_ms = clock_ms()
+
+    def ended(self, action: Action) -> None:
+        self.took.setdefault(action.kind, []).append(clock_ms() - self._began_ms)
+        self.ended_ms.setdefault(action.kind, []).append(clock_ms())
+
+    def batch_ended(self) -> None:
+        """Nothing more is to be told."""
+
+
+def measure(rank: int, cases: Mapping[str, Case], repeats: int, tick: Tick) -> dict[str, list[Batch]]:
+    """In each process, which is a stage: every case's batches, one of each in turn; before them one that warms up."""
+    cpu = torch.device("cpu")
+    stages = dist.get_world_size()
+    accelerator = Accelerator(0.0, 0.0)
+    connections = connect(range(stages), links(loop(stages)), backend="gloo", device=cpu)
+    wires = over_wires(connections, accelerator, 0.0)
+    host_links = []
+
+    def stage_of(case: Case) -> tuple[EmulatedPart, EmulatedHostLink]:
+        part = EmulatedPart(case.profile, case.parts[rank], case.link_gbps, accelerator)
+        host_links.append(EmulatedHostLink(accelerator, 1 / (case.link_gbps * 1e6)))
+        return part, host_links[-1]
+
+    made = {name: stage_of(case) for name, case in cases.items()}
+
+    def batch(name: str) -> Batch:
+        times = _Times()
+        part, host = made[name]
+        executor = Executor(rank, wires, cpu, observer=times, measure=False)
+        if part.keeping.nodes:
+            executor.keeper = Keeper(executor.store, cpu, host)
+        start = torch.tensor(clock_ms() + _START_DELAY_MS, dtype=torch.float64)
+        dist.broadcast(start, 0)
+        accelerator.start(start.item())
+        executor.run(cases[name].program, PartStage(part, accelerator, rank == stages - 1, executor.keeper))
+        executor.store.assert_empty()
+        mine = clock_ms() - start.item(), times.took, times.ended_ms["B"]
+        every: list[Any] = [None] * stages
+        dist.all_gather_object(every, mine)
+        tick()
+        took = {kind: [median(one[1][kind]) for one in every] for kind in ("F", "B")}
+        return Batch(max(one[0] for one in every), took["F"], took["B"], every[-1][2])
+
+    found: dict[str, list[Batch]] = {name: [] for name in cases}
+    for repeat in range(repeats + 1):
+        for name in cases:
+            one = batch(name)
+            if repeat:
+                found[name].append(one)
+    for host in host_links:
+        host.close()
+    wires.close()
+    return found

@@ -1,0 +1,243 @@
+"""Training speed at equal batch, ours over vPipe's: DawnPiper's §5.3, on emulated devices.
+
+Both cut the same profiles of the four models (fp32, sequence length 512, roofline of an A100 of 40 GB on PCIe 4 ×16)
+and swap and recompute to fit into its memory. Every stage is a process: nodes sleep as long as the profile says, copies
+to the host as long as its link takes, and what is kept, computed again, swapped, sent and scheduled goes through the
+runtime that trains real models. Milliseconds are stretched, alike for both, so that the host keeps up; bytes are there
+to 1/4096. Neighbours exchange 4 KiB: messages cost next to nothing on either side.
+
+Batches, as the paper's figures 6 and 7 have them (§5.3: the same batch size for both; "as the batch size increases,
+other methods must implement memory optimization"): from the largest that vPipe trains without memory optimisation, in
+even steps, to as many times that as vPipe gets with it in the paper's Tables 1 and 2, or to what it gets here, if that
+is less. `async` is PipeDream's schedule, from one micro-batch to the next; `sync` GPipe's, a whole batch of as many
+micro-batches as stages. What is simulated beside has each plan's own times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import fmean, median
+from typing import Any, Final, NamedTuple
+
+from emulated_plan import Batch, Case, case_of, measure, period_ms, simulated
+from harness import Benchmark, positive, progress_bar, run_in_processes
+from rich.console import Group
+from rich.table import Table
+from rivals.layers import Layers
+from rivals.profiles import DEVICE, LIMIT_BYTES, MODELS, profiles_of
+from rivals.vpipe import Division, vpipe
+
+from evenpipe.partition.profile import Profile
+from evenpipe.partition.search.copies import Workload, copies_of
+from evenpipe.partition.search.costs import Costs
+from evenpipe.partition.search.largest import largest_batch
+from evenpipe.partition.search.memory import Optimize
+from evenpipe.partition.search.plan import Plan, find_plan, plan_of
+from evenpipe.partition.search.problem import Problem
+
+#: vPipe's largest batch with memory optimisation over that without (Tables 1 and 2), by mode, stages and model.
+PAPER_REACH: Final = {
+    ("async", 4): {"BERT": 46 / 16, "GPT-2": 8 / 2, "T5": 110 / 40, "AmoebaNet": 300 / 48},
+    ("async", 8): {"GPT-2": 16 / 2, "T5": 144 / 44},
+    ("sync", 4): {"BERT": 128 / 60, "GPT-2": 28 / 8, "T5": 348 / 144, "AmoebaNet": 720 / 188},
+    ("sync", 8): {"GPT-2": 56 / 16, "T5": 664 / 256},
+}
+#: §5.3: the mean over batches where there is one, else the best, with its model.
+PAPER_MEANS: Final = {
+    ("async", 4): {"BERT": 1.2, "GPT-2": 1.12, "T5": 1.32, "AmoebaNet": 1.24},
+    ("async", 8): {"GPT-2": 1.15, "T5": 1.34},
+}
+PAPER_BEST: Final = {("sync", 4): {"T5": 1.5}}
+#: Nodes that take less than this on average leave the host no time.
+_LEAST_NODE_MS: Final = 0.6
+
+
+class Pair(NamedTuple):
+    """Both plans for one batch, and how much longer everything takes when they are emulated."""
+
+    title: str
+    mode: str
+    stages: int
+    micro_batch_size: int
+    profile: Profile
+    plans: dict[str, Plan]
+    time: float
+
+
+def problem_of(profile: Profile, mode: str, stages: int, optimize: Optimize) -> Problem:
+    """What both of them cut."""
+    copies = copies_of(Workload.of_mode(mode, stages), stages)
+    return Problem(Costs(profile), copies, LIMIT_BYTES, optimize, DEVICE.host_gbps)
+
+
+def vpipes(profile: Profile, mode: str, stages: int, optimize: Optimize) -> Division | None:
+    """What vPipe settles on."""
+    return vpipe(Layers(profile), problem_of(profile, mode, stages, optimize), optimize != "none")
+
+
+def batches(title: str, mode: str, stages: int, points: int) -> list[int]:
+    """The micro-batch sizes to compare at; see this module."""
+    at = profiles_of(title)
+
+    def largest(optimize: Optimize) -> int:
+        return largest_batch(at, lambda profile: vpipes(profile, mode, stages, optimize) is not None)
+
+    least = largest("none")
+    most = min(round(least * PAPER_REACH[mode, stages][title]), largest("swap+recompute"))
+    return sorted({round(least + (most - least) * point / max(1, points - 1)) for point in range(points)})
+
+
+def pair_of(title: str, mode: str, stages: int, size: int, period: float) -> Pair:
+    """Both plans for micro-batches of this size; `period`: at least what the slower one's longest stage shall take."""
+    profile, workload = profiles_of(title)(size), Workload.of_mode(mode, stages)
+    problem = problem_of(profile, mode, stages, "swap+recompute")
+    division, layers = vpipes(profile, mode, stages, "swap+recompute"), Layers(profile)
+    assert division is not None, "it is among the sizes that vPipe trains"
+    rival = plan_of(
+        problem,
+        [layers.boundaries[boundary] for boundary in division.boundaries],
+        [stage.fit for stage in division.stages],
+        workload,
+    )
+    ours = find_plan(profile, workload, stages, LIMIT_BYTES, "swap+recompute", DEVICE.host_gbps)
+    plans = {"vpipe": rival, "evenpipe": ours}
+    chosen = max(sum(len(p.recompute) + 2 * len(p.swap_storages) for p in plan.stages) for plan in plans.values())
+    longest_ms = max(period, _LEAST_NODE_MS * chosen)
+    return Pair(
+        title, mode, stages, size, profile, plans, longest_ms / max(plan.max_stage_ms for plan in plans.values())
+    )
+
+
+def cases_of(pair: Pair) -> dict[str, Case]:
+    """Both as they are emulated."""
+    return {name: case_of(pair.profile, plan, pair.time, 2 * pair.stages + 4) for name, plan in pair.plans.items()}
+
+
+def taken_ms(pair: Pair, batch: Batch) -> float:
+    """Of a micro-batch, or of a batch of GPipe's."""
+    return (period_ms(batch.ends_ms, pair.stages) if pair.mode == "async" else batch.ms) / pair.time
+
+
+def predicted_ms(pair: Pair, plan: Plan, case: Case) -> float:
+    """The same as the plan's own times have it."""
+    found = simulated(plan, case, pair.time)
+    ends = [span.end_ms for span in found.timeline[pair.stages - 1] if span.action.kind == "B"]
+    return (period_ms(ends, pair.stages) if pair.mode == "async" else found.makespan_ms) / pair.time
+
+
+def result(pair: Pair, measured: dict[str, list[Batch]] | None) -> dict[str, Any]:
+    """A row: milliseconds by the profile's clock, and ours over vPipe's in speed."""
+    cases = cases_of(pair)
+    planned = {name: predicted_ms(pair, plan, cases[name]) for name, plan in pair.plans.items()}
+    row: dict[str, Any] = {
+        "model": pair.title,
+        "mode": pair.mode,
+        "stages": pair.stages,
+        "micro_batch_size": pair.micro_batch_size,
+        "time_scale": pair.time,
+        "simulated_ms": planned,
+        "simulated_ratio": planned["vpipe"] / planned["evenpipe"],
+    }
+    if measured is not None:
+        every = {name: [taken_ms(pair, one) for one in found] for name, found in measured.items()}
+        medians = {name: median(values) for name, values in every.items()}
+        row |= {"ms": medians, "ratio": medians["vpipe"] / medians["evenpipe"], "batches_ms": every}
+    return row
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By mode and number of stages: the mean of each model, the mean of these, and the best of all."""
+    found = []
+    for mode, stages in sorted({(row["mode"], row["stages"]) for row in rows}):
+        mine = [row for row in rows if (row["mode"], row["stages"]) == (mode, stages)]
+        means = {
+            title: fmean(row.get("ratio", row["simulated_ratio"]) for row in mine if row["model"] == title)
+            for title in dict.fromkeys(row["model"] for row in mine)
+        }
+        best = max(mine, key=lambda row: row.get("ratio", row["simulated_ratio"]))
+        found.append(
+            {
+                "mode": mode,
+                "stages": stages,
+                "mean_by_model": means,
+                "paper_mean_by_model": PAPER_MEANS.get((mode, stages)),
+                "mean": fmean(means.values()),
+                "best": best.get("ratio", best["simulated_ratio"]),
+                "best_model": best["model"],
+                "paper_best": PAPER_BEST.get((mode, stages)),
+            }
+        )
+    return found
+
+
+def pairs(arguments: Any) -> Iterator[Pair]:
+    """All that is compared, one after the other."""
+    for mode in arguments.modes:
+        for stages in arguments.stages:
+            for title in PAPER_REACH[mode, stages]:
+                if title in arguments.models:
+                    for size in batches(title, mode, stages, arguments.points):
+                        yield pair_of(title, mode, stages, size, arguments.period_ms)
+
+
+def main() -> None:
+    benchmark = Benchmark("partition_speed", __doc__ or "", repeats=5)
+    add = benchmark.parser.add_argument
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
+    add("--modes", nargs="+", choices=("async", "sync"), default=["async", "sync"], help="(default: both)")
+    add("--stages", nargs="+", type=int, choices=(4, 8), default=[4, 8], help="(default 4 8)")
+    add("--points", type=positive, default=3, help="batch sizes for each model (default 3)")
+    add("--period-ms", type=float, default=100.0, help="that the longest stage takes at least (default 100)")
+    add("--simulated", action="store_true", help="emulate nothing")
+    arguments = benchmark.parser.parse_args()
+    rows = []
+    for pair in pairs(arguments):
+        what = f"{pair.title}, {pair.stages} stages, {pair.mode}, {pair.micro_batch_size}"
+        measured = None
+        if not arguments.simulated:
+            with progress_bar(what, 2 * (arguments.repeats + 1)) as tick:
+                measured = run_in_processes(pair.stages, measure, cases_of(pair), arguments.repeats, tick=tick)
+        rows.append(result(pair, measured))
+    settings = {"repeats": arguments.repeats, "limit_bytes": LIMIT_BYTES, "device": DEVICE.name}
+    found = summary(rows)
+    benchmark.report(settings, [*rows, *found], Group(table(rows), summary_table(found)))
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """The same for people."""
+    shown = Table("mode", "stages", "model", "micro-batch", "vPipe ms", "ours ms", "ratio", "simulated ratio", "time ×")
+    for row in rows:
+        ms = row.get("ms", row["simulated_ms"])
+        shown.add_row(
+            row["mode"],
+            str(row["stages"]),
+            row["model"],
+            str(row["micro_batch_size"]),
+            f"{ms['vpipe']:,.1f}",
+            f"{ms['evenpipe']:,.1f}",
+            f"{row['ratio']:.3f}" if "ratio" in row else "–",
+            f"{row['simulated_ratio']:.3f}",
+            f"{row['time_scale']:.2f}",
+        )
+    return shown
+
+
+def summary_table(found: list[dict[str, Any]]) -> Table:
+    """The same of what `summary` gives, with the paper's."""
+    shown = Table("mode", "stages", "mean by model (paper's)", "mean", "best (paper's)")
+    for one in found:
+        paper, best = one["paper_mean_by_model"] or {}, one["paper_best"] or {}
+        means = (
+            f"{title} {mean:.2f}" + (f" ({paper[title]:g})" if title in paper else "")
+            for title, mean in one["mean_by_model"].items()
+        )
+        said = "".join(f" ({title} {value:g})" for title, value in best.items())
+        mean = f"{one['mean']:.3f}"
+        shown.add_row(
+            one["mode"], str(one["stages"]), ", ".join(means), mean, f"{one['best_model']} {one['best']:.2f}{said}"
+        )
+    return shown
+
+
+if __name__ == "__main__":
+    main()
