@@ -118,24 +118,15 @@ def main() -> None:
 
 def table(results: list[dict[str, Any]]) -> Table:
     """The same for people."""
-    shown = Table(
-        "model", "schedule", "swapped", "recomputed", "stages planned ms", "taken ms", "worst", "batch", "swap costs"
-    )
+    shown = Table("", "swapped", "recomputed", "worst stage", "batch", "overlapped swaps cost")
     for row in results:
-        planned, taken = (", ".join(f"{ms:.1f}" for ms in row[key]) for key in ("planned_stage_ms", "stage_ms"))
-        numbers = (", ".join(map(str, row[key])) for key in ("swapped", "recomputed"))
-        cost = f"{100 * row['overlapped_swap_cost']:.1f} %" if "overlapped_swap_cost" in row else "–"
-        batch = f"{row['batch_ms'] / row['planned_batch_ms'] - 1:+.1%}"
-        worst = f"{row['worst_stage_error']:.1%}"
         shown.add_row(
-            row["model"] if "model" in row else row["title"],
-            row["schedule"],
-            *numbers,
-            planned,
-            taken,
-            worst,
-            batch,
-            cost,
+            f"{row['title']}, {row['schedule']}, {row['micro_batch_size']}",
+            "/".join(map(str, row["swapped"])),
+            "/".join(map(str, row["recomputed"])),
+            f"{row['worst_stage_error']:.1%}",
+            f"{row['batch_ms'] / row['planned_batch_ms'] - 1:+.1%}",
+            f"{row['overlapped_swap_cost']:.1%}" if "overlapped_swap_cost" in row else "–",
         )
     return shown
 
