@@ -11,7 +11,7 @@ from evenpipe.planner.memory.stages import stage_bytes
 from evenpipe.planner.operations.operation import summed
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.blocks import PartCost
-from evenpipe.planner.time.batch_end import batch_end
+from evenpipe.planner.time.batch_end import Beside, batch_end
 from evenpipe.planner.time.hand_over import HandOver
 from evenpipe.planner.time.kernels import Kernels
 from evenpipe.schedule import BACKWARD, FORWARD, WEIGHT_GRADIENT, Places, Size, Spec, loop
@@ -130,5 +130,6 @@ def least_end_ms(parts: Sequence[PartCost], where: Laid, run: Run, kernels: Kern
     for stage in {0, len(where.at) - 1}:
         own = [parts[n] for n in where.at[stage]]
         parameters = summed(one.chunk.parameters for one in own)
-        most = max(most, batch_end(parameters, run, kernels, sum(one.time.backward for one in own)))
+        beside = Beside(sum(one.time.forward for one in own), sum(one.time.backward for one in own))
+        most = max(most, batch_end(parameters, run, kernels, beside))
     return _MS * most

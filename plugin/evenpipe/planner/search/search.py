@@ -51,7 +51,8 @@ def search(question: Question, top: int = 1) -> Found:
     No run that a bound leaves out could be among them: by memory, as it would not fit; by time, as what is simulated
     already is at least as fast as it could be, for each of its families, for the ``top``, and with as little memory.
     Of schedules that a plan may not have, the first that fits is taken for the best, which is so but for messages.
-    BPipe is planned where a run does not fit without it: evictions only add to what stages wait for (BPipe §4.2).
+    BPipe is planned where a run does not fit without it: evictions only add to what stages wait for (BPipe §4.2), and
+    the time without them, with ranks in the same places, is a bound too.
     Raises EstimateError, one line, where nothing fits.
     """
     found = Found()
@@ -63,7 +64,7 @@ def search(question: Question, top: int = 1) -> Found:
     while queue:
         candidate = heapq.heappop(queue)
         run = candidate.run
-        ms, fits = plain.get(replace(run, bpipe=False), (0.0, False)) if run.bpipe else (0.0, False)
+        ms, fits = plain.get(_without_bpipe(question, run), (0.0, False)) if run.bpipe else (0.0, False)
         if ms > candidate.ms:
             heapq.heappush(queue, candidate._replace(ms=ms))
             continue
@@ -124,3 +125,10 @@ def _enter(planned: Planned, candidate: Candidate, found: Found, front: ParetoFr
         if top:
             bisect.insort(found.plans, planned, key=lambda one: one.ms_a_sample)
             del found.plans[top:]
+
+
+def _without_bpipe(question: Question, run: Run) -> Run:
+    """The same run, its ranks in the same places: pairs of stages are next to each other before replicas are."""
+    cluster = question.cluster
+    in_pairs = 2 * run.tensor * run.context <= cluster.gpus_per_node and run.data > 1 and cluster.nodes > 1
+    return replace(run, bpipe=False, placement="pipeline" if in_pairs else "replicas")
