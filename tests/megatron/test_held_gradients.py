@@ -1,7 +1,5 @@
 """2BW holds g · N / d bytes of gradients: a rank's shard, or all of them without the distributed optimizer."""
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,8 @@ pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parent))
 from held_gradients import OPTIMIZERS, REPLICAS, WORLD
 
+from tests.reports import reports
+
 SCRIPT = Path(__file__).with_name("held_gradients.py")
 
 pytestmark = [
@@ -29,11 +29,7 @@ pytestmark = [
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process wrote down."""
     folder = tmp_path_factory.mktemp("held_gradients")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", SCRIPT, folder], capture_output=True, text=True, timeout=800, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
+    return reports(SCRIPT, folder, WORLD)
 
 
 @pytest.mark.parametrize("replicas", REPLICAS)

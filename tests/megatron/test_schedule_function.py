@@ -1,7 +1,6 @@
 """EvenPipe's function does what Megatron's pipelining functions do with the same arguments, to the last bit."""
 
 import json
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from schedule_function_cases import BOUND, CASES, LONG, WORLD
 
 from evenpipe.megatron.supported import installed_release
+from tests.reports import reports
 from tests.selected import marked, selected
 
 RELEASE = installed_release()
@@ -40,10 +40,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     """What each process wrote down of the cases that are looked at."""
     folder = tmp_path_factory.mktemp("schedule_function")
     names = selected(request, "name", others=CASES.keys() - LONG)
-    command = [sys.executable, "-W", "ignore", SCRIPT, folder, json.dumps(sorted(names))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
-    assert done.returncode == 0, done.stderr
-    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
+    found = reports(SCRIPT, folder, WORLD, json.dumps(sorted(names)))
     assert not [report["failure"] for report in found if "failure" in report]
     return found
 

@@ -1,7 +1,5 @@
 """2BW keeps one more copy of the model's parameters in their own dtype, and the gradients that a step waits with."""
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,8 @@ pytest.importorskip("megatron.core")
 
 sys.path.insert(0, str(Path(__file__).parent))
 from live_memory import CASES, SMALL, WORLD
+
+from tests.reports import reports
 
 SCRIPT = Path(__file__).with_name("live_memory.py")
 
@@ -26,11 +26,7 @@ pytestmark = [
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process wrote down."""
     folder = tmp_path_factory.mktemp("live_memory")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", SCRIPT, folder], capture_output=True, text=True, timeout=800, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
+    return reports(SCRIPT, folder, WORLD)
 
 
 @pytest.mark.parametrize("name", CASES)

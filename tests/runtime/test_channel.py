@@ -1,8 +1,5 @@
 """Channels between four real gloo processes: order, ownership of what is under way, opening, closing, refusals."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from evenpipe.runtime.channel import unrecorded
+from tests.reports import reports
 
 SCRIPT = Path(__file__).with_name("channel_cases.py")
 
@@ -34,9 +32,7 @@ CASES = (
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """For each rank, what became of each case."""
     folder = tmp_path_factory.mktemp("channels")
-    run = subprocess.run([sys.executable, SCRIPT, folder], timeout=800, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    return reports(SCRIPT, folder, 4)
 
 
 @pytest.mark.parametrize("case", CASES)

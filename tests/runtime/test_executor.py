@@ -2,7 +2,6 @@
 
 import json
 import random
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Schedule, ScheduleError, lower, verify
+from tests.reports import reports
 from tests.schedules import build
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -106,9 +106,7 @@ def outcomes(tmp_path_factory):
         for name, (schedule, settings) in ({name: (schedule, {}) for name, schedule in CASES.items()} | WATCHED).items()
     }
     (folder / "cases.json").write_text(json.dumps(cases))
-    run = subprocess.run([sys.executable, SCRIPT, folder], timeout=800, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(8)]
+    return reports(SCRIPT, folder, 8)
 
 
 def batches_of(outcomes, name):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from evenpipe.schedule import Size, build
+from tests.reports import reports
 from tests.runtime.keeper_cases import NBYTES, WORLD
 
 SCRIPT = Path(__file__).with_name("keeper_cases.py")
@@ -31,8 +30,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, An
         for way, gbps in (("all", 0.0), ("kept", 0.0), ("early", 0.01))
     }
     (folder / "cases.json").write_text(json.dumps(cases))
-    subprocess.run([sys.executable, str(SCRIPT), str(folder)], check=True, timeout=300)
-    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
+    ranks = reports(SCRIPT, folder, WORLD)
     return {name: [rank[name] for rank in ranks] for name in cases}
 
 

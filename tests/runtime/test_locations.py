@@ -1,28 +1,13 @@
 """Which stage sits where, and what its link carries: as a user reads it."""
 
 import pytest
-from rich.console import Console
 
 from evenpipe.runtime.bandwidth import MeasuredPair
 from evenpipe.runtime.locations import JobLayout, ProcessLocation
 from evenpipe.runtime.placement import place
+from tests.runtime.locations import printed, processes
 
 EVICTIONS = (4, 0, 0, 0)
-
-
-def processes(nodes, pipeline=0, gbps=10.0):
-    """One pipeline, a stage on each of `nodes`; stage s sends s GB/s faster than stage 0."""
-    return [
-        ProcessLocation(pipeline + 10 * stage, pipeline, stage, node, "host", 0, gbps + stage, 1e12)
-        for stage, node in enumerate(nodes)
-    ]
-
-
-def printed(what):
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(what, soft_wrap=True)
-    return capture.get().splitlines()
 
 
 def shown(table):

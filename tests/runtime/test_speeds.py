@@ -1,14 +1,12 @@
 """What is measured at start: the links of a pair, and the device."""
 
-import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import torch
 
 from evenpipe.runtime.compute_speed import matrix_flops
+from tests.reports import reports
 
 SLOW_GBPS = 0.01
 
@@ -16,9 +14,7 @@ SLOW_GBPS = 0.01
 def test_each_direction_of_a_pairs_links_is_measured_and_left_clean(tmp_path: Path) -> None:
     """Stage 0 sends slowly; messages that follow arrive as they were sent."""
     script = Path(__file__).with_name("link_speed_cases.py")
-    run = subprocess.run([sys.executable, script, tmp_path], timeout=800, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    evictor, middle, acceptor = (json.loads((tmp_path / f"stage-{stage}.json").read_text()) for stage in range(3))
+    evictor, middle, acceptor = reports(script, tmp_path, 3, each="stage")
     assert SLOW_GBPS / 4 < evictor[0] < SLOW_GBPS < acceptor[0]
     assert evictor[1] < 10
     assert (evictor[2], acceptor[2]) == ([9], [7])

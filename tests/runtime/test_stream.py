@@ -1,7 +1,5 @@
 """Streams without flushes train as the rule of PipeDream-2BW says, to the last bit, also when they are broken off."""
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from executor_cases import chunk_module, loss, sample
 from stream_cases import BATCHES, CASES, WORLD, Case
 
+from tests.reports import reports
+
 SCRIPT = Path(__file__).with_name("stream_cases.py")
 
 pytestmark = pytest.mark.timeout(180)
@@ -22,9 +22,7 @@ pytestmark = pytest.mark.timeout(180)
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process wrote down."""
     folder = tmp_path_factory.mktemp("stream")
-    done = subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True, timeout=800, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
+    return reports(SCRIPT, folder, WORLD)
 
 
 def by_the_rule(case: Case) -> tuple[list[list[str]], list[list[str]]]:

@@ -1,14 +1,13 @@
 """A table that is written for torch is one that torch.distributed.pipelining reads, and trains with the same bits."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from evenpipe.schedule import ScheduleError, Size, build, torch_csv
+from tests.reports import reports
 from tests.schedule import torch_table_cases
 
 STAGES, MICRO_BATCHES = 2, 4
@@ -42,9 +41,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict]]:
         cases[name] = {"owner": owner, "micro_batches": MICRO_BATCHES}
     (folder / "cases.json").write_text(json.dumps(cases))
     script = Path(torch_table_cases.__file__)
-    run = subprocess.run([sys.executable, script, folder, str(STAGES)], timeout=240, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(STAGES)]
+    return reports(script, folder, STAGES, str(STAGES))
 
 
 @pytest.mark.parametrize("name", CASES)

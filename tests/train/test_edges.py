@@ -1,7 +1,5 @@
 """Parts may exchange several tensors, of other shapes at each edge, whole numbers and skip connections among them."""
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,15 +9,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from edges_cases import SCHEDULES, STAGES, without_a_pipeline
 
+from tests.reports import reports
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process wrote down."""
     folder = tmp_path_factory.mktemp("edges")
-    command = [sys.executable, Path(__file__).with_name("edges_cases.py"), folder]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(STAGES)]
+    return reports(Path(__file__).with_name("edges_cases.py"), folder, STAGES)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -1,17 +1,14 @@
 """With BPipe, evictions and loads cost in estimates what they take on the links of their pair."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
+
+from tests.reports import reports
 
 
 def test_a_slow_eviction_makes_estimates_longer_and_the_group_size_another_one(tmp_path: Path) -> None:
     script = Path(__file__).with_name("eviction_cases.py")
-    run = subprocess.run([sys.executable, script, tmp_path], timeout=800, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    stages = [json.loads((tmp_path / f"stage-{stage}.json").read_text()) for stage in range(4)]
+    stages = reports(script, tmp_path, 4, each="stage")
     assert all(found == stages[0] for found in stages), "all ranks know the same"
     fast, slow = stages[0]
     taken_ms = {tuple(link): fmean(samples) for name, *link, samples in slow["message_ms"] if name == "k1b1"}

@@ -1,16 +1,13 @@
 """Every link's messages are timed where they arrive, whichever stage comes late, and the links are left clean."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.reports import reports
 
 
 def test_each_link_is_measured_on_its_own_and_left_clean(tmp_path: Path) -> None:
     script = Path(__file__).with_name("link_cases.py")
-    run = subprocess.run([sys.executable, script, tmp_path], timeout=800, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    stages = [json.loads((tmp_path / f"stage-{stage}.json").read_text()) for stage in range(3)]
+    stages = reports(script, tmp_path, 3, each="stage")
     assert [set(measured) for measured, _ in stages] == [
         {"backward 1"}, {"forward 0", "backward 2"}, {"forward 1"}
     ]  # fmt: skip

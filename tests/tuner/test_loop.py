@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 
 from evenpipe.tuner.loop import decision_line
 from evenpipe.tuner.tuner import Retune
+from tests.reports import reports
 
 RETUNE = Retune(11, 2, 2, {"k1b4": 1234.4, "k2b2": 98.76})
 LINE = r"iteration {}: k=\d, b=\d{}; estimates: (k\db\d [\d.,]+ ms(, )?)+; links measured in \d+\.\d s"
@@ -23,9 +21,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process found."""
     folder: Path = tmp_path_factory.mktemp("loop")
     script = Path(__file__).with_name("loop_cases.py")
-    run = subprocess.run([sys.executable, script, folder], timeout=120, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return [json.loads((folder / f"stage-{stage}.json").read_text()) for stage in range(2)]
+    return reports(script, folder, 2, each="stage")
 
 
 def test_all_ranks_find_the_same(stages: list[dict[str, Any]]) -> None:

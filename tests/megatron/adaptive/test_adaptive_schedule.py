@@ -1,7 +1,5 @@
 """A run that changes k and b between iterations trains as 1F1B does, in the memory that was predicted."""
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,8 @@ pytest.importorskip("megatron.core")
 
 sys.path.insert(0, str(Path(__file__).parent))
 from schedule_cases import LIMIT_BYTES, MICRO_BATCHES, SAME, SIZE, STAGES, TURNS
+
+from tests.reports import reports
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA"),
@@ -26,11 +26,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process wrote down."""
     folder = tmp_path_factory.mktemp("adaptive")
     script = Path(__file__).with_name("schedule_cases.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, folder], capture_output=True, text=True, timeout=800, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(STAGES)]
+    found = reports(script, folder, STAGES)
     assert not [report["failure"] for report in found if "failure" in report]
     return found
 

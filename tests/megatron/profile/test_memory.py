@@ -2,7 +2,6 @@
 
 import json
 import resource
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from evenpipe.runtime.communicators import link_bytes
 from evenpipe.schedule import links, loop
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.profile import PlannedRun, ProfileError, stage_memories, stage_memory
+from tests.reports import reports
 from tests.selected import marked, selected
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -37,10 +37,7 @@ pytestmark = [
 def measured(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each process wrote down of the cases that are looked at."""
     folder = tmp_path_factory.mktemp("measured_memory")
-    command = [sys.executable, "-W", "ignore", SCRIPT, folder, json.dumps(sorted(selected(request, "name")))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
+    return reports(SCRIPT, folder, WORLD, json.dumps(sorted(selected(request, "name"))))
 
 
 @pytest.fixture(scope="module")

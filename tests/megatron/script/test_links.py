@@ -10,31 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 pytest.importorskip("megatron.core")
 
 from evenpipe.megatron.script.link_table import LinkTable, recompute_scope, transfer_need
-from evenpipe.runtime.locations import ProcessLocation
 from evenpipe.runtime.placement import place
 from evenpipe.settings.config import EvenPipeConfig
+from tests.runtime.locations import printed, processes
 
 EVICTIONS = (4, 0, 0, 0)
-
-
-def processes(nodes, pipeline=0, gbps=10.0):
-    """One pipeline, a stage on each of `nodes`; stage s sends s GB/s faster than stage 0."""
-    return [
-        ProcessLocation(pipeline + 10 * stage, pipeline, stage, node, "host", 0, gbps + stage, 1e12)
-        for stage, node in enumerate(nodes)
-    ]
-
-
-def printed(what):
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(what, soft_wrap=True)
-    return capture.get().splitlines()
 
 
 def megatrons(**others):
