@@ -46,6 +46,7 @@ class Case(NamedTuple):
     dynamic: bool = False  # every other micro-batch is half as long
     checkpoint_interval: int = 0
     checkpoints_itself: bool = False  # layers call DeepSpeed's function
+    dropout: bool = False
     model_parallel: bool = False  # two processes a stage, which compute the same
     evaluate: bool = False
     measure: bool = False
@@ -82,6 +83,11 @@ class CheckpointedBlock(Block):
         return deepspeed.checkpointing.checkpoint(super().forward, x)
 
 
+class DroppingBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.1, self.training)
+
+
 class Paired(nn.Module):
     """Hands integers on beside the activations."""
 
@@ -112,7 +118,7 @@ def layers(case: Case) -> list[Any]:
     def paired(kind: type[nn.Module]) -> LayerSpec:
         return LayerSpec(Paired, kind) if case.pair else LayerSpec(kind)
 
-    block = CheckpointedBlock if case.checkpoints_itself else Block
+    block = CheckpointedBlock if case.checkpoints_itself else DroppingBlock if case.dropout else Block
     blocks = [paired(block) for _ in range(case.blocks)]
     if case.late_tie:
         blocks[2] = blocks[-1] = TiedLayerSpec("late", Block, tied_weight_attr="out.weight")

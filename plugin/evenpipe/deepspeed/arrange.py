@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from evenpipe.runtime.placement import NotPlacedError, place
 __all__ = ["arrange"]
 
 
-def arrange(section: Section, arguments: MutableMapping[str, Any]) -> None:
-    """Deal the model's layers out as `section` says; `arguments` are those of `deepspeed.initialize`.
+def arrange(section: Section, config: Mapping[str, Any], arguments: MutableMapping[str, Any]) -> None:
+    """Deal the model's layers out as `section` of `config` says; `arguments` are those of `deepspeed.initialize`.
 
     `model` stays the same object; its parameters are other ones, and `model_parameters` follows. Raises SectionError
     where that cannot be.
@@ -31,10 +32,11 @@ def arrange(section: Section, arguments: MutableMapping[str, Any]) -> None:
         )
     topology = _wanted_topology(section, module._topo, os.environ) or module._topo
     boundaries = module.parts
-    if section.partition is not None:
+    plan = section.partition if isinstance(section.partition, Path) else None
+    if isinstance(section.partition, tuple):
         boundaries = list(section.partition)
         _check_boundaries(boundaries, len(module._layer_specs), module.num_stages)
-    if boundaries == module.parts and topology is module._topo:
+    if plan is None and boundaries == module.parts and topology is module._topo:
         return
     if isinstance(arguments.get("optimizer"), torch.optim.Optimizer):
         raise SectionError(
@@ -45,7 +47,14 @@ def arrange(section: Section, arguments: MutableMapping[str, Any]) -> None:
     before, given = list(module.parameters()), arguments.get("model_parameters")
     # A generator, such as `model.parameters()`, is to be of the parameters that there are now.
     given = None if given is None else list(given)
-    _rebuild(module, boundaries, topology)
+    _let_go(module)
+    _place(module, topology)
+    if plan is None:
+        _rebuild(module, boundaries)
+    else:
+        from evenpipe.deepspeed.planned.cutting import cut
+
+        cut(module, plan, _dtype(config))
     arguments["model_parameters"] = _parameters_after(given, before, module)
 
 
@@ -63,27 +72,45 @@ def _check_boundaries(boundaries: Sequence[int], layers: int, stages: int) -> No
         raise SectionError("partition", f"{said} must increase: every stage needs a layer")
 
 
-def _rebuild(module: Any, boundaries: Sequence[int], topology: Any) -> None:
-    """Give `module` these boundaries and this topology, and build what this rank has of it then.
-
-    DeepSpeed reads its configuration when the module has been built. So what was built is let go, and the same
-    specifications are built again, as PipelineModule's constructor does it: with `seed_layers`, to the same weights.
-    """
+def _let_go(module: Any) -> None:
+    """Of what was built, since DeepSpeed reads its configuration when the module has been built."""
     for name in [name for name in module._modules if name.isdecimal()]:
         delattr(module, name)
     module.forward_funcs, module.fwd_map = [], {}
     module.tied_modules, module.tied_weight_attrs = torch.nn.ModuleDict(), {}
     module.is_checkpointable_results, module.is_checkpointable_results_interval = [], None
+
+
+def _place(module: Any, topology: Any) -> None:
+    """Give `module` this topology."""
     if topology is not module._topo:
         module._topo = topology
         module._grid = PipelineParallelGrid(process_group=module.world_group, topology=topology)
         module.stage_id = topology.get_coord(module.global_rank).pipe
+
+
+def _rebuild(module: Any, boundaries: Sequence[int]) -> None:
+    """Give `module` these boundaries, and build what this rank has of it then.
+
+    The same specifications are built again, as PipelineModule's constructor does it: with `seed_layers`, to the same
+    weights.
+    """
     module.parts = list(boundaries)
     module._set_bounds(module.parts[module.stage_id], module.parts[module.stage_id + 1])
     module._build()
     module.to(get_accelerator().device_name(module.local_rank))
     module.tied_comms = module._index_tied_modules()
     module._synchronize_tied_weights()
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """To which DeepSpeed casts a model's parameters."""
+    for names, dtype in ((("bf16", "bfloat16"), torch.bfloat16), (("fp16",), torch.float16)):
+        for name in names:
+            given = config.get(name)
+            if isinstance(given, Mapping) and given.get("enabled"):
+                return dtype
+    return torch.float32
 
 
 def _parameters_after(given: Sequence[Any] | None, before: Sequence[torch.nn.Parameter], module: Any) -> Any:

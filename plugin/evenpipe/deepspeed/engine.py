@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import TrainSchedule
+from deepspeed.runtime.pipe.schedule import ForwardPass, TrainSchedule
 from torch import Tensor
 
 from evenpipe.deepspeed.checkpointing import show_saved_tensors
 from evenpipe.deepspeed.log import log_batch, print_line, print_once
 from evenpipe.deepspeed.lowering import ACTIONS, ProgramSchedule
+from evenpipe.deepspeed.planned.checkpoint import load_layers, save_layers
+from evenpipe.deepspeed.planned.stage import CutStage
 from evenpipe.deepspeed.refusals import refuse_unsupported
 from evenpipe.deepspeed.section import Section, SectionError, section_of, with_deepspeeds_names
 from evenpipe.deepspeed.stage import Boundary, EngineStage
@@ -22,7 +24,7 @@ from evenpipe.report import check_writable
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.device_queues import one_queue
 from evenpipe.runtime.executor import Executor
-from evenpipe.schedule import Program, Programs, ScheduleError, Size, Step, links, loop
+from evenpipe.schedule import Program, Programs, ScheduleError, Size, Step, Unit, links, loop
 from evenpipe.tracing.iteration import IterationTrace, Place, TracedJob
 from evenpipe.upstream.ending import end_job
 
@@ -47,15 +49,20 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         section = section_of(self._config._param_dict)
         assert section is not None, "this engine is chosen by a section"
         self.evenpipe: Section = section
+        first = self.module.forward_funcs[0]
+        #: What a stage computes that a plan has cut out of the model; None where layers are whole.
+        self.cut = first if isinstance(first, CutStage) else None
         refuse_unsupported(self)
         if section.bpipe:
             show_saved_tensors(self.module)
         self.group_size = 1 if section.group_size == "auto" else section.group_size
-        self._programs = Programs(
-            section.spec, section.bpipe, one_queue(self.grid.get_pipe_parallel_group(), self.device)
-        )
+        one_after_the_other = one_queue(self.grid.get_pipe_parallel_group(), self.device)
+        swaps = self.cut.plan.swaps if self.cut is not None else ()
+        self._programs = Programs(section.spec, section.bpipe, one_after_the_other, swaps)
         self._schedules: dict[Size, tuple[Program, ProgramSchedule]] = {}
         self.executor = _executor(self, self._programs, self._prepare())
+        if self.cut is not None:
+            self.cut.keep_as_planned(self.executor)
         self._boundary = Boundary(self)
         self._take: Callable[[Step], None] | None = None
 
@@ -64,6 +71,32 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         with log_batch(self):
             loss: Tensor = super().train_batch(data_iter)
         return loss
+
+    def eval_batch(self, data_iter: Any, return_logits: bool = False, compute_loss: bool = True, **more: Any) -> Any:
+        """DeepSpeed's; of a cut model that is the same in evaluation as in training, its loss."""
+        if self.cut is not None:
+            self.cut.check_evaluation(return_logits or not compute_loss)
+        return super().eval_batch(data_iter, return_logits, compute_loss, **more)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        """DeepSpeed's, which writes a file a layer."""
+        if self.cut is None:
+            return super().module_state_dict(exclude_frozen_parameters)
+        save_layers(self, self._curr_ckpt_path, exclude_frozen_parameters)
+        return None
+
+    def load_module_state_dict(self, checkpoint: Any, strict: bool = True, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's, which reads them."""
+        if self.cut is None:
+            return super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
+        load_layers(self, self._curr_ckpt_path, strict)
+        return None
+
+    def number_of(self, unit: Unit) -> int:
+        """Which of all batches' micro-batches this one of the present batch is; other replicas' are between."""
+        own: int = self.global_steps * self.micro_batches + unit.micro_batch
+        replicas, replica = self.grid.data_parallel_size, self.grid.data_parallel_id
+        return own * int(replicas) + int(replica)
 
     def reset_activation_shape(self) -> None:
         """Micro-batches that follow have other shapes."""
@@ -82,10 +115,17 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         if isinstance(pipe_schedule, TrainSchedule):
             try:
                 self._train(pipe_schedule.micro_batches)
-            except ScheduleError as error:  # since the batch size has been set anew
+            except SectionError as error:  # since the batch size has been set anew
+                end_job(str(error))
+            except ScheduleError as error:
                 end_job(with_deepspeeds_names(error))
         else:
             super()._exec_schedule(pipe_schedule)
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        if self.cut is not None:
+            self.cut.labels = self.pipe_buffers["labels"][buffer_id]
+        super()._exec_forward_pass(buffer_id)
 
     def _prepare(self) -> Iterable[Tensor]:
         """Refuse now, and not in the first batch, what cannot be; returns what is no activation."""
@@ -102,6 +142,8 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
             self._exec_schedule(ours)
 
     def _schedule(self, micro_batches: int) -> tuple[Program, ProgramSchedule]:
+        if self.cut is not None:
+            self.cut.check_batch(micro_batches, self.micro_batch_size)
         size = Size(self.num_stages, micro_batches, group_size=self.group_size)
         program = self._programs(size)
         if size not in self._schedules or self._schedules[size][0] is not program:
@@ -112,7 +154,11 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         assert self._take is not None
         self._take(step)
 
-    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, **dict.fromkeys(ACTIONS, _exec_step)}  # noqa: RUF012
+    _INSTRUCTION_MAP = {  # noqa: RUF012
+        **PipelineEngine._INSTRUCTION_MAP,
+        ForwardPass: _exec_forward_pass,
+        **dict.fromkeys(ACTIONS, _exec_step),
+    }
 
 
 def resumes_training(*args: Any, **kwargs: Any) -> bool:

@@ -68,11 +68,24 @@ def _unsupported(engine: Any) -> Iterator[str]:
             "activations that are cut up among the ranks of a model-parallel stage are not available: set "
             '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}'
         )
+    if engine.cut is not None:
+        yield from _not_with_a_plan(engine)
     if engine.wall_clock_breakdown():
         yield "wall_clock_breakdown: its timers do not work in DeepSpeed's pipelines: leave one of them out"
     for option in ("partition_activations", "contiguous_memory_optimization", "cpu_checkpointing"):
         if engine.evenpipe.bpipe and getattr(engine._config.activation_checkpointing_config, option, False):
             yield f"activation_checkpointing.{option}: moves what bpipe would evict: leave one of them out"
+
+
+def _not_with_a_plan(engine: Any) -> Iterator[str]:
+    path = engine.evenpipe.partition
+    if engine.module.activation_checkpoint_interval:
+        yield (
+            f"partition {path}: what is computed again is the plan's to say: leave activation_checkpoint_interval out, "
+            "and make the plan with --optimize recompute"
+        )
+    if engine.torch_autocast_enabled():
+        yield f"partition {path}: the plan's operations have types of their own: leave torch_autocast out"
 
 
 def _not_with_two_buffers(engine: Any, gradients: object | None) -> Iterator[tuple[str, str]]:

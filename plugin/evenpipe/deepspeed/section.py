@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationError
@@ -43,10 +44,11 @@ def with_deepspeeds_names(error: ScheduleError) -> str:
 class Section(EvenPipeConfig):
     """EvenPipe's settings, and what only DeepSpeed has to be told."""
 
-    partition: tuple[int, ...] | None = Field(
+    partition: tuple[int, ...] | Path | None = Field(
         None,
         description="the layers at which stages begin, and the number of layers: [0, 3, 5, 8] are three stages of the "
-        "layers 0-2, 3-4 and 5-7 (default: PipelineModule's partition_method)",
+        "layers 0-2, 3-4 and 5-7; or a plan of `evenpipe partition`, which cuts inside layers too (default: "
+        "PipelineModule's partition_method)",
     )
 
     micro_batch_size: Literal["auto"] | None = Field(
@@ -71,7 +73,7 @@ def section_of(config: Mapping[str, Any]) -> Section | None:
         raise SectionError("", f'must be an object, such as {{"schedule": "1f1b"}}, not {json.dumps(given)}')
     for key in given:
         _check_key(str(key))
-    section = _validated(given)
+    section = _under_its_plan(_validated(given))
     _check_together(section)
     return section
 
@@ -101,6 +103,42 @@ def _validated(given: Mapping[str, Any]) -> Section:
         # A setting of several types has them in its path, behind the key and the places in a list.
         path = str(key) + "".join(f"[{place}]" for place in places if isinstance(place, int))
         raise SectionError(path, f"{json.dumps(wanted)}: {wrong}") from None
+
+
+def _under_its_plan(section: Section) -> Section:
+    """With the schedule that its plan is for, if it has one. Raises SectionError where it asks for another."""
+    path = section.partition
+    if not isinstance(path, Path):
+        return section
+    from evenpipe.partition.search.plan import Plan
+    from evenpipe.partition.search.problem import PartitionError
+
+    try:
+        plan = Plan.read(path)
+        plan.check_trained()
+    except PartitionError as error:
+        raise SectionError("partition", str(error)) from None
+    planned = {"schedule": plan.schedule, "bpipe": plan.bpipe, "group_size": plan.group_size}
+    for setting, wanted in planned.items():
+        given = getattr(section, setting)
+        if setting in section.model_fields_set and given is not None and given != wanted:
+            raise SectionError(
+                "partition",
+                f"{path}: is for {SECTION.mention(setting, wanted)}, not {SECTION.mention(setting, given)}: make a "
+                f"plan for that, or leave {setting} out",
+            )
+    if plan.chunks > 1:
+        raise SectionError(
+            "partition",
+            f"{path}: is for {plan.chunks} model chunks a stage, which DeepSpeed's engine does not offer: make a plan "
+            "without --chunks",
+        )
+    under = section.model_copy(update=planned)
+    if under.streams and plan.swaps:
+        raise SectionError(
+            "partition", f'{path}: with "schedule": "2bw" nothing is swapped: make a plan with --optimize recompute'
+        )
+    return under
 
 
 def _check_together(section: Section) -> None:

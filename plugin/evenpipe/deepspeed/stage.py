@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenpipe.deepspeed.planned.stage import CutStage, jointly
 from evenpipe.schedule import FORWARD, Kind, Unit
 
 __all__ = ["Boundary", "EngineStage", "tensors_of"]
@@ -64,14 +65,16 @@ class Boundary:
 class EngineStage:
     """One batch on one stage of `engine`; `buffer_of` knows the number of a micro-batch's pipeline buffer.
 
-    Where the stage `evicts`, autograd's saved tensors are all recorded, and what the engine keeps beside them is freed.
+    Where the stage `evicts`, or recomputes and swaps what a plan chose, autograd's saved tensors are all recorded, and
+    what the engine keeps beside them is freed.
     """
 
     def __init__(self, engine: Any, boundary: Boundary, buffer_of: Callable[[Unit], int], evicts: bool) -> None:
         self._engine = engine
         self._boundary = boundary
         self._buffer_of = buffer_of
-        self._evicts = evicts
+        self._cut: CutStage | None = engine.cut
+        self._frees = evicts or (self._cut is not None and self._cut.keeper is not None)
         self._losses: dict[Unit, Any] = {}
 
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
@@ -86,14 +89,18 @@ class EngineStage:
         engine, buffer = self._engine, self._buffer_of(unit)
         if inputs is not None:
             engine.pipe_buffers["inputs"][buffer] = self._boundary.as_input(inputs)
-        engine._exec_forward_pass(buffer)
+        if self._cut is None:
+            engine._exec_forward_pass(buffer)
+        else:
+            with self._cut.training(unit, engine.number_of(unit)):
+                engine._exec_forward_pass(buffer)
         if engine.is_last_stage():
             self._losses[unit] = engine.loss
             return []
         outputs = engine.pipe_buffers["outputs"][buffer]
         self._boundary.announce(outputs)
         handed_over = [output.detach() for output in tensors_of(outputs)]
-        if self._evicts:
+        if self._frees:
             # The engine computed with a clone of the input, of which only the gradient is still needed; of an output
             # only its place in the graph is. What has none may be anybody's, such as a mask that a layer keeps.
             computed = [output for output in tensors_of(outputs) if output.grad_fn is not None]
@@ -107,8 +114,11 @@ class EngineStage:
         if gradients is None:
             engine.loss = self._losses.pop(unit)
         else:
-            one = isinstance(engine.pipe_buffers["outputs"][buffer], Tensor)
-            engine.grad_layer = gradients[0] if one else gradients
+            outputs = engine.pipe_buffers["outputs"]
+            if self._cut is not None:
+                outputs[buffer] = jointly(_differentiable(outputs[buffer]), gradients)
+                gradients = [torch.ones_like(outputs[buffer])]
+            engine.grad_layer = gradients[0] if isinstance(outputs[buffer], Tensor) else gradients
         engine._exec_backward_pass(buffer)
         results = [] if engine.is_first_stage() else _gradients(engine.pipe_buffers["inputs"][buffer])
         engine.grad_layer = None

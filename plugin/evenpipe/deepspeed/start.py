@@ -83,7 +83,7 @@ def _reading_the_section(original: Callable[..., Any]) -> Callable[..., Any]:
                 from evenpipe.deepspeed.refusals import refuse_configuration
 
                 refuse_configuration(config)
-                arrange(section, call.arguments)
+                arrange(section, config, call.arguments)
                 return original(*call.args, **call.kwargs)
             finally:
                 patches.revert()

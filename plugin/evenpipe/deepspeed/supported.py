@@ -61,6 +61,11 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
             "num_micro_batches=None)"
         ),
         f"{ENGINE}.destroy": "(self)",
+        f"{ENGINE}.module_state_dict": "(self, exclude_frozen_parameters=False)",
+        f"{ENGINE}.load_module_state_dict": (
+            "(self, checkpoint, strict=True, custom_load_fn=None, fetch_z3_params=False, z3_params_to_fetch=None, "
+            "allowed_missing_keys=None)"
+        ),
         f"{_TOPOLOGY}:PipelineParallelGrid": "(topology=None, process_group=None)",
         f"{_TOPOLOGY}:PipeDataParallelTopology": "(num_pp, num_dp)",
         "deepspeed.runtime.tensor_parallel.init_utils:load_ds_config": "(config)",
@@ -80,6 +85,8 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
         f"{_MODULE}._synchronize_tied_weights": "(self)",
         f"{_MODULE}.get_tied_weights_and_groups": "(self)",
         f"{_MODULE}.get_additional_losses": "(self)",
+        f"{_MODULE}.ckpt_layer_path": "(self, ckpt_dir, local_layer_idx)",
+        f"{_MODULE}.ckpt_layer_path_list": "(self, ckpt_dir, local_layer_idx)",
         f"{_BF16}.get_grads_for_norm": "(self, for_clipping=False)",
         f"{_BF16}.clear_hp_grads": "(self)",
         f"{_FUSED}.unscale_and_clip_grads": "(self, grad_groups_flat, total_norm, apply_scale=True)",

@@ -122,9 +122,16 @@ class EvenPipeConfig(BaseModel):
 
 def first_problem(error: ValidationError) -> tuple[tuple[int | str, ...], Any, str]:
     """The path of the first setting that is not one, what it was given, and what is wrong with that."""
-    first, *others = error.errors()
-    # A setting of several types has something to say for each of them.
-    said = [found["msg"] for found in (first, *others) if found["loc"][0] == first["loc"][0]]
+    setting = error.errors()[0]["loc"][0]
+    # A setting of several types has something to say for each of them: that counts which fits up to a place in a list.
+    of_types = [found for found in error.errors() if found["loc"][0] == setting]
+    first = max(of_types, key=_places)
+    said = [found["msg"] for found in of_types if _places(found) == _places(first)]
     plain = " or ".join(one.removeprefix("Value error, ").removeprefix("Input should be ") for one in said)
     must = "must be " if said[0].startswith("Input should be ") else ""
     return first["loc"], first["input"], must + plain
+
+
+def _places(found: Any) -> int:
+    """In how many lists its path is."""
+    return sum(isinstance(step, int) for step in found["loc"])

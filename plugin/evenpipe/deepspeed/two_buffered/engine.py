@@ -70,6 +70,12 @@ class TwoBufferedEngine(EvenPipeEngine):
         self.drain()
         return super().eval_batch(*args, **kwargs)
 
+    def number_of(self, unit: Unit) -> int:
+        """Units are counted along the stream, which may have begun with an earlier batch than the present one."""
+        assert self._delayed is not None, "units are of a stream"
+        begun = (self._delayed.first - self._steps.batch) * self.micro_batches
+        return super().number_of(Unit(begun + unit.micro_batch))
+
     def reset_activation_shape(self) -> None:
         """Micro-batches that follow have other shapes."""
         self.drain()

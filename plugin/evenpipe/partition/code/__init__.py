@@ -2,7 +2,7 @@
 
 from evenpipe.partition.code.draws import Draws, drawing
 from evenpipe.partition.code.errors import StageCodeError
-from evenpipe.partition.code.files import load_parts, tensors_of, write_stages
+from evenpipe.partition.code.files import load_parts, part_types, tensors_of, write_stages
 from evenpipe.partition.code.part import Boundary, Part
 from evenpipe.partition.code.writing import stage_sources
 from evenpipe.runtime.keep import Keeping
@@ -15,6 +15,7 @@ __all__ = [
     "StageCodeError",
     "drawing",
     "load_parts",
+    "part_types",
     "stage_sources",
     "tensors_of",
     "write_stages",

@@ -17,7 +17,7 @@ from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.trace import Graph
 from evenpipe.report import write_atomically
 
-__all__ = ["load_parts", "tensors_of", "write_stages"]
+__all__ = ["load_parts", "part_types", "tensors_of", "write_stages"]
 
 
 def write_stages(graph: Graph, profile: Profile, plan: Plan, plan_path: Path) -> tuple[Path, ...]:
@@ -41,6 +41,17 @@ def load_parts(plan_path: Path, stage: int, model: nn.Module) -> tuple[Part, ...
 
     Raises StageCodeError, or PartitionError for the plan.
     """
+    parts = tuple(made() for made in part_types(plan_path, stage))
+    of_name = tensors_of(model)
+    path = _stage_path(plan_path, stage)
+    for part in parts:
+        _take(part, model, of_name, f"{path}: the model has")
+        _take_constants(part, plan_path, next((tensor.device for tensor in of_name.values()), torch.device("cpu")))
+    return parts
+
+
+def part_types(plan_path: Path, stage: int) -> tuple[type[Part], ...]:
+    """The classes of a stage's parts: what they take, give and use. Raises what `load_parts` does."""
     plan = Plan.read(plan_path)
     if not 0 <= stage < plan.stage_count:
         raise StageCodeError(f"{plan_path}: it has {plan.stage_count} stages, and none of number {stage}")
@@ -48,12 +59,7 @@ def load_parts(plan_path: Path, stage: int, model: nn.Module) -> tuple[Part, ...
     module = _module(path, plan_path)
     if getattr(module, "PLAN", None) != digest_of(plan):
         raise StageCodeError(f"{path}: it is of another plan than {plan_path} is now: {_remedy(plan_path)}")
-    parts = tuple(made() for made in module.PARTS)
-    of_name = tensors_of(model)
-    for part in parts:
-        _take(part, model, of_name, f"{path}: the model has")
-        _take_constants(part, plan_path, next((tensor.device for tensor in of_name.values()), torch.device("cpu")))
-    return parts
+    return tuple(module.PARTS)
 
 
 def _stage_path(plan_path: Path, stage: int) -> Path:

@@ -37,14 +37,15 @@ class Scope(nn.Module):
 class Part(Scope):
     """One part of a model; its `forward` is what the user's code does between two cuts, operation by operation.
 
-    `INPUTS`: the names of the micro-batch's inputs that it reads, and `INPUT_SHAPES` theirs. `RECEIVES`: from the part
-    before; `SENDS`: to the next. `RANDOM`: the ordinals of its random operations. `LAST`: it returns the loss.
-    `STATE`: the model's parameters and buffers that it uses. `CONSTANTS`: tensors that the code makes; None: they
-    are saved beside. `KEEPING`: what it recomputes and swaps.
+    `INPUTS`: the names of the micro-batch's inputs that it reads, `INPUT_SHAPES` and `INPUT_DTYPES` theirs.
+    `RECEIVES`: from the part before; `SENDS`: to the next. `RANDOM`: the ordinals of its random operations. `LAST`: it
+    returns the loss. `STATE`: the model's parameters and buffers that it uses. `CONSTANTS`: tensors that the code
+    makes; None: they are saved beside. `KEEPING`: what it recomputes and swaps.
     """
 
     INPUTS: ClassVar[tuple[str, ...]] = ()
     INPUT_SHAPES: ClassVar[tuple[tuple[int, ...], ...]] = ()
+    INPUT_DTYPES: ClassVar[tuple[torch.dtype, ...]] = ()
     RECEIVES: ClassVar[tuple[Boundary, ...]] = ()
     SENDS: ClassVar[tuple[Boundary, ...]] = ()
     RANDOM: ClassVar[tuple[int, ...]] = ()

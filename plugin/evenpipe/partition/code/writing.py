@@ -113,6 +113,7 @@ def _class(graph: Graph, part: Selected, position: int, body: Body, through: Kep
         "",
         _table("INPUTS", "(", [text.value(name, str) for name in inputs]),
         _table("INPUT_SHAPES", "(", [text.value(tuple(graph.inputs[name].shape), str) for name in inputs]),
+        _table("INPUT_DTYPES", "(", [str(graph.inputs[name].dtype) for name in inputs]),
         _table("RECEIVES", "(", [_boundary(one) for one in boundaries(graph, part.received)]),
         _table("SENDS", "(", [_boundary(one) for one in boundaries(graph, part.sent)]),
         _table("RANDOM", "(", [str(ordinal) for ordinal in body.random]),

@@ -100,13 +100,17 @@ class Plan(_Frozen):
     @property
     def program(self) -> Program:
         """What trains it. Raises PartitionError for PipeDream's, and ScheduleError where there is none of its size."""
+        self.check_trained()
+        size = Size(self.stage_count, self.micro_batches, self.chunks, self.group_size)
+        return build(self.schedule, size, self.bpipe, swaps=self.swaps)
+
+    def check_trained(self) -> None:
+        """Raises PartitionError where nothing trains its schedule."""
         if self.schedule == PIPEDREAM:
             raise PartitionError(
                 f"schedule={PIPEDREAM}, which the plan is for, is weighed and not trained: make one with "
                 "--schedule 1f1b, or another that evenpipe schedule shows"
             )
-        size = Size(self.stage_count, self.micro_batches, self.chunks, self.group_size)
-        return build(self.schedule, size, self.bpipe, swaps=self.swaps)
 
     @property
     def swaps(self) -> tuple[int, ...]:

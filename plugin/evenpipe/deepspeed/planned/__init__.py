@@ -1,0 +1,5 @@
+"""A PipelineModule in the parts into which a plan of `evenpipe partition` cuts it, inside layers too."""
+
+from evenpipe.deepspeed.planned.uncut import Uncut
+
+__all__ = ["Uncut"]

@@ -1,0 +1,180 @@
+"""A PipelineModule that a plan cuts inside layers trains as the uncut one does, with real DeepSpeed engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deepspeed.job import run_cases
+from tests.selected import marked, selected
+
+pytest.importorskip("deepspeed")
+
+_BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "gradient_clipping": 0.0}
+
+# Stages, what DeepSpeed is told, the model, whether the cut run is held against DeepSpeed's own engine with whole
+# layers (else against the same cuts with everything kept), and the plans: for what, and what else the section says.
+_RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[tuple[dict[str, Any], dict[str, Any]]]]] = {
+    "fp32": (
+        4,
+        {},
+        {"evaluate": True},
+        [
+            ({}, {"schedule": "1f1b"}),
+            ({"schedule": ["kfkb", 8, 1, 2, True]}, {}),
+            ({"schedule": ["gpipe", 8]}, {"schedule": "gpipe"}),
+        ],
+    ),
+    "recomputed and swapped": (
+        4,
+        {},
+        {},
+        [
+            ({"optimize": "recompute", "share": 0.8}, {}),
+            ({"schedule": ["1f1b", 8, 1, 1, True], "optimize": "swap+recompute", "share": 0.8}, {}),
+        ],
+    ),
+    "tied": (4, {}, {"tied": True}, [({"schedule": ["1f1b", 8, 1, 1, True]}, {})]),
+    "bf16, ZeRO": (2, _BF16, {}, [({"dtype": "bfloat16"}, {})]),
+    "integers beside": (4, {}, {"pair": True}, [({}, {})]),
+    "2 stages, 2 replicas": (2, {}, {}, [({}, {})]),
+}
+_LONG = {"integers beside", "2 stages, 2 replicas"}
+
+_SECTION = {"evenpipe": {"partition": "saved.json"}}
+_SAVED = {"plan": "saved.json", "stages": 4}
+# What is trained, saved and loaded, one after the other.
+_CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "in one go": {"config": _SECTION, "cut": _SAVED, "steps": 5},
+    "saved": {"config": _SECTION, "cut": {**_SAVED, "save": "cut"}},
+    "resumed": {"config": _SECTION, "cut": {**_SAVED, "load": "cut"}, "steps": 2},
+    "uncut": {"config": {}, "cut": {"load": "cut", "weights_only": True, "save": "uncut"}, "steps": 0},
+    "cut again": {
+        "config": {"evenpipe": {"partition": "otherwise.json"}},
+        "cut": {"plan": "otherwise.json", "stages": 4, "schedule": ["gpipe", 8], "load": "uncut", "weights_only": True},
+        "steps": 0,
+    },
+}
+# What cannot be, with what is said.
+_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "stages": (
+        {"stages": 2},
+        "saved.json: is for 4 stages, and PipelineModule has 2: give it as many, or make a plan with --stages 2",
+    ),
+    "schedule": (
+        {"section": {"schedule": "gpipe"}},
+        'saved.json: is for "schedule": "1f1b", not "schedule": "gpipe": make a plan for that, or leave schedule out',
+    ),
+    "micro-batches": (
+        {"config": {"gradient_accumulation_steps": 6}},
+        "saved.json: is for gradient_accumulation_steps 8, not 6: make a plan with --micro-batches 6",
+    ),
+    "samples": (
+        {"config": {"train_micro_batch_size_per_gpu": 1}},
+        "saved.json: is for train_micro_batch_size_per_gpu 2, not 1: make a plan with --micro-batch-size 1",
+    ),
+    "a larger model": (
+        {"blocks": 7},
+        "saved.json: the plan knows no '7.first.weight', which PipelineModule's layers have: make one of this model",
+    ),
+    "a smaller model": (
+        {"blocks": 5},
+        "saved.stage3.py: the model has no '6.down.bias', which the plan's had: give the model that it was made of",
+    ),
+    "no ties": (
+        {"tied": False},
+        "saved.json: the plan knows no '0.weight', which PipelineModule's layers have: make one of this model",
+    ),
+    "no plan": ({"section": {"partition": "none.json"}}, "none.json: No such file or directory"),
+}
+
+
+def _cases(name: str) -> list[dict[str, Any]]:
+    """DeepSpeed's own engine with whole layers, and ours by each plan."""
+    stages, config, model, plans = _RUNS[name]
+    cases: list[dict[str, Any]] = [{"stages": stages, "config": config, **model}]
+    for number, (plan, section) in enumerate(plans):
+        path = f"{name} {number}.json"
+        whole = {**config, "evenpipe": {**section, "partition": path}}
+        cut = {"plan": path, "stages": stages, **plan}
+        cases.append({"stages": stages, "config": whole, "cut": cut, "measure": True, **model})
+    return cases
+
+
+def _refused(name: str) -> dict[str, Any]:
+    given = dict(_REFUSED[name][0])
+    section = {"partition": "saved.json", **given.pop("section", {})}
+    config = {**given.pop("config", {}), "evenpipe": section}
+    return {"stages": 4, "tied": True, "config": config, "cut": _SAVED, **given}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the job runs."""
+    return tmp_path_factory.mktemp("planned")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    """The runs that are looked at, in one job of four processes: two replicas where there are two stages."""
+    names = selected(request, "name", others=_RUNS.keys() - _LONG)
+    cases = {name: _cases(name) for name in _RUNS if name in names}
+    cases["checkpoints"] = [{"stages": 4, "tied": True, **one} for one in _CHECKPOINTS.values()]
+    cases["refused"] = [_refused(name) for name in _REFUSED]
+    found, said = run_cases("train_planned.py", [case for those in cases.values() for case in those], folder)
+    (folder / "said").write_text(said)
+    left = iter(found)
+    return {name: [next(left) for _ in those] for name, those in cases.items()}
+
+
+def _weights(ranks: list[dict[str, Any]]) -> dict[str, str]:
+    """Of tied layers the first stage's: what is not tied of them is trained there, in DeepSpeed too."""
+    return {name: weight for rank in reversed(ranks) for name, weight in rank["weights"].items()}
+
+
+@pytest.mark.parametrize("name", marked(_RUNS, _LONG))
+def test_losses_and_weights_are_those_of_whole_layers_in_the_stock_engine(
+    results: dict[str, list[Any]], name: str
+) -> None:
+    stock, *cut = results[name]
+    assert {rank["engine"] for rank in stock} == {"PipelineEngine"}
+    for plan, ranks in zip(_RUNS[name][3], cut, strict=True):
+        assert {(rank["engine"], rank["layers"]) for rank in ranks} == {("EvenPipeEngine", 1)}, plan
+        assert [rank["losses"] for rank in ranks] == [rank["losses"] for rank in stock], plan
+        assert _weights(ranks) == _weights(stock), plan
+
+
+def test_what_is_recomputed_and_swapped_is_not_held(results: dict[str, list[Any]]) -> None:
+    (_, kept, *_), (_, recomputed, swapped) = results["fp32"], results["recomputed and swapped"]
+    most = max(rank["peak_bytes"] for rank in kept)
+    assert max(rank["peak_bytes"] for rank in recomputed) < 0.9 * most
+    assert max(rank["peak_bytes"] for rank in swapped) < 0.9 * most
+
+
+def test_one_line_says_what_is_cut(results: dict[str, list[Any]], folder: Path) -> None:
+    said = (folder / "said").read_text()
+    assert said.count("evenpipe: partition: fp32 0.json cuts PipelineModule's 8 layers inside layers 2, 5: ") == 1
+
+
+def test_a_resumed_run_goes_on_as_the_one_that_saved(results: dict[str, list[Any]]) -> None:
+    whole, saved, resumed, *_ = results["checkpoints"]
+    assert [rank["losses"] for rank in saved] == [rank["losses"][:3] for rank in whole]
+    assert [rank["losses"] for rank in resumed] == [rank["losses"][3:] for rank in whole]
+    assert _weights(resumed) == _weights(whole)
+
+
+def test_weights_are_saved_and_loaded_by_layers_cut_or_not(results: dict[str, list[Any]]) -> None:
+    _, saved, _, uncut, cut_again = results["checkpoints"]
+    assert {rank["engine"] for rank in uncut} == {"PipelineEngine"}
+    assert _weights(saved) == _weights(uncut) == _weights(cut_again)
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_what_a_plan_is_not_for_ends_the_job_with_one_line(
+    results: dict[str, list[Any]], folder: Path, name: str
+) -> None:
+    ranks = results["refused"][list(_REFUSED).index(name)]
+    assert ranks == [{"status": 2}] * 4
+    assert f"evenpipe: error: evenpipe.partition: {_REFUSED[name][1]}" in (folder / "said").read_text()
