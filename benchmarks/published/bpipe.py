@@ -52,7 +52,7 @@ def grid(model: str) -> Iterator[Run]:
     for t in (1, 2, 4, 8):
         for p in (p for p in range(1, gpus // t + 1) if gpus % (t * p) == 0 and of.layers % p == 0):
             d = gpus // (t * p)
-            for b in (b for b in range(1, samples + 1) if samples % (b * d) == 0 and b in (1, 2, 4, 8, 16, 32)):
+            for b in (b for b in range(1, samples + 1) if samples % (b * d) == 0):
                 if of.heads % t == 0:
                     yield Run(global_batch=samples, tensor=t, stages=p, data=d, micro_batch=b)
 

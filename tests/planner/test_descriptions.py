@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from evenpipe.planner.descriptions import DescriptionError, cluster, device, framework, model, names
 from evenpipe.planner.memory.stages import parameters_of
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import Run
 
+KEYS = ["layers", "hidden", "heads", "sources", "experts", "own", "defaults", "vocabulary", "sequence"]
 READ = {"models": model, "devices": device, "clusters": cluster, "frameworks": framework}
 
 #: 10^9 parameters, as published; BERT's are without its pooler.
@@ -26,7 +31,7 @@ PUBLISHED = {
     "gpt2-2.2b": 2.2,
     "gpt2-3.8b": 3.8,
     "bert-large": 0.336,
-    "bert-48": 0.640,
+    "bert-48": 0.6698,
     "bert-3.8b": 3.9,
     "gpt-large": 0.76,
     "gpt-xl": 1.3,
@@ -44,6 +49,17 @@ def test_every_constant_of_the_package_has_a_source(room: str, name: str) -> Non
     given = described.unsourced()
     # The rates and the device of a cluster that is not a file's own come from the device.
     assert [key for key in given if key != "peer_gbps"] == []
+
+
+#: A publication, or the file, to look a constant up in, with the place where it stands.
+_PLACE = re.compile(r"(Table|§|Figure|\.py|Narayanan|Ethernet|DeepSpeed 0|Megatron-Core 0)")
+
+
+@pytest.mark.parametrize(("room", "name"), [(room, name) for room in READ for name in names(room)])
+def test_a_source_of_all_else_is_one_that_all_else_can_be_looked_up_in(room: str, name: str) -> None:
+    assert _PLACE.search(READ[room](name).sources.get("all", "§")), "name a table or a section"
+    if room == "devices":
+        assert "all" not in READ[room](name).sources, "a device's constants have a source each"
 
 
 @pytest.mark.parametrize(("name", "billions"), PUBLISHED.items())
@@ -104,6 +120,12 @@ def test_a_user_s_own_file_describes_what_the_package_does_not(tmp_path: Path) -
         ("modles: {own: {}}", "has no models"),
         ("models: [1, 2", "is no YAML"),
         ("models: {own: 3}", r"models\.own: is 3: write keys"),
+        ("models: {own: {sources: text}}", r"models\.own\.sources: is 'text': write a source under each key"),
+        ("defaults: {sources: [1]}\nmodels: {own: {layers: 2}}", r"defaults\.sources: is \[1\]: write a source"),
+        (
+            "models: {own: {layers: 2, hidden: 64, heads: 4, vocabulary: 9, sequence: 8, sources: {layrs: x}}}",
+            r"sources\.layrs: is no key of it",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_file_is_told_with_its_path(tmp_path: Path, text: str, said: str) -> None:
@@ -113,6 +135,60 @@ def test_what_is_wrong_in_a_file_is_told_with_its_path(tmp_path: Path, text: str
         model(str(own))
     assert str(caught.value).startswith(str(own))
     assert "\n" not in str(caught.value)
+
+
+DEVICE = (
+    "devices: {own: {tflops: {bf16: %s}, multiprocessors: 8, memory_gib: 8, reserve_gib: 1, memory_gbps: %s, "
+    "peer_gbps: 9, host_gbps: 9, launch_us: 4, attention: [%s, 0.5]}}"
+)
+
+
+@pytest.mark.parametrize(
+    ("rate", "memory", "attention", "said"),
+    [
+        ("0", "900", "0.5", r"own\.tflops\.bf16: input should be greater than 0"),
+        (".nan", "900", "0.5", r"own\.tflops\.bf16: input should be a finite number"),
+        ("90", "0", "0.5", r"own\.memory_gbps: input should be greater than 0"),
+        ("90", "900", "0", r"own\.attention\.0: input should be greater than 0"),
+        ("90", "900", "58", r"own\.attention\.0: input should be less than or equal to 1"),
+    ],
+)
+def test_a_device_that_computes_nothing_is_none(
+    tmp_path: Path, rate: str, memory: str, attention: str, said: str
+) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(DEVICE % (rate, memory, attention))
+    with pytest.raises(DescriptionError, match=said):
+        device(str(own))
+
+
+TEXT = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.sampled_from(["all", "text", "layers", "sources", "own"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["models", "defaults", "own"]), TEXT, max_size=3))
+def test_whatever_a_file_has_is_a_description_or_one_line(
+    tmp_path_factory: pytest.TempPathFactory, said: object
+) -> None:
+    own = tmp_path_factory.mktemp("own") / "own.yaml"
+    own.write_text(yaml.safe_dump(said))
+    line = f"{own}: fine"
+    try:
+        model(str(own))
+    except DescriptionError as error:
+        line = str(error)
+    assert line.startswith(str(own))
+    assert "\n" not in line
+
+
+def test_a_node_with_fewer_gpus_has_the_same_adapters() -> None:
+    whole, half, one = (cluster(f"2x{gpus}-a100-80gb") for gpus in (8, 4, 1))
+    assert (whole.node_gbps, half.node_gbps) == (12.5, 25.0)
+    assert one.node_gbps == device("a100-80gb").host_gbps, "no more than a GPU's own link carries"
+    assert cluster("1x16-a100-80gb").node_gbps == 6.25
 
 
 def test_a_file_that_is_not_there_is_told_with_its_name(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,3 +66,16 @@ def test_a_batch_of_a_stream_takes_what_one_more_adds() -> None:
     assert found.makespan_ms == pytest.approx(8 * 30)
     assert found.saved_bytes == (4, 3, 2, 1)
     assert found.weight_versions == 2
+
+
+@pytest.mark.parametrize("message", [None, Wire(1.0, 20.0)])
+def test_long_batches_of_a_stream_are_not_walked_to_their_end(message: Wire | None) -> None:
+    programs, times = Watched("2bw"), [(9, 20), (7, 31), (12, 14), (3, 38), (8, 16), (12, 22), (14, 20), (6, 30)]
+    began = time.process_time()
+    found = simulated(programs, Size(8, 2048, batches=3), costs_of(times, message), [[1]] * 8)
+    assert time.process_time() - began < 1
+    assert programs.built < 200
+    one, other = (
+        simulate(Programs("2bw")(Size(8, 512, batches=n)), costs_of(times, message)).makespan_ms for n in (3, 4)
+    )
+    assert found.makespan_ms == pytest.approx(4 * (other - one), rel=1e-3)

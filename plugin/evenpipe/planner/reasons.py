@@ -12,8 +12,6 @@ from evenpipe.planner.run import Run
 __all__ = ["reason_of"]
 
 _GIB: Final = 2**30
-#: Schedules whose first stages hold more than the last, which BPipe levels.
-_UNEVEN: Final = ("1f1b", "kfkb", "2bw")
 
 
 def reason_of(held: Sequence[StageBytes], device: Device, run: Run) -> str | None:
@@ -37,7 +35,7 @@ def _remedy(held: Sequence[StageBytes], most: int, device: Device, run: Run) -> 
         return f"{sharded}give more --stages or --tensor-parallel"
     scope = "selective" if run.recompute == "none" and run.attention == "unfused" else "full"
     level = sum(one.total for one in held) / len(held) < device.memory_gib * _GIB
-    if run.stages >= 4 and not run.bpipe and run.schedule in _UNEVEN and level:
+    if run.can_be_levelled and level:
         return f"level the stages with --bpipe{'' if run.recompute == 'full' else f', or give --recompute {scope}'}"
     if run.recompute != "full":
         return f"give --recompute {scope}"

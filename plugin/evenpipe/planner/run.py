@@ -84,6 +84,11 @@ class Run:
         return choose(named.chunked) if self.chunks > 1 and named.chunked else named
 
     @property
+    def can_be_levelled(self) -> bool:
+        """Whether BPipe, which is not on, would level the stages."""
+        return not self.bpipe and self.stages >= 4 and self.spec.balanced is not None
+
+    @property
     def gpus(self) -> int:
         return self.tensor * self.context * self.stages * self.data
 

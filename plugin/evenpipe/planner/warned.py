@@ -82,7 +82,7 @@ def _above(run: Run, held: Sequence[StageBytes]) -> Iterator[str]:
     least, most = held[order[0]], held[order[-1]]
     if most.total > least.total * (1 + _APART):
         of_activations = most.activations - least.activations > (most.total - least.total) / 2
-        levels = of_activations and run.stages >= 4 and not run.bpipe
+        levels = of_activations and run.can_be_levelled
         remedy = "--bpipe levels them" if levels else "even them out with --layout"
         apart = (most.total - least.total) / _GIB
         yield f"memory: stage {order[-1]} needs {apart:.1f} GiB more than stage {order[0]}: {remedy}"

@@ -39,17 +39,17 @@ def framework(name: str) -> Framework:
 def cluster(name: str) -> Cluster:
     """The cluster of that name, found as models are; ``NODESxGPUS-NAME`` is one of that kind in another size.
 
-    So ``4x8-a100-80gb`` are four nodes of eight. The device of a cluster is a device's name.
+    So ``4x8-a100-80gb`` are four nodes of eight. A node with other than the kind's GPUs has the same adapters, which
+    its GPUs share: at most what a GPU's own link to its host carries. The device of a cluster is a device's name.
     """
     where, key, said = _found("clusters", name)
-    sized = _SIZED.fullmatch(name)
-    if sized and key != name:
-        said = {**said, "nodes": int(sized[1]), "gpus_per_node": int(sized[2])}
     named = said.get("device")
     if not isinstance(named, str):
         raise DescriptionError(f"{where}: {key}.device: is {named!r}: give a device's name")
     of = device(named)
-    return described(Cluster, name, {"peer_gbps": of.peer_gbps, **said, "device": of}, where)
+    found = described(Cluster, name, {"peer_gbps": of.peer_gbps, **said, "device": of}, where)
+    sized = _SIZED.fullmatch(name)
+    return found.of_size(int(sized[1]), int(sized[2])) if sized and key != name else found
 
 
 def names(room: str) -> list[str]:

@@ -29,3 +29,10 @@ class Cluster(Described):
     @property
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    def of_size(self, nodes: int, gpus_per_node: int) -> Cluster:
+        """So many of its nodes with so many GPUs each, among which what leaves a node is shared."""
+        share = self.node_gbps
+        if gpus_per_node != self.gpus_per_node:
+            share = min(share * self.gpus_per_node / gpus_per_node, max(share, self.device.host_gbps))
+        return self.model_copy(update={"nodes": nodes, "gpus_per_node": gpus_per_node, "node_gbps": share})

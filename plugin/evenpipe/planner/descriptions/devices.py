@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,6 +12,8 @@ from evenpipe.planner.descriptions.described import Described
 __all__ = ["Device", "Precision"]
 
 Precision = Literal["fp32", "fp16", "bf16"]
+_Rate = Annotated[float, Field(gt=0)]
+_Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Device(Described):
@@ -24,7 +26,7 @@ class Device(Described):
     run on it, where that is newer than what a model was trained with.
     """
 
-    tflops: Mapping[Precision, float]
+    tflops: Mapping[Precision, _Rate] = Field(min_length=1)
     multiprocessors: int = Field(ge=1)
     memory_gib: float = Field(gt=0)
     reserve_gib: float = Field(ge=0)
@@ -32,5 +34,5 @@ class Device(Described):
     peer_gbps: float = Field(gt=0)
     host_gbps: float = Field(gt=0)
     launch_us: float = Field(ge=0)
-    attention: tuple[float, float] = Field(strict=False)
+    attention: tuple[_Share, _Share] = Field(strict=False)
     framework: str | None = None

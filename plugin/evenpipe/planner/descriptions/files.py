@@ -57,9 +57,11 @@ def _parsed(text: str, where: str, room: str) -> Entries:
     if unknown:
         raise DescriptionError(f"{where}: {unknown[0]}: unknown key, {nearest(unknown[0], [room, 'defaults'])}")
     defaults = document.get("defaults") or {}
-    for name, said in [("defaults", defaults), *document[room].items()]:
+    for name, said in [("defaults", defaults), *((f"{room}.{name}", one) for name, one in document[room].items())]:
         if not isinstance(said, dict):
-            raise DescriptionError(f"{where}: {room}.{name}: is {said!r}: write keys and values under it")
+            raise DescriptionError(f"{where}: {name}: is {said!r}: write keys and values under it")
+        if not isinstance(said.get("sources") or {}, dict):
+            raise DescriptionError(f"{where}: {name}.sources: is {said['sources']!r}: write a source under each key")
     return {str(name): _merged(defaults, said) for name, said in document[room].items()}
 
 
@@ -71,7 +73,7 @@ def _merged(defaults: Mapping[str, Any], said: Mapping[str, Any]) -> Mapping[str
 def described(kind: type[_Kind], name: str, said: Mapping[str, Any], where: str) -> _Kind:
     """The description of these values. Raises DescriptionError with the file and the path of the key that is wrong."""
     try:
-        return kind.model_validate({"name": name, **said})
+        return kind.model_validate({**said, "name": name})
     except ValidationError as error:
         fault = error.errors()[0]
         keys = [str(key) for key in fault["loc"]]

@@ -81,13 +81,19 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
         exchanged = [Collective(nbytes, "context", Gemm(queries, length, key, heads))]
     if run.attention == "flash":
         flops = 2 * queries * length * (key + value) * heads * (0.5 if model.causal else 1)
-        # Backward computes the scores again (FlashAttention-2 §3.1): five products where forward has two.
+        # Backward computes the scores again (FlashAttention-2 §3.1): five products where forward has two. It adds the
+        # queries' gradient up in fp32 beside a number a row, and has gradients of keys and values for each head of
+        # queries, before those that share them are summed (`mha_bwd` of flash-attn 2).
+        scratch = queries * heads * (4 * key + 4)
+        if shared < 1:
+            scratch += e * length * heads * (key + value)
         return [
             Operation(
                 "fused attention",
                 (FusedAttention(flops, False), *exchanged),
                 (FusedAttention(2.5 * flops, True), *exchanged, *exchanged),
                 saved_bytes=4 * queries * heads,  # the logarithm of each row's sum
+                scratch_bytes=scratch,
                 core=True,
             )
         ]

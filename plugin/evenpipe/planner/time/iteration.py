@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from evenpipe.schedule import Programs, Size
@@ -15,6 +16,7 @@ _BATCHES: Final = 3  # of a stream: its start, its end, and one between
 _WALKED: Final = 30_000
 #: Rounds of a long batch of that kind by which its pace is taken, which goes up and down by less than one micro-batch.
 _ROUNDS: Final = 16
+_SPAN_OF_STREAM: Final = 32  # micro-batches instead: it is not flushed, and has reached its pace
 _ROUNDING: Final = 1e-9
 
 
@@ -34,21 +36,20 @@ def simulated(programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence
     too: a way through the batch that adds more there is not. Else the pace swings around its mean, or is not reached
     yet, and only batches beyond thousands of micro-batches are cut short: to a thousandth.
     """
-    m = size.micro_batches
-    if "stream" in programs.spec.needs:
-        few, many = (_run(programs, size._replace(batches=n), costs, unit_bytes) for n in (_BATCHES, _BATCHES + 1))
-        return many._replace(makespan_ms=many.makespan_ms - few.makespan_ms)
-    free = not any(any(wire) for wire in (*costs.wires.values(), *costs.links.values()))
+    stream = "stream" in programs.spec.needs
+    walk = partial(_added if stream else _run, programs, costs=costs, unit_bytes=unit_bytes)
     period = max(size.group_size, size.stages if size.chunks > 1 else 1)
-    if free and (steady := _counted_on(programs, size, costs, unit_bytes, period)) is not None:
+    free = not any(any(wire) for wire in (*costs.wires.values(), *costs.links.values()))
+    if free and (steady := _counted_on(programs, size, walk, period)) is not None:
         pace = period * max(map(sum, zip(costs.forward_ms, costs.backward_ms, strict=True)))
         if all(abs(step - pace) <= _ROUNDING * pace for step in steady.steps):
             return steady.found
-    if m * size.stages * size.chunks > _WALKED:
-        mean = _counted_on(programs, size, costs, unit_bytes, period * _ROUNDS * size.stages)
+    batches, span = (2 * _BATCHES + 1, max(size.stages, _SPAN_OF_STREAM)) if stream else (1, _ROUNDS * size.stages)
+    if size.micro_batches * size.stages * size.chunks * batches > _WALKED:
+        mean = _counted_on(programs, size, walk, period * span)
         if mean is not None:
             return mean.found
-    return _run(programs, size, costs, unit_bytes)
+    return walk(size)
 
 
 class _CountedOn(NamedTuple):
@@ -58,9 +59,7 @@ class _CountedOn(NamedTuple):
     steps: tuple[float, float]
 
 
-def _counted_on(
-    programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence[Sequence[int]], period: int
-) -> _CountedOn | None:
+def _counted_on(programs: Programs, size: Size, walk: Callable[[Size], Simulated], period: int) -> _CountedOn | None:
     """None where the batch is not longer than these, or its stages hold more."""
     settled = 0 if programs.spec.settled is None else programs.spec.settled(size)
     least = max(2 * size.stages, 2 * period, settled)
@@ -68,10 +67,16 @@ def _counted_on(
     short = [size._replace(micro_batches=first + n * period) for n in range(3)]
     if short[2].micro_batches >= size.micro_batches or programs.spec.bound(short[0]) != programs.spec.bound(size):
         return None
-    runs = [_run(programs, one, costs, unit_bytes) for one in short]
+    runs = [walk(one) for one in short]
     steps = (runs[1].makespan_ms - runs[0].makespan_ms, runs[2].makespan_ms - runs[1].makespan_ms)
     more = (size.micro_batches - short[2].micro_batches) // period
     return _CountedOn(runs[2]._replace(makespan_ms=runs[2].makespan_ms + more * sum(steps) / 2), steps)
+
+
+def _added(programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence[Sequence[int]]) -> Simulated:
+    """What one more batch of a stream adds."""
+    few, many = (_run(programs, size._replace(batches=n), costs, unit_bytes) for n in (_BATCHES, _BATCHES + 1))
+    return many._replace(makespan_ms=many.makespan_ms - few.makespan_ms)
 
 
 def _run(programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence[Sequence[int]]) -> Simulated:
