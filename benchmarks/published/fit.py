@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from evenpipe.planner.time.calibration import FITTED, UNFITTED, Calibration
 
-from .tables import Row, estimators
+from .korthikanti import relative_errors
+from .tables import Row, estimators, taken
 
-__all__ = ["errors", "fitted", "left_out"]
+__all__ = ["errors", "fitted", "left_out", "unseen"]
 
 _NAMES: Final = ("gemm", "unfused", "peer")
 _STEP: Final = 1e-3
@@ -49,6 +50,21 @@ def left_out(rows: Sequence[Row], programs: estimators | None = None) -> _Errors
     now, slopes = _linear(rows, fitted(rows, programs), programs)
     leverage = np.sum(slopes * np.linalg.pinv(slopes).T, axis=1)
     return now / (1 - leverage)
+
+
+def unseen(programs: estimators | None = None) -> dict[str, list[float]]:
+    """By source, how much longer each iteration took than estimated by constants that the source had no part in.
+
+    The two models of Table 7 are fitted one by one, and each shows the other; Korthikanti's runs are shown by both.
+    """
+    programs, every, found = programs or estimators(), taken(), {}
+    for one, other in (("gpt3-96b", "gpt3-134b"), ("gpt3-134b", "gpt3-96b")):
+        fit = fitted([row for row in every if row.model == one and not row.bpipe], programs)
+        shown = [row for row in every if row.model == other]
+        points = errors(shown, fit, programs)
+        found[f"{other}, fitted on {one}"] = [float(error / row.mfu) for row, error in zip(shown, points, strict=True)]
+    found["Korthikanti, fitted on BPipe"] = [1 / (1 + error) - 1 for error in relative_errors().values()]
+    return found
 
 
 def _linear(rows: Sequence[Row], at: Calibration, programs: estimators) -> tuple[_Errors, _Errors]:

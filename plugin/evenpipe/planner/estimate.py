@@ -143,7 +143,7 @@ class Estimator:
             mfu=model_flops(self.model, run) / (iteration_ms / _MS * flops),
             iteration_ms=iteration_ms,
             samples_per_second=run.global_batch / (iteration_ms / _MS),
-            uncertainty=uncertainty_of(self.cluster, self.framework, run),
+            uncertainty=uncertainty_of(self.model, self.cluster, self.framework, run),
             stages=stages,
             warnings=tuple(
                 warnings_of(
