@@ -10,7 +10,7 @@ from evenpipe.partition.search.bounds import RecomputedBytes
 from evenpipe.partition.search.host_link import Around
 from evenpipe.partition.search.memory import Fit, Load, fit
 from evenpipe.partition.search.ranges import Graph
-from evenpipe.partition.search.recompute import Recomputation
+from evenpipe.partition.search.recompute import Candidates, Picks
 from tests.partition.profiles import assembled, transformer
 
 
@@ -46,15 +46,11 @@ def test_what_saves_most_bytes_a_millisecond_is_recomputed_first() -> None:
 def test_a_chain_of_dropped_storages_runs_again_from_what_is_kept() -> None:
     """Savings do not add up: behind a dropped storage, the next takes its producer too, which runs once for both."""
     saved = Graph(chain([10, 20, 30, 40, 0], [1.0, 2.0, 4.0, 8.0, 1.0])).saved(0, 5)
-    again = Recomputation(saved)
-    assert again.chain(2).ms == 4.0
-    changed = again.drop(1, again.chain(1))
-    assert changed == {2}
-    assert again.chain(2).nodes == {2}, "node 1 runs again anyway"
-    other = Recomputation(saved)
-    other.drop(2, other.chain(2))
-    assert other.chain(1).ms == 2.0
-    assert other.chain(3).ms == 8.0
+    assert Candidates(saved).chain(2) == (4.0, (2,), ())
+    picks = Picks(Candidates(saved), np.full(4, np.inf), np.array([], np.int64))
+    assert picks.order.tolist() == [0, 1, 2, 3]
+    assert picks.rest.tolist() == [100, 90, 70, 40, 0]
+    assert [picks.made(count)[1].ms for count in range(5)] == [0.0, 1.0, 3.0, 7.0, 15.0]
 
 
 def two_from_one() -> Profile:
@@ -67,10 +63,12 @@ def two_from_one() -> Profile:
 
 
 def test_what_two_chains_have_in_common_makes_the_second_cheaper() -> None:
-    again = Recomputation(Graph(two_from_one()).saved(0, 4))
-    assert (again.chain(1).ms, again.chain(2).ms) == (10.5, 10.25)
-    assert again.drop(1, again.chain(1)) == {2}
-    assert again.chain(2).ms == 0.25
+    candidates = Candidates(Graph(two_from_one()).saved(0, 4))
+    assert (candidates.chain(1).ms, candidates.chain(2).ms) == (10.5, 10.25)
+    picks = Picks(candidates, np.full(2, np.inf), np.array([], np.int64))
+    order = Graph(two_from_one()).order
+    assert order.ms_a_byte.tolist() == [np.inf, 10.25 / 40, 10.25 / 40], "of the first pick; the second adds no more"
+    assert picks.made(2)[1].ms == 10.75
 
 
 def test_a_lower_bound_shares_what_chains_have_in_common_and_leaves_out_what_is_not_in_the_range() -> None:
@@ -90,7 +88,9 @@ def test_to_drop_what_needs_something_that_was_sent_can_cost_memory() -> None:
         Storage(nbytes=20, producer=3, users=(4,), savers=(4,)),
     ]
     profile = assembled([(1.0, 1.0)] * 5, storages, [])
-    assert Recomputation(Graph(profile).saved(1, 5)).chain(1).saves == -70
+    candidates = Candidates(Graph(profile).saved(1, 5))
+    assert candidates.chain(1).received == (0,)
+    assert candidates.ms_a_byte.tolist() == [np.inf, 1 / 20], "30 bytes are not worth 100"
     found = fit(Graph(profile), 1, 5, [Load(2, 30 + 50)], "recompute")
     assert found is not None
     assert found.drop == (2,)

@@ -28,22 +28,22 @@ class Binary(NamedTuple):
     nodes_tried: int
 
 
-class _GivenUp(Exception):
-    """There is more to weigh than was asked for."""
-
-
-def bipar(problem: Problem, floor_ms: float = 0.0, ceiling_ms: float = inf, most_weighed: float = inf) -> Binary:
+def bipar(
+    problem: Problem,
+    floor_ms: float = 0.0,
+    ceiling_ms: float = inf,
+    most_weighed: float = inf,
+    most_parts: float = inf,
+) -> Binary:
     """BiPar(N, 1, ℓ). Positions count from 0 here; a part that comes up again is cut as before.
 
     `floor_ms`: no partition is known to be below it, so that a part which is as fast need be no faster. `ceiling_ms`:
-    what must take longer, by `Problem.lower_ms`, is not weighed, and there may be nothing else. `most_weighed`: it is
-    given up when it has weighed so many ranges, or cut four times as many parts.
+    what must take longer, by `Problem.lower_ms`, is not weighed, and there may be nothing else. `most_weighed`: when
+    ranges of so many nodes have been weighed, or `most_parts` been cut, no more are, and the best that is known by then
+    is taken.
     """
-    search = _BiPar(problem, floor_ms, ceiling_ms, most_weighed)
-    try:
-        part = search.bipar(0, problem.costs.last, 0, problem.copies.positions - 1)
-    except _GivenUp:
-        part = None
+    search = _BiPar(problem, floor_ms, ceiling_ms, most_weighed, most_parts)
+    part = search.bipar(0, problem.costs.last, 0, problem.copies.positions - 1)
     return Binary(part, len(search.tried))
 
 
@@ -55,9 +55,11 @@ class _Bound(NamedTuple):
 
 
 class _BiPar:
-    def __init__(self, problem: Problem, floor_ms: float, ceiling_ms: float, most_weighed: float) -> None:
+    def __init__(
+        self, problem: Problem, floor_ms: float, ceiling_ms: float, most_weighed: float, most_parts: float
+    ) -> None:
         self.problem, self.floor_ms, self.ceiling_ms = problem, floor_ms, ceiling_ms
-        self._most_weighed, self._most_parts = problem.weighed + most_weighed, 4 * most_weighed
+        self._most_weighed, self._most_parts = problem.weighed + most_weighed, most_parts
         self.balance = Balance(problem)
         self.quiet = quiet(problem.costs, problem.copies.positions)
         self.tried = set[int]()
@@ -80,17 +82,21 @@ class _BiPar:
             if ms is None:  # 10
                 break  # 11
             found.append(Part(ms, (first, cut, last)))  # 9
-            if ms <= self.floor_ms:
+            if ms <= self.floor_ms or self._ended:
                 break
         return min(found, default=None)  # 14
 
     def bipar(self, first: int, last: int, left: int, right: int) -> Part | None:  # 16
         key = first, last, left, right
         if key not in self._known:
-            if self.problem.weighed > self._most_weighed or len(self._known) > self._most_parts:
-                raise _GivenUp
+            if self._ended:
+                return None
             self._known[key] = self._cut(*key)
         return self._known[key]
+
+    @property
+    def _ended(self) -> bool:
+        return self.problem.weighed > self._most_weighed or len(self._known) > self._most_parts
 
     def _cut(self, first: int, last: int, left: int, right: int) -> Part | None:
         if right == left:  # a number of stages that is no power of 2
@@ -114,7 +120,7 @@ class _BiPar:
                     break  # 29
                 continue  # it may fit, above the ceiling
             found.append(Part(max(before.ms, behind.ms), before.cuts + behind.cuts[1:]))  # 26, 27
-            if found[-1].ms <= self.floor_ms:
+            if found[-1].ms <= self.floor_ms or self._ended:
                 break
         return min(found, default=None)  # 32
 

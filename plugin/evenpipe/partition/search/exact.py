@@ -19,14 +19,20 @@ __all__ = ["Found", "search"]
 _WIDTHS = (1.01, 1.04, 1.12, 1.3, 1.7, 2.5, inf)
 #: How many paths are weighed for a good one before the best is sought.
 _GUESSES = 12
-#: How many ranges beyond what was asked for are weighed if none makes up a partition yet.
-_PATIENCE = 48
+#: Ranges of how many nodes beyond what was asked for are weighed if none makes up a partition yet.
+_PATIENCE = 6_000
+#: Ranges of how many nodes are weighed before it is asked whether anything fits at all.
+_AT_FIRST = 3_000
+#: Places of a cut among which one is sought where there is no time for a proof.
+_PLACES = 160
 #: A partition that is above what none can be below by no more than this part ends the search.
 _NEAR = 8e-4
 #: Of partitions as fast as that one but for this part, the one that sends least over its cuts is taken (B.2).
 _AS_FAST = 1.5e-4
 #: Of a position's mean time, how far around a quiet place nothing sends less.
 _QUIET = 1 / 16
+#: How many times what the median of them sends a quiet place may send.
+_MUCH = 4
 
 
 class Found(NamedTuple):
@@ -44,8 +50,8 @@ class Found(NamedTuple):
 def search(problem: Problem, most_weighed: float = inf) -> Found | None:
     """The best partition; None: none fits.
 
-    When `most_weighed` ranges have been weighed, the best partition of these is taken, and `optimum_ms` may be further
-    below it; a little later it is given up if there is none, so that one which hardly fits may be missed.
+    When ranges of `most_weighed` nodes have been weighed, the best partition of these is taken, and `optimum_ms` may be
+    further below it; a little later it is given up if there is none, so that one which hardly fits may be missed.
 
     Why what is left out cannot matter. (1) Some stage takes at least the mean, and one with the longest piece between
     two boundaries at least that; so attempts begin there. (2) If no stage takes more than w, then k stages take at most
@@ -68,19 +74,29 @@ def search(problem: Problem, most_weighed: float = inf) -> Found | None:
     for width in _WIDTHS:
         most_ms = best.ms if best is not None else least * width
         windows = _windows(problem, reach, most_ms)
-        found = _Paths(problem, windows, most_ms).best(most_weighed) if all(map(len, windows)) else None
+        # What is not to be proven is sought among some of the places, where there are many.
+        thinned = problem.optimize != "none" and most_weighed < inf and max(map(len, windows)) > _PLACES
+        if thinned:
+            windows = [_thinned(problem, window) for window in windows]
+        gives_up = most_weighed + _PATIENCE if filled else problem.weighed + _AT_FIRST
+        found = _Paths(problem, windows, most_ms).best(most_weighed, gives_up) if all(map(len, windows)) else None
         if found is not None:
+            if thinned:
+                found = found._replace(optimum_ms=least)
             if best is not None and best.ms < found.ms:
                 return best._replace(optimum_ms=found.optimum_ms)
             if best is not None or found.ms <= most_ms * (1 + 1e-9) or problem.weighed >= most_weighed:
                 return found
             best = found
-        elif not filled and width > _WIDTHS[0]:
+        elif not filled:
             # Nothing is near the mean: perhaps nothing fits, which is known soonest by filling stages in earnest.
             before, filled = problem.weighed, True
-            reach, known = _filled(problem, reach)
-            if reach is None:
+            nearer, known = _filled(problem, reach)
+            if nearer is None and most_weighed == inf:
                 return None
+            reach = nearer or reach
+            if known is not None and before >= most_weighed:
+                return known
             most_weighed += problem.weighed - before
     return best or known
 
@@ -109,16 +125,24 @@ def _filled(problem: Problem, reach: list[tuple[int, int]]) -> tuple[list[tuple[
         left.append(min(left[-1], at[fitting] + 1 if fitting < len(at) else first))
     spans = zip(reversed(left), right, strict=True)
     found = [(max(low, first), min(high, stop)) for (low, high), (first, stop) in zip(spans, reach, strict=True)]
-    return found, _of(problem, (*begins[:-1], last))
+    middle = [(low + high) / 2 for low, high in zip(reversed(ends), begins, strict=True)]
+    cuts = [int(quiet[np.abs(quiet - one).argmin()]) for one in middle[1:-1]]
+    whole = [(*begins[:-1], last), (0, *ends[-2:0:-1], last), (0, *cuts, last)]
+    known = [one for cuts in whole if (one := _of(problem, cuts)) is not None]
+    return found, min(known, key=lambda one: one.ms, default=None)
 
 
 def _quiet(problem: Problem) -> Numbers:
-    """Places that send no more than any nearby, and both ends: elsewhere a range may not fit for what it sends."""
+    """Places that send no more than any nearby, nor much more than most, and both ends.
+
+    Elsewhere a range may not fit for what it sends alone, as between a model's logits and its loss.
+    """
     upto, sent, last = problem.costs.upto_ms, problem.costs.cut_bytes, problem.costs.last
     near = upto[-1] * _QUIET / problem.copies.positions
     low, high = np.searchsorted(upto, upto - near, "left"), np.searchsorted(upto, upto + near, "right")
-    inner = [k for k in range(1, last) if sent[k] <= sent[max(1, low[k]) : min(last, high[k])].min()]
-    return np.array([0, *inner, last])
+    inner = np.array([k for k in range(1, last) if sent[k] <= sent[max(1, low[k]) : min(last, high[k])].min()])
+    inner = inner[sent[inner] <= _MUCH * np.median(sent[inner])] if len(inner) else inner
+    return np.array([0, *inner.tolist(), last])
 
 
 def _first_misfit(ranges: Sequence[tuple[int, int, int]], problem: Problem) -> int:
@@ -180,6 +204,12 @@ def _windows(problem: Problem, reach: list[tuple[int, int]], most_ms: float) -> 
     return windows
 
 
+def _thinned(problem: Problem, window: Numbers) -> Numbers:
+    """Of each so many neighbouring places the one that sends least."""
+    parts = np.array_split(window, min(len(window), _PLACES)) if len(window) else []
+    return np.array([part[problem.costs.cut_bytes[part].argmin()] for part in parts])
+
+
 class _Paths:
     """Boundaries in windows, as layers, and between them what ranges take: a lower bound, or known."""
 
@@ -193,9 +223,10 @@ class _Paths:
             self.known.append(exact)
         self.best_ms = inf
 
-    def best(self, most_weighed: float) -> Found | None:
+    def best(self, most_weighed: float, gives_up: float) -> Found | None:
         """The path of which the longest range is shortest, by the lower bounds at first; None: there is none.
 
+        When ranges of `gives_up` nodes have been weighed in all, and none fits, it is given up.
         One that is good is guessed before: by bounds that are as far off as they were for ranges of the same position.
         Its ranges may take more than the attempt is for; those of better ones do not.
         """
@@ -205,10 +236,11 @@ class _Paths:
             path, ms = _shortest(guessed, np.maximum)
             if ms == inf or not self._weigh(path, factors) or self._enough(most_weighed):
                 break
+            if self.best_ms == inf and self.problem.weighed >= gives_up:
+                break
         while True:
             path, ms = _shortest(self.ms, np.maximum)
-            given_up = self.problem.weighed >= most_weighed + _PATIENCE
-            if self.best_ms == inf and (ms == inf or given_up):
+            if self.best_ms == inf and (ms == inf or self.problem.weighed >= gives_up):
                 return None
             if self.best_ms <= ms * (1 + _NEAR) or self._enough(most_weighed):
                 return self._quietest(min(ms, self.most_ms))

@@ -42,7 +42,7 @@ class HostLink:
         self.free_bytes = gbps * 1e6 * self.period_ms
         self.transfer_ms: Numbers = np.full(len(saved.ids), np.inf)
         if self.usable:  # what is there before the forward is somebody else's
-            made = np.array([saved.graph.producer[one] >= 0 for one in saved.ids.tolist()], bool)
+            made = saved.producers >= 0
             self.transfer_ms[made] = saved.nbytes[made] / (gbps * 1e6)
         beside_ms = saved.forward_ms - saved.free_from_ms + around.between_ms + saved.needed_ms
         self.free_ms = beside_ms - 2 * self.transfer_ms

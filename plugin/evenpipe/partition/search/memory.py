@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from heapq import heapify, heappop, heappush
-from math import inf
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from evenpipe.partition.search.checkpoints import checkpoints
+from evenpipe.partition.search.checkpoints import Division
 from evenpipe.partition.search.costs import Numbers
 from evenpipe.partition.search.host_link import Around, HostLink
-from evenpipe.partition.search.ranges import Graph
-from evenpipe.partition.search.recompute import Chain, Recomputation
+from evenpipe.partition.search.ranges import Graph, Saved
+from evenpipe.partition.search.recompute import Candidates, Picks, Recomputation
 
 __all__ = ["Fit", "Load", "Optimize", "fit", "weigh"]
 
@@ -79,14 +77,24 @@ def fit(
     gbps = [link_gbps, 0.0] if optimize == "swap+recompute" and link_gbps > 0 else [0.0]
     hosts = [HostLink(saved, one, around, copies) for one in gbps]
     best: Fit | None = None
-    for host, in_pieces in ((hosts[0], False), *((host, True) for host in hosts)):
-        kept = checkpoints(saved, copies, host.free_bytes) if in_pieces else frozenset[int]()
+    for host, kept in _ways(hosts, saved, copies, min(one.budget for one in loads if one.own)):
         found = _cheapest(host, _swap_for_nothing(host, loads, kept), loads, kept)
         if found is not None and (best is None or found.extra_ms < best.extra_ms):
             best = found
         if best is not None and best.extra_ms <= saved.forward_ms:  # to forward all of it again takes no more
             break
     return best
+
+
+def _ways(
+    hosts: Sequence[HostLink], saved: Saved, copies: int, budget: float
+) -> Iterator[tuple[HostLink, frozenset[int]]]:
+    """Over which link to swap, and which storages stay or are swapped while all others may be computed again."""
+    yield hosts[0], frozenset()
+    pieces = Division(saved, copies)
+    for host in hosts:
+        for kept in pieces.checkpoints(host.free_bytes, budget):
+            yield host, kept
 
 
 def _fits(found: Fit, loads: Sequence[Load]) -> bool:
@@ -124,7 +132,7 @@ def _swap_for_nothing(host: HostLink, loads: Sequence[Load], kept: frozenset[int
     none = Recomputation(host.saved)
     order = np.argsort(-host.free_ms, kind="stable")
     if kept:
-        sent = np.array([host.saved.graph.producer[one] < host.saved.start for one in host.saved.ids.tolist()])
+        sent = host.saved.producers < host.saved.start
         order = order[np.isin(host.saved.ids[order], list(kept)) | sent[order]]
     order = order[(host.free_ms[order] >= 0) & (np.cumsum(host.transfer_ms[order]) <= host.period_ms)]
     most = _first(lambda count: host.over_ms(order[: count + 1]) > 0, len(order))
@@ -146,85 +154,27 @@ def _first(holds: Callable[[int], bool], stop: int) -> int:
 def _cheapest(host: HostLink, swapped: Numbers, loads: Sequence[Load], kept: frozenset[int]) -> Fit | None:
     """Swap or recompute, whichever saves most bytes a millisecond, until it fits.
 
-    Every pick has those weighed again of which it changes the chain, and no others: it costs these and the heap's
-    logarithm. What it all comes to, transients among it, is worked out when so much is saved that it could be enough.
+    What is kept is known after each pick; what it all comes to, transients among it, is worked out where so little is
+    kept that it could be enough.
     """
-    picks = _Picks(host, swapped, kept)
-    found = weigh(host, swapped, picks.again)
-    step = max(1, host.saved.total >> 10)
-    more = True
-    while more and not _fits(found, loads):
+    saved = host.saved
+    # The link is full, or the FreeTime short: what it takes on the link is waited for.
+    waits_ms = np.maximum(host.transfer_ms, -host.free_ms)
+    weighs = (saved.nbytes > 0) & np.isfinite(host.transfer_ms) & (not kept)
+    swap_ms_a_byte = np.divide(waits_ms, saved.nbytes, out=np.full(len(waits_ms), np.inf), where=weighs)
+    picks = Picks(Candidates(saved, kept), swap_ms_a_byte, swapped)
+    count, least = 0, float(picks.rest.min())
+    if any(copies * least > budget for copies, budget, _ in loads):
+        return None
+    found = weigh(host, swapped, Recomputation(saved))
+    step = max(1, saved.total >> 10)
+    while not _fits(found, loads):
+        if count == len(picks.order):
+            return None
         # As much beside as now: then this is what may be kept.
         enough = min((budget - own * found.transient) / copies for copies, budget, own in loads)
-        rest = found.kept
-        while more and rest > min(enough, found.kept - step):
-            entry = picks.best()
-            more = entry is not None
-            if entry is not None:
-                rest -= picks.pick(entry)
+        count = picks.until(min(enough, found.kept - step), count + 1)
         step *= 2  # where what comes back is what takes the room, it is not worked out for every pick
-        found = weigh(host, np.append(swapped, np.array(picks.swapped, np.int64)), picks.again)
-    return found if _fits(found, loads) else None
-
-
-#: The ms a byte of the better way for the storage at a place of `saved`, that place, and whether it is to swap it.
-_Entry = tuple[float, int, bool]
-
-
-class _Picks:
-    """What is picked, from a heap by MSPS: of a storage's entries only the newest counts."""
-
-    def __init__(self, host: HostLink, swapped: Numbers, kept: frozenset[int]) -> None:
-        self.again = Recomputation(host.saved, kept)
-        self.swapped = list[int]()
-        self._saved = host.saved
-        self._storages: list[int] = host.saved.ids.tolist()
-        self._nbytes: list[int] = host.saved.nbytes.tolist()
-        # The link is full, or the FreeTime short: what it takes on the link is waited for.
-        waits_ms = np.maximum(host.transfer_ms, -host.free_ms)
-        weighs = (host.saved.nbytes > 0) & np.isfinite(host.transfer_ms) & (not kept)
-        self._swap_ms: list[float] = np.divide(
-            waits_ms, host.saved.nbytes, out=np.full(len(waits_ms), np.inf), where=weighs
-        ).tolist()
-        self._chains = dict[int, Chain]()
-        self._newest = dict[int, _Entry | None]()
-        gone = set(swapped.tolist())
-        self._heap = list[_Entry]()
-        for place in range(len(self._storages)):
-            if place not in gone and (entry := self._entry(place, self.again.first_chain)) is not None:
-                self._newest[place] = entry
-                self._heap.append(entry)
-        heapify(self._heap)
-
-    def best(self) -> _Entry | None:
-        """What saves most a millisecond; None: nothing is left."""
-        while self._heap:
-            entry = heappop(self._heap)
-            if self._newest.get(entry[1]) == entry:
-                return entry
-        return None
-
-    def pick(self, entry: _Entry) -> int:
-        """Swap it or drop it; and the bytes that this saves."""
-        _, place, swap = entry
-        del self._newest[place]
-        if swap:
-            self.swapped.append(place)
-            return self._nbytes[place]
-        chain = self._chains[place]
-        for one in self.again.drop(self._storages[place], chain):
-            other = self.again.places[one]
-            if other in self._newest:
-                newest = self._newest[other] = self._entry(other, self.again.chain)
-                if newest is not None:
-                    heappush(self._heap, newest)
-        return chain.saves
-
-    def _entry(self, place: int, chain_of: Callable[[int], Chain]) -> _Entry | None:
-        """The better way of swap and recompute for a storage, as things are; None: neither saves anything."""
-        storage, swap_ms = self._storages[place], self._swap_ms[place]
-        if self._saved.graph.producer[storage] >= self._saved.start and storage not in self.again.checkpoints:
-            chain = self._chains[place] = chain_of(storage)
-            if chain.saves > 0 and (recompute_ms := chain.ms / chain.saves) <= swap_ms:
-                return recompute_ms, place, False
-        return (swap_ms, place, True) if swap_ms < inf else None
+        more, again = picks.made(count)
+        found = weigh(host, np.append(swapped, more), again)
+    return found

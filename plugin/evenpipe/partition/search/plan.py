@@ -25,10 +25,12 @@ __all__ = ["Plan", "Stage", "find_plan", "fits_into", "fits_of", "least_limit", 
 
 FORMAT: Final = "evenpipe.partition/1"
 GIB: Final = 1 << 30
-#: Ranges that each search weighs with memory optimisation: a fraction of a second.
-MOST_WEIGHED: Final = 64
-#: BiPar is not followed where it can only come out slower than the optimum by more than this.
-_CEILING = 1.01
+#: The nodes of the ranges that the exact search weighs with memory optimisation: a part of a second.
+MOST_WEIGHED: Final = 12_000
+#: BiPar weighs so many of these, and cuts so many parts, in a find_plan.
+_BINARY_WEIGHED, _BINARY_PARTS = 4_000, 1000
+#: It is not followed where it can only come out slower than the optimum by more than this.
+_CEILING = 1.1
 #: How close to the least memory limit the one named in an error is; to know it closer takes many searches.
 _CLOSE = 1.01
 
@@ -154,7 +156,7 @@ def find_plan(
 ) -> Plan:
     """The better of the exact search and of BiPar. `link_gbps`: of a stage's link to its host, each way.
 
-    `most_weighed`: of how many ranges each of them weighs what they recompute and swap. Where most of what is saved has
+    `most_weighed`: of ranges of how many nodes it weighs what they recompute and swap. Where most of what is saved has
     to go it takes thousands to prove the last hundredth, which `optimum_ms` then leaves open.
 
     Raises PartitionError, one line, for more stages than there are cuts, and for a limit that nothing fits into, with
@@ -164,7 +166,8 @@ def find_plan(
     problem = _problem(profile, workload, stages, limit_bytes, optimize, link_gbps)
     exact = best_partition(problem, most_weighed)
     floor_ms = exact.ms if exact is not None else 0.0
-    binary = bipar(problem, floor_ms, floor_ms * _CEILING or inf, most_weighed)
+    ceiling_ms = floor_ms * _CEILING or inf
+    binary = bipar(problem, floor_ms, ceiling_ms, min(_BINARY_WEIGHED, most_weighed), _BINARY_PARTS)
     part = binary.part if binary.part is not None and _fits(problem, binary.part.cuts) else None
     found = [(exact.ms, exact.cuts, exact.fits)] if exact is not None else []
     found += [(part.ms, part.cuts, fits_of(problem, part.cuts))] if part is not None else []

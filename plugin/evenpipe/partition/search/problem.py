@@ -52,6 +52,14 @@ def check_cuts(costs: Costs, stages: int, positions: int) -> None:
         )
 
 
+@dataclass
+class _Known:
+    """Ranges by position, first and last boundary, as they have been weighed; and how many nodes those have."""
+
+    cells: dict[tuple[int, int, int], Cell | None] = field(default_factory=dict)
+    nodes: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """A profile to cut for a schedule, in `limit_bytes` a stage; `link_gbps`: of each stage's link to its host.
@@ -66,7 +74,7 @@ class Problem:
     optimize: Optimize = "none"
     link_gbps: float = 0.0
     caps: tuple[tuple[Cap, ...], ...] = ()
-    _cells: dict[tuple[int, int, int], Cell | None] = field(default_factory=dict)
+    _known: _Known = field(default_factory=_Known)
 
     def __post_init__(self) -> None:
         check_cuts(self.costs, self.copies.stages, self.copies.positions)
@@ -81,13 +89,13 @@ class Problem:
 
     def within(self, limit_bytes: int) -> Problem:
         """The same with another limit."""
-        return replace(self, limit_bytes=limit_bytes, caps=(), _cells={})
+        return replace(self, limit_bytes=limit_bytes, caps=(), _known=_Known())
 
     def capped(self, position: int, cap: Cap) -> Problem:
         """The same with one more cap; what is known of other positions stays known."""
         caps = (*self.caps[:position], (*self.caps[position], cap), *self.caps[position + 1 :])
-        known = {key: cell for key, cell in self._cells.items() if key[0] != position}
-        return replace(self, caps=caps, _cells=known)
+        known = {key: cell for key, cell in self._known.cells.items() if key[0] != position}
+        return replace(self, caps=caps, _known=_Known(known, self.weighed))
 
     @cached_property
     def graph(self) -> Graph:
@@ -149,15 +157,16 @@ class Problem:
 
     @property
     def weighed(self) -> int:
-        """How many ranges have been."""
-        return len(self._cells)
+        """How many nodes the ranges have that have been: what each takes grows with them."""
+        return self._known.nodes
 
     def cell(self, position: int, first: int, last: int) -> Cell | None:
         """The range as this position, as it is optimised to fit; None if it does not."""
-        key = position, first, last
-        if key not in self._cells:
-            self._cells[key] = self._weigh(*key)
-        return self._cells[key]
+        key, known = (position, first, last), self._known
+        if key not in known.cells:
+            known.cells[key] = self._weigh(*key)
+            known.nodes += int(self.costs.starts[last] - self.costs.starts[first])
+        return known.cells[key]
 
     def _weigh(self, position: int, first: int, last: int) -> Cell | None:
         beside = self.beside(position, first, last)

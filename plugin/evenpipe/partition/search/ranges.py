@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -10,20 +9,17 @@ import numpy as np
 
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.costs import Numbers
+from evenpipe.partition.search.order import Order
 
-__all__ = ["Alone", "Graph", "Saved"]
+__all__ = ["Columns", "Graph", "Saved"]
 
 
-class Alone(NamedTuple):
-    """What it takes to have one storage again where all others that are ever saved are kept.
+class Columns(NamedTuple):
+    """Of all storages: bytes, the node that makes it, and the last that reads it in the forward; −1: none does."""
 
-    nodes: which run again, in `ms`, from `first_node` on. ends: the saved storages and the inputs that they read.
-    """
-
-    ms: float
-    first_node: int
-    nodes: frozenset[int]
-    ends: frozenset[int]
+    nbytes: Numbers
+    producer: Numbers
+    last_user: Numbers
 
 
 class Graph:
@@ -33,6 +29,7 @@ class Graph:
         self.forward_ms = [node.forward_ms for node in profile.nodes]
         self.forward_upto = np.concatenate([[0.0], np.cumsum(self.forward_ms)])
         self.backward_upto = np.concatenate([[0.0], np.cumsum([node.backward_ms for node in profile.nodes])])
+        self.layer_ends = profile.layer_ends
         self.nbytes = [one.nbytes for one in profile.storages]
         self.producer = [one.producer for one in profile.storages]
         self.users = [one.users for one in profile.storages]
@@ -49,34 +46,17 @@ class Graph:
         self._last_users = _by_node([one.users for one in profile.storages])
 
     @cached_property
-    def alone(self) -> dict[int, Alone]:
-        """Of every saved storage that a node makes."""
-        return {one: self._alone(one) for one, saved in enumerate(self.is_saved) if saved and self.producer[one] >= 0}
-
-    def _alone(self, storage: int) -> Alone:
-        nodes, ends, open_nodes = set[int](), set[int](), [self.producer[storage]]
-        ms = 0.0
-        while open_nodes:
-            node = open_nodes.pop()
-            if node not in nodes:
-                nodes.add(node)
-                ms += self.forward_ms[node]
-                for read in self.reads[node]:
-                    if self.is_saved[read] or self.producer[read] < 0:
-                        ends.add(read)
-                    else:
-                        open_nodes.append(self.producer[read])
-        return Alone(ms, min(nodes), frozenset(nodes), frozenset(ends))
+    def order(self) -> Order:
+        """What having each saved storage again takes, found once for all ranges."""
+        return Order(self.forward_ms, self.reads, self.nbytes, self.producer, self.is_saved)
 
     @cached_property
-    def runs_for(self) -> list[list[int]]:
-        """By node, the storages that are had again by running it, among others."""
-        return _turned(len(self.makes), ((one, alone.nodes) for one, alone in self.alone.items()))
-
-    @cached_property
-    def ended_by(self) -> list[list[int]]:
-        """By storage, those of which it is one of the ends."""
-        return _turned(len(self.nbytes), ((one, alone.ends) for one, alone in self.alone.items()))
+    def columns(self) -> Columns:
+        return Columns(
+            np.array(self.nbytes, np.int64),
+            np.array(self.producer, np.int64),
+            np.array([max(one, default=-1) for one in self.users], np.int64),
+        )
 
     def saved(self, start: int, stop: int) -> Saved:
         """Of the nodes from `start` to `stop` − 1."""
@@ -84,21 +64,12 @@ class Graph:
         ids, first = np.unique(storages, return_index=True)
         last = len(storages) - 1 - np.unique(storages[::-1], return_index=True)[1]
         used_at, used = _within(self._last_users, start, stop)
-        last_use = np.array([max(start, self.producer[one]) for one in ids.tolist()], np.int64)
+        last_use = np.maximum(start, self.columns.producer[ids])
         place = np.searchsorted(ids, used)
         known = place < len(ids)
         known[known] = ids[place[known]] == used[known]
         np.maximum.at(last_use, place[known], used_at[known])
-        weights = np.array([self.nbytes[one] for one in ids.tolist()], np.int64)
-        return Saved(self, start, stop, ids, weights, nodes[first], nodes[last], last_use)
-
-
-def _turned(count: int, having: Iterable[tuple[int, Iterable[int]]]) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in range(count)]
-    for one, others in having:
-        for other in others:
-            found[other].append(one)
-    return found
+        return Saved(self, start, stop, ids, self.columns.nbytes[ids], nodes[first], nodes[last], last_use)
 
 
 def _by_node(touched: list[tuple[int, ...]]) -> tuple[Numbers, Numbers]:
@@ -142,6 +113,23 @@ class Saved:
     @cached_property
     def last_savers(self) -> list[int]:
         return list(self.last_saver.tolist())
+
+    @cached_property
+    def producers(self) -> Numbers:
+        found: Numbers = self.graph.columns.producer[self.ids]
+        return found
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """The place of each storage."""
+        return {storage: place for place, storage in enumerate(self.ids.tolist())}
+
+    @cached_property
+    def is_here(self) -> Numbers:
+        """Of all storages of the model, whether it is among them."""
+        found = np.zeros(len(self.graph.nbytes), bool)
+        found[self.ids] = True
+        return found
 
     @property
     def forward_ms(self) -> float:
