@@ -178,9 +178,9 @@ class _Layered:
                 made
                 for node in nodes
                 for made in graph.makes[node]
-                if made in found.places and all(user in nodes for user in graph.users[made])
+                if made in self.saved.places and all(user in nodes for user in graph.users[made])
             }
             reads = {read for node in nodes for read in graph.reads[node] if 0 <= graph.producer[read] < nodes.start}
-            found.received |= {read for read in reads if read not in found.places}
+            found.received |= {read for read in reads if read not in self.saved.places}
         found.dropped_bytes = sum(graph.nbytes[one] for one in found.dropped)
         return found
