@@ -75,9 +75,7 @@ def _reading_the_section(original: Callable[..., Any]) -> Callable[..., Any]:
             if section is None:
                 return original(*args, **kwargs)
             end_with_the_first_error()
-            patches = engine_patches(section)
-            patches.apply()
-            try:
+            with engine_patches(section).in_force():
                 # Imported here: it needs DeepSpeed, and to have been found to be as recorded.
                 from evenpipe.deepspeed.arrange import arrange
                 from evenpipe.deepspeed.refusals import refuse_configuration
@@ -85,8 +83,6 @@ def _reading_the_section(original: Callable[..., Any]) -> Callable[..., Any]:
                 refuse_configuration(config)
                 arrange(section, config, call.arguments)
                 return original(*call.args, **call.kwargs)
-            finally:
-                patches.revert()
         except (SectionError, UpstreamError) as error:
             end_job(str(error))
         except ScheduleError as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from evenpipe.upstream.saved_leaves import keeps_identity
@@ -21,7 +22,7 @@ __all__ = [
 
 
 class Refusal(NamedTuple):
-    """A setting, its value where that matters ("=local"), why it does not go together with EvenPipe, what to do.
+    """A setting, its value where that matters (else ""), why it does not go together with EvenPipe, what to do.
 
     A release that has no setting of a name does not have what it would do.
     """
@@ -31,26 +32,59 @@ class Refusal(NamedTuple):
     reason: str
     remedy: str
 
+    def __str__(self) -> str:
+        return f"{self.setting}{self.value and '='}{self.value} {self.reason}: {self.remedy}"
+
+
+_OPTIMIZERS: Final = ("adam", "sgd")
+
+
+def _several(number: Any, _: object = None) -> bool:
+    return (number or 1) > 1
+
+
+#: Settings that are refused at some of their values, which are then named: by the value and all settings.
+_REFUSED_AT: Final[Mapping[str, Callable[[Any, Any], bool]]] = MappingProxyType(
+    {
+        "num_distributed_optimizer_instances": _several,
+        "gtp_weight_remat_size": _several,
+        "tensor_parallel_num_weight_shards": lambda _, given: _several(getattr(given, "gtp_weight_remat_size", 1)),
+        "expert_model_parallel_size": _several,
+        "cuda_graph_impl": lambda captured, _: captured not in (None, "none"),
+        "moe_router_load_balancing_type": lambda kinds, _: "global_aux_loss" in (kinds or ()),
+        "grad_norm_skip_threshold": lambda threshold, _: math.isfinite(threshold or math.inf),
+        "optimizer": lambda optimizer, _: optimizer not in _OPTIMIZERS,
+        "vision_pretraining_type": lambda kind, given: kind == "dino" and given.vision_pretraining,
+    }
+)
 
 _FSDP = "gathers and frees parameters, which would be taken for activations"
+_ORDER = "captures Megatron's own order of micro-batches"
 _ALWAYS: Mapping[str, str] = {
     "overlap_moe_expert_parallel_comm": "fuses forwards and backwards of different micro-batches",
     "use_megatron_fsdp": _FSDP,
     "use_custom_fsdp": _FSDP,
-    "enable_cuda_graph": "captures Megatron's own order of micro-batches",
+    "enable_cuda_graph": _ORDER,
+    "cuda_graph_impl=local": _ORDER,
+    "cuda_graph_impl=full_iteration": _ORDER,
     "fine_grained_activation_offloading": "is started anew after each batch by Megatron's own schedules only",
     "moe_paged_stash": "is started anew before each batch by Megatron's own schedules only",
 }
+
+_OWN_MEMORY = "keeps saved activations in memory of its own, which BPipe cannot move"
 _WITH_BPIPE: Mapping[str, str] = {
     "cpu_offloading": "already moves the activations that BPipe would move",
     "num_microbatches_with_partial_activation_checkpoints": "makes micro-batches differ in what they save",
     "distribute_saved_activations": "keeps saved activations where BPipe cannot see them",
-    "external_cuda_graph": "keeps saved activations in memory of its own, which BPipe cannot move",
+    "external_cuda_graph": _OWN_MEMORY,
+    "cuda_graph_impl=transformer_engine": _OWN_MEMORY,
 }
 
 _ONE_VERSION = "keeps something of the weights beside them, which would be one version's only"
 _ADDRESSES = "captures the addresses of one weight version"
 _JOINS = "joins all stages in every iteration, which 2bw is there to avoid"
+_OUTSIDE = "keeps gradients outside of the gradient buffer"
+_SHARDED = "shards weights beyond data-parallel replicas"
 _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "overlap_param_gather": "gathers the newest weights in a forward that has to run on the ones before",
     "overlap_param_gather_with_optimizer_step": "gathers weights while a batch still runs on the ones before",
@@ -62,58 +96,68 @@ _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "nccl_ub": "registers the memory of one weight version",
     "external_cuda_graph": _ADDRESSES,
     "optimizer_cuda_graph": _ADDRESSES,
+    "cuda_graph_impl": _ADDRESSES,
     "calculate_per_token_loss": "divides gradients by what all stages have counted of the batch",
     "reuse_grad_buf_for_mxfp8_param_ag": "keeps weights where gradients still wait for their step",
     "delay_wgrad_compute": "computes gradients after their batch",
     "defer_embedding_wgrad_compute": "computes the embedding's gradients when the pipeline is empty",
     "mtp_num_layers": _JOINS,
     "has_cond_embedder": _JOINS,
-    "ddp_param_name_patterns_for_fp32_local_accumulation": "keeps gradients outside of the gradient buffer",
-    "param_name_patterns_for_fp32_local_accumulation": "keeps gradients outside of the gradient buffer",
+    "ddp_param_name_patterns_for_fp32_local_accumulation": _OUTSIDE,
+    "param_name_patterns_for_fp32_local_accumulation": _OUTSIDE,
     "qk_clip": "changes weights before the step, which 2bw finishes in the next iteration",
     "hybrid_context_parallel": "makes micro-batches of their own shapes",
+    "num_distributed_optimizer_instances": _SHARDED,
+    "tensor_parallel_num_weight_shards": _SHARDED,
+    "gtp_weight_remat_size": _SHARDED,
+    "expert_model_parallel_size": "sums gradients of experts in groups of their own",
+    "moe_router_load_balancing_type": "counts the tokens of a whole batch, when stages compute the next one",
+    "grad_norm_skip_threshold": "skips steps in a way that 2bw does not know",
 }
-_BETWEEN: Final = "reads or changes gradients or weights before the step, which 2bw finishes in the next iteration"
 
+_JOINS_AT_LOGS = "joins all stages at each log"
+_BETWEEN = "reads or changes gradients or weights before the step, which 2bw finishes in the next iteration"
 _ARGUMENTS_WITH_TWO_VERSIONS: Mapping[str, str] = {
     "use_torch_fsdp2": "gathers and frees parameters, of which 2bw needs two versions",
     "timing_log_level": _JOINS,
-    "log_energy": "joins all stages at each log",
-    "log_straggler": "joins all stages at each log",
+    "log_params_norm": _JOINS,
+    "log_max_attention_logit": _JOINS,
+    "log_energy": _JOINS_AT_LOGS,
+    "log_straggler": _JOINS_AT_LOGS,
     "adlr_autoresume": "joins all stages to ask whether to stop: use --exit-signal-handler",
     "train_sync_interval": "waits for what a stage is yet to receive",
-    "log_params_norm": _JOINS,
     "check_weight_hash_across_dp_replicas_interval": _BETWEEN,
     "save_wgrads_interval": _BETWEEN,
     "save_dgrads_interval": _BETWEEN,
     "save_params_interval": _BETWEEN,
     "save_activations_interval": _BETWEEN,
-    "log_max_attention_logit": _JOINS,
+    "vision_pretraining_type": _BETWEEN,
     "perform_rl_step": "makes each batch with the weights of the one before",
     "iterations_to_skip": "skips data that 2bw has begun to read",
     "dataloader_save": "saves how far data has been read, and 2bw reads ahead",
+    "optimizer": f"is none of {', '.join(_OPTIMIZERS)}",
+    "non_persistent_ckpt_type=local": "has no room for a second weight version",
 }
+
 _AMID = "while partners are amid transfers"
 _ARGUMENTS_WITH_BPIPE_TOO: Mapping[str, str] = {
     "async_save": f"asks all ranks in every iteration whether it is done, {_AMID}",
     "distributed_timeout_seconds_after_init": f"waits for the whole device after the first iteration, {_AMID}",
     "empty_unused_memory_level": f"waits for the whole device in every iteration, {_AMID}",
 }
-_OPTIMIZERS: Final = ("adam", "sgd")
 
-_UNSHARDED = ("num_distributed_optimizer_instances", "gtp_weight_remat_size")
-
-
+_UNKNOWN = "so that the memory of a stage is not known"
+_RESIZED = "changes the samples of a batch, which are shared out among micro-batches once"
+_COUNTED = "counts tokens, of a rehearsal too"
 _DIFFER = "makes micro-batches differ in what they save, so that the memory of groups is not known"
 _UNCOUNTED = "keeps activations where they are not counted, so that the memory of groups is not known"
 _PACKED = "packs sequences into micro-batches that cannot be cut by samples"
-_COUNTED = "counts tokens, of a rehearsal too"
 _LOGGED = "keeps figures of losses, of a rehearsal's too"
-_RESIZED = "changes the samples of a batch, which are shared out among micro-batches once"
 _WITH_TUNING: Mapping[str, str] = {
     "rampup_batch_size": _RESIZED,
     "step_batch_size_schedule": _RESIZED,
     "moe_router_enable_expert_bias": _COUNTED,
+    "moe_router_load_balancing_type": _COUNTED,
     "variable_seq_lengths": _DIFFER,
     "num_microbatches_with_partial_activation_checkpoints": _DIFFER,
     "fp8": _UNCOUNTED,
@@ -121,10 +165,12 @@ _WITH_TUNING: Mapping[str, str] = {
     "cpu_offloading": _UNCOUNTED,
     "distribute_saved_activations": _UNCOUNTED,
     "external_cuda_graph": _UNCOUNTED,
+    "cuda_graph_impl": _UNCOUNTED,
     "delay_wgrad_compute": _UNCOUNTED,
     "defer_embedding_wgrad_compute": _UNCOUNTED,
+    "tensor_parallel_num_weight_shards": f"keeps gathered weights where they are not counted, {_UNKNOWN}",
     "use_precision_aware_optimizer": "keeps optimizer states in types of its own, whose memory is not known",
-    "use_torch_fsdp2": "gathers and frees parameters, so that the memory of a stage is not known",
+    "use_torch_fsdp2": f"gathers and frees parameters, {_UNKNOWN}",
     "sft": _PACKED,
     "dataloader_inter_document_masking": _PACKED,
     "hybrid_context_parallel": _PACKED,
@@ -134,6 +180,7 @@ _WITH_TUNING: Mapping[str, str] = {
     "check_for_spiky_loss": _LOGGED,
     "te_rng_tracker": "draws random numbers that a rehearsal cannot put back",
     "export_kd_teacher_load": "gives micro-batches shapes of its own",
+    "rerun_mode=report_determinism_stats": "compares iterations call by call, and the first is rehearsed",
 }
 _ONE_SIZE: Mapping[str, str] = {
     "tp_comm_overlap": "has buffers of one micro-batch size",
@@ -143,16 +190,7 @@ _ONE_SIZE: Mapping[str, str] = {
 
 def refused_with_tuning(args: Any) -> Iterator[Refusal]:
     """What in Megatron's arguments does not go together with --group-size auto."""
-    remedy = "leave it out, or give --group-size a number"
-    yield from _given(args, _WITH_TUNING, remedy)
-    if (getattr(args, "gtp_weight_remat_size", None) or 1) > 1:
-        shards = args.tensor_parallel_num_weight_shards
-        gathered = "keeps gathered weights where they are not counted, so that the memory of a stage is not known"
-        yield Refusal("tensor_parallel_num_weight_shards", f" {shards}", gathered, remedy)
-    yield from _counts_batches(args, _COUNTED, remedy)
-    yield from _captured(args, _UNCOUNTED, remedy)
-    if (mode := getattr(args, "rerun_mode", None)) == "report_determinism_stats":
-        yield Refusal("rerun_mode", f" {mode}", "compares iterations call by call, and the first is rehearsed", remedy)
+    return _given(args, _WITH_TUNING, "leave it out, or give --group-size a number")
 
 
 def why_one_size(args: Any) -> str | None:
@@ -174,20 +212,7 @@ def refused_with_two_versions(
 
     `settings` are a configuration, or Megatron's arguments.
     """
-    yield from _given(settings, _WITH_TWO_VERSIONS, remedy)
-    for setting in _UNSHARDED:
-        if (value := getattr(settings, setting, None) or 1) > 1:
-            yield Refusal(setting, f" {value}", "shards weights beyond data-parallel replicas", remedy)
-    if (ranks := getattr(settings, "expert_model_parallel_size", None) or 1) > 1:
-        yield Refusal(
-            "expert_model_parallel_size", f" {ranks}", "sums gradients of experts in groups of their own", remedy
-        )
-    yield from _counts_batches(settings, "counts the tokens of a whole batch, when stages compute the next one", remedy)
-    yield from _captured(settings, _ADDRESSES, remedy)
-    if math.isfinite(threshold := getattr(settings, "grad_norm_skip_threshold", None) or math.inf):
-        yield Refusal(
-            "grad_norm_skip_threshold", f" {threshold}", "skips steps in a way that 2bw does not know", remedy
-        )
+    return _given(settings, _WITH_TWO_VERSIONS, remedy)
 
 
 def refused_arguments(args: Namespace, bpipe: bool) -> Iterator[Refusal]:
@@ -197,12 +222,6 @@ def refused_arguments(args: Namespace, bpipe: bool) -> Iterator[Refusal]:
         yield from _given(args, _ARGUMENTS_WITH_BPIPE_TOO, "leave it, or --bpipe, out")
     yield from refused_with_two_versions(args, remedy)
     yield from _given(args, _ARGUMENTS_WITH_TWO_VERSIONS, remedy)
-    if args.optimizer not in _OPTIMIZERS:
-        yield Refusal("optimizer", f" {args.optimizer}", f"is none of {', '.join(_OPTIMIZERS)}", remedy)
-    if args.vision_pretraining and args.vision_pretraining_type == "dino":
-        yield Refusal("vision_pretraining_type", " dino", _BETWEEN, remedy)
-    if getattr(args, "non_persistent_ckpt_type", None) == "local":
-        yield Refusal("non_persistent_ckpt_type", " local", "has no room for a second weight version", remedy)
 
 
 def refused_settings(settings: Any, bpipe: bool) -> Iterator[Refusal]:
@@ -211,46 +230,29 @@ def refused_settings(settings: Any, bpipe: bool) -> Iterator[Refusal]:
     `settings` is Megatron's model configuration, or its arguments, whose attributes have the same names.
     """
     yield from _given(settings, _ALWAYS, "turn it off, or EvenPipe's schedule")
-    captured_by = getattr(settings, "cuda_graph_impl", "none")
-    if captured_by in ("local", "full_iteration"):
-        order = "captures Megatron's own order of micro-batches"
-        yield Refusal("cuda_graph_impl", f"={captured_by}", order, "set it to none")
     group, stages = getattr(settings, "microbatch_group_size_per_vp_stage", None), settings.pipeline_model_parallel_size
     if settings.virtual_pipeline_model_parallel_size is not None and group not in (None, stages):
         yield Refusal(
             "microbatch_group_size_per_vp_stage",
-            f"={group}",
+            str(group),
             f"is not the groups of pipeline_model_parallel_size={stages} micro-batches that EvenPipe interleaves",
             "leave it unset",
         )
-    if not bpipe:
-        return
-    yield from _given(settings, _WITH_BPIPE, "turn it off, or BPipe")
-    if captured_by == "transformer_engine":
-        yield Refusal(
-            "cuda_graph_impl",
-            "=transformer_engine",
-            "keeps saved activations in memory of its own, which BPipe cannot move",
-            "set it to none, or turn BPipe off",
-        )
+    if bpipe:
+        yield from _given(settings, _WITH_BPIPE, "turn it off, or BPipe")
 
 
 def _given(settings: Any, reasons: Mapping[str, str], remedy: str) -> Iterator[Refusal]:
-    """Those of the settings with `reasons` that are there, and neither off nor zero."""
-    for setting, reason in reasons.items():
-        if getattr(settings, setting, None):
-            yield Refusal(setting, "", reason, remedy)
-
-
-def _counts_batches(settings: Any, reason: str, remedy: str) -> Iterator[Refusal]:
-    if "global_aux_loss" in (balancing := getattr(settings, "moe_router_load_balancing_type", None) or ()):
-        kinds = balancing if isinstance(balancing, str) else " ".join(balancing)
-        yield Refusal("moe_router_load_balancing_type", f" {kinds}", reason, remedy)
-
-
-def _captured(settings: Any, reason: str, remedy: str) -> Iterator[Refusal]:
-    if (captured := getattr(settings, "cuda_graph_impl", None)) not in (None, "none"):
-        yield Refusal("cuda_graph_impl", f" {captured}", reason, remedy)
+    """Those with `reasons`: at "setting=value" for that value alone, else as `_REFUSED_AT` says, or where on."""
+    for row, reason in reasons.items():
+        setting, _, only = row.partition("=")
+        value, refused_at = getattr(settings, setting, None), _REFUSED_AT.get(setting)
+        if only or refused_at is None:
+            if value == only if only else value:
+                yield Refusal(setting, only, reason, remedy)
+        elif refused_at(value, settings):
+            values = value if isinstance(value, list | tuple) else [value]
+            yield Refusal(setting, " ".join(map(str, values)), reason, remedy)
 
 
 def refuse_unsupported(config: Any, bpipe: bool, model: Sequence[Any], records: bool) -> None:
@@ -258,8 +260,8 @@ def refuse_unsupported(config: Any, bpipe: bool, model: Sequence[Any], records: 
 
     `model` are the chunks of this stage; `records`: what autograd saves is recorded, for BPipe or to be measured.
     """
-    for setting, value, reason, remedy in refused_settings(config, bpipe):
-        raise ValueError(f"{setting}{value} {reason}: {remedy}")
+    for refusal in refused_settings(config, bpipe):
+        raise ValueError(str(refusal))
     if any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in model):
         raise ValueError(f"use_megatron_fsdp {_FSDP}: turn it off, or EvenPipe's schedule")
     if records and not keeps_identity():

@@ -52,6 +52,12 @@ class Exchange:
         # one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) a stream that waits holds up whatever is enqueued later.
         self._gathering = work, (given, mine), gathered
 
+    def follow(self, row: Sequence[float] | Tensor) -> list[list[float]]:
+        """What all ranks gave at the call before, none at the first; this rank's `row` is under way then."""
+        rows = self.finish() if self.under_way else []
+        self.start(row)
+        return rows
+
     def finish(self) -> list[list[float]]:
         """Wait for all ranks' rows, and return them in order of their rank in the group."""
         assert self._gathering is not None, "nothing has been started"

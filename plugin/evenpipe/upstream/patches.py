@@ -2,7 +2,8 @@
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -144,6 +145,15 @@ class PatchSet:
                     f"(by code in {code_module(slot.value)}): revert that patch first"
                 )
         self._restore()
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Applied inside, and reverted afterwards."""
+        self.apply()
+        try:
+            yield
+        finally:
+            self.revert()
 
     def _state(self, patch: Patch) -> str:
         try:

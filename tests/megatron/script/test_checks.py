@@ -80,7 +80,7 @@ REFUSED = {
     "other groups": (
         {"schedule": "1f1b"},
         {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 8},
-        "--evenpipe-schedule 1f1b: --microbatch-group-size-per-virtual-pipeline-stage=8 ",
+        "--evenpipe-schedule 1f1b: --microbatch-group-size-per-virtual-pipeline-stage 8 ",
     ),
     "2bw, too few": (
         {"schedule": "2bw"},

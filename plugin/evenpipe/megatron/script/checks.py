@@ -55,7 +55,7 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
         with_tuning = refused_with_tuning(args) if config.group_size == "auto" else ()
         for refusal in (*refused_settings(args, config.bpipe), *with_two_versions, *with_tuning):
             theirs = _FLAGS.get(refusal.setting, f"--{refusal.setting.replace('_', '-')}")
-            setting = f"{theirs}{refusal.value}"
+            setting = f"{theirs} {refusal.value}".rstrip()
             raise ArgumentError(f"{asked}: {setting} {refusal.reason}: {refusal.remedy}")
 
 

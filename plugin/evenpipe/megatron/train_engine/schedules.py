@@ -17,7 +17,6 @@ from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import FORWARD, UPDATE, Action
 from evenpipe.train.recorder import Recorder
 from evenpipe.tuner.process_memory import limit_bytes
-from evenpipe.upstream import PatchSet
 
 __all__ = ["InstalledSchedule", "installed_schedule"]
 
@@ -36,13 +35,13 @@ def installed_schedule(
     options = learner.options
     if options.engine == "evenpipe" and options.stages > 1:
         ours = _EvenPipeSchedule(learner, recorder, note)
-        with _applied(in_place_of_megatron(ours.schedule)):
+        with in_place_of_megatron(ours.schedule).in_force():
             yield ours
         ours.schedule.close()  # not after a failure: the process ends, and its peers may wait at the other ends
     else:
         parameters = [parameter for chunk in learner.replica.chunks for parameter in chunk.parameters()]
         stock = StockSchedule(options.plan.actions[stage], parameters, recorder)
-        with _applied(reporting_to(stock)):
+        with reporting_to(stock).in_force():
             yield stock
 
 
@@ -119,12 +118,3 @@ def _tuning(learner: Learner, note: Callable[[str], None]) -> Tuning:
         log=note,
         resumed=lambda goes_on: note(f"--load {options.load}: {_GOES_ON if goes_on else _ANEW}"),
     )
-
-
-@contextmanager
-def _applied(patches: PatchSet) -> Iterator[None]:
-    patches.apply()
-    try:
-        yield
-    finally:
-        patches.revert()

@@ -45,8 +45,8 @@ class TwoBuffered(DelayedSteps):
     def __init__(self, model: Sequence[Any], optimizer: Any) -> None:
         model_config = get_model_config(model[0])
         for settings in (model_config, model[0].ddp_config, optimizer.config):
-            for setting, value, reason, remedy in refused_with_two_versions(settings):
-                raise ValueError(f"2bw: {setting}{value} {reason}: {remedy}")
+            for refusal in refused_with_two_versions(settings):
+                raise ValueError(f"2bw: {refusal}")
         self.model = list(model)
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
         self._optimizers = [part for part in parts if not getattr(part, "is_stub_optimizer", False)]

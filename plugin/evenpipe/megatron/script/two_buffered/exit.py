@@ -55,16 +55,13 @@ class ExitDecision:
         """Whether any rank had got a signal an iteration before, and whether any rank's time was up."""
         if not self._handles_signal and not self._minutes:
             return False, False
-        rows: list[list[float]] = []
         if self._exchange is None:
             import torch
 
             from evenpipe.runtime.exchange import Exchange
 
             self._exchange = Exchange.among_all(2, torch.device(torch.cuda.current_device()))
-        else:
-            rows = self._exchange.finish()
-        self._exchange.start([float(self._got_signal()), float(self._time_is_up())])
+        rows = self._exchange.follow([self._got_signal(), self._time_is_up()])
         return any(row[0] for row in rows), any(row[1] for row in rows)
 
     def _got_signal(self) -> bool:
