@@ -23,7 +23,7 @@ from evenpipe.runtime.channel import Channel, Transfer
 from evenpipe.runtime.connections import Connections, connect
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.figures import StageFigures, per_stage
-from evenpipe.runtime.gather import gather_text
+from evenpipe.runtime.gather import gather
 from evenpipe.runtime.parcel import SMALL_BYTES
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Schedule, verify
@@ -247,7 +247,7 @@ def work(rank: int, folder: Path) -> None:
                 results[name] = {"error": traceback.format_exc()}
         dist.barrier()
     results["maxima"] = maxima(rank)
-    results["texts"] = [gather_text(f"{word} of {rank}") for word in ("first", "second")]
+    results["texts"] = [gather(f"{word} of {rank}") for word in ("first", "second")]
     (folder / f"rank-{rank}.json").write_text(json.dumps(results))
 
 

@@ -112,9 +112,6 @@ class AdaptiveEngine(EvenPipeEngine):
             given = self.evenpipe.memory_gib
             where = f'{NAME}.group_size: "auto"' if given is None else f"{NAME}.memory_gib: {given:g}"
             end_job(f"{where}: {error}")
-        if self.device.type == "cuda":
-            # Blocks of sizes that will not be asked for again.
-            torch.cuda.empty_cache()
 
     @contextmanager
     def _measuring(self, measures: bool) -> Iterator[None]:

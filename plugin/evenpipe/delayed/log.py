@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -11,7 +10,7 @@ import torch
 from evenpipe.delayed.steps import DelayedSteps, Outcome
 from evenpipe.runtime.exchange import Exchange
 from evenpipe.runtime.figures import StageFigures
-from evenpipe.runtime.gather import gather_text
+from evenpipe.runtime.gather import gather
 
 __all__ = ["StepLog", "memory_line", "step_line"]
 
@@ -59,8 +58,8 @@ class StepLog:
         """After every iteration, first of all."""
         if iteration == self._first and self._steps is not None:
             sizes = [stage, self._steps.versions.nbytes, self._steps.held_gradient_bytes]
-            if (texts := gather_text(json.dumps(sizes))) is not None:
-                self._say_first(memory_line([json.loads(text) for text in texts]))
+            if (rows := gather(sizes)) is not None:
+                self._say_first(memory_line(rows))
         self.gathered()
 
     def gather(self, iteration: int, figures: StageFigures, stage: int, stages: int, device: torch.device) -> None:

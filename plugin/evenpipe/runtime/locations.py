@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+import torch.distributed as dist
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -33,6 +36,13 @@ class ProcessLocation(NamedTuple):
     local_rank: int
     sends_gbps: float | None
     flops: float
+
+    @classmethod
+    def of_this(cls, pipeline: int, stage: int, sends_gbps: float | None, flops: float) -> ProcessLocation:
+        """This process, as torchrun started it. Agents are nodes, even where two of them share a machine."""
+        host, local_rank = socket.gethostname(), int(os.environ.get("LOCAL_RANK", 0))
+        node = os.environ.get("GROUP_RANK", host)
+        return cls(dist.get_rank(), pipeline, stage, node, host, local_rank, sends_gbps, flops)
 
 
 class JobLayout:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from evenpipe.report import Timeline, perfetto_trace, write_atomically
 from evenpipe.runtime.clock import Clock
 from evenpipe.runtime.executor import Observer
-from evenpipe.runtime.gather import gather_text
+from evenpipe.runtime.gather import gather
 from evenpipe.runtime.spans import SpanRecorder
 from evenpipe.schedule import Action, parse
 from evenpipe.simulate import Span
@@ -127,9 +127,8 @@ class IterationTrace(Observer):
         if self._recording is None:
             return
         row, self._recording, self._done = self._recording.row(self._job.place()), None, True
-        shares = gather_text(json.dumps(row))
-        if shares is not None:
-            self._write([Row(*json.loads(share)) for share in shares])
+        if (rows := gather(row)) is not None:
+            self._write([Row(*each) for each in rows])
 
     def _write(self, rows: Sequence[Row]) -> None:
         assert self._trained is not None

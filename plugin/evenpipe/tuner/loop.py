@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.planner.memory import Measured, unit_bytes
 from evenpipe.runtime.executor import Executor
@@ -86,6 +88,8 @@ class AdaptiveLoop:
             self.wanted = self._exploration.send(found)
         except StopIteration as done:
             self.wanted, self.explored = None, done.value
+        if executor.device.type == "cuda":
+            torch.cuda.empty_cache()  # of blocks of a size that will not be asked for again
 
     def due(self, iteration: int) -> bool:
         """Whether `choose` will measure the links before `iteration`."""

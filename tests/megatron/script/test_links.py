@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from evenpipe.megatron.script.link_table import LinkTable, recompute_scope, transfer_need
+from evenpipe.megatron.script.placing import place_process
 from evenpipe.runtime.placement import place
 from evenpipe.settings.config import EvenPipeConfig
 from tests.runtime.locations import printed, processes
@@ -105,7 +106,8 @@ LINES = {
 def test_below_the_table_is_how_ranks_are_placed_and_what_to_do(case):
     (placement, nodes, gbps), arguments, order, remedy = LINES[case]
     args = megatrons(use_tp_pp_dp_mapping=True, **arguments)
-    table = LinkTable(args, EvenPipeConfig(bpipe=True), placement)
+    config = EvenPipeConfig(bpipe=True)
+    table = LinkTable(args, config, placement or place_process(args, config, {}))
     lines = printed(table.rendered(processes(nodes, 0, gbps), EVICTIONS))
     below = [line.strip() for line in lines[lines.index(next(line for line in lines if line[0] == "└")) + 1 :]]
     assert below[0] == order

@@ -5,7 +5,8 @@ from argparse import Namespace
 import pytest
 
 from evenpipe.megatron.script.flags import ArgumentError
-from evenpipe.megatron.script.placing import place_process, why_not_placed
+from evenpipe.megatron.script.placing import place_process
+from evenpipe.runtime.placement import NotPlacedError
 from evenpipe.settings.config import EvenPipeConfig
 
 ASKED = EvenPipeConfig(bpipe=True, pair_adjacent=True)
@@ -50,7 +51,7 @@ def ranks_by_node(nodes, per_node, config=AUTOMATIC, **arguments):
         placement = place_process(args, config, environ)
         assert vars(args) == vars(megatrons(rank=args.rank, **arguments))
         assert environ == torchruns(slot, nodes, per_node) | {"RANK": str(args.rank)}
-        assert (placement is None) == (why_not_placed(args, config, torchruns(slot, nodes, per_node)) is not None)
+        assert not isinstance(placement, NotPlacedError) or args.rank == slot
         ranks.append(args.rank)
     return [ranks[node * per_node : (node + 1) * per_node] for node in range(nodes)]
 
@@ -87,8 +88,7 @@ def test_only_the_flag_spreads_them_over_nodes():
     context = {"stages": 2, "context_parallel_size": 2}
     assert ranks_by_node(2, 2, AUTOMATIC, **context) == [[0, 1], [2, 3]]
     assert ranks_by_node(2, 2, ASKED, **context) == [[0, 2], [1, 3]]
-    told = why_not_placed(megatrons(**context), AUTOMATIC, torchruns(0, 2, 2))
-    assert told == (
+    assert str(place_process(megatrons(**context), AUTOMATIC, torchruns(0, 2, 2))) == (
         "a node of 2 processes does not hold two whole groups of 2 tensor-, context- and expert-parallel ranks; "
         "--pair-adjacent spreads such groups over nodes"
     )
@@ -138,13 +138,13 @@ def test_what_cannot_be_placed_is_refused_if_asked_for_and_else_told(case):
         place_process(megatrons(**arguments), ASKED, environ)
     assert "\n" not in str(error.value)
     args = megatrons(rank=2, **arguments)
-    assert place_process(args, AUTOMATIC, environ) is None
+    obstacle = place_process(args, AUTOMATIC, environ)
+    assert isinstance(obstacle, NotPlacedError)
     assert (args.rank, environ) == (2, before)
-    assert f"--pair-adjacent: {why_not_placed(args, AUTOMATIC, environ)}" == str(error.value)
+    assert f"--pair-adjacent: {obstacle}" == str(error.value)
 
 
 def test_no_pair_adjacent():
     args, environ = megatrons(), torchruns(1, 2, 2)
     config = EvenPipeConfig(bpipe=True, pair_adjacent=False)
-    assert place_process(args, config, environ) is None
-    assert why_not_placed(args, config, environ) == "--no-pair-adjacent is given"
+    assert str(place_process(args, config, environ)) == "--no-pair-adjacent is given"

@@ -132,9 +132,6 @@ class AdaptiveSchedule(PipelineSchedule):
                 with self.tuning.around_batch(size):
                     measured = self._rehearsed(rehearsal, self._call(**_in_micro_batches_of(size, rehearsed)), executor)
                 self.loop.take(measured._replace(static_bytes=static_bytes), executor, self.iteration)
-        if executor.device.type == "cuda":
-            # Blocks of sizes that will not be asked for again.
-            torch.cuda.empty_cache()
         return arguments if source is None else arguments | {"data_iterator": itertools.chain(loaded, source)}
 
     def _rehearsed(self, rehearsal: Rehearsal, call: Call, executor: Executor) -> Measured:

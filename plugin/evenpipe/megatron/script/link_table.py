@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import statistics
 from argparse import Namespace
 from collections.abc import Sequence
@@ -18,18 +15,12 @@ from rich.console import Group
 
 from evenpipe.megatron.schedule import PipelineSchedule
 from evenpipe.megatron.script.log import say
-from evenpipe.megatron.script.placing import why_not_placed
-from evenpipe.runtime.bandwidth import (
-    ModelShape,
-    Need,
-    Recompute,
-    estimated_need,
-)
+from evenpipe.runtime.bandwidth import ModelShape, Need, Recompute, estimated_need
 from evenpipe.runtime.compute_speed import matrix_flops
-from evenpipe.runtime.gather import gather_text
+from evenpipe.runtime.gather import gather
 from evenpipe.runtime.link_speed import sending_gbps
 from evenpipe.runtime.locations import JobLayout, ProcessLocation, print_for_a_log
-from evenpipe.runtime.placement import Placement
+from evenpipe.runtime.placement import NotPlacedError, Placement
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import flag
 
@@ -48,12 +39,10 @@ class LinkTable:
         PipelineSchedule(name, bpipe=True, connected=LinkTable(args, config, placement).report)
     """
 
-    def __init__(self, args: Namespace, config: EvenPipeConfig, placement: Placement | None) -> None:
+    def __init__(self, args: Namespace, config: EvenPipeConfig, placement: Placement | NotPlacedError) -> None:
         self._args = args
         self._config = config
         self._placement = placement
-        # Asked now: once torch.distributed is started, that alone would be a reason.
-        self._why_not_placed = why_not_placed(args, config, os.environ) if placement is None else None
 
     def report(self, schedule: PipelineSchedule) -> None:
         """To be called by all ranks alike, once the links are open and before they are used; takes some 0.2 s.
@@ -67,24 +56,13 @@ class LinkTable:
         if not self._config.bpipe:
             return
         pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-        host = socket.gethostname()
-        process = ProcessLocation(
-            rank=dist.get_rank(),
-            pipeline=pipeline[0],
-            stage=executor.stage_index,
-            # Agents are nodes, even where two of them share a machine.
-            node=os.environ.get("GROUP_RANK", host),
-            host=host,
-            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-            flops=compute_flops(self._args, executor.device),
-            sends_gbps=sending_gbps(executor.connections, executor.stage_index, executor.device),
-        )
-        texts = gather_text(json.dumps(process))
-        if texts is not None:
+        flops = compute_flops(self._args, executor.device)
+        gbps = sending_gbps(executor.connections, executor.stage_index, executor.device)
+        processes = gather(ProcessLocation.of_this(pipeline[0], executor.stage_index, gbps, flops))
+        if processes is not None:
             chunks = self._args.virtual_pipeline_model_parallel_size or 1
             program = schedule.program(len(pipeline), get_num_microbatches(), chunks)
-            processes = [ProcessLocation(*json.loads(text)) for text in texts]
-            print_for_a_log(self.rendered(processes, program.schedule.evictions))
+            print_for_a_log(self.rendered([ProcessLocation(*each) for each in processes], program.schedule.evictions))
 
     def rendered(self, processes: Sequence[ProcessLocation], evictions: Sequence[int]) -> Group:
         """The table and the lines below it, for a job's processes, whose stages evict so many micro-batches each."""
@@ -93,9 +71,9 @@ class LinkTable:
         return layout.rendered(need, self._order(), *self._remedies())
 
     def _order(self) -> str:
-        if self._placement is not None:
-            return "ranks are placed pair-adjacent: partners are neighbours"
-        return f"ranks are in Megatron's own order, not pair-adjacent: {self._why_not_placed}"
+        if isinstance(self._placement, NotPlacedError):
+            return f"ranks are in Megatron's own order, not pair-adjacent: {self._placement}"
+        return "ranks are placed pair-adjacent: partners are neighbours"
 
     def _remedies(self) -> tuple[str, str]:
         """What to do about slow links between nodes, and within one."""
@@ -103,7 +81,7 @@ class LinkTable:
             "use faster links" if recompute_scope(self._args) == "full" else "recompute more (--recompute-granularity)"
         )
         across = recompute
-        if self._placement is None:
+        if isinstance(self._placement, NotPlacedError):
             across = f"see above what keeps {flag('pair_adjacent')} from joining partners on a node, or {recompute}"
         elif self._placement.gpus_per_node % 2 == 0:
             half = self._placement.gpus_per_node // 2

@@ -13,15 +13,17 @@ from evenpipe.runtime.placement import Launch, NotPlacedError, Placement, place
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import flag
 
-__all__ = ["place_process", "why_not_placed"]
+__all__ = ["place_process"]
 
 
-def place_process(args: Namespace, config: EvenPipeConfig, environ: MutableMapping[str, str]) -> Placement | None:
+def place_process(
+    args: Namespace, config: EvenPipeConfig, environ: MutableMapping[str, str]
+) -> Placement | NotPlacedError:
     """Give this process the rank that its place asks for: in RANK of `environ` and in `args.rank`.
 
     To be called once, before torch.distributed is started, in all processes alike, with Megatron's validated arguments
-    and the environment that torchrun made. LOCAL_RANK, and so the device, stays. None, with nothing changed, where
-    ranks are not to be placed or, unless the flag asks for it, cannot be: :func:`why_not_placed` tells.
+    and the environment that torchrun made. LOCAL_RANK, and so the device, stays. Where ranks are not to be placed
+    or, unless the flag asks for it, cannot be, nothing is changed, and what keeps them from it is returned.
 
     Raises:
         ArgumentError: --pair-adjacent is given, and cannot be had.
@@ -31,18 +33,9 @@ def place_process(args: Namespace, config: EvenPipeConfig, environ: MutableMappi
     except NotPlacedError as obstacle:
         if config.pair_adjacent:
             raise ArgumentError(f"{flag('pair_adjacent')}: {obstacle}") from None
-        return None
+        return obstacle
     args.rank = placement.apply(environ)
     return placement
-
-
-def why_not_placed(args: Namespace, config: EvenPipeConfig, environ: Mapping[str, str]) -> str | None:
-    """Why :func:`place_process` places nothing in the environment that torchrun made; None where it does."""
-    try:
-        _placement(args, config, environ)
-    except NotPlacedError as obstacle:
-        return str(obstacle)
-    return None
 
 
 def _placement(args: Namespace, config: EvenPipeConfig, environ: Mapping[str, str]) -> Placement:
