@@ -12,11 +12,11 @@ from typing import Any, Final
 
 from evenpipe.megatron.cpu_mode.core import cpu_mode
 from evenpipe.megatron.cpu_mode.scripts import script_patches as cpu_script_patches
-from evenpipe.megatron.planned_layout import half_layer_patches
+from evenpipe.megatron.planned_layout import half_layers
 from evenpipe.megatron.schedule_patches import schedule_patches
 from evenpipe.megatron.script.adaptive import adaptive_patches
 from evenpipe.megatron.script.install import script_patches
-from evenpipe.megatron.script.log import log_patch
+from evenpipe.megatron.script.log import log_patches
 from evenpipe.megatron.script.truth import truth_patches
 from evenpipe.megatron.script.two_buffered.training import two_buffered_patches
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, recorded
@@ -53,11 +53,11 @@ def _sets() -> dict[Purpose, list[PatchSet]]:
         Purpose.TRAINING: [
             *script_patches(),
             PatchSet("schedule", schedule_patches(_NOTHING)),
-            PatchSet("log", [log_patch(_NOTHING)]),
+            log_patches(_NOTHING),
             PatchSet("2bw", two_buffered_patches(_NOTHING)),
-            PatchSet("auto", adaptive_patches(_NOTHING)),
-            PatchSet("truth", truth_patches(_NOTHING)),
-            PatchSet("halves", half_layer_patches(_NOTHING)),
+            adaptive_patches(_NOTHING),
+            truth_patches(_NOTHING),
+            half_layers(_NOTHING),
         ],
         Purpose.CPU_MODE: [cpu_mode(), *cpu_script_patches().values()],
         Purpose.TRAINER: [reporting_to(_NOTHING)],

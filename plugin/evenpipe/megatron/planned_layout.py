@@ -8,9 +8,9 @@ from typing import Any
 
 from evenpipe.megatron.supported import core_patch
 from evenpipe.partition.layouts.written import WrittenLayout
-from evenpipe.upstream import Patch, PatchSet
+from evenpipe.upstream import PatchSet
 
-__all__ = ["half_layer_patches", "half_layers"]
+__all__ = ["half_layers"]
 
 
 def half_layers(plan: WrittenLayout) -> PatchSet:
@@ -22,14 +22,9 @@ def half_layers(plan: WrittenLayout) -> PatchSet:
         half_layers(plan).apply()
         config = TransformerConfig(..., pipeline_model_parallel_layout=plan.layout)
     """
-    return PatchSet("halves", half_layer_patches(plan))
-
-
-def half_layer_patches(plan: Any) -> list[Patch]:
-    """What `half_layers` applies; made without looking at what is installed."""
     with_halves, build = functools.partial(_with_halves, plan), functools.partial(_build, plan)
     transformer = "megatron.core.transformer"
-    return [
+    patches = [
         core_patch(
             "layout",
             f"{transformer}.transformer_config:TransformerConfig.__post_init__",
@@ -45,6 +40,7 @@ def half_layer_patches(plan: Any) -> list[Patch]:
             "(self)",
         ),
     ]
+    return PatchSet("halves", patches)
 
 
 def _with_halves(plan: WrittenLayout, original: Callable[[Any], None], config: Any) -> None:

@@ -20,7 +20,7 @@ from evenpipe.tuner.loss_weights import LossWeights
 from evenpipe.tuner.process_memory import limit_bytes
 from evenpipe.tuner.samples import loader_of
 from evenpipe.tuner.state_file import read_state, save_with
-from evenpipe.upstream import Patch, PatchSet
+from evenpipe.upstream import PatchSet
 from evenpipe.upstream.ending import end_job
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class AdaptiveTraining:
     """A script's training with --group-size auto. `args` are Megatron's, `config` is what EvenPipe was asked for.
 
     Make it once arguments are known, have Megatron's loop call it in the place of its forward-backward function, and
-    apply what it patches. Where no candidate fits, the job ends with one line.
+    apply `adaptive_patches`. Where no candidate fits, the job ends with one line.
     """
 
     def __init__(
@@ -90,10 +90,6 @@ class AdaptiveTraining:
             end_job(f"{_AUTO if given is None else f'--memory-gib {given}'}: {error}")
         self._warn()
         return losses
-
-    def patches(self) -> PatchSet:
-        """What calls it with Megatron's model, optimizer and checkpoints."""
-        return PatchSet("auto", adaptive_patches(self))
 
     def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
         """Called by all ranks when Megatron has made model and optimizer, and loaded what was to be loaded."""
@@ -139,11 +135,12 @@ class AdaptiveTraining:
             )
 
 
-def adaptive_patches(training: Any) -> list[Patch]:
-    """What :class:`AdaptiveTraining` applies; made without looking at what is installed."""
+def adaptive_patches(training: AdaptiveTraining) -> PatchSet:
+    """What calls `training` with Megatron's model, optimizer and checkpoints."""
     model_and_optimizer = f"{_AUTO}: the first place that has model and optimizer, whose memory counts"
     saved = f"{_AUTO}: what has been measured and decided is saved beside what Megatron saves"
-    return [set_up_patch(training, "model-and-optimizer", model_and_optimizer), save_patch(training, saved)]
+    set_up = set_up_patch(training, "model-and-optimizer", model_and_optimizer)
+    return PatchSet("auto", [set_up, save_patch(training, saved)])
 
 
 def micro_batch_size(args: Namespace, size: int) -> AbstractContextManager[None]:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from evenpipe.megatron.training_supported import training_patch
 from evenpipe.report.log_line import kept_line, log_line, scalars
 from evenpipe.runtime.figures import StageFigures, per_stage
-from evenpipe.upstream import Patch, PatchSet
+from evenpipe.upstream import PatchSet
 
 if TYPE_CHECKING:
     from evenpipe.delayed.log import StepLog
     from evenpipe.megatron.schedule import PipelineSchedule
 
-__all__ = ["TrainingLog", "log_patch", "say", "say_on_last_rank", "show_figures"]
+__all__ = ["TrainingLog", "log_patches", "say", "say_on_last_rank", "show_figures"]
 
 
 def say(line: str) -> None:
@@ -32,14 +32,15 @@ def say_on_last_rank(line: str) -> None:
     print_rank_last(f" [evenpipe] {line}")
 
 
-def log_patch(log: TrainingLog) -> Patch:
-    """The patch of Megatron's `training_log`, which is called after every iteration that was not skipped."""
-    return training_patch(
+def log_patches(log: TrainingLog) -> PatchSet:
+    """Has Megatron's `training_log`, which is called after every iteration that was not skipped, call `log`."""
+    ours = training_patch(
         "log",
         "megatron.training.training:training_log",
         functools.partial(_followed_by_ours, log),
         "Megatron's log and its writers take no figures from outside of the function",
     )
+    return PatchSet("log", [ours])
 
 
 class TrainingLog:
@@ -47,7 +48,7 @@ class TrainingLog:
 
     `args` are Megatron's. Make it before the first batch, and apply what it patches::
 
-        TrainingLog(schedule, args).patches().apply()
+        log_patches(TrainingLog(schedule, args)).apply()
 
     `schedule.measure` is the log's from then on. An iteration that is logged right after one that Megatron was told to
     skip has not been measured, and gets no line. With 2BW, `steps` gathers the figures in the background, and
@@ -69,10 +70,6 @@ class TrainingLog:
         # Some releases log the first iteration of a run, whatever its number, which is not known before it ends.
         schedule.measure = True
         self._first = True
-
-    def patches(self) -> PatchSet:
-        """What calls this object after every iteration."""
-        return PatchSet("log", [log_patch(self)])
 
     def iteration_ended(self, iteration: int, is_first: bool) -> None:
         """Called by all ranks after every iteration; `is_first` are those that Megatron logs whatever their number."""

@@ -82,7 +82,7 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
     # Imported here: a run without EvenPipe's flags does not pay for it.
     from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
     from evenpipe.megatron.script.link_table import LinkTable
-    from evenpipe.megatron.script.log import TrainingLog
+    from evenpipe.megatron.script.log import TrainingLog, log_patches
     from evenpipe.megatron.script.placing import place_process
 
     placement = place_process(args, config, os.environ)
@@ -99,21 +99,21 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
         training = TwoBufferedTraining(stream, args)
         steps, more = training.steps, [training.patches()]
     elif config.group_size == "auto":
-        from evenpipe.megatron.script.adaptive import AdaptiveTraining
+        from evenpipe.megatron.script.adaptive import AdaptiveTraining, adaptive_patches
 
         tuned = AdaptiveTraining(config, args, observer, report)
-        schedule, called, more = tuned.schedule, tuned, [tuned.patches()]
+        schedule, called, more = tuned.schedule, tuned, [adaptive_patches(tuned)]
     else:
         schedule = PipelineSchedule(config.spec, config.bpipe, observer, connected=report, group_size=config.group_size)
     compare = None
     if plan is not None:
         from evenpipe.megatron.planned_layout import half_layers
-        from evenpipe.megatron.script.truth import Truth
+        from evenpipe.megatron.script.truth import Truth, truth_patches
 
         truth = Truth(plan, args)
-        compare, more = truth.tell, [*more, truth.patches(), half_layers(plan)]
+        compare, more = truth.tell, [*more, truth_patches(truth), half_layers(plan)]
     log = TrainingLog(schedule, args, steps, compare)
-    for patches in (in_place_of_megatron(called or schedule), log.patches(), *more):
+    for patches in (in_place_of_megatron(called or schedule), log_patches(log), *more):
         patches.apply()
     end_with_the_first_error()
     if args.rank == 0 and (apex := wrong_apex()) is not None:

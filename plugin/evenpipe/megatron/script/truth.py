@@ -13,22 +13,18 @@ from evenpipe.megatron.script.log import say_on_last_rank
 from evenpipe.partition.layouts.written import WrittenLayout
 from evenpipe.report.truth import Taken, truth_lines
 from evenpipe.runtime.figures import StageFigures, per_stage
-from evenpipe.upstream import Patch, PatchSet
+from evenpipe.upstream import PatchSet
 
 __all__ = ["Truth", "truth_patches"]
 
 
 class Truth:
-    """Of a run of `plan`; `args` are Megatron's. Apply what it patches before the model is made."""
+    """Of a run of `plan`; `args` are Megatron's. Apply `truth_patches` before the model is made."""
 
     def __init__(self, plan: WrittenLayout, args: Namespace) -> None:
         self._plan = plan
         self._args = args
         self._static_bytes = 0
-
-    def patches(self) -> PatchSet:
-        """What calls it with Megatron's model and optimizer."""
-        return PatchSet("truth", truth_patches(self))
 
     def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
         """Called by all ranks when Megatron has made model and optimizer."""
@@ -52,6 +48,7 @@ class Truth:
             say_on_last_rank(line)
 
 
-def truth_patches(truth: Any) -> list[Patch]:
-    """What :class:`Truth` applies; made without looking at what is installed."""
-    return [set_up_patch(truth, "planned", "what model and optimizer hold counts in what a plan says of memory")]
+def truth_patches(truth: Any) -> PatchSet:
+    """What calls `truth` with Megatron's model and optimizer."""
+    reason = "what model and optimizer hold counts in what a plan says of memory"
+    return PatchSet("truth", [set_up_patch(truth, "planned", reason)])

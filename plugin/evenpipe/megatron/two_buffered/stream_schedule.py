@@ -45,18 +45,13 @@ class StreamSchedule(PipelineSchedule):
         self._delayed: DelayedStream | None = None
         self._stage: _StreamStage | None = None
 
-    def attach(self, two_buffered: TwoBuffered) -> None:
-        """Whose optimizer steps."""
+    def attach(self, two_buffered: TwoBuffered, losses: ExpertLosses | None = None) -> None:
+        """Whose optimizer steps; each batch has its own sums of auxiliary `losses`, where there are some."""
         self.two_buffered = two_buffered
         self._delayed = DelayedStream(two_buffered, self.programs.spec, self.bpipe)
-
-    def keep_apart(self, losses: ExpertLosses) -> None:
-        """Let each batch have its own sums of auxiliary losses; `attach` comes before."""
-        delayed, steps = self._delayed, self.two_buffered
-        assert delayed is not None, "the optimizer is attached before"
-        assert steps is not None, "the optimizer is attached before"
-        delayed.start_unit, delayed.drop_units = losses.use, losses.drop
-        steps.gather_too.append(lambda: losses.gather(steps.batch - 1))
+        if losses is not None:
+            self._delayed.start_unit, self._delayed.drop_units = losses.use, losses.drop
+            two_buffered.gather_too.append(lambda: losses.gather(two_buffered.batch - 1))
 
     @property
     def first_batch(self) -> int:

@@ -73,6 +73,7 @@ class TwoBufferedTraining:
         """Called by all ranks when Megatron has made model and optimizer, and loaded what was to be loaded."""
         from evenpipe.megatron.script.two_buffered.checkpoint import resume
         from evenpipe.megatron.two_buffered import TwoBuffered
+        from evenpipe.megatron.two_buffered.expert_losses import ExpertLosses
 
         if optimizer is None:
             return  # --skip-train
@@ -83,12 +84,9 @@ class TwoBufferedTraining:
             )
         self._buffers = TwoBuffered(model, optimizer)
         resumed = resume(self.args, model, self._buffers)
-        self._schedule.attach(self._buffers)
         if self.args.num_experts is not None:
-            from evenpipe.megatron.two_buffered.expert_losses import ExpertLosses
-
             self._expert_losses = ExpertLosses()
-            self._schedule.keep_apart(self._expert_losses)
+        self._schedule.attach(self._buffers, self._expert_losses)
         self.steps.begin(self._buffers, self.args.iteration, resumed)
 
     def sum_losses_of_experts(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
