@@ -43,6 +43,22 @@ _RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[tuple[dict[str,
 }
 _LONG = {"integers beside", "2 stages, 2 replicas"}
 
+# Runs that train the same: the model, and of each the section, with the plan if it has one.
+_ALIKE: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], dict[str, Any] | None]]]] = {
+    "2bw": (
+        {"tied": True, "evaluate": True},
+        [
+            ({"schedule": "2bw"}, None),
+            ({}, {"schedule": ["2bw", 8]}),
+            ({}, {"schedule": ["2bw", 8, 1, 1, True], "optimize": "recompute", "share": 0.8}),
+        ],
+    ),
+    "dropout": (
+        {"dropout": True},
+        [({}, {}), ({}, {"schedule": ["1f1b", 8, 1, 1, True], "optimize": "swap+recompute", "share": 0.8})],
+    ),
+}
+
 _SECTION = {"evenpipe": {"partition": "saved.json"}}
 _SAVED = {"plan": "saved.json", "stages": 4}
 # What is trained, saved and loaded, one after the other.
@@ -103,6 +119,17 @@ def _cases(name: str) -> list[dict[str, Any]]:
     return cases
 
 
+def _alike(name: str) -> list[dict[str, Any]]:
+    model, runs = _ALIKE[name]
+    cases: list[dict[str, Any]] = []
+    for number, (section, plan) in enumerate(runs):
+        path = f"{name} {number}.json"
+        ours = section if plan is None else {**section, "partition": path}
+        cut = {} if plan is None else {"plan": path, "stages": 4, **plan}
+        cases.append({"stages": 4, "config": {"evenpipe": ours}, "cut": cut, **model})
+    return cases
+
+
 def _refused(name: str) -> dict[str, Any]:
     given = dict(_REFUSED[name][0])
     section = {"partition": "saved.json", **given.pop("section", {})}
@@ -121,6 +148,7 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[Any]
     """The runs that are looked at, in one job of four processes: two replicas where there are two stages."""
     names = selected(request, "name", others=_RUNS.keys() - _LONG)
     cases = {name: _cases(name) for name in _RUNS if name in names}
+    cases |= {name: _alike(name) for name in _ALIKE if name in names}
     cases["checkpoints"] = [{"stages": 4, "tied": True, **one} for one in _CHECKPOINTS.values()]
     cases["refused"] = [_refused(name) for name in _REFUSED]
     found, said = run_cases("train_planned.py", [case for those in cases.values() for case in those], folder)
@@ -144,6 +172,16 @@ def test_losses_and_weights_are_those_of_whole_layers_in_the_stock_engine(
         assert {(rank["engine"], rank["layers"]) for rank in ranks} == {("EvenPipeEngine", 1)}, plan
         assert [rank["losses"] for rank in ranks] == [rank["losses"] for rank in stock], plan
         assert _weights(ranks) == _weights(stock), plan
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", _ALIKE)
+def test_plans_train_alike_without_flushes_and_with_dropout(results: dict[str, list[Any]], name: str) -> None:
+    first, *others = results[name]
+    assert len({tuple(rank["losses"]) for rank in first}) == 1
+    for ranks in others:
+        assert [rank["losses"] for rank in ranks] == [rank["losses"] for rank in first]
+        assert _weights(ranks) == _weights(first)
 
 
 def test_what_is_recomputed_and_swapped_is_not_held(results: dict[str, list[Any]]) -> None:

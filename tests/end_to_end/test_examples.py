@@ -63,6 +63,26 @@ def test_pipeline_modules_of_deepspeed(start, script, configuration, peaks):
     assert [int(line.split(": ")[1].split()[0]) for line in found] == peaks
 
 
+def test_a_pipeline_module_that_a_plan_cuts_inside_layers(tmp_path):
+    """Losses are those of whole layers, to the last digit shown."""
+    pytest.importorskip("deepspeed")
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    script = EXAMPLES / "deepspeed" / "gpt.py"
+    plan = ["partition", "--module", f"{script}:uncut", "--stages", "4", "--micro-batches", "8", "--out", "P.json"]
+    commands = [[sys.executable, "-m", "evenpipe", *plan]]
+    for configuration in ("planned", "bpipe"):
+        flags = ["--deepspeed_config", script.with_name(f"{configuration}.json"), "--iterations", "4"]
+        commands.append([*forked_deepspeed(script), *flags])
+    runs = []
+    for command in commands:
+        runs.append(subprocess.run(command, timeout=300, capture_output=True, text=True, cwd=tmp_path, env=environment))
+        assert runs[-1].returncode == 0, runs[-1].stdout + runs[-1].stderr
+    assert "evenpipe: partition: P.json cuts PipelineModule's 11 layers " in runs[1].stderr
+    losses = [[line for line in run.stdout.splitlines() if line.startswith("iteration")] for run in runs[1:]]
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]
+
+
 def test_plain_modules_of_a_users_own():
     """Any schedule gives the same losses, to the last digit shown; the script is short."""
     script = EXAMPLES / "plain_torch.py"
