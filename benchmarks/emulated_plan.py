@@ -40,12 +40,12 @@ class Case(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One batch: its milliseconds, those of each stage's forwards and backwards, and when its last stage's ended."""
+    """One batch: its milliseconds, those of each stage's forwards and backwards, and when its backwards ended."""
 
     ms: float
     forward_ms: list[float]
     backward_ms: list[float]
-    ends_ms: list[float]
+    ends_ms: list[list[float]]
 
 
 def case_of(profile: Profile, plan: Plan, time: float, micro_batches: int) -> Case:
@@ -67,10 +67,14 @@ def simulated(plan: Plan, case: Case, time: float) -> Simulation:
     return simulate(case.program, Costs(forward_ms, backward_ms))
 
 
-def period_ms(ends_ms: Sequence[float], stages: int) -> float:
-    """Milliseconds from one backward of the last stage to its next, when the pipeline has settled."""
-    settled = ends_ms[stages:]
-    return (settled[-1] - settled[0]) / (len(settled) - 1)
+def period_ms(ends_ms: Sequence[Sequence[float]]) -> float:
+    """Milliseconds from one micro-batch to the next without an end, from when each stage's backwards of 1F1B ended.
+
+    That of the slowest stage: from its backward number p on, where it has settled, to the last that a forward follows.
+    """
+    stages = len(ends_ms)
+    settled = [ends[stages : len(ends) - (stages - 1 - stage)] for stage, ends in enumerate(ends_ms)]
+    return max((ends[-1] - ends[0]) / (len(ends) - 1) for ends in settled)
 
 
 class _Times(Observer):
@@ -124,7 +128,7 @@ def measure(rank: int, cases: Mapping[str, Case], repeats: int, tick: Tick) -> d
         dist.all_gather_object(every, mine)
         tick()
         took = {kind: [median(one[1][kind]) for one in every] for kind in ("F", "B")}
-        return Batch(max(one[0] for one in every), took["F"], took["B"], every[-1][2])
+        return Batch(max(one[0] for one in every), took["F"], took["B"], [one[2] for one in every])
 
     found: dict[str, list[Batch]] = {name: [] for name in cases}
     for repeat in range(repeats + 1):
