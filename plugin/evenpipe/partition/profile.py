@@ -28,13 +28,14 @@ class Storage(_Frozen):
     `producer`: the node that allocates it; −1: it is there before (an input of the model, or what every stage computes
     for itself, as a mask). `users`: the nodes that read it in the forward, through whatever view, ascending. `savers`:
     the nodes, ascending, whose backward needs it, the producer among them if its own does; none: it is freed when the
-    last user has ended.
+    last user has ended. `changers`: the nodes, ascending, other than the producer, that write to it in place.
     """
 
     nbytes: int = Field(ge=0)
     producer: int = Field(ge=-1)
     users: tuple[int, ...] = ()
     savers: tuple[int, ...] = ()
+    changers: tuple[int, ...] = ()
 
 
 class Parameter(_Frozen):

@@ -150,6 +150,63 @@ def test_code_of_another_plan_or_model_is_refused_in_one_line(words):
         load_parts(path, 2, example.model)
 
 
+def test_a_model_of_other_modules_is_refused(words):
+    """Its parameters are the plan's, and not what it computes with them."""
+    example, _, _, path, _ = words
+
+    class Known(nn.Embedding):
+        def forward(self, ids):
+            return super().forward(ids) / 2
+
+    example.model.words = Known(10, 8)
+    assert "the model's words is a Known, and the plan's was a Embedding: make a plan" in _refusal(path, example.model)
+
+
+def test_constants_of_another_plan_are_refused_in_one_line(tmp_path):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return (self.second(self.first(x)) * torch.tensor([0.5] * 24).view(3, 8)).sum()
+
+    example = Example("masked", Masked(), {"x": torch.ones(3, 8)})
+    graph = trace(example.model, example.inputs)
+    found, path = profiled(example, graph), tmp_path / "P.json"
+    constants = tmp_path / "P.constants.pt"
+    written(example, graph, plan_at(found, 2, [1]), found, path)
+    older = constants.read_bytes()
+    written(example, graph, plan_at(found, 2, [0]), found, path)
+    constants.write_bytes(older)
+    assert f"{constants}: it is of another plan than {path} is now" in _refusal(path, example.model)
+    constants.write_bytes(b"no such thing")
+    assert f"{constants}: UnpicklingError: no constants of a plan" in _refusal(path, example.model)
+    constants.unlink()
+    assert f"{constants}: No such file or directory" in _refusal(path, example.model)
+
+
+def test_parts_have_no_names_of_their_own_where_the_model_may_have_some(tmp_path):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.state, self.check = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.register_buffer("device_of", torch.ones(8))
+
+        def forward(self, x):
+            hidden = self.check(self.state(x) * self.device_of)
+            return (hidden + torch.arange(8, device=x.device)).square().sum()
+
+    example = Example("named", Named(), {"x": torch.ones(3, 8)})
+    graph = trace(example.model, example.inputs)
+    found = profiled(example, graph)
+    parts = written(example, graph, plan_at(found, 2, [1]), found, tmp_path / "P.json")
+    received = ()
+    for part in parts:
+        received = part(example.inputs, Draws(0, 0), *received)
+    assert torch.equal(received[0], example.model(**example.inputs))
+
+
 def _refusal(path, model):
     with pytest.raises(StageCodeError) as caught:
         load_parts(path, 1, model)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evenpipe.partition.code import Draws, Part
 from evenpipe.partition.models import Example
@@ -20,7 +20,7 @@ from evenpipe.partition.search.host_link import Around
 from evenpipe.partition.search.memory import Fit, Load, Optimize, fit
 from evenpipe.partition.search.plan import plan_of
 from evenpipe.partition.search.problem import Problem
-from evenpipe.partition.trace import Graph
+from evenpipe.partition.trace import Graph, trace
 from evenpipe.planner.descriptions import device
 from evenpipe.runtime.keep import Keeper
 from evenpipe.runtime.store import ActivationStore
@@ -41,7 +41,7 @@ class Stages:
 
     def __init__(self, example: Example, parts: Sequence[Part]) -> None:
         self.example, self.parts = example, parts
-        self.stores = [ActivationStore(part.state(), device=HOST) for part in parts]
+        self.stores = [ActivationStore([*part.parameters(), *part.buffers()], device=HOST) for part in parts]
         self.keepers = [Keeper(store, HOST) for store in self.stores]
         self.kept: list[int] = []
 
@@ -134,3 +134,37 @@ def test_parts_that_recompute_and_swap_train_bit_for_bit_in_the_planned_bytes(sm
                 assert abs(store.counter.peak_bytes - planned) <= max(0.03 * planned, tensor), (cuts, way)
         example.model.load_state_dict(before)
     assert did == {"recompute", "swap"}
+
+
+class InPlace(nn.Module):
+    """What `first` makes is read, changed twice, and read again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        other = self.middle((hidden * 2).tanh())
+        hidden.add_(other).relu_()
+        return self.last(nn.functional.gelu(hidden + other)).square().sum()
+
+
+def test_what_is_changed_in_place_is_kept_as_it_is(tmp_path):
+    example = Example("in place", InPlace(), {"x": torch.ones(16, 32)})
+    graph = trace(example.model, example.inputs)
+    found = profile(graph, OnCpu(device("a100-40gb")), example.name)
+    given = batches(example, 2)
+    cuts = drawn_cuts(graph, STAGES - 1, 1)
+    changed = {number for number, one in enumerate(found.storages) if one.changers}
+    assert changed
+    _, parts = made(example, graph, found, cuts, tmp_path / "plan.json", ("none", 1.0, 0.0))
+    plain = {key: value.clone() for key, value in Stages(example, parts).train(given).items()}
+    did = 0
+    for way in (("recompute", 0.85, 0.0), ("swap+recompute", 0.85, 1e3), ("swap+recompute", 0.7, 1e3)):
+        fits, parts = made(example, graph, found, cuts, tmp_path / "plan.json", way)
+        did += sum(bool(one.swap or one.drop) for one in fits)
+        assert changed.isdisjoint(number for one in fits for number in (*one.swap, *one.drop))
+        kept = Stages(example, parts).train(given)
+        assert all(torch.equal(kept[key], value) for key, value in plain.items()), way
+    assert did

@@ -75,6 +75,7 @@ def test_a_users_function_gives_model_and_inputs(tmp_path):
         ("    raise SystemExit(3)", "mine.py:2: SystemExit: 3"),
         ("    return 3", r"should return \(model, inputs\), and returned int"),
         ("    return torch.nn.Linear(2, 2), {}", "with a tensor among them"),
+        ("    return torch.nn.Linear(2, 2), {'x': [torch.ones(2)]}", r"inputs\['x'\] is a list of tensors: give every"),
     ],
 )
 def test_a_function_that_fails_is_told_where(tmp_path, body, says):

@@ -3,7 +3,7 @@
 from evenpipe.partition.code.draws import Draws, drawing
 from evenpipe.partition.code.errors import StageCodeError
 from evenpipe.partition.code.files import load_parts, part_types, tensors_of, write_stages
-from evenpipe.partition.code.part import Boundary, Part
+from evenpipe.partition.code.part import Boundary, Part, device_of
 from evenpipe.partition.code.writing import stage_sources
 from evenpipe.runtime.keep import Keeping
 
@@ -13,6 +13,7 @@ __all__ = [
     "Keeping",
     "Part",
     "StageCodeError",
+    "device_of",
     "drawing",
     "load_parts",
     "part_types",

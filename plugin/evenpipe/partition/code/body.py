@@ -21,7 +21,7 @@ from evenpipe.partition.trace import Graph
 
 __all__ = ["Body", "write_body"]
 
-_TAKEN: Final = ("self", "inputs", "draws", "received", "keep", "device", "aten", "torch", *keyword.kwlist)
+_TAKEN: Final = ("self", "inputs", "draws", "received", "keep", "device", "device_of", "aten", "torch", *keyword.kwlist)
 _FRAME: Final = re.compile(r'File "(.+)", line (\d+).*\n *(.*)')
 _TORCH: Final = str(Path(torch.__file__).parent)
 _INDENT: Final = 4
@@ -73,7 +73,7 @@ class _Writer:
         self._line("")
         self._line(text.bracketed("return (", sent, ",)" if len(sent) == 1 else ")", _WIDTH))
         if any(_DEVICE.search(line) for line in body.lines):
-            body.lines.insert(0, "device = self.device_of(inputs, received)")
+            body.lines.insert(0, "device = device_of(self, inputs, received)")
         return body
 
     def _block(self, module: nn.Module, nodes: Sequence[fx.Node], kept: set[Any], indent: int) -> None:

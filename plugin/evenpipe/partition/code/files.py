@@ -28,7 +28,7 @@ def write_stages(graph: Graph, profile: Profile, plan: Plan, plan_path: Path) ->
     sources = stage_sources(graph, profile, plan)
     if constants := constants_apart(graph):
         content = io.BytesIO()
-        torch.save(constants, content)
+        torch.save({"plan": digest_of(plan), "tensors": constants}, content)
         write_atomically(_constants_path(plan_path), content.getvalue())
     paths = tuple(_stage_path(plan_path, stage) for stage in range(len(sources)))
     for path, source in zip(paths, sources, strict=True):
@@ -43,10 +43,12 @@ def load_parts(plan_path: Path, stage: int, model: nn.Module) -> tuple[Part, ...
     """
     parts = tuple(made() for made in part_types(plan_path, stage))
     of_name = tensors_of(model)
-    path = _stage_path(plan_path, stage)
+    path, plan = _stage_path(plan_path, stage), digest_of(Plan.read(plan_path))
+    device = next((tensor.device for tensor in of_name.values()), torch.device("cpu"))
     for part in parts:
         _take(part, model, of_name, f"{path}: the model has")
-        _take_constants(part, plan_path, next((tensor.device for tensor in of_name.values()), torch.device("cpu")))
+        _check_modules(part, model, f"{path}: the model's")
+        _take_constants(part, plan_path, plan, device)
     return parts
 
 
@@ -108,16 +110,37 @@ def _take(part: Part, model: nn.Module, of_name: dict[str, Tensor], model_has: s
             _register(part, alias, found, persistent=alias in of_name and _is_persistent(model, alias))
 
 
-def _take_constants(part: Part, plan_path: Path, device: torch.device) -> None:
+def _check_modules(part: Part, model: nn.Module, models: str) -> None:
+    """That the operations of the plan are those of the model's modules, as far as these tell by their types."""
+    known = dict(model.named_modules(remove_duplicate=False))
+    for kind, names in part.MODULES.items():
+        for name in names:
+            if name in known and (found := type(known[name]).__name__) != kind:
+                raise StageCodeError(
+                    f"{models} {name} is a {found}, and the plan's was a {kind}: make a plan of this one"
+                )
+
+
+def _take_constants(part: Part, plan_path: Path, plan: str, device: torch.device) -> None:
     saved: dict[str, Tensor] = {}
     if any(tensor is None for tensor in part.CONSTANTS.values()):
-        path = _constants_path(plan_path)
-        try:
-            saved = torch.load(path, weights_only=True)
-        except OSError as error:
-            raise StageCodeError(f"{path}: {error.strerror}: {_remedy(plan_path)}") from error
+        saved = _constants_of(_constants_path(plan_path), plan_path, plan)
     for name, tensor in part.CONSTANTS.items():
         _register(part, name, (saved[name] if tensor is None else tensor).to(device), persistent=False)
+
+
+def _constants_of(path: Path, plan_path: Path, plan: str) -> dict[str, Tensor]:
+    """The tensors saved apart, if they are of this plan."""
+    try:
+        document = torch.load(path, weights_only=True)
+    except OSError as error:
+        raise StageCodeError(f"{path}: {error.strerror}: {_remedy(plan_path)}") from error
+    except Exception as error:  # torch.load raises whatever its parts do
+        raise StageCodeError(f"{path}: {type(error).__name__}: no constants of a plan: {_remedy(plan_path)}") from error
+    if not isinstance(document, dict) or document.get("plan") != plan:
+        raise StageCodeError(f"{path}: it is of another plan than {plan_path} is now: {_remedy(plan_path)}")
+    tensors: dict[str, Tensor] = document["tensors"]
+    return tensors
 
 
 def _attribute(model: nn.Module, name: str) -> Tensor | None:

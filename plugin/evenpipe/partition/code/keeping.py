@@ -128,7 +128,10 @@ def _passed_on(profile: Profile, again: frozenset[int], part: frozenset[int]) ->
     return frozenset(
         number
         for number, one in enumerate(profile.storages)
-        if one.producer in again and part.isdisjoint(one.savers) and not again.isdisjoint(one.users)
+        if one.producer in again
+        and part.isdisjoint(one.savers)
+        and not again.isdisjoint(one.users)
+        and not one.changers
     )
 
 

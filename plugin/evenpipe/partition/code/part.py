@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from evenpipe.partition.code.draws import Draws
 from evenpipe.runtime.keep import KEEP_ALL, KeepAll, Keeping
 
-__all__ = ["Boundary", "Part", "Scope"]
+__all__ = ["Boundary", "Part", "Scope", "device_of"]
 
 
 class Boundary(NamedTuple):
@@ -37,10 +37,15 @@ class Scope(nn.Module):
 class Part(Scope):
     """One part of a model; its `forward` is what the user's code does between two cuts, operation by operation.
 
+    `forward(inputs, draws, keep, *received)` returns what it sends, `SENDS`; of the last part, (loss,).
+    `received`: what `RECEIVES` says, in that order. `keep` calls the operations that `KEEPING` names.
+    Whatever else it has in small letters is the model's.
+
     `INPUTS`: the names of the micro-batch's inputs that it reads, `INPUT_SHAPES` and `INPUT_DTYPES` theirs.
     `RECEIVES`: from the part before; `SENDS`: to the next. `RANDOM`: the ordinals of its random operations. `LAST`: it
-    returns the loss. `STATE`: the model's parameters and buffers that it uses. `CONSTANTS`: tensors that the code
-    makes; None: they are saved beside. `KEEPING`: what it recomputes and swaps.
+    returns the loss. `STATE`: the model's parameters and buffers that it uses. `MODULES`: the model's modules that its
+    operations are of, by type. `CONSTANTS`: tensors that the code makes; None: they are saved beside. `KEEPING`: what
+    it recomputes and swaps.
     """
 
     INPUTS: ClassVar[tuple[str, ...]] = ()
@@ -51,17 +56,9 @@ class Part(Scope):
     RANDOM: ClassVar[tuple[int, ...]] = ()
     LAST: ClassVar[bool] = False
     STATE: ClassVar[Mapping[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+    MODULES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     CONSTANTS: ClassVar[Mapping[str, Tensor | None]] = {}
     KEEPING: ClassVar[Keeping] = Keeping()
-
-    def forward(
-        self, inputs: Mapping[str, Tensor], draws: Draws, keep: KeepAll, *received: Tensor
-    ) -> tuple[Tensor, ...]:
-        """What it sends, `SENDS`; of the last part, (loss,). `received`: what `RECEIVES` says, in that order.
-
-        `keep`: calls the operations that `KEEPING` names.
-        """
-        raise NotImplementedError
 
     def __call__(
         self, inputs: Mapping[str, Tensor], draws: Draws, *received: Tensor, keep: KeepAll = KEEP_ALL
@@ -70,7 +67,7 @@ class Part(Scope):
 
         An error names the user's own file and line, has the type that it had, and that one as its cause.
         """
-        self._check(inputs, received)
+        _check(self, inputs, received)
         try:
             result: tuple[Tensor, ...] = super().__call__(inputs, draws, keep, *received)
         except Exception as error:
@@ -80,24 +77,22 @@ class Part(Scope):
             raise _like(error, where) from error
         return result
 
-    def device_of(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> torch.device:
-        """Where it runs."""
-        return next(tensor.device for held in (received, self.state(), inputs.values()) for tensor in held)
 
-    def state(self) -> Sequence[Tensor]:
-        """Its parameters and buffers."""
-        return [*self.parameters(), *self.buffers()]
+def device_of(part: Part, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> torch.device:
+    """Where a part runs."""
+    return next(one.device for held in (received, part.parameters(), part.buffers(), inputs.values()) for one in held)
 
-    def _check(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> None:
-        for name, shape in zip(self.INPUTS, self.INPUT_SHAPES, strict=True):
-            if name not in inputs:
-                raise ValueError(f"inputs have no {name!r}: the plan was made with {', '.join(self.INPUTS)}")
-            if tuple(inputs[name].shape) != shape:
-                found = tuple(inputs[name].shape)
-                raise ValueError(f"input {name!r} is {found}, and the plan was made for {shape}: make one for {found}")
-        expected = [boundary.shape for boundary in self.RECEIVES]
-        if [tuple(tensor.shape) for tensor in received] != expected:
-            raise ValueError(f"{type(self).__name__} receives {expected}, not {[tuple(t.shape) for t in received]}")
+
+def _check(part: Part, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> None:
+    for name, shape in zip(part.INPUTS, part.INPUT_SHAPES, strict=True):
+        if name not in inputs:
+            raise ValueError(f"inputs have no {name!r}: the plan was made with {', '.join(part.INPUTS)}")
+        if tuple(inputs[name].shape) != shape:
+            found = tuple(inputs[name].shape)
+            raise ValueError(f"input {name!r} is {found}, and the plan was made for {shape}: make one for {found}")
+    expected = [boundary.shape for boundary in part.RECEIVES]
+    if [tuple(tensor.shape) for tensor in received] != expected:
+        raise ValueError(f"{type(part).__name__} receives {expected}, not {[tuple(t.shape) for t in received]}")
 
 
 #: A comment of stage code that names a line of the user's.

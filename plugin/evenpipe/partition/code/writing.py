@@ -99,7 +99,8 @@ def _imports(classes: Sequence[str]) -> str:
     def used(name: str) -> bool:
         return any(name in code for code in classes)
 
-    names = ", ".join(["Boundary", *(["Keeping"] if used("Keeping(") else []), "Part"])
+    more = [name for name in ("device_of",) if used(f"{name}(")]
+    names = ", ".join(["Boundary", *(["Keeping"] if used("Keeping(") else []), "Part", *more])
     modules = "import operator\n\nimport torch" if used("operator.") else "import torch"
     return f"{modules}\n\nfrom evenpipe.partition.code import {names}"
 
@@ -119,6 +120,7 @@ def _class(graph: Graph, part: Selected, position: int, body: Body, through: Kep
         _table("RANDOM", "(", [str(ordinal) for ordinal in body.random]),
         f"    LAST = {last}",
         _table("STATE", "{", _state(graph, [*body.held, *(graph.unread if position == 0 else ())])),
+        _table("MODULES", "{", _modules(part)),
         _table("CONSTANTS", "{", _inline(graph, body.held)),
         *(f"    {line}" for line in keeping_text(through.keeping)),
         "",
@@ -147,6 +149,22 @@ def _state(graph: Graph, names: Sequence[str]) -> list[str]:
         tensor = graph.unread[name] if name in graph.unread else operator.attrgetter(name)(graph.module)
         found.append(f"{text.value(name, str)}: ({tensor.dtype}, {text.value(tuple(tensor.shape), str)})")
     return found
+
+
+def _modules(part: Selected) -> list[str]:
+    """The innermost module of each node, where it is not the model itself, under its type."""
+    found: dict[str, dict[str, None]] = {}
+    for node in part.body:
+        name, kind = next(reversed((node.meta.get("nn_module_stack") or {"": ("", "")}).values()))
+        if name:
+            kind = kind if isinstance(kind, str) else kind.__name__
+            found.setdefault(kind.rpartition(".")[2], {})[name] = None
+    entries = []
+    for kind, names in sorted(found.items()):
+        closing = ",)" if len(names) == 1 else ")"
+        listed = [text.value(name, str) for name in names]
+        entries.append(text.bracketed(f"{text.value(kind, str)}: (", listed, closing, text.WIDTH - 9))
+    return [entry.replace("\n", "\n    ") for entry in entries]
 
 
 def _inline(graph: Graph, names: Sequence[str]) -> list[str]:

@@ -42,6 +42,7 @@ class _Found:
     producer: int
     users: list[int] = field(default_factory=list)
     savers: list[int] = field(default_factory=list)
+    changers: list[int] = field(default_factory=list)
 
 
 def count_memory(graph: Graph, device_type: str, progress: Progress = lambda done, total: None) -> Memory:
@@ -74,15 +75,18 @@ def count_memory(graph: Graph, device_type: str, progress: Progress = lambda don
                 _add(storage.savers, place)
             return tensor
 
+        versions = [tensor._version for tensor in given]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             result = kernels(node)(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for tensor in tensors:
             note(tensor, place)
         if place >= 0:
-            for tensor in given:
+            for tensor, version in zip(given, versions, strict=True):
                 if (storage := note(tensor, -1)) is not None and storage.producer != place:
                     _add(storage.users, place)
+                    if tensor._version != version:
+                        _add(storage.changers, place)
             outputs.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
             progress(place + 1, len(graph.nodes))
         return result
@@ -91,7 +95,13 @@ def count_memory(graph: Graph, device_type: str, progress: Progress = lambda don
     storages = [it for it in found.values() if it.producer >= 0 or it.users or it.savers]
     return Memory(
         storages=tuple(
-            Storage(nbytes=it.nbytes, producer=it.producer, users=tuple(it.users), savers=tuple(it.savers))
+            Storage(
+                nbytes=it.nbytes,
+                producer=it.producer,
+                users=tuple(it.users),
+                savers=tuple(it.savers),
+                changers=tuple(it.changers),
+            )
             for it in sorted(storages, key=lambda it: it.producer)
         ),
         parameters=_parameters(graph, numbers),

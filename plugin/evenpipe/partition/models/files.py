@@ -50,6 +50,10 @@ def from_function(where: str, micro_batch_size: int | None = None) -> Example:
         raise ModelError(f"{where}: it should return (model, inputs), and returned {type(returned).__name__}")
     model, inputs = returned
     leaves = tree_leaves(dict(inputs)) if isinstance(inputs, Mapping) else []
+    for argument, value in dict(inputs).items() if isinstance(inputs, Mapping) else ():
+        if not isinstance(value, torch.Tensor) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+            remedy = "give every tensor as an argument of its own"
+            raise ModelError(f"{where}: inputs[{argument!r}] is a {type(value).__name__} of tensors: {remedy}")
     sizes = [len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not sizes:
         raise ModelError(f"{where}: inputs should be a dictionary of forward's arguments, with a tensor among them")

@@ -41,8 +41,8 @@ class HostLink:
         self.usable = gbps > 0
         self.free_bytes = gbps * 1e6 * self.period_ms
         self.transfer_ms: Numbers = np.full(len(saved.ids), np.inf)
-        if self.usable:  # what is there before the forward is somebody else's
-            made = saved.producers >= 0
+        if self.usable:  # what is there before the forward is somebody else's, and what is changed stays
+            made = (saved.producers >= 0) & ~saved.changed
             self.transfer_ms[made] = saved.nbytes[made] / (gbps * 1e6)
         beside_ms = saved.forward_ms - saved.free_from_ms + around.between_ms + saved.needed_ms
         self.free_ms = beside_ms - 2 * self.transfer_ms

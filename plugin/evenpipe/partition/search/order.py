@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -51,14 +51,19 @@ class Order:
         reads: Sequence[Sequence[int]],
         nbytes: Sequence[int],
         producer: Sequence[int],
-        is_saved: Sequence[bool],
+        is_end: Sequence[bool],
+        goes: Sequence[bool],
+        once: Set[int],
     ) -> None:
+        """`goes`: which storages are dropped at all; `is_end`: which are there; `once`: nodes that never run again."""
         count = len(nbytes)
         nodes, ends = list[list[int]](), list[list[int]]()
         for storage in range(count):
             chain = (list[int](), list[int]())
-            if is_saved[storage] and producer[storage] >= 0:
-                chain = _chain(storage, reads, producer, is_saved)
+            if goes[storage] and producer[storage] >= 0:
+                chain = _chain(storage, reads, producer, is_end)
+                if not once.isdisjoint(chain[0]):
+                    chain = [], []
             nodes.append(chain[0])
             ends.append(chain[1])
         self.nodes, self.ends = Lists.of(nodes), Lists.of(ends)
@@ -87,7 +92,7 @@ class Order:
 
 
 def _chain(
-    storage: int, reads: Sequence[Sequence[int]], producer: Sequence[int], is_saved: Sequence[bool]
+    storage: int, reads: Sequence[Sequence[int]], producer: Sequence[int], is_end: Sequence[bool]
 ) -> tuple[list[int], list[int]]:
     nodes, ends, open_nodes = set[int](), set[int](), [producer[storage]]
     while open_nodes:
@@ -95,7 +100,7 @@ def _chain(
         if node not in nodes:
             nodes.add(node)
             for read in reads[node]:
-                if is_saved[read] or producer[read] < 0:
+                if is_end[read] or producer[read] < 0:
                     ends.add(read)
                 else:
                     open_nodes.append(producer[read])

@@ -23,7 +23,11 @@ class Columns(NamedTuple):
 
 
 class Graph:
-    """A profile as lists: what each node reads and allocates, and every saver and user with its storage, by node."""
+    """A profile as lists: what each node reads and allocates, and every saver and user with its storage, by node.
+
+    changed: by storage, whether a node writes to it in place; then it is kept as it is. once: nodes that read or change
+    such a one no later than its last change, and so cannot run again from what it has become.
+    """
 
     def __init__(self, profile: Profile) -> None:
         self.forward_ms = [node.forward_ms for node in profile.nodes]
@@ -33,6 +37,8 @@ class Graph:
         self.nbytes = [one.nbytes for one in profile.storages]
         self.producer = [one.producer for one in profile.storages]
         self.users = [one.users for one in profile.storages]
+        self.changed = [bool(one.changers) for one in profile.storages]
+        self.once = {user for one in profile.storages for user in one.users if user <= max(one.changers, default=-1)}
         self.is_saved = [bool(one.savers) for one in profile.storages]
         self.reads: list[list[int]] = [[] for _ in profile.nodes]
         self.makes: list[list[int]] = [[] for _ in profile.nodes]
@@ -48,7 +54,9 @@ class Graph:
     @cached_property
     def order(self) -> Order:
         """What having each saved storage again takes, found once for all ranges."""
-        return Order(self.forward_ms, self.reads, self.nbytes, self.producer, self.is_saved)
+        is_end = [saved or changed for saved, changed in zip(self.is_saved, self.changed, strict=True)]
+        goes = [saved and not changed for saved, changed in zip(self.is_saved, self.changed, strict=True)]
+        return Order(self.forward_ms, self.reads, self.nbytes, self.producer, is_end, goes, self.once)
 
     @cached_property
     def columns(self) -> Columns:
@@ -118,6 +126,11 @@ class Saved:
     def producers(self) -> Numbers:
         found: Numbers = self.graph.columns.producer[self.ids]
         return found
+
+    @cached_property
+    def changed(self) -> Numbers:
+        """Which a node writes to in place."""
+        return np.array(self.graph.changed, bool)[self.ids]
 
     @cached_property
     def places(self) -> dict[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +18,9 @@ class Recomputation:
     """Storages that one part of the model drops after its forward. Each node that it takes runs again once.
 
     A storage is had again from what its producer reads: from what is kept or comes back from the host, else from what
-    is computed again in turn. What an earlier stage sent cannot be computed here, so it is kept, and so is what each
-    stage has of the inputs, as a mask: `received`. Parameters are there. Random nodes draw the same numbers again.
+    is computed again in turn. What an earlier stage sent cannot be computed here, so it is kept, and so is what is
+    changed in place, and what each stage has of the inputs, as a mask: `received`. Parameters are there. Random nodes
+    draw the same numbers again.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Candidates:
         graph, ids, order = saved.graph, saved.ids, saved.graph.order
         stays = np.zeros(len(graph.nbytes), bool)
         stays[list(checkpoints)] = True
-        can = (saved.producers >= saved.start) & (saved.nbytes > 0) & ~stays[ids]
+        can = (saved.producers >= saved.start) & (saved.nbytes > 0) & ~stays[ids] & ~saved.changed
         ends, of = order.ends.of_some(ids)
         elsewhere = np.bincount(of, ~saved.is_here[ends], minlength=len(ids)) > 0
         other = can & (elsewhere | (order.first_node[ids] < saved.start))
@@ -108,11 +110,12 @@ class Candidates:
                 for read in graph.reads[node]:
                     if read in saved.places:
                         continue
-                    if graph.producer[read] >= saved.start and read not in checkpoints:
+                    if graph.producer[read] >= saved.start and read not in checkpoints and not graph.changed[read]:
                         open_nodes.append(graph.producer[read])
                     else:
                         received[read] = None
-        return Chain(sum(graph.forward_ms[node] for node in nodes), tuple(nodes), tuple(received))
+        ms = sum(inf if node in graph.once else graph.forward_ms[node] for node in nodes)
+        return Chain(ms, tuple(nodes), tuple(received))
 
     def _weigh_others(self) -> None:
         """Of those that save more than must be kept for them; what is kept for one is there for all."""
@@ -121,7 +124,7 @@ class Candidates:
             now = list[int]()
             for place, chain in left.items():
                 saves = int(self.saved.nbytes[place]) - sum(nbytes[one] for one in chain.received if one not in kept)
-                if saves > 0:
+                if saves > 0 and chain.ms < inf:
                     self.ms_a_byte[place] = chain.ms / saves
                     now.append(place)
             for place in now:

@@ -54,7 +54,8 @@ class PlannedEngine(PlainEngine[PlannedPipeline]):
             raise OptionsError(f"--partition {error}") from error
         for part in self.pipeline.chunks:
             part.register_forward_hook(self._spoiled)
-        self._inputs = example.inputs
+        # Whatever else the model takes, its plan has taken in.
+        self._inputs = {name: one for name, one in example.inputs.items() if isinstance(one, Tensor)}
         self.optimizer = make_optimizer(options, self.pipeline.parameters())
 
     def train(self, iteration: int) -> list[float]:

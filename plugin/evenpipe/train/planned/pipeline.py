@@ -92,6 +92,10 @@ class PlannedPipeline(Pipeline):
         batch cannot be shared out, or is not of the shapes that the plan is for.
         """
         count, found = self.program.schedule.micro_batches, dict[int, Tensor]()
+        for name, one in batch.items():
+            if not isinstance(one, Tensor):
+                kind = type(one).__name__
+                raise ValueError(f"batch[{name!r}] is a {kind}: give tensors only; anything else is as in the plan")
         of_inputs = {name: shares(name, one, count) if one.dim() else [one] * count for name, one in batch.items()}
         first = self.batches * count
 
