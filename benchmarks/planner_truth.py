@@ -15,6 +15,8 @@ import numpy as np
 from published.bpipe import best, breakdown, figure_3_gib, figure_8_gib, verdicts
 from published.fit import errors, fitted, left_out, unseen
 from published.korthikanti import activation_errors, relative_errors
+from published.pipedream import figure_8_gib as figure_8_of_2bw
+from published.pipedream import figure_11_billion, largest_micro_batch, table_1
 from published.production import longer
 from published.tables import Row, estimators, table, taken
 from rich.console import Console
@@ -54,6 +56,7 @@ def measures() -> dict[str, Any]:
         "table_6": _table_6(),
         "korthikanti": relative_errors(),
         "korthikanti_activations": activation_errors(),
+        "pipedream": _pipedream(),
         "uncertainty": _coverage(programs),
     }
     return found
@@ -84,15 +87,15 @@ def _best(model: str) -> dict[str, Any]:
     measured = [row for row in taken() if row.model == model]
     found: dict[str, Any] = {}
     for name, bpipe in (("with", True), ("without", False)):
-        chosen = best(model, estimators(), bpipe)
+        chosen = best(model, bpipe)
         run = chosen.run
         paper = max((row for row in measured if bpipe or not row.bpipe), key=lambda row: row.mfu)
         found[name] = {
             "chosen": [run.tensor, run.stages, run.micro_batch, run.recompute, run.bpipe],
             "paper": [paper.t, paper.p, paper.b, paper.recompute, paper.bpipe],
-            "mfu": 100 * chosen.mfu,
+            "mfu": 100 * chosen.estimate.mfu,
             "paper_mfu": paper.mfu,
-            "relative": 100 * chosen.mfu / paper.mfu - 1,
+            "relative": 100 * chosen.estimate.mfu / paper.mfu - 1,
         }
     return found
 
@@ -106,6 +109,20 @@ def _table_6() -> list[dict[str, float]]:
         ratio = estimate(row, bpipe=True).mfu / estimate(row).mfu
         found.append({"b": one["b"], "estimated": ratio, "measured": one["bpipe"] / one["megatron"]})
     return found
+
+
+def _pipedream() -> dict[str, Any]:
+    """PipeDream-2BW's Table 1, and who runs out of memory where in its Figures 8 to 11."""
+    return {
+        "table_1": [{"model": group.model, "ordered": group.ordered, "rows": group.rows} for group in table_1()],
+        "figure_8_gib": {name: figure_8_of_2bw(name) for name in ("gpt2-2.2b", "bert-2.2b")},
+        "figure_9": {depth: largest_micro_batch("gpt2-1.3b", depth, 64 // depth, True) for depth in (4, 8)},
+        "figure_10": {
+            name: [largest_micro_batch(name, 8, 1, recomputed) for recomputed in (False, True)]
+            for name in ("gpt2-1.3b", "gpt2-2.2b")
+        },
+        "figure_11_billion": {depth: figure_11_billion(depth) for depth in (8, 16, 32, 64)},
+    }
 
 
 def _coverage(programs: estimators) -> dict[str, Any]:
@@ -160,6 +177,7 @@ def _shown(found: dict[str, Any]) -> Table:
     )
     saved = [abs(one) for one in found["korthikanti_activations"].values()]
     shown.add_row("Korthikanti: activations", "worst", f"{max(saved):.2%}", "formula")
+    _show_pipedream(shown, found["pipedream"])
     sure = found["uncertainty"]
     shown.add_row(
         "iterations of sources not fitted, within what is said",
@@ -172,6 +190,23 @@ def _shown(found: dict[str, Any]) -> Table:
     for name, (ratio, covered) in sure["production"].items():
         shown.add_row(name, "longer than estimated", f"{ratio:+.0%}{'' if covered else ', outside'}", "")
     return shown
+
+
+def _show_pipedream(shown: Table, found: dict[str, Any]) -> None:
+    groups = found["table_1"]
+    shown.add_row(
+        "2BW Table 1: order", f"{len(groups)} groups", f"{sum(one['ordered'] for one in groups)} right", "all"
+    )
+    for name, systems in found["figure_8_gib"].items():
+        each = ", ".join(f"{system} {gib:.1f}" for system, gib in systems.items())
+        limit = "only gpipe over" if name.startswith("gpt") else "none over"
+        shown.add_row(f"2BW Figure 8: {name}, batch 64", f"GiB, of {device('v100-16gb').memory_gib}", each, limit)
+    each = ", ".join(f"{b} at depth {depth}" for depth, b in found["figure_9"].items())
+    shown.add_row("2BW Figure 9: largest micro-batch", "that fits", each, "32 ran at depth 8")
+    each = ", ".join(f"{name} {b} and {recomputed}" for name, (b, recomputed) in found["figure_10"].items())
+    shown.add_row("2BW Figure 10: the same", "without and with recomputation", each, "")
+    each = ", ".join(f"{billion:.1f} at depth {depth}" for depth, billion in found["figure_11_billion"].items())
+    shown.add_row("2BW Figure 11: largest model", "10^9 parameters", each, "about 30 at 64")
 
 
 def _pair(one: dict[str, float]) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Final, NamedTuple, get_args
 
+from evenpipe.planner.descriptions import cluster, model
 from evenpipe.planner.estimate import Estimate
 from evenpipe.planner.run import Recompute, Run
+from evenpipe.planner.search.engine import Engine
+from evenpipe.planner.search.front import Planned
+from evenpipe.planner.search.question import Question
+from evenpipe.planner.search.search import search
 
 from .tables import GPUS, Row, estimators, rows, table
 
-__all__ = ["Verdict", "best", "breakdown", "figure_3_gib", "figure_8_gib", "grid", "verdicts"]
+__all__ = ["Verdict", "best", "breakdown", "figure_3_gib", "figure_8_gib", "verdicts"]
 
 _SCOPES: Final[tuple[Recompute, ...]] = get_args(Recompute)
 _GIB: Final = 2**30
@@ -45,31 +48,12 @@ def most_gib(shown: Estimate) -> float:
     return max(stage.bytes.total for stage in shown.stages) / _GIB
 
 
-def grid(model: str) -> Iterator[Run]:
-    """All of §4.2's (t, p, d, mb), each without recomputation; whether one fits is not asked."""
-    gpus, samples = GPUS[model]
-    of = estimators()[model].model
-    for t in (1, 2, 4, 8):
-        for p in (p for p in range(1, gpus // t + 1) if gpus % (t * p) == 0 and of.layers % p == 0):
-            d = gpus // (t * p)
-            for b in (b for b in range(1, samples + 1) if samples % (b * d) == 0):
-                if of.heads % t == 0:
-                    yield Run(global_batch=samples, tensor=t, stages=p, data=d, micro_batch=b)
-
-
-def best(model: str, estimate: estimators, bpipe: bool) -> Estimate:
-    """The fastest run of the whole grid that fits, found as §4.2 does: least recomputation first."""
-    of, found = estimate[model], []
-    for run in grid(model):
-        for scope in _SCOPES:
-            tried = [of(replace(run, recompute=scope))]
-            if bpipe and run.stages >= 4 and run.micro_batches > 1 and not tried[0].fits:
-                tried.append(of(replace(run, recompute=scope, bpipe=True)))
-            fitting = [one for one in tried if one.fits]
-            if fitting:
-                found += fitting
-                break
-    return max(found, key=lambda one: one.mfu)
+def best(name: str, bpipe: bool) -> Planned:
+    """The fastest run of §4.2's whole grid that fits: 1F1B, with BPipe where it does not fit without."""
+    gpus, samples = GPUS[name]
+    engine = Engine("Megatron-LM v3", frozenset(), placements=("replicas",), uneven=False)
+    question = Question(model(name), cluster(f"{gpus // 8}x8-a100-80gb"), samples, engine, ("1f1b",), bpipe=bpipe)
+    return search(question).plans[0]
 
 
 def breakdown(estimate: estimators) -> list[dict[str, object]]:
