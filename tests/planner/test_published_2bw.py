@@ -10,6 +10,7 @@ from evenpipe.planner.descriptions import device
 HAVE = device("v100-16gb").memory_gib
 
 
+@pytest.mark.long
 def test_table_1_s_checked_row_wins_and_all_are_in_order() -> None:
     groups = table_1()
     checked = {(8, 2, 8, False), (8, 4, 4, True), (8, 8, 1, True), (4, 16, 1, True)}
@@ -39,6 +40,7 @@ def test_figure_10_recomputation_takes_larger_micro_batches_and_more_so_for_larg
     assert 1 < gains[0] < gains[1]
 
 
+@pytest.mark.long
 def test_figure_11_about_30_billion_parameters_train_on_64_gpus_of_16_gb() -> None:
     assert figure_11_billion(64) == pytest.approx(30, rel=0.1)
     assert figure_11_billion(16) < figure_11_billion(32) < figure_11_billion(64)
