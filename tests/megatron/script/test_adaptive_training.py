@@ -6,14 +6,14 @@ from argparse import Namespace
 import pytest
 
 from evenpipe.megatron.refusals import why_one_size
-from evenpipe.megatron.script.adaptive import micro_batch_size
+from evenpipe.megatron.script.hooks import with_values
 
 
 def test_megatron_is_told_of_the_size_for_the_time_of_a_batch():
     args = Namespace(micro_batch_size=4)
-    with micro_batch_size(args, 2):
+    with with_values(args, micro_batch_size=2):
         assert args.micro_batch_size == 2
-    with pytest.raises(RuntimeError), micro_batch_size(args, 8):
+    with pytest.raises(RuntimeError), with_values(args, micro_batch_size=8):
         raise RuntimeError
     assert args.micro_batch_size == 4
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from evenpipe.megatron.schedule import PipelineSchedule
     from evenpipe.runtime.executor import Observer
 
-__all__ = ["AdaptiveTraining", "adaptive_patches", "micro_batch_size"]
+__all__ = ["AdaptiveTraining", "adaptive_patches"]
 
 _AUTO: Final = "--group-size auto"
 _ANEW: Final = f"{_AUTO}: what was saved is of other batches or memory: tunes anew"
@@ -69,7 +68,8 @@ class AdaptiveTraining:
             static_bytes=int,
             interval=config.retune_interval,
             sizes=self._sizes,
-            around_batch=lambda size: micro_batch_size(args, size),
+            # A process that is sent its data by another one of its tensor-parallel group makes room for so many.
+            around_batch=lambda size: with_values(args, micro_batch_size=size),
             log=say_on_last_rank,
             resumed=lambda goes_on: None if goes_on else say_on_last_rank(_ANEW),
         )
@@ -141,14 +141,6 @@ def adaptive_patches(training: AdaptiveTraining) -> PatchSet:
     saved = f"{_AUTO}: what has been measured and decided is saved beside what Megatron saves"
     set_up = set_up_patch(training, "model-and-optimizer", model_and_optimizer)
     return PatchSet("auto", [set_up, save_patch(training, saved)])
-
-
-def micro_batch_size(args: Namespace, size: int) -> AbstractContextManager[None]:
-    """Within it Megatron's `args` say that micro-batches have `size` samples.
-
-    A process that is sent its data by another one of its tensor-parallel group makes room for so many.
-    """
-    return with_values(args, micro_batch_size=size)
 
 
 def save(args: Namespace, iteration: int, folder: str, state: Any, write: Callable[[], Any]) -> Any:

@@ -41,25 +41,27 @@ def install(listener: Listener | None = None) -> None:
 
 def script_patches(listener: Listener | None = None) -> tuple[PatchSet, ...]:
     """The sets that `install` applies; each is there for one module."""
-    flags = training_patch(
-        "flags",
-        "megatron.training.arguments:add_megatron_arguments",
-        _with_our_flags,
-        "Megatron's parser has no way to add flags from outside of the script",
+    rows = (
+        (
+            "flags",
+            "megatron.training.arguments:add_megatron_arguments",
+            _with_our_flags,
+            "Megatron's parser has no way to add flags from outside of the script",
+        ),
+        (
+            "layout",
+            "megatron.training.arguments:validate_args",
+            _lay_out_first,
+            "a planned layout is an argument like others, which Megatron derives others from when it validates them",
+        ),
+        (
+            "start",
+            "megatron.training.global_vars:set_global_variables",
+            _start_first if listener is None else functools.partial(_tell, listener),
+            "the first place that has all arguments, from flags, YAML or a checkpoint, before anything is started",
+        ),
     )
-    start = training_patch(
-        "start",
-        "megatron.training.global_vars:set_global_variables",
-        _start_first if listener is None else functools.partial(_tell, listener),
-        "the first place that has all arguments, from flags, YAML or a checkpoint, before anything is started",
-    )
-    layout = training_patch(
-        "layout",
-        "megatron.training.arguments:validate_args",
-        _lay_out_first,
-        "a planned layout is an argument like others, which Megatron derives others from when it validates them",
-    )
-    return PatchSet("flags", [flags]), PatchSet("layout", [layout]), PatchSet("start", [start])
+    return tuple(PatchSet(row[0], [training_patch(*row)]) for row in rows)
 
 
 def _with_our_flags(original: Callable[[ArgumentParser], ArgumentParser], parser: ArgumentParser) -> ArgumentParser:
@@ -69,25 +71,32 @@ def _with_our_flags(original: Callable[[ArgumentParser], ArgumentParser], parser
 
 
 def _lay_out_first(original: Callable[..., Any], args: Namespace, *more: Any, **others: Any) -> Any:
-    from evenpipe.megatron.script.start import lay_out_or_end
+    from evenpipe.megatron.script.partition import lay_out
+    from evenpipe.megatron.script.start import ending_the_job
 
-    lay_out_or_end(args)
+    with ending_the_job():
+        lay_out(args)
     return original(args, *more, **others)
 
 
 def _start_first(original: Callable[..., Any], args: Namespace, *more: Any, **others: Any) -> Any:
-    from evenpipe.megatron.script.start import check_tokenizer, start
+    from evenpipe.megatron.script.flags import config_from
+    from evenpipe.megatron.script.partition import check_vocabulary
+    from evenpipe.megatron.script.start import ending_the_job, start
 
-    start(args)
+    with ending_the_job():
+        start(args)
     result = original(args, *more, **others)
-    check_tokenizer(args)
+    with ending_the_job():
+        check_vocabulary(config_from(args), args)
     return result
 
 
 def _tell(listener: Listener, original: Callable[..., Any], args: Namespace, *more: Any, **others: Any) -> Any:
-    from evenpipe.megatron.script.start import asked_for, layer_kinds
+    from evenpipe.megatron.script.start import asked_for, ending_the_job, layer_kinds
 
-    config = asked_for(args)
+    with ending_the_job():
+        config, _ = asked_for(args)
     if not (getattr(args, "padded_vocab_size", None) or getattr(args, "vocab_size", None)):
         original(args, *more, **others)  # makes the tokenizer, which knows
     listener(args, config, layer_kinds(args))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from evenpipe.megatron.script.checks import check
 from evenpipe.megatron.script.flags import ArgumentError, config_from
-from evenpipe.megatron.script.partition import check_vocabulary, lay_out, planned
+from evenpipe.megatron.script.partition import planned
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.upstream import UpstreamError
 from evenpipe.upstream.apex import wrong_apex
@@ -22,30 +22,26 @@ if TYPE_CHECKING:
     from evenpipe.partition.layouts.written import WrittenLayout
     from evenpipe.tracing.iteration import IterationTrace
 
-__all__ = ["asked_for", "check_tokenizer", "lay_out_or_end", "layer_kinds", "start", "trace_of"]
+__all__ = ["asked_for", "ending_the_job", "layer_kinds", "start", "trace_of"]
 
 
 def start(args: Namespace) -> None:
     """Plug in what the EvenPipe flags in `args` ask for; without any, leave everything as it is.
 
-    Changes RANK and `args.rank` where ranks are placed, so torch.distributed must not have been started yet. What does
-    not go together ends the job with one line.
+    Changes RANK and `args.rank` where ranks are placed, so torch.distributed must not have been started yet. Raises
+    ArgumentError for what does not go together, and UpstreamError.
     """
-    with _ending_the_job():
-        config = config_from(args)
-        plan = planned(config, args)
-        check(config, args)
-        if config.active:
-            _plug_in(config, args, plan)
+    config, plan = asked_for(args)
+    if config.active:
+        _plug_in(config, args, plan)
 
 
-def asked_for(args: Namespace) -> EvenPipeConfig:
-    """What the EvenPipe flags in `args` ask for, if all goes together; else the job ends with one line."""
-    with _ending_the_job():
-        config = config_from(args)
-        planned(config, args)
-        check(config, args)
-    return config
+def asked_for(args: Namespace) -> tuple[EvenPipeConfig, WrittenLayout | None]:
+    """What the EvenPipe flags in `args` ask for, and its plan. Raises ArgumentError for what does not go together."""
+    config = config_from(args)
+    plan = planned(config, args)
+    check(config, args)
+    return config, plan
 
 
 def layer_kinds(args: Namespace) -> list[list[str]] | None:
@@ -58,20 +54,9 @@ def layer_kinds(args: Namespace) -> list[list[str]] | None:
     return layout and [[getattr(kind, "name", kind) for kind in part] for part in layout]
 
 
-def lay_out_or_end(args: Namespace) -> None:
-    """Before Megatron validates `args`: lay layers out as planned, if asked for; else the job ends with one line."""
-    with _ending_the_job():
-        lay_out(args)
-
-
-def check_tokenizer(args: Namespace) -> None:
-    """Once `args` have the tokenizer's vocabulary too: end the job if a plan is for another one."""
-    with _ending_the_job():
-        check_vocabulary(config_from(args), args)
-
-
 @contextmanager
-def _ending_the_job() -> Iterator[None]:
+def ending_the_job() -> Iterator[None]:
+    """What is refused inside ends the job with one line."""
     try:
         yield
     except (ArgumentError, UpstreamError) as error:

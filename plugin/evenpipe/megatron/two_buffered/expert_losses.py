@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,8 +42,8 @@ class ExpertLosses:
         self._put_away()
         self._present = batch
         kept = self._of.setdefault(batch, {})
-        for name, entry in _tracked().items():
-            entry.values = kept.setdefault(name, torch.zeros_like(entry.values))
+        for name, values in _tracked().items():
+            values.copy_(kept.get(name, torch.zeros_like(values)))
 
     def drop(self, first: int) -> None:
         """What has been computed of `first` and later batches will be computed again."""
@@ -67,9 +67,9 @@ class ExpertLosses:
         self._finish()
         tracked = _tracked()
         names = given.arguments.get("track_names", given.arguments.get("metric_names")) or sorted(tracked)
-        self._names = {name: torch.zeros_like(tracked[name].values) for name in names}
+        self._names = {name: torch.zeros_like(tracked[name]) for name in names}
         for name, zeros in self._names.items():
-            tracked[name].values = self._summed.get(name, zeros).clone()
+            tracked[name].copy_(self._summed.get(name, zeros))
         with self._pipelines_of_one(given.arguments):
             return reduce(*given.args, **given.kwargs)
 
@@ -89,10 +89,9 @@ class ExpertLosses:
     def _put_away(self) -> None:
         if self._present is None:
             return
-        kept = self._of.setdefault(self._present, {})
-        for name, entry in _tracked().items():
-            kept[name] = entry.values
-            entry.values = torch.zeros_like(entry.values)
+        for name, values in _tracked().items():
+            self._of[self._present][name] = values.clone()
+            values.zero_()
         self._present = None
 
     def _finish(self) -> None:
@@ -101,25 +100,8 @@ class ExpertLosses:
         self._works = []
 
 
-class _Entry:
-    """One of Megatron's sums up to 0.17, which are dicts; later ones have the attribute."""
-
-    def __init__(self, entry: dict[str, Any]) -> None:
-        self._entry = entry
-
-    @property
-    def values(self) -> Tensor:
-        found: Tensor = self._entry["values"]
-        return found
-
-    @values.setter
-    def values(self, values: Tensor) -> None:
-        self._entry["values"] = values
-
-
-def _tracked() -> Mapping[str, Any]:
-    """Megatron's sums by name, each with the numbers of all layers as `values`."""
+def _tracked() -> dict[str, Tensor]:
+    """Megatron's sums by name, of each layer, which it adds to, reduces and clears in place."""
     if hasattr(moe_utils, "get_moe_metrics_tracker"):
-        metrics: Mapping[str, Any] = moe_utils.get_moe_metrics_tracker().metrics
-        return metrics
-    return {name: _Entry(entry) for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
+        return {name: entry.values for name, entry in moe_utils.get_moe_metrics_tracker().metrics.items()}
+    return {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
