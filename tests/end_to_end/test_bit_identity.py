@@ -5,6 +5,7 @@ import pytest
 from evenpipe.train.launch import run_cases
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.predict import predict
+from tests.end_to_end.described import estimate_of
 from tests.selected import marked, selected
 
 SMALL = {"hidden": 32, "heads": 4, "seq_length": 32, "iterations": 2}
@@ -122,9 +123,7 @@ def results(request):
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(
-    ("setting", "engine"), marked([run for run in (*RUNS, *TUNED) if run[1] != "megatron"], LONG)
-)
+@pytest.mark.parametrize(("setting", "engine"), marked([run for run in (*RUNS, *TUNED) if run[1] != "megatron"], LONG))
 def test_same_losses_and_weights_as_megatron(setting, engine, results):
     reference, result = results[setting, "megatron"], results[setting, engine]
     assert [loss.hex() for loss in result.losses] == [loss.hex() for loss in reference.losses]
@@ -156,6 +155,20 @@ def test_predicted_peak_bytes_are_the_measured_ones(setting, engine, results):
     case, result = options(setting, engine), results[setting, engine]
     for predicted, measured in zip(predict(case.program, result).stages, result.stages, strict=True):
         assert predicted.peak_bytes == pytest.approx(measured.peak_saved_bytes, rel=0.02)
+
+
+DESCRIBED = [
+    (setting, engine)
+    for setting, engine in RUNS
+    if not any(word in setting for word in ("lengths", "experts", "dropout", "TP2 x PP2"))
+]
+
+
+@pytest.mark.parametrize(("setting", "engine"), marked(DESCRIBED, LONG))
+def test_peak_bytes_are_what_the_planner_s_descriptions_say(setting, engine, results):
+    case, result = options(setting, engine), results[setting, engine]
+    described = [stage.bytes.activations for stage in estimate_of(case).stages]
+    assert described == pytest.approx([stage.peak_saved_bytes for stage in result.stages], rel=0.02)
 
 
 @pytest.mark.parametrize(("setting", "engine"), TUNED)

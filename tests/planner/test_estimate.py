@@ -39,8 +39,10 @@ def test_a_layer_keeps_what_bpipe_s_equations_4_to_6_say(t: int, b: int, name: s
     of = model(name)
     s, h, a = of.sequence, of.hidden, of.heads
     run = Run(global_batch=8, tensor=t, micro_batch=b, sequence_parallel=t > 1)
-    assert kept(of, replace(run, recompute="none")) == pytest.approx(s * b * h / t * (34 + 5 * a * s / h))
-    assert kept(of, replace(run, recompute="selective")) == 34 * s * b * h / t
+    # Beside the paper's terms, mean and deviation of each row that two norms take, in fp32.
+    norms = 2 * 8 * s * b / t
+    assert kept(of, replace(run, recompute="none")) == pytest.approx(s * b * h / t * (34 + 5 * a * s / h) + norms)
+    assert kept(of, replace(run, recompute="selective")) == 34 * s * b * h / t + norms
     assert kept(of, replace(run, recompute="full", sequence_parallel=False)) == 2 * s * b * h
 
 
@@ -55,7 +57,7 @@ def test_flash_attention_s_backward_adds_the_queries_gradient_up_in_fp32() -> No
 
 def test_flash_attention_keeps_a_row_s_sum_instead_of_its_scores() -> None:
     s, h, a = GPT.sequence, GPT.hidden, GPT.heads
-    assert kept(GPT, Run(global_batch=1, attention="flash")) == 34 * s * h + 4 * s * a
+    assert kept(GPT, Run(global_batch=1, attention="flash")) == 34 * s * h + 2 * 8 * s + 4 * s * a
 
 
 def test_context_parallelism_divides_what_a_layer_keeps() -> None:
@@ -97,6 +99,28 @@ def test_2bw_holds_two_versions_of_the_weights_and_a_batch_s_gradients() -> None
     assert two.weights == 2 * one.weights
     assert two.gradients == 2 * one.gradients  # one replica: nothing is sharded
     assert two.activations == one.activations
+
+
+def test_2bw_holds_what_its_paper_s_formulas_say() -> None:
+    """PipeDream-2BW §3.1 (with recomputation, d·|A^inp| among it, which §4.2.2 leaves out) and §4.2.2 (without)."""
+    of, d, m = model("gpt2-2.2b"), 8, 64
+    run = Run(global_batch=m, stages=d, schedule="2bw", precision="fp16", attention="unfused", recompute="none")
+    layers, middle = of.layers, slice(1, d - 1)
+    whole = kept(of, run) * layers  # |A^total(b)|; of the stages between the embedding's and the head's
+    weights = 2 * parameters_of({"layer": layers}, Blocks(of, run)).all
+    shown = estimate(of, cluster("1x8-v100-16gb"), run).stages
+    assert {stage.bytes.weights for stage in shown[middle]} == {2 * weights / d}
+    # The paper counts d in flight on all stages; stage s of the schedule holds d − s.
+    assert [stage.bytes.activations for stage in shown[middle]] == pytest.approx(
+        [(d - s) * whole / d for s in range(1, d - 1)], rel=1e-6
+    )
+    again = estimate(of, cluster("1x8-v100-16gb"), replace(run, recompute="full")).stages
+    inputs = layers * 2 * of.sequence * of.hidden  # |A^inp(b)|, of each layer
+    for s, stage in enumerate(again[middle], start=1):
+        assert stage.bytes.activations == (d - s) * inputs / d
+    # What is recomputed comes and goes, a layer of it at a time, not the whole stage's |A| − |A^inp|.
+    one = chunks_of([{"layer": 1}], Blocks(of, replace(run, recompute="full")))[0].working_bytes
+    assert kept(of, run) <= one < 1.1 * kept(of, run)
 
 
 def test_an_uneven_layout_moves_weights_and_time() -> None:

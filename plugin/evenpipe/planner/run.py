@@ -30,7 +30,8 @@ class Run:
     §3.3), or a pipeline's stages (``--use-tp-pp-dp-mapping``; BPipe §3.5 puts pipelines before replicas).
     expert_tensor: ranks that an expert's matrices are divided among; ``tensor``, if left out. recomputed_layers: under
     "full", so many of each part's layers are carried out again, and the others keep all; all are, if left out.
-    further_part: the part of the pipeline that predicts further tokens; the last, if left out.
+    further_part: the part of the pipeline that predicts further tokens; the last, if left out. fused_softmax: unfused
+    attention has Megatron's fused softmax, where the shape allows.
     """
 
     global_batch: int
@@ -63,6 +64,7 @@ class Run:
     expert_tensor: int | None = None
     recomputed_layers: int | None = None
     further_part: int | None = None
+    fused_softmax: bool = True
 
     def of(self, framework: Framework) -> Run:
         """The same with ``framework``'s defaults, where nothing is said."""

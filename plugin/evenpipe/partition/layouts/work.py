@@ -59,7 +59,7 @@ def work_of(shape: Shape, kind: str) -> tuple[Work, ...]:
 def _embedding(shape: Shape) -> Work:
     moved = 2 * _stream(shape)
     words = shape.vocabulary * shape.hidden / shape.tensor_parallel
-    saved = _INDEX * shape.tokens
+    saved = _INDEX * shape.tokens * (2 if shape.positions else 1)
     return Work("embedding", 0.0, moved, saved, parameters=shape.positions * shape.hidden, words=words)
 
 

@@ -60,6 +60,7 @@ def run_of(args: Namespace, pipelined: Pipelined, layout: Sequence[Sequence[str]
         overlap_collectives=bool(value("async_tensor_model_parallel_allreduce", True)),
         overlap_gradients=bool(value("overlap_grad_reduce", False)),
         overlap_parameters=bool(value("overlap_param_gather", False)),
+        fused_softmax=bool(value("masked_softmax_fusion", True)),
         blocking=waits,
         placement="pipeline" if value("use_tp_pp_dp_mapping", False) else "replicas",
     )

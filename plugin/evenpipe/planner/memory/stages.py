@@ -53,7 +53,7 @@ def chunks_of(parts: Sequence[Part], blocks: Blocks) -> list[Chunk]:
     return [
         Chunk(
             parameters_of(part, blocks),
-            sum(count * blocks.recomputed(block).kept_bytes for block, count in part.items()),
+            sum(count * blocks.recomputed(block).kept_bytes for block, count in part.items()) + blocks.mask_bytes(part),
             max((_working(block, blocks) for block in part), default=0.0),
         )
         for part in parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from evenpipe.planner.operations.operation import Collective, FusedAttention, Gemm, Moved, Operation
 from evenpipe.planner.operations.shard import Shard
 
-__all__ = ["attention", "softmax_is_fused"]
+__all__ = ["attention", "mask_bytes", "softmax_is_fused"]
 
 
 def attention(shard: Shard) -> list[Operation]:
@@ -28,7 +28,27 @@ def softmax_is_fused(shard: Shard) -> bool:
     run, model = shard.run, shard.model
     rows = run.micro_batch * model.heads // run.tensor
     length = model.sequence // run.context
-    return run.precision != "fp32" and rows % 4 == 0 and length % 4 == 0 and 16 < model.sequence <= 16384
+    return (
+        run.fused_softmax
+        and run.precision != "fp32"
+        and rows % 4 == 0
+        and length % 4 == 0
+        and 16 < model.sequence <= 16384
+    )
+
+
+def mask_bytes(shard: Shard) -> float:
+    """Of the mask that a micro-batch keeps, once for all layers of a part, with Megatron's own attention.
+
+    BERT's is its own, and an input of what is carried out again; a causal one is the unfused softmax's only.
+    """
+    run, model = shard.run, shard.model
+    of_one = model.sequence / run.context * model.sequence
+    if run.attention == "flash":
+        return 0
+    if not model.causal:
+        return run.micro_batch * of_one
+    return of_one if run.recompute == "none" and not softmax_is_fused(shard) else 0
 
 
 Sizes = tuple[float, float, float]
@@ -112,7 +132,8 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
             "softmax",
             softmax,
             of_softmax,
-            saved_bytes=((e if fused else 4) + (0 if fused or model.dropout else e)) * scores,
+            # In fp32 for the backward, and, where nothing is dropped, cast for the context's product.
+            saved_bytes=((e if fused else 4) + (0 if fused or model.dropout or e == 4 else e)) * scores,
             scratch_bytes=(e if fused else 10) * scores,
             core=True,
         ),

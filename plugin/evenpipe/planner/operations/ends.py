@@ -7,6 +7,8 @@ from evenpipe.planner.operations.shard import Shard
 
 __all__ = ["embedding", "head", "joined"]
 
+_OF_A_TOKEN = 17  # the loss keeps its label, whether that is another rank's, and its weight and loss in fp32
+
 
 def embedding(shard: Shard, positions: bool = True) -> list[Operation]:
     """Rows of the vocabulary and positions, and dropout; the gradient is added into the rows.
@@ -17,11 +19,18 @@ def embedding(shard: Shard, positions: bool = True) -> list[Operation]:
     model, e, n = shard.model, shard.run.element_bytes, shard.residual
     count = model.vocabulary * model.hidden / shard.run.tensor
     count += model.sequence * model.hidden if positions and model.positions == "learned" else 0
-    mask = int(model.dropout)
+    mask, indices = int(model.dropout), 1 + (positions and model.positions == "learned")
     moved = Moved((3 * e + mask) * n, 3)
     summed, gathered = shard.collectives("row")
     return [
-        Operation("embedding", (moved, *summed), (moved, *gathered), (), Parameters(count), mask * n + 8 * shard.tokens)
+        Operation(
+            "embedding",
+            (moved, *summed),
+            (moved, *gathered),
+            (),
+            Parameters(count),
+            mask * n + 8 * indices * shard.tokens,
+        )
     ]
 
 
@@ -35,6 +44,7 @@ def head(shard: Shard, copies_embedding: bool) -> list[Operation]:
     made = shard.linear("logits", model.vocabulary / shard.run.tensor, model.hidden, "column", kept=shard.residual)
     n = shard.tokens * model.vocabulary / shard.run.tensor
     count = model.vocabulary * model.hidden / shard.run.tensor if copies_embedding else 0
+    count += 0 if model.causal else model.vocabulary / shard.run.tensor  # BERT's biases
     logits = Operation(
         made.name, made.forward, made.backward, made.weight_gradient, Parameters(count), made.saved_bytes
     )
@@ -42,7 +52,7 @@ def head(shard: Shard, copies_embedding: bool) -> list[Operation]:
         "loss",
         (Moved((e + 4 + 4 + 8 + 8 + 4) * n, 5), *shard.reduced_rows(3)),
         (Moved(22 * n, 3),),
-        saved_bytes=4 * n,
+        saved_bytes=4 * n + _OF_A_TOKEN * shard.tokens,
         scratch_bytes=8 * n,
     )
     before = [] if model.causal else _masked_head(shard)
@@ -50,10 +60,14 @@ def head(shard: Shard, copies_embedding: bool) -> list[Operation]:
 
 
 def _masked_head(shard: Shard) -> list[Operation]:
-    """BERT's: a linear layer and GELU before the norm."""
+    """BERT's: behind the last layer's norm a linear layer and GELU before the head's own."""
     e, n, h = shard.run.element_bytes, shard.residual, shard.model.hidden
     made = shard.linear("transform", h, h, tokens=n / h, kept=n)
-    return [made, Operation("activation of head", (Moved(2 * e * n),), (Moved(4 * e * n, 2),), saved_bytes=e * n)]
+    return [
+        shard.norm("norm before transform"),
+        made,
+        Operation("activation of head", (Moved(2 * e * n),), (Moved(4 * e * n, 2),), saved_bytes=e * n),
+    ]
 
 
 def joined(shard: Shard) -> list[Operation]:

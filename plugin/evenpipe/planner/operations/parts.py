@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
 from evenpipe.planner.descriptions import Model
-from evenpipe.planner.operations.attention import attention
+from evenpipe.planner.operations.attention import attention, mask_bytes
 from evenpipe.planner.operations.ends import embedding, head, joined
 from evenpipe.planner.operations.mlp import experts, mlp
 from evenpipe.planner.operations.operation import Operation
@@ -34,6 +34,7 @@ Part = Mapping[Block, int]
 
 #: Blocks that whole-layer recomputation carries out again, keeping their input.
 _RECOMPUTED: Final = frozenset({"layer", "expert layer", "further token"})
+_WITH_ATTENTION: Final = _RECOMPUTED | {"kept layer", "kept expert layer"}
 
 
 def parts_of(model: Model, run: Run) -> list[Part]:
@@ -95,6 +96,10 @@ class Blocks:
     def operations(self) -> Mapping[Block, list[Operation]]:
         with_experts = self._shard.model.experts is not None
         return {kind: make() for kind, make in self._made.items() if with_experts or "expert" not in kind}
+
+    def mask_bytes(self, part: Part) -> float:
+        """What all layers of the part together keep of a micro-batch's mask."""
+        return mask_bytes(self._shard) if any(kind in _WITH_ATTENTION for kind in part) else 0
 
     def recomputed(self, block: Block) -> Recomputed:
         """What of the block is carried out again before its backward, and what it keeps until then."""

@@ -92,11 +92,15 @@ class Shard:
         return (Collective(2 * (t - 1) / t * 4 * self.tokens, "tensor"),) * count if t > 1 else ()
 
     def norm(self, name: str, elements: float | None = None, width: float | None = None) -> Operation:
-        """Reads and writes all elements; backward also reads the input and adds to the residual's gradient."""
+        """Reads and writes all elements; backward also reads the input and adds to the residual's gradient.
+
+        Of each row it keeps the deviation, and the mean, where that is taken off, in fp32.
+        """
         n, e = self.residual if elements is None else elements, self.run.element_bytes
         width = self.model.hidden if width is None else width
-        count = width * (2 if self.model.norm == "layer" else 1)
-        return Operation(name, (Moved(2 * e * n),), (Moved(4 * e * n, 2),), (), Parameters(count), e * n)
+        numbers = 2 if self.model.norm == "layer" else 1
+        kept = e * n + 4 * numbers * n / width
+        return Operation(name, (Moved(2 * e * n),), (Moved(4 * e * n, 2),), (), Parameters(numbers * width), kept)
 
     def residual_add(self, name: str) -> Operation:
         """Bias, dropout and the residual: input and residual are read, the sum and the dropout's mask written."""
