@@ -11,8 +11,7 @@ from evenpipe.deepspeed.checkpointing import checkpointing_patches
 from evenpipe.deepspeed.start import engine_patches, start_patches
 from evenpipe.deepspeed.supported import DEEPSPEED, RELEASES, expectations
 from evenpipe.delayed.ending import ending_patches
-from evenpipe.upstream import UpstreamError
-from evenpipe.upstream.findings import Findings, find_by_import, find_in_source
+from evenpipe.upstream.findings import Findings, examine_source, find_by_import, find_in_source
 from evenpipe.upstream.items import Item, Purpose, expected_item, patch_items
 from evenpipe.upstream.source import literal_in
 
@@ -55,15 +54,8 @@ def examine(root: Path) -> Findings:
 
     Symbols of torch are left out.
     """
-    version = None
-    try:
-        version = _version_in(root)
-        series = DEEPSPEED.series(RELEASES, version)
-    except UpstreamError as error:
-        return Findings(root, version, None, str(error), ())
     items = [item for item in catalogue() if item.in_package(DEEPSPEED.name)]
-    findings = tuple(find_in_source(root, item, series, version) for item in items)
-    return Findings(root, version, series, None, findings)
+    return examine_source(root, DEEPSPEED, RELEASES, _version_in, items, find_in_source)
 
 
 def _version_in(root: Path) -> str:

@@ -22,7 +22,7 @@ from evenpipe.megatron.script.two_buffered.training import two_buffered_patches
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, recorded
 from evenpipe.megatron.train_engine.stock import reporting_to
 from evenpipe.upstream import ANY, Expectation, PatchSet, UpstreamError
-from evenpipe.upstream.findings import Finding, Findings, State, find_by_import, find_in_source
+from evenpipe.upstream.findings import Finding, Findings, State, examine_source, find_by_import, find_in_source
 from evenpipe.upstream.items import Item, Purpose, expected_item, patch_items
 from evenpipe.upstream.source import literal_in
 from evenpipe.upstream.symbols import module_of
@@ -69,15 +69,8 @@ def examine(root: Path) -> Findings:
 
     Symbols of torch are left out, as most are written in C.
     """
-    version = None
-    try:
-        version = version_in(root)
-        series = MEGATRON_CORE.series(RELEASES, version)
-    except UpstreamError as error:
-        return Findings(root, version, None, str(error), ())
     items = [item for item in catalogue() if item.purpose is not Purpose.TRAINER and item.in_package("megatron")]
-    findings = tuple(_found_in_source(root, item, series, version) for item in items if series in item.versions)
-    return Findings(root, version, series, None, findings)
+    return examine_source(root, MEGATRON_CORE, RELEASES, version_in, items, _found_in_source)
 
 
 def version_in(root: Path) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
+from evenpipe.upstream.expectation import Distribution
 from evenpipe.upstream.items import Item, Purpose
 from evenpipe.upstream.patches import APPLIED, FITS
 from evenpipe.upstream.source import signature_in
 from evenpipe.upstream.symbols import UpstreamError
 
-__all__ = ["Finding", "Findings", "State", "find_by_import", "find_in_source"]
+__all__ = ["Finding", "Findings", "State", "examine_source", "find_by_import", "find_in_source"]
 
 
 class State(Enum):
@@ -64,6 +66,25 @@ def find_by_import(item: Item) -> Finding:
     """Compare the item with what this interpreter imports."""
     said = item.check()
     return Finding(item, _STATES[said]) if said in _STATES else Finding(item, State.MISFIT, said)
+
+
+def examine_source(
+    root: Path,
+    distribution: Distribution,
+    supported: Iterable[str],
+    version_in: Callable[[Path], str],
+    items: Iterable[Item],
+    find: Callable[[Path, Item, str, str], Finding],
+) -> Findings:
+    """What became of `items`, as `find` finds them, in the source in `root`, whose version `version_in` tells."""
+    version = None
+    try:
+        version = version_in(root)
+        series = distribution.series(supported, version)
+    except UpstreamError as error:
+        return Findings(root, version, None, str(error), ())
+    found = tuple(find(root, item, series, version) for item in items if series in item.versions)
+    return Findings(root, version, series, None, found)
 
 
 def find_in_source(root: Path, item: Item, series: str, version: str) -> Finding:

@@ -41,27 +41,25 @@ def install(listener: Listener | None = None) -> None:
 
 def script_patches(listener: Listener | None = None) -> tuple[PatchSet, ...]:
     """The sets that `install` applies; each is there for one module."""
-    rows = (
-        (
-            "flags",
-            "megatron.training.arguments:add_megatron_arguments",
-            _with_our_flags,
-            "Megatron's parser has no way to add flags from outside of the script",
-        ),
-        (
-            "layout",
-            "megatron.training.arguments:validate_args",
-            _lay_out_first,
-            "a planned layout is an argument like others, which Megatron derives others from when it validates them",
-        ),
-        (
-            "start",
-            "megatron.training.global_vars:set_global_variables",
-            _start_first if listener is None else functools.partial(_tell, listener),
-            "the first place that has all arguments, from flags, YAML or a checkpoint, before anything is started",
-        ),
+    flags = training_patch(
+        "flags",
+        "megatron.training.arguments:add_megatron_arguments",
+        _with_our_flags,
+        "Megatron's parser has no way to add flags from outside of the script",
     )
-    return tuple(PatchSet(row[0], [training_patch(*row)]) for row in rows)
+    start = training_patch(
+        "start",
+        "megatron.training.global_vars:set_global_variables",
+        _start_first if listener is None else functools.partial(_tell, listener),
+        "the first place that has all arguments, from flags, YAML or a checkpoint, before anything is started",
+    )
+    layout = training_patch(
+        "layout",
+        "megatron.training.arguments:validate_args",
+        _lay_out_first,
+        "a planned layout is an argument like others, which Megatron derives others from when it validates them",
+    )
+    return PatchSet("flags", [flags]), PatchSet("layout", [layout]), PatchSet("start", [start])
 
 
 def _with_our_flags(original: Callable[[ArgumentParser], ArgumentParser], parser: ArgumentParser) -> ArgumentParser:
