@@ -18,7 +18,7 @@ from rich.table import Table
 from rivals.gpipe import gpipe_fits
 from rivals.layers import Layers
 from rivals.pipedream import pipedream_fits
-from rivals.profiles import DEVICE, LIMIT_BYTES, MODELS, profiles_of
+from rivals.profiles import DEVICE, EVERY, LIMIT_BYTES, MODELS, profiles_of
 from rivals.vpipe import vpipe
 from rivals.zero import zero_fits
 
@@ -104,7 +104,7 @@ def measure(title: str, stages: int, method: Method) -> dict[str, Any]:
         "model": title,
         "stages": stages,
         "batch": batches * largest_batch(profiles_of(title), method.fits(stages)),
-        "paper": method.paper[stages][list(MODELS).index(title)] if method.paper else None,
+        "paper": method.paper[stages][list(MODELS).index(title)] if method.paper and title in MODELS else None,
     }
 
 
@@ -120,10 +120,11 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 if not all(key in batch for key in keys):
                     continue
                 ours, other = (batch[key] for key in keys)
-                by_model[model] = [ours[0] / other[0] if other[0] else None, ours[1] / other[1]]
+                by_model[model] = [ours[0] / other[0] if other[0] else None, ours[1] / other[1] if other[1] else None]
             if not by_model:
                 continue
-            means = [fmean(pair[k] for pair in by_model.values() if pair[k] is not None) for k in (0, 1)]
+            known = [pair for pair in by_model.values() if None not in pair]
+            means = [fmean(pair[k] for pair in known) if known else None for k in (0, 1)]
             found.append(
                 {
                     "table": table,
@@ -152,7 +153,9 @@ def doubling(rows: list[dict[str, Any]]) -> float | None:
 
 def main() -> None:
     benchmark = Benchmark("max_batch", __doc__ or "", repeats=1)
-    benchmark.parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
+    benchmark.parser.add_argument(
+        "--models", nargs="+", choices=EVERY, default=list(MODELS), help="(default: the paper's)"
+    )
     benchmark.parser.add_argument("--stages", nargs="+", type=int, choices=(4, 8), default=[4, 8], help="(default 4 8)")
     benchmark.parser.add_argument(
         "--optimized",
@@ -190,12 +193,14 @@ def _batches(number: int, rows: list[dict[str, Any]], models: list[str]) -> Tabl
 METHOD_ORDER: Final = {(m.optimized, m.name, m.table): place for place, m in enumerate(METHODS)}
 
 
+def _shown(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f}"
+
+
 def _ratios(found: list[dict[str, Any]]) -> Table:
     table = Table("table", "stages", "DawnPiper", "over", "by model", "mean", "paper", "to reach")
     for one in found:
-        by_model = ", ".join(
-            "–" if ours is None else f"{ours:.2f} ({paper:.2f})" for ours, paper in one["by_model"].values()
-        )
+        by_model = ", ".join(f"{_shown(ours)} ({_shown(paper)})" for ours, paper in one["by_model"].values())
         wanted = "" if one["to_reach"] is None else f"≥ {one['to_reach']}"
         table.add_row(
             str(one["table"]),
@@ -203,8 +208,8 @@ def _ratios(found: list[dict[str, Any]]) -> Table:
             one["optimized"],
             one["over"],
             by_model,
-            f"{one['mean']:.2f}",
-            f"{one['paper']:.2f}",
+            _shown(one["mean"]),
+            _shown(one["paper"]),
             wanted,
         )
     return table

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from evenpipe.partition.profile import Profile
+from evenpipe.partition.search.balance import evenly
 from evenpipe.partition.search.costs import Costs
 
 __all__ = ["Layers", "Span"]
@@ -32,10 +33,7 @@ class Layers:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.costs = Costs(profile)
-        starts = self.costs.starts.tolist()
-        ends = {end + 1 for end in profile.layer_ends}
-        inner = [number for number, start in enumerate(starts[1:-1], 1) if start in ends]
-        self.boundaries = [0, *inner, self.costs.last]
+        self.boundaries = self.costs.layers
         costs, at = self.costs, np.array(self.boundaries)
         one, two = (costs.static(at, at, versions).tolist() for versions in (1, 2))
         saved, messages = costs.saved(at, at).tolist(), costs.messages(at, at).tolist()
@@ -63,7 +61,7 @@ class Layers:
 
     def even(self, stages: int) -> list[int]:
         """Boundaries with as many layers on every stage, as nearly as can be."""
-        return [round(self.count * stage / stages) for stage in range(stages + 1)]
+        return list(evenly(range(self.count + 1), stages))
 
     def fastest(self, stages: int) -> list[int]:
         """The boundaries with which the slowest of the stages is as fast as it can be; every stage has a layer."""

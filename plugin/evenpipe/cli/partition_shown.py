@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
 from rich.table import Column, Table
 
 from evenpipe.partition.profile import Profile
@@ -47,22 +46,12 @@ def ways_to_cut(profile: Profile, plan: Plan) -> list[Division]:
     problem = Problem(Costs(profile), copies, plan.limit_bytes)
     balance = Balance(problem)
     others = {
-        "uniform": _uniform(profile, problem),
+        "uniform": balance.layer_cuts(),
         "compute-balanced": balance.compute_cuts(),
         "memory-balanced": balance.memory_cuts(),
     }
     cut = [(name, plan_of(problem, cuts, fits_of(problem, cuts), plan.workload)) for name, cuts in others.items()]
     return [division(name, other.stages) for name, other in [*cut, ("chosen", plan)]]
-
-
-def _uniform(profile: Profile, problem: Problem) -> tuple[int, ...]:
-    """As many layers for every position, as nearly as can be; nodes, in a model without as many layers."""
-    starts, positions = problem.costs.starts, problem.copies.positions
-    ends = {end + 1 for end in profile.layer_ends}
-    layers = [0, *(number for number, start in enumerate(starts.tolist()) if start in ends), problem.costs.last]
-    every = sorted(set(layers)) if len(set(layers)) > positions else list(range(len(starts)))
-    at = np.linspace(0, len(every) - 1, positions + 1).round().astype(int)
-    return tuple(every[place] for place in at)
 
 
 def division(title: str, parts: Sequence[Stage]) -> Division:

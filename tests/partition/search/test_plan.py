@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.copies import Workload
 from evenpipe.partition.search.largest import largest_batch
 from evenpipe.partition.search.plan import Plan, find_plan, fits_into
@@ -111,3 +112,15 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
     assert not fits(largest + 1)
     assert largest > 2
     assert largest_batch(transformer, lambda profile: False) == 0
+
+
+def test_the_largest_batch_is_sought_beyond_one_that_happens_not_to_fit() -> None:
+    """Memory optimisation need not find picks for each size: 95 and 96 do not fit here, and all others up to 99 do."""
+
+    def fits(profile: Profile) -> bool:
+        size = profile.origin.micro_batch_size
+        return size <= 99 and size not in (95, 96)
+
+    assert largest_batch(lambda size: transformer(1, micro_batch_size=size), fits) == 99
+    assert largest_batch(lambda size: transformer(1, micro_batch_size=size), fits, step=10) == 90
+    assert largest_batch(lambda size: transformer(1, micro_batch_size=size), fits, most=64) == 64

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from evenpipe.partition.counting.hooks import on_saved
 from evenpipe.partition.counting.kernels import kernels_of
 from evenpipe.partition.profile import Parameter, Storage
 from evenpipe.partition.trace import Graph, StorageNumbers
@@ -70,13 +70,12 @@ def count_memory(graph: Graph, device_type: str, progress: Progress = lambda don
         for tensor in given:
             note(tensor, -1)  # an input of the model, when it is first read
 
-        def pack(tensor: Tensor) -> Tensor:
+        def saved(tensor: Tensor) -> None:
             if (storage := note(tensor, place)) is not None:
                 _add(storage.savers, place)
-            return tensor
 
         versions = [tensor._version for tensor in given]
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with on_saved(saved):
             result = kernels(node)(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for tensor in tensors:

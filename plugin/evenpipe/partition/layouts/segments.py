@@ -12,9 +12,9 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
+from evenpipe.partition.counting.hooks import on_saved
 from evenpipe.partition.layouts.layers import Time
 
 __all__ = ["timed"]
@@ -117,12 +117,11 @@ def _saved(model: Module, forward: Callable[[], Tensor], parts: Mapping[str, Mod
         saved: dict[int, tuple[str, int]] = {}
         with _Boundaries(parts, last, lambda name, output: None) as at:
 
-            def pack(tensor: Tensor, saved: dict[int, tuple[str, int]] = saved, at: _Boundaries = at) -> Tensor:
+            def note(tensor: Tensor, saved: dict[int, tuple[str, int]] = saved, at: _Boundaries = at) -> None:
                 storage = tensor.untyped_storage()
                 saved.setdefault(storage.data_ptr(), (at.current, storage.nbytes()))
-                return tensor
 
-            with saved_tensors_hooks(pack, lambda tensor: tensor):
+            with on_saved(note):
                 alive.append(forward())
         seen.append(saved)
     found: dict[str, int] = defaultdict(int)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 
@@ -11,7 +12,13 @@ from evenpipe.partition.profile import Node
 from evenpipe.partition.search.costs import Numbers
 from evenpipe.partition.search.problem import Problem
 
-__all__ = ["Balance", "one_copy_bytes", "running_peak_cuts"]
+__all__ = ["Balance", "evenly", "one_copy_bytes", "running_peak_cuts"]
+
+
+def evenly(boundaries: Sequence[int], parts: int) -> tuple[int, ...]:
+    """Of these, those that leave as many pieces in each part, as nearly as can be; both ends among them."""
+    count = len(boundaries) - 1
+    return tuple(boundaries[round(count * part / parts)] for part in range(parts + 1))
 
 
 def one_copy_bytes(nodes: Sequence[Node]) -> int:
@@ -94,6 +101,24 @@ class Balance:
         for position in range(count - 1):
             cuts.append(self.compute_cut(cuts[-1], last, 1, count - 1 - position))
         return (*cuts, last)
+
+    def layer_cuts(self) -> tuple[int, ...]:
+        """All boundaries, with as many layers for every position; or nodes, in a model without as many layers."""
+        costs, positions = self.problem.costs, self.problem.copies.positions
+        layers = costs.layers
+        return evenly(layers if len(layers) > positions else range(costs.last + 1), positions)
+
+    def printed_cuts(self) -> tuple[int, ...] | None:
+        """All boundaries by Algorithm 2 as printed, behind the nearest cuts; None where it leaves stages empty.
+
+        It adds up running peaks of stages, whose sum need not be the model's, so that there may be nodes for fewer.
+        """
+        costs, copies = self.problem.costs, self.problem.copies
+        nodes = costs.profile.nodes
+        behind = np.array(running_peak_cuts(nodes, one_copy_bytes(nodes), copies.own)) + 1
+        cuts = (0, *(int(np.abs(costs.starts - start).argmin()) for start in behind), costs.last)
+        full = len(cuts) == copies.positions + 1 and all(before < after for before, after in pairwise(cuts))
+        return cuts if full else None
 
     def memory_cuts(self) -> tuple[int, ...]:
         """All boundaries, with memory balanced over all positions."""

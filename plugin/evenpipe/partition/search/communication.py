@@ -6,7 +6,7 @@ import numpy as np
 
 from evenpipe.partition.search.costs import Costs, Numbers
 
-__all__ = ["quiet", "unavoidable_bytes"]
+__all__ = ["quiet"]
 
 #: How far a cut may move, as a part of the mean time of a stage: so little that neither time nor memory shows it.
 _NEAR = 0.01
@@ -28,13 +28,3 @@ def quiet(costs: Costs, positions: int) -> Numbers:
         least = near[volume == volume.min()]
         moved[cut] = least[np.abs(least - cut).argmin()]
     return moved
-
-
-def unavoidable_bytes(costs: Costs, first: int, last: int) -> int:
-    """Bytes of what is sent wherever one cuts, from boundary `first` to `last`: made before, and read behind them."""
-    before, behind = int(costs.starts[first]), int(costs.starts[last])
-    return sum(
-        one.nbytes
-        for one in costs.profile.storages
-        if 0 <= one.producer < before and one.users and one.users[-1] >= behind
-    )

@@ -80,6 +80,13 @@ class Costs:
         """The number of the last boundary, the model's end."""
         return len(self.starts) - 1
 
+    @cached_property
+    def layers(self) -> list[int]:
+        """The boundaries at both ends and behind each of the model's layers, as its author counts them."""
+        ends = {end + 1 for end in self.profile.layer_ends}
+        inner = [number for number, start in enumerate(self.starts.tolist()) if start in ends]
+        return sorted({0, *inner, self.last})
+
     def ms(self, firsts: Numbers, lasts: Numbers) -> Numbers:
         """Forward and backward of every node (Equation 1)."""
         found: Numbers = self.upto_ms[lasts][None, :] - self.upto_ms[firsts][:, None]

@@ -11,7 +11,7 @@ import numpy as np
 
 from evenpipe.partition.search.costs import Numbers
 from evenpipe.partition.search.memory import Fit
-from evenpipe.partition.search.problem import Problem
+from evenpipe.partition.search.problem import Cell, Problem
 
 __all__ = ["Found", "search"]
 
@@ -24,13 +24,15 @@ _PATIENCE = 6_000
 #: Ranges of how many nodes are weighed before it is asked whether anything fits at all.
 _AT_FIRST = 3_000
 #: Places of a cut among which one is sought where there is no time for a proof.
-_PLACES = 160
+_PLACES = 96
 #: A partition that is above what none can be below by no more than this part ends the search.
 _NEAR = 8e-4
 #: Of partitions as fast as that one but for this part, the one that sends least over its cuts is taken (B.2).
 _AS_FAST = 1.5e-4
 #: Of a position's mean time, how far around a quiet place nothing sends less.
 _QUIET = 1 / 16
+#: The parts of the least conceivable time that stages are filled with at most for something that fits.
+_SEEDS = (1.1, 1.3, 1.7, 2.5)
 #: How many times what the median of them sends a quiet place may send.
 _MUCH = 4
 
@@ -68,9 +70,9 @@ def search(problem: Problem, most_weighed: float = inf) -> Found | None:
     if reach is None:
         return None
     upto = problem.costs.upto_ms
-    least = max(upto[-1] / problem.copies.positions, float(np.diff(upto).max()))
+    least = max(float(upto[-1]) / problem.copies.positions, float(np.diff(upto).max()))
     best: Found | None = None
-    filled, known = problem.optimize == "none", None
+    filled = problem.optimize == "none"
     for width in _WIDTHS:
         most_ms = best.ms if best is not None else least * width
         windows = _windows(problem, reach, most_ms)
@@ -88,48 +90,78 @@ def search(problem: Problem, most_weighed: float = inf) -> Found | None:
             if best is not None or found.ms <= most_ms * (1 + 1e-9) or problem.weighed >= most_weighed:
                 return found
             best = found
+        elif best is not None:
+            return best
         elif not filled:
             # Nothing is near the mean: perhaps nothing fits, which is known soonest by filling stages in earnest.
             before, filled = problem.weighed, True
-            nearer, known = _filled(problem, reach)
-            if nearer is None and most_weighed == inf:
-                return None
-            reach = nearer or reach
-            if known is not None and before >= most_weighed:
-                return known
+            best = _seed(problem, least)
+            if best is not None and before >= most_weighed:
+                return best
+            if best is None:
+                nearer = _filled(problem, reach)
+                if nearer is None and most_weighed == inf:
+                    return None
+                reach = nearer or reach
             most_weighed += problem.weighed - before
-    return best or known
+    return best
 
 
-def _filled(problem: Problem, reach: list[tuple[int, int]]) -> tuple[list[tuple[int, int]] | None, Found | None]:
+def _seed(problem: Problem, least_ms: float) -> Found | None:
+    """Something that fits, by filling stages with no more than they might take, from either end; None: none is found.
+
+    Nothing is known of better ones. Stages begin and end at quiet places.
+    """
+    count, last, upto = problem.copies.positions, problem.costs.last, problem.costs.upto_ms
+    quiet = _quiet(problem)
+    for width in _SEEDS:
+        most_ms = least_ms * width
+        cuts = [0]
+        for position in range(count - 1):
+            first = cuts[-1]
+            at = quiet[(quiet > first) & (quiet < last) & (upto[quiet] <= upto[first] + most_ms)].tolist()
+            fitting = _first_misfit([(position, first, one) for one in at], problem)
+            if not fitting:
+                break
+            cuts.append(at[fitting - 1])
+        if len(cuts) == count and (found := _of(problem, (*cuts, last), least_ms)) is not None:
+            return found
+        ends = [last]
+        for position in reversed(range(1, count)):
+            stop = ends[-1]
+            at = quiet[(quiet < stop) & (quiet > 0) & (upto[quiet] >= upto[stop] - most_ms)][::-1].tolist()
+            fitting = _first_misfit([(position, one, stop) for one in at], problem)
+            if not fitting:
+                break
+            ends.append(at[fitting - 1])
+        if len(ends) == count and (found := _of(problem, (0, *ends[::-1]), least_ms)) is not None:
+            return found
+    return None
+
+
+def _filled(problem: Problem, reach: list[tuple[int, int]]) -> list[tuple[int, int]] | None:
     """`reach` with stages filled as far as they can be made to fit, by (6); None: the model does not fit.
 
-    Each begins and ends at a quiet place, and its cut lies before the next one that is too far. And the partition that
-    stages so filled make.
+    Each begins and ends at a quiet place, and its cut lies before the next one that is too far.
     """
     count, last, quiet = problem.copies.positions, problem.costs.last, _quiet(problem)
-    right, left, begins, ends = [0], [last], [0], [last]
+    right, left, begin, end = [0], [last], 0, last
     for position in range(count):
-        first, stop = begins[-1], reach[position + 1][1]
-        at = quiet[(quiet > first) & (quiet <= stop)].tolist()
-        fitting = _first_misfit([(position, first, one) for one in at], problem)
-        begins.append(at[fitting - 1] if fitting else first)
+        stop = reach[position + 1][1]
+        at = quiet[(quiet > begin) & (quiet <= stop)].tolist()
+        fitting = _first_misfit([(position, begin, one) for one in at], problem)
+        begin = at[fitting - 1] if fitting else begin
         right.append(max(right[-1], at[fitting] - 1 if fitting < len(at) else stop))
-    if begins[-1] < last:
-        return None, None
+    if begin < last:
+        return None
     for position in reversed(range(count)):
-        first, stop = reach[position][0], ends[-1]
-        at = quiet[(quiet < stop) & (quiet >= first)][::-1].tolist()
-        fitting = _first_misfit([(position, one, stop) for one in at], problem)
-        ends.append(at[fitting - 1] if fitting else stop)
+        first = reach[position][0]
+        at = quiet[(quiet < end) & (quiet >= first)][::-1].tolist()
+        fitting = _first_misfit([(position, one, end) for one in at], problem)
+        end = at[fitting - 1] if fitting else end
         left.append(min(left[-1], at[fitting] + 1 if fitting < len(at) else first))
     spans = zip(reversed(left), right, strict=True)
-    found = [(max(low, first), min(high, stop)) for (low, high), (first, stop) in zip(spans, reach, strict=True)]
-    middle = [(low + high) / 2 for low, high in zip(reversed(ends), begins, strict=True)]
-    cuts = [int(quiet[np.abs(quiet - one).argmin()]) for one in middle[1:-1]]
-    whole = [(*begins[:-1], last), (0, *ends[-2:0:-1], last), (0, *cuts, last)]
-    known = [one for cuts in whole if (one := _of(problem, cuts)) is not None]
-    return found, min(known, key=lambda one: one.ms, default=None)
+    return [(max(low, first), min(high, stop)) for (low, high), (first, stop) in zip(spans, reach, strict=True)]
 
 
 def _quiet(problem: Problem) -> Numbers:
@@ -157,15 +189,15 @@ def _first_misfit(ranges: Sequence[tuple[int, int, int]], problem: Problem) -> i
     return low
 
 
-def _of(problem: Problem, cuts: tuple[int, ...]) -> Found | None:
-    """The partition with these cuts, if all of it fits; nothing is known of better ones."""
-    cells = [problem.cell(k, *at) if at[0] < at[1] else None for k, at in enumerate(pairwise(cuts))]
-    known = [cell for cell in cells if cell is not None]
-    if len(known) < len(cells):
-        return None
-    upto = problem.costs.upto_ms
-    least = max(upto[-1] / problem.copies.positions, float(np.diff(upto).max()))
-    return Found(cuts, max(cell.ms for cell in known), float(least), tuple(cell.fit for cell in known))
+def _of(problem: Problem, cuts: tuple[int, ...], least_ms: float) -> Found | None:
+    """The partition with these cuts, if all of it fits."""
+    cells = list[Cell]()
+    for k, at in enumerate(pairwise(cuts)):
+        cell = problem.cell(k, *at) if at[0] < at[1] else None
+        if cell is None:
+            return None
+        cells.append(cell)
+    return Found(cuts, max(cell.ms for cell in cells), least_ms, tuple(cell.fit for cell in cells))
 
 
 def _reach(problem: Problem) -> list[tuple[int, int]] | None:

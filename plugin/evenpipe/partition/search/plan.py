@@ -66,8 +66,9 @@ class Plan(_Frozen):
     """Where a model is cut, and what it is of: another model, shape or schedule has another plan.
 
     `cuts`: the last node of each part but the last. `max_stage_ms`: of the longest part, with what memory optimisation
-    adds; no partition is below `optimum_ms`. `binary_ms`: what Algorithm 1 alone finds, if that
-    is soon and within 1 % of the best.
+    adds; no partition is below `optimum_ms`. With memory optimisation that is said of stages that recompute and swap
+    what `memory.fit` picks for them, and takes as given that what it cannot make fit does not fit with more nodes.
+    `binary_ms`: what Algorithm 1 alone finds, in as much as is tried for a plan; None if nothing of that fits.
     `nodes_tried`: how many different cuts Algorithm 1 tried (φ).
     """
 

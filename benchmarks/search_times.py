@@ -1,0 +1,115 @@
+"""How long `evenpipe partition` searches, and how near BiPar (DawnPiper's Algorithm 1) comes to the exact search.
+
+All models, 4 and 8 stages of 40 GB, PipeDream's schedule; without memory optimisation at half of the largest
+micro-batch and at the largest, with swap and recompute at 1.2, 2 and 4 times that. BiPar alone, without memory optimisation, is
+not cut short. Milliseconds of this process, which others on the machine do not count in, and those that pass.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from harness import Benchmark, progress_bar
+from rich.table import Table
+from rivals.profiles import DEVICE, EVERY, LIMIT_BYTES, profiles_of
+
+from evenpipe.partition.profile import Profile
+from evenpipe.partition.search.bipar import bipar
+from evenpipe.partition.search.copies import Workload, copies_of
+from evenpipe.partition.search.costs import Costs
+from evenpipe.partition.search.exact import search
+from evenpipe.partition.search.largest import largest_batch
+from evenpipe.partition.search.memory import Optimize
+from evenpipe.partition.search.plan import find_plan, fits_into
+from evenpipe.partition.search.problem import PartitionError, Problem
+
+CASES: tuple[tuple[Optimize, float], ...] = (
+    ("none", 0.5),
+    ("none", 1.0),
+    ("swap+recompute", 1.2),
+    ("swap+recompute", 2.0),
+    ("swap+recompute", 4.0),
+)
+
+
+def measure(title: str, stages: int, size: int, optimize: Optimize, repeats: int) -> dict[str, Any] | None:
+    """The fastest of several searches; None where nothing fits."""
+    profile, workload = profiles_of(title)(size), Workload.of_mode("async", stages)
+    cpu_ms, search_ms, plan = list[float](), list[float](), None
+    for _ in range(repeats):
+        began = time.process_time()
+        try:
+            plan = find_plan(profile, workload, stages, LIMIT_BYTES, optimize, DEVICE.host_gbps)
+        except PartitionError:
+            return None
+        cpu_ms.append(1e3 * (time.process_time() - began))
+        search_ms.append(plan.search_ms)
+    assert plan is not None
+    found = {
+        "model": title,
+        "stages": stages,
+        "micro_batch_size": size,
+        "optimize": optimize,
+        "search_ms": min(search_ms),
+        "cpu_ms": min(cpu_ms),
+        "nodes_tried": plan.nodes_tried,
+        "nodes": len(profile.nodes),
+        "above_optimum": plan.max_stage_ms / plan.optimum_ms - 1,
+    }
+    return found | (alone(profile, stages) if optimize == "none" else {})
+
+
+def alone(profile: Profile, stages: int) -> dict[str, Any]:
+    """BiPar by itself: its longest stage over that of the exact search, and nodes tried."""
+    problem = Problem(Costs(profile), copies_of(Workload.of_mode("async", stages), stages), LIMIT_BYTES)
+    best = search(problem)
+    found = bipar(problem, 0.0 if best is None else best.ms)
+    ratio = None if found.part is None or best is None else found.part.ms / best.ms
+    return {"binary_over_exact": ratio, "binary_nodes_tried": found.nodes_tried}
+
+
+def main() -> None:
+    benchmark = Benchmark("search_times", __doc__ or "", repeats=3)
+    benchmark.parser.add_argument("--models", nargs="+", choices=EVERY, default=list(EVERY), help="(default: all)")
+    arguments = benchmark.parser.parse_args()
+    results = list[dict[str, Any]]()
+    with progress_bar("searches", len(arguments.models) * 2 * len(CASES)) as tick:
+        for title in arguments.models:
+            for stages in (4, 8):
+                results += of_model(title, stages, arguments.repeats, tick)
+    benchmark.report({"limit_bytes": LIMIT_BYTES, "device": DEVICE.name}, results, table(results))
+
+
+def of_model(title: str, stages: int, repeats: int, tick: Any) -> list[dict[str, Any]]:
+    """The cases of a model."""
+    workload = Workload.of_mode("async", stages)
+    largest = largest_batch(profiles_of(title), lambda profile: fits_into(profile, workload, stages, LIMIT_BYTES))
+    rows = []
+    for optimize, times in CASES:
+        rows.append(measure(title, stages, max(1, round(largest * times)), optimize, repeats))
+        tick()
+    return [row for row in rows if row is not None]
+
+
+def table(results: list[dict[str, Any]]) -> Table:
+    """The same for people."""
+    shown = Table("model", "stages", "micro-batch", "optimised", "ms", "CPU ms", "above optimum", "BiPar / exact", "φ")
+    for row in results:
+        ratio = row.get("binary_over_exact")
+        shown.add_row(
+            row["model"],
+            str(row["stages"]),
+            str(row["micro_batch_size"]),
+            row["optimize"],
+            f"{row['search_ms']:.0f}",
+            f"{row['cpu_ms']:.0f}",
+            f"{100 * row['above_optimum']:.2f} %",
+            "–" if ratio is None else f"{ratio:.4f}",
+            str(row.get("binary_nodes_tried", row["nodes_tried"])),
+        )
+    return shown
+
+
+if __name__ == "__main__":
+    main()
