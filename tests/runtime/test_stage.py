@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import FORWARD, Unit
@@ -66,3 +67,19 @@ def test_a_branch_that_starts_within_a_stage_has_its_weights_gradients_too():
 def test_two_halves_of_a_backward_are_the_whole_one(compute):
     for half, whole in zip(gradients(compute, True), gradients(compute, False), strict=True):
         assert (half is None and whole is None) or torch.equal(half, whole)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_what_has_been_sent_on_is_held_by_nobody_who_does_not_need_it(halves):
+    """No backward needs the result of a product with a number; its gradient is that of the whole."""
+    chunk = Chunk(lambda linear, value: linear(value) * 3)
+    stage = ModuleStage([chunk], Edges.alike(torch.empty(4, 4)), None, None, loss_chunk=None)
+    inputs = stage.receive_buffers(FORWARD, UNIT)
+    with torch.no_grad():
+        inputs[0].copy_(torch.randn(4, 4))
+    (sent,) = stage.forward(UNIT, inputs)
+    memory = StorageWeakRef(sent.untyped_storage())
+    del sent
+    assert memory.expired()
+    (found,) = (stage.backward_input if halves else stage.backward)(UNIT, [torch.ones(4, 4)])
+    torch.testing.assert_close(found, 3 * chunk.linear.weight.sum(0).expand(4, 4))

@@ -96,7 +96,7 @@ class ModuleStage:
         self._update = update
         self._loss_chunk = loss_chunk
         self._inputs: dict[Unit, list[Tensor]] = {}  # those that have gradients
-        self._outputs: dict[Unit, list[Tensor]] = {}
+        self._outputs: dict[Unit, list[Tensor]] = {}  # in their stead `_Start`s, which hold no memory of theirs
         self._owed: dict[Unit, Callable[[], object]] = {}  # the second halves of backwards
 
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
@@ -115,7 +115,8 @@ class ModuleStage:
         outputs = list(returned) if isinstance(returned, tuple) else [returned]
         if inputs is not None:
             self._inputs[unit] = _learning(inputs, self._edges.taken[unit.chunk])
-        self._outputs[unit] = _learning(outputs, self._edges.given[unit.chunk])
+        given = _learning(outputs, self._edges.given[unit.chunk])
+        self._outputs[unit] = [_Start.apply(one) for one in given]  # type: ignore[no-untyped-call]
         return outputs
 
     def compute(self, unit: Unit, inputs: list[Tensor] | None) -> Any:
@@ -137,8 +138,7 @@ class ModuleStage:
         outputs = self._outputs.pop(unit)
         given = gradients if gradients is not None else [torch.ones_like(one) for one in outputs]
         pairs = list(zip(outputs, given, strict=True))
-        # torch detaches outputs in place: what was taken, a view and what an operation saved of itself are to stay.
-        now = [(one.clone(), gradient) for one, gradient in pairs if _depends(one, taken)]
+        now = [(one, gradient) for one, gradient in pairs if _depends(one, taken)]
         # Of what a branch of the model that starts here gives, torch's halves would leave the weights out.
         later = [(one, gradient) for one, gradient in pairs if not _depends(one, taken)]
         weights = list(self.chunks[unit.chunk].parameters())
@@ -163,6 +163,22 @@ class ModuleStage:
     def update(self, batch: int) -> None:
         """Call the `update` that the stage was given."""
         self._update(batch)
+
+
+class _Start(torch.autograd.Function):
+    """Where a backward starts in place of an output: its graph, with the memory of one element.
+
+    What has been sent on is held by autograd alone, where it needs it. torch's halves of a backward detach it in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        element = torch.empty(1, dtype=output.dtype, device=output.device)
+        return element.new_empty(0).set_(element.untyped_storage(), 0, output.shape, (0,) * output.dim())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def _empty(like: Tensor) -> Tensor:
