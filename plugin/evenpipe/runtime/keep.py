@@ -83,7 +83,9 @@ class Keep(KeepAll):
         Raises RuntimeError where it allocates other storages than the profile says.
         """
         keeping = self._keeping
-        call = NodeCall(op, args, kwargs, self._recorder.pack, self._scope_of(node)) if node in keeping.again else None
+        call = None
+        if node in keeping.again:
+            call = NodeCall(node, op, args, kwargs, self._recorder.pack, self._scope_of(node))
         result = self._make(node, call, op, args, kwargs) if node in keeping.made else op(*args, **kwargs)
         for saved in self.swapped(keeping.out.get(node, ())):
             saved.leave()

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from evenpipe.runtime.saved import SavedStorage, SavedTensor
 
-__all__ = ["NodeCall", "Pack", "call_noting"]
+__all__ = ["NodeCall", "Pack", "RerunError", "call_noting"]
 
 #: A hook of autograd's: what it shall hold in place of a tensor that it saves.
 Pack = Callable[[Tensor], object]
@@ -65,16 +65,25 @@ class _Taken(NamedTuple):
         return tensor.detach().clone() if self.written else tensor.detach().requires_grad_(self.requires_grad)
 
 
+class RerunError(RuntimeError):
+    """The operation of `node` failed when it ran again; what it raised is the cause."""
+
+    def __init__(self, node: int, error: Exception) -> None:
+        super().__init__(f"node {node}, which runs again: {error}")
+        self.node = node
+
+
 class NodeCall:
-    """What it takes to run an operation again, until it has been: `made` are storages that it then fills anew.
+    """What it takes to run a node's operation again, until it has been: `made` are storages that it then fills anew.
 
     It holds its arguments by `hold`, as autograd would hold them; `scope` makes it draw the numbers that it has drawn.
     """
 
-    __slots__ = ("_args", "_has_run", "_kwargs", "_op", "_scope", "made")
+    __slots__ = ("_args", "_has_run", "_kwargs", "_node", "_op", "_scope", "made")
 
     def __init__(
         self,
+        node: int,
         op: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
@@ -89,7 +98,7 @@ class NodeCall:
 
             return tree_map(held, value)
 
-        self._op = op
+        self._node, self._op = node, op
         self._args = [taken(value, number) for number, value in enumerate(args)]
         self._kwargs = {name: taken(value, name) for name, value in kwargs.items()}
         self._scope = scope
@@ -120,14 +129,17 @@ class NodeCall:
             return
         self._has_run = True
         fresh = list[torch.UntypedStorage]()
-        args, kwargs = tree_map(_again, (self._args, self._kwargs), is_leaf=_is_taken)
 
         def note(tensor: Tensor) -> None:
             fresh.append(tensor.untyped_storage())
 
         # With gradients, for only then autograd saves, and so shows, what the operation keeps for itself.
-        with torch.enable_grad(), self._scope():
-            call_noting(lambda: self._op(*args, **kwargs), (args, kwargs), note, _nothing, _never)
+        try:
+            args, kwargs = tree_map(_again, (self._args, self._kwargs), is_leaf=_is_taken)
+            with torch.enable_grad(), self._scope():
+                call_noting(lambda: self._op(*args, **kwargs), (args, kwargs), note, _nothing, _never)
+        except Exception as error:
+            raise RerunError(self._node, error) from error
         self._args, self._kwargs = [], {}
         for number, reference in self.made.items():
             if (saved := reference()) is not None and saved.storage is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenpipe.partition.code import Draws, Part
+from evenpipe.partition.code import Draws, Part, users_lines
 from evenpipe.partition.models import Example
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import profile
@@ -168,3 +169,37 @@ def test_what_is_changed_in_place_is_kept_as_it_is(tmp_path):
         kept = Stages(example, parts).train(given)
         assert all(torch.equal(kept[key], value) for key, value in plain.items()), way
     assert did
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(32))
+        self.last = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        moved = x + self.shift
+        return self.last(nn.functional.gelu(moved)).square().sum()
+
+
+def test_an_error_where_an_operation_runs_again_names_the_users_own_line(tmp_path):
+    """What it reads has been changed since the forward."""
+    example = Example("shifted", Shifted(), {"x": torch.ones(64, 32)})
+    graph = trace(example.model, example.inputs)
+    found = profile(graph, OnCpu(device("a100-40gb")), example.name)
+    cut = next(number for number, name in enumerate(graph.names) if "linear" in name)
+    workload = Workload("1f1b", 2 * STAGES)
+    problem = Problem(Costs(found), copies_of(workload, STAGES), 1 << 50)
+    shifted = next(number for number, one in enumerate(found.storages) if one.producer == 0)
+    bounds = [0, problem.costs.starts.tolist().index(cut + 1), problem.costs.last]
+    fits = Fit(0.0, 0, 0, recompute=(0,), drop=(shifted,)), Fit(0.0, 0, 0)
+    parts = written(example, graph, plan_of(problem, bounds, fits, workload), found, tmp_path / "plan.json")
+    stages, given = Stages(example, parts), torch.ones(64, 32)
+    store, keeper = stages.stores[0], stages.keepers[0]
+    with store.recording(0), keeper.forward(0, parts[0].KEEPING, Draws(SEED, 0)) as keep:
+        (sent,) = parts[0]({"x": given}, Draws(SEED, 0), keep=keep)
+    del keep
+    given.add_(1)
+    with pytest.raises(RuntimeError, match="modified in place") as caught, users_lines(parts[0]):
+        sent.sum().backward()
+    assert re.match(rf"{Path(__file__)}:\d+: `moved = x \+ self.shift`: ", str(caught.value))

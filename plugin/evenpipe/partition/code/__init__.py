@@ -3,7 +3,7 @@
 from evenpipe.partition.code.draws import Draws, drawing
 from evenpipe.partition.code.errors import StageCodeError
 from evenpipe.partition.code.files import load_parts, part_types, tensors_of, write_stages
-from evenpipe.partition.code.part import Boundary, Part, device_of
+from evenpipe.partition.code.part import Boundary, Part, device_of, users_lines
 from evenpipe.partition.code.writing import stage_sources
 from evenpipe.runtime.keep import Keeping
 
@@ -19,5 +19,6 @@ __all__ = [
     "part_types",
     "stage_sources",
     "tensors_of",
+    "users_lines",
     "write_stages",
 ]

@@ -6,7 +6,8 @@ import inspect
 import linecache
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 
 from evenpipe.partition.code.draws import Draws
 from evenpipe.runtime.keep import KEEP_ALL, KeepAll, Keeping
+from evenpipe.runtime.node_call import RerunError
 
-__all__ = ["Boundary", "Part", "Scope", "device_of"]
+__all__ = ["Boundary", "Part", "Scope", "device_of", "users_lines"]
 
 
 class Boundary(NamedTuple):
@@ -65,17 +67,29 @@ class Part(Scope):
     ) -> tuple[Tensor, ...]:
         """Runs it; with a `keep` of `KEEPING` (`Keeper.forward`), it recomputes and swaps what was planned.
 
-        An error names the user's own file and line, has the type that it had, and that one as its cause.
+        Raises what `users_lines` does, and ValueError for what it is not made for.
         """
         _check(self, inputs, received)
-        try:
+        with users_lines(self):
             result: tuple[Tensor, ...] = super().__call__(inputs, draws, keep, *received)
-        except Exception as error:
-            where = _users_line(error, type(self))
-            if where is None:
-                raise
-            raise _like(error, where) from error
         return result
+
+
+@contextmanager
+def users_lines(part: Part) -> Iterator[None]:
+    """An error of the part's operations, also where they run again in a backward, names the user's own file and line.
+
+    It has the type that it had, and that one as its cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        where = _users_line(error, type(part))
+        if where is None:
+            raise
+        cause = error.__cause__ if isinstance(error, RerunError) else error
+        assert isinstance(cause, Exception), "a RerunError is raised from one"
+        raise _like(cause, where) from cause
 
 
 def device_of(part: Part, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> torch.device:
@@ -102,12 +116,21 @@ _PLACE: Final = re.compile(r"\s*# (\S.*):(\d+): (.*)")
 def _users_line(error: BaseException, part: type[Part]) -> str | None:
     """`FILE:LINE: \\`code\\``, which the comment before the statement that raised names."""
     file = inspect.unwrap(part.forward).__code__.co_filename
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    for number in range(lines[0] or 0, 0, -1) if lines else ():
+    for number in range(_line_in(file, error), 0, -1):
         if place := _PLACE.fullmatch(linecache.getline(file, number).rstrip("\n")):
             name, line, code = place.groups()
             return f"{part.forward.__globals__['FILES'].get(name, name)}:{line}: `{code}`"
     return None
+
+
+def _line_in(file: str, error: BaseException) -> int:
+    """The line of the stage code in which it was raised, or that called what runs again; 0: of another file."""
+    if isinstance(error, RerunError):
+        code = "".join(linecache.getlines(file))
+        found = re.search(rf"\bkeep\(\s*{error.node},", code)
+        return code.count("\n", 0, found.end()) + 1 if found else 0
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno or 0 for frame in frames if frame.filename == file), 0)
 
 
 def _like(error: Exception, where: str) -> Exception:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evenpipe.partition.code import Boundary, Draws, Part, load_parts, tensors_of
+from evenpipe.partition.code import Boundary, Draws, Part, load_parts, tensors_of, users_lines
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.search.problem import PartitionError
 from evenpipe.runtime.executor import Observer
@@ -202,6 +202,18 @@ class _PlannedStage(ModuleStage):
             return part(given, draws, *(inputs or ()))
         with self._keeper.forward(unit, part.KEEPING, draws) as keep:
             return part(given, draws, *(inputs or ()), keep=keep)
+
+    def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
+        with users_lines(self._parts[unit.chunk]):
+            return super().backward(unit, gradients)
+
+    def backward_input(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
+        with users_lines(self._parts[unit.chunk]):
+            return super().backward_input(unit, gradients)
+
+    def backward_weight(self, unit: Unit) -> None:
+        with users_lines(self._parts[unit.chunk]):
+            super().backward_weight(unit)
 
 
 def _no_input(micro_batch: int) -> Tensor:
