@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from evenpipe.planner.descriptions import Cluster, Model
@@ -34,15 +34,27 @@ class Profile:
     """Every kind of block under one (t, b, recompute, e), which the number of stages does not change."""
 
     def __init__(self, model: Model, cluster: Cluster, run: Run, parts_of: _PartsOf) -> None:
-        blocks, kernels = Blocks(model, run), Kernels(run, cluster, FITTED)
-        kinds: list[Block] = list(blocks.operations)
-        alone: list[Part] = [{kind: 1} for kind in kinds]
-        times, chunks = part_times(alone, blocks, kernels), chunks_of(alone, blocks)
-        self._of = {kind: PartCost(time, chunk) for kind, time, chunk in zip(kinds, times, chunks, strict=True)}
+        self._cluster, self._run = cluster, run
+        self._blocks = Blocks(model, run)
+        self._alone: list[Part] = [{kind: 1} for kind in self._blocks.operations]
+        self._chunks = dict(zip(self._blocks.operations, chunks_of(self._alone, self._blocks), strict=True))
         self._layer: Block = "layer" if model.experts is None else "expert layer"
         self._layers = model.layers
         self._parts_of = parts_of
         self.balanced = cache(self._balanced)
+
+    @cached_property
+    def _of(self) -> Mapping[Block, PartCost]:
+        """Times are longer to find than bytes, and not of what does not fit anyway."""
+        times = part_times(self._alone, self._blocks, Kernels(self._run, self._cluster, FITTED))
+        each = zip(self._chunks.items(), times, strict=True)
+        return {kind: PartCost(time, chunk) for (kind, chunk), time in each}
+
+    def parameters(self, stages: int) -> Parameters:
+        """Of all stages, one GPU of each."""
+        every = self._parts_of(stages, 1, (0,) * (stages - 1) + (self._layers,))
+        each = [(self._chunks[kind].parameters, count) for part in every for kind, count in part]
+        return Parameters(*(sum(one[field] * count for one, count in each) for field in range(2)))
 
     def parts(self, stages: int, chunks: int, layout: tuple[int, ...] | None) -> list[PartCost]:
         """Each part of the pipeline, in the order of the model."""

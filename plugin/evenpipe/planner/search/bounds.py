@@ -7,8 +7,8 @@ from functools import cache
 from typing import Final, NamedTuple
 
 from evenpipe.planner.descriptions import Device
-from evenpipe.planner.memory.stages import stage_bytes
-from evenpipe.planner.operations.operation import summed
+from evenpipe.planner.memory.stages import Chunk, stage_bytes
+from evenpipe.planner.operations.operation import Parameters, summed
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.blocks import PartCost
 from evenpipe.planner.time.batch_end import Beside, batch_end
@@ -16,7 +16,7 @@ from evenpipe.planner.time.hand_over import HandOver
 from evenpipe.planner.time.kernels import Kernels
 from evenpipe.schedule import BACKWARD, FORWARD, WEIGHT_GRADIENT, Places, Size, Spec, loop
 
-__all__ = ["Laid", "laid", "least_bytes", "least_end_ms", "least_live", "least_ms"]
+__all__ = ["Laid", "laid", "least_bytes", "least_bytes_of_any_layout", "least_end_ms", "least_live", "least_ms"]
 
 _MS: Final = 1e3
 
@@ -116,6 +116,16 @@ def least_bytes(
     own = [parts[n].chunk for n in where.at[stage]]
     saved = round(live * min(chunk.kept_bytes for chunk in own))
     [held] = stage_bytes(own, [saved], _alone(len(own)), versions, run, 0.0, device)
+    return held.total
+
+
+def least_bytes_of_any_layout(whole: Parameters, run: Run, device: Device) -> int:
+    """Of the fullest stage, however layers are laid out: weights, gradients and optimizer of the mean of all stages.
+
+    They grow with the numbers of parameters, so that no layout has less on its fullest.
+    """
+    mean = Chunk(Parameters(*(count / run.stages for count in whole)), 0.0, 0.0)
+    [held] = stage_bytes([mean], [0], _alone(1), 1, run, 0.0, device)
     return held.total
 
 

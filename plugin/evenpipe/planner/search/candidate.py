@@ -46,14 +46,17 @@ def candidates(question: Question) -> Iterator[Candidate]:
 def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candidate]:
     run, device, cluster = shape.run, question.cluster.device, question.cluster
     have = device.memory_gib * 2**30
-    parts = shape.profile.parts(run.stages, run.chunks, run.layout)
+    parts = shape.profile.parts(run.stages, run.chunks, run.layout) if shape.nbytes <= have else []
     for number, way in enumerate(ways(run, question.schedules, question.bpipe), before):
+        allowed = not question.refused(way.spec)
+        if way.bpipe and not allowed:
+            continue
         where = laid(way.places)
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
-        live = least_live(way.spec, way.size, way.bpipe)
-        nbytes = 0
+        nbytes = shape.nbytes
         for stage in {0, 1, run.stages - 1}.intersection(range(run.stages)):
             if nbytes <= have:
+                live = least_live(way.spec, way.size, way.bpipe)
                 least = least_bytes(parts, where, stage, live[stage], 2 if stream else 1, run, device)
                 nbytes = max(nbytes, least)
         tried = replace(run, schedule=way.spec.name, bpipe=way.bpipe, group_size=way.size.group_size)
@@ -62,7 +65,6 @@ def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candida
             kernels = Kernels(tried, cluster, FITTED)
             over = hand_over(question.model, tried, kernels.links)
             ms = least_ms(parts, where, tried, over, split, stream) + least_end_ms(parts, where, tried, kernels)
-        allowed = not question.refused(way.spec)
         yield Candidate(
             ms / run.global_batch,
             (way.bpipe, run.stages * run.chunks, way.size.group_size, number),

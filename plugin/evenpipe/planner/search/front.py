@@ -43,12 +43,14 @@ class Planned(NamedTuple):
 class ParetoFront:
     """Runs of which none is as fast as another and uses as much memory: in order, each slower and with less memory.
 
-    ``close``: bytes by which a slower one has to use less, so that the front is not a hundred runs long.
+    So that it is not a hundred runs long, a slower one has to use less by ``close`` bytes, and not to take ``slowest``
+    times as long as the fastest.
     """
 
-    def __init__(self, close: float) -> None:
+    def __init__(self, close: float, slowest: float) -> None:
         self.points: list[Planned] = []
         self._close = close
+        self._slowest = slowest
 
     def least(self, ms: float) -> float:
         """The least memory of those that are as fast as ``ms`` for a sample."""
@@ -57,6 +59,8 @@ class ParetoFront:
 
     def takes(self, ms: float, nbytes: int) -> bool:
         """Whether such a run would be of the front."""
+        if self.points and ms >= self._slowest * self.points[0].ms_a_sample:
+            return False
         return nbytes < self.least(ms) - self._close
 
     def enter(self, planned: Planned) -> None:

@@ -22,6 +22,8 @@ __all__ = ["Found", "search"]
 
 #: Of the device's memory, by which a slower run of the front has to use less.
 _CLOSE: Final = 0.02
+#: Times the fastest's time, from which a run is too slow for the front.
+_SLOWEST: Final = 2.0
 
 
 @dataclass
@@ -50,7 +52,8 @@ def search(question: Question, top: int = 1) -> Found:
 
     No run that a bound leaves out could be among them: by memory, as it would not fit; by time, as what is simulated
     already is at least as fast as it could be, for each of its families, for the ``top``, and with as little memory.
-    Of schedules that a plan may not have, the first that fits is taken for the best, which is so but for messages.
+    Of schedules that a plan may not have, the first that fits is taken for the best, which is so but for messages;
+    they are weighed without BPipe.
     BPipe is planned where a run does not fit without it: evictions only add to what stages wait for (BPipe §4.2), and
     the time without them, with ranks in the same places, is a bound too.
     Raises EstimateError, one line, where nothing fits.
@@ -59,7 +62,7 @@ def search(question: Question, top: int = 1) -> Found:
     queue = list(_fitting(question, found))
     heapq.heapify(queue)
     estimate = Estimator(question.model, question.cluster, question.of)
-    front = ParetoFront(_CLOSE * question.cluster.device.memory_gib * 2**30)
+    front = ParetoFront(_CLOSE * question.cluster.device.memory_gib * 2**30, _SLOWEST)
     plain: dict[Run, tuple[float, bool]] = {}
     while queue:
         candidate = heapq.heappop(queue)

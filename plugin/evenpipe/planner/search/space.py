@@ -10,22 +10,27 @@ from typing import Final, NamedTuple
 
 from evenpipe.planner.run import Placement, Run
 from evenpipe.planner.search.blocks import Divided, Profile
+from evenpipe.planner.search.bounds import least_bytes_of_any_layout
 from evenpipe.planner.search.question import Question
 from evenpipe.schedule import Places, ScheduleError, Size, Spec, find
 
 __all__ = ["Shape", "Way", "shapes", "ways"]
 
 #: Micro-batches in a row that kFkB is tried with; more of them hide slower links and hold as many times as much.
-_GROUPS: Final = (2, 4, 8)
+_GROUPS: Final = (2, 4)
 #: Fewest stages at which BPipe evicts anything (§3.3).
 _LEVELLED: Final = 4
 
 
 class Shape(NamedTuple):
-    """How model and batch are divided; ``run`` has no schedule yet."""
+    """How model and batch are divided; ``run`` has no schedule yet. ``nbytes``: its fullest stage needs at least.
+
+    Where that is more than there is, nobody has asked how layers are laid out.
+    """
 
     run: Run
     profile: Profile
+    nbytes: int
 
 
 class Way(NamedTuple):
@@ -66,8 +71,12 @@ def shapes(question: Question, divided: Divided) -> Iterator[Shape]:
 
 def _laid_out(question: Question, run: Run, profile: Profile) -> Iterator[Shape]:
     """With every number of model chunks, layout and placement."""
-    layers = question.model.layers
+    layers, device = question.model.layers, question.cluster.device
+    least = least_bytes_of_any_layout(profile.parameters(run.stages), run, device)
     for v in _chunks(layers, run.stages):
+        if least > device.memory_gib * 2**30:
+            yield Shape(replace(run, chunks=v), profile, least)
+            continue
         parts = run.stages * v
         even = layers % parts == 0
         layouts: list[tuple[int, ...] | None] = [None] if even else []
@@ -76,7 +85,7 @@ def _laid_out(question: Question, run: Run, profile: Profile) -> Iterator[Shape]
             if not even or len(set(balanced)) > 1:
                 layouts.append(balanced)
         for layout, placement in product(layouts, _placements(question, run)):
-            yield Shape(replace(run, chunks=v, layout=layout, placement=placement), profile)
+            yield Shape(replace(run, chunks=v, layout=layout, placement=placement), profile, least)
 
 
 def _chunks(layers: int, stages: int) -> list[int]:
