@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from evenpipe.planner.time.iteration import simulated
+from evenpipe.schedule import Programs, Size
+from evenpipe.simulate import Costs
+
 pytestmark = pytest.mark.benchmarks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -87,6 +91,17 @@ def test_bubbles():
     assert entry["theory_2bw_speed_up"] == 1.5
     # Far from theory only where others keep the machine busy.
     assert entry["2bw_speed_up"] > 1.15
+
+
+@pytest.mark.long
+def test_the_planner_s_iterations_are_those_of_emulated_stages():
+    """Megatron's and EvenPipe's engines on stages that sleep: the fastest round, since others keep the machine busy."""
+    shown = document("bubbles.py", "--cases", "4x8", "--repeats", "4", "--forward-ms", "50", "--batches", "2")
+    (entry,) = shown["results"]
+    costs = Costs((50.0,) * 4, (100.0,) * 4)
+    for variant, schedule, batches in (("megatron", "1f1b", 1), ("evenpipe", "1f1b", 1), ("2bw", "2bw", 3)):
+        planned = simulated(Programs(schedule), Size(4, 8, batches=batches), costs, [[1]] * 4)
+        assert min(entry["rounds_ms"][variant]) == pytest.approx(planned.makespan_ms, rel=0.05)
 
 
 def test_bubbles_under_deepspeed():

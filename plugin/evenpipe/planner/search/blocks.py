@@ -64,12 +64,14 @@ class Profile:
 
     def _summed(self, part: _Counts) -> PartCost:
         each = [(self._of[kind], count) for kind, count in part]
+        mask = max((one.chunk.mask_bytes for one, _ in each), default=0.0)
         return PartCost(
             PartTime(*(sum(one.time[field] * count for one, count in each) for field in range(3))),
             Chunk(
                 Parameters(*(sum(one.chunk.parameters[field] * count for one, count in each) for field in range(2))),
-                sum(one.chunk.kept_bytes * count for one, count in each),
+                sum((one.chunk.kept_bytes - one.chunk.mask_bytes) * count for one, count in each) + mask,
                 max((one.chunk.working_bytes for one, _ in each), default=0.0),
+                mask,
             ),
         )
 
