@@ -92,7 +92,8 @@ class EmulatedPart(torch.nn.Module):
     def __init__(self, profile: Profile, part: Stage, link_gbps: float, accelerator: Accelerator) -> None:
         super().__init__()
         order = range(part.first_node, part.last_node + 1)
-        self.keeping: Keeping = keeping_of(profile, part, link_gbps, order, {})
+        given = [one for one in part.swap_storages if profile.storages[one].producer < part.first_node]
+        self.keeping: Keeping = keeping_of(profile, part, link_gbps, order, {}, given)
         chosen = self.keeping.swapped | self.keeping.dropped
         alone = set(self.keeping.nodes)
         alone.update(node for number in chosen for node in profile.storages[number].savers)
@@ -107,7 +108,10 @@ class EmulatedPart(torch.nn.Module):
     def forward(self, chain: Tensor, keep: KeepAll = KEEP_ALL) -> Tensor:
         """`chain` carries the micro-batch's number from part to part, and order from node to node."""
         number = int(chain[0].item())
-        there = {one: torch.full((nbytes,), _mark(one, number), dtype=torch.uint8) for one, nbytes in self._received}
+        there = {
+            one: keep.given(one, torch.full((nbytes,), _mark(one, number), dtype=torch.uint8))
+            for one, nbytes in self._received
+        }
         for work in self._works:
             read = [there[one] for one in work.read]
             chain, *given = keep(work.node, _Op(work), chain, *read)

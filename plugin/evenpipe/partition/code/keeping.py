@@ -11,6 +11,7 @@ import numpy as np
 from torch import fx
 
 from evenpipe.partition.code import text
+from evenpipe.partition.code.errors import StageCodeError
 from evenpipe.partition.code.selecting import Selected
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.host_link import queued
@@ -39,10 +40,23 @@ def kept(graph: Graph, profile: Profile, part: Stage, link_gbps: float, selected
     ordinals = {numbers[node]: node.meta["ordinal"] for node in own if "ordinal" in node.meta}
     found = {node: _storage_of(graph, profile, numbers, node) for node in selected.received}
     given = {node: number for node, number in found.items() if number in part.swap_storages}
+    _check_given(profile, part, set(given.values()), [graph.names[numbers[node]] for node in found if found[node] < 0])
     relayed = frozenset(number for node, number in given.items() if node in selected.sent)
     order = [numbers[node] for node in own]
     keeping = keeping_of(profile, part, link_gbps, order, ordinals, given.values(), relayed)
     return Kept(keeping, {node: numbers[node] for node in own if numbers[node] in keeping.nodes}, given)
+
+
+def _check_given(profile: Profile, part: Stage, given: Set[int], unknown: Sequence[str]) -> None:
+    """That everything that the plan swaps is found. Raises StageCodeError."""
+    received = {number for number in part.swap_storages if profile.storages[number].producer < part.first_node}
+    if missing := sorted(received - given):
+        made_by = profile.nodes[profile.storages[missing[0]].producer].name
+        among = f" (of {', '.join(unknown)} it cannot be told)" if unknown else ""
+        raise StageCodeError(
+            f"stage {part.stage} is to swap what {made_by} makes on another one, and which is none of the tensors that "
+            f"it receives{among}: make a plan with --optimize recompute"
+        )
 
 
 def _storage_of(graph: Graph, profile: Profile, numbers: Mapping[fx.Node, int], node: fx.Node) -> int:
