@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenpipe.partition.code import Draws, Part, users_lines
+from evenpipe.partition.code import Draws, Part, StageCodeError, users_lines
 from evenpipe.partition.models import Example
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import profile
@@ -182,18 +182,31 @@ class Shifted(nn.Module):
         return self.last(nn.functional.gelu(moved)).square().sum()
 
 
-def test_an_error_where_an_operation_runs_again_names_the_users_own_line(tmp_path):
-    """What it reads has been changed since the forward."""
+def shifted(path: Path, fits_of: Callable[[int], tuple[Fit, Fit]]) -> tuple[Example, list[Part]]:
+    """It and its parts, cut behind its first linear layer; `fits_of` is told the storage that the first node makes."""
     example = Example("shifted", Shifted(), {"x": torch.ones(64, 32)})
     graph = trace(example.model, example.inputs)
     found = profile(graph, OnCpu(device("a100-40gb")), example.name)
     cut = next(number for number, name in enumerate(graph.names) if "linear" in name)
     workload = Workload("1f1b", 2 * STAGES)
     problem = Problem(Costs(found), copies_of(workload, STAGES), 1 << 50)
-    shifted = next(number for number, one in enumerate(found.storages) if one.producer == 0)
+    first = next(number for number, one in enumerate(found.storages) if one.producer == 0)
     bounds = [0, problem.costs.starts.tolist().index(cut + 1), problem.costs.last]
-    fits = Fit(0.0, 0, 0, recompute=(0,), drop=(shifted,)), Fit(0.0, 0, 0)
-    parts = written(example, graph, plan_of(problem, bounds, fits, workload), found, tmp_path / "plan.json")
+    return example, written(example, graph, plan_of(problem, bounds, fits_of(first), workload), found, path)
+
+
+def test_a_swap_of_what_a_stage_does_not_have_is_refused(tmp_path):
+    with pytest.raises(StageCodeError, match=r"stage 1 is to swap what .*add.* makes on another one"):
+        shifted(tmp_path / "plan.json", lambda first: (Fit(0.0, 0, 0), Fit(0.0, 0, 0, swap=(first,))))
+
+
+def test_an_error_where_an_operation_runs_again_names_the_users_own_line(tmp_path):
+    """What it reads has been changed since the forward."""
+
+    def dropped(first: int) -> tuple[Fit, Fit]:
+        return Fit(0.0, 0, 0, recompute=(0,), drop=(first,)), Fit(0.0, 0, 0)
+
+    example, parts = shifted(tmp_path / "plan.json", dropped)
     stages, given = Stages(example, parts), torch.ones(64, 32)
     store, keeper = stages.stores[0], stages.keepers[0]
     with store.recording(0), keeper.forward(0, parts[0].KEEPING, Draws(SEED, 0)) as keep:
