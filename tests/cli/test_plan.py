@@ -32,7 +32,7 @@ def test_the_document_is_printed_and_written(capsys: pytest.CaptureFixture[str],
 
 
 def test_the_flags_are_those_of_an_estimate_of_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
-    main([*ASKED, *FEW, "--json", "--top", "1"])
+    main([*ASKED, *FEW, "--attention", "flash", "--json", "--top", "1"])
     best = Plan.model_validate_json(capsys.readouterr().out).plans[0]
     main(["estimate", *ASKED[1:5], *best.flags.split()])
     assert f"MFU {best.mfu:.1%}" in capsys.readouterr().out
@@ -62,6 +62,7 @@ def test_an_engine_plans_what_it_runs(capsys: pytest.CaptureFixture[str]) -> Non
         (["--schedules", "1f1b,v-haf"], "did you mean v-half"),
         (["--model", "gpt3-175b"], "--cluster 1x8-a100-80gb: is smaller than gpt3-175b"),
         (["--cluster", "128x8-a100-80gb", "--global-batch-size", "2"], "--global-batch-size 2: nothing reaches it"),
+        (["--cluster", "1x8-v100-32gb", "--precision", "bf16"], "--precision bf16: v100-32gb computes fp32, fp16"),
         (["--tensor-parallel", "3"], "--tensor-parallel 3: none of what divides"),
         (["--out", "/nowhere/plan.json"], "there is no folder /nowhere"),
         (["--picture", "plan.pdf"], "pictures are PNG"),

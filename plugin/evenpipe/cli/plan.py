@@ -84,7 +84,8 @@ def _run(arguments: Namespace) -> None:
     if arguments.json:
         print(document)
     else:
-        show(plan)
+        named = f" --framework {arguments.framework}" if arguments.framework else ""
+        show(plan, f"evenpipe estimate --model {arguments.model} --cluster {arguments.cluster}{named}")
 
 
 def _question(arguments: Namespace) -> Question:

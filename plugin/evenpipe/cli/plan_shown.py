@@ -20,8 +20,8 @@ __all__ = ["drawn", "show"]
 _GIB: Final = 2**30
 
 
-def show(plan: Plan) -> None:
-    """Print the fastest runs, what the first is told of, and why others are not taken."""
+def show(plan: Plan, command: str) -> None:
+    """Print the fastest runs, the ``command`` that says more of the first, and why others are not taken."""
     console = Console()
     console.print(
         f"{plan.model} on {plan.cluster} with {plan.framework}, at most {plan.global_batch_size} samples an iteration",
@@ -52,7 +52,7 @@ def show(plan: Plan) -> None:
         )
     low, high = best.uncertainty["low"], best.uncertainty["high"]
     console.print(f"an iteration takes {best.iteration_ms:,.0f} ms ({low:+.0%} to {high:+.0%})", highlight=False)
-    console.print(f"evenpipe estimate --model {plan.model} --cluster {plan.cluster} {best.flags}", soft_wrap=True)
+    console.print(f"{command} {best.flags}", soft_wrap=True, highlight=False)
     for line in best.warnings:
         console.print(line, highlight=False, soft_wrap=True)
     console.print("not taken", style="bold")

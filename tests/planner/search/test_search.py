@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from evenpipe.planner.descriptions import cluster, model
+from evenpipe.planner.descriptions import cluster, framework, model
 from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import Run
@@ -98,6 +98,16 @@ def test_each_family_that_is_not_taken_has_its_reason(found_96b: tuple[Question,
     assert "Megatron does not run it" in lines["v-half"]
     assert "a batch late" in lines["2bw"]
     assert set(lines) >= {"gpipe", "interleaved", "kfkb", "zb-h1", "recompute none", "recompute full"}
+
+
+def test_with_flash_attention_bpipe_need_not_pay() -> None:
+    """arXiv 2401.02088: the same model and cluster, on which it is the best without."""
+    question = Question(
+        model("gpt3-96b"), cluster("4x8-a100-80gb"), 128, MEGATRON, ("1f1b", "interleaved"), framework("megatron")
+    )
+    found = search(question)
+    assert not found.plans[0].run.bpipe
+    assert "not needed" in dict(rejected(question, found))["with BPipe"]
 
 
 def test_where_runs_fit_without_it_bpipe_is_said_not_to_be_needed() -> None:

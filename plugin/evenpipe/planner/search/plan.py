@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from evenpipe.planner.run import Placement, Recompute
+from evenpipe.planner.run import Placement, Recompute, Run
 from evenpipe.planner.search.front import Planned
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.rejected import rejected
@@ -31,7 +31,8 @@ class PlannedRun(_Part):
     """A run that fits. ``micro_batches``: of a replica, m; ``accumulation``: m / p, the g of PipeDream-2BW §4.3.
 
     layout: layers of each part of the pipeline, where they are not even. bubble: share of an iteration in which a stage
-    does not compute, on the mean. flags: those of ``evenpipe estimate``.
+    does not compute, on the mean. flags: those of ``evenpipe estimate``, beside
+    model, cluster and framework.
     """
 
     tensor_parallel: int
@@ -95,8 +96,8 @@ def plan_of(question: Question, found: Found) -> Plan:
         engine=question.engine.called,
         global_batch_size=question.samples,
         device_gib=question.cluster.device.memory_gib,
-        plans=[_planned(one) for one in found.plans],
-        front=[_planned(one) for one in found.front],
+        plans=[_planned(one, question.asked) for one in found.plans],
+        front=[_planned(one, question.asked) for one in found.front],
         rejected=[Rejected(family=family, reason=reason) for family, reason in rejected(question, found)],
         runs={
             "weighed": found.considered,
@@ -107,7 +108,7 @@ def plan_of(question: Question, found: Found) -> Plan:
     )
 
 
-def _planned(one: Planned) -> PlannedRun:
+def _planned(one: Planned, asked: Run) -> PlannedRun:
     run, estimate = one.run, one.estimate
     return PlannedRun(
         tensor_parallel=run.tensor,
@@ -133,16 +134,17 @@ def _planned(one: Planned) -> PlannedRun:
         memory_gib=one.most_bytes / 2**30,
         each_stage=[StagePlan.model_validate(stage) for stage in estimate.to_json()["stages"]],
         warnings=list(estimate.warnings),
-        flags=" ".join(_flags(one)),
+        flags=" ".join(_flags(one.run, asked)),
     )
 
 
-def _flags(one: Planned) -> list[str]:
-    run = one.run
+def _flags(run: Run, asked: Run) -> list[str]:
     words = [f"--tensor-parallel {run.tensor}", f"--stages {run.stages}", f"--micro-batch-size {run.micro_batch}"]
     words += [f"--global-batch-size {run.global_batch}", f"--recompute {run.recompute}", f"--schedule {run.schedule}"]
     words += [f"--expert-parallel {run.expert}"] * (run.expert > 1) + [f"--chunks {run.chunks}"] * (run.chunks > 1)
     words += [f"--group-size {run.group_size}"] * (run.group_size > 1) + ["--bpipe"] * run.bpipe
     if run.layout is not None:
         words.append(f"--layout {','.join(map(str, run.layout))}")
+    words += [f"--precision {asked.precision}"] * (asked.precision is not None)
+    words += [f"--attention {asked.attention}"] * (asked.attention is not None)
     return words + ["--placement pipeline"] * (run.placement == "pipeline")

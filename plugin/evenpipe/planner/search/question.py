@@ -54,6 +54,13 @@ class Question:
         """A run with the framework's defaults filled in, which depend on tensor parallelism."""
         return replace(self.asked, tensor=tensor).of(self.of)
 
+    def check(self) -> None:
+        """Raises EstimateError for what no run on this cluster can compute in."""
+        precision, device = self.base(1).precision, self.cluster.device
+        if precision not in device.tflops:
+            computes = ", ".join(device.tflops)
+            raise EstimateError(f"precision={precision}: {device.name} computes {computes}: choose of these")
+
     @cached_property
     def tensors(self) -> list[int]:
         """t that divides heads and a node (BPipe §4.2), and the inner size of the MLP."""

@@ -14,16 +14,21 @@ from evenpipe.schedule import find
 __all__ = ["brief", "rejected"]
 
 _GIB: Final = 2**30
+_FLASH: Final = "flash attention saves no scores, so there is less to make room for: arXiv 2401.02088"
 _SAME: Final = 1e-3  # relative: no faster and no slower
 
 
 def rejected(question: Question, found: Found) -> Iterator[tuple[str, str]]:
-    """Every family that the best run is not of, and why; of schedules also what no size divides for."""
+    """Every family that the best run is not of, and why; of schedules also what no size divides for.
+
+    Placement and layout are asked about where the best run has them: it has replicas, or stages.
+    """
     best = found.plans[0]
     own = set(families_of(best.run, True))
+    kinds = {"schedule", "bpipe", "recompute", *(family.kind for family in own)}
     for family in _weighed(question):
         there_is = family.kind == "schedule" or family in found.least_bytes
-        if there_is and family not in own:
+        if there_is and family.kind in kinds and family not in own:
             yield family.value, _reason(question, found, family, best)
 
 
@@ -52,8 +57,11 @@ def _reason(question: Question, found: Found, family: Family, best: Planned) -> 
         return f"not needed, the best run fits without it: it would leave {max(0.0, free):.1f} GiB more, no time less"
     if faster >= -_SAME:
         return f"as fast at best, and later in order: {brief(one)}"
-    pays = "does not pay, " if family.value == "with BPipe" else ""
-    return f"{pays}{-faster:.1%} slower at best, {_why(one, best)}: {brief(one)}"
+    why = f"{-faster:.1%} slower at best, {_why(one, best)}: {brief(one)}"
+    if family.value != "with BPipe":
+        return why
+    flash = f" ({_FLASH})" if one.run.attention == "flash" else ""
+    return f"does not pay{flash}, {why}"
 
 
 def _unfit(question: Question, found: Found, family: Family) -> str:

@@ -58,6 +58,7 @@ def search(question: Question, top: int = 1) -> Found:
     the time without them, with ranks in the same places, is a bound too.
     Raises EstimateError, one line, where nothing fits.
     """
+    question.check()
     found = Found()
     queue = list(_fitting(question, found))
     heapq.heapify(queue)
