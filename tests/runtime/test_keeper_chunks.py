@@ -1,0 +1,73 @@
+"""Two parts of a model on one stage, of which one hands the other what both swap."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from evenpipe.runtime.connections import Connections
+from evenpipe.runtime.executor import Executor
+from evenpipe.runtime.keep import KEEP_ALL, KeepAll, Keeper, Keeping
+from evenpipe.runtime.stage import Edges, ModuleStage
+from evenpipe.schedule import Size, Unit, build
+
+ROWS, WIDTH = 16, 8
+NBYTES = 4 * ROWS * WIDTH
+HOST = torch.device("cpu")
+#: Each part's result, which it saves, is swapped; and what the second one takes, which it saves too, or not.
+MADE = {1: ((1, NBYTES),)}
+GIVES = Keeping(swapped={1}, made=MADE, out={1: (1,)}, gone={1: (1,)}, early=(1,))
+GIVES_LATE = Keeping(swapped={1}, made=MADE, out={1: (1,)}, back={1: (1,)})
+TAKES = Keeping(swapped={0, 1}, made=MADE, out={1: (0, 1)}, gone={1: (0, 1)}, early=(0, 1))
+KEEPS = Keeping(swapped={1}, made=MADE, out={1: (1,)}, early=(1,))
+
+
+class Half(torch.nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+        self.keep: KeepAll = KEEP_ALL
+
+    def forward(self, value: Tensor) -> Tensor:
+        hidden = self.linear(self.keep.given(0, value))
+        result: Tensor = self.keep(1, torch.ops.aten.tanh.default, hidden)
+        return result
+
+
+class Halves(ModuleStage):
+    keeper: Keeper | None = None
+    keeping: tuple[Keeping, ...] = ()
+
+    def compute(self, unit: Unit, inputs: list[Tensor] | None) -> Tensor:
+        half = self.chunks[unit.chunk]
+        if self.keeper is None:
+            return super().compute(unit, inputs)  # type: ignore[no-any-return]
+        with self.keeper.forward(unit, self.keeping[unit.chunk], lambda _: contextlib.nullcontext()) as half.keep:
+            result = super().compute(unit, inputs)
+        half.keep = KEEP_ALL
+        return result  # type: ignore[no-any-return]
+
+
+def gradients(*keeping: Keeping) -> list[Tensor]:
+    halves = [Half(0), Half(1)]
+    random = torch.Generator().manual_seed(2)
+    inputs = [torch.randn(ROWS, WIDTH, generator=random) for _ in range(4)]
+    stage = Halves(halves, Edges.alike(torch.empty(ROWS, WIDTH), 2), inputs.__getitem__, lambda _, out: out.sum(), 1)
+    executor = Executor(0, Connections({}, {}), HOST, [one for half in halves for one in half.parameters()])
+    if keeping:
+        stage.keeping = keeping
+        executor.keeper = stage.keeper = Keeper(executor.store, HOST)
+    executor.run(build("v-half", Size(1, 4), swaps=(0, 1) if keeping else ()), stage)
+    executor.store.assert_empty()
+    return [one.grad for half in halves for one in half.parameters()]
+
+
+@pytest.mark.parametrize("gives", [GIVES, GIVES_LATE])
+@pytest.mark.parametrize("takes", [TAKES, KEEPS])
+def test_what_one_hands_the_other_may_be_swapped_by_both(gives: Keeping, takes: Keeping) -> None:
+    for plain, swapped in zip(gradients(), gradients(gives, takes), strict=True):
+        assert torch.equal(plain, swapped)
