@@ -15,7 +15,7 @@ from torch import Tensor
 from evenpipe.partition.code.keeping import keeping_of
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.plan import Stage
-from evenpipe.runtime.keep import KEEP_ALL, KeepAll, Keeper, Keeping
+from evenpipe.runtime.keep import PLAIN_CALLER, Keeper, Keeping, NodeCaller
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Unit
 
@@ -105,7 +105,7 @@ class EmulatedPart(torch.nn.Module):
             if one.producer < part.first_node and any(node in order for node in (*one.users, *one.savers))
         )
 
-    def forward(self, chain: Tensor, keep: KeepAll = KEEP_ALL) -> Tensor:
+    def forward(self, chain: Tensor, keep: NodeCaller = PLAIN_CALLER) -> Tensor:
         """`chain` carries the micro-batch's number from part to part, and order from node to node."""
         number = int(chain[0].item())
         there = {

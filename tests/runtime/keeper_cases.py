@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
-from evenpipe.runtime.host_link import EmulatedHostLink, host_link_for
-from evenpipe.runtime.keep import KEEP_ALL, KeepAll, Keeper, Keeping
+from evenpipe.runtime.host_link import HostLink, Passage, host_link_for
+from evenpipe.runtime.keep import PLAIN_CALLER, Keeper, Keeping, NodeCaller
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Schedule, Unit, verify
 
@@ -43,6 +44,25 @@ EARLY = Keeping(swapped={1}, made={1: ((1, NBYTES),)}, out={2: (1,)}, early=(1,)
 WAYS = {"all": Keeping(), "kept": KEEPING, "early": EARLY}
 
 
+class SleepingHostLink:
+    """A link of so many 10^9 bytes/s each way: copies at once, and whoever waits for one sleeps until it would be."""
+
+    def __init__(self, gbps: float) -> None:
+        self._seconds_a_byte = 1e-9 / gbps
+        self._free = {"out": 0.0, "back": 0.0}
+
+    def out(self, memory: Tensor) -> Passage:
+        return self._passage("out", memory.clone())
+
+    def back(self, host: Tensor, memory: Tensor) -> Passage:
+        return self._passage("back", memory.copy_(host))
+
+    def _passage(self, way: str, target: Tensor) -> Passage:
+        until = max(self._free[way], time.perf_counter()) + target.numel() * self._seconds_a_byte
+        self._free[way] = until
+        return Passage(target, lambda: time.sleep(max(0.0, until - time.perf_counter())))
+
+
 class Block(torch.nn.Module):
     """What it saves: its input, GELU's argument and result, tanh's result."""
 
@@ -50,7 +70,7 @@ class Block(torch.nn.Module):
         super().__init__()
         torch.manual_seed(place)
         self.first, self.second = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-        self.keep: KeepAll = KEEP_ALL
+        self.keep: NodeCaller = PLAIN_CALLER
 
     def forward(self, value: Tensor) -> Tensor:
         hidden = self.keep(0, aten.gelu.default, self.first(value))
@@ -68,7 +88,7 @@ class KeptStage(ModuleStage):
         block = self.chunks[unit.chunk]
         with self.keeper.forward(unit, self.keeping, lambda ordinal: contextlib.nullcontext()) as block.keep:
             outputs = super().forward(unit, inputs)
-        block.keep = KEEP_ALL
+        block.keep = PLAIN_CALLER
         return outputs
 
 
@@ -84,7 +104,7 @@ def carry_out(case: dict, rank: int) -> dict:
     edges = Edges.alike(torch.empty(ROWS, WIDTH))
     stage = KeptStage([module], edges, inputs.__getitem__, lambda i, out: out.square().mean(), loss_chunk)
     if case["way"] != "all":
-        link = EmulatedHostLink(case["gbps"]) if case["gbps"] else host_link_for(HOST)
+        link: HostLink = SleepingHostLink(case["gbps"]) if case["gbps"] else host_link_for(HOST)
         executor.keeper = stage.keeper = Keeper(executor.store, HOST, link)
         stage.keeping = WAYS[case["way"]]
     executor.run(program, stage)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.executor import Executor
-from evenpipe.runtime.keep import KEEP_ALL, KeepAll, Keeper, Keeping
+from evenpipe.runtime.keep import PLAIN_CALLER, Keeper, Keeping, NodeCaller
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Size, Unit, build
 
@@ -30,7 +30,7 @@ class Half(torch.nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.linear = torch.nn.Linear(WIDTH, WIDTH)
-        self.keep: KeepAll = KEEP_ALL
+        self.keep: NodeCaller = PLAIN_CALLER
 
     def forward(self, value: Tensor) -> Tensor:
         hidden = self.linear(self.keep.given(0, value))
@@ -48,7 +48,7 @@ class Halves(ModuleStage):
             return super().compute(unit, inputs)  # type: ignore[no-any-return]
         with self.keeper.forward(unit, self.keeping[unit.chunk], lambda _: contextlib.nullcontext()) as half.keep:
             result = super().compute(unit, inputs)
-        half.keep = KEEP_ALL
+        half.keep = PLAIN_CALLER
         return result  # type: ignore[no-any-return]
 
 

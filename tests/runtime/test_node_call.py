@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evenpipe.runtime.keep import Keep, Keeper, Keeping
+from evenpipe.runtime.keep import Keeper, Keeping, KeepingCaller
 from evenpipe.runtime.store import ActivationStore
 
 aten = torch.ops.aten
@@ -21,7 +21,7 @@ def kept(nodes: int, nbytes: int) -> tuple[ActivationStore, Keeper, Keeping]:
     return store, Keeper(store, torch.device("cpu")), Keeping(every, every, made={n: ((n, nbytes),) for n in every})
 
 
-def chained(keep: Keep, hidden: Tensor, nodes: int) -> Tensor:
+def chained(keep: KeepingCaller, hidden: Tensor, nodes: int) -> Tensor:
     for node in range(nodes):
         hidden = keep(node, aten.tanh.default, hidden)
     return hidden

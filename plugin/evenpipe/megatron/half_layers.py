@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
-__all__ = ["HalvedLayout", "build_halves", "random_numbers_kept"]
+from evenpipe.megatron.random_numbers import random_numbers_kept
+
+__all__ = ["HalvedLayout", "build_halves"]
 
 
 class HalvedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
@@ -65,15 +65,6 @@ def build_halves(build: Callable[[Any], None], block: Any) -> None:
     if ends:
         # With MTP layers Megatron looks for it where the last layer is: that is where the layer ends.
         block.final_layernorm = None
-
-
-@contextmanager
-def random_numbers_kept(device: torch.device) -> Iterator[None]:
-    """Afterwards random numbers go on as if nothing had been drawn."""
-    tracked = get_cuda_rng_tracker().get_states()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    get_cuda_rng_tracker().set_states(tracked)
 
 
 def _half(spec: ModuleSpec, make: Callable[[type], type]) -> ModuleSpec:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["CudaHostLink", "EmulatedHostLink", "HostLink", "Passage", "host_link_for"]
+__all__ = ["CudaHostLink", "HostLink", "Passage", "host_link_for"]
 
 
 class Passage:
@@ -47,25 +46,6 @@ class _HostMemory:
         return Passage(memory, _at_once)
 
 
-class EmulatedHostLink:
-    """On a CPU, a link of so many 10^9 bytes/s each way: whoever waits for a copy sleeps until it would be complete."""
-
-    def __init__(self, gbps: float) -> None:
-        self._seconds_a_byte = 1e-9 / gbps
-        self._out_free = self._back_free = 0.0
-        self._copies = _HostMemory()
-
-    def out(self, memory: Tensor) -> Passage:
-        """Copy at once, and say so when the link would have."""
-        self._out_free = until = max(self._out_free, time.perf_counter()) + memory.numel() * self._seconds_a_byte
-        return Passage(self._copies.out(memory).target, lambda: _sleep_until(until))
-
-    def back(self, host: Tensor, memory: Tensor) -> Passage:
-        """Copy at once, and say so when the link would have."""
-        self._back_free = until = max(self._back_free, time.perf_counter()) + memory.numel() * self._seconds_a_byte
-        return Passage(self._copies.back(host, memory).target, lambda: _sleep_until(until))
-
-
 class CudaHostLink:
     """Pinned host memory, and a stream for each direction, so that both go beside compute and beside one another."""
 
@@ -98,8 +78,3 @@ def host_link_for(device: torch.device) -> HostLink:
 
 def _at_once() -> None:
     pass
-
-
-def _sleep_until(until: float) -> None:
-    if (seconds := until - time.perf_counter()) > 0:
-        time.sleep(seconds)

@@ -19,7 +19,7 @@ from evenpipe.runtime.node_call import NodeCall, call_noting
 from evenpipe.runtime.saved import SavedStorage
 from evenpipe.runtime.store import ActivationStore, Recorder
 
-__all__ = ["KEEP_ALL", "Keep", "KeepAll", "Keeper", "Keeping", "Scope"]
+__all__ = ["PLAIN_CALLER", "Keeper", "Keeping", "KeepingCaller", "NodeCaller", "Scope"]
 
 #: Gives for an operation's ordinal the context in which it draws its numbers.
 Scope = Callable[[int], AbstractContextManager[object]]
@@ -48,11 +48,11 @@ class Keeping:
 
     @property
     def nodes(self) -> frozenset[int]:
-        """Those that have to be called through a `Keep`."""
+        """Those that have to be called through a `KeepingCaller`."""
         return frozenset(self.again).union(self.made, self.out, self.gone, self.back)
 
 
-class KeepAll:
+class NodeCaller:
     """Calls nodes, and leaves to autograd what is kept."""
 
     def __call__(self, node: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -64,10 +64,10 @@ class KeepAll:
         return tensor
 
 
-KEEP_ALL = KeepAll()
+PLAIN_CALLER = NodeCaller()
 
 
-class Keep(KeepAll):
+class KeepingCaller(NodeCaller):
     """Calls nodes in one micro-batch's forward, and keeps of what they save what `keeping` says."""
 
     def __init__(self, keeping: Keeping, recorder: Recorder, link: HostLink, scope: Scope) -> None:
@@ -149,7 +149,7 @@ class Keep(KeepAll):
 
 
 class Keeper:
-    """Of one stage: gives each micro-batch's forward its `Keep`, and moves what is swapped between it and its host."""
+    """Of one stage: gives each forward its `KeepingCaller`, and moves what is swapped to its host and back."""
 
     def __init__(self, store: ActivationStore, device: torch.device, link: HostLink | None = None) -> None:
         self._store = store
@@ -158,7 +158,7 @@ class Keeper:
         self._leaving: list[weakref.ref[SwappedStorage]] = []
 
     @contextmanager
-    def forward(self, unit: Hashable, keeping: Keeping, scope: Scope) -> Iterator[Keep]:
+    def forward(self, unit: Hashable, keeping: Keeping, scope: Scope) -> Iterator[KeepingCaller]:
         """Inside the store's recording of the unit: what its nodes are called through.
 
         What earlier micro-batches have left on the link is gone first.
@@ -166,7 +166,7 @@ class Keeper:
         for saved in _alive(self._leaving):
             saved.gone()
             saved.let_go()
-        keep = Keep(keeping, self._store.recorder(unit), self._link, scope)
+        keep = KeepingCaller(keeping, self._store.recorder(unit), self._link, scope)
         yield keep
         for storage in keep.storages.values():
             if isinstance(storage, DroppedStorage):

@@ -23,7 +23,7 @@ from evenpipe.partition.search.ranges import Saved
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph
 from evenpipe.planner.descriptions import device
-from evenpipe.runtime.keep import KEEP_ALL, KeepAll, Keeper, Keeping
+from evenpipe.runtime.keep import PLAIN_CALLER, Keeper, Keeping, NodeCaller
 from evenpipe.runtime.store import ActivationStore
 
 MODELS = ["bert-large", "gpt2-large", "t5-large", "amoebanet-d"]
@@ -73,7 +73,7 @@ class Run:
         keeper = Keeper(self.store, HOST)
         with self.store.recording(0):
             if keeping is None:
-                loss = self._forward(graph, example, held, keeping or Keeping(), KEEP_ALL)
+                loss = self._forward(graph, example, held, keeping or Keeping(), PLAIN_CALLER)
             else:
                 with keeper.forward(0, keeping, numbers_of) as keep:
                     loss = self._forward(graph, example, held, keeping, keep)
@@ -89,7 +89,9 @@ class Run:
         self.gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
         self.buffers = {name: one.clone() for name, one in model.named_buffers()}
 
-    def _forward(self, graph: Graph, example: Example, held: dict[str, Any], keeping: Keeping, keep: KeepAll) -> Tensor:
+    def _forward(
+        self, graph: Graph, example: Example, held: dict[str, Any], keeping: Keeping, keep: NodeCaller
+    ) -> Tensor:
         env: dict[fx.Node, Any] = {}
         for node in graph.module.graph.nodes:
             if node.op == "placeholder":

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 
 from evenpipe.megatron.adaptive.static_memory import workspace_bytes
 from evenpipe.megatron.grad_sync import without_sync
-from evenpipe.megatron.half_layers import random_numbers_kept
+from evenpipe.megatron.random_numbers import random_numbers_kept
 from evenpipe.megatron.schedule import Call, PipelineSchedule
 from evenpipe.megatron.stage import MegatronStage
 from evenpipe.planner.candidates import divisors

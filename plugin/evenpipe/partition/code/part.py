@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.partition.code.draws import Draws
-from evenpipe.runtime.keep import KEEP_ALL, KeepAll, Keeping
+from evenpipe.runtime.keep import PLAIN_CALLER, Keeping, NodeCaller
 from evenpipe.runtime.node_call import RerunError
 
 __all__ = ["Boundary", "Part", "Scope", "device_of", "users_lines"]
@@ -63,7 +63,7 @@ class Part(Scope):
     KEEPING: ClassVar[Keeping] = Keeping()
 
     def __call__(
-        self, inputs: Mapping[str, Tensor], draws: Draws, *received: Tensor, keep: KeepAll = KEEP_ALL
+        self, inputs: Mapping[str, Tensor], draws: Draws, *received: Tensor, keep: NodeCaller = PLAIN_CALLER
     ) -> tuple[Tensor, ...]:
         """Runs it; with a `keep` of `KEEPING` (`Keeper.forward`), it recomputes and swaps what was planned.
 
