@@ -75,7 +75,7 @@ def _run(arguments: Namespace) -> None:
         found = search(question, arguments.top)
     except DescriptionError as error:
         raise UsageError(str(error)) from error
-    except (EstimateError, ScheduleError) as error:
+    except EstimateError as error:
         raise UsageError(in_flags(error)) from error
     plan = plan_of(question, found)
     document = plan.model_dump_json()
@@ -93,7 +93,10 @@ def _question(arguments: Namespace) -> Question:
     named = framework(arguments.framework) if arguments.framework else framework_of(of, nodes)
     schedules = arguments.schedules or own()
     for name in schedules:
-        find(name)
+        try:
+            find(name)
+        except ScheduleError as error:
+            raise UsageError(f"--schedules {str(error).removeprefix('schedule=')}") from error
     return Question(
         of,
         nodes,

@@ -105,6 +105,7 @@ def test_with_flash_attention_bpipe_need_not_pay() -> None:
     question = Question(
         model("gpt3-96b"), cluster("4x8-a100-80gb"), 128, MEGATRON, ("1f1b", "interleaved"), framework("megatron")
     )
+    question = replace(question, tensor=4, stages=8)
     found = search(question)
     assert not found.plans[0].run.bpipe
     assert "not needed" in dict(rejected(question, found))["with BPipe"]

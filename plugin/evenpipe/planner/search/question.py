@@ -10,7 +10,7 @@ from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import framework_of
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.engine import Engine
-from evenpipe.schedule import Spec
+from evenpipe.schedule import Spec, find, offered
 
 __all__ = ["Question", "divisors"]
 
@@ -55,11 +55,15 @@ class Question:
         return replace(self.asked, tensor=tensor).of(self.of)
 
     def check(self) -> None:
-        """Raises EstimateError for what no run on this cluster can compute in."""
+        """Raises EstimateError for what no run on this cluster can compute in, and where no schedule is left."""
         precision, device = self.base(1).precision, self.cluster.device
         if precision not in device.tflops:
             computes = ", ".join(device.tflops)
             raise EstimateError(f"precision={precision}: {device.name} computes {computes}: choose of these")
+        reasons = [self.refused(find(name)) for name in self.schedules]
+        if all(reasons):
+            able = ", ".join(offered(self.engine.offers))
+            raise EstimateError(f"schedules={','.join(self.schedules)}: {reasons[0]}: choose of {able}")
 
     @cached_property
     def tensors(self) -> list[int]:
