@@ -1,8 +1,9 @@
 """How long `evenpipe partition` searches, and how near BiPar (DawnPiper's Algorithm 1) comes to the exact search.
 
 All models, 4 and 8 stages of 40 GB, PipeDream's schedule; without memory optimisation at half of the largest
-micro-batch and at the largest, with swap and recompute at 1.2, 2 and 4 times that. BiPar alone, without memory optimisation, is
-not cut short. Milliseconds of this process, which others on the machine do not count in, and those that pass.
+micro-batch and at the largest, with swap and recompute at 1.2, 2 and 4 times that. BiPar alone, without memory
+optimisation, is not cut short. Milliseconds of this process, which others on the machine do not count in, and those
+that pass.
 """
 
 from __future__ import annotations
