@@ -28,7 +28,7 @@ GIB: Final = 1 << 30
 #: The nodes of the ranges that the exact search weighs with memory optimisation: a part of a second.
 MOST_WEIGHED: Final = 12_000
 #: BiPar weighs so many of these, and cuts so many parts, in a find_plan.
-_BINARY_WEIGHED, _BINARY_PARTS = 4_000, 1000
+_BINARY_WEIGHED, _BINARY_PARTS = 4_000, 300
 #: It is not followed where it can only come out slower than the optimum by more than this.
 _CEILING = 1.1
 #: How close to the least memory limit the one named in an error is; to know it closer takes many searches.
