@@ -21,9 +21,17 @@ program = build(schedule, Size(stages=dist.get_world_size(), micro_batches=8))
 pipeline = ModulePipeline(part, program, torch.nn.functional.mse_loss, boundary=torch.empty(4, 64))
 optimizer = torch.optim.Adam(pipeline.parameters())
 inputs = torch.randn(8 * 4, 64, generator=torch.Generator().manual_seed(0))
-for iteration in range(5):
+
+
+def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
     optimizer.zero_grad()
-    loss = pipeline.step(inputs, targets=inputs.roll(1, dims=1))
+    loss = pipeline.step(inputs, targets)
     optimizer.step()
+    return loss
+
+
+batches = [(inputs, inputs.roll(1, dims=1))] * 5
+losses = pipeline.delayed(batches, optimizer) if schedule.name == "2bw" else (step(*batch) for batch in batches)
+for iteration, loss in enumerate(losses):
     if loss is not None:  # where the model ends
         print(f"iteration {iteration}: loss {loss.item():.6f}")

@@ -56,10 +56,13 @@ def test_what_cannot_be_shared_out_is_refused(pipeline: ModulePipeline) -> None:
         pipeline.step(torch.empty(6, 4), [torch.empty(2, 4)] * 2)
 
 
-def test_a_stream_is_refused(pipeline: ModulePipeline) -> None:
-    said = "schedule=2bw: needs batches without a flush between, which ModulePipeline does not offer: choose one of"
-    with pytest.raises(ValueError, match=said):
-        made(1, "2bw")
+def test_a_schedule_without_flushes_is_iterated_over_and_others_are_not(pipeline: ModulePipeline) -> None:
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="program: 1f1b flushes after every batch: call step"):
+        pipeline.delayed([], optimizer)
+    streamed, inputs = made(1, "2bw"), torch.ones(6, 4)
+    with pytest.raises(ValueError, match=r"program: 2bw does not flush .*: iterate over delayed\(batches, optimizer\)"):
+        streamed.step(inputs, inputs)
 
 
 def test_a_program_for_other_stages_is_refused(pipeline: ModulePipeline) -> None:

@@ -31,7 +31,7 @@ class EnginePackage(NamedTuple):
 
 _MEGATRON: Final = "evenpipe.megatron.train_engine"
 _MEGATRON_CORE: Final = ("megatron", "megatron-core is not installed: pip install 'evenpipe[megatron]'")
-_PLAIN: Final[frozenset[Need]] = frozenset(["chunks", "groups", "split", "vee"])
+_PLAIN: Final[frozenset[Need]] = frozenset(["chunks", "groups", "split", "stream", "vee"])
 #: By the value of --engine.
 ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType(
     {

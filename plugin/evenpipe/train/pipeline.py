@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,11 @@ from evenpipe.runtime.connections import connect
 from evenpipe.runtime.device_queues import one_queue
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.stage import Edges, ModuleStage
-from evenpipe.schedule import Program, Spec, check_offers, needs_of, verify
+from evenpipe.runtime.weight_versions import WeightVersions
+from evenpipe.schedule import Program, Spec, check_offers, find, needs_of, verify
+from evenpipe.train.delayed import DelayedTraining
 from evenpipe.train.engines import ENGINES
+from evenpipe.train.plain_steps import PlainSteps, SharedGradients
 
 __all__ = ["ModulePipeline", "Pipeline", "shares", "stage_in"]
 
@@ -27,7 +30,10 @@ def stage_in(program: Program, group: dist.ProcessGroup | None, engine: str, cal
     schedule, ranks = program.schedule, dist.get_process_group_ranks(group)
     if len(ranks) != schedule.stages:
         raise ValueError(f"program: is for {schedule.stages} stages, but the group has {len(ranks)} ranks")
-    check_offers(Spec.of(schedule, needs_of(schedule)), ENGINES[engine].offers, called)
+    needs = needs_of(schedule)
+    # One without flushes goes on behind its last batch, as only its name can tell.
+    spec = find(schedule.name) if "stream" in needs else Spec.of(schedule, needs)
+    check_offers(spec, ENGINES[engine].offers, called)
     return ranks.index(dist.get_rank())
 
 
@@ -55,13 +61,20 @@ class Pipeline:
         #: Of the micro-batches of the last batch, where the model ends.
         self.losses: list[Tensor] = []
         self.edges = edges
+        #: The number of the next batch, and how much larger that of the one after it is: replicas take turns.
+        self.batches, self.stride = 0, 1
+        self._group = group
         held = (one for like in (*edges.taken, *edges.given) for one in like)
         self.device = device = next((one.device for one in (*self.parameters(), *held)), torch.device("cpu"))
         backend = "nccl" if device.type == "cuda" else "gloo"
         queue = one_queue(group, device)
         self.program = program = verify(schedule, program.pairs, queue)
         connections = connect(ranks, program.links, backend, device, queue)
-        self.executor = Executor(self.stage, connections, device, self.parameters(), observer, measure or program.pairs)
+        streams = "stream" in needs_of(schedule)
+        #: Both versions of the weights, where batches are not flushed.
+        self.versions = WeightVersions(self.parameters()) if streams else None
+        weights = [*self.parameters(), *(self.versions.memory if self.versions is not None else ())]
+        self.executor = Executor(self.stage, connections, device, weights, observer, measure or program.pairs)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of this stage's parts, for an optimizer."""
@@ -71,10 +84,68 @@ class Pipeline:
         """Destroy the links, once no batch is under way."""
         self.executor.connections.close()
 
-    def carry_out(self, stage: ModuleStage, found: dict[int, Tensor]) -> Tensor | None:
-        """A batch of the program; the mean of the losses that the stage has `found`, by micro-batch, if any."""
-        self.executor.run(self.program, stage)
+    def delayed(
+        self,
+        batches: Iterable[Any],
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_grad: float = 0.0,
+        replicas: dist.ProcessGroup | None = None,
+        squares: Callable[[], Tensor] | None = None,
+    ) -> DelayedTraining:
+        """Train under a schedule without flushes, 2bw: iterate over what is returned, a batch at a time.
+
+        batches: each what `step` takes (of two arguments a pair); read one ahead. optimizer: of this stage's
+        parameters; stepped, and gradients let go of, by what is returned, and not by the loop. clip_grad: the largest
+        norm of the gradients of all stages; 0: any. replicas: the processes with this stage in other pipelines, whose
+        gradients' mean is taken. squares: see `PlainSteps`. Raises ValueError for a program that flushes.
+        """
+        if self.versions is None:
+            raise ValueError(f"program: {self.program.schedule.name} flushes after every batch: call step")
+        group = self._group if self._group is not None else dist.group.WORLD
+        assert group is not None, "torch.distributed has been started"
+        steps = PlainSteps(
+            self.versions, optimizer, squares or self.squares, group, clip_grad, replicas, self.shared_gradients
+        )
+        return DelayedTraining(self, batches, steps)
+
+    @property
+    def shared_gradients(self) -> SharedGradients | None:
+        """Of parameters that other stages have a copy of."""
+        return None
+
+    def squares(self) -> Tensor:
+        """Sums of squares of the gradients by part of the model, in fp64; zero for those of other stages."""
+        places = self.program.schedule.places
+        found = torch.zeros(len(places.order), dtype=torch.float64, device=self.device)
+        for chunk, module in enumerate(self.chunks):
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    found[places.position(self.stage, chunk)] += parameter.grad.double().square().sum()
+        return found
+
+    def shared(self, batch: Any) -> Sequence[Any]:
+        """What each micro-batch gets of a batch. Raises ValueError where it cannot be shared out."""
+        raise NotImplementedError
+
+    def made(self, item: Callable[[int], Any], found: dict[int, Tensor], first: int) -> ModuleStage:
+        """What computes micro-batches: of the i-th `item(i)` says what it gets, and its loss goes to `found[i]`.
+
+        first: the batch, as `batches` counts, that begins with the 0th.
+        """
+        raise NotImplementedError
+
+    def carry_out(self, batch: Any) -> Tensor | None:
+        """A batch of the program; its mean loss, where the model ends."""
+        if self.versions is not None:
+            raise ValueError(
+                f"program: {self.program.schedule.name} does not flush between batches: iterate over "
+                "delayed(batches, optimizer) in place of step"
+            )
+        found = dict[int, Tensor]()
+        self.executor.run(self.program, self.made(self.shared(batch).__getitem__, found, self.batches))
         self.losses = [loss for _, loss in sorted(found.items())]
+        self.batches += self.stride
         return torch.stack(self.losses).mean() if self.is_last else None
 
 
@@ -133,17 +204,24 @@ class ModulePipeline(Pipeline):
         micro-batch has an equal share, or a sequence with an entry a micro-batch. Returns the mean loss where the model
         ends, None elsewhere. Raises ValueError where they cannot be shared out.
         """
-        count, found = self.program.schedule.micro_batches, dict[int, Tensor]()
-        first = shares("inputs", inputs, count) if self.is_first else ()
-        last = shares("targets", targets, count) if self.is_last else ()
+        return self.carry_out((inputs, targets))
+
+    def shared(self, batch: Any) -> Sequence[Any]:
+        """Pairs of an input and a target, of which only the model's ends have any."""
+        count, (inputs, targets) = self.program.schedule.micro_batches, batch
+        first = shares("inputs", inputs, count) if self.is_first else [None] * count
+        last = shares("targets", targets, count) if self.is_last else [None] * count
+        return list(zip(first, last, strict=True))
+
+    def made(self, item: Callable[[int], Any], found: dict[int, Tensor], first: int) -> ModuleStage:
+        count = self.program.schedule.micro_batches
 
         def share_of_loss(micro_batch: int, output: Any) -> Tensor:
-            loss = self._loss(output, last[micro_batch])
+            loss = self._loss(output, item(micro_batch)[1])
             found[micro_batch] = loss.detach()
             return loss / count
 
-        stage = ModuleStage(self.chunks, self.edges, first.__getitem__, share_of_loss, self.loss_chunk)
-        return self.carry_out(stage, found)
+        return ModuleStage(self.chunks, self.edges, lambda one: item(one)[0], share_of_loss, self.loss_chunk)
 
 
 def shares(name: str, values: Tensor | Sequence[Any], count: int) -> Sequence[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Generic, TypeVar
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import FORWARD, Action
+from evenpipe.train.delayed import DelayedTraining
 from evenpipe.train.engine import Case, Coordinates, KeptBytes, OptimizerStep, Tuned
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.pipeline import Pipeline
@@ -32,15 +34,19 @@ class PlainEngine(Observer, Generic[PipelineT]):
     Who inherits makes `pipeline` and `optimizer`.
     """
 
-    #: Every batch ends with nothing under way, and nothing is chosen while training.
-    versions_peak = 1
+    #: Nothing is chosen while training.
     tuned = Tuned()
     pipeline: PipelineT
     optimizer: torch.optim.Optimizer
+    #: Under a schedule without flushes, once training has begun.
+    _training: DelayedTraining | None = None
+    #: Of its steps, what a checkpoint had.
+    _saved_steps: dict[str, Any] | None = None
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self.finished: OptimizerStep | None = None
+        self._stepped: OptimizerStep | None = None
+        self._first = 0
         self.coordinates = Coordinates(case.failure.stage, 0, dist.get_rank() % case.options.data_parallel)
         self.replicas, self._pipeline_group = _groups(case.options)
 
@@ -57,16 +63,61 @@ class PlainEngine(Observer, Generic[PipelineT]):
         for part, saved in zip(self.parts, state["parameters"], strict=True):
             part.load_state_dict(saved)
         self.optimizer.load_state_dict(state["optimizer"])
-        return None
+        self._saved_steps = state.get("steps")
+        if (self._saved_steps is not None) == self._case.options.streams:
+            return None
+        if self._saved_steps is not None:
+            return "the checkpoint has two versions of the weights: this run goes on from the newer one"
+        return "the checkpoint has one version of the weights: both versions of this run start from it"
 
     def begin(self, iteration: int) -> None:
-        """Nothing depends on it."""
+        """Under a schedule without flushes batches are read ahead from here on."""
+        self._first = iteration
+        options = self._case.options
+        if options.streams:
+            self._training = self.pipeline.delayed(
+                map(self.batch, itertools.count(iteration)),
+                self.optimizer,
+                clip_grad=options.clip_grad,
+                replicas=self.replicas,
+                squares=self.squares,
+            )
+            self._training.load_state_dict(self._saved_steps)
 
     def start_batch(self) -> None:
         """Nothing is to be done."""
 
     def drain(self) -> None:
-        """Nothing is under way."""
+        if self._training is not None:
+            self._training.drain()
+
+    def batch(self, iteration: int) -> Any:
+        """What the pipeline trains on in that iteration."""
+        raise NotImplementedError
+
+    def squares(self) -> Tensor:
+        """Sums of squares of this stage's gradients, by piece of the model."""
+        return self.pipeline.squares()
+
+    @property
+    def finished(self) -> OptimizerStep | None:
+        if self._training is None:
+            return self._stepped
+        if self._training.steps.finished is None:
+            return None
+        batch, late = self._training.steps.finished
+        return OptimizerStep(self._first + batch, late.updated, late.grad_norm)
+
+    @property
+    def versions_peak(self) -> int:
+        return 1 if self.pipeline.versions is None else self.pipeline.versions.peak
+
+    def _train_delayed(self, iteration: int) -> list[float]:
+        """An iteration of a schedule without flushes."""
+        assert self._training is not None, "training has begun"
+        self._set_rate(iteration)
+        next(self._training)
+        return [loss.item() for loss in self.pipeline.losses]
 
     def kept_bytes(self) -> KeptBytes:
         parameters = list(self.pipeline.parameters())
@@ -76,12 +127,17 @@ class PlainEngine(Observer, Generic[PipelineT]):
         static = static_bytes([*parameters, *self._gradients(), *kept], [self.optimizer])
         edges = self.pipeline.edges
         messages = sum(like.nbytes for edge in (*edges.taken, *edges.given) for like in edge if like.dim())
-        return KeptBytes(sum(parameter.nbytes for parameter in parameters), 0, 0, static, messages)
+        versions, held = self.pipeline.versions, 0
+        if self._training is not None and not self._training.steps.update_early(self.coordinates.stage):
+            held = self._training.steps.held_gradient_bytes
+        of_weights = sum(parameter.nbytes for parameter in parameters)
+        return KeptBytes(of_weights, 0 if versions is None else versions.nbytes, held, static, messages)
 
     def state(self) -> dict[str, Any]:
         return {
             "parameters": [part.state_dict() for part in self.parts],
             "optimizer": self.optimizer.state_dict(),
+            **({} if self._training is None else {"steps": self._training.steps.state_dict()}),
         }
 
     def started(self, action: Action) -> None:
@@ -98,6 +154,9 @@ class PlainEngine(Observer, Generic[PipelineT]):
         return self.pipeline.chunks
 
     def _gradients(self) -> list[Tensor]:
+        """Of this stage's parameters, those that there are."""
+        if self._training is not None and self._training.steps.gradients:
+            return self._training.steps.gradients
         return [parameter.grad for parameter in self.pipeline.parameters() if parameter.grad is not None]
 
     def _reduce(self) -> None:
@@ -109,10 +168,13 @@ class PlainEngine(Observer, Generic[PipelineT]):
 
     def _step(self, iteration: int, norm: float) -> None:
         """The optimizer's, whose gradients' norm before clipping is given."""
+        self._set_rate(iteration)
+        self.optimizer.step()
+        self._stepped = OptimizerStep(iteration, True, norm)
+
+    def _set_rate(self, iteration: int) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self._case.options, iteration)
-        self.optimizer.step()
-        self.finished = OptimizerStep(iteration, True, norm)
 
 
 def make_optimizer(options: TrainOptions, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -5,6 +5,7 @@ Arguments: a folder (case.json in; rank-<rank>.pt out, and uncut.pt). A script o
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -25,8 +26,9 @@ from evenpipe.partition.search.plan import Plan, find_plan
 from evenpipe.partition.timing import NodeTimes
 from evenpipe.partition.trace import trace
 from evenpipe.train.planned import PlannedPipeline
+from tests.oracle.recurrence import DelayedUpdates
 
-SEED, STEPS, SIZE = 3, 5, 2
+SEED, STEPS, SIZE, RATE = 3, 5, 2, 0.05
 
 
 UNTIED = "gpt2 with weights of its own for the output"
@@ -71,19 +73,23 @@ def batch_of(example: Example, micro_batches: int, step: int) -> dict[str, Tenso
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
-def train_uncut(example: Example, micro_batches: int) -> dict[str, Any]:
-    """A loop in one process."""
-    model, optimizer, losses, first = example.model, optimizer_of(example.model.parameters()), [], {}
+def train_uncut(example: Example, micro_batches: int, delay: int = 0) -> dict[str, Any]:
+    """A loop in one process; with a delay of 1, 2bw's rule."""
+    optimizer, losses, first = optimizer_of(example.model.parameters()), [], {}
+    updates, model = DelayedUpdates(optimizer, delay), copy.deepcopy(example.model)
     for step in range(STEPS):
         batch, found = batch_of(example, micro_batches, step), []
-        optimizer.zero_grad()
+        with torch.no_grad():
+            for one, seen in zip(model.parameters(), updates.seen, strict=True):
+                one.copy_(seen)
+        model.zero_grad()
         for number in range(micro_batches):
             share = {name: values.chunk(micro_batches)[number] for name, values in batch.items()}
             with drawing(SEED, step * micro_batches + number):
@@ -93,15 +99,20 @@ def train_uncut(example: Example, micro_batches: int) -> dict[str, Any]:
             found.append(loss.detach())
         losses.append(torch.stack(found).mean())
         first = first or gradients(model)
-        optimizer.step()
-    return {"losses": losses, "gradients": first, "state": model.state_dict()}
+        updates.update([one.grad for one in model.parameters()], RATE)
+    state = example.model.state_dict()
+    state |= {name: one for name, one in model.named_buffers() if name in state}
+    return {"losses": losses, "gradients": first, "state": state}
 
 
 def train_cut(plan: Path, example: Example, rank: int) -> dict[str, Any]:
     """One stage's share, and on the first stage the whole state."""
     pipeline = PlannedPipeline(plan, example.model, seed=SEED)
     optimizer, losses, first = optimizer_of(pipeline.parameters()), [], {}
-    for step in range(STEPS):
+    if pipeline.versions is not None:
+        batches = (batch_of(example, pipeline.plan.micro_batches, step) for step in range(STEPS))
+        losses += pipeline.delayed(batches, optimizer)
+    for step in range(STEPS if pipeline.versions is None else 0):
         optimizer.zero_grad()
         losses.append(pipeline.step(batch_of(example, pipeline.plan.micro_batches, step)))
         first = first or {n: p.grad.clone() for n, p in pipeline._parameters.items() if p.grad is not None}
@@ -153,9 +164,10 @@ def main(folder: str) -> None:
         for which, one in ((name, plan), (f"{name}, all kept", all_kept(plan))):
             one.write(Path(folder, f"{which}.json"))
             write_stages(graph, of_nodes, one, Path(folder, f"{which}.json"))
-        count = str(plan.micro_batches)
-        if count not in uncut:
-            uncut[count] = train_uncut(example_of(case["model"], getattr(torch, case["dtype"])), plan.micro_batches)
+        key = f"{plan.schedule == '2bw'}, {plan.micro_batches}"
+        if key not in uncut:
+            whole = example_of(case["model"], getattr(torch, case["dtype"]))
+            uncut[key] = train_uncut(whole, plan.micro_batches, int(plan.schedule == "2bw"))
     torch.save(uncut, f"{folder}/uncut.pt")
     mp.start_processes(run, (folder, case), nprocs=case["stages"], start_method="fork")
 

@@ -18,6 +18,7 @@ from evenpipe.train.gather import digest
 from evenpipe.train.module.model import Part, initialised_piece, pieces_of
 from evenpipe.train.pipeline import ModulePipeline
 from evenpipe.train.plain import PlainEngine, make_optimizer
+from evenpipe.train.plain_steps import scaled_to
 
 __all__ = ["ModuleEngine", "clip", "loss_of", "opened", "prepare", "squares"]
 
@@ -59,14 +60,20 @@ class ModuleEngine(PlainEngine[ModulePipeline]):
         self.optimizer = make_optimizer(options, self.pipeline.parameters())
 
     def train(self, iteration: int) -> list[float]:
-        case, replica = self._case, self.coordinates.replica
-        batch = [_on(case.device, each) for each in case.corpus.micro_batches(iteration, replica)]
+        case = self._case
+        if case.options.streams:
+            return self._train_delayed(iteration)
         self.optimizer.zero_grad()
-        self.pipeline.step([tokens for tokens, *_ in batch], [target for _, *target in batch])
+        self.pipeline.step(*self.batch(iteration))
         case.failure.enter("optimizer step")
         self._reduce()
         self._step(iteration, clip(self._gradients(), self._all_squares(), case.options.clip_grad))
         return [loss.item() for loss in self.pipeline.losses]
+
+    def batch(self, iteration: int) -> tuple[list[Any], list[Any]]:
+        case = self._case
+        found = [_on(case.device, each) for each in case.corpus.micro_batches(iteration, self.coordinates.replica)]
+        return [tokens for tokens, *_ in found], [target for _, *target in found]
 
     def weights(self) -> dict[tuple[int, int], str]:
         return {(number, 0): digest([piece]) for part in self._parts for number, piece in part.numbered()}
@@ -74,12 +81,16 @@ class ModuleEngine(PlainEngine[ModulePipeline]):
     def _spoiled(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         return output * math.nan if self._case.failure.spoils_output else output
 
-    def _all_squares(self) -> list[float]:
-        """The sum of squares of the gradients of each piece of the model, of all stages."""
+    def squares(self) -> Tensor:
         found = torch.zeros(self._case.options.layers + 2, dtype=torch.float64, device=self._case.device)
         for part in self._parts:
             for number, piece in part.numbered():
                 found[number] = squares(piece)
+        return found
+
+    def _all_squares(self) -> list[float]:
+        """The sum of squares of the gradients of each piece of the model, of all stages."""
+        found = self.squares()
         # Each piece is on one stage: whatever order the sum is made in, it is exact.
         dist.all_reduce(found, group=self._pipeline_group)
         return found.tolist()
@@ -95,7 +106,8 @@ def loss_of(logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
 def squares(piece: nn.Module) -> Tensor:
     """The sum of squares of a piece's gradients, in fp64."""
     gradients = [parameter.grad for parameter in piece.parameters() if parameter.grad is not None]
-    return torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
+    sums = [gradient.double().square().sum() for gradient in gradients]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
 
 
 def clip(gradients: Iterable[Tensor], squares: Iterable[float], limit: float) -> float:
@@ -104,9 +116,7 @@ def clip(gradients: Iterable[Tensor], squares: Iterable[float], limit: float) ->
     Returns the norm before. 0 does not clip. The order of the pieces is the model's: how it is cut changes no bit.
     """
     norm = math.sqrt(sum(squares))
-    if limit and norm > limit:
-        for gradient in gradients:
-            gradient.mul_(limit / (norm + 1e-6))
+    scaled_to(limit, norm, list(gradients))
     return norm
 
 

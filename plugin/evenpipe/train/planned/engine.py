@@ -59,16 +59,25 @@ class PlannedEngine(PlainEngine[PlannedPipeline]):
         self.optimizer = make_optimizer(options, self.pipeline.parameters())
 
     def train(self, iteration: int) -> list[float]:
-        case, pipeline = self._case, self.pipeline
-        options, replica = case.options, self.coordinates.replica
-        batch = random_batch(self._inputs, options.micro_batches, options.seed, iteration, replica)
+        case, pipeline, options = self._case, self.pipeline, self._case.options
+        if options.streams:
+            return self._train_delayed(iteration)
         self.optimizer.zero_grad()
-        pipeline.batches = iteration * options.data_parallel + replica
-        pipeline.step({name: values.to(case.device) for name, values in batch.items()})
+        pipeline.step(self.batch(iteration))
         case.failure.enter("optimizer step")
         self._reduce()
         self._step(iteration, pipeline.clip_grad_norm(options.clip_grad))
         return [loss.item() for loss in pipeline.losses]
+
+    def begin(self, iteration: int) -> None:
+        replicas, replica = self._case.options.data_parallel, self.coordinates.replica
+        self.pipeline.batches, self.pipeline.stride = iteration * replicas + replica, replicas
+        super().begin(iteration)
+
+    def batch(self, iteration: int) -> dict[str, Tensor]:
+        case, options = self._case, self._case.options
+        drawn = random_batch(self._inputs, options.micro_batches, options.seed, iteration, self.coordinates.replica)
+        return {name: values.to(case.device) for name, values in drawn.items()}
 
     def weights(self) -> dict[tuple[int, int], str]:
         """Of every parameter by itself, in the model's order, so that how it is cut changes nothing."""

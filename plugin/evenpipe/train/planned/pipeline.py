@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from evenpipe.partition.search.problem import PartitionError
 from evenpipe.runtime.executor import Observer
 from evenpipe.runtime.keep import Keeper
 from evenpipe.runtime.stage import Edges, ModuleStage
-from evenpipe.schedule import Unit
+from evenpipe.schedule import Unit, needs_of
 from evenpipe.train.pipeline import Pipeline, shares, stage_in
+from evenpipe.train.plain_steps import SharedGradients, scaled_to
 from evenpipe.train.planned.ties import Ties
 
 __all__ = ["PlannedPipeline"]
@@ -57,6 +58,10 @@ class PlannedPipeline(Pipeline):
                 f"or make a plan with --stages {len(ranks)}"
             )
         program = self.plan.program
+        if self.plan.swaps and "stream" in needs_of(program.schedule):
+            raise PartitionError(
+                f"{path}: with schedule {self.plan.schedule} nothing is swapped: make a plan with --optimize recompute"
+            )
         stage = stage_in(program, group, "planned", "PlannedPipeline")
         parts = load_parts(path, stage, model)
         device = next((one.device for one in model.parameters()), torch.device("cpu"))
@@ -65,9 +70,6 @@ class PlannedPipeline(Pipeline):
         if any(part.KEEPING.nodes for part in parts):
             self.executor.keeper = Keeper(self.executor.store, self.device)
         self.seed = seed
-        #: How many batches have been trained, from which random numbers go on.
-        self.batches = 0
-        self._group = group
         #: Every name that a parameter or a buffer has in the model, and the first of them.
         self._names = _first_names(model)
         of_parts = ((name, one) for part in parts for name, one in tensors_of(part).items())
@@ -91,45 +93,56 @@ class PlannedPipeline(Pipeline):
         one's first dimension. Returns the mean loss where the model ends, None elsewhere. Raises ValueError where the
         batch cannot be shared out, or is not of the shapes that the plan is for.
         """
-        count, found = self.program.schedule.micro_batches, dict[int, Tensor]()
+        with self._ties.summed():
+            return self.carry_out(batch)
+
+    def shared(self, batch: Mapping[str, Tensor]) -> Sequence[Mapping[str, Tensor]]:
+        """The arguments of each micro-batch."""
+        count = self.program.schedule.micro_batches
         for name, one in batch.items():
             if not isinstance(one, Tensor):
                 kind = type(one).__name__
                 raise ValueError(f"batch[{name!r}] is a {kind}: give tensors only; anything else is as in the plan")
         of_inputs = {name: shares(name, one, count) if one.dim() else [one] * count for name, one in batch.items()}
-        first = self.batches * count
+        return [{name: of_all[number] for name, of_all in of_inputs.items()} for number in range(count)]
+
+    def made(self, item: Callable[[int], Any], found: dict[int, Tensor], first: int) -> ModuleStage:
+        """Random numbers are those of batch `first`, and of as many after it as there are."""
+        count, stride = self.program.schedule.micro_batches, self.stride
 
         def share_of_loss(micro_batch: int, output: tuple[Tensor]) -> Tensor:
             [loss] = output
             found[micro_batch] = loss.detach()
             return loss / count
 
-        def inputs_of(micro_batch: int) -> dict[str, Tensor]:
-            return {name: of_all[micro_batch] for name, of_all in of_inputs.items()}
+        def number(micro_batch: int) -> int:
+            return (first + micro_batch // count * stride) * count + micro_batch % count
 
-        stage = _PlannedStage(self, inputs_of, first, share_of_loss)
-        with self._ties.summed():
-            mean = self.carry_out(stage, found)
-        self.batches += 1
-        return mean
+        return _PlannedStage(self, item, number, share_of_loss)
+
+    @property
+    def shared_gradients(self) -> SharedGradients:
+        return self._ties
+
+    def squares(self) -> Tensor:
+        """By parameter of the model, each counted on the first stage that has it."""
+        found = torch.zeros(len(self._learned), dtype=torch.float64, device=self.device)
+        for number, name in enumerate(self._learned):
+            gradient = self._parameters[name].grad if self._owner[name] == self.stage else None
+            if gradient is not None:
+                found[number] = gradient.double().square().sum()
+        return found
 
     def clip_grad_norm(self, limit: float) -> float:
         """Scale all stages' gradients so that their norm is at most `limit`, 0 for any; returns the norm before.
 
         Of copies of a parameter, one counts. All ranks of the group call it, between `step` and the optimizer's.
         """
-        found = torch.zeros(len(self._learned), dtype=torch.float64, device=self.device)
-        for number, name in enumerate(self._learned):
-            gradient = self._parameters[name].grad if self._owner[name] == self.stage else None
-            if gradient is not None:
-                found[number] = gradient.double().square().sum()
+        found = self.squares()
         # Each is of one stage: whatever order this sum is made in, it is exact.
         dist.all_reduce(found, group=self._group)
         norm = math.sqrt(sum(found.tolist()))
-        if limit and norm > limit:
-            for parameter in self._parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(limit / (norm + 1e-6))
+        scaled_to(limit, norm, [one.grad for one in self._parameters.values() if one.grad is not None])
         return norm
 
     def numbered(self) -> Iterator[tuple[int, nn.Parameter]]:
@@ -178,14 +191,14 @@ class PlannedPipeline(Pipeline):
 class _PlannedStage(ModuleStage):
     """A batch's forwards and backwards of generated parts, each of which reads the micro-batch's inputs.
 
-    `first`: the number that its first micro-batch has among all of the training.
+    `number`: of a micro-batch among all of the training.
     """
 
     def __init__(
         self,
         pipeline: PlannedPipeline,
         inputs_of: Callable[[int], Mapping[str, Tensor]],
-        first: int,
+        number: Callable[[int], int],
         loss: Callable[[int, Any], Tensor],
     ) -> None:
         super().__init__(pipeline.chunks, pipeline.edges, _no_input, loss, pipeline.loss_chunk)
@@ -193,10 +206,10 @@ class _PlannedStage(ModuleStage):
         self._parts = pipeline.parts
         self._keeper = pipeline.executor.keeper
         self._seed = pipeline.seed
-        self._first_number = first
+        self._number = number
 
     def compute(self, unit: Unit, inputs: list[Tensor] | None) -> Any:
-        draws = Draws(self._seed, self._first_number + unit.micro_batch)
+        draws = Draws(self._seed, self._number(unit.micro_batch))
         part, given = self._parts[unit.chunk], self._inputs_of(unit.micro_batch)
         if self._keeper is None:
             return part(given, draws, *(inputs or ()))

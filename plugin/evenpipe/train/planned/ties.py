@@ -9,7 +9,7 @@ from itertools import permutations
 import torch
 from torch import Tensor, nn
 
-from evenpipe.runtime.channel import open_channels
+from evenpipe.runtime.channel import Transfer, open_channels
 
 __all__ = ["Ties"]
 
@@ -43,6 +43,9 @@ class Ties:
         self._names = {pair: shared[pair] for pair in self._channels}
         tied = frozenset(name for pair in self._channels for name in shared[pair])
         self._tied = {name: mine[name] for name in mine if name in tied}
+        self._mine: dict[str, Tensor] = {}
+        self._found: dict[str, dict[int, Tensor]] = {}  # by name and stage, while they are under way
+        self._under_way: list[Transfer] = []
 
     @contextmanager
     def summed(self) -> Iterator[None]:
@@ -54,34 +57,47 @@ class Ties:
         for parameter in self._tied.values():
             parameter.grad = None
         yield
-        for name, total in self._totals().items():
-            earlier = before[name]
-            self._tied[name].grad = total if earlier is None else earlier.add_(total)
+        for parameter in self._tied.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.start({id(one): one.grad for one in self._tied.values() if one.grad is not None})
+        self.finish()
+        for name, parameter in self._tied.items():
+            if (earlier := before[name]) is not None:
+                assert parameter.grad is not None
+                parameter.grad = earlier.add_(parameter.grad)
+
+    def __bool__(self) -> bool:
+        """Whether this stage has any."""
+        return bool(self._tied)
+
+    def start(self, gradients: Mapping[int, Tensor]) -> None:
+        """Send this stage's gradients, by the ids of parameters, and wait for nobody."""
+        self._mine = {name: gradients[id(one)] for name, one in self._tied.items()}
+        self._found = {name: {self._stage: gradient} for name, gradient in self._mine.items()}
+        for (source, target), channel in self._channels.items():
+            names = self._names[source, target]
+            if source == self._stage:
+                self._under_way.append(channel.send([self._mine[name] for name in names]))
+                continue
+            copies = [torch.empty_like(self._mine[name], memory_format=torch.contiguous_format) for name in names]
+            self._under_way.append(channel.receive(copies))
+            for name, copy in zip(names, copies, strict=True):
+                self._found[name][source] = copy
+
+    def finish(self) -> None:
+        """Wait for the others': what `start` was given are the sums. Nothing to do twice."""
+        for transfer in self._under_way:
+            transfer.wait()
+        self._under_way.clear()
+        for name, of_stage in self._found.items():
+            self._mine[name].copy_(_sum(of_stage))
+        self._found = {}
 
     def close(self) -> None:
         """Destroy the channels, once nothing is under way."""
         for channel in self._channels.values():
             channel.close()
-
-    def _totals(self) -> dict[str, Tensor]:
-        mine = {
-            name: parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            for name, parameter in self._tied.items()
-        }
-        found: dict[str, dict[int, Tensor]] = {name: {self._stage: gradient} for name, gradient in mine.items()}
-        under_way = []
-        for (source, target), channel in self._channels.items():
-            names = self._names[source, target]
-            if source == self._stage:
-                under_way.append(channel.send([mine[name] for name in names]))
-                continue
-            copies = [torch.empty_like(mine[name], memory_format=torch.contiguous_format) for name in names]
-            under_way.append(channel.receive(copies))
-            for name, copy in zip(names, copies, strict=True):
-                found[name][source] = copy
-        for transfer in under_way:
-            transfer.wait()
-        return {name: _sum(of_stage) for name, of_stage in found.items()}
 
 
 def _sum(of_stage: Mapping[int, Tensor]) -> Tensor:
