@@ -22,7 +22,7 @@ class Delayable(Protocol):
 
     program: Program
     executor: Executor
-    chunks: Sequence[nn.Module]
+    chunks: list[nn.Module]
     batches: int
     stride: int
     is_last: bool
