@@ -44,7 +44,7 @@ def show(plan: Plan, command: str) -> None:
     console.print(table)
     console.print(f"GiB of each stage, of {plan.device_gib:g}", style="bold", highlight=False)
     for number, one in enumerate(plan.plans, 1):
-        console.print(f"  {number}: {_memory(one)}", highlight=False)
+        console.print(f"  {number}: {_memory(one)}", highlight=False, soft_wrap=True)
     best = plan.plans[0]
     if best.global_batch_size < plan.global_batch_size:
         console.print(
