@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from evenpipe.planner.descriptions import Model, cluster, model
@@ -22,6 +22,7 @@ from evenpipe.planner.time.batch_end import Beside, batch_end
 from evenpipe.planner.time.calibration import FITTED
 from evenpipe.planner.time.kernels import Kernels
 from evenpipe.planner.time.links import Links
+from evenpipe.schedule.known import find, own
 
 GPT = model("gpt3-13b")
 NODE = cluster("1x8-a100-80gb")
@@ -332,3 +333,48 @@ def test_more_recomputation_never_holds_more_nor_is_faster(t: int, p: int, b: in
     held = [sum(one.stages[0].bytes[:4]) for one in shown]
     assert held == sorted(held, reverse=True)
     assert [one.iteration_ms for one in shown] == sorted(one.iteration_ms for one in shown)
+
+
+@st.composite
+def runs_of_any_kind(draw: st.DrawFn) -> tuple[str, Run]:
+    name = draw(st.sampled_from(["gpt3-13b", "llama3-8b", "mixtral-8x7b", "bert-large"]))
+    schedule = draw(st.sampled_from(own()))
+    sizes = {key: draw(st.sampled_from([1, 2, 4])) for key in ("tensor", "stages", "data", "context")}
+    sizes["chunks"] = draw(st.sampled_from([1, 2])) if "chunks" in find(schedule).needs or schedule == "1f1b" else 1
+    sizes["micro_batch"] = draw(st.sampled_from([1, 2, 3]))
+    batches = draw(st.sampled_from([3, sizes["stages"], 6 * sizes["stages"]]))
+    parts, layers = sizes["stages"] * sizes["chunks"], model(name).layers
+    ends = sorted(draw(st.lists(st.integers(0, layers), min_size=parts - 1, max_size=parts - 1)))
+    layout = tuple(end - start for start, end in zip([0, *ends], [*ends, layers], strict=True))
+    run = Run(
+        global_batch=batches * sizes["micro_batch"] * sizes["data"],
+        **sizes,
+        expert=draw(st.sampled_from([1, 2])) if name == "mixtral-8x7b" else 1,
+        expert_tensor=draw(st.sampled_from([None, 1])),
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        recomputed_layers=draw(st.sampled_from([None, 0, 3])),
+        schedule=schedule,
+        group_size=draw(st.sampled_from([1, 3])) if schedule == "kfkb" else 1,
+        bpipe=draw(st.booleans()),
+        layout=draw(st.sampled_from([None, layout])),
+        attention=draw(st.sampled_from(["flash", "unfused", None])),
+        precision=draw(st.sampled_from(["fp32", "bf16", None])),
+    )
+    return name, run
+
+
+@settings(max_examples=100, deadline=None)
+@given(runs_of_any_kind())
+@example(("gpt3-13b", Run(global_batch=8, stages=8, layout=(40, *(0,) * 7))))  # only one stage computes
+def test_every_run_has_an_estimate_or_is_refused_in_one_line(one: tuple[str, Run]) -> None:
+    name, run = one
+    line = "it has an estimate"
+    try:
+        shown = estimate(model(name), cluster(f"1x{run.gpus}-a100-80gb"), run)
+    except EstimateError as error:
+        line = str(error)
+    else:
+        assert 0 < shown.mfu < 0.8
+        assert shown.fits == (shown.reason is None)
+        assert all(nbytes >= 0 for stage in shown.stages for nbytes in stage.bytes)
+    assert "\n" not in line

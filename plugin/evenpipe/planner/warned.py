@@ -90,7 +90,7 @@ def _above(run: Run, held: Sequence[StageBytes]) -> Iterator[str]:
 
 def _slowest(run: Run, times_ms: Sequence[tuple[float, float]]) -> Iterator[str]:
     each = [sum(times) for times in times_ms]
-    usual, slowest = median(each), max(each)
+    usual, slowest = median(one for one in each if one), max(each)  # a stage may have no layer at all
     if slowest > _SLOWEST * usual:
         stage = each.index(slowest)
         yield (
