@@ -167,7 +167,7 @@ def test_how_uneven_stages_are(tmp_path):
 
 
 def test_stages_take_what_their_plan_says_and_overlapped_swaps_next_to_nothing():
-    shown = document("planned_times.py", "--models", "BERT", "--repeats", "3")
+    shown = document("planned_times.py", "--models", "GPT-2", "--repeats", "3")
     assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "planned_times")
     overlapped, weighed = shown["results"]
     assert sum(overlapped["swapped"]) > 0
