@@ -36,7 +36,7 @@ class Setting(NamedTuple):
 SETTINGS: Final = (
     Setting("GPT-2", "gpipe", 4, 9),
     Setting("GPT-2", "gpipe", 4, 14),
-    Setting("BERT", "1f1b", 12, 28),
+    Setting("BERT", "1f1b", 12, 26),
     Setting("BERT", "1f1b", 12, 48),
 )
 
