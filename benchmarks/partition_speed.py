@@ -49,7 +49,7 @@ PAPER_MEANS: Final = {
 }
 PAPER_BEST: Final = {("sync", 4): {"T5": 1.5}}
 #: What is chosen of a plan is called node by node; at less than this for each the host could not keep up.
-_LEAST_NODE_MS: Final = 0.3
+_LEAST_NODE_MS: Final = 0.5
 
 
 class Pair(NamedTuple):
