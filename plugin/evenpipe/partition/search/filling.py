@@ -1,0 +1,127 @@
+"""Stages filled as far as they can be made to fit: something that fits, soon, and where cuts can be at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from evenpipe.partition.search.costs import Numbers
+from evenpipe.partition.search.memory import Fit
+from evenpipe.partition.search.problem import Cell, Problem
+
+__all__ = ["Found", "filled_reach", "seed"]
+
+#: Of a position's mean time, how far around a quiet place nothing sends less.
+_QUIET = 1 / 16
+#: The parts of the least conceivable time that stages are filled with at most for something that fits.
+_SEEDS = (1.1, 1.3, 1.7, 2.5)
+#: How many times what the median of them sends a quiet place may send.
+_MUCH = 4
+
+
+class Found(NamedTuple):
+    """Boundaries of all positions, from 0 to the last; the longest one's ms; what none can be below; and how each fits.
+
+    The two times differ by less than 0.1 %, which is given for small messages and a short search; see `search`.
+    """
+
+    cuts: tuple[int, ...]
+    ms: float
+    optimum_ms: float
+    fits: tuple[Fit, ...]
+
+
+def seed(problem: Problem, least_ms: float) -> Found | None:
+    """Something that fits, by filling stages with no more than they might take, from either end; None: none is found.
+
+    Nothing is known of better ones. Stages begin and end at quiet places.
+    """
+    count, last, upto = problem.copies.positions, problem.costs.last, problem.costs.upto_ms
+    quiet = _quiet(problem)
+    for width in _SEEDS:
+        most_ms = least_ms * width
+        cuts = [0]
+        for position in range(count - 1):
+            first = cuts[-1]
+            at = quiet[(quiet > first) & (quiet < last) & (upto[quiet] <= upto[first] + most_ms)].tolist()
+            fitting = _first_misfit([(position, first, one) for one in at], problem)
+            if not fitting:
+                break
+            cuts.append(at[fitting - 1])
+        if len(cuts) == count and (found := _of(problem, (*cuts, last), least_ms)) is not None:
+            return found
+        ends = [last]
+        for position in reversed(range(1, count)):
+            stop = ends[-1]
+            at = quiet[(quiet < stop) & (quiet > 0) & (upto[quiet] >= upto[stop] - most_ms)][::-1].tolist()
+            fitting = _first_misfit([(position, one, stop) for one in at], problem)
+            if not fitting:
+                break
+            ends.append(at[fitting - 1])
+        if len(ends) == count and (found := _of(problem, (0, *ends[::-1]), least_ms)) is not None:
+            return found
+    return None
+
+
+def filled_reach(problem: Problem, reach: list[tuple[int, int]]) -> list[tuple[int, int]] | None:
+    """`reach` with stages filled as far as they can be made to fit, by (6) of `search`; None: the model does not fit.
+
+    Each begins and ends at a quiet place, and its cut lies before the next one that is too far.
+    """
+    count, last, quiet = problem.copies.positions, problem.costs.last, _quiet(problem)
+    right, left, begin, end = [0], [last], 0, last
+    for position in range(count):
+        stop = reach[position + 1][1]
+        at = quiet[(quiet > begin) & (quiet <= stop)].tolist()
+        fitting = _first_misfit([(position, begin, one) for one in at], problem)
+        begin = at[fitting - 1] if fitting else begin
+        right.append(max(right[-1], at[fitting] - 1 if fitting < len(at) else stop))
+    if begin < last:
+        return None
+    for position in reversed(range(count)):
+        first = reach[position][0]
+        at = quiet[(quiet < end) & (quiet >= first)][::-1].tolist()
+        fitting = _first_misfit([(position, one, end) for one in at], problem)
+        end = at[fitting - 1] if fitting else end
+        left.append(min(left[-1], at[fitting] + 1 if fitting < len(at) else first))
+    spans = zip(reversed(left), right, strict=True)
+    return [(max(low, first), min(high, stop)) for (low, high), (first, stop) in zip(spans, reach, strict=True)]
+
+
+def _quiet(problem: Problem) -> Numbers:
+    """Places that send no more than any nearby, nor much more than most, and both ends.
+
+    Elsewhere a range may not fit for what it sends alone, as between a model's logits and its loss.
+    """
+    upto, sent, last = problem.costs.upto_ms, problem.costs.cut_bytes, problem.costs.last
+    near = upto[-1] * _QUIET / problem.copies.positions
+    low, high = np.searchsorted(upto, upto - near, "left"), np.searchsorted(upto, upto + near, "right")
+    inner = np.array([k for k in range(1, last) if sent[k] <= sent[max(1, low[k]) : min(last, high[k])].min()])
+    inner = inner[sent[inner] <= _MUCH * np.median(sent[inner])] if len(inner) else inner
+    return np.array([0, *inner.tolist(), last])
+
+
+def _first_misfit(ranges: Sequence[tuple[int, int, int]], problem: Problem) -> int:
+    """Of ranges (position, first, last), each in the next one, how many fit; the longest is asked first: the model's
+    end sends nothing."""
+    if not ranges or problem.cell(*ranges[-1]) is not None:
+        return len(ranges)
+    low, high = 0, len(ranges) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if problem.cell(*ranges[middle]) is not None else (low, middle)
+    return low
+
+
+def _of(problem: Problem, cuts: tuple[int, ...], least_ms: float) -> Found | None:
+    """The partition with these cuts, if all of it fits."""
+    cells = list[Cell]()
+    for k, at in enumerate(pairwise(cuts)):
+        cell = problem.cell(k, *at) if at[0] < at[1] else None
+        if cell is None:
+            return None
+        cells.append(cell)
+    return Found(cuts, max(cell.ms for cell in cells), least_ms, tuple(cell.fit for cell in cells))
