@@ -26,6 +26,8 @@ from evenpipe.partition.search.plan import Plan, find_plan
 from evenpipe.partition.timing import NodeTimes
 from evenpipe.partition.trace import trace
 from evenpipe.train.planned import PlannedPipeline
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.oracle.recurrence import DelayedUpdates
 
 SEED, STEPS, SIZE, RATE = 3, 5, 2, 0.05
