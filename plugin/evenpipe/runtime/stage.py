@@ -194,8 +194,6 @@ def _depends(output: Tensor, taken: Sequence[Tensor]) -> bool:
     """Whether a gradient of `output` reaches any of the leaves `taken`."""
     leaves = {id(one) for one in taken}
     nodes, seen = [output.grad_fn], set[Any]()
-    if id(output) in leaves:
-        return True
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:

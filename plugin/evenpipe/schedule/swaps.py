@@ -10,7 +10,7 @@ from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.kinds import BACKWARD, COMPUTE, EVICT, FORWARD, INPUT_GRADIENT, SWAP_IN, SWAP_OUT
 from evenpipe.schedule.schedule import Schedule
 
-__all__ = ["with_swaps"]
+__all__ = ["returns_beside", "with_swaps"]
 
 
 def with_swaps(schedule: Schedule, positions: Collection[int]) -> Schedule:
@@ -34,6 +34,11 @@ def with_swaps(schedule: Schedule, positions: Collection[int]) -> Schedule:
     return replace(schedule, actions=tuple(rows))
 
 
+def returns_beside(last: Action | None, action: Action) -> bool:
+    """Whether what a backward's unit swaps comes back beside the compute action before it: another unit's forward."""
+    return last is not None and last.kind == FORWARD and last.unit != action.unit
+
+
 def _swapping(row: Sequence[Action], chunks: Collection[int]) -> Iterator[Action]:
     evicted = {action.unit for action in row if action.kind == EVICT}
     before: dict[int, Action] = {}
@@ -42,7 +47,7 @@ def _swapping(row: Sequence[Action], chunks: Collection[int]) -> Iterator[Action
         if action.kind not in COMPUTE:
             continue
         if action.kind in (BACKWARD, INPUT_GRADIENT) and action.chunk in chunks and action.unit not in evicted:
-            beside = last >= 0 and row[last].kind == FORWARD and row[last].unit != action.unit
+            beside = returns_beside(row[last] if last >= 0 else None, action)
             before[last if beside else at] = Action(SWAP_IN, *action.unit)
         last = at
     for at, action in enumerate(row):

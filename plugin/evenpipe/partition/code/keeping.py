@@ -170,14 +170,13 @@ class _Moves:
         forward, backward = self._forward, self._backward
         takes = np.array([self._ranges.nbytes[number] * self._ms_a_byte for number in numbers])
         used = np.array([self._last((self._storages[n].producer, *self._storages[n].users)) for n in numbers], np.int64)
-        saver = np.array([self._last(self._storages[number].savers) for number in numbers], np.int64)
+        rerun = self._needed_again(again, frozenset(drop))
+        saver = np.array([max(self._last(self._storages[n].savers), rerun.get(n, 0)) for n in numbers], np.int64)
         free, needed = forward[used + 1], backward[-1] - backward[saver + 1]
         left_ms, back_ms = queued(free, takes), -queued(-needed, takes)
         left = np.maximum(np.searchsorted(forward, left_ms, "left") - 1, used)
         starts = np.searchsorted(backward, backward[-1] - np.maximum(back_ms, 0.0), "left") - 1
-        rerun = self._needed_again(again, frozenset(drop))
         starts = np.clip(starts, saver, len(self._order) - 1)
-        starts = np.maximum(starts, np.array([rerun.get(number, 0) for number in numbers], np.int64))
         out, gone, back = (defaultdict[int, list[int]](list) for _ in range(3))
         for at in np.argsort(free, kind="stable").tolist():
             out[self._order[used[at]]].append(numbers[at])

@@ -19,9 +19,11 @@ class RecomputedBytes:
     """The bytes that nodes make and that backwards need, by what they take to be had again.
 
     Whatever a node makes, it runs again in full for any of it; and so do those before it of which nothing is ever
-    saved. A node on the way to several counts in equal parts for each: whichever of them run again, the parts are no
-    more than it takes once. So no choice takes less than parts of the nodes that take least a byte, in their order.
-    Where a range starts behind a node on the way, that node's parts are taken off again.
+    saved, unless what they make is kept instead, between pieces (`Division`): where that is no less than all that it
+    leads to, to keep the latter takes no more. A node on the way to several counts in equal parts for each: whichever
+    of them run again, the parts are no more than it takes once. So no choice takes less than parts of the nodes that
+    take least a byte, in their order. Where a range starts behind a node on the way, that node's parts are taken off
+    again.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -33,8 +35,11 @@ class RecomputedBytes:
         split = np.zeros(count + 2)
         leads_to: list[set[int]] = [set() for _ in range(count)]
         for node in reversed(range(count)):
-            for user in {user for one in graph.makes[node] for user in graph.users[one] if user > node}:
-                leads_to[node] |= {user} if made[user] else leads_to[user]
+            for one in graph.makes[node]:
+                users = {user for user in graph.users[one] if user > node}
+                through = set[int]().union(*({user} if made[user] else leads_to[user] for user in users))
+                if sum(made[user] for user in through) <= graph.nbytes[one]:
+                    leads_to[node] |= through
             if made[node] == 0 and 0 < len(leads_to[node]) <= _MANY:
                 each_ms = graph.forward_ms[node] / len(leads_to[node])
                 for user in leads_to[node]:

@@ -88,9 +88,9 @@ class Division:
         if chances:
             first = [min(chances, key=lambda one: needs(one, there)) for there in (True, False)]
             known = set[frozenset[int]]()
-            for one in [*first, *sorted(chances, key=lambda one: needs(one, True))][:_MOST]:
+            for one in [*first, *sorted(chances, key=lambda one: needs(one, True))]:
                 crossing = frozenset(self._inside.ids[self._inside.crossing(one.borders)].tolist())
-                if crossing not in known:
+                if crossing not in known and len(known) < _MOST:
                     known.add(crossing)
                     yield crossing
 

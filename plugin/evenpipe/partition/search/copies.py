@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evenpipe.schedule import KINDS, Schedule, ScheduleError, Size, build, find
+from evenpipe.schedule import KINDS, Schedule, ScheduleError, Size, build, find, returns_beside
 
 __all__ = ["PIPEDREAM", "Copies", "Workload", "copies_of"]
 
@@ -179,8 +179,7 @@ def _beside(schedule: Schedule, stage: int, chunk: int) -> tuple[float, float]:
             continue
         backwards = None if backwards is None else backwards + _BACKWARD[action.kind]
         if action.kind in ("B", "D") and action.chunk == chunk:
-            beside = last is not None and last.kind == "F" and last.unit != action.unit
-            before.append(float(beside and action.unit not in evicted))
+            before.append(float(returns_beside(last, action) and action.unit not in evicted))
     return _mostly(after), _mostly(before)
 
 

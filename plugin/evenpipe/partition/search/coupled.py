@@ -48,6 +48,8 @@ def best_partition(problem: Problem, most_weighed: float = inf) -> Found | None:
             inner = search(branch, most_weighed)
             if inner is not None:
                 heappush(heap, (inner.optimum_ms, next(number), inner, branch))
+            elif problem.optimize != "none" and most_weighed < inf:
+                bounds.append(bound_ms)  # given up, perhaps: what it has is no better than what it is a branch of
     if best is None:
         return None
     return best._replace(optimum_ms=min([best.ms, *bounds, *(bound_ms for bound_ms, *_ in heap)]))

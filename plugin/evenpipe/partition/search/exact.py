@@ -49,9 +49,9 @@ def search(problem: Problem, most_weighed: float = inf) -> Found | None:
     reach = _reach(problem)
     if reach is None:
         return None
-    upto = problem.costs.upto_ms
-    least = max(float(upto[-1]) / problem.copies.positions, float(np.diff(upto).max()))
+    least = problem.least_ms
     best: Found | None = None
+    narrowed = False
     filled = problem.optimize == "none"
     for width in _WIDTHS:
         most_ms = best.ms if best is not None else least * width
@@ -63,7 +63,7 @@ def search(problem: Problem, most_weighed: float = inf) -> Found | None:
         gives_up = most_weighed + _PATIENCE if filled else problem.weighed + _AT_FIRST
         found = _Paths(problem, windows, most_ms).best(most_weighed, gives_up) if all(map(len, windows)) else None
         if found is not None:
-            if thinned:
+            if thinned or narrowed:
                 found = found._replace(optimum_ms=least)
             if best is not None and best.ms < found.ms:
                 return best._replace(optimum_ms=found.optimum_ms)
@@ -82,7 +82,8 @@ def search(problem: Problem, most_weighed: float = inf) -> Found | None:
                 nearer = filled_reach(problem, reach)
                 if nearer is None and most_weighed == inf:
                     return None
-                reach = nearer or reach
+                # Messages are not compared there, as (6) wants it: better ones may be left out.
+                reach, narrowed = nearer or reach, nearer is not None
             most_weighed += problem.weighed - before
     return best
 

@@ -50,11 +50,11 @@ class HostLink:
     def swap(self, chosen: Numbers, until: Numbers) -> tuple[float, int]:
         """Milliseconds that swapping `chosen` (places in `saved`) takes beyond compute, and bytes still leaving.
 
-        Those bytes are what the forward's end finds on its way out. `until` is told where each is back; see
-        `Saved.backward_peak`.
+        Those bytes are what the forward's end finds on its way out. `until` says from which node's backward on each is
+        needed, and is told where it is back; see `Saved.backward_peak`.
         """
         saved = self.saved
-        out_ms, back_ms, over_ms = self._transfers(chosen)
+        out_ms, back_ms, over_ms = self._transfers(chosen, saved.backward_ms_of(until[chosen]))
         until[chosen] = saved.backward_node(back_ms)
         leaving = out_ms > saved.forward_ms
         if self.copies == 1:  # what has not left when the only micro-batch's backward starts need not come back
@@ -63,14 +63,14 @@ class HostLink:
         return over_ms, int(saved.nbytes[chosen[leaving]].sum())
 
     def over_ms(self, chosen: Numbers) -> float:
-        """Milliseconds that swapping `chosen` takes beyond compute."""
-        return self._transfers(chosen)[2]
+        """Milliseconds that swapping `chosen` takes beyond compute, where nothing runs again."""
+        return self._transfers(chosen, self.saved.needed_ms[chosen])[2]
 
-    def _transfers(self, chosen: Numbers) -> tuple[Numbers, Numbers, float]:
+    def _transfers(self, chosen: Numbers, needed_ms: Numbers) -> tuple[Numbers, Numbers, float]:
         """When each is out, since the forward's start, and starts to come back, since the backward's; and `over_ms`."""
         saved, takes = self.saved, self.transfer_ms[chosen]
         out_ms = queued(saved.free_from_ms[chosen], takes)
-        back_ms = -queued(-saved.needed_ms[chosen], takes)  # the latest starts: the same queue, backwards in time
+        back_ms = -queued(-needed_ms, takes)  # the latest starts: the same queue, backwards in time
         between_ms, after_ms, before_ms = self.around
         late_ms = np.max(out_ms - (saved.forward_ms + between_ms + back_ms), initial=0.0)
         over_ms = max(0.0, float(takes.sum()) - self.period_ms)

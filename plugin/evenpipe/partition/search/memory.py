@@ -105,11 +105,12 @@ def weigh(host: HostLink, swapped: Numbers, again: Recomputation) -> Fit:
     """What swapping these places of `saved`, and recomputing, comes to."""
     saved = host.saved
     until = np.full(len(saved.ids), saved.stop - 1)
-    over_ms, leaving = host.swap(swapped, until) if len(swapped) else (0.0, 0)
+    until[swapped] = saved.last_saver[swapped]
     if again.dropped:
         places = until.tolist()
         again.extend(places)
         until = np.array(places, np.int64)
+    over_ms, leaving = host.swap(swapped, until) if len(swapped) else (0.0, 0)
     kept = saved.total - int(saved.nbytes[swapped].sum()) - again.dropped_bytes + again.received_bytes
     beside = max(0, saved.backward_peak(until) + again.received_bytes - kept)
     return Fit(

@@ -176,7 +176,7 @@ def find_plan(
         raise PartitionError(_too_little(problem))
     best_ms, cuts, fits = min(found)
     plan = plan_of(problem, cuts, fits, workload)
-    optimum_ms = best_ms if exact is None else min(exact.optimum_ms, best_ms)
+    optimum_ms = min(problem.least_ms if exact is None else exact.optimum_ms, best_ms)
     return plan.model_copy(
         update={
             "search_ms": (time.perf_counter() - began) * 1e3,

@@ -87,6 +87,12 @@ class Problem:
         most = [(stage, self.copies.most(stage, position)) for stage in range(self.copies.stages)]
         return tuple(Cap(copies, self.limit_bytes, stage == owner) for stage, copies in most if copies)
 
+    @cached_property
+    def least_ms(self) -> float:
+        """What no longest position is below: the mean, and the longest piece between two boundaries."""
+        upto = self.costs.upto_ms
+        return max(float(upto[-1]) / self.copies.positions, float(np.diff(upto).max()))
+
     def within(self, limit_bytes: int) -> Problem:
         """The same with another limit."""
         return replace(self, limit_bytes=limit_bytes, caps=(), _known=_Known())

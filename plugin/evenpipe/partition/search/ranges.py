@@ -163,9 +163,13 @@ class Saved:
 
     @cached_property
     def needed_ms(self) -> Numbers:
-        """Since the backward's start: when the first that needs it starts."""
+        """Since the backward's start: when the first that needs it starts, where nothing runs again."""
+        return self.backward_ms_of(self.last_saver)
+
+    def backward_ms_of(self, nodes: Numbers) -> Numbers:
+        """Since the backward's start: when those of these nodes start."""
         upto = self.graph.backward_upto
-        found: Numbers = upto[self.stop] - upto[self.last_saver + 1]
+        found: Numbers = upto[self.stop] - upto[nodes + 1]
         return found
 
     def backward_node(self, at_ms: Numbers) -> Numbers:
