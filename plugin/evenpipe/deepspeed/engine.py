@@ -72,11 +72,13 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
             loss: Tensor = super().train_batch(data_iter)
         return loss
 
-    def eval_batch(self, data_iter: Any, return_logits: bool = False, compute_loss: bool = True, **more: Any) -> Any:
+    def eval_batch(
+        self, data_iter: Any, return_logits: bool = False, compute_loss: bool = True, *more: Any, **named: Any
+    ) -> Any:
         """DeepSpeed's; of a cut model that is the same in evaluation as in training, its loss."""
         if self.cut is not None:
             self.cut.check_evaluation(return_logits or not compute_loss)
-        return super().eval_batch(data_iter, return_logits, compute_loss, **more)
+        return super().eval_batch(data_iter, return_logits, compute_loss, *more, **named)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         """DeepSpeed's, which writes a file a layer."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from evenpipe.deepspeed.planned.stage import CutStage, jointly
+from evenpipe.partition.code import users_lines
 from evenpipe.schedule import FORWARD, Kind, Unit
 
 __all__ = ["Boundary", "EngineStage", "tensors_of"]
@@ -119,7 +121,8 @@ class EngineStage:
                 outputs[buffer] = jointly(_differentiable(outputs[buffer]), gradients)
                 gradients = [torch.ones_like(outputs[buffer])]
             engine.grad_layer = gradients[0] if isinstance(outputs[buffer], Tensor) else gradients
-        engine._exec_backward_pass(buffer)
+        with nullcontext() if self._cut is None else users_lines(self._cut.part):
+            engine._exec_backward_pass(buffer)
         results = [] if engine.is_first_stage() else _gradients(engine.pipe_buffers["inputs"][buffer])
         engine.grad_layer = None
         for of_kind in engine.pipe_buffers.values():

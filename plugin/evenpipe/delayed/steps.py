@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +141,7 @@ class DelayedSteps(ABC):
         """In place of `optimizer.step()`, after all backwards of a batch; the outcome of the step before."""
         self._read()
         assert self._settings is None, "the schedule finishes one step before the next is submitted"
-        self._settings = _settings_of(self._groups())
+        self._settings = deepcopy(_settings_of(self._groups()))  # a rate may be a tensor, which schedules write to
         self.batch += 1
         self._owed = True
         if self._loss_scale is not None:

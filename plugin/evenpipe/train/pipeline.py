@@ -64,6 +64,7 @@ class Pipeline:
         #: The number of the next batch, and how much larger that of the one after it is: replicas take turns.
         self.batches, self.stride = 0, 1
         self._group = group
+        self._training: DelayedTraining | None = None
         held = (one for like in (*edges.taken, *edges.given) for one in like)
         self.device = device = next((one.device for one in (*self.parameters(), *held)), torch.device("cpu"))
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -98,16 +99,20 @@ class Pipeline:
         batches: each what `step` takes (of two arguments a pair); read one ahead. optimizer: of this stage's
         parameters; stepped, and gradients let go of, by what is returned, and not by the loop. clip_grad: the largest
         norm of the gradients of all stages; 0: any. replicas: the processes with this stage in other pipelines, whose
-        gradients' mean is taken. squares: see `PlainSteps`. Raises ValueError for a program that flushes.
+        gradients' mean is taken. squares: see `PlainSteps`. Another call begins anew, with both versions the newest
+        weights. Raises ValueError for a program that flushes.
         """
         if self.versions is None:
             raise ValueError(f"program: {self.program.schedule.name} flushes after every batch: call step")
         group = self._group if self._group is not None else dist.group.WORLD
         assert group is not None, "torch.distributed has been started"
+        if self._training is not None:
+            self._training.drain()  # a loop may have left it before its batches ended
         steps = PlainSteps(
             self.versions, optimizer, squares or self.squares, group, clip_grad, replicas, self.shared_gradients
         )
-        return DelayedTraining(self, batches, steps)
+        self._training = DelayedTraining(self, batches, steps)
+        return self._training
 
     @property
     def shared_gradients(self) -> SharedGradients | None:

@@ -21,6 +21,9 @@ __all__ = ["PlainSteps", "SharedGradients", "scaled_to"]
 class SharedGradients(Protocol):
     """Sums the gradients of parameters of which several stages have a copy."""
 
+    def fill(self) -> None:
+        """Give copies that no gradient came to one of zeros."""
+
     def start(self, gradients: Mapping[int, Tensor]) -> None:
         """Send this stage's, by the ids of parameters, and wait for nobody."""
 
@@ -74,6 +77,10 @@ class PlainSteps(DelayedSteps):
         return self._optimizer.param_groups
 
     def _start_reducing(self) -> None:
+        # A learning-rate scheduler of torch's warns where no step came before its own; this one is submitted.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self._ties is not None:
+            self._ties.fill()
         every = [one for group in self._groups() for one in group["params"]]
         self._kept = [(one, one.grad) for one in every if one.grad is not None]
         for one, gradient in self._kept:

@@ -15,7 +15,7 @@ from deepspeed.runtime import utils
 from torch import nn
 
 from evenpipe.deepspeed.log import print_once
-from evenpipe.deepspeed.planned.stage import LABELS, CutStage
+from evenpipe.deepspeed.planned.stage import CutStage, is_label
 from evenpipe.deepspeed.planned.uncut import LOSS, TIED, add_layer, cast_parameters
 from evenpipe.deepspeed.section import SectionError
 from evenpipe.partition.code import Part, StageCodeError, load_parts, part_types, tensors_of
@@ -66,8 +66,8 @@ def _failing_alike(module: Any) -> Iterator[None]:
 
 def layer_of(name: str) -> str:
     """The layer that a parameter is of: "3" of "3.weight"; "tied_modules.embedding" of a tied one."""
-    first, second, *_ = name.split(".")
-    return f"{first}.{second}" if first == TIED else first
+    first, _, rest = name.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == TIED else first
 
 
 def layers_of(module: Any) -> dict[str, list[int]]:
@@ -131,14 +131,15 @@ def _seed(module: Any, number: int) -> None:
 def _check_messages(path: Path, types: Sequence[type[Part]]) -> None:
     """Raise SectionError for what DeepSpeed cannot bring to a stage."""
     for stage, one in enumerate(types):
-        if not one.LAST and any(name.split("_")[0] == LABELS for name in one.INPUTS):
+        if not one.LAST and any(map(is_label, one.INPUTS)):
             raise SectionError(
                 _KEY,
                 f"{path}: stage {stage} reads the labels, which DeepSpeed gives to the last stage only: make a plan "
                 "with other --stages or --memory-gib, or move what reads them to the end of the loss",
             )
         shapes = [boundary.shape for boundary in one.SENDS]
-        inputs = {name: len(shape) for later in types[stage + 1 :] for name, shape in _inputs(later)}
+        later = (each for part in types[stage + 1 :] for each in _inputs(part))
+        inputs = {name: len(shape) for name, shape in later if not is_label(name)}
         if 2 + sum(2 + len(shape) for shape in shapes) + sum(2 + count for count in inputs.values()) > _META:
             raise SectionError(
                 _KEY,

@@ -18,7 +18,7 @@ from evenpipe.runtime.keep import Keeper
 from evenpipe.schedule import Unit
 from evenpipe.upstream.ending import end_job
 
-__all__ = ["INPUTS", "LABELS", "CutStage", "jointly", "named"]
+__all__ = ["INPUTS", "LABELS", "CutStage", "is_label", "jointly", "named"]
 
 #: What an engine's data iterator gives, by the names of `Uncut.forward`'s arguments.
 INPUTS: Final = "inputs"
@@ -124,12 +124,14 @@ class CutStage:
     def _check(self, given: Mapping[str, Tensor]) -> None:
         """End the job with one line where a micro-batch is not as the plan's."""
         for part in self.types:
-            for name, shape in zip(part.INPUTS, part.INPUT_SHAPES, strict=True):
-                found = tuple(given[name].shape) if name in given else shape
-                if found != shape:
+            for name, shape, dtype in zip(part.INPUTS, part.INPUT_SHAPES, part.INPUT_DTYPES, strict=True):
+                if name not in given:
+                    continue
+                found = tuple(given[name].shape), given[name].dtype
+                if found != (shape, dtype):
                     end_job(
-                        f"{NAME}.partition: {self.path}: {name} is {found}, and the plan is for {shape}: give "
-                        "micro-batches of that shape, or make a plan for these"
+                        f"{NAME}.partition: {self.path}: {name} is {found[0]}, {found[1]}, and the plan is for "
+                        f"{shape}, {dtype}: give micro-batches of that shape and type, or make a plan for these"
                     )
 
     def _computed(self, inputs: Mapping[str, Tensor], received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -167,10 +169,11 @@ class _Joint(torch.autograd.Function):
 def _read_from(types: Sequence[type[Part]]) -> dict[str, torch.dtype]:
     """The micro-batch's inputs that these parts read, and their types, labels apart."""
     found = (one for part in types for one in zip(part.INPUTS, part.INPUT_DTYPES, strict=True))
-    return {name: dtype for name, dtype in found if not _is_label(name)}
+    return {name: dtype for name, dtype in found if not is_label(name)}
 
 
-def _is_label(name: str) -> bool:
+def is_label(name: str) -> bool:
+    """Whether an input of the traced module is a label, or one of several."""
     return name == LABELS or name.startswith(f"{LABELS}_")
 
 

@@ -56,10 +56,13 @@ class Ties:
         before = {name: parameter.grad for name, parameter in self._tied.items()}
         for parameter in self._tied.values():
             parameter.grad = None
-        yield
-        for parameter in self._tied.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        try:
+            yield
+        except BaseException:
+            for name, parameter in self._tied.items():
+                parameter.grad = before[name]
+            raise
+        self.fill()
         self.start({id(one): one.grad for one in self._tied.values() if one.grad is not None})
         self.finish()
         for name, parameter in self._tied.items():
@@ -70,6 +73,12 @@ class Ties:
     def __bool__(self) -> bool:
         """Whether this stage has any."""
         return bool(self._tied)
+
+    def fill(self) -> None:
+        """Give copies that no gradient came to one of zeros, to which those of other stages are added."""
+        for parameter in self._tied.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def start(self, gradients: Mapping[int, Tensor]) -> None:
         """Send this stage's gradients, by the ids of parameters, and wait for nobody."""
