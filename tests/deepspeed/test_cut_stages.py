@@ -73,12 +73,20 @@ def test_gradients_of_all_that_is_sent_come_back_in_one_backward(stages: Any) ->
         assert torch.equal(one.grad, wanted[name]), name
 
 
-def test_a_micro_batch_of_another_shape_ends_the_job_with_one_line(stages: Any, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (torch.randn(2, 4), "inputs_0 is (2, 4), torch.float32, and the plan is for (3, 4), torch.float32: give"),
+        (torch.ones(3, 4, dtype=torch.int32), "inputs_0 is (3, 4), torch.int32, and the plan is for (3, 4), torch.fl"),
+    ],
+)
+def test_a_micro_batch_of_another_shape_or_type_ends_the_job_with_one_line(
+    stages: Any, capsys: Any, given: torch.Tensor, said: str
+) -> None:
     _, (first, _) = stages
     with pytest.raises(SystemExit):
-        first((torch.randn(2, 4), torch.randn(2, 1)))
-    line = capsys.readouterr().err
-    assert "P.json: inputs_0 is (2, 4), and the plan is for (3, 4): give micro-batches of that shape" in line
+        first((given, torch.randn(len(given), 1)))
+    assert f"P.json: {said}" in capsys.readouterr().err
 
 
 def test_evaluation_of_a_model_with_dropout_is_refused(stages: Any, capsys: Any, monkeypatch: Any) -> None:

@@ -68,3 +68,29 @@ def test_a_schedule_without_flushes_is_iterated_over_and_others_are_not(pipeline
 def test_a_program_for_other_stages_is_refused(pipeline: ModulePipeline) -> None:
     with pytest.raises(ValueError, match="program: is for 2 stages, but the group has 1 ranks"):
         made(2)
+
+
+def weights_after(*rows: list[int], rate: float | torch.Tensor = 0.1) -> list[torch.Tensor]:
+    """Of a stage that trains under 2bw on so many of a row's batches, one row after the other; a rate that falls."""
+    streamed = made(1, "2bw")
+    optimizer = torch.optim.SGD(streamed.parameters(), lr=rate)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for batches, trained in rows:
+        inputs = [torch.full((6, 4), float(number)) for number in range(1, batches + 1)]
+        training = streamed.delayed([(one, 1 - one) for one in inputs], optimizer)
+        for number, _ in enumerate(training, 1):
+            scheduler.step()
+            if number == trained:
+                break
+    training.drain()
+    return [one.detach().clone() for one in streamed.parameters()]
+
+
+def test_a_loop_that_was_left_early_has_made_its_steps_when_another_begins(pipeline: ModulePipeline) -> None:
+    for left, whole in zip(weights_after([3, 2], [3, 3]), weights_after([2, 2], [3, 3]), strict=True):
+        assert torch.equal(left, whole)
+
+
+def test_a_rate_that_is_a_tensor_is_that_of_its_own_batch(pipeline: ModulePipeline) -> None:
+    for one, other in zip(weights_after([3, 3]), weights_after([3, 3], rate=torch.tensor(0.1)), strict=True):
+        torch.testing.assert_close(one, other)

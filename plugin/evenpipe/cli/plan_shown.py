@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Final
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +29,12 @@ def show(plan: Plan, command: str) -> None:
         style="bold",
         highlight=False,
     )
-    table = Table(*("", "t", "p", "d", "b", "schedule", "recompute"), *("GiB", "bubble", "MFU", "samples/s"))
+    table = Table(
+        *("", "t", "p", "d", "b", "schedule", "recompute"),
+        *("GiB", "bubble", "MFU", "samples/s"),
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
     for number, one in enumerate(plan.plans, 1):
         sizes = (one.tensor_parallel, one.stages, one.data_parallel, one.micro_batch_size)
         row = [
@@ -42,7 +48,9 @@ def show(plan: Plan, command: str) -> None:
         ]
         table.add_row(*map(str, row), f"{one.samples_per_second:.2f}")
     console.print(table)
-    console.print(f"GiB of each stage, of {plan.device_gib:g}", style="bold", highlight=False)
+    console.print(
+        f"GiB of each stage, of {plan.device_gib:g} (×: so many stages in a row)", style="bold", highlight=False
+    )
     for number, one in enumerate(plan.plans, 1):
         console.print(f"  {number}: {_memory(one)}", highlight=False, soft_wrap=True)
     best = plan.plans[0]
@@ -51,7 +59,7 @@ def show(plan: Plan, command: str) -> None:
             f"batch: {best.global_batch_size} samples, the most that {best.data_parallel} replicas share alike"
         )
     low, high = best.uncertainty["low"], best.uncertainty["high"]
-    console.print(f"an iteration takes {best.iteration_ms:,.0f} ms ({low:+.0%} to {high:+.0%})", highlight=False)
+    console.print(f"an iteration takes {best.iteration_ms:,.0f} ms ({low:+.1%} to {high:+.1%})", highlight=False)
     console.print(f"{command} {best.flags}", soft_wrap=True, highlight=False)
     for line in best.warnings:
         console.print(line, highlight=False, soft_wrap=True)

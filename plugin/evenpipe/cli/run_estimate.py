@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import traceback
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -40,6 +40,11 @@ _MEGATRON: Final = {
     "--schedule": "--evenpipe-schedule",
 }
 _FLAG: Final = re.compile("|".join(rf"{re.escape(ours)}(?![\w-])" for ours in _MEGATRON))
+_UNREAD: Final = (
+    *("fp8", "fp4", "cpu_offloading", "optimizer_cpu_offload", "use_precision_aware_optimizer"),
+    *("use_megatron_fsdp", "use_torch_fsdp2"),
+)
+_CORE: Final = "core_attn"
 _SIZES: Final = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size")
 
 
@@ -77,6 +82,7 @@ def _print(
     size = config.group_size
     if size == "auto":
         notes = [*notes, "--group-size auto: chosen while training: this is for 1"]
+    notes = [*notes, *(f"{one}: what it changes is not in this estimate" for one in _unread(args))]
     pipelined = Pipelined(config.schedule if config.active else None, config.bpipe, 1 if size == "auto" else size)
     if config.active and config.schedule is None:
         pipelined = pipelined._replace(schedule="1f1b")
@@ -88,6 +94,17 @@ def _print(
     except EstimateError as error:
         raise UsageError(_in_megatron(in_flags(error))) from error
     show(shown, of, nodes, arguments.json, _in_megatron, *notes)
+
+
+def _unread(args: Namespace) -> list[str]:
+    """Flags that change time or memory in ways that the planner does not know."""
+    found = [f"--{name.replace('_', '-')}" for name in _UNREAD if getattr(args, name, None)]
+    if getattr(args, "optimizer", "adam") != "adam":
+        found.append(f"--optimizer {args.optimizer}")
+    modules = getattr(args, "recompute_modules", None) or [_CORE]
+    if getattr(args, "recompute_granularity", None) == "selective" and modules != [_CORE]:
+        found.append(f"--recompute-modules {' '.join(modules)}")
+    return found
 
 
 def _in_megatron(line: str) -> str:
@@ -117,7 +134,10 @@ def _least(flags: Sequence[str]) -> int:
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=SUPPRESS)
     for size in _SIZES:
         parser.add_argument(f"--{size}")
-    found, _ = parser.parse_known_args([word for flag in flags for word in flag.split("=", 1)])
+    try:
+        found, _ = parser.parse_known_args([word for flag in flags for word in flag.split("=", 1)])
+    except ArgumentError:  # the script's own parser says what is wrong
+        return 1
     given = [int(value) for value in vars(found).values() if str(value).isdecimal()]
     return max(1, math.prod(given))
 

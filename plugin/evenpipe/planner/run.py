@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Literal, get_args
 
 from evenpipe.planner.descriptions import Cluster, Framework, Model, Precision
@@ -115,6 +116,11 @@ class Run:
         return self.replicas * self.tensor // (self.expert * self.expert_ways)
 
     @property
+    def together(self) -> int:
+        """Ranks that exchange something in every layer, which are next to each other."""
+        return lcm(self.tensor * self.context, self.expert_ways * self.expert)
+
+    @property
     def element_bytes(self) -> int:
         """Of a parameter or an activation that is computed with."""
         return 4 if self.precision == "fp32" else 2
@@ -157,6 +163,10 @@ class Run:
             self._divides("expert_parallel", self.expert, model.experts.count, f"{model.name}'s experts")
             among = self.replicas * self.tensor // self.expert_ways
             self._divides("expert_parallel", self.expert, among, "data × context parallel ranks")
+            if self.placement == "pipeline" and self.stages > 1 and self.expert_replicas != self.data:
+                raise EstimateError(
+                    "placement=pipeline: Megatron places replicas first where they share out experts: leave it out"
+                )
         each = self.micro_batch * self.data
         if self.global_batch % each:
             raise EstimateError(

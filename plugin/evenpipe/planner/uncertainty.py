@@ -34,6 +34,7 @@ BEYOND: Final = Uncertainty(
 _DEVICE: Final = "a100-80gb"
 _FRAMEWORK: Final = "megatron-v3"
 _SCHEDULES: Final = ("1f1b", "interleaved")
+_NODE_GBPS: Final = 12.5  # the slowest of theirs (BPipe §4.1)
 _GPUS: Final = 512
 _DATA: Final = 2
 _MICRO_BATCH: Final = 4  # larger ones ran with an allocator under pressure
@@ -43,7 +44,8 @@ _SEQUENCE: Final = 2048
 
 def uncertainty_of(model: Model, cluster: Cluster, of: Framework, run: Run) -> Uncertainty:
     """``WITHIN`` for what the published tables have runs of: their device and framework, sizes and models as theirs."""
-    alike = cluster.device.name == _DEVICE and of.name == _FRAMEWORK and run.spec.name in _SCHEDULES
+    linked = cluster.nodes == 1 or cluster.node_gbps >= _NODE_GBPS
+    alike = linked and cluster.device.name == _DEVICE and of.name == _FRAMEWORK and run.spec.name in _SCHEDULES
     sized = run.gpus <= _GPUS and run.data <= _DATA and run.context == 1 and run.micro_batch <= _MICRO_BATCH
     way = run.precision == "fp16" and run.attention == "unfused" and run.recompute != "none"
     dense = model.causal and not model.experts and not model.latent and model.sequence == _SEQUENCE

@@ -53,10 +53,11 @@ def _unfused(model: Model, run: Run) -> Iterator[str]:
         return
     rows = run.micro_batch * model.heads // run.tensor
     better = next((b for b in (2, 4) if run.micro_batch * b * model.heads // run.tensor % 4 == 0), None)
-    remedy = f"with --micro-batch-size {run.micro_batch * better} it would be" if rows % 4 and better else "use flash"
+    fused = f"with --micro-batch-size {run.micro_batch * better} it would be, or " if rows % 4 and better else ""
     yield (
         f"unfused softmax: Megatron's fused kernel takes micro-batch × heads / tensor only in multiples of 4, in half "
-        f"precision and up to 16,384 tokens; here it is {rows}, not fused: {remedy}, or --attention flash"
+        f"precision and up to 16,384 tokens; here it is {rows} in {run.precision}, not fused: "
+        f"{fused}give --attention flash"
     )
 
 
@@ -102,7 +103,7 @@ def _slowest(run: Run, times_ms: Sequence[tuple[float, float]]) -> Iterator[str]
 def _evictions(
     cluster: Cluster, run: Run, times_ms: Sequence[tuple[float, float]], eviction_ms: float
 ) -> Iterator[str]:
-    if not run.bpipe or 2 * run.tensor * run.context <= cluster.gpus_per_node:
+    if not run.bpipe or 2 * run.together <= cluster.gpus_per_node:
         return
     forward, backward = (max(column) for column in zip(*times_ms, strict=True))
     enough = "more" if 2 * eviction_ms > forward + backward else "less"

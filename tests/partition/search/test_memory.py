@@ -7,10 +7,10 @@ import pytest
 
 from evenpipe.partition.profile import Profile, Storage
 from evenpipe.partition.search.bounds import RecomputedBytes
-from evenpipe.partition.search.host_link import Around
-from evenpipe.partition.search.memory import Fit, Load, fit
+from evenpipe.partition.search.host_link import Around, HostLink
+from evenpipe.partition.search.memory import Fit, Load, fit, weigh
 from evenpipe.partition.search.ranges import Graph
-from evenpipe.partition.search.recompute import Candidates, Picks
+from evenpipe.partition.search.recompute import Candidates, Picks, Recomputation
 from tests.partition.profiles import assembled, transformer
 
 
@@ -53,10 +53,10 @@ def test_a_chain_of_dropped_storages_runs_again_from_what_is_kept() -> None:
     assert [picks.made(count)[1].ms for count in range(5)] == [0.0, 1.0, 3.0, 7.0, 15.0]
 
 
-def two_from_one() -> Profile:
+def two_from_one(nbytes: int = 5) -> Profile:
     """Node 0 takes 10 ms, and nobody saves what it makes; nodes 1 and 2 read it, and make 40 saved bytes each."""
     storages = [
-        Storage(nbytes=5, producer=0, users=(1, 2), savers=()),
+        Storage(nbytes=nbytes, producer=0, users=(1, 2), savers=()),
         *[Storage(nbytes=40, producer=n, users=(3,), savers=(3,)) for n in (1, 2)],
     ]
     return assembled([(10.0, 1.0), (0.5, 1.0), (0.25, 1.0), (1.0, 1.0)], storages, [])
@@ -72,9 +72,48 @@ def test_what_two_chains_have_in_common_makes_the_second_cheaper() -> None:
 
 
 def test_a_lower_bound_shares_what_chains_have_in_common_and_leaves_out_what_is_not_in_the_range() -> None:
-    bound = RecomputedBytes(Graph(two_from_one()))
+    bound = RecomputedBytes(Graph(two_from_one(80)))
     nbytes = np.array([[80.0], [80.0]])
     assert bound.least_ms(nbytes, np.array([0, 1]), np.array([4]), np.inf).tolist() == [[10.75], [0.75]]
+
+
+def test_a_lower_bound_has_nothing_of_what_could_be_kept_instead() -> None:
+    """Of 5 bytes, 80 that are made of them can be had again: node 0 need not run a second time."""
+    bound = RecomputedBytes(Graph(two_from_one(5)))
+    assert bound.least_ms(np.array([[80.0]]), np.array([0]), np.array([4]), np.inf).tolist() == [[0.75]]
+
+
+def test_pieces_that_keep_what_crosses_take_no_less_than_the_lower_bound() -> None:
+    """Two pieces of a node that takes long, one that is saved, and one that is not."""
+    times = [(10.0, 1.0), (1.0, 1.0), (0.1, 1.0)] * 2
+    storages = [
+        Storage(nbytes=1, producer=0, users=(1,), savers=()),
+        Storage(nbytes=100, producer=1, users=(2,), savers=(2,)),
+        Storage(nbytes=50, producer=2, users=(3,), savers=()),
+        Storage(nbytes=1, producer=3, users=(4,), savers=()),
+        Storage(nbytes=100, producer=4, users=(5,), savers=(5,)),
+    ]
+    graph = Graph(assembled(times, storages, []))
+    found = fit(graph, 0, 6, [Load(2, 110)], "recompute")
+    assert found is not None
+    least = RecomputedBytes(graph).least_ms(np.array([[145.0]]), np.array([0]), np.array([6]), np.inf)
+    assert least[0, 0] <= found.extra_ms
+
+
+def test_a_swap_is_back_when_what_runs_again_reads_it() -> None:
+    """Node 1 reads what node 0 made and swaps, and runs again for node 2's backward: the link has that long only."""
+    storages = [
+        Storage(nbytes=1_000_000, producer=0, users=(1,), savers=(0,)),
+        Storage(nbytes=1_000_000, producer=1, users=(2,), savers=(2,)),
+    ]
+    saved = Graph(assembled([(1.0, 5.0)] * 3, storages, [])).saved(0, 3)
+    host = HostLink(saved, 0.1, Around(100.0, before_ms=0.0), 2)  # 10 ms each way
+    swapped = np.array([0])
+    assert weigh(host, swapped, Recomputation(saved)).extra_ms == 0.0, "node 0's backward starts after 10 ms"
+    picks = Picks(Candidates(saved), np.full(2, np.inf), swapped)
+    _, again = picks.made(len(picks.order))
+    assert again.nodes
+    assert weigh(host, swapped, again).extra_ms == pytest.approx(again.ms + 10.0)
 
 
 def test_to_drop_what_needs_something_that_was_sent_can_cost_memory() -> None:

@@ -131,9 +131,25 @@ def test_2bw_is_planned_only_where_late_gradients_are_allowed() -> None:
     assert search(replace(question, delayed=True)).plans[0].run.schedule == "2bw"
 
 
+def test_experts_are_not_shared_out_across_pipelines_nor_summed_late() -> None:
+    """What Megatron numbers replicas first for, and what 2bw refuses."""
+    question = Question(model("mixtral-8x7b"), cluster("2x8-h100"), 32, MEGATRON, ("1f1b", "2bw"), delayed=True)
+    question = replace(question, tensor=2, stages=2, micro_batch=1)
+    shared = [one for one in candidates(question) if one.run.expert > 1]
+    assert {one.run.placement for one in shared} == {"replicas"}
+    assert {one.run.schedule for one in shared if one.allowed} == {"1f1b"}
+
+
 @pytest.mark.parametrize(
     ("question", "said"),
     [
+        (
+            Question(
+                *(model("gpt3-134b"), cluster("4x8-a100-80gb"), 64, MEGATRON, ("1f1b",), framework("megatron-v3")),
+                stages=8,
+            ),
+            "stages=8: gpt3-134b's 84 layers do not divide by so many, and megatron-v3 has even stages only",
+        ),
         (replace(SMALL, model=model("gpt3-175b")), "cluster=1x8-a100-80gb: is smaller than gpt3-175b: of its smallest"),
         (
             replace(SMALL, cluster=cluster("128x8-a100-80gb"), samples=2),

@@ -48,11 +48,13 @@ def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candida
     have = device.memory_gib * 2**30
     parts = shape.profile.parts(run.stages, run.chunks, run.layout) if shape.nbytes <= have else []
     for number, way in enumerate(ways(run, question.schedules, question.bpipe), before):
-        allowed = not question.refused(way.spec)
+        split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
+        # Sums over all micro-batches of a batch are not there when the next one has begun.
+        summed = stream and (run.expert > 1 or question.model.mtp_layers > 0)
+        allowed = not question.refused(way.spec) and not summed
         if way.bpipe and not allowed:
             continue
         where = laid(way.places)
-        split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
         nbytes = shape.nbytes
         for stage in {0, 1, run.stages - 1}.intersection(range(run.stages)):
             if nbytes <= have:

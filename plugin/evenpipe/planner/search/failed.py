@@ -37,10 +37,16 @@ def nothing_fits(question: Question, allowed: int, nearest: float) -> str:
             f"global_batch_size={question.samples}: nothing reaches it: a run on {cluster.gpus} GPUs has at least "
             f"{min(replicas)} replicas, each with a sample: give at least {min(replicas)}, or a smaller cluster"
         )
-    if question.micro_batch is not None:
+    shares = [question.samples // each for each in replicas]
+    if not any(question.micro_batches(each) for each in shares if each):
         return (
             f"micro_batch_size={question.micro_batch}: does not divide the samples of any number of replicas: choose a "
             f"divisor of {question.samples}"
+        )
+    if question.stages is not None and not question.engine.uneven and question.model.layers % question.stages:
+        return (
+            f"stages={question.stages}: {model}'s {question.model.layers} layers do not divide by so many, and "
+            f"{question.of.name} has even stages only: choose a divisor, or another --framework"
         )
     return (
         f"schedules={','.join(question.schedules)}: no size of them divides {model}'s {question.model.layers} layers, "

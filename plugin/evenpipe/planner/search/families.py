@@ -27,6 +27,6 @@ def families_of(run: Run, allowed: bool) -> Iterator[Family]:
     yield Family("bpipe", "with BPipe" if run.bpipe else "without BPipe")
     yield Family("recompute", f"recompute {run.recompute}")
     if run.stages > 1:
-        if run.data > 1:
+        if run.data > 1 and not run.bpipe:  # whose pairs come before replicas, whatever is asked for
             yield Family("placement", f"{run.placement} in one node")
         yield Family("layout", "even stages" if run.layout is None else "uneven stages")

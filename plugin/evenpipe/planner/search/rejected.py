@@ -33,7 +33,8 @@ def rejected(question: Question, found: Found) -> Iterator[tuple[str, str]]:
 
 
 def _weighed(question: Question) -> Iterator[Family]:
-    yield from (Family("schedule", name) for name in (*question.schedules, "no pipeline"))
+    alone = ["no pipeline"] * ("1f1b" in question.schedules and question.stages in (None, 1))
+    yield from (Family("schedule", name) for name in (*question.schedules, *alone))
     if question.bpipe:
         yield from (Family("bpipe", one) for one in ("with BPipe", "without BPipe"))
     yield from (Family("recompute", f"recompute {scope}") for scope in question.engine.scopes)
@@ -56,7 +57,7 @@ def _reason(question: Question, found: Found, family: Family, best: Planned) -> 
         free = (best.most_bytes - one.most_bytes) / _GIB
         return f"not needed, the best run fits without it: it would leave {max(0.0, free):.1f} GiB more, no time less"
     if faster >= -_SAME:
-        return f"as fast at best, and later in order: {brief(one)}"
+        return f"no faster ({max(0.0, -faster):.2%} slower): {brief(one)}"
     why = f"{-faster:.1%} slower at best, {_why(one, best)}: {brief(one)}"
     if family.value != "with BPipe":
         return why

@@ -64,11 +64,13 @@ def search(question: Question, top: int = 1) -> Found:
     heapq.heapify(queue)
     estimate = Estimator(question.model, question.cluster, question.of)
     front = ParetoFront(_CLOSE * question.cluster.device.memory_gib * 2**30, _SLOWEST)
-    plain: dict[Run, tuple[float, bool]] = {}
+    plain: dict[Run, float] = {}
+    fitting: set[Run] = set()  # wherever their ranks are
     while queue:
         candidate = heapq.heappop(queue)
         run = candidate.run
-        ms, fits = plain.get(_without_bpipe(question, run), (0.0, False)) if run.bpipe else (0.0, False)
+        ms = plain.get(_without_bpipe(question, run), 0.0) if run.bpipe else 0.0
+        fits = run.bpipe and replace(run, bpipe=False) in fitting
         if ms > candidate.ms:
             heapq.heappush(queue, candidate._replace(ms=ms))
             continue
@@ -81,7 +83,9 @@ def search(question: Question, top: int = 1) -> Found:
         except EstimateError:
             continue
         if not run.bpipe:
-            plain[run] = planned.ms_a_sample, planned.estimate.fits
+            plain[run] = planned.ms_a_sample
+            if planned.estimate.fits:
+                fitting.add(replace(run, placement="replicas"))
         if candidate.allowed:
             found.nearest = min(found.nearest, planned.most_bytes)
         if planned.estimate.fits:
@@ -134,5 +138,5 @@ def _enter(planned: Planned, candidate: Candidate, found: Found, front: ParetoFr
 def _without_bpipe(question: Question, run: Run) -> Run:
     """The same run, its ranks in the same places: pairs of stages are next to each other before replicas are."""
     cluster = question.cluster
-    in_pairs = 2 * run.tensor * run.context <= cluster.gpus_per_node and run.data > 1 and cluster.nodes > 1
+    in_pairs = 2 * run.together <= cluster.gpus_per_node and run.data > 1 and cluster.nodes > 1
     return replace(run, bpipe=False, placement="pipeline" if in_pairs else "replicas")

@@ -74,11 +74,13 @@ def _laid_out(question: Question, run: Run, profile: Profile) -> Iterator[Shape]
     layers, device = question.model.layers, question.cluster.device
     least = least_bytes_of_any_layout(profile.parameters(run.stages), run, device)
     for v in _chunks(layers, run.stages):
+        parts = run.stages * v
+        even = layers % parts == 0
+        if not even and not question.engine.uneven:
+            continue
         if least > device.memory_gib * 2**30:
             yield Shape(replace(run, chunks=v), profile, least)
             continue
-        parts = run.stages * v
-        even = layers % parts == 0
         layouts: list[tuple[int, ...] | None] = [None] if even else []
         if question.engine.uneven and parts > 1:
             balanced = profile.balanced(parts)
@@ -98,7 +100,8 @@ def _chunks(layers: int, stages: int) -> list[int]:
 
 def _placements(question: Question, run: Run) -> list[Placement]:
     """Both only where one of them keeps something in a node that the other does not."""
-    apart = run.data > 1 and run.stages > 1 and question.cluster.nodes > 1
+    # Megatron numbers no pipeline before replicas that share out experts (`parallel_state.py`).
+    apart = run.data > 1 and run.stages > 1 and question.cluster.nodes > 1 and run.expert == 1
     return [one for one in question.engine.placements if apart or one == "replicas"]
 
 

@@ -43,26 +43,32 @@ class Links:
     def between_ends(self, nbytes: float) -> float:
         """Seconds in which the first stage and the last sum so many bytes that each of them has."""
         run = self._run
-        if run.gpus <= self._cluster.gpus_per_node:
+        if self._in_pairs or self._span <= self._cluster.gpus_per_node:  # the first and the last are a pair of BPipe's
             return nbytes / self._peer
-        return nbytes / self._ring(2, run.tensor * run.context * run.data * (run.stages - 1)) if nbytes else 0.0
+        return nbytes / self._ring(2, self._span // run.stages * (run.stages - 1)) if nbytes else 0.0
 
     def message(self, nbytes: float) -> tuple[float, float]:
         """Latency of a hand-over between neighbours, and seconds on the link; at the slowest boundary."""
-        run = self._run
-        span = run.gpus // run.data if self._pipelines_first else run.gpus
-        rate = self._node if span > self._cluster.gpus_per_node else self._peer
-        return self._latency(span) * 1e-6, nbytes / rate
+        rate = self._node if self._span > self._cluster.gpus_per_node else self._peer
+        return self._latency(self._span) * 1e-6, nbytes / rate
 
     @property
     def _pipelines_first(self) -> bool:
         """Whether a pipeline is placed before the next one, rather than replicas of a stage next to each other."""
-        pairs = self._run.bpipe and 2 * self._run.tensor * self._run.context <= self._cluster.gpus_per_node
-        return pairs or self._run.placement == "pipeline"
+        return self._in_pairs or self._run.placement == "pipeline"
+
+    @property
+    def _in_pairs(self) -> bool:
+        return self._run.bpipe and 2 * self._run.together <= self._cluster.gpus_per_node
+
+    @property
+    def _span(self) -> int:
+        """Ranks from a pipeline's first to its last."""
+        return self._run.gpus // self._run.data if self._pipelines_first else self._run.gpus
 
     def eviction(self, nbytes: float) -> tuple[float, float]:
         """Latency and seconds on the link between partner stages, which are in one node if it has room for both."""
-        both = 2 * self._run.tensor * self._run.context
+        both = 2 * self._run.together
         inside = both <= self._cluster.gpus_per_node
         rate = self._cluster.peer_gbps * 1e9 * self._calibration.copy if inside else self._node
         return self._latency(both) * 1e-6, nbytes / rate
