@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def stage_in(program: Program, group: dist.ProcessGroup | None, engine: str, cal
     return ranks.index(dist.get_rank())
 
 
-class Pipeline:
+class Pipeline(ABC):
     """One stage of a pipeline, in a process of its own: parts of a model, and what carries out a program with them.
 
     Takes what `ModulePipeline` does, with this stage's parts and what passes between them made.
@@ -129,16 +130,16 @@ class Pipeline:
                     found[places.position(self.stage, chunk)] += parameter.grad.double().square().sum()
         return found
 
+    @abstractmethod
     def shared(self, batch: Any) -> Sequence[Any]:
         """What each micro-batch gets of a batch. Raises ValueError where it cannot be shared out."""
-        raise NotImplementedError
 
+    @abstractmethod
     def made(self, item: Callable[[int], Any], found: dict[int, Tensor], first: int) -> ModuleStage:
         """What computes micro-batches: of the i-th `item(i)` says what it gets, and its loss goes to `found[i]`.
 
         first: the batch, as `batches` counts, that begins with the 0th.
         """
-        raise NotImplementedError
 
     def carry_out(self, batch: Any) -> Tensor | None:
         """A batch of the program; its mean loss, where the model ends."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Generic, TypeVar
 
@@ -28,7 +29,7 @@ _FINAL_LR_FRACTION: Final = 0.1
 PipelineT = TypeVar("PipelineT", bound=Pipeline)
 
 
-class PlainEngine(Observer, Generic[PipelineT]):
+class PlainEngine(Observer, ABC, Generic[PipelineT]):
     """One stage of one replica in training: most of what `evenpipe.train.engine.Engine` asks for.
 
     Who inherits makes `pipeline` and `optimizer`.
@@ -91,9 +92,9 @@ class PlainEngine(Observer, Generic[PipelineT]):
         if self._training is not None:
             self._training.drain()
 
+    @abstractmethod
     def batch(self, iteration: int) -> Any:
         """What the pipeline trains on in that iteration."""
-        raise NotImplementedError
 
     def squares(self) -> Tensor:
         """Sums of squares of this stage's gradients, by piece of the model."""
