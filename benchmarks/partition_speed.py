@@ -30,9 +30,10 @@ from rivals.vpipe import Division, vpipe
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.copies import Workload, copies_of
 from evenpipe.partition.search.costs import Costs
+from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.search.largest import largest_batch
 from evenpipe.partition.search.memory import Optimize
-from evenpipe.partition.search.plan import Plan, find_plan, plan_of
+from evenpipe.partition.search.plan import Plan, plan_of
 from evenpipe.partition.search.problem import Problem
 
 #: vPipe's largest batch with memory optimisation over that without (Tables 1 and 2), by mode, stages and model.

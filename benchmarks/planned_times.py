@@ -17,7 +17,8 @@ from rich.table import Table
 from rivals.profiles import DEVICE, LIMIT_BYTES, MODELS, profiles_of
 
 from evenpipe.partition.search.copies import Workload
-from evenpipe.partition.search.plan import Plan, find_plan
+from evenpipe.partition.search.finding import find_plan
+from evenpipe.partition.search.plan import Plan
 
 STAGES: Final = 4
 

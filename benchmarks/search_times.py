@@ -20,9 +20,9 @@ from evenpipe.partition.search.bipar import bipar
 from evenpipe.partition.search.copies import Workload, copies_of
 from evenpipe.partition.search.costs import Costs
 from evenpipe.partition.search.exact import search
+from evenpipe.partition.search.finding import find_plan, fits_into
 from evenpipe.partition.search.largest import largest_batch
 from evenpipe.partition.search.memory import Optimize
-from evenpipe.partition.search.plan import find_plan, fits_into
 from evenpipe.partition.search.problem import PartitionError, Problem
 
 CASES: tuple[tuple[Optimize, float], ...] = (

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from evenpipe.partition.code import write_stages
 from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.copies import Workload
-from evenpipe.partition.search.plan import find_plan
+from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import trace
 from evenpipe.planner.descriptions import device

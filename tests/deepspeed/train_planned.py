@@ -18,7 +18,7 @@ from evenpipe.deepspeed.planned import Uncut
 from evenpipe.partition.code import write_stages
 from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.copies import Workload
-from evenpipe.partition.search.plan import find_plan
+from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.timing import NodeTimes
 from evenpipe.partition.trace import trace
 from evenpipe.upstream import ending

@@ -20,8 +20,9 @@ from evenpipe.partition.code import StageCodeError, write_stages
 from evenpipe.partition.models import MODELS
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.copies import Workload
+from evenpipe.partition.search.finding import find_plan, fits_into
 from evenpipe.partition.search.largest import largest_batch
-from evenpipe.partition.search.plan import Plan, find_plan, fits_into
+from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.search.problem import PartitionError
 from evenpipe.planner.descriptions import names
 from evenpipe.report.divisions import draw_divisions

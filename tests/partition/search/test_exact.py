@@ -12,7 +12,9 @@ from evenpipe.partition.search.copies import Workload, copies_of
 from evenpipe.partition.search.costs import Costs
 from evenpipe.partition.search.coupled import best_partition
 from evenpipe.partition.search.exact import search
+from evenpipe.partition.search.filling import Found, seed
 from evenpipe.partition.search.memory import Optimize
+from evenpipe.partition.search.nudging import nudged
 from evenpipe.partition.search.problem import Problem
 from tests.partition.profiles import random_profile, transformer
 
@@ -124,3 +126,34 @@ def test_it_takes_less_than_a_third_of_a_second_for_2400_cuts_and_8_stages() -> 
             assert search(Problem(costs, copies, int(peak * share))) is not None
             taken.append(time.process_time() - before)
         assert min(taken) < 0.3
+
+
+@pytest.mark.parametrize(("stages", "share"), [(3, 0.8), (3, 0.5), (8, 0.8), (8, 0.3)])
+def test_moving_boundaries_never_makes_it_longer_and_ends(stages: int, share: float) -> None:
+    """From stages that are filled one after the other, which leaves the last ones little."""
+    costs = Costs(transformer(14))
+    copies = copies_of(Workload("1f1b", 8), stages)
+    loose = search(Problem(costs, copies, 1 << 50))
+    assert loose is not None
+    limit = int(max(Problem(costs, copies, 1 << 50).peaks(loose.cuts) or ()) * share)
+    problem = Problem(costs, copies, limit, "swap+recompute", 0.5)
+    found = seed(problem, problem.least_ms)
+    assert found is not None
+    better = nudged(problem, found)
+    cells = [problem.cell(k, *ends) for k, ends in enumerate(pairwise(better.cuts))]
+    assert better.ms == max(cell.ms for cell in cells if cell is not None)
+    assert better.ms <= found.ms
+    assert (better.cuts == found.cuts) == (better.ms == found.ms)
+    assert max(problem.peaks(better.cuts) or ()) <= limit
+    assert nudged(problem, better) == better
+
+
+def test_moving_boundaries_shortens_what_is_uneven() -> None:
+    costs = Costs(transformer(14))
+    problem = Problem(costs, copies_of(Workload("1f1b", 8), 4), 1 << 50)
+    cuts = (0, 20, 40, 60, costs.last)
+    cells = [problem.cell(k, *ends) for k, ends in enumerate(pairwise(cuts))]
+    fits = tuple(cell.fit for cell in cells if cell is not None)
+    found = Found(cuts, max(cell.ms for cell in cells if cell is not None), 0.0, fits)
+    assert nudged(problem, found).ms < found.ms
+    assert nudged(problem, found, problem.weighed) == found

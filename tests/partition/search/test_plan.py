@@ -10,8 +10,9 @@ import pytest
 
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.copies import Workload
+from evenpipe.partition.search.finding import find_plan, fits_into
 from evenpipe.partition.search.largest import largest_batch
-from evenpipe.partition.search.plan import Plan, find_plan, fits_into
+from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.search.problem import PartitionError
 from tests.partition.profiles import random_profile, transformer
 

@@ -22,7 +22,8 @@ from evenpipe.partition.models.huggingface import for_training, inputs_of
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.copies import Workload
-from evenpipe.partition.search.plan import Plan, find_plan
+from evenpipe.partition.search.finding import find_plan
+from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.timing import NodeTimes
 from evenpipe.partition.trace import trace
 from evenpipe.train.planned import PlannedPipeline

@@ -39,7 +39,7 @@ def bipar(
 
     `floor_ms`: no partition is known to be below it, so that a part which is as fast need be no faster. `ceiling_ms`:
     what must take longer, by `Problem.lower_ms`, is not weighed, and there may be nothing else. `most_weighed`: when
-    ranges of so many nodes have been weighed, or `most_parts` been cut, no more are, and the best that is known by then
+    so many ranges have been weighed, or `most_parts` been cut, no more are, and the best that is known by then
     is taken.
     """
     search = _BiPar(problem, floor_ms, ceiling_ms, most_weighed, most_parts)

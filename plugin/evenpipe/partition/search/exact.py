@@ -9,6 +9,7 @@ import numpy as np
 
 from evenpipe.partition.search.costs import Numbers
 from evenpipe.partition.search.filling import Found, filled_reach, seed
+from evenpipe.partition.search.nudging import nudged
 from evenpipe.partition.search.problem import Problem
 
 __all__ = ["Found", "search"]
@@ -17,10 +18,12 @@ __all__ = ["Found", "search"]
 _WIDTHS = (1.01, 1.04, 1.12, 1.3, 1.7, 2.5, inf)
 #: How many paths are weighed for a good one before the best is sought.
 _GUESSES = 12
-#: Ranges of how many nodes beyond what was asked for are weighed if none makes up a partition yet.
-_PATIENCE = 6_000
-#: Ranges of how many nodes are weighed before it is asked whether anything fits at all.
-_AT_FIRST = 3_000
+#: How many ranges beyond what was asked for are weighed if none makes up a partition yet.
+_PATIENCE = 30
+#: How many are weighed before it is asked whether anything fits at all.
+_AT_FIRST = 20
+#: How many are weighed at the end to move boundaries of what is not proven to be the best.
+_AFTERWARDS = 10
 #: Places of a cut among which one is sought where there is no time for a proof.
 _PLACES = 96
 #: A partition that is above what none can be below by no more than this part ends the search.
@@ -32,7 +35,7 @@ _AS_FAST = 1.5e-4
 def search(problem: Problem, most_weighed: float = inf) -> Found | None:
     """The best partition; None: none fits.
 
-    When ranges of `most_weighed` nodes have been weighed, the best partition of these is taken, and `optimum_ms` may be
+    When `most_weighed` ranges have been weighed, the best partition of these is taken, and `optimum_ms` may be
     further below it; a little later it is given up if there is none, so that one which hardly fits may be missed.
 
     Why what is left out cannot matter. (1) Some stage takes at least the mean, and one with the longest piece between
@@ -47,8 +50,14 @@ def search(problem: Problem, most_weighed: float = inf) -> Found | None:
     more nodes and messages that are no smaller.
     """
     reach = _reach(problem)
-    if reach is None:
-        return None
+    found = _by_widths(problem, reach, most_weighed) if reach is not None else None
+    if found is None or most_weighed == inf or found.ms <= found.optimum_ms * (1 + _NEAR):
+        return found
+    return nudged(problem, found, problem.weighed + _AFTERWARDS)
+
+
+def _by_widths(problem: Problem, reach: list[tuple[int, int]], most_weighed: float) -> Found | None:
+    """`search`, by attempts of growing width."""
     least = problem.least_ms
     best: Found | None = None
     narrowed = False
@@ -85,6 +94,8 @@ def search(problem: Problem, most_weighed: float = inf) -> Found | None:
                 # Messages are not compared there, as (6) wants it: better ones may be left out.
                 reach, narrowed = nearer or reach, nearer is not None
             most_weighed += problem.weighed - before
+            if best is not None and most_weighed < inf:
+                best = nudged(problem, best, most_weighed)
     return best
 
 
@@ -146,7 +157,7 @@ class _Paths:
     def best(self, most_weighed: float, gives_up: float) -> Found | None:
         """The path of which the longest range is shortest, by the lower bounds at first; None: there is none.
 
-        When ranges of `gives_up` nodes have been weighed in all, and none fits, it is given up.
+        When `gives_up` ranges have been weighed in all, and none fits, it is given up.
         One that is good is guessed before: by bounds that are as far off as they were for ranges of the same position.
         Its ranges may take more than the attempt is for; those of better ones do not.
         """

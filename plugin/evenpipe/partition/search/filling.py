@@ -12,7 +12,7 @@ from evenpipe.partition.search.costs import Numbers
 from evenpipe.partition.search.memory import Fit
 from evenpipe.partition.search.problem import Cell, Problem
 
-__all__ = ["Found", "filled_reach", "seed"]
+__all__ = ["Found", "filled_reach", "quiet_places", "seed"]
 
 #: Of a position's mean time, how far around a quiet place nothing sends less.
 _QUIET = 1 / 16
@@ -40,7 +40,7 @@ def seed(problem: Problem, least_ms: float) -> Found | None:
     Nothing is known of better ones. Stages begin and end at quiet places.
     """
     count, last, upto = problem.copies.positions, problem.costs.last, problem.costs.upto_ms
-    quiet = _quiet(problem)
+    quiet = quiet_places(problem)
     for width in _SEEDS:
         most_ms = least_ms * width
         cuts = [0]
@@ -71,7 +71,7 @@ def filled_reach(problem: Problem, reach: list[tuple[int, int]]) -> list[tuple[i
 
     Each begins at a quiet place that its cut is not behind, and ends before the first one that is too far.
     """
-    count, last, quiet = problem.copies.positions, problem.costs.last, _quiet(problem)
+    count, last, quiet = problem.copies.positions, problem.costs.last, quiet_places(problem)
     right, left, begin, end = [0], [last], 0, last
     for position in range(count):
         stop = reach[position + 1][1]
@@ -93,7 +93,7 @@ def filled_reach(problem: Problem, reach: list[tuple[int, int]]) -> list[tuple[i
     return [(max(low, first), min(high, stop)) for (low, high), (first, stop) in zip(spans, reach, strict=True)]
 
 
-def _quiet(problem: Problem) -> Numbers:
+def quiet_places(problem: Problem) -> Numbers:
     """Places that send no more than any nearby, nor much more than most, and both ends.
 
     Elsewhere a range may not fit for what it sends alone, as between a model's logits and its loss.

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from math import ceil, inf
+from math import ceil
 from pathlib import Path
 from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evenpipe.partition.profile import Origin, Profile
-from evenpipe.partition.search.bipar import bipar
-from evenpipe.partition.search.copies import PIPEDREAM, Workload, copies_of
-from evenpipe.partition.search.costs import Costs
-from evenpipe.partition.search.coupled import best_partition
+from evenpipe.partition.search.copies import PIPEDREAM, Workload
 from evenpipe.partition.search.memory import Fit, Optimize
-from evenpipe.partition.search.problem import PartitionError, Problem, check_cuts
+from evenpipe.partition.search.problem import PartitionError, Problem
 from evenpipe.report import write_atomically
 from evenpipe.schedule import Program, Size, build
 
-__all__ = ["Plan", "Stage", "find_plan", "fits_into", "fits_of", "least_limit", "plan_of"]
+__all__ = ["Plan", "Stage", "fits_of", "plan_of"]
 
 FORMAT: Final = "evenpipe.partition/1"
-GIB: Final = 1 << 30
-#: The nodes of the ranges that the exact search weighs with memory optimisation: a part of a second.
-MOST_WEIGHED: Final = 12_000
-#: BiPar weighs so many of these, and cuts so many parts, in a find_plan.
-_BINARY_WEIGHED, _BINARY_PARTS = 4_000, 300
-#: It is not followed where it can only come out slower than the optimum by more than this.
-_CEILING = 1.1
-#: How close to the least memory limit the one named in an error is; to know it closer takes many searches.
-_CLOSE = 1.01
 
 
 class _Frozen(BaseModel):
@@ -146,68 +133,6 @@ class Plan(_Frozen):
             raise PartitionError(f"{path}: no {FORMAT}: {where}: {first['msg']}") from error
 
 
-def find_plan(
-    profile: Profile,
-    workload: Workload,
-    stages: int,
-    limit_bytes: int,
-    optimize: Optimize = "none",
-    link_gbps: float = 0.0,
-    most_weighed: float = MOST_WEIGHED,
-) -> Plan:
-    """The better of the exact search and of BiPar. `link_gbps`: of a stage's link to its host, each way.
-
-    `most_weighed`: of ranges of how many nodes it weighs what they recompute and swap. Where most of what is saved has
-    to go it takes thousands to prove the last hundredth, which `optimum_ms` then leaves open.
-
-    Raises PartitionError, one line, for more stages than there are cuts, and for a limit that nothing fits into, with
-    one that something does; ScheduleError for a schedule that cannot be.
-    """
-    began = time.perf_counter()
-    problem = _problem(profile, workload, stages, limit_bytes, optimize, link_gbps)
-    exact = best_partition(problem, most_weighed)
-    floor_ms = exact.ms if exact is not None else 0.0
-    ceiling_ms = floor_ms * _CEILING or inf
-    binary = bipar(problem, floor_ms, ceiling_ms, min(_BINARY_WEIGHED, most_weighed), _BINARY_PARTS)
-    part = binary.part if binary.part is not None and _fits(problem, binary.part.cuts) else None
-    found = [(exact.ms, exact.cuts, exact.fits)] if exact is not None else []
-    found += [(part.ms, part.cuts, fits_of(problem, part.cuts))] if part is not None else []
-    if not found:
-        raise PartitionError(_too_little(problem))
-    best_ms, cuts, fits = min(found)
-    plan = plan_of(problem, cuts, fits, workload)
-    optimum_ms = min(problem.least_ms if exact is None else exact.optimum_ms, best_ms)
-    return plan.model_copy(
-        update={
-            "search_ms": (time.perf_counter() - began) * 1e3,
-            "nodes_tried": binary.nodes_tried,
-            "optimum_ms": optimum_ms,
-            "binary_ms": None if part is None else part.ms,
-        }
-    )
-
-
-def fits_into(
-    profile: Profile,
-    workload: Workload,
-    stages: int,
-    limit_bytes: int,
-    optimize: Optimize = "none",
-    link_gbps: float = 0.0,
-) -> bool:
-    """Whether `find_plan` finds a plan by the exact search. Raises what that does but for the limit."""
-    problem = _problem(profile, workload, stages, limit_bytes, optimize, link_gbps)
-    return best_partition(problem, 0) is not None
-
-
-def _problem(
-    profile: Profile, workload: Workload, stages: int, limit_bytes: int, optimize: Optimize, link_gbps: float
-) -> Problem:
-    costs = Costs(profile)
-    check_cuts(costs, stages, stages * workload.chunks)  # before a schedule of so many is made and verified
-    return Problem(costs, copies_of(workload, stages), limit_bytes, optimize, link_gbps)
-
-
 def fits_of(problem: Problem, cuts: Sequence[int]) -> tuple[Fit, ...]:
     """How each part of a partition fits; one that does not does nothing about it, and its peak will say so."""
     ranges = pairwise(problem.costs.starts[list(cuts)].tolist())
@@ -265,34 +190,3 @@ def plan_of(problem: Problem, cuts: Sequence[int], fits: Sequence[Fit], workload
         optimize=problem.optimize,
         link_gbps=problem.link_gbps,
     )
-
-
-def _fits(problem: Problem, cuts: Sequence[int]) -> bool:
-    peaks = problem.peaks(cuts)
-    return peaks is not None and max(peaks) <= problem.limit_bytes
-
-
-def _too_little(problem: Problem) -> str:
-    least, limit = least_limit(problem), problem.limit_bytes / GIB
-    remedy = "" if problem.optimize != "none" else ", or optimize by recompute or swap+recompute"
-    return f"memory_gib={limit:.4g}: no partition fits: give at least {ceil(least / GIB * 1e4) / 1e4:g}{remedy}"
-
-
-def least_limit(problem: Problem) -> int:
-    """Bytes a stage into which a partition is known to fit: within 1 % of the least that is known to be enough."""
-
-    def fits(limit: int) -> bool:
-        return best_partition(problem.within(limit), 0) is not None
-
-    high = max(1, problem.limit_bytes)
-    while not fits(high):
-        high *= 2
-    return _bisect(fits, high // 2, high)
-
-
-def _bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The least number for which it holds, a little above; it holds for `high`."""
-    while high > max(low + 1, low * _CLOSE):
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high

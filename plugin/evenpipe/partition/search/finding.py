@@ -1,0 +1,144 @@
+"""The best partition of a model for a schedule and a memory limit: the better of the exact search and of BiPar."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import ceil, inf
+from typing import Final
+
+from evenpipe.partition.profile import Profile
+from evenpipe.partition.search.bipar import bipar
+from evenpipe.partition.search.copies import Workload, copies_of
+from evenpipe.partition.search.costs import Costs
+from evenpipe.partition.search.coupled import best_partition
+from evenpipe.partition.search.memory import Optimize
+from evenpipe.partition.search.plan import Plan, fits_of, plan_of
+from evenpipe.partition.search.problem import PartitionError, Problem, check_cuts
+
+__all__ = ["find_plan", "fits_into", "least_limit"]
+
+_GIB: Final = 1 << 30
+#: How many ranges the exact search weighs with memory optimisation: a part of a second; all, in models of so few cuts.
+_MOST_WEIGHED, _FEW_CUTS = 60, 96
+#: BiPar weighs so many of these, and cuts so many parts, in a find_plan.
+_BINARY_WEIGHED, _BINARY_PARTS = 20, 300
+#: It is not followed where it can only come out slower than the optimum by more than this.
+_CEILING = 1.1
+#: How close to the least memory limit the one named in an error is; to know it closer takes many searches.
+_CLOSE = 1.01
+
+
+def find_plan(
+    profile: Profile,
+    workload: Workload,
+    stages: int,
+    limit_bytes: int,
+    optimize: Optimize = "none",
+    link_gbps: float = 0.0,
+    most_weighed: float | None = None,
+) -> Plan:
+    """The better of the exact search and of BiPar. `link_gbps`: of a stage's link to its host, each way.
+
+    `most_weighed`: of how many ranges it weighs what they recompute and swap. Where most of what is saved has to go it
+    takes thousands to prove the last hundredth, which `optimum_ms` then leaves open. None: as many as a part of a
+    second has room for, and where a model has few cuts as many as it takes.
+
+    Raises PartitionError, one line, for more stages than there are cuts, and for a limit that nothing fits into, with
+    one that something does; ScheduleError for a schedule that cannot be.
+    """
+    began = time.perf_counter()
+    with _no_collection():
+        problem = _problem(profile, workload, stages, limit_bytes, optimize, link_gbps)
+        if most_weighed is None:
+            most_weighed = _MOST_WEIGHED if problem.costs.last > _FEW_CUTS else inf
+        plan = _found_plan(problem, workload, most_weighed)
+    return plan.model_copy(update={"search_ms": (time.perf_counter() - began) * 1e3})
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without Python's collector of reference cycles: it walks all of torch and the profile, which takes a second."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _found_plan(problem: Problem, workload: Workload, most_weighed: float) -> Plan:
+    exact = best_partition(problem, most_weighed)
+    floor_ms = exact.ms if exact is not None else 0.0
+    ceiling_ms = floor_ms * _CEILING or inf
+    binary = bipar(problem, floor_ms, ceiling_ms, min(_BINARY_WEIGHED, most_weighed), _BINARY_PARTS)
+    part = binary.part if binary.part is not None and _fits(problem, binary.part.cuts) else None
+    found = [(exact.ms, exact.cuts, exact.fits)] if exact is not None else []
+    found += [(part.ms, part.cuts, fits_of(problem, part.cuts))] if part is not None else []
+    if not found:
+        raise PartitionError(_too_little(problem))
+    best_ms, cuts, fits = min(found)
+    plan = plan_of(problem, cuts, fits, workload)
+    optimum_ms = min(problem.least_ms if exact is None else exact.optimum_ms, best_ms)
+    return plan.model_copy(
+        update={
+            "nodes_tried": binary.nodes_tried,
+            "optimum_ms": optimum_ms,
+            "binary_ms": None if part is None else part.ms,
+        }
+    )
+
+
+def fits_into(
+    profile: Profile,
+    workload: Workload,
+    stages: int,
+    limit_bytes: int,
+    optimize: Optimize = "none",
+    link_gbps: float = 0.0,
+) -> bool:
+    """Whether `find_plan` finds a plan by the exact search. Raises what that does but for the limit."""
+    problem = _problem(profile, workload, stages, limit_bytes, optimize, link_gbps)
+    return best_partition(problem, 0) is not None
+
+
+def _problem(
+    profile: Profile, workload: Workload, stages: int, limit_bytes: int, optimize: Optimize, link_gbps: float
+) -> Problem:
+    costs = Costs(profile)
+    check_cuts(costs, stages, stages * workload.chunks)  # before a schedule of so many is made and verified
+    return Problem(costs, copies_of(workload, stages), limit_bytes, optimize, link_gbps)
+
+
+def _fits(problem: Problem, cuts: Sequence[int]) -> bool:
+    peaks = problem.peaks(cuts)
+    return peaks is not None and max(peaks) <= problem.limit_bytes
+
+
+def _too_little(problem: Problem) -> str:
+    least, limit = least_limit(problem), problem.limit_bytes / _GIB
+    remedy = "" if problem.optimize != "none" else ", or optimize by recompute or swap+recompute"
+    return f"memory_gib={limit:.4g}: no partition fits: give at least {ceil(least / _GIB * 1e4) / 1e4:g}{remedy}"
+
+
+def least_limit(problem: Problem) -> int:
+    """Bytes a stage into which a partition is known to fit: within 1 % of the least that is known to be enough."""
+
+    def fits(limit: int) -> bool:
+        return best_partition(problem.within(limit), 0) is not None
+
+    high = max(1, problem.limit_bytes)
+    while not fits(high):
+        high *= 2
+    return _bisect(fits, high // 2, high)
+
+
+def _bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The least number for which it holds, a little above; it holds for `high`."""
+    while high > max(low + 1, low * _CLOSE):
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
