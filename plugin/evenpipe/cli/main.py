@@ -14,7 +14,10 @@ __all__ = ["main"]
 
 #: Modules of this room; each has ``add_to(commands)``, which adds a parser whose default ``run`` takes the arguments
 #: and returns the exit status, if it is not 0.
-_COMMANDS = ("schedule", "simulate", "candidates", "estimate", "plan", "partition", "train", "demo", "run", "patches")
+_COMMANDS = (
+    *("schedule", "simulate", "candidates", "estimate", "plan", "recipe", "partition", "train", "demo", "run"),
+    "patches",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,155 @@
+"""``evenpipe recipe``: a planned run as files that start it; and what no longer fits of files that were edited."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import get_args
+
+from evenpipe.cli.parser import Commands, UsageError
+from evenpipe.cli.plan_engine import engine_of
+from evenpipe.cli.values import positive
+from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, Precision, cluster, framework, model
+from evenpipe.planner.errors import EstimateError
+from evenpipe.planner.estimate import framework_of
+from evenpipe.planner.run import Attention, Run
+from evenpipe.planner.search.question import Question
+from evenpipe.planner.search.search import search
+from evenpipe.recipes import Recipe, RecipeError, Settings
+from evenpipe.recipes.emit import files_of
+from evenpipe.recipes.files import write_files
+from evenpipe.recipes.planning import read_plan, run_of_plan
+from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS
+from evenpipe.recipes.refusals import refuse, refuse_before_planning
+from evenpipe.schedule import ScheduleError, find
+from evenpipe.schedule.known import own
+from evenpipe.settings.spelling import in_flags
+
+__all__ = ["add_to"]
+
+
+def add_to(commands: Commands) -> None:
+    """Add the sub-command."""
+    text = "write a planned run as files that start it: scripts, configuration, job"
+    settings = "; ".join(
+        f"{name}{f' ({field.description})' if field.description else ''}"
+        for name, field in Settings.model_fields.items()
+    )
+    parser = commands.add_parser(
+        "recipe",
+        help=text,
+        usage="evenpipe recipe gpt|bert --model NAME --cluster NAME --framework NAME --launcher NAME --out DIR "
+        "(--plan PLAN.json | --global-batch-size G) [--set KEY=VALUE ...] [--force]",
+        description=f"{text.capitalize()}. A README beside them says what is predicted.",
+        epilog=f"Settings: {settings}.",
+    )
+    parser.add_argument("kind", choices=("gpt", "bert"), help="what is trained")
+    group = parser.add_argument_group("what and where")
+    group.add_argument(
+        "--model", required=True, metavar="NAME", help="a name, or PATH.yaml[:NAME] (evenpipe estimate --help)"
+    )
+    group.add_argument("--cluster", required=True, metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
+    group.add_argument("--framework", choices=tuple(FRAMEWORKS), required=True)
+    group.add_argument("--launcher", choices=tuple(LAUNCHERS), required=True)
+    group = parser.add_argument_group("how: a plan, or what a search may choose of")
+    group.add_argument("--plan", type=Path, metavar="PLAN.json", help="the first of what `evenpipe plan --out` wrote")
+    group.add_argument("--global-batch-size", "--global-batch", type=positive, metavar="G", help="samples, at most")
+    group.add_argument("--schedules", type=_names, metavar="NAME,NAME", help=" | ".join(own()))
+    group.add_argument("--no-bpipe", dest="bpipe", action="store_false", help="no run with BPipe")
+    group.add_argument("--tensor-parallel", "--tensor", type=positive, metavar="T")
+    group.add_argument("--stages", "--pipeline", type=positive, metavar="P")
+    group.add_argument("--micro-batch-size", "--micro-batch", type=positive, metavar="B")
+    group.add_argument("--precision", choices=get_args(Precision))
+    group.add_argument("--attention", choices=get_args(Attention))
+    group = parser.add_argument_group("files")
+    group.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder, which is made")
+    group.add_argument(
+        *("--set", "-s"), action="append", default=[], dest="assignments", metavar="KEY=VALUE", help="a setting, below"
+    )
+    group.add_argument("--force", action="store_true", help="write over files that are there")
+    parser.set_defaults(run=_run)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def _run(arguments: Namespace) -> None:
+    try:
+        recipe = _recipe(arguments)
+        files = files_of(recipe)
+    except (DescriptionError, RecipeError) as error:
+        raise UsageError(str(error)) from error
+    except EstimateError as error:
+        raise UsageError(in_flags(error)) from error
+    try:
+        write_files(arguments.out, files, arguments.force)
+    except RecipeError as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(
+            f"--out {arguments.out}: {error.strerror or error}: name a folder that can be written"
+        ) from error
+    found = recipe.estimate
+    most = max(stage.bytes.total for stage in found.stages) / 2**30
+    needs = f"{most:.1f} of {recipe.cluster.device.memory_gib:g} GiB" if found.fits else f"does not fit: {found.reason}"
+    between = f"{found.uncertainty.low:+.1%} to {found.uncertainty.high:+.1%}"
+    print(f"{arguments.out}: {', '.join(files)}")
+    print(f"an iteration takes {found.iteration_ms:,.0f} ms ({between}), MFU {found.mfu:.1%}; {needs}")
+
+
+def _recipe(arguments: Namespace) -> Recipe:
+    settings = Settings.of(arguments.assignments)
+    of, nodes = model(arguments.model), cluster(arguments.cluster)
+    refuse_before_planning(arguments.kind, of, arguments.framework, settings)
+    run, planned_for = _planned(arguments, of, nodes)
+    recipe = Recipe.of(of, nodes, run, arguments.framework, arguments.launcher, settings, planned_for)
+    refuse(recipe, engine_of(framework(arguments.framework)))
+    return recipe
+
+
+def _planned(arguments: Namespace, of: Model, nodes: Cluster) -> tuple[Run, str]:
+    """The run, and the framework whose defaults it has."""
+    if arguments.plan is not None:
+        given = [f"--{name.replace('_', '-')}" for name in _SEARCHED if getattr(arguments, name) is not None]
+        if given or not arguments.bpipe:
+            raise UsageError(f"{(given or ['--no-bpipe'])[0]}: the plan says it: leave it out, or leave --plan out")
+        plan = read_plan(arguments.plan, of.name, nodes.name)
+        return run_of_plan(plan.plans[0]), plan.framework
+    if arguments.global_batch_size is None:
+        raise UsageError("--global-batch-size: how many samples has an iteration? Give that, or --plan PLAN.json")
+    question = _question(arguments, of, nodes)
+    best = search(question, 1).plans[0]
+    return best.run, question.of.name
+
+
+_SEARCHED = (
+    *("global_batch_size", "schedules", "tensor_parallel", "stages", "micro_batch_size", "precision", "attention"),
+)
+
+
+def _question(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
+    deepspeed = arguments.framework == "deepspeed"
+    named = framework("deepspeed") if deepspeed else framework_of(of, nodes)
+    if not deepspeed and named.name == "deepspeed":
+        named = framework("megatron")
+    schedules = arguments.schedules or own()
+    for name in schedules:
+        try:
+            find(name)
+        except ScheduleError as error:
+            raise UsageError(f"--schedules {str(error).removeprefix('schedule=')}") from error
+    return Question(
+        of,
+        nodes,
+        arguments.global_batch_size,
+        engine_of(framework(arguments.framework)),
+        schedules,
+        named,
+        Run(global_batch=1, precision=arguments.precision, attention=arguments.attention),
+        arguments.bpipe,
+        bool(arguments.schedules),
+        1 if deepspeed and arguments.tensor_parallel is None else arguments.tensor_parallel,
+        arguments.stages,
+        arguments.micro_batch_size,
+    )

@@ -1,0 +1,197 @@
+"""The flags of Megatron-LM's scripts, and EvenPipe's among them, for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from evenpipe.planner.descriptions import Model
+from evenpipe.planner.run import Run
+from evenpipe.recipes.flags import Flag, Group, Line, Variable, lines
+from evenpipe.recipes.recipe import Recipe, series
+
+__all__ = ["flag_groups", "layout_of", "script_of"]
+
+
+def script_of(recipe: Recipe) -> str:
+    return f"pretrain_{recipe.kind}.py"
+
+
+def flag_groups(recipe: Recipe) -> list[Group]:
+    """In the order of the file; those that are empty are left out."""
+    every = [
+        Group("MODEL", "The model.", _model(recipe.model)),
+        Group("PARALLEL", "How the model and the batch are divided.", _parallel(recipe.model, recipe.run)),
+        Group("EVENPIPE", "The pipeline's schedule.", _evenpipe(recipe.run)),
+        Group("MEMORY", "What is saved for the backward, and in which precision.", _memory(recipe.run)),
+        Group("TRAINING", "Yours: how it is trained.", _training(recipe)),
+        Group("FILES", "What is read and written.", _files(recipe)),
+    ]
+    return [group for group in every if group]
+
+
+def layout_of(model: Model, run: Run) -> str | None:
+    """`--pipeline-model-parallel-layout`, part by part; None where Megatron's own is the same."""
+    if run.layout is None:
+        return None
+    parts = [f"t*{layers}" if layers > 1 else "t" * layers for layers in run.layout]
+    further = run.further_part if run.further_part is not None else len(parts) - 1
+    if model.mtp_layers:
+        parts[further] += "m" * model.mtp_layers
+    return "|".join([f"E{parts[0]}", *parts[1:-1], f"{parts[-1]}L"] if len(parts) > 1 else [f"E{parts[0]}L"])
+
+
+def _model(model: Model) -> tuple[Line, ...]:
+    grouped, rotary = model.key_value_heads != model.heads and not model.latent, model.positions == "rotary"
+    head = model.head_dim != model.hidden // model.heads and not model.latent
+    return lines(
+        [
+            [Flag("num-layers", model.layers), Flag("hidden-size", model.hidden), Flag("ffn-hidden-size", model.ffn)],
+            [Flag("num-attention-heads", model.heads), head and Flag("kv-channels", model.head_dim)],
+            [grouped and Flag("group-query-attention"), grouped and Flag("num-query-groups", model.key_value_heads)],
+            [Flag("seq-length", model.sequence), Flag("max-position-embeddings", model.sequence)],
+            [rotary and Flag("position-embedding-type", "rope")],
+            [model.gated and Flag("swiglu"), model.norm == "rms" and Flag("normalization", "RMSNorm")],
+            [not model.biases and Flag("disable-bias-linear")],
+            [not model.tied and Flag("untie-embeddings-and-output-weights")],
+            [not model.dropout and Flag("hidden-dropout", 0), not model.dropout and Flag("attention-dropout", 0)],
+            *_latent(model),
+            *_experts(model),
+            [model.mtp_layers > 0 and Flag("mtp-num-layers", model.mtp_layers)],
+        ]
+    )
+
+
+def _latent(model: Model) -> list[Line]:
+    latent = model.latent
+    if latent is None:
+        return []
+    return [
+        [Flag("multi-latent-attention"), Flag("q-lora-rank", latent.query_rank)],
+        [Flag("kv-lora-rank", latent.key_value_rank), Flag("v-head-dim", latent.value_dim)],
+        [Flag("qk-head-dim", latent.plain_dim), Flag("qk-pos-emb-head-dim", latent.rotary_dim)],
+    ]
+
+
+def _experts(model: Model) -> list[Sequence[Flag | bool | None]]:
+    experts = model.experts
+    if experts is None:
+        return []
+    shared = experts.shared_ffn and Flag("moe-shared-expert-intermediate-size", experts.shared_ffn)
+    return [
+        [Flag("num-experts", experts.count), Flag("moe-router-topk", experts.chosen)],
+        [Flag("moe-ffn-hidden-size", experts.ffn), shared or None],
+        [_frequency(model)],
+        [Flag("moe-token-dispatcher-type", "alltoall"), Flag("moe-router-load-balancing-type", "aux_loss")],
+        [Flag("moe-aux-loss-coeff", 0.01)],
+    ]
+
+
+def _frequency(model: Model) -> Flag | None:
+    """Which layers have experts, where it is not all of them."""
+    each = [model.expert_layers(layer, layer + 1) for layer in range(model.layers)]
+    if all(each):
+        return None
+    dense = each.index(1) if 1 in each else model.layers
+    if all(each[dense:]):
+        return Flag("moe-layer-freq", f"([0]*{dense}+[1]*{model.layers - dense})")
+    return Flag("moe-layer-freq", str(each).replace(" ", ""))
+
+
+def _parallel(model: Model, run: Run) -> tuple[Line, ...]:
+    layout = layout_of(model, run)
+    virtual = run.chunks > 1 and layout is None
+    return lines(
+        [
+            [
+                Flag("tensor-model-parallel-size", run.tensor),
+                run.sequence_parallel and run.tensor > 1 and Flag("sequence-parallel"),
+            ],
+            [
+                Flag("pipeline-model-parallel-size", run.stages),
+                virtual and Flag("num-virtual-stages-per-pipeline-rank", run.chunks),
+            ],
+            [layout is not None and Flag("pipeline-model-parallel-layout", layout)],
+            [run.context > 1 and Flag("context-parallel-size", run.context)],
+            [run.expert > 1 and Flag("expert-model-parallel-size", run.expert)],
+            [
+                run.expert_tensor is not None
+                and model.experts is not None
+                and Flag("expert-tensor-parallel-size", run.expert_tensor)
+            ],
+            [Flag("micro-batch-size", run.micro_batch), Flag("global-batch-size", run.global_batch)],
+            [run.sharded_optimizer and Flag("use-distributed-optimizer")],
+            [
+                run.overlap_gradients and Flag("overlap-grad-reduce"),
+                run.overlap_gradients
+                and run.overlap_parameters
+                and run.sharded_optimizer
+                and Flag("overlap-param-gather"),
+            ],
+            [run.placement == "pipeline" and Flag("use-tp-pp-dp-mapping")],
+        ]
+    )
+
+
+def _evenpipe(run: Run) -> tuple[Line, ...]:
+    if run.stages == 1:
+        return ()
+    grouped = run.group_size > 1 and Flag("group-size", run.group_size)
+    return lines([[Flag("evenpipe-schedule", run.spec.name), grouped or None, run.bpipe and Flag("bpipe")]])
+
+
+def _memory(run: Run) -> tuple[Line, ...]:
+    full = run.recompute == "full"
+    block = run.recomputed_layers is not None
+    return lines(
+        [
+            [run.precision == "bf16" and Flag("bf16"), run.precision == "fp16" and Flag("fp16")],
+            [run.precision == "fp16" and run.gradients_in_fp32 and Flag("accumulate-allreduce-grads-in-fp32")],
+            [run.attention == "unfused" and Flag("attention-backend", "unfused")],
+            [run.recompute != "none" and Flag("recompute-granularity", run.recompute)],
+            [
+                full and Flag("recompute-method", "block" if block else "uniform"),
+                full
+                and Flag("recompute-num-layers", run.recomputed_layers if run.recomputed_layers is not None else 1),
+            ],
+        ]
+    )
+
+
+def _training(recipe: Recipe) -> tuple[Line, ...]:
+    given = recipe.settings
+    return lines(
+        [
+            [Flag("train-iters", given.train_iters), Flag("seed", given.seed)],
+            [Flag("lr", given.lr), Flag("min-lr", given.lr / 10), Flag("lr-decay-style", "cosine")],
+            [given.warmup_iters > 0 and Flag("lr-warmup-iters", given.warmup_iters)],
+            [Flag("weight-decay", given.weight_decay), Flag("clip-grad", given.clip_grad)],
+            [Flag("adam-beta1", 0.9), Flag("adam-beta2", 0.95), Flag("init-method-std", 0.02)],
+            [Flag("log-interval", given.log_interval), Flag("log-throughput")],
+            [Flag("eval-interval", given.eval_interval), Flag("eval-iters", given.eval_iters)],
+        ]
+    )
+
+
+def _files(recipe: Recipe) -> tuple[Line, ...]:
+    checkpoints = Variable("CHECKPOINTS")
+    return lines(
+        [
+            *_data(recipe),
+            [Flag("save", checkpoints), Flag("load", checkpoints)],
+            [Flag("save-interval", recipe.settings.save_interval)],
+        ]
+    )
+
+
+def _data(recipe: Recipe) -> list[Sequence[Flag | bool | None]]:
+    read: Sequence[Flag] = [Flag("data-path", Variable("DATA")), Flag("split", "99,1,0")]
+    if recipe.kind == "bert":
+        # From 0.15 to 0.17 vocabularies are read with the transformers package, unless told to do it as before.
+        legacy = series(recipe.settings.release) >= (0, 15) and Flag("legacy-tokenizer")
+        vocabulary = Flag("vocab-file", Variable("TOKENIZER"))
+        return [read, [Flag("tokenizer-type", "BertWordPieceLowerCase"), vocabulary, legacy]]
+    if recipe.mock:
+        # NullTokenizer has one token more than it is told, its end of document.
+        tokens = Flag("vocab-size", recipe.model.vocabulary - 1)
+        return [[Flag("mock-data"), Flag("tokenizer-type", "NullTokenizer"), tokens]]
+    return [read, [Flag("tokenizer-type", "HuggingFaceTokenizer"), Flag("tokenizer-model", Variable("TOKENIZER"))]]

@@ -1,0 +1,122 @@
+"""Combinations that do not exist, with what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from evenpipe.planner.descriptions import Model
+from evenpipe.planner.run import Run
+from evenpipe.planner.search.engine import Engine
+from evenpipe.recipes.errors import RecipeError
+from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, Framework, Recipe, series
+from evenpipe.recipes.settings import Settings
+from evenpipe.schedule import ScheduleError
+
+__all__ = ["refuse", "refuse_before_planning"]
+
+#: The last series of Megatron-LM that has pretrain_bert.py.
+_LAST_BERT = (0, 17)
+#: The first and the last series that EvenPipe works with.
+_SERIES = (0, 14), (0, 19)
+_NAMED = "abcdefghijklmnopqrstuvwxyz0123456789-"
+
+
+def refuse_before_planning(kind: str, model: Model, framework: Framework, settings: Settings) -> None:
+    """Raise RecipeError for what no plan makes possible."""
+    for line in _always(kind, model, framework, settings):
+        raise RecipeError(line)
+
+
+def refuse(recipe: Recipe, engine: Engine) -> None:
+    """Raise RecipeError for the first reason why the recipe cannot be started. Raises EstimateError too."""
+    recipe.run.check(recipe.model, recipe.cluster)
+    for line in (*_of_run(recipe.model, recipe.run, recipe.framework, engine), *_of_launcher(recipe)):
+        raise RecipeError(line)
+
+
+def _always(kind: str, model: Model, framework: Framework, settings: Settings) -> Iterator[str]:
+    is_kind = "gpt" if model.causal else "bert"
+    if is_kind != kind:
+        yield f"--model {model.name}: is a {is_kind.upper()}: evenpipe recipe {is_kind}"
+    if framework == "megatron":
+        yield from _of_release(kind, settings)
+        if kind == "bert" and settings.data == "mock":
+            yield "--set data=mock: pretrain_bert.py has no mock data: give data=PREFIX, or --framework deepspeed"
+        return
+    for what, has in (("experts", model.experts), ("latent attention", model.latent), ("mtp_layers", model.mtp_layers)):
+        if has:
+            yield f"--model {model.name}: the recipe's layers for DeepSpeed have no {what}: use --framework megatron"
+
+
+def _of_release(kind: str, settings: Settings) -> Iterator[str]:
+    release, (first, last) = series(settings.release), _SERIES
+    if not first <= release <= last:
+        yield f"--set release={settings.release}: EvenPipe works with 0.{first[1]} to 0.{last[1]}: use one of these"
+    if kind == "bert" and release > _LAST_BERT:
+        yield (
+            f"--set release={settings.release}: Megatron-LM has no pretrain_bert.py from 0.18 on: "
+            "use --set release=0.16, or --framework deepspeed"
+        )
+
+
+def _of_run(model: Model, run: Run, framework: Framework, engine: Engine) -> Iterator[str]:
+    name = FRAMEWORKS[framework]
+    try:
+        spec = run.spec
+    except ScheduleError as error:
+        raise RecipeError(str(error).partition("\n")[0]) from None
+    if lacking := engine.lacks(spec):
+        chunked = " or one chunk a stage" if run.chunks > 1 else ""
+        yield f"schedule {spec.name}: {name} does not run it ({lacking}): plan with another of --schedules{chunked}"
+    for what, asked, offered in (
+        ("recompute", run.recompute, engine.scopes),
+        ("placement", run.placement, engine.placements),
+    ):
+        if asked not in offered:
+            yield f"{what} {asked}: {name} has {' or '.join(offered)}: plan for --framework {framework}"
+    if framework == "deepspeed":
+        yield from _of_deepspeed(run)
+    if "stream" in spec.needs:
+        yield from _of_stream(model, run)
+
+
+def _of_deepspeed(run: Run) -> Iterator[str]:
+    if run.tensor > 1 or run.context > 1:
+        yield (
+            f"tensor × context parallel {run.tensor * run.context}: the layers for DeepSpeed are whole, and 2bw has no "
+            "model parallelism there at all: plan with --tensor-parallel 1, or use --framework megatron"
+        )
+    if run.stages < 2:
+        yield "stages 1: one stage is no pipeline, and DeepSpeed alone trains it: plan with --stages 2 or more"
+    if run.recomputed_layers is not None:
+        yield "recompute: DeepSpeed computes all layers of a stage again, or none: use --framework megatron"
+
+
+def _of_stream(model: Model, run: Run) -> Iterator[str]:
+    if run.micro_batches < run.stages:
+        yield (
+            f"schedule {run.schedule}: {run.micro_batches} micro-batches do not fill {run.stages} stages: plan with a "
+            "larger --global-batch-size, or fewer stages"
+        )
+    if run.expert > 1 or model.mtp_layers:
+        yield f"schedule {run.schedule}: does not go with experts or mtp_layers: plan with another of --schedules"
+
+
+def _of_launcher(recipe: Recipe) -> Iterator[str]:
+    given, nodes = recipe.settings, recipe.cluster.nodes
+    if given.hosts and len(recipe.hosts) != nodes:
+        yield f"--set hosts={given.hosts}: names {len(recipe.hosts)} of {nodes} nodes: name each, separated by commas"
+    if recipe.launcher != "kubernetes":
+        return
+    for key, name in (("name", recipe.name), ("namespace", given.namespace), ("claim", given.claim)):
+        if name is not None and not _is_label(name):
+            yield (
+                f"--set {key}={name!r}: {LAUNCHERS['kubernetes']} takes at most 63 lower-case letters, digits and "
+                "dashes, a letter or digit at both ends: choose such a name"
+            )
+    if not given.mount.startswith("/") or ":" in given.mount or given.mount.rstrip("/") in ("", "/recipe", "/dev/shm"):
+        yield f"--set mount={given.mount!r}: name a folder from the root on, without a colon, such as /data"
+
+
+def _is_label(name: str) -> bool:
+    return 0 < len(name) <= 63 and set(name) <= set(_NAMED) and name[0] != "-" and name[-1] != "-"

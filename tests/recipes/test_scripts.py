@@ -1,0 +1,71 @@
+"""Scripts are bash that shellcheck has nothing to say of, and hand on what they were told to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenpipe.recipes.emit import files_of
+from evenpipe.recipes.files import write_files
+from tests.recipes.tiny import FOUR_GPUS, TWO_NODES, argv_of, bert, gpt, recipe_of, starter
+
+EVERY = [
+    (framework, launcher, nodes, kind)
+    for framework in ("megatron", "deepspeed")
+    for launcher in ("torchrun", "slurm", "deepspeed", "kubernetes")
+    for nodes in (FOUR_GPUS, TWO_NODES)
+    for kind in (gpt, bert)
+]
+
+
+@pytest.mark.parametrize("nodes", [FOUR_GPUS, TWO_NODES])
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm", "deepspeed", "kubernetes"])
+@pytest.mark.parametrize("framework", ["megatron", "deepspeed"])
+@pytest.mark.parametrize("kind", [gpt, bert])
+def test_bash_and_shellcheck_take_every_script(framework, launcher, nodes, kind, tmp_path):
+    recipe = recipe_of(framework, launcher, {"interface": "ib0", "account": "me"}, nodes, kind())
+    files = files_of(recipe) if launcher != "kubernetes" else {"train.sh": _train_sh(recipe)}
+    write_files(tmp_path / "recipe", files)
+    scripts = [str(tmp_path / "recipe" / name) for name, text in files.items() if text.startswith("#!")]
+    assert scripts
+    for script in scripts:
+        subprocess.run(["bash", "-n", script], check=True)
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([shellcheck, "--severity=style", *scripts], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def _train_sh(recipe):
+    import yaml
+
+    return next(iter(yaml.safe_load_all(files_of(recipe)["job.yaml"])))["data"]["train.sh"]
+
+
+def test_torchrun_is_given_the_nodes_and_the_script_its_flags(tmp_path):
+    recipe = recipe_of("megatron", "torchrun", {"megatron_lm": "/opt/m"}, TWO_NODES)
+    write_files(tmp_path / "recipe", files_of(recipe))
+    given = {**starter(tmp_path, "torchrun"), "MASTER_ADDR": "first", "NODE_RANK": "1"}
+    argv = argv_of(["bash", str(tmp_path / "recipe" / "train.sh")], given)
+    launch, module, script, flags = argv[:10], argv[10:13], argv[13], argv[14:]
+    assert launch == [
+        *("--nnodes", "2", "--nproc-per-node", "4", "--node-rank", "1"),
+        *("--master-addr", "first", "--master-port", "29500"),
+    ]
+    assert module == ["-m", "evenpipe", "run"]
+    assert script == "/opt/m/pretrain_gpt.py"
+    assert flags[flags.index("--pipeline-model-parallel-size") + 1] == "4"
+    assert "--bpipe" in flags
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "NODE_RANK"])
+def test_a_node_that_is_not_told_where_it_is_starts_nothing(missing, tmp_path):
+    write_files(tmp_path / "recipe", files_of(recipe_of(on=TWO_NODES)))
+    given = {**starter(tmp_path, "torchrun"), "MASTER_ADDR": "first", "NODE_RANK": "1"}
+    del given[missing]
+    done = subprocess.run(["bash", tmp_path / "recipe" / "train.sh"], env=given, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert missing in done.stderr
+    assert not (tmp_path / "record").exists()
