@@ -11,11 +11,12 @@ __all__ = ["Exported", "environment_of"]
 
 
 class Exported(NamedTuple):
-    """``reason``: a comment, a line each."""
+    """``reason``: a comment, a line each. ``given_first``: what the environment has already comes before it."""
 
     name: str
     value: str
     reason: tuple[str, ...]
+    given_first: bool = False
 
 
 def environment_of(recipe: Recipe) -> list[Exported]:
@@ -43,6 +44,7 @@ def _environment(recipe: Recipe) -> Iterator[Exported]:
         "OMP_NUM_THREADS",
         "4",
         ("CPU threads of a process: with one for each core, the processes of a node get in each other's way.",),
+        given_first=True,
     )
     if recipe.cluster.nodes > 1:
         yield Exported(
