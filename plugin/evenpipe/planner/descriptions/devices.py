@@ -19,14 +19,16 @@ _Share = Annotated[float, Field(gt=0, le=1)]
 class Device(Described):
     """What a GPU can do, by its maker, and what of its memory PyTorch is left with.
 
-    tflops: 10^12 operations/s by precision, dense. memory_gib: what ``torch.cuda.mem_get_info`` has as total.
-    reserve_gib: CUDA's context, libraries and NCCL's communicators. memory_gbps, host_gbps: 10^9 bytes/s to its own
+    tflops: 10^12 operations/s by precision, dense. matmul: share of them that the fastest matrix product has been
+    measured to reach; an A100's, if left out. memory_gib: what ``torch.cuda.mem_get_info`` has as total. reserve_gib:
+    CUDA's context, libraries and NCCL's communicators. memory_gbps, host_gbps: 10^9 bytes/s to its own
     memory and, one way, to the host's. peer_gbps: to other GPUs of its node, one way. launch_us: a kernel, at least.
     attention: share of ``tflops`` that fused attention reaches forward and backward. framework: the oldest that is
     run on it, where that is newer than what a model was trained with.
     """
 
     tflops: Mapping[Precision, _Rate] = Field(min_length=1)
+    matmul: _Share = 0.869
     multiprocessors: int = Field(ge=1)
     memory_gib: float = Field(gt=0)
     reserve_gib: float = Field(ge=0)

@@ -106,9 +106,8 @@ class Divided:
         self._parts = cache(self._parts_of)
 
     def of(self, run: Run) -> Profile:
-        """Of replicas a block's time knows only where experts are exchanged among them."""
-        data = run.data if run.expert > 1 else 1
-        key = replace(run, global_batch=1, data=data, stages=1, chunks=1, layout=None, placement="replicas")
+        """A block does not know of stages and replicas: those that share out experts are counted by ``expert``."""
+        key = replace(run, global_batch=1, data=1, stages=1, chunks=1, layout=None, placement="replicas")
         if key not in self._profiles:
             self._profiles[key] = Profile(self._model, self._cluster, key, self._parts)
         return self._profiles[key]

@@ -16,7 +16,16 @@ from evenpipe.planner.time.hand_over import HandOver
 from evenpipe.planner.time.kernels import Kernels
 from evenpipe.schedule import BACKWARD, FORWARD, WEIGHT_GRADIENT, Places, Size, Spec, loop
 
-__all__ = ["Laid", "laid", "least_bytes", "least_bytes_of_any_layout", "least_end_ms", "least_live", "least_ms"]
+__all__ = [
+    "Laid",
+    "laid",
+    "least_bytes",
+    "least_bytes_of_any_layout",
+    "least_end_ms",
+    "least_live",
+    "least_ms",
+    "unlike",
+]
 
 _MS: Final = 1e3
 
@@ -108,15 +117,30 @@ def _counted(spec: Spec, size: Size) -> Sequence[int]:
 
 
 def least_bytes(
-    parts: Sequence[PartCost], where: Laid, stage: int, live: int, versions: int, run: Run, device: Device
+    parts: Sequence[PartCost],
+    where: Laid,
+    stage: int,
+    live: int,
+    versions: int,
+    run: Run,
+    message_bytes: float,
+    device: Device,
 ) -> int:
     """Of a stage with so many units live, each as the smallest of its chunks'; guests, which weigh more or less, are
     counted where they displace nothing: not at all. A stage's bytes grow with what it has saved.
     """
     own = [parts[n].chunk for n in where.at[stage]]
     saved = round(live * min(chunk.kept_bytes for chunk in own))
-    [held] = stage_bytes(own, [saved], _alone(len(own)), versions, run, 0.0, device)
+    [held] = stage_bytes(own, [saved], _alone(len(own)), versions, run, message_bytes, device)
     return held.total
+
+
+def unlike(parts: Sequence[PartCost], where: Laid) -> Sequence[int]:
+    """Of stages with the same blocks the first, which holds the most micro-batches; and the last, which has guests."""
+    first: dict[tuple[int, ...], int] = {}
+    for stage, own in enumerate(where.at):
+        first.setdefault(tuple(id(parts[n]) for n in own), stage)
+    return sorted({*first.values(), len(where.at) - 1})
 
 
 def least_bytes_of_any_layout(whole: Parameters, run: Run, device: Device) -> int:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.blocks import Divided
-from evenpipe.planner.search.bounds import laid, least_bytes, least_end_ms, least_live, least_ms
+from evenpipe.planner.search.bounds import laid, least_bytes, least_end_ms, least_live, least_ms, unlike
 from evenpipe.planner.search.families import Family, families_of
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.space import Shape, shapes, ways
 from evenpipe.planner.time.calibration import FITTED
-from evenpipe.planner.time.hand_over import hand_over
+from evenpipe.planner.time.hand_over import hand_over, message_bytes_of
 from evenpipe.planner.time.kernels import Kernels
 
 __all__ = ["Candidate", "candidates"]
@@ -46,6 +46,7 @@ def candidates(question: Question) -> Iterator[Candidate]:
 def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candidate]:
     run, device, cluster = shape.run, question.cluster.device, question.cluster
     have = device.memory_gib * 2**30
+    message_bytes = message_bytes_of(question.model, run)
     parts = shape.profile.parts(run.stages, run.chunks, run.layout) if shape.nbytes <= have else []
     for number, way in enumerate(ways(run, question.schedules, question.bpipe), before):
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
@@ -56,10 +57,10 @@ def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candida
             continue
         where = laid(way.places)
         nbytes = shape.nbytes
-        for stage in {0, 1, run.stages - 1}.intersection(range(run.stages)):
+        for stage in unlike(parts, where) if parts else ():
             if nbytes <= have:
                 live = least_live(way.spec, way.size, way.bpipe)
-                least = least_bytes(parts, where, stage, live[stage], 2 if stream else 1, run, device)
+                least = least_bytes(parts, where, stage, live[stage], 2 if stream else 1, run, message_bytes, device)
                 nbytes = max(nbytes, least)
         tried = replace(run, schedule=way.spec.name, bpipe=way.bpipe, group_size=way.size.group_size)
         ms = 0.0

@@ -10,8 +10,8 @@ __all__ = ["FITTED", "UNFITTED", "Calibration"]
 
 @dataclass(frozen=True)
 class Calibration:
-    """gemm: share of a device's rate that large matrix products reach. unfused: time of a softmax that is not fused,
-    relative to its counted bytes. peer: share of a node's links that a collective reaches.
+    """gemm: share of a device's fastest matrix product that large ones reach in training. unfused: time of a softmax
+    that is not fused, relative to its counted bytes. peer: share of a node's links that a collective reaches.
 
     depth: the inner dimension at which a matrix product reaches half of its rate, that of a tile's start and end.
     memory: share of the memory's rate that element-wise kernels reach. copy, node: share of a node's links that plain
@@ -30,8 +30,8 @@ class Calibration:
 
 #: gemm, unfused and peer by least squares on the 26 rows of BPipe Table 7 that Megatron ran alone and that are taken
 #: (`benchmarks/planner_truth.py` fits them again).
-FITTED: Final = Calibration(gemm=0.770, unfused=1.233, peer=0.751)
+FITTED: Final = Calibration(gemm=0.886, unfused=1.233, peer=0.751)
 
-#: Without any fit. gemm: 8192³ in bf16 on random data, 788 of 989.5 TFLOP/s on an H200 and about 250 of 312 on an A100;
+#: Without any fit. gemm: 8192³ on random data, about 250 TFLOP/s on an A100, of 271 at the shape that is best;
 #: unfused: the counted bytes; peer: nccl-tests on a node of 8 A100, about 230 of 300 GB/s.
-UNFITTED: Final = Calibration(gemm=0.80, unfused=1.0, peer=0.77)
+UNFITTED: Final = Calibration(gemm=0.92, unfused=1.0, peer=0.77)

@@ -62,7 +62,7 @@ class Kernels:
 
     def _gemm(self, work: Gemm) -> float:
         """Whole waves of tiles over all multiprocessors, the best of the tiles; never faster than its bytes."""
-        rate = self._flops / self._device.multiprocessors * self._calibration.gemm
+        rate = self._flops * self._device.matmul / self._device.multiprocessors * self._calibration.gemm
         best = min(
             self._waves(work, rows, columns, split)
             * 2
