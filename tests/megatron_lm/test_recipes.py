@@ -1,0 +1,117 @@
+"""Recipes for Megatron-LM: its own parser takes the flags of every one, and the emitted files train."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenpipe.planner.descriptions import cluster, model
+from evenpipe.planner.run import Run
+from evenpipe.recipes import Recipe, Settings
+from evenpipe.recipes.emit import files_of
+from evenpipe.recipes.files import write_files
+from tests.megatron_lm.launch import Run as Job
+from tests.megatron_lm.launch import start
+from tests.ports import free_port
+from tests.recipes.cluster import here, trained
+from tests.recipes.tiny import argv_of, bert, gpt, recipe_of, starter
+
+#: What flags there are of: models, precisions, schedules, divisions.
+RUNS = {
+    "bpipe": (
+        "gpt3-96b",
+        "4x8-a100-80gb",
+        Run(128, tensor=4, stages=8, micro_batch=2, recompute="selective", bpipe=True),
+    ),
+    "groups": (
+        "gpt3-175b",
+        "8x8-a100-80gb",
+        Run(64, tensor=8, stages=8, schedule="kfkb", group_size=2, recompute="full"),
+    ),
+    "2bw": ("gpt2-2.2b", "1x8-v100-16gb", Run(64, stages=8, micro_batch=4, schedule="2bw", recompute="full")),
+    "layout": (
+        "llama3-70b",
+        "8x8-h100",
+        Run(128, tensor=4, stages=8, data=2, layout=(9, 10, 10, 11, 10, 10, 10, 10), recompute="full"),
+    ),
+    "virtual": ("llama3-8b", "1x8-h100", Run(64, tensor=2, stages=2, data=2, chunks=4, schedule="interleaved")),
+    "virtual layout": (
+        "llama3-8b",
+        "1x8-h100",
+        Run(64, tensor=2, stages=4, chunks=2, schedule="interleaved", layout=(3, 4, 4, 5, 4, 4, 4, 4)),
+    ),
+    "pipeline in a node": ("llama3-8b", "2x8-h100", Run(64, stages=8, data=2, placement="pipeline")),
+    "experts": ("mixtral-8x7b", "4x8-h100", Run(64, stages=4, data=8, expert=8)),
+    "latent": ("deepseek-v3", "16x8-h100", Run(256, stages=4, data=32, expert=32, layout=(15, 15, 15, 16))),
+    "bert": ("bert-large", "1x8-v100-16gb", Run(64, stages=4, data=2, micro_batch=4)),
+}
+
+
+def recipe(name: str, release: str) -> Recipe:
+    of, on, run = RUNS[name]
+    described = model(of)
+    data = [] if described.causal is False else ["data=mock"]
+    settings = Settings.of([*data, f"release={release}", "megatron_lm=checkout"])
+    return Recipe.of(described, cluster(on), run, "megatron", "torchrun", settings, described.framework)
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize("name", RUNS)
+def test_its_own_parser_takes_the_flags_and_the_estimate_is_the_readme_s(megatron_lm, name, tmp_path):
+    """`evenpipe run --estimate` goes through Megatron's parser and validate_args, and no further."""
+    of = recipe(name, megatron_lm.name.rpartition(".")[0])
+    write_files(tmp_path / "recipe", files_of(of))
+    environment = {**starter(tmp_path, "torchrun"), "MASTER_ADDR": "first", "NODE_RANK": "0"}
+    argv = argv_of(["bash", str(tmp_path / "recipe" / "train.sh")], environment)
+    script = argv.index(f"checkout/pretrain_{of.kind}.py")
+    # The tokenizer, which would say it, is not there.
+    flags = [*argv[script + 1 :], "--vocab-size", str(of.model.vocabulary - (of.kind == "gpt"))]
+    asked = ["--estimate", "--cluster", of.cluster.name, "--json", f"pretrain_{of.kind}.py", *flags]
+    job = start([sys.executable, "-m", "evenpipe", "run", *asked], megatron_lm)
+    output, _ = job.communicate(timeout=600)
+    assert job.returncode == 0, output[-3000:]
+    found = json.loads(output)
+    # Megatron pads the vocabulary to a multiple of 128 × tensor parallelism.
+    assert found["iteration_ms"] == pytest.approx(of.estimate.iteration_ms, rel=1e-4)
+    for stage, same in zip(found["stages"], of.estimate.stages, strict=True):
+        assert stage["bytes"]["total"] == pytest.approx(same.bytes.total, rel=1e-3)
+
+
+SHORT = {"train_iters": "3", "log_interval": "1", "eval_iters": "1", "lr": "1e-3"}
+STARTED = {"torchrun": "train.sh", "deepspeed": "launch.sh", "slurm": "launch.sbatch"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("launcher", "kind", "run"),
+    [
+        ("torchrun", gpt, {"bpipe": True}),
+        ("slurm", bert, {"schedule": "kfkb", "group_size": 2}),
+        ("deepspeed", gpt, {"schedule": "2bw", "bpipe": False}),
+        ("torchrun", gpt, {"bpipe": False, "layout": (1, 3, 2, 2)}),
+    ],
+)
+def test_the_emitted_files_train(megatron_lm, launcher, kind, run, tmp_path, request):
+    settings = {**SHORT, "checkpoints": str(tmp_path / "check points"), "megatron_lm": str(megatron_lm), "data": "mock"}
+    settings |= {"master_port": str(free_port()), "release": megatron_lm.name.rpartition(".")[0]}
+    if kind is bert:
+        found = request.getfixturevalue("bert_data")
+        settings |= {"data": found[1], "tokenizer": found[3]}
+    nodes = cluster("2x2-a100-80gb" if launcher == "slurm" else "1x4-a100-80gb")
+    if nodes.nodes > 1:
+        settings["interface"] = "lo"
+    of = recipe_of("megatron", launcher, settings, nodes, kind(), **run)
+    write_files(tmp_path / "recipe", files_of(of))
+    environment = here(tmp_path, nodes.nodes, EVENPIPE_CPU="1")
+    environment["PYTHONPATH"] = os.pathsep.join((str(megatron_lm), environment["PYTHONPATH"]))
+    job = Job(0, trained(["bash", STARTED[launcher]], tmp_path / "recipe", environment))
+    assert len(job.lines) == 3, job.output[-3000:]
+    assert "[evenpipe]" in job.output
+    if of.run.bpipe:
+        assert max(job.peak_live) == 3 * of.run.group_size, "no stage holds more than ⌈(4 + 2) / 2⌉ groups"
+    assert (tmp_path / "check points" / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert Path(tmp_path / "check points" / "iter_0000003").is_dir()
