@@ -15,10 +15,12 @@ import numpy as np
 from published.bpipe import best, breakdown, figure_3_gib, figure_8_gib, verdicts
 from published.fit import errors, fitted, left_out, unseen
 from published.korthikanti import activation_errors, relative_errors
+from published.megatron import golden_runs
 from published.pipedream import figure_8_gib as figure_8_of_2bw
 from published.pipedream import figure_11_billion, largest_micro_batch, table_1
 from published.production import longer
 from published.tables import Row, estimators, table, taken
+from published.vtrain import iterations
 from rich.console import Console
 from rich.table import Table
 
@@ -56,6 +58,8 @@ def measures() -> dict[str, Any]:
         "table_6": _table_6(),
         "korthikanti": relative_errors(),
         "korthikanti_activations": activation_errors(),
+        "vtrain": _vtrain(),
+        "megatron_tests": [one._asdict() for one in golden_runs()],
         "pipedream": _pipedream(),
         "uncertainty": _coverage(programs),
     }
@@ -125,6 +129,15 @@ def _pipedream() -> dict[str, Any]:
     }
 
 
+def _vtrain() -> dict[str, Any]:
+    """How far estimates are from vTrain's iterations, to which nothing was fitted, on the mean and in the middle."""
+    found, each = iterations(), {}
+    for name in ("all", *dict.fromkeys(one.model for one in found)):
+        errors = np.array([one.error for one in found if name in ("all", one.model)])
+        each[name] = {"mean": float(np.mean(np.abs(errors))), "median": float(np.median(np.abs(errors)))}
+    return {"count": len(found), "covered": sum(one.covered for one in found), "errors": each}
+
+
 def _coverage(programs: estimators) -> dict[str, Any]:
     """Of iterations of sources that a fit has not seen, how many are as far from the estimate as it says."""
     found = unseen(programs)
@@ -178,6 +191,7 @@ def _shown(found: dict[str, Any]) -> Table:
     saved = [abs(one) for one in found["korthikanti_activations"].values()]
     shown.add_row("Korthikanti: activations", "worst", f"{max(saved):.2%}", "formula")
     _show_pipedream(shown, found["pipedream"])
+    _show_unfitted(shown, found)
     sure = found["uncertainty"]
     shown.add_row(
         "iterations of sources not fitted, within what is said",
@@ -190,6 +204,17 @@ def _shown(found: dict[str, Any]) -> Table:
     for name, (ratio, covered) in sure["production"].items():
         shown.add_row(name, "longer than estimated", f"{ratio:+.0%}{'' if covered else ', outside'}", "")
     return shown
+
+
+def _show_unfitted(shown: Table, found: dict[str, Any]) -> None:
+    of = found["vtrain"]
+    for name, one in of["errors"].items():
+        shown.add_row(f"vTrain: iteration, {name}", "mean; median", f"{one['mean']:.1%}; {one['median']:.1%}", "")
+    shown.add_row("vTrain: within what is said", f"{of['count']} iterations", f"{of['covered']}", "")
+    for one in found["megatron_tests"]:
+        text = f"{one['estimated_gib']:.1f} for {one['gib']:.1f}"
+        shown.add_row(f"Megatron's test, {one['name']}", "GiB allocated", text, "3 %")
+        shown.add_row("", "longer than estimated", f"{one['longer']:+.0%}", "")
 
 
 def _show_pipedream(shown: Table, found: dict[str, Any]) -> None:
