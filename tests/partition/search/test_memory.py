@@ -11,7 +11,7 @@ from evenpipe.partition.search.host_link import Around, HostLink
 from evenpipe.partition.search.memory import Fit, Load, fit, weigh
 from evenpipe.partition.search.ranges import Graph
 from evenpipe.partition.search.recompute import Candidates, Picks, Recomputation
-from tests.partition.profiles import assembled, transformer
+from tests.partition.profiles import assembled, random_profile, transformer
 
 
 def chain(sizes: list[int], forward_ms: list[float]) -> Profile:
@@ -246,3 +246,19 @@ def test_swapping_too_fits_wherever_recomputing_does() -> None:
         loads = [Load(8, 8 * total * percent / 100)]
         if whole(profile, loads, "recompute") is not None:
             assert whole(profile, loads, "swap+recompute", 0.1, Around(100.0)) is not None
+
+
+@pytest.mark.parametrize("link_gbps", [1e-6, 1e-4, 0.5])
+@pytest.mark.parametrize("seed", range(6))
+def test_swapping_too_never_takes_longer_than_recomputing_alone(seed: int, link_gbps: float) -> None:
+    """Though swaps save most bytes a millisecond at first, the room that they need may take more in the end."""
+    profile = random_profile(seed, 24) if seed else transformer(2)
+    total = Graph(profile).saved(0, len(profile.nodes)).total
+    for copies in (1, 2, 4, 8):
+        for share in (0.9, 0.7, 0.5, 0.4, 0.3, 0.2):
+            loads = [Load(copies, copies * total * share)]
+            alone = whole(profile, loads, "recompute")
+            if alone is not None:
+                both = whole(profile, loads, "swap+recompute", link_gbps)
+                assert both is not None
+                assert both.extra_ms <= alone.extra_ms

@@ -22,9 +22,9 @@ __all__ = ["find_plan", "fits_into", "least_limit"]
 
 _GIB: Final = 1 << 30
 #: How many ranges the exact search weighs with memory optimisation: a part of a second; all, in models of so few cuts.
-_MOST_WEIGHED, _FEW_CUTS = 60, 96
+_MOST_WEIGHED, _FEW_CUTS = 50, 96
 #: BiPar weighs so many of these, and cuts so many parts, in a find_plan.
-_BINARY_WEIGHED, _BINARY_PARTS = 20, 300
+_BINARY_WEIGHED, _BINARY_PARTS = 15, 300
 #: It is not followed where it can only come out slower than the optimum by more than this.
 _CEILING = 1.1
 #: How close to the least memory limit the one named in an error is; to know it closer takes many searches.

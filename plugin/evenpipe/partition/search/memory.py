@@ -72,25 +72,31 @@ def fit(
     if optimize == "none":
         return None
     copies = max(one.copies for one in loads)
-    # Most bytes a millisecond may leave too much that is there at once in the backward. Then pieces are computed again
-    # one after the other; what is swapped needs room on its way out and in, so that the least may be had without.
+    # What is swapped needs room on its way out and in, so that less may be had with the link than without.
     gbps = [link_gbps, 0.0] if optimize == "swap+recompute" and link_gbps > 0 else [0.0]
     hosts = [HostLink(saved, one, around, copies) for one in gbps]
     best: Fit | None = None
     for host, kept in _ways(hosts, saved, copies, min(one.budget for one in loads if one.own)):
+        # To forward all of it again takes no more than pieces would.
+        enough_ms = saved.forward_ms if kept else 0.0
+        if best is not None and best.extra_ms <= enough_ms:
+            break
         found = _cheapest(host, _swap_for_nothing(host, loads, kept), loads, kept)
         if found is not None and (best is None or found.extra_ms < best.extra_ms):
             best = found
-        if best is not None and best.extra_ms <= saved.forward_ms:  # to forward all of it again takes no more
-            break
     return best
 
 
 def _ways(
     hosts: Sequence[HostLink], saved: Saved, copies: int, budget: float
 ) -> Iterator[tuple[HostLink, frozenset[int]]]:
-    """Over which link to swap, and which storages stay or are swapped while all others may be computed again."""
-    yield hosts[0], frozenset()
+    """Over which link to swap, and which storages stay or are swapped while all others may be computed again.
+
+    None of them: whatever saves most bytes a millisecond goes. That may leave too much that is there at once in the
+    backward; then pieces are computed again one after the other.
+    """
+    for host in hosts:
+        yield host, frozenset()
     pieces = Division(saved, copies)
     for host in hosts:
         for kept in pieces.checkpoints(host.free_bytes, budget):
