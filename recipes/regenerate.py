@@ -197,9 +197,9 @@ _HEAD = """\
 # Recipes
 
 Configurations that papers have measured, and some that the planner found, as files that start them. Each is what
-`evenpipe recipe` writes ([docs/recipes.md](../docs/recipes.md)); `python -m recipes.regenerate` writes all of them anew,
-and a test compares. Copy a folder, change the first lines of its `train.sh`, and `evenpipe recipe --check` says what
-no longer fits. Numbers are predictions of `evenpipe estimate` for today's frameworks, where no paper is named.
+`evenpipe recipe` writes ([docs/recipes.md](../docs/recipes.md)); `python -m recipes.regenerate` writes all of them,
+and a test compares. Copy a folder, change the first lines of its `train.sh`, and `evenpipe recipe --check` says
+what no longer fits. Numbers are predictions of `evenpipe estimate` for today's frameworks, where no paper is named.
 
 Left in each picture: what a GPU of each stage needs, and has (the red line). Right: the schedule, on the simulator's
 clock; long batches are drawn shorter.

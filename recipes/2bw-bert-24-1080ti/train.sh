@@ -27,7 +27,7 @@ MASTER_PORT=${MASTER_PORT:-29500}
 # --- Environment ----------------------------------------------------------------------------------
 # Micro-batches come and go in several sizes: segments that can grow leave fewer gaps.
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-# CPU threads of a process: with one for each core, the processes of a node get in each other's way.
+# CPU threads of a process: with one for each core, a node has eight times too many.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 # InfiniBand waits 17 s (4.1 µs × 2^22) for a busy switch before it gives a message up.
 export NCCL_IB_TIMEOUT=22
@@ -45,7 +45,7 @@ PARALLEL=(
     --pipeline-model-parallel-size 2
     --micro-batch-size 8 --global-batch-size 1024
 )
-# The pipeline's schedule.
+# The schedule of the pipeline.
 EVENPIPE=(
     --evenpipe-schedule 2bw
 )

@@ -14,7 +14,7 @@ CHECKPOINTS=/data/checkpoints/bert-24
 # --- Environment ----------------------------------------------------------------------------------
 # Micro-batches come and go in several sizes: segments that can grow leave fewer gaps.
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-# CPU threads of a process: with one for each core, the processes of a node get in each other's way.
+# CPU threads of a process: with one for each core, a node has eight times too many.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 # InfiniBand waits 17 s (4.1 µs × 2^22) for a busy switch before it gives a message up.
 export NCCL_IB_TIMEOUT=22

@@ -14,7 +14,7 @@ CHECKPOINTS=/data/checkpoints/bert-48
 # --- Yours: nodes ---------------------------------------------------------------------------------
 NODES=8
 GPUS_PER_NODE=8
-# Slurm's; launch.sbatch sets the others.
+# Set by Slurm, and the others by launch.sbatch.
 NODE_RANK=${SLURM_NODEID:?"is set by srun: start launch.sbatch"}
 MASTER_ADDR=${MASTER_ADDR:?"is set by launch.sbatch"}
 MASTER_PORT=${MASTER_PORT:?"is set by launch.sbatch"}
@@ -22,7 +22,7 @@ MASTER_PORT=${MASTER_PORT:?"is set by launch.sbatch"}
 # --- Environment ----------------------------------------------------------------------------------
 # Micro-batches come and go in several sizes: segments that can grow leave fewer gaps.
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-# CPU threads of a process: with one for each core, the processes of a node get in each other's way.
+# CPU threads of a process: with one for each core, a node has eight times too many.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 # InfiniBand waits 17 s (4.1 µs × 2^22) for a busy switch before it gives a message up.
 export NCCL_IB_TIMEOUT=22

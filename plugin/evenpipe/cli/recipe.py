@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import REMAINDER, Namespace
 from pathlib import Path
 from typing import get_args
 
@@ -39,18 +39,18 @@ def add_to(commands: Commands) -> None:
         "recipe",
         help=text,
         usage="evenpipe recipe gpt|bert --model NAME --cluster NAME --framework NAME --launcher NAME --out DIR "
-        "(--plan PLAN.json | --global-batch-size G) [--set KEY=VALUE ...] [--force]",
+        "(--plan PLAN.json | --global-batch-size G) [--set KEY=VALUE ...] [--force]\n"
+        "       evenpipe recipe --check DIR [--megatron-lm PATH]\n"
+        "       evenpipe recipe [--cluster NAME] --from-flags torchrun ... pretrain_gpt.py [FLAGS ...]",
         description=f"{text.capitalize()}. A README beside them says what is predicted.",
         epilog=f"Settings: {settings}.",
     )
-    parser.add_argument("kind", choices=("gpt", "bert"), help="what is trained")
+    parser.add_argument("kind", nargs="?", choices=("gpt", "bert"), help="what is trained")
     group = parser.add_argument_group("what and where")
-    group.add_argument(
-        "--model", required=True, metavar="NAME", help="a name, or PATH.yaml[:NAME] (evenpipe estimate --help)"
-    )
-    group.add_argument("--cluster", required=True, metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
-    group.add_argument("--framework", choices=tuple(FRAMEWORKS), required=True)
-    group.add_argument("--launcher", choices=tuple(LAUNCHERS), required=True)
+    group.add_argument("--model", metavar="NAME", help="a name, or PATH.yaml[:NAME] (evenpipe estimate --help)")
+    group.add_argument("--cluster", metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
+    group.add_argument("--framework", choices=tuple(FRAMEWORKS))
+    group.add_argument("--launcher", choices=tuple(LAUNCHERS))
     group = parser.add_argument_group("how: a plan, or what a search may choose of")
     group.add_argument("--plan", type=Path, metavar="PLAN.json", help="the first of what `evenpipe plan --out` wrote")
     group.add_argument("--global-batch-size", "--global-batch", type=positive, metavar="G", help="samples, at most")
@@ -62,11 +62,22 @@ def add_to(commands: Commands) -> None:
     group.add_argument("--precision", choices=get_args(Precision))
     group.add_argument("--attention", choices=get_args(Attention))
     group = parser.add_argument_group("files")
-    group.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder, which is made")
+    group.add_argument("--out", type=Path, metavar="DIR", help="a folder, which is made")
     group.add_argument(
         *("--set", "-s"), action="append", default=[], dest="assignments", metavar="KEY=VALUE", help="a setting, below"
     )
     group.add_argument("--force", action="store_true", help="write over files that are there")
+    group = parser.add_argument_group("instead")
+    group.add_argument("--check", type=Path, metavar="DIR", help="say what no longer fits of a recipe that was edited")
+    group.add_argument(
+        "--megatron-lm",
+        type=Path,
+        metavar="PATH",
+        help="--check: the checkout whose parser is asked (default: train.sh's)",
+    )
+    group.add_argument(
+        "--from-flags", nargs=REMAINDER, metavar="LINE", help="the line that starts a run today, with EvenPipe in it"
+    )
     parser.set_defaults(run=_run)
 
 
@@ -74,7 +85,26 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))
 
 
-def _run(arguments: Namespace) -> None:
+def _run(arguments: Namespace) -> int | None:
+    if arguments.check is not None:
+        from evenpipe.cli.recipe_check import show_check
+
+        return show_check(arguments.check, arguments.megatron_lm)
+    if arguments.from_flags is not None:
+        from evenpipe.cli.recipe_flags import show_converted
+
+        show_converted(arguments.from_flags, arguments.cluster)
+        return None
+    if arguments.kind is None:
+        raise UsageError("gpt or bert: which is trained? Or give --check DIR, or --from-flags and a line")
+    for option in ("model", "cluster", "framework", "launcher", "out"):
+        if getattr(arguments, option) is None:
+            raise UsageError(f"--{option}: not given: name it (see evenpipe recipe --help)")
+    _write(arguments)
+    return None
+
+
+def _write(arguments: Namespace) -> None:
     try:
         recipe = _recipe(arguments)
         files = files_of(recipe)

@@ -22,7 +22,7 @@ from evenpipe.planner.estimate import Estimator
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import in_flags
 
-__all__ = ["estimated"]
+__all__ = ["estimated", "in_megatron", "least_gpus"]
 
 _CLUSTER: Final = "a100-80gb"
 #: Flags of `evenpipe estimate` as Megatron spells them.
@@ -92,8 +92,8 @@ def _print(
     except (FlagError, DescriptionError) as error:
         raise UsageError(str(error)) from error
     except EstimateError as error:
-        raise UsageError(_in_megatron(in_flags(error))) from error
-    show(shown, of, nodes, arguments.json, _in_megatron, *notes)
+        raise UsageError(in_megatron(in_flags(error))) from error
+    show(shown, of, nodes, arguments.json, in_megatron, *notes)
 
 
 def _unread(args: Namespace) -> list[str]:
@@ -107,7 +107,8 @@ def _unread(args: Namespace) -> list[str]:
     return found
 
 
-def _in_megatron(line: str) -> str:
+def in_megatron(line: str) -> str:
+    """With flags of `evenpipe estimate` as Megatron spells them."""
     return _FLAG.sub(lambda match: _MEGATRON[match[0]], line)
 
 
@@ -122,14 +123,14 @@ def _cluster(arguments: Namespace) -> tuple[Cluster, list[str]]:
     if (world := os.environ.get("WORLD_SIZE", "")).isdecimal() and int(world) > 1:
         each = int(os.environ.get("LOCAL_WORLD_SIZE", min(int(world), gpus)))
         return cluster(f"{max(1, int(world) // each)}x{each}-{name}"), notes
-    least = _least(arguments.flags)
+    least = least_gpus(arguments.flags)
     nodes, each = (1, least) if least < gpus else (math.lcm(least, gpus) // gpus, gpus)
     if (nodes, each) != (1, gpus) or not arguments.cluster:
         notes.append(f"as few GPUs as the flags need: name --cluster {nodes}x{each}-{name}, or another size")
     return cluster(f"{nodes}x{each}-{name}"), notes
 
 
-def _least(flags: Sequence[str]) -> int:
+def least_gpus(flags: Sequence[str]) -> int:
     """GPUs of one replica."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=SUPPRESS)
     for size in _SIZES:

@@ -37,7 +37,7 @@ def _timeline(recipe: Recipe) -> Timeline:
     whole = max(run.group_size, run.stages if run.chunks > 1 else 1)
     micro_batches = min(run.micro_batches, -(-least // whole) * whole)
     size = spec.fitted(Size(run.stages, micro_batches, run.chunks, run.group_size, 2 if "stream" in spec.needs else 1))
-    wires = {}
+    wires: dict[Link, Wire] = {}
     for stage in range(run.stages // 2 if run.bpipe else 0):
         other, wire = partner(stage, run.stages), Wire(transmit_ms=stages[stage].eviction_ms)
         wires |= {Link("evict", stage, other): wire, Link("load", other, stage): wire}

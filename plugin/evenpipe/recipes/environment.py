@@ -43,7 +43,7 @@ def _environment(recipe: Recipe) -> Iterator[Exported]:
     yield Exported(
         "OMP_NUM_THREADS",
         "4",
-        ("CPU threads of a process: with one for each core, the processes of a node get in each other's way.",),
+        ("CPU threads of a process: with one for each core, a node has eight times too many.",),
         given_first=True,
     )
     if recipe.cluster.nodes > 1:

@@ -21,7 +21,7 @@ def flag_groups(recipe: Recipe) -> list[Group]:
     every = [
         Group("MODEL", "The model.", _model(recipe.model)),
         Group("PARALLEL", "How the model and the batch are divided.", _parallel(recipe.model, recipe.run)),
-        Group("EVENPIPE", "The pipeline's schedule.", _evenpipe(recipe.run)),
+        Group("EVENPIPE", "The schedule of the pipeline.", _evenpipe(recipe.run)),
         Group("MEMORY", "What is saved for the backward, and in which precision.", _memory(recipe.run)),
         Group("TRAINING", "Yours: how it is trained.", _training(recipe)),
         Group("FILES", "What is read and written.", _files(recipe)),

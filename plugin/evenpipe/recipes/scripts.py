@@ -113,7 +113,7 @@ def _addresses(recipe: Recipe) -> Iterator[Assigned]:
         yield Assigned(
             "NODE_RANK",
             '${SLURM_NODEID:?"is set by srun: start launch.sbatch"}',
-            "Slurm's; launch.sbatch sets the others.",
+            "Set by Slurm, and the others by launch.sbatch.",
         )
         yield Assigned("MASTER_ADDR", '${MASTER_ADDR:?"is set by launch.sbatch"}', "")
         yield Assigned("MASTER_PORT", '${MASTER_PORT:?"is set by launch.sbatch"}', "")

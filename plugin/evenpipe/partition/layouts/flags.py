@@ -2,65 +2,25 @@
 
 from __future__ import annotations
 
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
-from typing import Final, NoReturn
 
 from evenpipe.partition.layouts.shape import LayoutError
+from evenpipe.planner.arguments import FlagError
+from evenpipe.planner.arguments import parse_flags as parsed
 
 __all__ = ["parse_flags"]
 
-_WHOLE: Final = (
-    *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "kv-channels"),
-    *("seq-length", "max-position-embeddings", "micro-batch-size", "global-batch-size", "vocab-size"),
-    *("padded-vocab-size", "make-vocab-size-divisible-by", "mtp-num-layers", "num-experts", "moe-router-topk"),
-    *("moe-ffn-hidden-size", "moe-shared-expert-intermediate-size", "pipeline-model-parallel-size"),
-    *("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage", "tensor-model-parallel-size"),
-    *("context-parallel-size", "expert-model-parallel-size", "expert-tensor-parallel-size", "recompute-num-layers"),
-    *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
-)
-_SWITCHES: Final = (
-    *("group-query-attention", "untie-embeddings-and-output-weights", "swiglu", "bf16", "fp16", "qk-layernorm"),
-    *("use-distributed-optimizer", "sequence-parallel", "recompute-activations", "mock-data"),
-    *("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "overlap-grad-reduce"),
-    *("overlap-param-gather", "use-flash-attn", "moe-grouped-gemm", "no-async-tensor-model-parallel-allreduce"),
-    *("use-rotary-position-embeddings", "use-mcore-models", "no-masked-softmax-fusion", "no-rope-fusion"),
-    *("no-gradient-accumulation-fusion", "no-bias-swiglu-fusion", "attention-softmax-in-fp32", "log-throughput"),
-)
-_WORDS: Final = (
-    *("moe-layer-freq", "pipeline-model-parallel-layout", "position-embedding-type", "normalization"),
-    *("recompute-granularity", "recompute-method", "tokenizer-type", "transformer-impl", "attention-backend"),
-    *("lr-decay-style", "data-path", "split", "tokenizer-model", "vocab-file", "merge-file", "save", "load"),
-    *("moe-router-load-balancing-type", "moe-token-dispatcher-type", "distributed-backend", "ckpt-format"),
-)
-_NUMBERS: Final = (
-    *("attention-dropout", "hidden-dropout", "lr", "min-lr", "weight-decay", "clip-grad", "adam-beta1", "adam-beta2"),
-    *("init-method-std", "train-iters", "lr-warmup-iters", "lr-decay-iters", "log-interval", "eval-interval"),
-    *("eval-iters", "save-interval", "seed", "num-workers", "moe-aux-loss-coeff", "mtp-loss-scaling-factor"),
-    *("rotary-base", "rotary-percent", "norm-epsilon"),
-)
-
-
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise LayoutError(message)
-
 
 def parse_flags(flags: Sequence[str]) -> Namespace:
-    """Only what is given is an attribute. Raises LayoutError for a flag that is not among these few."""
-    parser = _Parser(allow_abbrev=False, argument_default=SUPPRESS, add_help=False)
-    for names, kind in ((_WHOLE, int), (_WORDS, str), (_NUMBERS, float)):
-        for name in names:
-            parser.add_argument(f"--{name}", type=kind)
-    for name in _SWITCHES:
-        parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--disable-bias-linear", action="store_false", dest="add_bias_linear")
-    found, unknown = parser.parse_known_args(flags)
+    """Only what is given is an attribute. Raises LayoutError for a flag that is not among the few that are known."""
+    try:
+        found, unknown = parsed(flags)
+    except FlagError as error:
+        raise LayoutError(str(error)) from error
     if unknown:
         raise LayoutError(
             f"{unknown[0]}: not among the flags that are known without Megatron-LM: put the script's path before the "
             "flags (.../Megatron-LM/pretrain_gpt.py), or leave it out if layers do not depend on it"
         )
-    if (frequency := getattr(found, "moe_layer_freq", "")).isdigit():
-        found.moe_layer_freq = int(frequency)
     return found

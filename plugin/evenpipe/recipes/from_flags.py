@@ -1,0 +1,168 @@
+"""A line that starts a script today, and the same line with EvenPipe in it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import unified_diff
+from pathlib import PurePath
+from typing import Final
+
+from evenpipe.planner.descriptions import Cluster, framework
+from evenpipe.planner.errors import EstimateError
+from evenpipe.planner.estimate import Estimate, Estimator
+from evenpipe.planner.run import Run
+from evenpipe.recipes.errors import RecipeError
+from evenpipe.recipes.megatron_run import described_by
+from evenpipe.schedule import choose
+
+__all__ = ["Converted", "Line", "convert", "read_line", "with_evenpipe"]
+
+_ASSIGNMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=", re.ASCII)
+_LAUNCHERS: Final = ("torchrun", "deepspeed")
+#: How much faster a schedule has to be than one with fewer flags.
+_WORTH: Final = 0.005
+
+
+@dataclass(frozen=True)
+class Line:
+    """``before``: launcher and its options, up to the script; ``flags``: the script's own."""
+
+    before: tuple[str, ...]
+    script: str
+    flags: tuple[str, ...]
+
+    @property
+    def of_deepspeed(self) -> bool:
+        """Whether the script is one of DeepSpeed, by what it is told."""
+        return any(word.partition("=")[0] in ("--deepspeed", "--deepspeed_config") for word in self.flags)
+
+    @property
+    def by_deepspeed(self) -> bool:
+        """Whether DeepSpeed's launcher starts it."""
+        return any(PurePath(word).name == "deepspeed" for word in self.before)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """``before``, ``after``: estimates; None where nothing can be estimated of a script of DeepSpeed's."""
+
+    old: Line
+    new: Line
+    before: Estimate | None = None
+    after: Estimate | None = None
+
+    @property
+    def diff(self) -> list[str]:
+        """As `diff -u` has it, a flag and its values a line."""
+        return list(unified_diff(_lines(self.old), _lines(self.new), "now", "with EvenPipe", lineterm="", n=2))
+
+    @property
+    def command(self) -> str:
+        """The new line, for a shell."""
+        return " ".join(map(_word, _words(self.new)))
+
+
+def read_line(words: Sequence[str]) -> Line:
+    """Raises RecipeError where no script can be found, or EvenPipe is in it already."""
+    if "evenpipe" in words:
+        raise RecipeError("--from-flags: EvenPipe is in this line already: add its flags behind the script")
+    at = next((n for n, word in enumerate(words) if word.endswith(".py") and (n == 0 or words[n - 1] != "-m")), None)
+    if not at:
+        raise RecipeError(
+            "--from-flags: names no script behind a launcher: give the whole line, such as "
+            "torchrun --nproc-per-node 8 pretrain_gpt.py <flags>"
+        )
+    return Line(tuple(words[:at]), words[at], tuple(words[at + 1 :]))
+
+
+def with_evenpipe(line: Line, flags: Sequence[str]) -> Line:
+    """The line that runs the script through `evenpipe run`."""
+    name = ["--deepspeed"] if line.of_deepspeed else []
+    before = list(line.before)
+    if line.by_deepspeed:
+        at = next(n for n, word in enumerate(before) if PurePath(word).name == "deepspeed")
+        if "--no_local_rank" not in before:
+            before.insert(at + 1, "--no_local_rank")
+        before += ["--module", "evenpipe", "run"]
+    else:
+        starts = any(PurePath(word).name in _LAUNCHERS or "python" in PurePath(word).name for word in before)
+        before += ["-m", "evenpipe", "run"] if starts else ["python", "-m", "evenpipe", "run"]
+    return Line((*before, *name), line.script, (*line.flags, *flags))
+
+
+def convert(line: Line, nodes: Cluster) -> Converted:
+    """The fastest of EvenPipe's schedules that fits, everything else left as it is.
+
+    Raises RecipeError, one line; FlagError and DescriptionError for flags that describe no run, EstimateError for a run
+    that cannot be.
+    """
+    if line.of_deepspeed:
+        return Converted(line, with_evenpipe(line, ()))
+    name = PurePath(line.script).name
+    found = described_by(line.flags, name, "bert" not in name.lower(), nodes.gpus)
+    if found.settings.active:
+        raise RecipeError(
+            "--from-flags: EvenPipe's flags are in this line already: put `-m evenpipe run` before the script"
+        )
+    if found.run.stages < 2:
+        raise RecipeError(
+            "--pipeline-model-parallel-size 1: one stage is no pipeline: `evenpipe plan` says whether more would pay"
+        )
+    estimate = Estimator(found.model, nodes, framework("megatron"))
+    now = estimate(found.run)
+    best: tuple[float, Estimate, tuple[str, ...]] | None = None
+    for flags, run in _schedules(found.run):
+        try:
+            shown = estimate(run)
+        except EstimateError:
+            continue
+        if shown.fits and (best is None or shown.iteration_ms < best[0] * (1 - _WORTH)):
+            best = shown.iteration_ms, shown, flags
+    if best is None:
+        shown = estimate(replace(found.run, schedule=found.run.spec.name, blocking=()))
+        raise RecipeError(f"--from-flags: no schedule makes this run fit: {shown.reason}")
+    return Converted(line, with_evenpipe(line, best[2]), now, best[1])
+
+
+def _schedules(run: Run) -> Iterator[tuple[tuple[str, ...], Run]]:
+    """Without and with BPipe, the fewest flags first; those with groups where stages are whole."""
+    own = replace(run, schedule="1f1b", blocking=())
+    named = ("--evenpipe-schedule", "1f1b")
+    yield named, own
+    levelled = own.spec.balanced is not None
+    if levelled:
+        yield ("--bpipe",), replace(own, bpipe=True)
+    if run.chunks > 1:
+        return
+    for size in (2, 4):
+        if run.micro_batches < size:
+            continue
+        grouped = replace(own, schedule="kfkb", group_size=size)
+        flags = ("--evenpipe-schedule", "kfkb", "--group-size", str(size))
+        yield flags, grouped
+        if choose("kfkb").balanced is not None:
+            yield (*flags, "--bpipe"), replace(grouped, bpipe=True)
+
+
+def _words(line: Line) -> list[str]:
+    return [*line.before, line.script, *line.flags]
+
+
+def _lines(line: Line) -> list[str]:
+    """The launcher's words on a line, the script's flags on one each."""
+    found = [" ".join(map(_word, (*line.before, line.script)))]
+    for flag in line.flags:
+        if flag.startswith("--") or len(found) == 1:
+            found.append(f"    {_word(flag)}")
+        else:
+            found[-1] += f" {_word(flag)}"
+    return found
+
+
+def _word(word: str) -> str:
+    """Quoted for a shell; an assignment before the command stays one."""
+    name = _ASSIGNMENT.match(word)
+    return f"{name[0]}{shlex.quote(word[name.end() :])}" if name and word[name.end() :] else shlex.quote(word)

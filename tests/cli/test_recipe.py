@@ -1,0 +1,127 @@
+"""`evenpipe recipe`: plans, writes, and refuses what does not exist with what to use instead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evenpipe.cli.main import main
+
+SMALL = ["--model", "gpt2-355m", "--cluster", "1x8-v100-16gb", "--precision", "fp16"]
+FEW = ["--global-batch-size", "32", "--schedules", "1f1b", "--stages", "4"]
+MEGATRON = ["--framework", "megatron", "--launcher", "torchrun"]
+
+
+def refused(capsys, *words):
+    with pytest.raises(SystemExit) as end:
+        main(["recipe", *map(str, words)])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
+    return said
+
+
+def test_it_plans_and_writes_and_says_what_is_predicted(tmp_path, capsys):
+    main(["recipe", "gpt", *SMALL, *FEW, *MEGATRON, "--out", str(tmp_path / "out"), "-s", "train_iters=7"])
+    printed = capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"train.sh", "README.md", "recipe.json"}
+    script = (tmp_path / "out" / "train.sh").read_text()
+    assert "--pipeline-model-parallel-size 4" in script
+    assert "--train-iters 7" in script
+    ms = printed.split("takes ")[1].split(" ms")[0]
+    assert f"takes **{ms} ms**" in (tmp_path / "out" / "README.md").read_text()
+    assert json.loads((tmp_path / "out" / "recipe.json").read_text())["format"] == "evenpipe.recipe/1"
+
+
+def test_a_plan_is_carried_out_as_it_is(tmp_path, capsys):
+    plan = tmp_path / "plan.json"
+    main(["plan", *SMALL, *FEW, "--out", str(plan), "--framework", "megatron"])
+    main(["recipe", "gpt", *SMALL[:4], *MEGATRON, "--plan", str(plan), "--out", str(tmp_path / "out")])
+    best = json.loads(plan.read_text())["plans"][0]
+    script = (tmp_path / "out" / "train.sh").read_text()
+    assert f"--micro-batch-size {best['micro_batch_size']} --global-batch-size {best['global_batch_size']}" in script
+    assert f"--tensor-model-parallel-size {best['tensor_parallel']}" in script
+    assert "--fp16" in script, "precision that was asked of the plan"
+    other = [*SMALL[:2], "--cluster", "2x8-v100-16gb", *MEGATRON]
+    assert "is for --cluster 1x8-v100-16gb" in refused(capsys, "gpt", *other, "--plan", plan, "--out", tmp_path / "b")
+    assert "--stages: the plan says it" in refused(
+        capsys, "gpt", *SMALL[:4], *MEGATRON, "--plan", plan, "--stages", 2, "--out", tmp_path / "b"
+    )
+
+
+def test_nothing_is_written_over_without_force(tmp_path, capsys):
+    (tmp_path / "train.sh").write_text("mine")
+    words = ["gpt", *SMALL, *FEW, *MEGATRON, "--out", str(tmp_path)]
+    assert "--force" in refused(capsys, *words)
+    assert (tmp_path / "train.sh").read_text() == "mine"
+    main(["recipe", *words, "--force"])
+    assert (tmp_path / "train.sh").read_text() != "mine"
+
+
+BERT = ["--model", "bert-large", "--cluster", "1x8-v100-16gb", "--precision", "fp16", *FEW]
+REFUSED = {
+    "a BERT as a GPT": (["gpt", *BERT, *MEGATRON], "evenpipe recipe bert"),
+    "no pretrain_bert.py": (
+        ["bert", *BERT, *MEGATRON, "-s", "release=0.18"],
+        "--set release=0.16, or --framework deepspeed",
+    ),
+    "no such release": (["gpt", *SMALL, *FEW, *MEGATRON, "-s", "release=0.13"], "0.14 to 0.19"),
+    "BERT without data": (["bert", *BERT, *MEGATRON, "-s", "data=mock"], "no mock data"),
+    "interleaved by DeepSpeed": (
+        ["gpt", *SMALL, "--global-batch-size", 32, "--schedules", "interleaved", "--framework", "deepspeed"],
+        "choose of",
+    ),
+    "model parallelism under DeepSpeed": (
+        ["gpt", *SMALL, *FEW, "--schedules", "2bw", "--tensor-parallel", 2, "--framework", "deepspeed"],
+        "plan with --tensor-parallel 1, or use --framework megatron",
+    ),
+    "experts under DeepSpeed": (
+        [
+            "gpt",
+            "--model",
+            "mixtral-8x7b",
+            "--cluster",
+            "4x8-h100",
+            "--global-batch-size",
+            64,
+            "--framework",
+            "deepspeed",
+        ],
+        "use --framework megatron",
+    ),
+    "one stage under DeepSpeed": (
+        ["gpt", *SMALL, "--global-batch-size", 32, "--stages", 1, "--framework", "deepspeed"],
+        "one stage is no pipeline",
+    ),
+    "no such setting": (["gpt", *SMALL, *FEW, *MEGATRON, "-s", "dta=x"], "there is no such setting"),
+    "no value": (["gpt", *SMALL, *FEW, *MEGATRON, "-s", "data"], "give key=value"),
+    "an empty path": (["gpt", *SMALL, *FEW, *MEGATRON, "-s", "data="], "is empty"),
+    "a port that is none": (["gpt", *SMALL, *FEW, *MEGATRON, "-s", "master_port=80"], "--set master_port='80'"),
+    "hosts that are none": (["gpt", *SMALL, *FEW, *MEGATRON, "-s", "hosts=a;b"], "no host name"),
+    "too many hosts": (["gpt", *SMALL, *FEW, *MEGATRON, "-s", "hosts=a,b"], "names 2 of 1 nodes"),
+    "no plan": (["gpt", *SMALL, *MEGATRON], "--global-batch-size: how many"),
+    "a plan that is none": (["gpt", *SMALL[:4], *MEGATRON, "--plan", "/none"], "--plan /none: cannot be read"),
+    "nothing that fits": (
+        ["gpt", "--model", "gpt3-175b", "--cluster", "1x8-v100-16gb", "--global-batch-size", 8, *MEGATRON],
+        "is smaller than gpt3-175b",
+    ),
+    "no kind": ([*SMALL, *FEW, *MEGATRON], "gpt or bert"),
+    "no framework": (["gpt", *SMALL, *FEW, "--launcher", "torchrun"], "--framework: not given"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_does_not_exist_is_refused_with_what_to_use(why, tmp_path, capsys):
+    words, said = REFUSED[why]
+    launcher = [] if "--launcher" in words else ["--launcher", "slurm"]
+    assert said in refused(capsys, *words, *launcher, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    said = refused(capsys, "gpt", *SMALL, *FEW, *MEGATRON, "--out", tmp_path / "file" / "out")
+    assert f"--out {Path(tmp_path, 'file', 'out')}" in said
+    assert "is a file" in refused(capsys, "gpt", *SMALL, *FEW, *MEGATRON, "--out", tmp_path / "file")
