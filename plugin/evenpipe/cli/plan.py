@@ -51,6 +51,7 @@ def add_to(commands: Commands) -> None:
     group.add_argument("--no-bpipe", dest="bpipe", action="store_false", help="no run with BPipe")
     group.add_argument("--delayed", action="store_true", help="also schedules whose gradients are a batch late (2bw)")
     group.add_argument("--tensor-parallel", "--tensor", type=positive, metavar="T")
+    group.add_argument("--context-parallel", "--context", type=positive, metavar="C")
     group.add_argument("--stages", "--pipeline", type=positive, metavar="P")
     group.add_argument("--micro-batch-size", "--micro-batch", type=positive, metavar="B")
     group.add_argument("--precision", choices=get_args(Precision))
@@ -110,4 +111,5 @@ def _question(arguments: Namespace) -> Question:
         arguments.tensor_parallel,
         arguments.stages,
         arguments.micro_batch_size,
+        arguments.context_parallel,
     )

@@ -11,12 +11,16 @@ from evenpipe.train.engines import ENGINES
 
 __all__ = ["engine_of"]
 
-#: Frameworks whose stages all have as many layers (BPipe §4.2, L mod p = 0; PipeDream-2BW §3.3).
-_EVEN: Final = ("megatron-v3", "pipedream-2bw")
+#: Frameworks whose stages all have as many layers (BPipe §4.2, L mod p = 0; PipeDream-2BW §3.3), and that divide no
+#: sequence.
+_OLDER: Final = ("megatron-v3", "pipedream-2bw")
 
 
 def engine_of(framework: Framework) -> Engine:
-    """DeepSpeed recomputes whole layers, and its topology has replicas before stages; the others are Megatron-LM's."""
+    """DeepSpeed recomputes whole layers, its topology has replicas before stages, and 2bw's must not divide layers
+    (`deepspeed/refusals.py`); the others are Megatron-LM's.
+    """
     if framework.name == "deepspeed":
-        return Engine("DeepSpeed", OFFERS, ("none", "full"), ("replicas",))
-    return Engine("Megatron", ENGINES["evenpipe"].offers, uneven=framework.name not in _EVEN)
+        return Engine("DeepSpeed", OFFERS, ("none", "full"), ("replicas",), context=False, delayed_tensor=False)
+    older = framework.name in _OLDER
+    return Engine("Megatron", ENGINES["evenpipe"].offers, uneven=not older, context=not older)

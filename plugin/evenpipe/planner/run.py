@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from evenpipe.planner.descriptions import Cluster, Framework, Model, Precision
 from evenpipe.planner.errors import EstimateError
-from evenpipe.schedule import Spec, choose
+from evenpipe.schedule import ScheduleError, Spec, choose
 
 __all__ = ["Attention", "Placement", "Recompute", "Run"]
 
@@ -71,8 +71,11 @@ class Run:
         """The same with ``framework``'s defaults, where nothing is said."""
         unsaid = {key for key in Framework.model_fields if getattr(self, key, 0) is None}
         filled = replace(self, **framework.model_dump(include=unsaid))
+        # Without a flush the newest weights are not those that the next forward runs on: nothing is gathered beside it.
+        gathers = filled.overlap_parameters and not (self.delayed and "overlap_parameters" in unsaid)
         return replace(
             filled,
+            overlap_parameters=gathers,
             sequence_parallel=bool(filled.sequence_parallel) and self.tensor > 1,
             gradients_in_fp32=filled.gradients_in_fp32 or filled.precision == "fp32",
         )
@@ -85,6 +88,14 @@ class Run:
         """
         named = choose(self.schedule)
         return choose(named.chunked) if self.chunks > 1 and named.chunked else named
+
+    @property
+    def delayed(self) -> bool:
+        """Whether steps are not flushed; what there is no schedule for is found out when it is built."""
+        try:
+            return "stream" in self.spec.needs
+        except ScheduleError:
+            return False
 
     @property
     def can_be_levelled(self) -> bool:

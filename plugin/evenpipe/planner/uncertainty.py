@@ -25,8 +25,9 @@ WITHIN: Final = Uncertainty(
     -0.045, 0.045, "37 published iterations on A100s are within it, each estimated without a fit to its own source"
 )
 #: What published iterations that nothing was fitted to ask for: 19 in 20 of 118 are within it, all but six of vTrain's
-#: 109: three of its 39B model with t = 2 and small micro-batches, and of 3.6B with the largest and the smallest. MT-NLG 530B on 2,240 to 3,360 A100
-#: took 28 to 33 % longer than estimated, Llama 3 405B on 8,192 and 16,384 H100 20 to 23 %.
+#: 109: three of its 39B model with t = 2 and small micro-batches, and three of 3.6B with the largest and the smallest.
+#: MT-NLG 530B on 2,240 to 3,360 A100 took 28 to 33 % longer than estimated, Llama 3 405B on 8,192 and 16,384 H100 20 to
+#: 23 %.
 BEYOND: Final = Uncertainty(
     -0.10,
     0.36,

@@ -44,6 +44,7 @@ def run_of_plan(one: PlannedRun) -> Run:
         tensor=one.tensor_parallel,
         stages=one.stages,
         data=one.data_parallel,
+        context=one.context_parallel,
         expert=one.expert_parallel,
         chunks=one.chunks,
         micro_batch=one.micro_batch_size,

@@ -7,7 +7,8 @@ from itertools import product
 
 import pytest
 
-from evenpipe.planner.descriptions import cluster, framework, model
+from evenpipe.cli.plan_engine import engine_of
+from evenpipe.planner.descriptions import Model, cluster, framework, model
 from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import Run
@@ -172,3 +173,38 @@ def test_a_framework_without_uneven_stages_has_none() -> None:
     assert all(one.run.layout is None for one in candidates(SMALL))
     uneven = replace(SMALL, engine=replace(MEGATRON, uneven=True), model=model("llama3-8b"), stages=8)
     assert any(one.run.layout is not None for one in candidates(uneven))
+
+
+def test_long_sequences_are_divided_among_context_parallel_ranks() -> None:
+    """One GPU cannot hold a layer's activations of 131,072 tokens without."""
+    sizes = {"layers": 8, "hidden": 4096, "heads": 32, "vocabulary": 128256, "sequence": 131072}
+    long = Model.model_validate({"name": "long", "tied": False, "positions": "rotary", **sizes})
+    where = cluster("2x8-h100")
+    found = search(Question(long, where, 8, MEGATRON, ("1f1b",)))
+    best = found.plans[0].run
+    assert best.context > 1
+    assert best.gpus == where.gpus
+    assert {run.context for run in (one.run for one in found.front)} <= {1, 2, 4, 8, 16}
+    asked = search(Question(long, where, 8, MEGATRON, ("1f1b",), context=8)).plans[0].run
+    assert asked.context == 8
+    with pytest.raises(EstimateError, match="context_parallel=3"):
+        search(Question(long, where, 8, MEGATRON, ("1f1b",), context=3))
+
+
+def test_deepspeed_does_not_run_2bw_with_tensor_parallelism() -> None:
+    """As `deepspeed/refusals.py` has it."""
+    of, where = model("gpt3-13b"), cluster("2x8-a100-80gb")
+    question = Question(
+        of, where, 64, engine_of(framework("deepspeed")), ("2bw",), framework("deepspeed"), delayed=True
+    )
+    assert {one.run.tensor for one in search(question, top=5).plans} == {1}
+    divided = [one for one in candidates(question) if one.run.tensor > 1]
+    assert divided
+    assert not any(one.allowed for one in divided)
+
+
+def test_without_flushes_parameters_are_not_gathered_beside_the_forward() -> None:
+    run = Run(64, stages=8, data=2, schedule="2bw").of(framework("megatron"))
+    assert run.overlap_gradients
+    assert not run.overlap_parameters
+    assert Run(64, stages=8, data=2).of(framework("megatron")).overlap_parameters

@@ -52,6 +52,7 @@ def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candida
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
         # Sums over all micro-batches of a batch are not there when the next one has begun.
         summed = stream and (run.expert > 1 or question.model.mtp_layers > 0)
+        summed |= stream and run.tensor > 1 and not question.engine.delayed_tensor
         allowed = not question.refused(way.spec) and not summed
         if way.bpipe and not allowed:
             continue
@@ -63,6 +64,8 @@ def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candida
                 least = least_bytes(parts, where, stage, live[stage], 2 if stream else 1, run, message_bytes, device)
                 nbytes = max(nbytes, least)
         tried = replace(run, schedule=way.spec.name, bpipe=way.bpipe, group_size=way.size.group_size)
+        if stream:
+            tried = replace(tried, overlap_parameters=False)
         ms = 0.0
         if nbytes <= have:
             kernels = Kernels(tried, cluster, FITTED)

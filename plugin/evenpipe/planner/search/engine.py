@@ -17,7 +17,8 @@ class Engine:
     """``called`` is its name in a line; ``offers``: what schedules may need of it.
 
     scopes: what it can recompute. placements: in which orders it numbers ranks. uneven: its stages may have different
-    numbers of layers.
+    numbers of layers. context: it divides the sequence. delayed_tensor: schedules without flushes go together with
+    tensor parallelism.
     """
 
     called: str
@@ -25,6 +26,8 @@ class Engine:
     scopes: tuple[Recompute, ...] = get_args(Recompute)
     placements: tuple[Placement, ...] = get_args(Placement)
     uneven: bool = True
+    context: bool = True
+    delayed_tensor: bool = True
 
     def lacks(self, spec: Spec) -> str:
         """What it does not offer of what the schedule needs, in words; empty where it runs it."""

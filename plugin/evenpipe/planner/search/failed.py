@@ -25,8 +25,8 @@ def nothing_fits(question: Question, allowed: int, nearest: float) -> str:
             f"cluster={cluster.name}: is smaller than {model}: of its smallest run the {where}: take about "
             f"{math.ceil(cluster.nodes * need / have)} such nodes, or GPUs with more memory"
         )
-    depths = {t: question.depths(t) for t in question.tensors}
-    replicas = [cluster.gpus // (t * p) for t, found in depths.items() for p in found]
+    ways = [(t, c, p) for t in question.tensors for c, p in question.divisions(t)]
+    replicas = [cluster.gpus // (t * c * p) for t, c, p in ways]
     if not replicas:
         return (
             f"stages={question.stages}: {cluster.gpus} GPUs do not divide by so many, or {model} has fewer layers "

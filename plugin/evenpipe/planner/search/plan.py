@@ -38,6 +38,7 @@ class PlannedRun(_Part):
     tensor_parallel: int
     stages: int
     data_parallel: int
+    context_parallel: int = 1
     expert_parallel: int
     chunks: int
     micro_batch_size: int
@@ -114,6 +115,7 @@ def _planned(one: Planned, asked: Run) -> PlannedRun:
         tensor_parallel=run.tensor,
         stages=run.stages,
         data_parallel=run.data,
+        context_parallel=run.context,
         expert_parallel=run.expert,
         chunks=run.chunks,
         micro_batch_size=run.micro_batch,
@@ -141,6 +143,7 @@ def _planned(one: Planned, asked: Run) -> PlannedRun:
 def _flags(run: Run, asked: Run) -> list[str]:
     words = [f"--tensor-parallel {run.tensor}", f"--stages {run.stages}", f"--micro-batch-size {run.micro_batch}"]
     words += [f"--global-batch-size {run.global_batch}", f"--recompute {run.recompute}", f"--schedule {run.schedule}"]
+    words += [f"--context-parallel {run.context}"] * (run.context > 1)
     words += [f"--expert-parallel {run.expert}"] * (run.expert > 1) + [f"--chunks {run.chunks}"] * (run.chunks > 1)
     words += [f"--group-size {run.group_size}"] * (run.group_size > 1) + ["--bpipe"] * run.bpipe
     if run.layout is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Final
 
 from evenpipe.planner.descriptions import Cluster, Framework, Model
 from evenpipe.planner.errors import EstimateError
@@ -14,6 +15,9 @@ from evenpipe.schedule import Spec, find, offered
 
 __all__ = ["Question", "divisors"]
 
+#: Of a context-parallel rank, where no number of them was asked for: it is for sequences that are long.
+_LEAST_TOKENS: Final = 8192
+
 
 @dataclass(frozen=True)
 class Question:
@@ -21,7 +25,7 @@ class Question:
 
     schedules: those that are weighed; with ``bpipe`` false none of them with BPipe. delayed: a plan may step with
     gradients that are a batch late, as 2BW does; what it trains is not what a flush trains. tensor, stages,
-    micro_batch: t, p and b, where they are not to be chosen.
+    micro_batch, context: t, p, b and c, where they are not to be chosen.
     """
 
     model: Model
@@ -36,6 +40,7 @@ class Question:
     tensor: int | None = None
     stages: int | None = None
     micro_batch: int | None = None
+    context: int | None = None
 
     def refused(self, spec: Spec) -> str:
         """Why a plan may not have the schedule; empty where it may."""
@@ -73,10 +78,27 @@ class Question:
         found = [t for t in divisors(gpus) if heads % t == 0 and model.ffn % t == 0]
         return self._chosen("tensor_parallel", self.tensor, found, "divides heads, ffn and a node's GPUs")
 
-    def depths(self, tensor: int) -> list[int]:
-        """p of which t × p divides all GPUs, with a layer for every stage."""
-        found = [p for p in divisors(self.cluster.gpus // tensor) if p <= self.model.layers]
+    def contexts(self, tensor: int) -> list[int]:
+        """c that divides the GPUs, and the sequence into pairs of parts, by which Megatron balances a causal mask."""
+        if not self.engine.context and self.context in (None, 1):
+            return [1]
+        model = self.model
+        most = max(1, model.sequence // _LEAST_TOKENS) if self.context is None else self.context
+        found = [
+            c
+            for c in divisors(self.cluster.gpus // tensor)
+            if c == 1 or (self.engine.context and c <= most and model.sequence % (2 * c) == 0)
+        ]
+        return self._chosen("context_parallel", self.context, found, f"{self.of.name} divides the sequence by")
+
+    def depths(self, tensor: int, context: int = 1) -> list[int]:
+        """p of which t × c × p divides all GPUs, with a layer for every stage."""
+        found = [p for p in divisors(self.cluster.gpus // (tensor * context)) if p <= self.model.layers]
         return [p for p in found if self.stages in (None, p)]
+
+    def divisions(self, tensor: int) -> list[tuple[int, int]]:
+        """(c, p) beside t."""
+        return [(c, p) for c in self.contexts(tensor) for p in self.depths(tensor, c)]
 
     def micro_batches(self, samples: int) -> list[int]:
         """b that divides a replica's samples."""
@@ -90,11 +112,11 @@ class Question:
             raise EstimateError(f"{option}={chosen}: none of what {what}: choose of {', '.join(map(str, found))}")
         return [chosen]
 
-    def experts(self, data: int) -> list[int]:
-        """Expert parallelism that divides experts and replicas."""
+    def experts(self, replicas: int) -> list[int]:
+        """Expert parallelism that divides experts and replicas, data-parallel and context-parallel ones."""
         if self.model.experts is None:
             return [1]
-        return [e for e in divisors(self.model.experts.count) if data % e == 0]
+        return [e for e in divisors(self.model.experts.count) if replicas % e == 0]
 
 
 def divisors(n: int) -> list[int]:

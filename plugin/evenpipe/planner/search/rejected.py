@@ -89,6 +89,7 @@ def brief(one: Planned) -> str:
     """The run in few words."""
     run = one.run
     words = [f"t={run.tensor} p={run.stages} d={run.data}"]
+    words += [f"c={run.context}"] * (run.context > 1)
     words += [f"e={run.expert}"] * (run.expert > 1) + [f"v={run.chunks}"] * (run.chunks > 1)
     words += [f"b={run.micro_batch}", run.schedule]
     words += [f"k={run.group_size}"] * (run.group_size > 1) + ["BPipe"] * run.bpipe

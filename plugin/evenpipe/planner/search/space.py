@@ -1,4 +1,4 @@
-"""Which runs there are: the constraints of BPipe §4.2, over (t, p, d, e, v, b, recompute, layout, placement)."""
+"""Which runs there are: the constraints of BPipe §4.2, over (t, c, p, d, e, v, b, recompute, layout, placement)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Way(NamedTuple):
 
 
 def shapes(question: Question, divided: Divided) -> Iterator[Shape]:
-    """All of them. t divides heads and a node, t × p × d are all GPUs, b divides a replica's samples.
+    """All of them. t divides heads and a node, t × c × p × d are all GPUs, b divides a replica's samples.
 
     Those are the most that ``question.samples`` has for each replica alike: all of them where d divides them (BPipe's
     B mod (mb × d) = 0), else less, since more is not safe.
@@ -51,16 +51,17 @@ def shapes(question: Question, divided: Divided) -> Iterator[Shape]:
     cluster, engine = question.cluster, question.engine
     for t in question.tensors:
         base = question.base(t)
-        for p in question.depths(t):
-            d = cluster.gpus // (t * p)
+        for c, p in question.divisions(t):
+            d = cluster.gpus // (t * c * p)
             samples = question.samples // d
             if not samples:
                 continue
-            for e, b, scope in product(question.experts(d), question.micro_batches(samples), engine.scopes):
+            for e, b, scope in product(question.experts(d * c), question.micro_batches(samples), engine.scopes):
                 run = replace(
                     base,
                     stages=p,
                     data=d,
+                    context=c,
                     expert=e,
                     micro_batch=b,
                     recompute=scope,
