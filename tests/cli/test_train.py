@@ -28,10 +28,11 @@ def words(*flags: str, **changes: str) -> list[str]:
 def test_json_is_one_document_and_all_there_is_on_standard_output(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    picture, trace = tmp_path / "p.png", tmp_path / "t.json"
-    assert main(words("--json", picture=str(picture), trace=str(trace))) == 0
+    picture, trace, out = tmp_path / "p.png", tmp_path / "t.json", tmp_path / "run.json"
+    assert main(words("--json", picture=str(picture), trace=str(trace), out=str(out))) == 0
     captured = capsys.readouterr()
     run = json.loads(captured.out)
+    assert json.loads(out.read_text()) == run
     assert run["format"] == "evenpipe.run/1"
     assert [float.fromhex(text) for text in run["losses_hex"]] == run["losses"]
     assert len(run["losses"]) == len(run["iteration_ms"]) == 2
@@ -48,6 +49,15 @@ def test_json_is_one_document_and_all_there_is_on_standard_output(
     names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert sorted(names) == sorted(2 * ["F0", "F1", "F2", "B0", "B1", "B2"])
     assert "iteration 2/2, loss" in captured.err
+    for timeline in (run["timeline"], run["predicted"]["timeline"]):
+        assert [sorted(span["action"] for span in spans) for spans in timeline] == 2 * [sorted(set(names))]
+    assert [max(nbytes for _, _, nbytes in points) for points in run["memory"]] == [
+        stage["peak_saved_bytes"] for stage in run["stages"]
+    ]
+    assert [len(sizes) for sizes in run["unit_bytes"]] == [1, 1]
+    assert {wait["reason"] for wait in run["waits"]} <= {"start", "forward", "backward", "transfer", "itself", "end"}
+    assert run["settings"]["micro_batches"] == 3
+    assert {"evenpipe", "torch", "megatron-core"} <= run["versions"].keys()
 
 
 def test_a_bad_option_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from evenpipe.cli.options import add_output_options, add_schedule_options, program_from, title_of, write_simulated
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import duration_ms, durations_ms
-from evenpipe.simulate import Costs, Simulation, SimulationError, Wire, simulate
+from evenpipe.simulate import Costs, Simulation, SimulationError, Wire, simulate, simulation_document
 from evenpipe.simulate.device import PLAIN, SYNCHRONISED, Environment, run_on_devices
 
 __all__ = ["add_to"]
@@ -22,8 +22,9 @@ def add_to(commands: Commands) -> None:
     text = "show the time, bubbles and peaks of a schedule"
     document = (
         "--json prints a document evenpipe.simulation/1: makespan_ms, of all batches, bubble_fraction, each stage's "
-        "busy_ms, idle_ms and peak_live, and the timeline: when each action starts and ends. on_devices_ms: the "
-        "makespan in the environment that is asked for, if one is."
+        "busy_ms, idle_ms and peak_live, the timeline: when each action starts and ends, the memory: [at_ms, live "
+        "units, bytes], and the schedule and costs of it all. on_devices_ms: the makespan in the environment that is asked "
+        "for, if one is."
     )
     parser = commands.add_parser("simulate", help=text, description=f"{text.capitalize()}.", epilog=document)
     add_schedule_options(parser)
@@ -79,7 +80,7 @@ def _run(arguments: Namespace) -> None:
     write_simulated(arguments, simulation, title, schedule.micro_batches)
     if arguments.json:
         on_devices = {} if on_devices_ms is None else {"on_devices_ms": on_devices_ms}
-        print(json.dumps(simulation.to_json() | on_devices))
+        print(json.dumps(simulation_document(program, costs, simulation) | on_devices))
         return
     console = Console()
     console.print(title, style="bold", highlight=False)

@@ -14,9 +14,11 @@ from evenpipe.cli.options import add_output_options, title_of, write, write_repo
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.train_planned import compared
 from evenpipe.cli.training import add_fields, options_from, run_training
-from evenpipe.report import StageMemory, Timeline
+from evenpipe.cli.values import output_file
+from evenpipe.report import StageMemory, Timeline, write_atomically
 from evenpipe.simulate import Simulation
 from evenpipe.train import checkpoint, data
+from evenpipe.train.document import run_document
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.predict import last_program, predict, predicted_peaks
 from evenpipe.train.result import RunResult
@@ -32,6 +34,9 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser("train", help=text, description=f"{text[0].upper()}{text[1:]}.")
     add_fields(parser.add_argument_group("run"), TrainOptions.model_fields)
     add_output_options(parser)
+    parser.add_argument(
+        "--out", type=output_file, metavar="RUN.json", help="write the JSON document, for `evenpipe report`"
+    )
     parser.set_defaults(run=_run)
 
 
@@ -53,13 +58,12 @@ def _run(arguments: Namespace) -> None:
         write("--picture", arguments.picture, lambda path: beside.draw(path, title))
         arguments.picture = None
     _write_reports(arguments, result, prediction, title)
+    document = run_document(title, options, program, result, prediction)
+    if beside is not None:
+        for stage, both in zip(document["stages"], beside.document(), strict=True):
+            stage |= both
+    write("--out", arguments.out, lambda path: write_atomically(path, json.dumps(document) + "\n"))
     if arguments.json:
-        document = result.to_json()
-        if beside is not None:
-            for stage, both in zip(document["stages"], beside.document(), strict=True):
-                stage |= both
-        for stage, predicted in zip(document["stages"], predicted_peaks(prediction, result), strict=True):
-            stage["predicted_peak_bytes"] = predicted
         print(json.dumps(document))
         return
     console = Console()

@@ -1,6 +1,7 @@
 """Simulate: what a schedule takes and holds, from stage times and link speeds, before anything runs."""
 
 from evenpipe.simulate.costs import Costs, SimulationError, Wire
+from evenpipe.simulate.document import simulation_document
 from evenpipe.simulate.result import MemoryPoint, Simulation, Span, StageResult
 from evenpipe.simulate.simulator import simulate
 
@@ -13,4 +14,5 @@ __all__ = [
     "StageResult",
     "Wire",
     "simulate",
+    "simulation_document",
 ]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from evenpipe.simulate import Span
+from evenpipe.simulate import MemoryPoint, Span
 from evenpipe.train.engine import Coordinates, Tuned
 from evenpipe.train.result import RunResult, StageMeasurement
 
@@ -34,13 +34,14 @@ class Found(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one process has to say of the run; spans are in ms of a clock common to all."""
+    """What one process has to say of the run; spans and memory are in ms of a clock common to all."""
 
     at: Coordinates
     found: Found
     weights: dict[tuple[int, int], str]
     unit_bytes: tuple[int, ...]
     spans: tuple[Span, ...]
+    memory: tuple[MemoryPoint, ...]
 
 
 def digest(chunks: Iterable[torch.nn.Module]) -> str:
@@ -67,13 +68,15 @@ def combine(shares: Sequence[Share]) -> RunResult:
     by_stage = [[share for share in shares if share.at.stage == stage] for stage in range(stages)]
     ending = [share.found for share in shares if share.found.losses and share.at.shard == 0]
     first_replica = sorted((share for share in shares if share.at.replica == share.at.shard == 0), key=attrgetter("at"))
+    start = min((span.start_ms for share in first_replica for span in share.spans), default=0.0)
     return RunResult(
         losses=tuple(map(_mean, zip(*(found.losses for found in ending), strict=True))),
         weights_sha256=_weights(shares),
         iteration_ms=tuple(map(max, zip(*(share.found.iteration_ms for share in shares), strict=True))),
         stages=tuple(highest(share.found.measured for share in row) for row in by_stage),
         unit_bytes=tuple(share.unit_bytes for share in first_replica),
-        spans=_from_common_start([share.spans for share in first_replica]),
+        spans=tuple(_spans_from(start, share.spans) for share in first_replica),
+        memory=tuple(_memory_from(start, share.memory) for share in first_replica),
         first_iteration=ending[0].first,
         grad_norms=ending[0].grad_norms,
         skipped_iterations=ending[0].skipped,
@@ -103,9 +106,12 @@ def _weights(shares: Sequence[Share]) -> str:
     return hashlib.sha256("".join(weights for _, weights in sorted(known.items())).encode()).hexdigest()
 
 
-def _from_common_start(spans: Sequence[tuple[Span, ...]]) -> tuple[tuple[Span, ...], ...]:
-    start = min((span.start_ms for row in spans for span in row), default=0.0)
-    return tuple(
-        tuple(Span(s.action, s.start_ms - start, s.end_ms - start) for s in sorted(row, key=attrgetter("start_ms")))
-        for row in spans
-    )
+def _spans_from(start: float, spans: Sequence[Span]) -> tuple[Span, ...]:
+    """In order of their start, counted from `start`."""
+    ordered = sorted(spans, key=attrgetter("start_ms"))
+    return tuple(Span(s.action, s.start_ms - start, s.end_ms - start) for s in ordered)
+
+
+def _memory_from(start: float, memory: Sequence[MemoryPoint]) -> tuple[MemoryPoint, ...]:
+    """Counted from `start`, before which a stage may hold what the batch before has left it."""
+    return tuple(point._replace(at_ms=max(0.0, point.at_ms - start)) for point in memory)

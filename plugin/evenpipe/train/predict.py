@@ -11,7 +11,7 @@ from evenpipe.simulate import Costs, Simulation, Span, simulate
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.result import RunResult
 
-__all__ = ["last_program", "predict", "predicted_peaks", "through_the_stages"]
+__all__ = ["last_program", "measured_costs", "predict", "predicted_peaks", "through_the_stages"]
 
 
 def last_program(options: TrainOptions, result: RunResult) -> Program:
@@ -28,16 +28,20 @@ def predict(program: Program, result: RunResult) -> Simulation:
 
     Links are free. Times and bytes are those of single actions, so that how they add up is the simulation's own.
     """
+    return simulate(program, measured_costs(program, result), result.unit_bytes)
+
+
+def measured_costs(program: Program, result: RunResult) -> Costs:
+    """Every stage's median times of a micro-batch; links are free."""
     taken = through_the_stages(program, result)
     halves = [(costs.get("input_gradient", 0.0), costs.get("weight_gradient", 0.0)) for costs in taken]
     # Where some backwards are split and some are whole, a half may have been measured to take longer than a whole.
     whole = [max(costs.get("backward", 0.0), sum(half)) for costs, half in zip(taken, halves, strict=True)]
-    costs = Costs(
+    return Costs(
         forward_ms=tuple(costs["forward"] for costs in taken),
         backward_ms=tuple(whole),
         weight_gradient_ms=tuple(weight for _, weight in halves),
     )
-    return simulate(program, costs, result.unit_bytes)
 
 
 def through_the_stages(program: Program, result: RunResult) -> list[dict[Cost, float]]:

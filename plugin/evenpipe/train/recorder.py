@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 
 from evenpipe.runtime.clock import HostClock
+from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.spans import SpanRecorder
 from evenpipe.schedule import Action
-from evenpipe.simulate import Span
+from evenpipe.simulate import MemoryPoint, Span
 from evenpipe.train.fields import Fault
 
 __all__ = ["FailureContext", "Recorder"]
@@ -56,13 +58,30 @@ class Recorder:
 
     def __init__(self, failure: FailureContext) -> None:
         self._failure = failure
-        self._recorder = SpanRecorder(HostClock())
+        self._clock = HostClock()
+        self._recorder = SpanRecorder(self._clock)
         self._unit_bytes: dict[int, int] = {}
+        self._counter: Callable[[], MemoryCounter] | None = None
+        self._held: list[tuple[float, int, int]] = []
+
+    def watch(self, counter: Callable[[], MemoryCounter]) -> None:
+        """From here on, note what `counter()` has whenever an action starts or ends."""
+        self._counter = counter
 
     @property
     def spans(self) -> tuple[Span, ...]:
         """What has ended in this batch, in the order of the ends; milliseconds."""
         return tuple(Span(*span) for span in self._recorder.since(0.0))
+
+    @property
+    def memory(self) -> tuple[MemoryPoint, ...]:
+        """What the stage held in this batch, own and accepted, where that changed; of the same clock as the spans."""
+        marked = (MemoryPoint(self._clock.elapsed_ms(0.0, at), live, nbytes) for at, live, nbytes in self._held)
+        points: list[MemoryPoint] = []
+        for point in marked:
+            if not points or points[-1][1:] != point[1:]:
+                points.append(point)
+        return tuple(points)
 
     @property
     def unit_bytes(self) -> tuple[int, ...]:
@@ -73,17 +92,27 @@ class Recorder:
         """Forget the batch before."""
         self._recorder.clear()
         self._unit_bytes.clear()
+        self._held.clear()
+        self._note_held()
 
     def started(self, action: Action) -> None:
         """`action` starts. Raises RuntimeError where a failure is to be rehearsed."""
         self._failure.start_action(action)
+        self._note_held()
         self._recorder.started(action)
 
     def ended(self, action: Action) -> None:
         """`action` has ended; a transfer, when its completion has been waited for."""
         self._recorder.ended(action)
+        self._note_held()
 
     def saved(self, action: Action, nbytes: int) -> None:
         """The forward `action` has saved `nbytes` for its backward."""
         # The first micro-batch also saves what all share, such as the causal mask.
         self._unit_bytes[action.chunk] = min(nbytes, self._unit_bytes.get(action.chunk, nbytes))
+
+    def _note_held(self) -> None:
+        if self._counter is not None:
+            counter = self._counter()
+            live, nbytes = counter.own_units + counter.accepted_units, counter.own_bytes + counter.accepted_bytes
+            self._held.append((self._clock.mark(), live, nbytes))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from evenpipe.simulate import Span
+from evenpipe.simulate import MemoryPoint, Span
 from evenpipe.tuner.tuner import Retune
 
 __all__ = ["RunResult", "StageMeasurement"]
@@ -44,8 +44,8 @@ class RunResult:
     So are `grad_norms`, before clipping, with None for a skipped step. Iterations count from 0; the first of this run
     is `first_iteration`, which is not 0 where a checkpoint was loaded. `weights_sha256` covers every parameter of every
     stage and tensor-parallel rank. `unit_bytes[s][c]` is what one micro-batch saves in chunk c of stage s. `spans[s]`
-    are the actions of stage s in the last iteration, in order of their start, in milliseconds from the first of all.
-    `retunes` are decisions on group and micro-batch sizes, `predicted_saved_bytes[s]` the highest peak of saved
+    are the actions of stage s in the last iteration, in order of their start, in milliseconds from the first of all,
+    and `memory[s]` what it held meanwhile. `retunes` are decisions on group and micro-batch sizes, `predicted_saved_bytes[s]` the highest peak of saved
     activations that was predicted for them; both are empty where the options decide.
     """
 
@@ -55,6 +55,7 @@ class RunResult:
     stages: tuple[StageMeasurement, ...]
     unit_bytes: tuple[tuple[int, ...], ...]
     spans: tuple[tuple[Span, ...], ...]
+    memory: tuple[tuple[MemoryPoint, ...], ...]
     first_iteration: int
     grad_norms: tuple[float | None, ...]
     skipped_iterations: tuple[int, ...]
@@ -63,7 +64,8 @@ class RunResult:
     predicted_saved_bytes: tuple[int, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The document `evenpipe.run/1`. What is not finite is null there, but in `losses_hex`."""
+        """The part of the document `evenpipe.run/1` that was measured. What is not finite is null there, but in
+        `losses_hex`; see `evenpipe.train.document` for the rest."""
         return {
             "format": "evenpipe.run/1",
             "first_iteration": self.first_iteration,
@@ -76,6 +78,9 @@ class RunResult:
             "retunes": [retune._asdict() for retune in self.retunes],
             "iteration_ms": list(self.iteration_ms),
             "stages": [{"stage": stage, **measured._asdict()} for stage, measured in enumerate(self.stages)],
+            "unit_bytes": [list(chunks) for chunks in self.unit_bytes],
+            "timeline": [[span.to_json() for span in spans] for spans in self.spans],
+            "memory": [[list(point) for point in points] for points in self.memory],
         }
 
 

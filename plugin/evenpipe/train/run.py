@@ -56,11 +56,12 @@ def run_case(
     note = events.note if rank == 0 else lambda text: None  # rank 0 notes it
     case = Case(options, data.load(options), device, failure, recorder, note)
     with engine_module(options.engine).opened(case) as engine:
+        recorder.watch(lambda: engine.counter)
         first = load(options, engine, rank, note)
         engine.begin(first)
         found = iterate(case, engine, first, _ending(case, engine, stop, host_group, events), events)
         failure.enter("gathering results")
-        share = Share(engine.coordinates, found, engine.weights(), recorder.unit_bytes, recorder.spans)
+        share = Share(engine.coordinates, found, engine.weights(), recorder.unit_bytes, recorder.spans, recorder.memory)
         shares = gather(share, host_group)
     return combine(shares) if shares is not None else None
 

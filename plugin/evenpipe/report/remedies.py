@@ -1,0 +1,151 @@
+"""What else a pipeline could do, simulated from the times that its stages and messages took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from evenpipe.report.waits import Waits, waits_in
+from evenpipe.schedule import Link, Program, Schedule, ScheduleError, Size, Spec, build, find
+from evenpipe.simulate import Costs, Wire, simulate
+
+__all__ = ["Alternative", "Case", "alternatives", "with_messages"]
+
+_GROUPS: Final = (2, 3, 4)
+
+
+class Case(NamedTuple):
+    """What is to be simulated: a program without a table of a user's own, its times, and what a micro-batch saves.
+
+    able: which engine carries a schedule out, None being the present one.
+    """
+
+    schedule: Schedule
+    bpipe: bool
+    costs: Costs
+    unit_bytes: Sequence[Sequence[int]] | None
+    able: Callable[[Spec], str | None] = lambda spec: None
+
+
+class Alternative(NamedTuple):
+    """One thing that could be different, and what simulation makes of it.
+
+    batch_ms: of as many micro-batches as now. peak: the fullest stage's, in bytes, or in units where sizes are unknown.
+    change: "schedule", or what else it is. flags: what to give; engine: who carries it out, None: the present one.
+    """
+
+    change: str
+    text: str
+    flags: str
+    batch_ms: float
+    peak: int
+    waits: Waits
+    engine: str | None = None
+
+
+def with_messages(costs: Costs, waits: Waits) -> Costs:
+    """The costs with each link as slow as its messages were; one of which nothing is known is free."""
+    links = {
+        Link("forward" if reason == "forward" else "backward", source, target): Wire(transmit_ms=ms)
+        for (reason, source, target), ms in waits.message_ms.items()
+    }
+    return replace(costs, links=links)
+
+
+def alternatives(case: Case) -> list[Alternative]:
+    """The present case first; then whatever else can be built of it, the fastest first."""
+    present = _of(case, "none", "as it is", "", case.schedule.batches)
+    others = [one for one in _others(case) if one is not None]
+    return [present, *sorted(others, key=lambda one: one.batch_ms)] if present is not None else []
+
+
+def _others(case: Case) -> Iterator[Alternative | None]:
+    schedule, micro_batches = case.schedule, case.schedule.micro_batches
+    for k in _GROUPS:
+        if k != schedule.group_size and k < micro_batches:
+            yield _scheduled(case, "kfkb", f"--schedule kfkb --group-size {k}", group_size=k)
+    yield _scheduled(case, "1f1b", "--schedule 1f1b")
+    yield _scheduled(case, "zb-h1", "--schedule zb-h1")
+    if schedule.chunks == 1:
+        yield _scheduled(case, "interleaved", "--schedule interleaved --chunks 2", chunks=2)
+    yield _scheduled(case, "2bw", "--schedule 2bw", batches=4)
+    if schedule.batches == 1:
+        twice = _resized(case, micro_batches=2 * micro_batches)
+        one = None if twice is None else _of(twice, "more", "twice as many micro-batches", "", 2)
+        yield None if one is None else one._replace(flags=f"--micro-batches {2 * micro_batches}")
+    if max(_each(case.costs)) > 1.02 * sum(_each(case.costs)) / schedule.stages:
+        yield _of(case._replace(costs=_even(case.costs)), "even", "stages of equal times", "evenpipe partition", 1)
+    if case.bpipe:
+        without = _resized(case, bpipe=False)
+        yield None if without is None else _of(without, "transfers", "without BPipe", "without --bpipe", 1)
+
+
+def _scheduled(case: Case, name: str, flags: str, **size: int) -> Alternative | None:
+    schedule, spec = case.schedule, find(name)
+    same = schedule.name == name and all(getattr(schedule, key) == value for key, value in size.items())
+    if same or (name == schedule.name == "2bw"):
+        return None
+    other = _resized(case, name, None, **({"chunks": 1, "group_size": 1, "batches": 1} | size))
+    if other is None:
+        return None
+    text = f"{name}, k={size['group_size']}" if "group_size" in size else name
+    text += ", 2 chunks a stage" if "chunks" in size else ""
+    text += " (gradients a batch late)" if name == "2bw" else ""
+    one = _of(other, "schedule", text, flags, 1)
+    return None if one is None else one._replace(engine=case.able(spec))
+
+
+def _resized(case: Case, name: str | None = None, bpipe: bool | None = None, **size: int) -> Case | None:
+    """The case with another schedule, under BPipe where it was and can be; None where there is no such."""
+    old = case.schedule
+    now = Size(old.stages, old.micro_batches, old.chunks, old.group_size, old.batches)._replace(**size)
+    try:
+        spec = find(name or old.name)
+        program = build(spec, now, (case.bpipe if bpipe is None else bpipe) and spec.balanced is not None)
+    except ScheduleError:
+        return None
+    schedule = program.schedule
+    sizes = None
+    if case.unit_bytes is not None:
+        sizes = [[sum(row) // schedule.chunks] * schedule.chunks for row in case.unit_bytes]
+    return case._replace(schedule=schedule, bpipe=any(schedule.evictions), unit_bytes=sizes)
+
+
+def _of(case: Case, change: str, text: str, flags: str, batches: int) -> Alternative | None:
+    """Simulated; of a stream, or of ``batches`` in one, the time of one."""
+    program = Program(case.schedule, case.bpipe)
+    simulation = simulate(program, case.costs, case.unit_bytes)
+    batch_ms = simulation.makespan_ms / batches
+    if case.schedule.batches > 1:
+        batch_ms = _steady_ms(case, simulation.makespan_ms)
+    known = case.unit_bytes is not None
+    peak = max(stage.peak_bytes if known else stage.peak_live for stage in simulation.stages)
+    waits = waits_in(case.schedule.places, simulation.timeline)
+    return Alternative(change, text, flags, batch_ms, peak, waits)
+
+
+def _steady_ms(case: Case, makespan_ms: float) -> float:
+    """Of a stream, what one more batch takes."""
+    batches = case.schedule.batches
+    shorter = _resized(case, batches=batches - 1)
+    if shorter is None:
+        return makespan_ms / batches
+    return makespan_ms - simulate(Program(shorter.schedule, shorter.bpipe), case.costs).makespan_ms
+
+
+def _each(costs: Costs) -> list[float]:
+    return [sum(both) for both in zip(costs.forward_ms, costs.backward_ms, strict=True)]
+
+
+def _even(costs: Costs) -> Costs:
+    def mean(times: Sequence[float]) -> tuple[float, ...]:
+        return (sum(times) / len(times),) * len(times)
+
+    weights = costs.weight_gradient_ms
+    return replace(
+        costs,
+        forward_ms=mean(costs.forward_ms),
+        backward_ms=mean(costs.backward_ms),
+        weight_gradient_ms=None if weights is None else mean(weights),
+    )
