@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from evenpipe.cli.main import main
 from evenpipe.planner.descriptions import cluster, model
 from evenpipe.planner.run import Run
 from evenpipe.recipes import Recipe, Settings
@@ -79,6 +80,21 @@ def test_its_own_parser_takes_the_flags_and_the_estimate_is_the_readme_s(megatro
     assert found["iteration_ms"] == pytest.approx(of.estimate.iteration_ms, rel=1e-4)
     for stage, same in zip(found["stages"], of.estimate.stages, strict=True):
         assert stage["bytes"]["total"] == pytest.approx(same.bytes.total, rel=1e-3)
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize(
+    ("flags", "status"), [("", 0), ("--no-such-flag 3", 1), ("--num-query-groups 7 --group-query-attention", 1)]
+)
+def test_a_check_asks_the_checkout_s_own_parser(megatron_lm, flags, status, tmp_path, capsys):
+    write_files(tmp_path, files_of(recipe("bpipe", megatron_lm.name.rpartition(".")[0])))
+    script = tmp_path / "train.sh"
+    script.write_text(script.read_text().replace("--seed 1234", f"--seed 1234 {flags}"))
+    assert main(["recipe", "--check", str(tmp_path), "--megatron-lm", str(megatron_lm)]) == status
+    said = capsys.readouterr().out
+    assert "not given to" not in said
+    if flags.startswith("--no"):
+        assert f"{megatron_lm}/pretrain_gpt.py: unrecognized arguments: --no-such-flag 3" in said
 
 
 SHORT = {"train_iters": "3", "log_interval": "1", "eval_iters": "1", "lr": "1e-3"}

@@ -73,6 +73,7 @@ def _is_path(text: str) -> str:
 @FEW
 @given(data=TEXT, tokenizer=TEXT, checkpoints=TEXT, megatron_lm=TEXT, interface=TEXT, model=TEXT, where=TEXT)
 @example(WORST, WORST, WORST, WORST, WORST, WORST, WORST)
+@example("d", "t", "c", "m", "i", "name\ntouch owned\n", "w")
 def test_torchrun_gets_every_path_literally(data, tokenizer, checkpoints, megatron_lm, interface, model, where):
     given_values = {"data": f"{data}.", "tokenizer": tokenizer, "checkpoints": checkpoints}
     given_values |= {"megatron_lm": megatron_lm, "interface": interface}

@@ -12,14 +12,6 @@ from evenpipe.recipes.emit import files_of
 from evenpipe.recipes.files import write_files
 from tests.recipes.tiny import FOUR_GPUS, TWO_NODES, argv_of, bert, gpt, recipe_of, starter
 
-EVERY = [
-    (framework, launcher, nodes, kind)
-    for framework in ("megatron", "deepspeed")
-    for launcher in ("torchrun", "slurm", "deepspeed", "kubernetes")
-    for nodes in (FOUR_GPUS, TWO_NODES)
-    for kind in (gpt, bert)
-]
-
 
 @pytest.mark.parametrize("nodes", [FOUR_GPUS, TWO_NODES])
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm", "deepspeed", "kubernetes"])
@@ -69,3 +61,39 @@ def test_a_node_that_is_not_told_where_it_is_starts_nothing(missing, tmp_path):
     assert done.returncode != 0
     assert missing in done.stderr
     assert not (tmp_path / "record").exists()
+
+
+def test_deepspeed_s_launcher_is_given_the_nodes_and_nothing_of_the_run(tmp_path):
+    """It hands what it is given to shells on other nodes, almost unquoted."""
+    recipe = recipe_of("megatron", "deepspeed", {"hosts": "a,b.c", "master_port": "3000", "data": "$(x)"}, TWO_NODES)
+    write_files(tmp_path / "recipe", files_of(recipe))
+    assert (tmp_path / "recipe" / "hostfile").read_text() == "a slots=4\nb.c slots=4\n"
+    argv = argv_of(["bash", "recipe/launch.sh"], starter(tmp_path, "deepspeed"), cwd=tmp_path)
+    assert argv == [
+        *("--hostfile", "hostfile", "--master_addr", "a", "--master_port", "3000"),
+        *("--no_local_rank", "--no_python", "bash", "train.sh"),
+    ]
+
+
+def test_deepspeed_s_launcher_is_not_started_where_it_could_not_go(tmp_path):
+    write_files(tmp_path / "a $(folder)", files_of(recipe_of("deepspeed", "deepspeed", on=TWO_NODES)))
+    given = starter(tmp_path, "deepspeed")
+    done = subprocess.run(["bash", tmp_path / "a $(folder)" / "launch.sh"], env=given, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "plain names" in done.stderr
+    assert not (tmp_path / "record").exists()
+
+
+def test_jobs_of_slurm_have_ports_of_their_own(tmp_path):
+    write_files(tmp_path / "recipe", files_of(recipe_of("megatron", "slurm", on=TWO_NODES)))
+    given = {**starter(tmp_path, "srun"), "SLURM_JOB_NODELIST": "n[0-1]"}
+    for name, text in (
+        ("scontrol", "printf 'first\\nsecond\\n'"),
+        ("srun", 'printf "%s\\0" "$MASTER_ADDR" "$MASTER_PORT" > "$RECORD"'),
+    ):
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    found = [
+        argv_of(["bash", "recipe/launch.sbatch"], {**given, "SLURM_JOB_ID": job}, tmp_path) for job in ("1", "20002")
+    ]
+    assert found == [["first", "20001"], ["first", "20002"]]

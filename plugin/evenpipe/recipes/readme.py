@@ -26,7 +26,7 @@ def readme_of(recipe: Recipe) -> str:
         memory_gib=recipe.cluster.device.memory_gib,
         stages=stages_of(recipe),
         placement=_placement(recipe),
-        warnings=estimate.warnings,
+        warnings=[*estimate.warnings, *_of_training(recipe)],
         changes=changes_of(recipe),
     )
 
@@ -71,6 +71,13 @@ def _trial(recipe: Recipe) -> str:
     if recipe.framework == "megatron":
         return "With `EVENPIPE_CPU=1` in the environment it trains on CPU, where a small model can be tried."
     return "With `DS_ACCELERATOR=cpu` in the environment it trains on CPU, where a small model can be tried."
+
+
+def _of_training(recipe: Recipe) -> list[str]:
+    """What is trained otherwise than without EvenPipe."""
+    if "stream" not in recipe.run.spec.needs:
+        return []
+    return ["training: each step takes the gradient of the batch before: choose a learning rate that suits that delay"]
 
 
 def _placement(recipe: Recipe) -> str:
