@@ -6,10 +6,11 @@ import argparse
 from argparse import BooleanOptionalAction, Namespace
 from typing import Final, get_args
 
+from evenpipe.cli.described import add_what_and_where, known_names
 from evenpipe.cli.estimate_shown import show
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import duration_ms, positive
-from evenpipe.planner.descriptions import Cluster, DescriptionError, Precision, cluster, framework, model, names
+from evenpipe.planner.descriptions import Cluster, DescriptionError, Precision, cluster, framework, model
 from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import Estimator
 from evenpipe.planner.run import Attention, Placement, Recompute, Run
@@ -32,13 +33,10 @@ def add_to(commands: Commands) -> None:
         "--json prints a document evenpipe.estimate/1: fits, the reason if it does not, mfu (a fraction), "
         "iteration_ms, samples_per_second, uncertainty (of iteration_ms), per stage bytes, forward_ms and "
         "backward_ms (of a micro-batch), and warnings. "
-        f"Models: {', '.join(names('models'))}. Clusters: {', '.join(names('clusters'))}; with a size: 4x8-a100-80gb."
+        f"{known_names()}"
     )
     parser = commands.add_parser("estimate", help=text, description=f"{text.capitalize()}.", epilog=document)
-    group = parser.add_argument_group("what and where")
-    group.add_argument("--model", required=True, metavar="NAME", help="a name, or PATH.yaml[:NAME]")
-    group.add_argument("--cluster", required=True, metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
-    group.add_argument("--framework", metavar="NAME", help=f"{' | '.join(names('frameworks'))} (default: the model's)")
+    add_what_and_where(parser)
     group = parser.add_argument_group("how it is divided")
     group.add_argument("--tensor-parallel", "--tensor", type=positive, default=1, metavar="T")
     group.add_argument("--stages", "--pipeline", type=positive, default=1, metavar="P", help="pipeline stages")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import get_args
 
+from evenpipe.cli.described import add_what_and_where, known_names
 from evenpipe.cli.options import write
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.plan_engine import engine_of
 from evenpipe.cli.plan_shown import drawn, show
 from evenpipe.cli.values import output_file, picture_file, positive
-from evenpipe.planner.descriptions import DescriptionError, Precision, cluster, framework, model, names
+from evenpipe.planner.descriptions import DescriptionError, Precision, cluster, framework, model
 from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import framework_of
 from evenpipe.planner.run import Attention, Run
@@ -32,13 +33,10 @@ def add_to(commands: Commands) -> None:
     document = (
         "--json prints a document evenpipe.plan/1: plans, the fastest first, the Pareto front of memory against speed, "
         "and why families of runs are rejected. "
-        f"Models: {', '.join(names('models'))}. Clusters: {', '.join(names('clusters'))}; with a size: 4x8-a100-80gb."
+        f"{known_names()}"
     )
     parser = commands.add_parser("plan", help=text, description=f"{text.capitalize()}.", epilog=document)
-    group = parser.add_argument_group("what and where")
-    group.add_argument("--model", required=True, metavar="NAME", help="a name, or PATH.yaml[:NAME]")
-    group.add_argument("--cluster", required=True, metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
-    group.add_argument("--framework", metavar="NAME", help=f"{' | '.join(names('frameworks'))} (default: the model's)")
+    group = add_what_and_where(parser)
     group.add_argument(
         *("--global-batch-size", "--global-batch"),
         type=positive,

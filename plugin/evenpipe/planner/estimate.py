@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 from evenpipe.planner.descriptions import Cluster, Framework, Model, framework
 from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.flops import model_flops
+from evenpipe.planner.laid import laid
 from evenpipe.planner.memory.stages import Chunk, StageBytes, chunks_of, stage_bytes
 from evenpipe.planner.operations.operation import summed
 from evenpipe.planner.operations.parts import Blocks, parts_of
@@ -198,13 +199,11 @@ class Estimator:
     ) -> tuple[Costs, list[tuple[float, float]]]:
         """What the simulator is told, and per stage what it computes alone, forward and backward."""
         own, busy, weights = [], [], []
-        for stage in range(places.stages):
-            positions = [places.position(stage, chunk) for chunk in range(places.chunks)]
+        where = laid(places)
+        for positions, sends, returns in zip(where.at, where.sends, where.returns, strict=True):
             forward, backward, late = (_MS * sum(times[n][field] for n in positions) for field in range(3))
             own.append((forward, backward))
             weights.append(late)
-            sends = sum(n + 1 < len(times) and places.order[n + 1].stage != stage for n in positions)
-            returns = sum(n > 0 and places.order[n - 1].stage != stage for n in positions)
             busy.append((forward + sends * over.wait_ms, backward + returns * over.wait_ms))
         link = Wire(over.latency_ms, over.transmit_ms)
         costs = Costs(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Final, NamedTuple
+from typing import Final
 
 from evenpipe.planner.descriptions import Device
+from evenpipe.planner.laid import Laid
 from evenpipe.planner.memory.stages import Chunk, stage_bytes
 from evenpipe.planner.operations.operation import Parameters, summed
 from evenpipe.planner.run import Run
@@ -17,8 +18,6 @@ from evenpipe.planner.time.kernels import Kernels
 from evenpipe.schedule import BACKWARD, FORWARD, WEIGHT_GRADIENT, Places, Size, Spec, loop
 
 __all__ = [
-    "Laid",
-    "laid",
     "least_bytes",
     "least_bytes_of_any_layout",
     "least_end_ms",
@@ -28,28 +27,6 @@ __all__ = [
 ]
 
 _MS: Final = 1e3
-
-
-class Laid(NamedTuple):
-    """Where the parts of a pipeline are, as a bound needs to know it.
-
-    at: the positions of each stage's parts. stages: of each position, its stage. sends, returns: of each stage, how
-    many of its forwards and backwards hand over to another.
-    """
-
-    at: Sequence[Sequence[int]]
-    stages: Sequence[int]
-    sends: Sequence[int]
-    returns: Sequence[int]
-
-
-@cache
-def laid(places: Places) -> Laid:
-    stages = [place.stage for place in places.order]
-    at = [[places.position(stage, chunk) for chunk in range(places.chunks)] for stage in range(places.stages)]
-    sends = [sum(n + 1 < len(stages) and stages[n + 1] != stage for n in own) for stage, own in enumerate(at)]
-    returns = [sum(n > 0 and stages[n - 1] != stage for n in own) for stage, own in enumerate(at)]
-    return Laid(at, stages, sends, returns)
 
 
 def least_ms(parts: Sequence[PartCost], where: Laid, run: Run, over: HandOver, split: bool, stream: bool) -> float:

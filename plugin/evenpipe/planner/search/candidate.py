@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from evenpipe.planner.laid import laid
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.blocks import Divided
-from evenpipe.planner.search.bounds import laid, least_bytes, least_end_ms, least_live, least_ms, unlike
+from evenpipe.planner.search.bounds import least_bytes, least_end_ms, least_live, least_ms, unlike
 from evenpipe.planner.search.families import Family, families_of
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.space import Shape, shapes, ways
