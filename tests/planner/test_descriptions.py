@@ -194,3 +194,15 @@ def test_a_node_with_fewer_gpus_has_the_same_adapters() -> None:
 def test_a_file_that_is_not_there_is_told_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(DescriptionError, match=r"none\.yaml: No such file"):
         model(str(tmp_path / "none.yaml"))
+
+
+def test_a_misspelled_key_is_told_before_the_one_that_is_missing_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("models: {mine: {layers: 4, hiden: 64, heads: 4, vocabulary: 100, sequence: 128}}")
+    with pytest.raises(DescriptionError, match=r"own\.yaml: mine\.hiden: unknown key, did you mean hidden\?"):
+        model(str(path))
+
+
+def test_a_size_is_no_part_of_a_cluster_s_name_that_is_misspelled() -> None:
+    with pytest.raises(DescriptionError, match="4x8-a100-80g: unknown among clusters, did you mean a100-80gb"):
+        cluster("4x8-a100-80g")

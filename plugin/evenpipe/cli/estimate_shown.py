@@ -34,14 +34,17 @@ def show(
 def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None:
     console = Console()
     run = shown.run
+    more = {"context": run.context, "experts": run.expert, "model chunks": run.chunks}
+    further = "".join(f"{name} {size}, " for name, size in more.items() if size > 1)
     title = (
-        f"{of.name} on {nodes.name}: tensor {run.tensor}, {run.stages} stages, data {run.data}, micro-batches of "
-        f"{run.micro_batch}, {run.schedule}{' with BPipe' if run.bpipe else ''}, recompute {run.recompute}"
+        f"{of.name} on {nodes.name}: tensor {run.tensor}, {run.stages} stages, data {run.data}, {further}micro-batches "
+        f"of {run.micro_batch}, {run.schedule}{' with BPipe' if run.bpipe else ''}, recompute {run.recompute}"
     )
     console.print(title, style="bold", highlight=False)
     columns = ("weights", "grads", "optim", "saved", "buffers", "comm", "total")
     caption = f"GiB, of {nodes.device.memory_gib:g}; milliseconds of a micro-batch"
-    table = Table("stage", *columns, "forward", "backward", caption=caption, box=SIMPLE_HEAD, pad_edge=False)
+    heads = ("stage", *columns, "forward", "backward")
+    table = Table(*heads, caption=caption, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for number, stage in enumerate(shown.stages):
         held = [f"{nbytes / _GIB:.2f}" for nbytes in (*stage.bytes, stage.bytes.total)]
         table.add_row(str(number), *held, f"{stage.forward_ms:.4g}", f"{stage.backward_ms:.4g}")

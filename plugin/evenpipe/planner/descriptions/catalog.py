@@ -79,4 +79,5 @@ def _found(room: str, name: str) -> tuple[str, str, Mapping[str, Any]]:
         for file, found in entries(room).items():
             if wanted in found:
                 return file, wanted, found[wanted]
-    raise DescriptionError(f"{name}: unknown among {room}, {nearest(name, names(room))}; or give a YAML file")
+    near = nearest(sized[3] if sized else name, names(room))
+    raise DescriptionError(f"{name}: unknown among {room}, {near}; or give a YAML file")

@@ -75,7 +75,8 @@ def described(kind: type[_Kind], name: str, said: Mapping[str, Any], where: str)
     try:
         return kind.model_validate({**said, "name": name})
     except ValidationError as error:
-        fault = error.errors()[0]
+        # A key that nobody reads is often the misspelled one that is missing.
+        fault = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
         keys = [str(key) for key in fault["loc"]]
         path = ".".join([name, *keys])
         if fault["type"] == "extra_forbidden":

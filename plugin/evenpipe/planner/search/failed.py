@@ -25,8 +25,9 @@ def nothing_fits(question: Question, allowed: int, nearest: float) -> str:
             f"cluster={cluster.name}: is smaller than {model}: of its smallest run the {where}: take about "
             f"{math.ceil(cluster.nodes * need / have)} such nodes, or GPUs with more memory"
         )
-    ways = [(t, c, p) for t in question.tensors for c, p in question.divisions(t)]
-    replicas = [cluster.gpus // (t * c * p) for t, c, p in ways]
+    any_depth = question.engine.uneven or question.stages is not None
+    ways = [(t * c, p) for t in question.tensors for c, p in question.divisions(t)]
+    replicas = [cluster.gpus // (ranks * p) for ranks, p in ways if any_depth or question.model.layers % p == 0]
     if not replicas:
         return (
             f"stages={question.stages}: {cluster.gpus} GPUs do not divide by so many, or {model} has fewer layers "

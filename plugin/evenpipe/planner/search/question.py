@@ -79,17 +79,20 @@ class Question:
         return self._chosen("tensor_parallel", self.tensor, found, "divides heads, ffn and a node's GPUs")
 
     def contexts(self, tensor: int) -> list[int]:
+        """c beside t: up to a number of tokens a rank, or what was asked for."""
+        most = max(1, self.model.sequence // _LEAST_TOKENS)
+        wanted = [c for c in self._contexts if self.context == c or (self.context is None and c <= most)]
+        return [c for c in wanted if self.cluster.gpus % (tensor * c) == 0]
+
+    @cached_property
+    def _contexts(self) -> list[int]:
         """c that divides the GPUs, and the sequence into pairs of parts, by which Megatron balances a causal mask."""
-        if not self.engine.context and self.context in (None, 1):
-            return [1]
-        model = self.model
-        most = max(1, model.sequence // _LEAST_TOKENS) if self.context is None else self.context
         found = [
             c
-            for c in divisors(self.cluster.gpus // tensor)
-            if c == 1 or (self.engine.context and c <= most and model.sequence % (2 * c) == 0)
+            for c in divisors(self.cluster.gpus)
+            if c == 1 or (self.engine.context and self.model.sequence % (2 * c) == 0)
         ]
-        return self._chosen("context_parallel", self.context, found, f"{self.of.name} divides the sequence by")
+        return self._chosen("context_parallel", self.context, found, f"{self.of.name} divides sequence and GPUs by")
 
     def depths(self, tensor: int, context: int = 1) -> list[int]:
         """p of which t × c × p divides all GPUs, with a layer for every stage."""
