@@ -5,6 +5,7 @@ from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
+from megatron.core.transformer.enums import AttnBackend
 
 from evenpipe.megatron.cpu_mode import adapt_arguments
 from evenpipe.megatron.cpu_mode.scripts import missing_package
@@ -70,3 +71,11 @@ def test_saving_that_would_hang_without_psutil_is_refused(
     line = missing_package(args)
     assert (line is not None) is refused
     assert line is None or ("psutil" in line and "--ckpt-format torch_dist" in line and "\n" not in line)
+
+
+def test_attention_of_transformer_engine_is_left_to_local_layers() -> None:
+    """BERT's model refuses any other with them."""
+    args = Namespace(attention_backend=AttnBackend.unfused)
+    assert adapt_arguments(args) == ["--attention-backend auto"]
+    assert args.attention_backend is AttnBackend.auto
+    assert adapt_arguments(Namespace(attention_backend=AttnBackend.local)) == []

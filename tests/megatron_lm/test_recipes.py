@@ -16,7 +16,7 @@ from evenpipe.recipes import Recipe, Settings
 from evenpipe.recipes.emit import files_of
 from evenpipe.recipes.files import write_files
 from tests.megatron_lm.launch import Run as Job
-from tests.megatron_lm.launch import start
+from tests.megatron_lm.launch import gpt_flags, start
 from tests.ports import free_port
 from tests.recipes.cluster import here, trained
 from tests.recipes.tiny import argv_of, bert, gpt, recipe_of, starter
@@ -131,3 +131,16 @@ def test_the_emitted_files_train(megatron_lm, launcher, kind, run, tmp_path, req
         assert max(job.peak_live) == 3 * of.run.group_size, "no stage holds more than ⌈(4 + 2) / 2⌉ groups"
     assert (tmp_path / "check points" / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert Path(tmp_path / "check points" / "iter_0000003").is_dir()
+
+
+@pytest.mark.long
+def test_a_line_that_was_converted_trains(megatron_lm, tmp_path, capsys):
+    line = ["torchrun", "--standalone", "--nproc-per-node", "4", "pretrain_gpt.py", *gpt_flags(2)]
+    line += ["--pipeline-model-parallel-size", "4"]
+    assert main(["recipe", "--cluster", "1x4-a100-80gb", "--from-flags", *line]) == 0
+    command = capsys.readouterr().out.split("\n\n")[-1]
+    environment = here(tmp_path, EVENPIPE_CPU="1")
+    environment["PYTHONPATH"] = os.pathsep.join((str(megatron_lm), environment["PYTHONPATH"]))
+    job = Job(0, trained(["bash", "-c", command], megatron_lm, environment))
+    assert len(job.lines) == 2, job.output[-3000:]
+    assert "[evenpipe]" in job.output

@@ -19,7 +19,7 @@ from evenpipe.recipes.errors import RecipeError
 from evenpipe.recipes.nodes import nodes_of
 from evenpipe.recipes.reading import UNKNOWN, Script, read_script
 from evenpipe.recipes.recipe import Recipe
-from evenpipe.recipes.refusals import refuse
+from evenpipe.recipes.refusals import refuse, refuse_before_planning
 from evenpipe.recipes.settings import Settings
 from evenpipe.recipes.written import Written
 from evenpipe.settings.config import EvenPipeConfig
@@ -64,6 +64,7 @@ def check(written: Written, engine: Engine, section: ReadSection) -> Checked:
         if unread:
             notes.append(f"{' '.join(unread)}: for Megatron-LM's own parser to judge")
         recipe = Recipe(of, nodes, run, written.about.framework, written.about.launcher, _settings(written))
+        refuse_before_planning(recipe.kind, of, recipe.framework, recipe.settings)
         refuse(recipe, engine)
         found = Estimator(of, nodes, framework(written.about.framework))(run)
         if found.reason is not None:

@@ -122,6 +122,10 @@ def adapt_arguments(args: Namespace) -> list[str]:
             if getattr(group, name, value) != value:
                 setattr(group, name, value)
                 changed.append(flag)
+        backend: Any = getattr(group, "attention_backend", None)
+        if getattr(backend, "name", "auto") not in ("auto", "local"):  # those are Transformer Engine's
+            group.attention_backend = type(backend)["auto"]
+            changed.append("--attention-backend auto")
     return changed
 
 
