@@ -378,3 +378,10 @@ def test_every_run_has_an_estimate_or_is_refused_in_one_line(one: tuple[str, Run
         assert shown.fits == (shown.reason is None)
         assert all(nbytes >= 0 for stage in shown.stages for nbytes in stage.bytes)
     assert "\n" not in line
+
+
+def test_fp32_has_no_flash_attention() -> None:
+    of, where, run = model("gpt3-13b"), cluster("1x8-h100"), Run(8, stages=8, precision="fp32")
+    assert estimate(of, where, run).run.attention == "unfused"
+    with pytest.raises(EstimateError, match="attention=flash: computes fp16 and bf16"):
+        estimate(of, where, replace(run, attention="flash"))

@@ -73,8 +73,11 @@ class Run:
         filled = replace(self, **framework.model_dump(include=unsaid))
         # Without a flush the newest weights are not those that the next forward runs on: nothing is gathered beside it.
         gathers = filled.overlap_parameters and not (self.delayed and "overlap_parameters" in unsaid)
+        # Flash attention computes half precision only.
+        attention = "unfused" if filled.precision == "fp32" and "attention" in unsaid else filled.attention
         return replace(
             filled,
+            attention=attention,
             overlap_parameters=gathers,
             sequence_parallel=bool(filled.sequence_parallel) and self.tensor > 1,
             gradients_in_fp32=filled.gradients_in_fp32 or filled.precision == "fp32",
@@ -159,6 +162,8 @@ class Run:
             raise EstimateError(
                 f"precision={self.precision}: {cluster.device.name} computes {computes}: choose of these"
             )
+        if self.precision == "fp32" and self.attention == "flash":
+            raise EstimateError("attention=flash: computes fp16 and bf16, not fp32: choose unfused, or a precision")
         self._fills(cluster)
         heads = ("heads", model.heads) if model.latent else ("key_value_heads", model.key_value_heads)
         self._divides("tensor_parallel", self.tensor, heads[1], f"{model.name}'s {heads[0]}")

@@ -24,6 +24,9 @@ _TRIES = 3
         ("llama3-405b", "128x8-h100", 1024, 10),
         ("llama3-405b", "1280x8-h100", 2560, 60),
         ("gpt3-175b", "1280x8-a100-80gb", 10240, 60),
+        ("mixtral-8x7b", "128x8-h100", 1024, 10),
+        ("deepseek-v3", "128x8-h100", 2048, 10),
+        ("deepseek-v3", "1280x8-h100", 15360, 60),
     ],
 )
 def test_large_clusters_on_one_core(name: str, nodes: str, samples: int, limit_s: float) -> None:

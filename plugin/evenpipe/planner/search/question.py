@@ -65,6 +65,8 @@ class Question:
         if precision not in device.tflops:
             computes = ", ".join(device.tflops)
             raise EstimateError(f"precision={precision}: {device.name} computes {computes}: choose of these")
+        if precision == "fp32" and self.base(1).attention == "flash":
+            raise EstimateError("attention=flash: computes fp16 and bf16, not fp32: choose unfused, or a precision")
         reasons = [self.refused(find(name)) for name in self.schedules]
         if all(reasons):
             able = ", ".join(offered(self.engine.offers))
