@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import get_args
 
 from evenpipe.cli.described import add_what_and_where, known_names
 from evenpipe.cli.options import write
 from evenpipe.cli.parser import Commands, UsageError
-from evenpipe.cli.plan_engine import engine_of
 from evenpipe.cli.plan_shown import drawn, show
+from evenpipe.cli.searched import add_search_options, question_from
 from evenpipe.cli.values import output_file, picture_file, positive
-from evenpipe.planner.descriptions import DescriptionError, Precision, cluster, framework, model
+from evenpipe.planner.descriptions import DescriptionError, cluster, framework, model
 from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import framework_of
-from evenpipe.planner.run import Attention, Run
 from evenpipe.planner.search.plan import plan_of
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.search import search
 from evenpipe.report import write_atomically
 from evenpipe.report.front import draw_front
-from evenpipe.schedule import ScheduleError, find
-from evenpipe.schedule.known import own
 from evenpipe.settings.spelling import in_flags
 
 __all__ = ["add_to"]
@@ -44,16 +40,7 @@ def add_to(commands: Commands) -> None:
         metavar="G",
         help="samples of an iteration; where replicas do not divide them, as many as do: never more",
     )
-    group = parser.add_argument_group("what it may choose of", "all that the framework runs, where nothing is said")
-    group.add_argument("--schedules", type=_names, metavar="NAME,NAME", help=" | ".join(own()))
-    group.add_argument("--no-bpipe", dest="bpipe", action="store_false", help="no run with BPipe")
-    group.add_argument("--delayed", action="store_true", help="also schedules whose gradients are a batch late (2bw)")
-    group.add_argument("--tensor-parallel", "--tensor", type=positive, metavar="T")
-    group.add_argument("--context-parallel", "--context", type=positive, metavar="C")
-    group.add_argument("--stages", "--pipeline", type=positive, metavar="P")
-    group.add_argument("--micro-batch-size", "--micro-batch", type=positive, metavar="B")
-    group.add_argument("--precision", choices=get_args(Precision))
-    group.add_argument("--attention", choices=get_args(Attention))
+    add_search_options(parser, "what it may choose of", "all that the framework runs, where nothing is said")
     group = parser.add_argument_group("output")
     group.add_argument("--top", type=positive, default=5, metavar="N", help="how many runs to show (default 5)")
     group.add_argument("--json", action="store_true", help="print one JSON document instead of text")
@@ -62,10 +49,6 @@ def add_to(commands: Commands) -> None:
         "--picture", type=picture_file, metavar="P.png", help="draw memory against speed, and the front, as a PNG"
     )
     parser.set_defaults(run=_run)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
 
 
 def _run(arguments: Namespace) -> None:
@@ -90,24 +73,4 @@ def _run(arguments: Namespace) -> None:
 def _question(arguments: Namespace) -> Question:
     of, nodes = model(arguments.model), cluster(arguments.cluster)
     named = framework(arguments.framework) if arguments.framework else framework_of(of, nodes)
-    schedules = arguments.schedules or own()
-    for name in schedules:
-        try:
-            find(name)
-        except ScheduleError as error:
-            raise UsageError(f"--schedules {str(error).removeprefix('schedule=')}") from error
-    return Question(
-        of,
-        nodes,
-        arguments.global_batch_size,
-        engine_of(named),
-        schedules,
-        named,
-        Run(global_batch=1, precision=arguments.precision, attention=arguments.attention),
-        arguments.bpipe,
-        arguments.delayed or bool(arguments.schedules),
-        arguments.tensor_parallel,
-        arguments.stages,
-        arguments.micro_batch_size,
-        arguments.context_parallel,
-    )
+    return question_from(arguments, of, nodes, named)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from argparse import REMAINDER, Namespace
 from pathlib import Path
-from typing import get_args
 
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.plan_engine import engine_of
+from evenpipe.cli.searched import SEARCHED, add_search_options, question_from
 from evenpipe.cli.values import positive
-from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, Precision, cluster, framework, model
+from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, cluster, framework, model
 from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import framework_of
-from evenpipe.planner.run import Attention, Run
+from evenpipe.planner.run import Run
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.search import search
 from evenpipe.recipes import Recipe, RecipeError, Settings
@@ -20,9 +20,7 @@ from evenpipe.recipes.emit import files_of
 from evenpipe.recipes.files import write_files
 from evenpipe.recipes.planning import read_plan, run_of_plan
 from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS
-from evenpipe.recipes.refusals import refuse, refuse_before_planning
-from evenpipe.schedule import ScheduleError, find
-from evenpipe.schedule.known import own
+from evenpipe.recipes.refusals import refuse, refuse_before_planning, refuse_divided
 from evenpipe.settings.spelling import in_flags
 
 __all__ = ["add_to"]
@@ -51,16 +49,10 @@ def add_to(commands: Commands) -> None:
     group.add_argument("--cluster", metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
     group.add_argument("--framework", choices=tuple(FRAMEWORKS))
     group.add_argument("--launcher", choices=tuple(LAUNCHERS))
-    group = parser.add_argument_group("how: a plan, or what a search may choose of")
+    group = parser.add_argument_group("how: a plan, or a search")
     group.add_argument("--plan", type=Path, metavar="PLAN.json", help="the first of what `evenpipe plan --out` wrote")
     group.add_argument("--global-batch-size", "--global-batch", type=positive, metavar="G", help="samples, at most")
-    group.add_argument("--schedules", type=_names, metavar="NAME,NAME", help=" | ".join(own()))
-    group.add_argument("--no-bpipe", dest="bpipe", action="store_false", help="no run with BPipe")
-    group.add_argument("--tensor-parallel", "--tensor", type=positive, metavar="T")
-    group.add_argument("--stages", "--pipeline", type=positive, metavar="P")
-    group.add_argument("--micro-batch-size", "--micro-batch", type=positive, metavar="B")
-    group.add_argument("--precision", choices=get_args(Precision))
-    group.add_argument("--attention", choices=get_args(Attention))
+    add_search_options(parser, "what a search may choose of, without a plan")
     group = parser.add_argument_group("files")
     group.add_argument("--out", type=Path, metavar="DIR", help="a folder, which is made")
     group.add_argument(
@@ -79,10 +71,6 @@ def add_to(commands: Commands) -> None:
         "--from-flags", nargs=REMAINDER, metavar="LINE", help="the line that starts a run today, with EvenPipe in it"
     )
     parser.set_defaults(run=_run)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
 
 
 def _run(arguments: Namespace) -> int | None:
@@ -141,7 +129,8 @@ def _recipe(arguments: Namespace) -> Recipe:
 def _planned(arguments: Namespace, of: Model, nodes: Cluster) -> tuple[Run, str]:
     """The run, and the framework whose defaults it has."""
     if arguments.plan is not None:
-        given = [f"--{name.replace('_', '-')}" for name in _SEARCHED if getattr(arguments, name) is not None]
+        options = ("global_batch_size", *SEARCHED)
+        given = [f"--{name.replace('_', '-')}" for name in options if getattr(arguments, name) is not None]
         if given or not arguments.bpipe:
             raise UsageError(f"{(given or ['--no-bpipe'])[0]}: the plan says it: leave it out, or leave --plan out")
         plan = read_plan(arguments.plan, of.name, nodes.name)
@@ -153,33 +142,10 @@ def _planned(arguments: Namespace, of: Model, nodes: Cluster) -> tuple[Run, str]
     return best.run, question.of.name
 
 
-_SEARCHED = (
-    *("global_batch_size", "schedules", "tensor_parallel", "stages", "micro_batch_size", "precision", "attention"),
-)
-
-
 def _question(arguments: Namespace, of: Model, nodes: Cluster) -> Question:
-    deepspeed = arguments.framework == "deepspeed"
-    named = framework("deepspeed") if deepspeed else framework_of(of, nodes)
-    if not deepspeed and named.name == "deepspeed":
-        named = framework("megatron")
-    schedules = arguments.schedules or own()
-    for name in schedules:
-        try:
-            find(name)
-        except ScheduleError as error:
-            raise UsageError(f"--schedules {str(error).removeprefix('schedule=')}") from error
-    return Question(
-        of,
-        nodes,
-        arguments.global_batch_size,
-        engine_of(framework(arguments.framework)),
-        schedules,
-        named,
-        Run(global_batch=1, precision=arguments.precision, attention=arguments.attention),
-        arguments.bpipe,
-        bool(arguments.schedules),
-        1 if deepspeed and arguments.tensor_parallel is None else arguments.tensor_parallel,
-        arguments.stages,
-        arguments.micro_batch_size,
-    )
+    started_by = framework(arguments.framework)
+    if arguments.framework == "deepspeed":
+        refuse_divided("deepspeed", arguments.tensor_parallel or 1, arguments.context_parallel or 1)
+        arguments.tensor_parallel = arguments.context_parallel = 1
+        return question_from(arguments, of, nodes, started_by)
+    return question_from(arguments, of, nodes, framework_of(of, nodes), started_by)

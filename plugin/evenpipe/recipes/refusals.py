@@ -12,7 +12,7 @@ from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, Framework, Recipe, se
 from evenpipe.recipes.settings import Settings
 from evenpipe.schedule import ScheduleError
 
-__all__ = ["refuse", "refuse_before_planning"]
+__all__ = ["refuse", "refuse_before_planning", "refuse_divided"]
 
 #: The last series of Megatron-LM that has pretrain_bert.py.
 _LAST_BERT = (0, 17)
@@ -32,6 +32,15 @@ def refuse(recipe: Recipe, engine: Engine) -> None:
     recipe.run.check(recipe.model, recipe.cluster)
     for line in (*_of_run(recipe.model, recipe.run, recipe.framework, engine), *_of_launcher(recipe)):
         raise RecipeError(line)
+
+
+def refuse_divided(framework: Framework, tensor: int, context: int) -> None:
+    """Raise RecipeError where layers would be divided that are whole."""
+    if framework == "deepspeed" and tensor * context > 1:
+        raise RecipeError(
+            f"tensor × context parallel {tensor * context}: the layers for DeepSpeed are whole, and 2bw has no model "
+            "parallelism there at all: plan with --tensor-parallel 1, or use --framework megatron"
+        )
 
 
 def _always(kind: str, model: Model, framework: Framework, settings: Settings) -> Iterator[str]:
@@ -74,6 +83,7 @@ def _of_run(model: Model, run: Run, framework: Framework, engine: Engine) -> Ite
     ):
         if asked not in offered:
             yield f"{what} {asked}: {name} has {' or '.join(offered)}: plan for --framework {framework}"
+    refuse_divided(framework, run.tensor, run.context)
     if framework == "deepspeed":
         yield from _of_deepspeed(run)
     if "stream" in spec.needs:
@@ -81,11 +91,6 @@ def _of_run(model: Model, run: Run, framework: Framework, engine: Engine) -> Ite
 
 
 def _of_deepspeed(run: Run) -> Iterator[str]:
-    if run.tensor > 1 or run.context > 1:
-        yield (
-            f"tensor × context parallel {run.tensor * run.context}: the layers for DeepSpeed are whole, and 2bw has no "
-            "model parallelism there at all: plan with --tensor-parallel 1, or use --framework megatron"
-        )
     if run.stages < 2:
         yield "stages 1: one stage is no pipeline, and DeepSpeed alone trains it: plan with --stages 2 or more"
     if run.recomputed_layers is not None:
