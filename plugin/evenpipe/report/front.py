@@ -6,7 +6,7 @@ import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -16,6 +16,7 @@ __all__ = ["Front", "Point", "draw_front"]
 
 _TEXT, _QUIET, _CHOSEN, _OTHER, _LIMIT = "#2b2b2b", "#777777", "#2f6db5", "#b9cbe0", "#d1495b"
 _NAMED = 16  # more points of the front than this have numbers alone
+_PLAIN: Final[dict[str, Any]] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}  # behind a name
 
 
 class Point(NamedTuple):
@@ -54,9 +55,9 @@ def draw_front(path: str | os.PathLike[str], shown: Front) -> None:
             [one.gib for one in beside], [one.speed for one in beside], s=26, color=_OTHER, label="best of a schedule"
         )
     for place, name in _named_together(beside, shown).items():
-        left = place[0] > 0.85 * shown.limit
+        left = place[0] > 0.85 * shown.limit and not _numbered_beside(place, shown)
         offset, side = ((-6, -2), "right") if left else ((6, -2), "left")
-        axes.annotate(name, place, offset, textcoords="offset points", ha=side, fontsize=7, color=_QUIET)
+        axes.annotate(name, place, offset, textcoords="offset points", ha=side, fontsize=7, color=_QUIET, bbox=_PLAIN)
     axes.step(
         [shown.limit, *(one.gib for one in shown.front)],
         [shown.front[0].speed, *(one.speed for one in shown.front)],
@@ -75,7 +76,7 @@ def draw_front(path: str | os.PathLike[str], shown: Front) -> None:
     for number, point in enumerate(shown.front, 1):
         axes.annotate(str(number), point[:2], (0, 6), textcoords="offset points", ha="center", fontsize=7, color=_TEXT)
     axes.set_ylim(0, 1.12 * max(point.speed for point in (*shown.front, *beside)))
-    axes.set_xlim(right=1.02 * shown.limit)
+    axes.set_xlim(right=1.06 * shown.limit)
     axes.tick_params(labelsize=8, colors=_QUIET, length=0)
     axes.grid(color="#ececea", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -88,6 +89,13 @@ def draw_front(path: str | os.PathLike[str], shown: Front) -> None:
     image = io.BytesIO()
     figure.savefig(image, format="png")
     write_atomically(path, image.getvalue())
+
+
+def _numbered_beside(place: tuple[float, float], shown: Front) -> bool:
+    """Whether a point of the front, with its number, is where a name to the left would be."""
+    wide = shown.limit - min(point.gib for point in shown.front)
+    high = max(point.speed for point in shown.front)
+    return any(0 <= place[0] - at.gib < wide / 10 and abs(place[1] - at.speed) < high / 25 for at in shown.front)
 
 
 def _named_together(points: Sequence[Point], shown: Front) -> dict[tuple[float, float], str]:

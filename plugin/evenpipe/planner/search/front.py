@@ -67,8 +67,7 @@ class ParetoFront:
         """Add it, unless it is not of the front, and leave out what then is not."""
         if not self.takes(planned.ms_a_sample, planned.most_bytes):
             return
-        kept = [
-            one for one in self.points if one.ms_a_sample < planned.ms_a_sample or one.most_bytes < planned.most_bytes
-        ]
+        most = planned.most_bytes - self._close
+        kept = [one for one in self.points if one.ms_a_sample < planned.ms_a_sample or one.most_bytes < most]
         bisect.insort(kept, planned, key=lambda one: one.ms_a_sample)
         self.points = kept
