@@ -144,6 +144,8 @@ def test_what_the_error_asks_for_is_enough(profile: Path, capsys: pytest.Capture
         (("--module", "FILE:chain", "--stages", "2", "--device", "a100"), "a100: unknown among devices"),
         (("--profile", "PROFILE", "--stages", "2", "--", "--num-layers", "8"), "flags are for --megatron"),
         (("--profile", "PROFILE", "--stages", "2", "--half-layers"), "--half-layers: is for --megatron"),
+        (("--megatron", "--optimize", "recompute", "--", "--num-layers", "8"), "Give --memory-gib"),
+        (("--megatron", "--optimize", "swap+recompute", "--", "--num-layers", "8"), "and swap nothing: recompute"),
     ],
 )
 def test_what_cannot_be_is_one_line(

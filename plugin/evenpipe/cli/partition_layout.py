@@ -35,6 +35,12 @@ def show_layout(arguments: Namespace) -> None:
             "--megatron: which flags? Give those of the run after --: evenpipe partition --megatron -- ..."
         )
     limit_bytes = None if arguments.memory_gib is None else int(arguments.memory_gib * _GIB)
+    if arguments.optimize == "swap+recompute":
+        raise UsageError(
+            "--optimize swap+recompute: Megatron's stages compute layers again, and swap nothing: recompute"
+        )
+    if arguments.optimize == "recompute" and limit_bytes is None:
+        raise UsageError("--optimize recompute: as far as it takes to fit into what? Give --memory-gib")
     measured = arguments.device in (None, "cpu")
     console = Console(stderr=True)
     with console.status("timing layers" if measured else "reading flags") if console.is_terminal else nullcontext():
@@ -44,6 +50,7 @@ def show_layout(arguments: Namespace) -> None:
                 None if measured else device(arguments.device),
                 limit_bytes=limit_bytes,
                 half_layers=arguments.half_layers,
+                recompute=arguments.optimize == "recompute",
             )
         except (LayoutError, RooflineError, DescriptionError) as error:
             raise UsageError(str(error)) from error
@@ -65,12 +72,15 @@ def show_layout(arguments: Namespace) -> None:
 
 
 def _flag(found: LayoutPlan, out: Path | None) -> str:
-    """What to give the run. Megatron's own flag knows whole layers only."""
-    if not found.best.halves:
-        return f"--pipeline-model-parallel-layout '{found.layout}'"
+    """What to give the run. Megatron's own flags know whole layers only, and recompute as many on every stage."""
     path = "P.json, which --out P.json writes" if out is None else str(out)
-    layers = ", ".join(map(str, found.best.cut_layers))
-    return f"--evenpipe-partition {path} ('{found.layout}', cut between attention and MLP of layer {layers})"
+    if found.best.halves:
+        layers = ", ".join(map(str, found.best.cut_layers))
+        return f"--evenpipe-partition {path} ('{found.layout}', cut between attention and MLP of layer {layers})"
+    if any(stage.recompute_layers for stage in found.stages):
+        again = ", ".join(str(stage.recompute_layers) for stage in found.stages)
+        return f"--evenpipe-partition {path} ('{found.layout}', layers computed again by stage: {again})"
+    return f"--pipeline-model-parallel-layout '{found.layout}'"
 
 
 def _table(found: LayoutPlan) -> Table:

@@ -1,4 +1,4 @@
-"""A planned layout in Megatron: the patches under which it builds layers that are cut in half."""
+"""A planned layout in Megatron: patches under which it builds half layers, and computes as many again as planned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["half_layers"]
 
 
 def half_layers(plan: WrittenLayout) -> PatchSet:
-    """The patches under which models whose configuration has the plan's layout are cut as it says, inside layers too.
+    """The patches under which models whose configuration has the plan's layout are cut as it says, inside layers too,
+    and each stage computes as many layers again as it is planned to.
 
     For scripts that make their own TransformerConfig::
 
@@ -58,6 +59,17 @@ def _build(plan: WrittenLayout, original: Callable[[Any], None], block: Any) -> 
     from evenpipe.megatron.half_layers import HalvedLayout, build_halves
 
     if isinstance(block.config.pipeline_model_parallel_layout, HalvedLayout):
+        _recompute(plan, block.config)
         build_halves(original, block)
     else:
         original(block)
+
+
+def _recompute(plan: WrittenLayout, config: Any) -> None:
+    """What `--recompute-method block` would say of this stage alone; each rank has its own configuration."""
+    from megatron.core import parallel_state
+
+    layers = plan.stages[parallel_state.get_pipeline_model_parallel_rank()].recompute_layers
+    if layers:
+        config.recompute_granularity, config.recompute_method = "full", "block"
+        config.recompute_num_layers = layers

@@ -1,5 +1,6 @@
 """The split that is found: as good as trying all of them, and never worse than any move away from it."""
 
+import dataclasses
 import itertools
 import math
 
@@ -76,6 +77,54 @@ def test_within_a_memory_limit_too(problem, limit):
     found = best_split(problem, limit)
     assert most_bytes(problem, found.cuts) <= limit
     assert math.isclose(slowest(problem, found.cuts), min(slowest(problem, cuts) for cuts in fitting))
+
+
+def fitted_by_hand(problem, cuts, limit):
+    """The slowest stage where each computes the fewest layers of each chunk again to fit; None: it does not."""
+    ends, slowest_ms = [0, *cuts, len(problem.layers)], 0.0
+    for stage in range(problem.pipeline.stages):
+        parts = [problem.layers[first:end] for first, end in itertools.pairwise(ends)]
+        again = [[layer for layer in part if layer.input_bytes is not None] for part in parts]
+        for count in range(7):
+            chosen = [row[:count] if k % len(problem.live) == stage else [] for k, row in enumerate(again)]
+            saved = [
+                sum(layer.saved_bytes for layer in part) - sum(layer.saved_bytes - layer.input_bytes for layer in some)
+                for part, some in zip(parts, chosen, strict=True)
+            ]
+            own = [layer for part in parts[stage :: problem.pipeline.stages] for layer in part]
+            words = max((layer.words_bytes for layer in own), default=0)
+            held = sum(layer.static_bytes for layer in own) + words + (problem.live[stage] @ saved).max()
+            if held <= limit:
+                extra = sum(layer.forward_ms for some in chosen for layer in some)
+                slowest_ms = max(slowest_ms, sum(layer.total_ms for layer in own) + extra)
+                break
+        else:
+            return None
+    return slowest_ms
+
+
+@settings(deadline=None, max_examples=40)
+@given(problems(), st.integers(0, 60), st.integers(0, 3))
+def test_stages_that_may_compute_layers_again_are_found_too(problem, limit, kept):
+    if any(not layer.symbols for layer in problem.layers):
+        return
+    layers = tuple(
+        dataclasses.replace(layer, input_bytes=min(kept, layer.saved_bytes))
+        if layer.kind in ("dense", "experts")
+        else layer
+        for layer in problem.layers
+    )
+    problem = Problem(layers, problem.pipeline, problem.mtp_apart, recompute_within=limit)
+    times = {cuts: fitted_by_hand(problem, cuts, limit) for cuts in every_split(problem)}
+    fitting = {cuts: ms for cuts, ms in times.items() if ms is not None}
+    if not fitting:
+        with pytest.raises(LayoutError, match="no layout fits"):
+            best_split(problem, limit)
+        return
+    found = best_split(problem, limit)
+    assert math.isclose(slowest(problem, found.cuts), fitting[found.cuts])
+    if problem.pipeline.chunks == 1 or found.proven:
+        assert math.isclose(fitting[found.cuts], min(fitting.values()))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What stages hold under a split, and which splits there are."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -20,8 +22,31 @@ def problem(layers, stages, chunks=1, micro_batches=8, mtp_apart=True):
 
 def test_a_stage_holds_its_weights_and_as_many_activations_as_it_is_ahead():
     costs = problem([EMBEDDING, *[DENSE] * 4, LOSS], stages=2).costs((3,))
-    assert costs[0] == (21, 42, 100 + 2 * 200 + 1000 + 2 * (1 + 20))
-    assert costs[1] == (25, 46, 7 + 2 * 200 + 1000 + 1 * (50 + 20))
+    assert costs[0] == (21, 42, 100 + 2 * 200 + 1000 + 2 * (1 + 20), 0)
+    assert costs[1] == (25, 46, 7 + 2 * 200 + 1000 + 1 * (50 + 20), 0)
+
+
+def test_a_stage_computes_as_many_layers_again_as_it_needs_to_fit():
+    """The first one holds two micro-batches, each of which is 8 smaller for every layer that keeps its input alone."""
+    layers = (EMBEDDING, *[dataclasses.replace(DENSE, input_bytes=2)] * 4, LOSS)
+    whole = 100 + 2 * 200 + 1000 + 2 * (1 + 20)
+    for within, again, held in [
+        (whole, 0, whole),
+        (whole - 1, 1, whole - 16),
+        (whole - 17, 2, whole - 32),
+        (9, 2, None),
+    ]:
+        costs = Problem(layers, Pipeline(2, 1, 8), True, recompute_within=within).costs((3,))
+        assert costs[0] == (21, 42 + again * 10, held or whole - 32, again)
+        assert costs[1].recompute_layers == (2 if within == 9 else 0)
+
+
+def test_every_chunk_computes_as_many_of_its_layers_again():
+    """Of its first chunk, which has three layers, and of its second, which has one."""
+    layers = (EMBEDDING, *[dataclasses.replace(DENSE, input_bytes=2)] * 7, LOSS)
+    one = Problem(layers, Pipeline(2, 2, 8), True, recompute_within=0).costs((4, 5, 6))
+    assert [stage.recompute_layers for stage in one] == [3, 2]
+    assert [stage.backward_ms for stage in one] == [2 + 4 * 20 + 4 * 10, 3 * 20 + 6 + 3 * 10]
 
 
 def test_a_stage_has_one_copy_of_the_word_embeddings_however_many_layers_use_them():

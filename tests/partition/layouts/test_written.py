@@ -96,7 +96,17 @@ def test_a_configuration_is_compared_as_far_as_it_goes(path):
         context_parallel_size=1,
         expert_model_parallel_size=1,
         sequence_parallel=False,
+        mtp_num_layers=1,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=256,
+        moe_shared_expert_intermediate_size=None,
+        moe_layer_freq=1,
     )
     assert plan.unlike(config) is None
-    config.ffn_hidden_size = 512
-    assert plan.unlike(config).startswith("the plan is for ffn_hidden_size 256, not 512: ")
+    others = {"ffn_hidden_size": (256, 512), "mtp_num_layers": (1, None), "num_moe_experts": (4, 8)}
+    for name, (planned, other) in others.items():
+        different = Namespace(**{**vars(config), name: other})
+        assert plan.unlike(different).startswith(f"the plan is for {name} {planned}, not {str(other).lower()}: ")
+    config.moe_layer_freq = [0, 1] * 4
+    assert plan.unlike(config).startswith("the plan is for moe_layer_freq 11111111, not ")

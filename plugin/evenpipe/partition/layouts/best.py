@@ -33,12 +33,14 @@ def best_layout(
     world_size: int | None = None,
     limit_bytes: int | None = None,
     half_layers: bool = False,
+    recompute: bool = False,
 ) -> tuple[LayoutPlan, Profile]:
     """For the flags of pretrain_gpt.py, which its path may precede: a checkout's own parser then reads them.
 
     Times are `device`'s peaks; None: measured on this CPU, one layer of each kind. `world_size`: GPUs of the whole run,
     for the share of a distributed optimizer; None: as few as can be. `limit_bytes`: of memory, for each stage.
-    `half_layers`: a stage may end between a layer's attention and MLP, which takes `--evenpipe-partition` to run.
+    `half_layers`: a stage may end between a layer's attention and MLP, and `recompute`: each computes as many layers
+    again as it needs to fit; either takes `--evenpipe-partition` to run.
     The profile lists every node that was timed. Megatron is not touched in the calling process.
 
     Raises LayoutError, one line.
@@ -49,6 +51,10 @@ def best_layout(
     except ChildFailed as error:
         raise LayoutError(str(error)) from error
     shape = Shape(**{**found["shape"], "experts": tuple(found["shape"]["experts"])})
+    if recompute and shape.recompute is not None:
+        raise LayoutError(
+            f"--recompute-granularity {shape.recompute}: the plan says what each stage computes again: leave it out"
+        )
     if device is None:
         times = {kind: {name: Time(*time) for name, time in nodes.items()} for kind, nodes in found["times"].items()}
     else:
@@ -61,6 +67,7 @@ def best_layout(
         mtp_apart=found["mtp_apart"],
         source=profile.origin.source,
         limit_bytes=limit_bytes,
+        recompute=recompute,
         shape=shape,
     )
     return plan, profile

@@ -25,7 +25,8 @@ def by_labels(problem: Problem, limit_bytes: float, slowest_ms: float) -> tuple[
     (and chunks, if memory is limited) of the stages that have chunks to come, the one whose other stages are fastest is
     enough: what a stage holds only grows. Without virtual stages this is dynamic programming over stages and layers.
     Stages that have all their chunks leave no more to the others than they can do in time. Of more labels than can be
-    followed, the most even ones are.
+    followed, the most even ones are. What layers take that are computed again counts without virtual stages alone: then
+    it is known with a stage's only part.
     """
     p, parts, whole = problem.pipeline.stages, problem.pipeline.parts, len(problem.layers)
     total = problem.total_ms
@@ -38,13 +39,16 @@ def by_labels(problem: Problem, limit_bytes: float, slowest_ms: float) -> tuple[
         end = np.array(reach)[end]
         ends, times = np.concatenate([ends[label], end[:, None]], axis=1), times[label]
         times[:, stage] += total[end] - total[first[label]]
+        firsts = np.pad(ends[:, :-1], ((0, 0), (1, 0)))
+        fitted = problem.fitted(stage, firsts, ends) if limit_bytes < math.inf else None
+        if fitted is not None and parts == p:
+            times[:, stage] += fitted.again_ms
         done = max(0, part + 1 - (parts - p))
         room = (slowest_ms - times[:, done:]).sum(axis=1)
         whole_parts = ~problem.halves[end] | (end > first[label])
         fits = whole_parts & (times[:, stage] <= slowest_ms * _SLACK) & (total[-1] - total[end] <= room * _SLACK + 1e-9)
-        firsts = np.pad(ends[:, :-1], ((0, 0), (1, 0)))
-        if limit_bytes < math.inf:
-            fits &= problem.held(stage, firsts, ends) <= limit_bytes
+        if fitted is not None:
+            fits &= fitted.held <= limit_bytes
         kept = np.flatnonzero(fits)
         kept = kept[np.argsort(times[kept, :done].max(axis=1, initial=0.0), kind="stable")]
         ends, firsts, times = ends[kept], firsts[kept], times[kept]

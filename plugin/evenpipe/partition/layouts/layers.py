@@ -34,8 +34,9 @@ class Layer:
 
     A layer that may be cut in half is two of these: "t" is then its attention, and its MLP, without symbols, follows.
 
-    Bytes of one rank: `saved_bytes` of a micro-batch until its backward; `static_bytes` of weights, gradients and
-    optimizer; `words_bytes` the same of a copy of the word embeddings, of which a stage needs one at most.
+    Bytes of one rank: `saved_bytes` of a micro-batch until its backward, and `input_bytes` alone if that begins with
+    another forward (None: it cannot); `static_bytes` of weights, gradients and optimizer; `words_bytes` the same of a
+    copy of the word embeddings, of which a stage needs one at most.
     """
 
     symbols: str
@@ -45,6 +46,7 @@ class Layer:
     saved_bytes: int = 0
     static_bytes: int = 0
     words_bytes: int = 0
+    input_bytes: int | None = None
 
     @property
     def total_ms(self) -> float:
@@ -69,13 +71,10 @@ def _total(nodes: Iterable[Time]) -> Time:
     return Time(sum(forward), sum(backward), sum(saved))
 
 
-def _recomputed(shape: Shape, kind: str, time: Time) -> Time:
-    """Under full recomputation, a layer keeps its input only, and its backward begins with another forward."""
-    if shape.recompute != "full" or kind not in ("dense", "experts"):
-        return time
+def _input_bytes(shape: Shape) -> int:
+    """What a layer that is computed again keeps."""
     split = shape.tensor_parallel if shape.sequence_parallel else 1
-    kept = shape.tokens * shape.hidden * shape.element_bytes // split
-    return Time(time.forward_ms, time.backward_ms + time.forward_ms, kept)
+    return shape.tokens * shape.hidden * shape.element_bytes // split
 
 
 def layers_of(shape: Shape, times: Times, halves: bool = False) -> tuple[Layer, ...]:
@@ -111,10 +110,13 @@ def _halves(shape: Shape, kind: str, times: Mapping[str, Time]) -> list[Layer]:
 
 
 def _layer(shape: Shape, symbols: str, kind: str, times: Mapping[str, Time], nodes: Sequence[Work]) -> Layer:
-    time = _total(times.values())
+    time, whole = _total(times.values()), kind in ("dense", "experts") and len(nodes) == len(work_of(shape, kind))
+    again = _input_bytes(shape) if whole and shape.recompute is None else None
+    if shape.recompute == "full" and kind in ("dense", "experts"):
+        time = Time(time.forward_ms, time.backward_ms + time.forward_ms, _input_bytes(shape))
     static = sum(_static(shape, node) for node in nodes)
     words = max(node.words for node in nodes)
-    return Layer(symbols, kind, *_recomputed(shape, kind, time), int(static), int(words * shape.parameter_bytes))
+    return Layer(symbols, kind, *time, int(static), int(words * shape.parameter_bytes), again)
 
 
 def _static(shape: Shape, node: Work) -> float:

@@ -20,12 +20,17 @@ FORMAT: Final = "evenpipe.layout/1"
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage: its chunks as Megatron writes them, milliseconds of a micro-batch through all of them, bytes at most."""
+    """A stage: its chunks as Megatron writes them, milliseconds of a micro-batch through all of them, bytes at most.
+
+    The first `recompute_layers` transformer layers of each chunk are computed again in its backward, whose milliseconds
+    have that; the one layer that is there again at a time is not in the bytes.
+    """
 
     layers: tuple[str, ...]
     forward_ms: float
     backward_ms: float
     peak_bytes: int
+    recompute_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,17 +107,21 @@ def plan_layout(
     mtp_apart: bool,
     source: str,
     limit_bytes: int | None = None,
+    recompute: bool = False,
     shape: Shape | None = None,
 ) -> LayoutPlan:
     """The layout with the fastest slowest stage among those within `limit_bytes` a stage.
 
-    `mtp_apart`: Megatron takes MTP layers on another stage than the loss (since 0.16). Raises LayoutError.
+    `mtp_apart`: Megatron takes MTP layers on another stage than the loss (since 0.16). `recompute`: each stage computes
+    as many layers again as it needs to fit. Raises LayoutError.
     """
+    if recompute and any(not layer.symbols for layer in layers):
+        raise LayoutError("--half-layers: which layers to compute again is chosen of whole ones: leave one of them out")
     if pipeline.chunks > 1 and any(not layer.symbols for layer in layers):
         # Ranks make one chunk after the other, and tied embeddings join the first with the last in between.
         raise LayoutError("--half-layers: virtual stages cannot be made of half layers: leave one of them out")
     start = time.perf_counter()
-    problem = Problem(tuple(layers), pipeline, mtp_apart)
+    problem = Problem(tuple(layers), pipeline, mtp_apart, limit_bytes if recompute else None)
     found = best_split(problem, limit_bytes)
     return LayoutPlan(
         best=_split(problem, found.cuts),

@@ -43,6 +43,7 @@ def best_split(problem: Problem, limit_bytes: int | None = None) -> Found:
     proven = not excess and slowest <= bound * _SLACK
     if not proven:
         others, proven = by_labels(problem, goal.limit, math.inf if excess else float(slowest))
+        proven = proven and (problem.recompute_within is None or problem.pipeline.chunks == 1)
         cuts = _climb(goal, min([cuts, *others], key=lambda one: goal.ratings(_row(one))[0].tolist()))
         excess, slowest = goal.ratings(_row(cuts))[0, :2]
         proven = proven or slowest <= bound * _SLACK

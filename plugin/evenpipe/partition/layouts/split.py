@@ -14,31 +14,47 @@ from evenpipe.partition.layouts.layers import Layer
 from evenpipe.partition.layouts.shape import LayoutError, Pipeline
 from evenpipe.partition.search.copies import Workload, copies_of
 
-__all__ = ["Cuts", "Problem", "StageCost"]
+__all__ = ["Cuts", "Fitted", "Problem", "StageCost"]
 
 Cuts = tuple[int, ...]
 """The number of layers before each part but the first, ascending; part k is on stage k mod p."""
 
 
 class StageCost(NamedTuple):
-    """One stage: milliseconds of one micro-batch through all of its chunks, and the bytes that it holds at most."""
+    """One stage: milliseconds of one micro-batch through all of its chunks, and the bytes that it holds at most.
+
+    The first `recompute_layers` transformer layers of each chunk are computed again in its backward.
+    """
 
     forward_ms: float
     backward_ms: float
     peak_bytes: int
+    recompute_layers: int = 0
 
     @property
     def total_ms(self) -> float:
         return self.forward_ms + self.backward_ms
 
 
+class Fitted(NamedTuple):
+    """Of a stage, by rows: how many layers of each chunk are computed again, how long that takes, and bytes at most."""
+
+    layers: NDArray[np.int64]
+    again_ms: NDArray[np.float64]
+    held: NDArray[np.int64]
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Layers to cut for a pipeline. `mtp_apart`: MTP layers can be on another stage than the loss."""
+    """Layers to cut for a pipeline. `mtp_apart`: MTP layers can be on another stage than the loss.
+
+    `recompute_within`: bytes a stage into which it is made to fit by computing layers again; None: none are.
+    """
 
     layers: tuple[Layer, ...]
     pipeline: Pipeline
     mtp_apart: bool
+    recompute_within: int | None = None
 
     def __post_init__(self) -> None:
         most = sum(len(layer.symbols) for layer in self.layers)
@@ -101,24 +117,55 @@ class Problem:
 
     def costs(self, cuts: Cuts) -> tuple[StageCost, ...]:
         """Of every stage."""
-        [forward, backward, held] = (rows[0].tolist() for rows in self.weighed(np.array([cuts], np.int64)))
-        return tuple(map(StageCost, forward, backward, held))
+        rows = np.array([cuts], np.int64)
+        [forward, backward, held] = (found[0].tolist() for found in self.weighed(rows))
+        again = (self.fitted(stage, *self._ends(rows)).layers[0] for stage in range(self.pipeline.stages))
+        return tuple(map(StageCost, forward, backward, held, map(int, again)))
 
     def weighed(self, cuts: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
         """Of rows of cuts: forward and backward milliseconds and peak bytes, of every stage."""
-        count = len(self.layers)
-        firsts = np.pad(cuts, ((0, 0), (1, 0)))
-        ends = np.pad(cuts, ((0, 0), (0, 1)), constant_values=count)
+        firsts, ends = self._ends(cuts)
         of_stages = (len(cuts), self.pipeline.chunks, self.pipeline.stages)
         forward, backward = (sums[ends] - sums[firsts] for sums in (self.forward_ms, self.backward_ms))
-        held = np.stack([self.held(stage, firsts, ends) for stage in range(self.pipeline.stages)], axis=1)
+        fitted = [self.fitted(stage, firsts, ends) for stage in range(self.pipeline.stages)]
         together = [one.reshape(of_stages).sum(axis=1) for one in (forward, backward)]
-        return together[0], together[1], held
+        again_ms, held = (np.stack(rows, axis=1) for rows in list(zip(*fitted, strict=True))[1:])
+        return together[0], together[1] + again_ms, held
 
-    def held(self, stage: int, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Bytes at most, for rows of where parts begin and end: of all parts, or of those that are known yet."""
+    def _ends(self, cuts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where parts begin and end."""
+        return np.pad(cuts, ((0, 0), (1, 0))), np.pad(cuts, ((0, 0), (0, 1)), constant_values=len(self.layers))
+
+    def fitted(self, stage: int, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> Fitted:
+        """How a stage fits, for rows of where parts begin and end: all parts, or those that are known yet.
+
+        Megatron computes the first layers of every chunk again, as many in each (`--recompute-method block`): here the
+        fewest that make it fit, all if that does not.
+        """
+        rows, own = len(ends), slice(stage, None, self.pipeline.stages)
+        found = Fitted(np.zeros(rows, np.int64), np.zeros(rows), self._held(stage, firsts, ends))
+        if self.recompute_within is None:
+            return found
+        first, end = (np.clip(row[:, own], *self.transformer) for row in (firsts, ends))
+        for layers in range(1, int((end - first).max(initial=0)) + 1):
+            open_rows = found.held > self.recompute_within
+            if not open_rows.any():
+                break
+            last = np.minimum(first + layers, end)
+            saves = np.zeros_like(ends)
+            saves[:, own] = self.savable_bytes[last] - self.savable_bytes[first]
+            again_ms = (self.forward_ms[last] - self.forward_ms[first]).sum(axis=1)
+            more = Fitted(np.full(rows, layers), again_ms, self._held(stage, firsts, ends, saves))
+            better = open_rows & (more.held < found.held)
+            found = Fitted(*(np.where(better, *pair) for pair in zip(more, found, strict=True)))
+        return found
+
+    def _held(
+        self, stage: int, firsts: NDArray[np.int64], ends: NDArray[np.int64], saves: NDArray[np.int64] | int = 0
+    ) -> NDArray[np.int64]:
+        """Bytes at most, with so many fewer saved of each part."""
         known, own = ends.shape[1], slice(stage, None, self.pipeline.stages)
-        saved = self.saved_bytes[ends] - self.saved_bytes[firsts]
+        saved = self.saved_bytes[ends] - self.saved_bytes[firsts] - saves
         static = (self.static_bytes[ends] - self.static_bytes[firsts])[:, own].sum(axis=1)
         words = np.zeros(len(ends), np.int64)
         for number, layer in enumerate(self.layers):
@@ -139,6 +186,19 @@ class Problem:
     @cached_property
     def saved_bytes(self) -> NDArray[np.int64]:
         return _sums([layer.saved_bytes for layer in self.layers])
+
+    @cached_property
+    def savable_bytes(self) -> NDArray[np.int64]:
+        """What computing layers again saves."""
+        inputs = (layer.input_bytes for layer in self.layers)
+        pairs = zip(self.layers, inputs, strict=True)
+        return _sums([0 if kept is None else layer.saved_bytes - kept for layer, kept in pairs])
+
+    @cached_property
+    def transformer(self) -> tuple[int, int]:
+        """Before the first layer that can be computed again, and behind the last."""
+        again = [number for number, layer in enumerate(self.layers) if layer.input_bytes is not None]
+        return (again[0], again[-1] + 1) if again else (0, 0)
 
     @cached_property
     def static_bytes(self) -> NDArray[np.int64]:

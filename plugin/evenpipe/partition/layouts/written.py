@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evenpipe.partition.layouts.plan import FORMAT, StagePlan
 from evenpipe.partition.layouts.shape import LayoutError, Pipeline, Shape, laid_out_by
+from evenpipe.planner.arguments.values import expert_layers
 
 __all__ = ["WrittenLayout"]
 
@@ -54,8 +55,17 @@ _CONFIGURED: Final = {
     "context_parallel": "context_parallel_size",
     "expert_parallel": "expert_model_parallel_size",
     "sequence_parallel": "sequence_parallel",
+    "mtp": "mtp_num_layers",
+    "expert_count": "num_moe_experts",
 }
 """As attributes of a TransformerConfig; Megatron itself compares its numbers of layers and stages with the layout."""
+
+_CONFIGURED_EXPERTS: Final = {
+    "top_k": "moe_router_topk",
+    "expert_ffn": "moe_ffn_hidden_size",
+    "shared_ffn": "moe_shared_expert_intermediate_size",
+}
+"""The same, which say something of a model with experts alone."""
 
 _VIRTUAL: Final = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 
@@ -122,9 +132,12 @@ class WrittenLayout(BaseModel):
 
     def unlike(self, config: Any) -> str | None:
         """The same for a model configuration of Megatron's, as far as it says what a model is."""
-        for field, attribute in _CONFIGURED.items():
-            if (given := getattr(config, attribute)) != (planned := getattr(self.shape, field)):
+        experts = self.shape.expert_count
+        for field, attribute in {**_CONFIGURED, **(_CONFIGURED_EXPERTS if experts else {})}.items():
+            if ((given := getattr(config, attribute, None)) or 0) != (planned := getattr(self.shape, field)):
                 return _differs(attribute, given, planned)
+        if experts and expert_layers(config.moe_layer_freq, len(self.shape.experts)) != self.shape.experts:
+            return _differs("moe_layer_freq", config.moe_layer_freq, self.shape.experts)
         return None
 
     def other_vocabulary(self, padded: int) -> str | None:
