@@ -47,7 +47,10 @@ def cluster(name: str) -> Cluster:
     if not isinstance(named, str):
         raise DescriptionError(f"{where}: {key}.device: is {named!r}: give a device's name")
     of = device(named)
-    found = described(Cluster, name, {"peer_gbps": of.peer_gbps, **said, "device": of}, where)
+    if "peer_gbps" not in said:
+        sources = {"peer_gbps": f"its device's, {named}", **(said.get("sources") or {})}
+        said = {**said, "peer_gbps": of.peer_gbps, "sources": sources}
+    found = described(Cluster, name, {**said, "device": of}, where)
     sized = _SIZED.fullmatch(name)
     return found.of_size(int(sized[1]), int(sized[2])) if sized and key != name else found
 
