@@ -16,7 +16,7 @@ __all__ = ["main"]
 #: and returns the exit status, if it is not 0.
 _COMMANDS = (
     *("schedule", "simulate", "candidates", "estimate", "plan", "recipe", "partition", "train", "demo", "run"),
-    "patches",
+    *("patches", "doctor"),
 )
 
 

@@ -1,0 +1,230 @@
+"""``evenpipe doctor``: look at the machine, or with torchrun at all machines of a job, before the job starts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from rich.console import Console
+
+from evenpipe.cli.doctor_shown import Said, document, gathered, show
+from evenpipe.cli.parser import Commands, UsageError
+from evenpipe.cli.values import gibibytes, positive
+from evenpipe.doctor.devices import gpus, topology
+from evenpipe.doctor.environment import environment
+from evenpipe.doctor.finding import Finding, Verdict, problem, unseen
+from evenpipe.doctor.job import Job, Launched, NoMeetingError, meet
+from evenpipe.doctor.links import Measured, Pipelines, Wanted, clocks, measure, named, pairs, start_group, verdicts
+from evenpipe.doctor.looks import Look, look_at
+from evenpipe.doctor.machine import clock, open_files, shared_memory
+from evenpipe.doctor.ports import ports
+from evenpipe.doctor.storage import storage
+from evenpipe.doctor.versions import apex, framework, python_and_torch
+from evenpipe.runtime.bandwidth import ModelShape, Recompute
+
+__all__ = ["add_to"]
+
+# Importing a framework on a cold network file system takes this long.
+_IMPORT_SECONDS: Final = 120.0
+# Ranks that look at frameworks tell what they found later than others.
+_LATE_SECONDS: Final = 150.0
+
+
+def add_to(commands: Commands) -> None:
+    """Add the sub-command."""
+    text = "look at this machine, or with torchrun at all of a job's, and say what would keep a run from going well"
+    parser = commands.add_parser(
+        "doctor",
+        help=text,
+        description=f"{text.capitalize()}. Exit status 1 if there is a problem; each has its remedy.",
+        usage="[torchrun ... -m] evenpipe doctor [OPTIONS]",
+        epilog="--json prints a document evenpipe.doctor/1: ok, ranks, missing (ranks), findings (check, verdict: "
+        "fine, note, problem or not looked at, said, remedy, ranks) and pairs (stages, ranks, crosses_nodes, gbps, "
+        "needs_gbps: equations 10 to 12, hides_all_gbps: 7 to 9, or null without --model).",
+    )
+    parser.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="where the run is to write its checkpoints")
+    parser.add_argument("--checkpoint-gib", type=gibibytes, metavar="X", help="how large one of them is")
+    group = parser.add_argument_group("of a job (torchrun ... -m evenpipe doctor)")
+    group.add_argument("--stages", type=positive, metavar="P", help="pipeline stages (default: as many as fit)")
+    group.add_argument("--tensor-parallel", type=positive, metavar="T", help="default 1")
+    group.add_argument("--model", metavar="NAME", help="a name, or PATH.yaml[:NAME], to know what links need to carry")
+    group.add_argument("--micro-batch-size", type=positive, default=1, metavar="B")
+    group.add_argument("--recompute", choices=get_args(Recompute), default="none", help="what backwards recompute")
+    group.add_argument(
+        "--limit-s", type=positive, default=60, metavar="S", help="how long ranks wait for each other (default 60)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: Namespace) -> int:
+    wanted = Wanted(
+        arguments.stages,
+        arguments.tensor_parallel or 1,
+        _shape(arguments.model),
+        arguments.micro_batch_size,
+        arguments.recompute,
+    )
+    try:
+        launched = Launched.of(os.environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    together = _Together(arguments, launched, wanted)
+    of_the_job, waiting = look_at(together.looks()) if launched.world > 1 else ([], False)
+    found, late = look_at(_looks(arguments, launched))
+    job, missing = together.job, [] if together.job is None else together.job.missing
+    said = gathered({launched.rank: [*found, *of_the_job]})
+    if job is not None:
+        said = _told(job, [*found, *of_the_job], arguments.limit_s + _LATE_SECONDS)
+    speaks = job is None or job.reports
+    status = 0
+    if speaks:
+        status = int(any(each.finding.verdict is Verdict.PROBLEM for each in said))
+        ranks = launched.world
+        if arguments.json:
+            print(json.dumps(document(said, together.rows, ranks, missing)))
+        else:
+            show(said, together.rows, ranks, Console())
+        sys.stdout.flush()
+    if job is not None:
+        with contextlib.suppress(RuntimeError):
+            job.end(2 * (arguments.limit_s + _LATE_SECONDS))
+    if waiting or late or launched.world > 1:
+        # Not by way of what still waits in a thread, nor of torch's own end, which waits for peers.
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _shape(name: str | None) -> ModelShape | None:
+    from evenpipe.planner.descriptions import DescriptionError, model
+
+    try:
+        found = None if name is None else model(name)
+    except DescriptionError as error:
+        raise UsageError(f"--model {error}") from None
+    return None if found is None else ModelShape(found.layers, found.heads, found.hidden, found.sequence)
+
+
+def _looks(arguments: Namespace, launched: Launched) -> list[Look]:
+    several_nodes = launched.world > launched.per_node
+    of_each_rank = [
+        Look("environment", lambda: environment(os.environ, several_nodes, arguments.tensor_parallel)),
+        Look("open files", lambda: open_files(launched.world)),
+    ]
+    if launched.local_rank != 0:
+        return of_each_rank
+    slow = "see whether the file system that Python is installed on answers"
+    size = None if arguments.checkpoint_gib is None else arguments.checkpoint_gib * 2**30
+    folder = arguments.checkpoint_dir
+    return [
+        Look("python", python_and_torch),
+        Look("megatron-core", lambda: framework("megatron-core", _megatron), _IMPORT_SECONDS, "its import", slow),
+        Look("deepspeed", lambda: framework("deepspeed", _deepspeed), _IMPORT_SECONDS, "its files", slow),
+        Look("apex", apex),
+        Look("GPUs", gpus, _IMPORT_SECONDS, "torch.cuda", "a GPU or the driver is stuck (dmesg: Xid): drain the node"),
+        Look("GPU links", topology),
+        *of_each_rank,
+        Look("shared memory", shared_memory),
+        Look("ports", lambda: ports(os.environ, launched.world > 1 or "TORCHELASTIC_RUN_ID" in os.environ)),
+        Look("clock", clock),
+        Look("checkpoints", lambda: storage(folder, several_nodes, size), waits_for=f"the file system of {folder}"),
+    ]
+
+
+def _megatron() -> Any:
+    from evenpipe.megatron.catalogue import look
+
+    found = look()
+    return None if found.root is None and found.problem is not None and "ModuleNotFound" in found.problem else found
+
+
+def _deepspeed() -> Any:
+    from evenpipe.deepspeed.catalogue import look
+
+    return look()
+
+
+class _Together:
+    """What the ranks of a job look at together: ``job``, once they have met, and ``rows``, one a pair."""
+
+    def __init__(self, arguments: Namespace, launched: Launched, wanted: Wanted) -> None:
+        self._limit = float(arguments.limit_s)
+        self._launched = launched
+        self._wanted = wanted
+        self.job: Job | None = None
+        self.rows: list[dict[str, Any]] = []
+
+    def looks(self) -> list[Look]:
+        """Each waits for other ranks, and has its own limit within the last one's."""
+        return [Look("ranks", self._meet, _IMPORT_SECONDS + 5 * self._limit, "torch and the job's store")]
+
+    def _meet(self) -> Iterator[Finding]:
+        launched, limit = self._launched, self._limit
+        try:
+            job = Job(meet(os.environ, launched, limit), launched, limit)
+        except NoMeetingError as error:
+            yield problem("ranks", str(error), error.remedy)
+            return
+        except ImportError as error:
+            yield unseen("ranks", f"torch.distributed cannot be imported: {error}")
+            return
+        self.job = job
+        if job.missing:
+            said = f"{named(job.missing)} of {launched.world} {'has' if len(job.missing) == 1 else 'have'} not come"
+            yield problem("ranks", said, "see whether that process was started, and reaches MASTER_ADDR:MASTER_PORT")
+        elif not job.agree():
+            yield problem("ranks", "not all ranks see all others", "start the doctor again")
+        else:
+            yield from self._measure(job)
+
+    def _measure(self, job: Job) -> Iterator[Finding]:
+        try:
+            pipelines = Pipelines.of(self._wanted, job.present)
+        except ValueError as error:
+            yield problem("BPipe pairs", str(error), "correct --stages or --tensor-parallel")
+            return
+        if job.reports:
+            yield from pairs(pipelines, job.present)
+        look = Look(
+            "links",
+            lambda: self._links(job, pipelines),
+            2 * self._limit,
+            "ranks that this one is connected with",
+            "see that no firewall is between nodes, and that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the "
+            "network they share",
+        )
+        found, _ = look_at([look])
+        yield from found
+
+    def _links(self, job: Job, pipelines: Pipelines) -> Iterator[Finding]:
+        launched = self._launched
+        start_group(meet(os.environ, launched, self._limit, "group"), launched, self._limit)
+        yield from clocks(launched.rank, launched.world)
+        mine = measure(launched.rank, pipelines, self._wanted)
+        measured = job.gather("measured", dataclasses.astuple(mine), self._limit)
+        if job.reports and len(measured) == launched.world:
+            all_of = {rank: Measured(*each) for rank, each in measured.items()}
+            found, self.rows = verdicts(pipelines, job.present, self._wanted, all_of)
+            yield from found
+
+
+def _told(job: Job, found: list[Finding], seconds: float) -> list[Said]:
+    """On the rank that reports: what all ranks have found, and which have not said anything."""
+    told = job.gather("report", [(check, verdict.value, *rest) for check, verdict, *rest in found], seconds)
+    by_rank = {
+        rank: [Finding(check, Verdict(verdict), *rest) for check, verdict, *rest in each] for rank, each in told.items()
+    }
+    silent = [rank for rank in job.present if rank not in told]
+    said = gathered(by_rank)
+    if silent and job.reports:
+        line = f"{named(silent)} came, and then said nothing for {seconds:g} s"
+        said.append(Said(problem("ranks", line, "see what that process is doing (py-spy dump --pid)"), tuple(silent)))
+    return said
