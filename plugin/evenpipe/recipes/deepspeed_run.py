@@ -61,6 +61,7 @@ def described_by(
         group_size=settings.group_size if settings and settings.group_size != "auto" else 1,
         layout=_layout(settings.partition if settings else None, of.layers, args.stages),
         precision=_precision(configuration),
+        attention="unfused" if _precision(configuration) == "fp32" else "flash",
         sharded_optimizer=_of(configuration, "zero_optimization").get("stage", 0) == 1,
         blocking=() if settings else None,
     )

@@ -62,11 +62,11 @@ class Recipe:
         filled = replace(filled, **today, blocking=() if run.stages > 1 else None)
         if filled.schedule == "2bw":
             filled = replace(filled, overlap_parameters=False)  # refused: the forward runs on the weights before
-        if framework == "megatron" and filled.precision == "fp32":
-            filled = replace(filled, attention="unfused")  # no fused kernel computes in it
         if framework == "deepspeed":
-            # model.py asks torch for attention, which keeps no scores.
+            # model.py asks torch for attention, which keeps no scores in half precision.
             filled = replace(filled, overlap_parameters=False, overlap_gradients=False, attention="flash")
+        if filled.precision == "fp32":
+            filled = replace(filled, attention="unfused")  # no flash attention computes in it
         return cls(model, cluster, filled, framework, launcher, settings)
 
     @property
