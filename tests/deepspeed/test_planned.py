@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ _RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[tuple[dict[str,
     ),
     "recomputed and swapped": (
         4,
-        {},
+        {"steps_per_print": 1},
         {},
         [
             ({"optimize": "recompute", "share": 0.8}, {}),
@@ -189,6 +190,15 @@ def test_what_is_recomputed_and_swapped_is_not_held(results: dict[str, list[Any]
     most = max(rank["peak_bytes"] for rank in kept)
     assert max(rank["peak_bytes"] for rank in recomputed) < 0.9 * most
     assert max(rank["peak_bytes"] for rank in swapped) < 0.9 * most
+
+
+def test_each_stage_is_said_to_take_what_was_planned(results: dict[str, list[Any]], folder: Path) -> None:
+    """Once for every plan of these runs; on a CPU bytes are those of real tensors, weights and Adam's among them."""
+    said = (folder / "said").read_text()
+    told = re.findall(r"evenpipe: stage (\d) \(nodes .*\| peak MiB: ([\d.]+) predicted, ([\d.]+) measured \|", said)
+    assert [int(stage) for stage, *_ in told] == [*range(4)] * 2
+    for _, predicted, measured in told:
+        assert float(measured) == pytest.approx(float(predicted), rel=0.03, abs=0.11)
 
 
 def test_one_line_says_what_is_cut(results: dict[str, list[Any]], folder: Path) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from evenpipe.deepspeed.engine import EvenPipeEngine, resumes_training
 from evenpipe.deepspeed.log import print_once
 from evenpipe.deepspeed.section import NAME, SectionError
 from evenpipe.deepspeed.stage import EngineStage, tensors_of
+from evenpipe.deepspeed.static_memory import static_bytes
 from evenpipe.planner.candidates import PlanError, divisors
 from evenpipe.planner.grouped import GroupedSchedule, average_ms
 from evenpipe.planner.memory import Measured
@@ -21,7 +21,7 @@ from evenpipe.schedule import Unit
 from evenpipe.settings.contradictions import CONTRADICTIONS_ON_CPU, contradiction_in
 from evenpipe.settings.spelling import SECTION
 from evenpipe.tuner.loop import AdaptiveLoop
-from evenpipe.tuner.process_memory import limit_bytes, reachable_tensors, static_bytes, storage_bytes
+from evenpipe.tuner.process_memory import limit_bytes, storage_bytes
 from evenpipe.tuner.samples import CutError, micro_batches_of
 from evenpipe.upstream.ending import end_job
 
@@ -103,8 +103,8 @@ class AdaptiveEngine(EvenPipeEngine):
 
     def _end_measuring(self) -> None:
         """Have the loop take what was measured, and go on to the next size, or to tuning."""
-        static_bytes = _static_bytes(self) + self.executor.connections.device_bytes
-        measured = self.measurements.summary(self._boundary.nbytes, static_bytes)
+        held_bytes = static_bytes(self) + self.executor.connections.device_bytes
+        measured = self.measurements.summary(self._boundary.nbytes, held_bytes)
         self.measurements = _Measurements(self.executor)
         try:
             self.loop.take(measured, self.executor, self.global_steps)
@@ -208,21 +208,6 @@ def _refuse(engine: AdaptiveEngine) -> None:
             '"auto": micro-batches of PipelineModule(dynamic_shape=True) differ in what they save, so that the memory '
             "of groups is not known: give a number",
         )
-
-
-def _static_bytes(engine: AdaptiveEngine) -> int:
-    """Bytes of weights, gradients and all tensors of DeepSpeed's optimizer, which stay from batch to batch.
-
-    Each kind of optimizer keeps flat buffers, shards and fp32 copies under names of its own, so whatever can be reached
-    is counted. What there is not between batches, or not yet, counts too: gradients, and the state that a first step
-    makes.
-    """
-    module: torch.nn.Module = engine.module
-    optimizer: Any = engine.optimizer
-    roots = [*module.parameters(), *module.buffers(), optimizer]
-    held = reachable_tensors(roots, type(optimizer).__module__, engine.device)
-    gradients = sum(one.nbytes for one in module.parameters() if one.requires_grad and one.grad is None)
-    return static_bytes(held, [getattr(optimizer, "optimizer", optimizer)]) + gradients
 
 
 def _log_resumed(resumes: bool) -> None:

@@ -16,6 +16,7 @@ from evenpipe.deepspeed.log import log_batch, print_line, print_once
 from evenpipe.deepspeed.lowering import ACTIONS, ProgramSchedule
 from evenpipe.deepspeed.planned.checkpoint import load_layers, save_layers
 from evenpipe.deepspeed.planned.stage import CutStage
+from evenpipe.deepspeed.planned.truth import Truth
 from evenpipe.deepspeed.refusals import refuse_unsupported
 from evenpipe.deepspeed.section import Section, SectionError, section_of, with_deepspeeds_names
 from evenpipe.deepspeed.stage import Boundary, EngineStage
@@ -63,6 +64,8 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         self.executor = _executor(self, self._programs, self._prepare())
         if self.cut is not None:
             self.cut.keep_as_planned(self.executor)
+        #: What a plan predicted, to be said beside what is measured.
+        self.truth = Truth(self, self.cut.plan) if self.cut is not None else None
         self._boundary = Boundary(self)
         self._take: Callable[[Step], None] | None = None
 

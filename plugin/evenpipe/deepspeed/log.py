@@ -72,6 +72,11 @@ def _show(engine: Any, iteration: int, stages: Sequence[StageFigures]) -> None:
     if engine.global_rank != 0:
         return
     print_line(log_line(iteration, stages))
+    # Once, when what the first batch warms up is warm.
+    if engine.truth is not None and iteration > 1:
+        truth, engine.truth = engine.truth, None
+        for line in truth.lines(stages):
+            print_line(line)
     if engine.monitor.enabled:
         samples = engine.global_samples - (engine.global_steps - iteration) * engine.train_batch_size()
         engine.monitor.write_events([(tag, value, samples) for tag, value in scalars(stages).items()])
