@@ -11,7 +11,7 @@ help: ## list the targets
 prepare: ## make .venv fit the pins, and install the package into it
 	@.ci/prepare
 
-demo: prepare ## train a GPT on four pipeline stages, three ways; prints a table, writes a picture
+demo: prepare ## train a GPT on four pipeline stages, three ways; prints a table, writes a picture and a page
 	@$(BIN)/evenpipe demo --picture demo.png
 
 # Several tests at a time, those of a file by one worker in their order; benchmarks measure times, so they are alone.
@@ -44,4 +44,4 @@ boundaries: prepare ## which room may import which (import-linter)
 	@$(BIN)/lint-imports
 
 clean: ## remove what these targets made
-	rm -rf .venv build demo.png .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv build demo.png demo.html .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

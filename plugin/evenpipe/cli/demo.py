@@ -6,6 +6,7 @@ import json
 import statistics
 from argparse import Namespace
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from evenpipe.cli.parser import Commands
+from evenpipe.cli.report import demo_views, write_page
 from evenpipe.cli.training import run_training
-from evenpipe.cli.values import picture_file
+from evenpipe.cli.values import output_file, picture_file
 from evenpipe.report import StageMemory, Timeline
 from evenpipe.report.picture import draw_comparison
+from evenpipe.simulate import Simulation
+from evenpipe.train.document import run_document
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.predict import predict
 from evenpipe.train.result import RunResult
@@ -49,30 +53,45 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--picture", type=picture_file, default=Path("demo.png"), metavar="P.png", help="default: demo.png"
     )
+    parser.add_argument(
+        "--html",
+        type=output_file,
+        default=Path("demo.html") if find_spec("bokeh") is not None else None,
+        metavar="OUT.html",
+        help="the same as a page to look into; default: demo.html, where evenpipe[report] is installed",
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: Namespace) -> None:
     cases = [TrainOptions.of(**_MODEL, **case) for case in _CASES.values()]
     results = run_training("demo", cases, list(_CASES))
-    _draw(arguments.picture, cases, results)
+    predictions = [predict(options.program, result) for options, result in zip(cases, results, strict=True)]
+    _draw(arguments.picture, results, predictions)
+    runs = {
+        name: run_document(name, options, options.program, result, prediction)
+        for name, options, result, prediction in zip(_CASES, cases, results, predictions, strict=True)
+    }
+    document = {"format": "evenpipe.demo/1", "runs": runs, "picture": str(arguments.picture)}
+    if arguments.html is not None:
+        write_page(arguments.html, *demo_views(document))
     if arguments.json:
-        runs = {name: result.to_json() for name, result in zip(_CASES, results, strict=True)}
-        print(json.dumps({"format": "evenpipe.demo/1", "runs": runs, "picture": str(arguments.picture)}))
+        print(json.dumps(document | {"page": None if arguments.html is None else str(arguments.html)}))
     else:
         console = Console()
         console.print(_table(results))
-        console.print(f"timelines and memory: {arguments.picture}", highlight=False)
+        page = "" if arguments.html is None else f", and to look into: {arguments.html}"
+        console.print(f"timelines and memory: {arguments.picture}{page}", highlight=False)
     if len({(result.losses, result.weights_sha256) for result in results}) > 1:
         raise SystemExit("evenpipe demo: losses or weights differ: please report this, with the output above")
 
 
-def _draw(path: Path, cases: Sequence[TrainOptions], results: Sequence[RunResult]) -> None:
+def _draw(path: Path, results: Sequence[RunResult], predictions: Sequence[Simulation]) -> None:
     """The measured timelines, and per stage the predicted next to the measured peak."""
     timelines, memory = [], []
-    for name, options, result in zip(_CASES, cases, results, strict=True):
+    for name, result, prediction in zip(_CASES, results, predictions, strict=True):
         timelines.append(Timeline(name, result.spans))
-        predicted = tuple(stage.peak_bytes / _MIB for stage in predict(options.program, result).stages)
+        predicted = tuple(stage.peak_bytes / _MIB for stage in prediction.stages)
         measured = tuple(stage.peak_saved_bytes / _MIB for stage in result.stages)
         memory.append(StageMemory(f"{name}: peak saved", "MiB", predicted, measured))
     draw_comparison(path, timelines, memory)

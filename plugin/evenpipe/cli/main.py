@@ -15,8 +15,8 @@ __all__ = ["main"]
 #: Modules of this room; each has ``add_to(commands)``, which adds a parser whose default ``run`` takes the arguments
 #: and returns the exit status, if it is not 0.
 _COMMANDS = (
-    *("schedule", "simulate", "candidates", "estimate", "plan", "recipe", "partition", "train", "demo", "run"),
-    *("patches", "doctor"),
+    *("schedule", "simulate", "candidates", "estimate", "plan", "recipe", "partition", "train", "demo", "report"),
+    *("run", "patches", "doctor"),
 )
 
 

@@ -23,8 +23,8 @@ def add_to(commands: Commands) -> None:
     document = (
         "--json prints a document evenpipe.simulation/1: makespan_ms, of all batches, bubble_fraction, each stage's "
         "busy_ms, idle_ms and peak_live, the timeline: when each action starts and ends, the memory: [at_ms, live "
-        "units, bytes], and the schedule and costs of it all. on_devices_ms: the makespan in the environment that is asked "
-        "for, if one is."
+        "units, bytes], and the schedule and costs of it all. on_devices_ms: the makespan in the environment that is "
+        "asked for, if one is."
     )
     parser = commands.add_parser("simulate", help=text, description=f"{text.capitalize()}.", epilog=document)
     add_schedule_options(parser)

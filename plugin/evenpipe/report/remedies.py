@@ -31,15 +31,16 @@ class Case(NamedTuple):
 class Alternative(NamedTuple):
     """One thing that could be different, and what simulation makes of it.
 
-    batch_ms: of as many micro-batches as now. peak: the fullest stage's, in bytes, or in units where sizes are unknown.
-    change: "schedule", or what else it is. flags: what to give; engine: who carries it out, None: the present one.
+    batch_ms: of as many micro-batches as now. peak: the fullest stage's, in bytes, or in
+    micro-batches where sizes are unknown. change: "schedule", or what else it is. flags: what to give;
+    engine: who carries it out, None: the present one.
     """
 
     change: str
     text: str
     flags: str
     batch_ms: float
-    peak: int
+    peak: float
     waits: Waits
     engine: str | None = None
 
@@ -120,7 +121,7 @@ def _of(case: Case, change: str, text: str, flags: str, batches: int) -> Alterna
     if case.schedule.batches > 1:
         batch_ms = _steady_ms(case, simulation.makespan_ms)
     known = case.unit_bytes is not None
-    peak = max(stage.peak_bytes if known else stage.peak_live for stage in simulation.stages)
+    peak = max(stage.peak_bytes if known else stage.peak_live / case.schedule.chunks for stage in simulation.stages)
     waits = waits_in(case.schedule.places, simulation.timeline)
     return Alternative(change, text, flags, batch_ms, peak, waits)
 

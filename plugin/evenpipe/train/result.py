@@ -45,8 +45,9 @@ class RunResult:
     is `first_iteration`, which is not 0 where a checkpoint was loaded. `weights_sha256` covers every parameter of every
     stage and tensor-parallel rank. `unit_bytes[s][c]` is what one micro-batch saves in chunk c of stage s. `spans[s]`
     are the actions of stage s in the last iteration, in order of their start, in milliseconds from the first of all,
-    and `memory[s]` what it held meanwhile. `retunes` are decisions on group and micro-batch sizes, `predicted_saved_bytes[s]` the highest peak of saved
-    activations that was predicted for them; both are empty where the options decide.
+    and `memory[s]` what it held meanwhile. `retunes` are decisions on group and micro-batch sizes,
+    `predicted_saved_bytes[s]` the highest peak of saved activations that was predicted for them; both are
+    empty where the options decide.
     """
 
     losses: tuple[float, ...]

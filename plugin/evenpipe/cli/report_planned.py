@@ -1,0 +1,147 @@
+"""What a page shows before a run: a partition, and a plan for a cluster, simulated from the times that they have."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from evenpipe.cli.partition_shown import division
+from evenpipe.cli.plan_engine import engine_of
+from evenpipe.partition.search.copies import PIPEDREAM
+from evenpipe.partition.search.plan import Plan as Partition
+from evenpipe.planner.descriptions import framework
+from evenpipe.planner.search.plan import Plan, PlannedRun
+from evenpipe.report.page.content import Pairs, Table, View, amount, milliseconds, percent
+from evenpipe.report.page.documents import SimulationDocument
+from evenpipe.report.page.views import simulated_view
+from evenpipe.schedule import Program, Size, build
+from evenpipe.simulate import Costs, simulate, simulation_document
+
+__all__ = ["partition_view", "plan_view"]
+
+_GIB: Final = 2**30
+#: Micro-batches × stages of a plan that are drawn at most: its batches may have hundreds.
+_MOST_DRAWN: Final = 1024
+
+
+def partition_view(document: dict[str, Any]) -> View:
+    """A partition, simulated where it is of a schedule that trains, and not of PipeDream's."""
+    plan = Partition.model_validate(document)
+    way = division("", plan.stages)
+    rows = [
+        (
+            f"stage {stage}",
+            *(milliseconds(ms[stage]) for ms in (way.forward_ms, way.backward_ms, way.extra_ms)),
+            *(amount(peaks[stage]) for peaks in (way.peak_bytes, way.peak_bytes_before)),
+        )
+        for stage in range(plan.stage_count)
+    ]
+    columns = ("Stage", "Forward", "Backward", "Recompute, swap", "Peak", "Peak before that")
+    stages = Table("Each stage: a micro-batch's times, and peaks", columns, rows)
+    facts = [
+        ("Slowest part, a micro-batch", milliseconds(plan.max_stage_ms)),
+        ("No partition is below", milliseconds(plan.optimum_ms)),
+        ("Fullest stage", amount(max(way.peak_bytes))),
+        ("Limit", amount(plan.limit_bytes)),
+    ]
+    settings = [*_settings(plan.origin.model_dump(mode="json")), ("optimize", plan.optimize)]
+    title = (
+        f"{plan.origin.model}: {plan.schedule}{_bpipe(plan.bpipe)}, {plan.stage_count} stages, "
+        f"{plan.micro_batches} micro-batches"
+    )
+    if plan.schedule == PIPEDREAM:
+        return View(title, facts, (), stages, tables=[_parts(plan)], settings=settings)
+    backward_ms = [both + extra for both, extra in zip(way.backward_ms, way.extra_ms, strict=True)]
+    simulated = _simulated(plan.program, Costs(tuple(way.forward_ms), tuple(backward_ms)))
+    return simulated_view(title, simulated, None, facts, stages, settings, [_parts(plan)])
+
+
+def _parts(plan: Partition) -> Table:
+    rows = [
+        (
+            str(number),
+            f"stage {part.stage}",
+            f"{part.first_node}–{part.last_node}",
+            str(len(part.recompute)),
+            str(len(part.swap)),
+        )
+        for number, part in enumerate(plan.stages)
+    ]
+    return Table("Parts of the model", ("Part", "Where", "Nodes", "Recomputed", "Swapped"), rows)
+
+
+def plan_view(document: dict[str, Any]) -> View:
+    """A plan: its fastest run simulated, and all the others. Raises ValueError, one line, where it has none."""
+    plan = Plan.model_validate(document)
+    if not plan.plans:
+        raise ValueError("plans: there is no run that fits")
+    best, engine = plan.plans[0], engine_of(framework(plan.framework))
+    program, cut = _drawn_program(best)
+    costs = Costs(
+        tuple(stage.forward_ms for stage in best.each_stage), tuple(stage.backward_ms for stage in best.each_stage)
+    )
+    kinds = list(dict.fromkeys(kind for stage in best.each_stage for kind in stage.bytes))
+    rows = [
+        (
+            f"stage {number}",
+            milliseconds(stage.forward_ms),
+            milliseconds(stage.backward_ms),
+            *(amount(stage.bytes.get(kind, 0)) for kind in kinds),
+        )
+        for number, stage in enumerate(best.each_stage)
+    ]
+    columns = ("Stage", "Forward", "Backward", *(kind.replace("_", " ") for kind in kinds))
+    facts = [
+        ("Iteration, estimated", milliseconds(best.iteration_ms)),
+        ("Samples a second", f"{best.samples_per_second:,.4g}"),
+        ("MFU", percent(best.mfu, 1)),
+        ("Fullest GPU", f"{best.memory_gib:.1f} of {plan.device_gib:g} GiB"),
+        *([("Drawn", f"{cut} of {best.micro_batches} micro-batches")] if cut < best.micro_batches else []),
+    ]
+    return simulated_view(
+        f"{plan.model} on {plan.cluster}, {plan.framework}",
+        _simulated(program, costs),
+        None,
+        facts,
+        Table("Each stage of the fastest run: a micro-batch's times, and what a GPU holds", columns, rows),
+        _settings(plan.model_dump(mode="json", exclude={"plans", "front", "rejected"}) | {"flags": best.flags}),
+        [
+            _runs("The fastest runs", plan.plans),
+            _runs("The Pareto front of memory against speed", plan.front),
+            Table("Not taken", ("Runs", "Why"), [(one.family, one.reason) for one in plan.rejected]),
+        ],
+        lambda spec: "another engine" if engine.lacks(spec) else None,
+    )
+
+
+def _drawn_program(run: PlannedRun) -> tuple[Program, int]:
+    """The run's schedule, with no more micro-batches than can be seen, and how many these are."""
+    count = min(run.micro_batches, max(2 * run.stages, _MOST_DRAWN // run.stages // run.stages * run.stages))
+    size = Size(run.stages, count, run.chunks, run.group_size, 3 if run.schedule == "2bw" else 1)
+    return build(run.schedule, size, run.bpipe), count
+
+
+def _simulated(program: Program, costs: Costs) -> SimulationDocument:
+    """In the form in which `evenpipe simulate` writes it."""
+    return SimulationDocument.model_validate(simulation_document(program, costs, simulate(program, costs)))
+
+
+def _runs(caption: str, runs: list[PlannedRun]) -> Table:
+    rows = [
+        (
+            f"{run.schedule}{_bpipe(run.bpipe)}" + (f", k={run.group_size}" if run.group_size > 1 else ""),
+            *map(str, (run.tensor_parallel, run.stages, run.data_parallel, run.chunks, run.micro_batch_size)),
+            *(run.recompute, f"{run.memory_gib:.1f}", percent(run.bubble, 1), percent(run.mfu, 1)),
+            f"{run.samples_per_second:,.4g}",
+        )
+        for run in runs
+    ]
+    names = ("Schedule", "t", "p", "d", "v", "b", "Recompute", "GiB", "Bubble", "MFU", "Samples/s")
+    return Table(caption, names, rows)
+
+
+def _bpipe(bpipe: bool) -> str:
+    return " with BPipe" if bpipe else ""
+
+
+def _settings(values: dict[str, Any]) -> Pairs:
+    return [(name, str(value)) for name, value in values.items()]

@@ -1,0 +1,110 @@
+"""Puts a page together: the template, the charts, and the library that draws them, in one file."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from evenpipe import __version__
+from evenpipe.report.page.charts import action_words, held_words, memory_chart, timeline_chart
+from evenpipe.report.page.content import Drawn, View
+from evenpipe.schedule import KINDS
+
+__all__ = ["page"]
+
+_TEMPLATES: Final = Path(__file__).parent / "templates"
+#: More actions than this have no table: a page is to stay below 3 MB.
+_MOST_ROWS: Final = 4000
+
+
+class _Row(NamedTuple):
+    """An action in the table beside the chart."""
+
+    name: str
+    what: str
+    cells: Sequence[str]
+
+
+class _Shown(NamedTuple):
+    """A view as the template takes it."""
+
+    view: View
+    timeline: Markup
+    memory: Markup
+    kinds: Sequence[tuple[str, str, str]]
+    actions: Sequence[Sequence[_Row]]
+
+
+def page(title: str, views: Sequence[View]) -> str:
+    """The HTML. It asks nothing of a network: its policy lets a browser load nothing at all."""
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, autoescape=True, trim_blocks=True
+    )
+    environment.filters["coded"] = _coded
+    shown = [_shown(view, number) for number, view in enumerate(views)]
+    return environment.get_template("page.html.j2").render(
+        title=title,
+        shown=shown,
+        version=__version__,
+        style=Markup(_read("style.css")),
+        script=Markup(_read("page.js")),
+        library=Markup(_library()),
+    )
+
+
+def _coded(text: str) -> Markup:
+    """What is between ticks is what people type."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _read(name: str) -> str:
+    return (_TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def _library() -> str:
+    """Bokeh's own script, as its package has it (BSD-3-Clause)."""
+    script = resources.files("bokeh") / "server" / "static" / "js" / "bokeh.min.js"
+    return re.sub("</(?=script)", r"<\\/", script.read_text(encoding="utf-8"), flags=re.IGNORECASE)
+
+
+def _shown(view: View, number: int) -> _Shown:
+    present = {span.action.kind for one in view.drawn for row in one.stages for span in row}
+    kinds = [(letter, row.name, row.colour) for letter, row in KINDS.items() if letter in present]
+    timeline, memory = (
+        Markup(chart(view, f"{name}-{number}"))
+        for chart, name in ((timeline_chart, "timeline"), (memory_chart, "memory"))
+    )
+    return _Shown(view, timeline, memory, kinds, _actions(view.drawn))
+
+
+def _actions(drawn: Sequence[Drawn]) -> list[list[_Row]]:
+    """By stage; empty where there are too many."""
+    if not drawn or drawn[0].actions > _MOST_ROWS:
+        return []
+    first, *others = drawn
+    beside = [{span.action: span for span in row} for row in (others[0].stages if others else [])]
+    times = [[point.at_ms for point in points] for points in first.memory]
+    table = []
+    for stage, row in enumerate(first.stages):
+        rows = []
+        for action, start_ms, end_ms in row:
+            cells = [f"{start_ms:.2f}", f"{end_ms:.2f}"]
+            if beside:
+                other = beside[stage].get(action)
+                cells += ["", ""] if other is None else [f"{other.start_ms:.2f}", f"{other.end_ms:.2f}"]
+            rows.append(_Row(str(action), action_words(action), [*cells, _held(first, times, stage, end_ms)]))
+        table.append(rows)
+    return table
+
+
+def _held(one: Drawn, times: Sequence[Sequence[float]], stage: int, at_ms: float) -> str:
+    """What the stage holds just after ``at_ms``."""
+    at = bisect_right(times[stage], at_ms) - 1 if stage < len(times) else -1
+    return held_words(one, one.memory[stage][at]) if at >= 0 else ""

@@ -1,0 +1,167 @@
+// Puts the charts into the page, gives them the colours that the reader prefers, and has keys and buttons move them.
+"use strict";
+(() => {
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const still = 1.6; // how much one step zooms
+  const charts = [];
+
+  function dress(plot) {
+    const [text, line, paper] = dark.matches ? ["#e8eaed", "#3a4048", "#1b1f24"] : ["#1d2125", "#d5d9de", "#fafbfc"];
+    plot.background_fill_color = paper;
+    plot.border_fill_color = null;
+    for (const axis of [...plot.below, ...plot.left]) {
+      axis.axis_label_text_color = text;
+      axis.major_label_text_color = text;
+      axis.axis_line_color = line;
+      axis.major_tick_line_color = line;
+      axis.minor_tick_line_color = null;
+    }
+    for (const grid of plot.center) grid.grid_line_color = grid.dimension === 0 ? line : null;
+  }
+
+  class Chart {
+    constructor(element, plot) {
+      this.element = element;
+      this.plot = plot;
+      this.range = plot.x_range;
+      this.whole = [this.range.start, this.range.end];
+      this.at = null;
+      this.actions = plot.select_one ? plot.document.get_model_by_name("actions") : null;
+      this.numbers = plot.renderers.find((one) => one.name === "numbers") ?? null;
+      this.status = element.querySelector(".status");
+      dress(plot);
+      dark.addEventListener("change", () => dress(plot));
+      this.range.change.connect(() => this.moved());
+      element.querySelector(".plot").addEventListener("keydown", (event) => this.key(event));
+      element.querySelector(".tools").addEventListener("click", (event) => {
+        const what = event.target.dataset.do;
+        if (what) this[what]();
+      });
+      this.order();
+      this.moved();
+    }
+
+    // What N and P walk along: of each stage, its actions in time, the upper row first.
+    order() {
+      this.rows = new Map();
+      if (this.actions === null) return;
+      const data = this.actions.data;
+      for (let i = 0; i < data.start.length; i += 1) {
+        const key = data.stage[i];
+        if (!this.rows.has(key)) this.rows.set(key, []);
+        this.rows.get(key).push(i);
+      }
+      const first = data.of[0];
+      for (const row of this.rows.values())
+        row.sort((a, b) => (data.of[a] !== first) - (data.of[b] !== first) || data.start[a] - data.start[b]);
+    }
+
+    set(start, end) {
+      const [least, most] = this.whole;
+      const width = Math.min(end - start, most - least);
+      const from = Math.min(Math.max(start, least), most - width);
+      this.range.setv({ start: from, end: from + width });
+    }
+
+    zoom(by) {
+      const { start, end } = this.range;
+      const width = Math.max((end - start) / by, (this.whole[1] - this.whole[0]) / 5000);
+      const middle = this.at === null ? (start + end) / 2 : this.middle(this.at);
+      const kept = Math.min(Math.max(middle, start), end);
+      this.set(kept - ((kept - start) / (end - start)) * width, kept + ((end - kept) / (end - start)) * width);
+    }
+
+    middle(i) {
+      return (this.actions.data.start[i] + this.actions.data.end[i]) / 2;
+    }
+
+    in() { this.zoom(still); }
+    out() { this.zoom(1 / still); }
+    left() { this.pan(-0.2); }
+    right() { this.pan(0.2); }
+    reset() { this.set(...this.whole); }
+
+    pan(by) {
+      const step = by * (this.range.end - this.range.start);
+      this.set(this.range.start + step, this.range.end + step);
+    }
+
+    key(event) {
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      const does = {
+        "+": () => this.in(), "=": () => this.in(), "-": () => this.out(), 0: () => this.reset(),
+        ArrowLeft: () => this.left(), ArrowRight: () => this.right(),
+      };
+      if (this.rows.size > 0) {
+        Object.assign(does, {
+          n: () => this.step(1), p: () => this.step(-1),
+          ArrowDown: () => this.stage(1), ArrowUp: () => this.stage(-1),
+        });
+      }
+      const doing = does[event.key.length === 1 ? event.key.toLowerCase() : event.key];
+      if (doing === undefined) return;
+      event.preventDefault();
+      doing();
+    }
+
+    step(by) {
+      if (this.at === null) return this.go([...this.rows.values()][0][0]);
+      const row = this.rows.get(this.actions.data.stage[this.at]);
+      return this.go(row[Math.min(Math.max(row.indexOf(this.at) + by, 0), row.length - 1)]);
+    }
+
+    stage(by) {
+      if (this.at === null) return this.step(1);
+      const data = this.actions.data;
+      const row = this.rows.get(data.stage[this.at] + by);
+      if (row === undefined) return undefined;
+      const like = row.filter((i) => data.of[i] === data.of[this.at]);
+      const distance = (i) => Math.abs(this.middle(i) - this.middle(this.at));
+      return this.go(like.reduce((best, i) => (distance(i) < distance(best) ? i : best), like[0]));
+    }
+
+    go(i) {
+      const data = this.actions.data;
+      this.at = i;
+      this.actions.selected.indices = [i];
+      const width = this.range.end - this.range.start;
+      if (data.start[i] < this.range.start || data.end[i] > this.range.end)
+        this.set(this.middle(i) - width / 2, this.middle(i) + width / 2);
+      const ms = (value) => value.toFixed(2);
+      this.status.textContent = `${data.name[i]}: ${data.what[i]}, stage ${data.stage[i]}, ${data.of[i]}, ` +
+        `${ms(data.start[i])} to ${ms(data.end[i])} ms`;
+    }
+
+    // Numbers stand in boxes that have room for them; all charts of a view show the same time.
+    moved() {
+      const { start, end } = this.range;
+      if (this.numbers !== null && this.actions !== null) {
+        const data = this.actions.data;
+        const widths = [];
+        for (let i = 0; i < data.start.length; i += 1) if ("FBDW".includes(data.kind[i])) widths.push(data.took[i]);
+        widths.sort((a, b) => a - b);
+        const typical = widths[Math.floor(widths.length / 4)] ?? 0;
+        const pixels = (typical / (end - start)) * Math.max(1, this.element.clientWidth - 80);
+        const digits = Math.max(1, ...data.number.map((one) => one.length));
+        if (this.numbers.visible !== pixels > 7 * digits + 2) this.numbers.visible = pixels > 7 * digits + 2;
+      }
+      for (const other of charts) {
+        const twin = other !== this && other.element.dataset.view === this.element.dataset.view;
+        if (twin && (other.range.start !== start || other.range.end !== end)) other.range.setv({ start, end });
+      }
+    }
+  }
+
+  async function show() {
+    for (const element of document.querySelectorAll(".chart")) {
+      const target = element.querySelector(".plot");
+      const item = JSON.parse(element.querySelector("script[type='application/json']").textContent);
+      const views = await Bokeh.embed.embed_item(item, target.id);
+      charts.push(new Chart(element, [...views.roots][0].model));
+    }
+    addEventListener("resize", () => charts.forEach((chart) => chart.moved()));
+    document.documentElement.dataset.ready = "yes";
+  }
+
+  show();
+})();

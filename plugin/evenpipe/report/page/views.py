@@ -1,0 +1,213 @@
+"""What a page shows of a run and of a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any, Final
+
+from evenpipe.report.page.content import Drawn, Pairs, Table, View, amount, milliseconds, percent
+from evenpipe.report.page.documents import RunDocument, SimulationDocument
+from evenpipe.report.page.words import alternatives_table, explained, waits_table
+from evenpipe.report.remedies import Case, alternatives, with_messages
+from evenpipe.report.waits import Waits, waits_in
+from evenpipe.schedule import COMPUTE, UPDATE, Action, Places, Schedule, ScheduleError, Spec, loop, verify
+from evenpipe.simulate import Costs, MemoryPoint, SimulationError, Span
+
+__all__ = ["run_view", "simulated_view", "simulation_view"]
+
+_BUSY: Final = COMPUTE | {UPDATE}
+
+
+def run_view(run: RunDocument, able: Callable[[Spec], str | None]) -> View:
+    """A run: its last iteration as measured, over the prediction. ``able``: see `evenpipe.report.remedies.Case`.
+
+    Raises ValueError, one line, where parts of the document do not fit each other.
+    """
+    predicted, spans = run.predicted, run.spans()
+    _same_stages(len(spans), timeline=predicted.timeline, stages=run.stages, memory=run.memory)
+    schedule, costs = predicted.schedule, predicted.simulated_costs()
+    measured = Drawn("measured", spans, run.held(), sized=True)
+    beside = _beside(spans, predicted, schedule)
+    waits = waits_in(_places(schedule, spans), spans)
+    batch_ms = max((span.end_ms for row in spans for span in row), default=0.0)
+    told, tables = _explained(waits, schedule, costs, predicted.unit_bytes, able)
+    losses = [loss for loss in run.losses if loss is not None]
+    facts = [
+        (
+            "Iterations",
+            f"{len(run.iteration_ms)}" + (f", from {run.first_iteration + 1}" if run.first_iteration else ""),
+        ),
+        ("Iteration, median", milliseconds(median(run.iteration_ms))),
+        ("Last iteration drawn", milliseconds(batch_ms)),
+        ("Fullest stage, saved activations", amount(max(stage.peak_saved_bytes for stage in run.stages))),
+        ("Fullest stage, predicted", amount(max(stage.predicted_peak_bytes for stage in run.stages))),
+        *([("Loss", f"{losses[0]:.4f} to {losses[-1]:.4f}")] if losses else []),
+        ("Device", run.device),
+    ]
+    return View(
+        run.title,
+        facts,
+        [measured, beside],
+        _measured_stages(run, spans, waits),
+        told,
+        [*tables, *_retuned(run.retunes)],
+        _pairs(run.settings),
+        list(run.versions.items()),
+    )
+
+
+def simulation_view(document: SimulationDocument) -> View:
+    """A simulation. Raises ValueError, one line, where parts of the document do not fit each other."""
+    schedule = document.schedule
+    title = "simulation" if schedule is None else _title(schedule)
+    return simulated_view(title, document, document.unit_bytes, settings=_costs(document.simulated_costs()))
+
+
+def simulated_view(
+    title: str,
+    document: SimulationDocument,
+    unit_bytes: Sequence[Sequence[int]] | None,
+    facts: Pairs = (),
+    stages: Table | None = None,
+    settings: Pairs = (),
+    more: Sequence[Table] = (),
+    able: Callable[[Spec], str | None] = lambda spec: None,
+) -> View:
+    """What was simulated of a simulation, a partition or a plan; ``stages`` in the place of the simulation's table."""
+    spans, schedule = document.spans(), document.schedule
+    _same_stages(len(spans), stages=document.stages, memory=document.memory or spans)
+    drawn = Drawn("predicted", spans, document.held(), sized=unit_bytes is not None)
+    waits = waits_in(_places(schedule, spans), spans)
+    costs = document.simulated_costs()
+    told, tables = _explained(waits, schedule, costs, unit_bytes, able, measured=False)
+    rows = [
+        (f"stage {number}", milliseconds(stage.busy_ms), milliseconds(stage.idle_ms), str(stage.peak_live))
+        for number, stage in enumerate(document.stages)
+    ]
+    simulated = Table("Each stage", ("Stage", "Computes", "Stands still", "Most live micro-batches (× chunks)"), rows)
+    found = [
+        *facts,
+        ("Time, predicted", milliseconds(document.makespan_ms)),
+        ("Bubble, predicted", percent(document.bubble_fraction, 1)),
+    ]
+    return View(title, found, [drawn], stages or simulated, told, [*more, *tables], settings)
+
+
+def _explained(
+    waits: Waits,
+    schedule: Schedule | None,
+    costs: Costs | None,
+    unit_bytes: Sequence[Sequence[int]] | None,
+    able: Callable[[Spec], str | None],
+    measured: bool = True,
+) -> tuple[list[str], list[Table]]:
+    """Sentences, and the tables that they are of. Raises ValueError where schedule and costs do not fit each other."""
+    if schedule is None or costs is None:
+        return explained(waits, []), [waits_table(waits)]
+    try:
+        program = verify(schedule, any(schedule.evictions))
+        costs = with_messages(costs, waits) if measured else costs
+        case = Case(program.schedule, any(schedule.evictions), costs, unit_bytes, able)
+        simulated = alternatives(case)
+    except (ScheduleError, SimulationError) as error:
+        raise ValueError(f"schedule: {error}") from error
+    return explained(waits, simulated), [alternatives_table(case, simulated), waits_table(waits)]
+
+
+def _beside(spans: Sequence[Sequence[Span]], predicted: SimulationDocument, schedule: Schedule | None) -> Drawn:
+    """The prediction of what was measured: of a stream, which was simulated as its last batches, that part."""
+    rows, held = predicted.spans(), predicted.held()
+    if schedule is None or schedule.batches == 1:
+        return Drawn("predicted", rows, held, sized=True)
+    measured = {span.action for row in spans for span in row}
+    last = max(action.micro_batch for action in measured if action.kind in COMPUTE)
+    ahead = last + 1 - schedule.micro_batches * schedule.batches
+
+    def along(action: Action) -> Action:
+        by = ahead // schedule.micro_batches if action.kind == UPDATE else ahead
+        return action._replace(micro_batch=action.micro_batch + by)
+
+    kept = [
+        [span._replace(action=along(span.action)) for span in row if along(span.action) in measured] for row in rows
+    ]
+    start = min((span.start_ms for row in kept for span in row), default=0.0)
+    shifted = [[Span(a, begin - start, end - start) for a, begin, end in row] for row in kept]
+    return Drawn("predicted", shifted, [_from(start, points) for points in held], sized=True)
+
+
+def _from(start: float, points: Sequence[MemoryPoint]) -> list[MemoryPoint]:
+    """What is held from ``start`` on, counted from there."""
+    before = [point for point in points if point.at_ms <= start][-1:]
+    return [p._replace(at_ms=max(0.0, p.at_ms - start)) for p in (*before, *(q for q in points if q.at_ms > start))]
+
+
+def _measured_stages(run: RunDocument, spans: Sequence[Sequence[Span]], waits: Waits) -> Table:
+    rows = []
+    for number, (stage, row) in enumerate(zip(run.stages, spans, strict=True)):
+        busy = sum(end - start for action, start, end in row if action.kind in _BUSY)
+        rows.append(
+            (
+                f"stage {number}",
+                milliseconds(busy),
+                percent(1 - busy / waits.batch_ms) if waits.batch_ms else "",
+                amount(stage.peak_saved_bytes),
+                amount(stage.predicted_peak_bytes),
+                str(stage.peak_live),
+                amount(stage.evicted_bytes),
+                amount(stage.parameter_bytes),
+            )
+        )
+    columns = ("Stage", "Computes", "Stands still", "Peak saved", "Predicted", "Most live", "Evicted", "Parameters")
+    return Table("Each stage: the last iteration's time, and peaks over all iterations", columns, rows)
+
+
+def _retuned(retunes: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    if not retunes:
+        return
+    rows = []
+    for one in retunes:
+        estimates = one.get("estimates_ms")
+        said = estimates.items() if isinstance(estimates, dict) else ()
+        each = ", ".join(f"{name} {ms:,.4g} ms" for name, ms in said if isinstance(ms, int | float))
+        iteration = one.get("iteration")
+        rows.append((str(iteration + 1 if isinstance(iteration, int) else iteration), *_chosen(one), each))
+    columns = ("From iteration", "Group size k", "Micro-batch size b", "Estimates")
+    yield Table("Retunes: group and micro-batch sizes that were chosen while training", columns, rows)
+
+
+def _chosen(retune: dict[str, Any]) -> tuple[str, str]:
+    return str(retune.get("k")), str(retune.get("b"))
+
+
+def _places(schedule: Schedule | None, spans: Sequence[Sequence[Span]]) -> Places:
+    if schedule is not None:
+        return schedule.places
+    return loop(len(spans), 1 + max((span.action.chunk for row in spans for span in row), default=0))
+
+
+def _same_stages(count: int, **parts: Sequence[Any]) -> None:
+    for name, part in parts.items():
+        if len(part) != count:
+            raise ValueError(f"{name}: has {len(part)} stages, timeline has {count}")
+
+
+def _title(schedule: Schedule) -> str:
+    name = f"{schedule.name} with BPipe" if any(schedule.evictions) else schedule.name
+    group = f", k={schedule.group_size}" if schedule.group_size > 1 else ""
+    batches = f" × {schedule.batches} batches" if schedule.batches > 1 else ""
+    return f"{name}{group}, {schedule.stages} stages, {schedule.micro_batches} micro-batches{batches}"
+
+
+def _costs(costs: Costs | None) -> Pairs:
+    if costs is None:
+        return ()
+    times = {"forward_ms": costs.forward_ms, "backward_ms": costs.backward_ms}
+    wires = [
+        (f"{kind}, ms a message", f"{wire.latency_ms + wire.transmit_ms:,.4g}") for kind, wire in costs.wires.items()
+    ]
+    return [*((name, ", ".join(f"{ms:,.4g}" for ms in row)) for name, row in times.items()), *wires]
+
+
+def _pairs(settings: dict[str, Any]) -> Pairs:
+    return [(name, "" if value is None else str(value)) for name, value in settings.items()]

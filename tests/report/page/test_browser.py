@@ -1,0 +1,149 @@
+"""The page of a real run in a browser: what a reader sees, points at, and does with a keyboard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from evenpipe.cli.main import main
+
+Open = Callable[..., Page]
+_FRAME = """() => {
+  const view = [...Bokeh.index.roots].find((one) => one.model.name === "micro-batches in time");
+  const { left, top, width, height } = view.frame.bbox;
+  return [left, top, width, height];
+}"""
+_RANGES = """() => [...Bokeh.index.roots].filter((one) => one.model.x_range)
+  .map((one) => [one.model.x_range.start, one.model.x_range.end])"""
+
+
+@pytest.fixture
+def opened(browser: Browser, run: Path, tmp_path: Path) -> Iterator[Open]:
+    """Opens the page of the run from disk; in the end there was no error on its console, and no request."""
+    out = tmp_path / "out.html"
+    assert main(["report", str(run), "--html", str(out)]) == 0
+    complaints: list[str] = []
+    pages: list[Page] = []
+
+    def open_page(width: int = 1280, scheme: str = "light") -> Page:
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
+        page.on("console", lambda one: complaints.append(one.text) if one.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        own = out.as_uri()
+        page.on("request", lambda one: None if one.url.startswith((own, "data:")) else complaints.append(one.url))
+        page.goto(own)
+        page.wait_for_selector("html[data-ready=yes]", timeout=30_000)
+        pages.append(page)
+        return page
+
+    yield open_page
+    for page in pages:
+        page.close()
+    assert complaints == []
+
+
+def point_at(page: Page, stage: float, at_ms: float) -> None:
+    """Move the mouse to a time, and to a height in rows of stages."""
+    page.locator("#timeline-0").scroll_into_view_if_needed()
+    box = page.locator("#timeline-0").bounding_box()
+    assert box is not None
+    left, top, width, height = page.evaluate(_FRAME)
+    start, end = page.evaluate(_RANGES)[0]
+    page.mouse.move(box["x"] + left, box["y"] + top)
+    page.mouse.move(
+        box["x"] + left + width * (at_ms - start) / (end - start), box["y"] + top + height * stage / 2, steps=3
+    )
+
+
+def test_every_action_is_named_where_the_mouse_points(opened: Open, run: Path) -> None:
+    page, document = opened(), json.loads(run.read_text())
+    for stage, spans in enumerate(document["timeline"]):
+        for action in ("F1", "B3"):
+            span = next(span for span in spans if span["action"] == action)
+            point_at(page, stage + 0.18, (span["start_ms"] + span["end_ms"]) / 2)
+            tip = page.locator(".tip", has_text=f"{action}: ")
+            tip.wait_for(timeout=5000)
+            assert f"stage {stage}, measured" in tip.inner_text()
+
+
+def test_the_wheel_and_the_buttons_zoom_both_charts(opened: Open) -> None:
+    page = opened()
+    whole = page.evaluate(_RANGES)
+    assert whole[0] == whole[1]
+    page.locator("[data-chart=timeline] button", has_text="Zoom in").click()
+    nearer = page.evaluate(_RANGES)
+    assert nearer[0] == nearer[1]
+    assert nearer[0][0] > whole[0][0]
+    assert nearer[0][1] < whole[0][1]
+    page.locator("[data-chart=memory] button", has_text="All").click()
+    assert page.evaluate(_RANGES)[0] == pytest.approx(whole[0])
+    point_at(page, 0.5, (whole[0][0] + whole[0][1]) / 2)
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -400)
+    page.keyboard.up("Control")
+    page.wait_for_function(f"() => ({_RANGES})()[0][1] < {whole[0][1]}")
+
+
+def test_all_can_be_done_with_a_keyboard(opened: Open) -> None:
+    page = opened()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.id") == "timeline-0":
+            break
+    assert page.evaluate("document.activeElement.id") == "timeline-0"
+    whole, status = page.evaluate(_RANGES), page.locator("[role=status]")
+    page.keyboard.press("n")
+    assert status.inner_text().startswith("F0: forward of micro-batch 0, stage 0, measured, ")
+    page.keyboard.press("n")
+    assert status.inner_text().startswith("F1: ")
+    page.keyboard.press("ArrowDown")
+    assert ", stage 1, measured, " in status.inner_text()
+    page.keyboard.press("p")
+    page.keyboard.press("+")
+    page.keyboard.press("+")
+    page.keyboard.press("ArrowRight")
+    moved = page.evaluate(_RANGES)
+    assert moved[0][1] - moved[0][0] < whole[0][1] - whole[0][0]
+    page.keyboard.press("0")
+    assert page.evaluate(_RANGES)[0] == pytest.approx(whole[0])
+
+
+def test_a_screen_reader_finds_landmarks_names_and_tables(opened: Open) -> None:
+    page = opened()
+    for landmark in ("main", "header", "footer", "h1", "html[lang=en]"):
+        assert page.locator(landmark).count() == 1, landmark
+    levels = page.evaluate("[...document.querySelectorAll('h1,h2,h3')].map((one) => Number(one.tagName[1]))")
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+    unnamed = "(one) => !(one.getAttribute('aria-label') || one.textContent.trim())"
+    assert page.evaluate(f"[...document.querySelectorAll('button,[tabindex=\"0\"],a')].filter({unnamed}).length") == 0
+    table = page.locator("details", has_text="All actions").locator("table").first
+    assert table.locator("caption").text_content() == "Actions of stage 0, times in milliseconds"
+    assert table.locator("tbody tr").count() == len(table.locator("tbody th[scope=row]").all_text_contents())
+    assert "B3" in table.locator("tbody th").all_text_contents()
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_cut_off(opened: Open, width: int, scheme: str) -> None:
+    page = opened(width, scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    colours = page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
+    text, paper = (sum(map(int, colour.removeprefix("rgb(").rstrip(")").split(","))) for colour in colours)
+    assert (text > paper) == (scheme == "dark")
+
+
+def test_hostile_settings_are_text(opened: Open) -> None:
+    page = opened()
+    assert page.title() == "Run – EvenPipe"
+    assert page.locator("img").count() == 0
+    page.locator("summary", has_text="Settings").click()
+    assert "document.title='taken over'" in page.locator("dl.pairs").first.inner_text()

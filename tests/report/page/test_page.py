@@ -1,0 +1,137 @@
+"""What pages say of runs, simulations, partitions and plans, how large they are, and what has no page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenpipe.cli.main import main
+
+_MOST_BYTES = 3_000_000
+
+
+def written(capsys: pytest.CaptureFixture[str], path: Path, *words: str) -> Path:
+    """What the command prints with --json, as a file."""
+    assert main([*words, "--json"]) == 0
+    path.write_text(capsys.readouterr().out)
+    return path
+
+
+def page_of(document: Path) -> str:
+    out = document.with_suffix(".html")
+    assert main(["report", str(document), "--html", str(out)]) == 0
+    return out.read_text()
+
+
+def without_library(page: str) -> str:
+    return re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+
+
+def test_a_run_has_what_was_measured_beside_what_was_predicted(run: Path) -> None:
+    page = without_library(page_of(run))
+    for said in ("Where time goes", "measured", "predicted", "What else was simulated", "Versions", "torch"):
+        assert said in page
+    assert "<img" not in page
+    assert re.search(r"Stages stand still \d+ % of the batch on the mean", page)
+
+
+def test_eight_stages_and_64_micro_batches_are_below_three_megabytes(
+    capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path
+) -> None:
+    sizes = ("--stages", "8", "--micro-batches", "64", "--bpipe", "--transfer-ms", "0.4")
+    simulated = json.loads(written(capsys, tmp_path / "s.json", "simulate", "--schedule", "1f1b", *sizes).read_text())
+    simulated["unit_bytes"] = [[1 << 20]] * 8
+    simulated["memory"] = [[[at, live, live << 20] for at, live, _ in row] for row in simulated["memory"]]
+    document = json.loads(run.read_text())
+    document |= {name: simulated[name] for name in ("timeline", "memory")} | {"predicted": simulated}
+    document["stages"] = document["stages"][:1] * 8
+    (tmp_path / "run.json").write_text(json.dumps(document))
+    page = page_of(tmp_path / "run.json")
+    assert len(page.encode()) <= _MOST_BYTES
+    assert page.count("<tr>") > 8 * 2 * 64, "its actions are a table too"
+
+
+def test_a_page_asks_nothing_of_a_network(run: Path) -> None:
+    page = page_of(run)
+    assert "default-src 'none'" in page
+    assert not re.search(
+        r"""<(script|link|img|iframe|source)[^>]+(src|href)=["']?(https?:)?//""", without_library(page)
+    )
+    assert page.count("</script>") == len(re.findall(r"<script[ >]", page)), "no script ends early"
+
+
+def test_bubbles_come_with_a_remedy_that_was_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Ada-Grouper: messages of half a forward cost 1F1B 17 %, which 2F2B hides."""
+    costs = ("--forward-ms", "100", "--backward-ms", "200", "--link-ms", "50")
+    words = ("simulate", "--stages", "4", "--micro-batches", "12", *costs)
+    ms = {}
+    for schedule, more in {"1f1b": (), "kfkb": ("--group-size", "2")}.items():
+        document = written(capsys, tmp_path / f"{schedule}.json", *words, "--schedule", schedule, *more)
+        ms[schedule] = json.loads(document.read_text())["makespan_ms"]
+    page = without_library(page_of(tmp_path / "1f1b.json"))
+    gain = f"{ms['1f1b'] / ms['kfkb']:.2f}×"
+    assert f"kfkb, k=2 (<code>--schedule kfkb --group-size 2</code>) would hide its messages, predicted {gain}" in page
+    assert re.search(r"Stage 0 waits \d+ % of the batch for backward 1→0 \([\d,.]+ m?s in \d+ waits, ", page)
+    row = re.search(r'<th scope="row">kfkb, k=2</th>(.*?)</tr>', page, re.DOTALL)
+    assert row is not None
+    assert gain in row[1]
+
+
+def test_plans_have_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    question = ("--model", "gpt3-96b", "--cluster", "4x8-a100-80gb", "--global-batch-size", "128")
+    page = without_library(page_of(written(capsys, tmp_path / "plan.json", "plan", *question)))
+    for said in ("gpt3-96b on 4x8-a100-80gb", "The fastest runs", "Pareto front", "Not taken", "Samples a second"):
+        assert said in page
+
+
+def refused(capsys: pytest.CaptureFixture[str], path: Path, content: str | None) -> str:
+    """The one line that a document is refused with."""
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit) as caught:
+        main(["report", str(path), "--html", str(path.with_suffix(".html"))])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("evenpipe report: error: ")
+    assert said.count("\n") == 1
+    assert not path.with_suffix(".html").exists()
+    return said
+
+
+def changed(document: dict[str, Any], **changes: Any) -> str:
+    return json.dumps({name: value for name, value in (document | changes).items() if value is not None})
+
+
+def test_what_has_no_page_is_one_line(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+    path, document = tmp_path / "r.json", json.loads(run.read_text())
+    predicted = document["predicted"]
+    contents = {
+        "is no JSON document": "{",
+        "is no JSON document: ": "[" * 100_000,
+        "it has no format": "[1]",
+        "format 'evenpipe.trace/1' has no page: use one of evenpipe.run/1": '{"format": "evenpipe.trace/1"}',
+        "timeline: Field required: write it anew": changed(document, timeline=None),
+        "timeline.0.0.action: 'X9' is no action": changed(
+            document, timeline=[[{"action": "X9", "start_ms": 0, "end_ms": 1}]]
+        ),
+        "timeline.0.0.start_ms: Input should be": changed(
+            document, timeline=[[{"action": "F0", "start_ms": -1, "end_ms": 1}]]
+        ),
+        "stages: has 1 stages, timeline has 2": changed(document, stages=document["stages"][:1]),
+        "predicted.schedule: is no schedule": changed(document, predicted=predicted | {"schedule": "nonsense"}),
+        "schedule: ": changed(
+            document, predicted=predicted | {"schedule": predicted["schedule"].strip().rsplit(" ", 1)[0]}
+        ),
+        "the costs have times for 1 stages": changed(
+            document, predicted=predicted | {"costs": {"forward_ms": [1], "backward_ms": [2]}}
+        ),
+        "runs: has no runs": '{"format": "evenpipe.demo/1"}',
+    }
+    for said, content in contents.items():
+        assert said.strip() in refused(capsys, path, content), said
+    path.unlink()
+    assert "No such file" in refused(capsys, path, None)
