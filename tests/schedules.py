@@ -1,5 +1,7 @@
 """Schedules of many shapes, for tests that only need some."""
 
+from collections.abc import Collection
+
 from evenpipe.schedule import Program, Schedule, Size, Stream, find
 from evenpipe.schedule import build as build_program
 
@@ -23,5 +25,5 @@ def build(*arguments: object, **named: object) -> Schedule:
     return program(*arguments, **named).schedule  # type: ignore[arg-type]
 
 
-def stream(stages: int, micro_batches: int, bpipe: bool = False) -> Stream:
-    return Stream(find("2bw"), stages, micro_batches, bpipe)
+def stream(stages: int, micro_batches: int, bpipe: bool = False, swaps: Collection[int] = ()) -> Stream:
+    return Stream(find("2bw"), stages, micro_batches, bpipe, swaps=swaps)

@@ -52,6 +52,7 @@ _ALIKE: dict[str, tuple[dict[str, Any], list[tuple[dict[str, Any], dict[str, Any
             ({"schedule": "2bw"}, None),
             ({}, {"schedule": ["2bw", 8]}),
             ({}, {"schedule": ["2bw", 8, 1, 1, True], "optimize": "recompute", "share": 0.8}),
+            ({}, {"schedule": ["2bw", 8], "optimize": "swap+recompute", "share": 0.8}),
         ],
     ),
     "dropout": (

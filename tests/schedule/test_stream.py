@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.schedule import DEPARTING, Message, ScheduleError, Stream, find, lower
+from evenpipe.schedule import DEPARTING, SWAP_IN, SWAP_OUT, Message, ScheduleError, Stream, find, lower, with_swaps
 from evenpipe.schedule.orders import alternate, units
 from tests.schedule.weight_versions import replay, rule
 from tests.schedules import build
@@ -19,7 +19,8 @@ BATCHES = 4
 @st.composite
 def streams(draw):
     p = draw(st.integers(1, 9))
-    return stream_of(p, draw(st.integers(p, 3 * p + 1)), bpipe=p > 1 and draw(st.booleans()))
+    bpipe, swaps = p > 1 and draw(st.booleans()), draw(st.sets(st.integers(0, p - 1)))
+    return stream_of(p, draw(st.integers(p, 3 * p + 1)), bpipe, swaps)
 
 
 def actions(stream, stage, batches, **options):
@@ -30,10 +31,25 @@ def actions(stream, stage, batches, **options):
 @settings(max_examples=40)
 def test_the_calls_are_the_beginning_of_the_schedule(p, data):
     m, bpipe = data.draw(st.integers(p, 3 * p + 1)), p > 1 and data.draw(st.booleans())
-    stream, finite = stream_of(p, m, bpipe), lower(build("2bw", p, m, bpipe=bpipe, batches=BATCHES + 2))
+    swaps = data.draw(st.sets(st.integers(0, p - 1)))
+    finite = lower(with_swaps(build("2bw", p, m, bpipe=bpipe, batches=BATCHES + 2), swaps))
+    stream = stream_of(p, m, bpipe, swaps)
     for stage in range(p):
         steps = [step for batch in range(BATCHES) for step in stream.call(stage, batch)]
-        assert steps == list(finite.steps[stage][: len(steps)])
+        expected = list(finite.steps[stage][: len(steps)])
+        if swaps:  # beside which a gathering may start an action earlier or later, on all stages alike
+            gathered = [[item for step in row for item in step.post if gathers(item)] for row in (steps, expected)]
+            assert gathered[0][: len(gathered[1])] == gathered[1][: len(gathered[0])]
+            steps, expected = ([without_gatherings(step) for step in row] for row in (steps, expected))
+        assert steps == expected
+
+
+def gathers(item):
+    return not isinstance(item, Message)
+
+
+def without_gatherings(step):
+    return step._replace(post=tuple(item for item in step.post if not gathers(item)))
 
 
 @given(streams())
@@ -79,7 +95,7 @@ def test_broken_off_every_message_has_both_its_ends(stream, batch):
                     ends[message, "in"] += 1
             if step.send is not None:
                 ends[step.send, "out"] += 1
-            if step.transfer is not None:
+            if step.transfer is not None and step.action.kind not in (SWAP_OUT, SWAP_IN):  # which have both
                 ends[step.transfer, "out" if step.action.kind in DEPARTING else "in"] += 1
             if step in owed and step.transfer is None:
                 continue  # receives only

@@ -133,12 +133,7 @@ def _under_its_plan(section: Section) -> Section:
             f"{path}: is for {plan.chunks} model chunks a stage, which DeepSpeed's engine does not offer: make a plan "
             "without --chunks",
         )
-    under = section.model_copy(update=planned)
-    if under.streams and plan.swaps:
-        raise SectionError(
-            "partition", f'{path}: with "schedule": "2bw" nothing is swapped: make a plan with --optimize recompute'
-        )
-    return under
+    return section.model_copy(update=planned)
 
 
 def _check_together(section: Section) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -37,7 +37,7 @@ class DelayedStream:
     of the calls, by up to p - 1 micro-batches on the first stage.
     """
 
-    def __init__(self, steps: DelayedSteps, spec: Spec, bpipe: bool) -> None:
+    def __init__(self, steps: DelayedSteps, spec: Spec, bpipe: bool, swaps: Collection[int] = ()) -> None:
         self.inputs = ReadAhead()
         #: Given the batch, as `steps` count, that a unit is of which is about to be computed.
         self.start_unit: Callable[[int], None] = lambda batch: None
@@ -48,6 +48,7 @@ class DelayedStream:
         self._steps = steps
         self._spec = spec
         self._bpipe = bpipe
+        self._swaps = swaps
         self._stream: Stream | None = None
         self._stage: StreamStage | None = None
         self._executor: Executor | None = None
@@ -71,7 +72,8 @@ class DelayedStream:
             self._steps.drain()
         if self._stream is None or self._stage is None:
             self._executor, self._called, self.first = executor, 0, self._steps.batch
-            self._stream = Stream(self._spec, *sizes, self._bpipe, executor.connections.one_queue)
+            one_queue = executor.connections.one_queue
+            self._stream = Stream(self._spec, *sizes, self._bpipe, one_queue, self._swaps)
             self._stage = make_stage(self._stream)
         self.inputs.start_batch(source, sizes[1])
         self._steps.start_batch()

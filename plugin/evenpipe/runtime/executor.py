@@ -74,6 +74,8 @@ class Executor(Resources):
         flow, self._stream = self._stream, None
         if flow is not None:
             flow.break_off(owed)
+            if self.keeper is not None:
+                self.keeper.forget()
             self._assert_no_guests()
 
     @contextmanager

@@ -188,6 +188,11 @@ class Keeper:
             for saved in _alive(self._units.pop(unit).early):
                 saved.recall()
 
+    def forget(self) -> None:
+        """What has been forwarded is never backwarded."""
+        self._units.clear()
+        self._leaving.clear()
+
 
 def _bring_back(result: Any, coming: Iterable[weakref.ref[SwappedStorage]]) -> None:
     """When the backward comes to the node of `result`; where no gradient passes it, they come when asked for."""

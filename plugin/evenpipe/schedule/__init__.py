@@ -38,7 +38,7 @@ from evenpipe.schedule.places import Place, Places, loop, vee
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.spec import Drawing, Need, Size, Spec
 from evenpipe.schedule.stream import Stream
-from evenpipe.schedule.swaps import returns_beside, with_swaps
+from evenpipe.schedule.swaps import returns_beside, swapping, with_swaps
 from evenpipe.schedule.table import Column
 from evenpipe.schedule.topology import Gathering, Link, Message, links, partner
 from evenpipe.schedule.torch_table import torch_csv
@@ -107,6 +107,7 @@ __all__ = [
     "reordered",
     "required_version",
     "returns_beside",
+    "swapping",
     "torch_csv",
     "vee",
     "verify",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from operator import ne
@@ -13,7 +13,7 @@ import numpy as np
 from evenpipe.schedule.actions import Action
 from evenpipe.schedule.build import build
 from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.kinds import BACKWARD, COMPUTE, FINISHING, FORWARD, UPDATE
+from evenpipe.schedule.kinds import BACKWARD, COMPUTE, FINISHING, FORWARD, SWAP_OUT, UPDATE
 from evenpipe.schedule.lazy import PerStage
 from evenpipe.schedule.lower import Program, Step, steps_of
 from evenpipe.schedule.orders import alternate, units
@@ -31,12 +31,18 @@ class Stream:
 
     Past its warm-up a stage repeats itself: what it posts every p micro-batches, after which a micro-batch is back, and
     what it trades every p − 2 − s, of which s is the pair's evictor. So the verified program of a stretch that is long
-    enough says what comes after it too.
+    enough says what comes after it too. ``swaps``: the positions of the model's parts that swap tensors to their hosts.
     Raises ScheduleError where :func:`build` does.
     """
 
     def __init__(
-        self, spec: Spec, stages: int, micro_batches: int, bpipe: bool = False, one_queue: bool = False
+        self,
+        spec: Spec,
+        stages: int,
+        micro_batches: int,
+        bpipe: bool = False,
+        one_queue: bool = False,
+        swaps: Collection[int] = (),
     ) -> None:
         if spec.update_follows is None:
             raise ScheduleError(f"schedule={spec.name}: flushes, or ends with its last batch: choose 2bw")
@@ -50,7 +56,8 @@ class Stream:
         longest = max(self._period(stage) for stage in range(stages))
         stretch = self._first + 2 * longest + stages + 4
         # One long batch has the compute order of many short ones.
-        self.program: Program = build(replace(spec, update_follows=None), Size(stages, stretch), bpipe, one_queue)
+        flushing = replace(spec, update_follows=None)
+        self.program: Program = build(flushing, Size(stages, stretch), bpipe, one_queue, swaps)
         for stage in range(stages):
             self._check_order(stage)
         self._cells = PerStage(stages, self._checked_cells)
@@ -72,6 +79,7 @@ class Stream:
         posts, gathering = steps[at].post, Gathering(batch - 1)
         before = posts.index(gathering) + 1 if gathering in posts else 0
         steps[at] = steps[at]._replace(post=posts[before:])
+        at += steps[at].action.kind == SWAP_OUT  # which belongs to the forward
         steps.insert(at, Step(posts[:before], (), Action(UPDATE, batch - 1)))
         return steps
 

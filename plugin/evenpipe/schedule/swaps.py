@@ -10,7 +10,7 @@ from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.kinds import BACKWARD, COMPUTE, EVICT, FORWARD, INPUT_GRADIENT, SWAP_IN, SWAP_OUT
 from evenpipe.schedule.schedule import Schedule
 
-__all__ = ["returns_beside", "with_swaps"]
+__all__ = ["returns_beside", "swapping", "with_swaps"]
 
 
 def with_swaps(schedule: Schedule, positions: Collection[int]) -> Schedule:
@@ -32,6 +32,14 @@ def with_swaps(schedule: Schedule, positions: Collection[int]) -> Schedule:
         chunks = {parts[position].chunk for position in positions if parts[position].stage == stage}
         rows.append(tuple(_swapping(row, chunks)) if chunks else row)
     return replace(schedule, actions=tuple(rows))
+
+
+def swapping(schedule: Schedule) -> tuple[int, ...]:
+    """The positions of the model's parts that do so in ``schedule``."""
+    rows = enumerate(schedule.actions)
+    swapped = {(stage, action.chunk) for stage, row in rows for action in row if action.kind == SWAP_OUT}
+    parts = enumerate(schedule.places.order)
+    return tuple(position for position, part in parts if (part.stage, part.chunk) in swapped)
 
 
 def returns_beside(last: Action | None, action: Action) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from evenpipe.delayed.stream import DelayedStream
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import ModuleStage
-from evenpipe.schedule import Kind, Program, Stream, Unit, find
+from evenpipe.schedule import Kind, Program, Stream, Unit, find, swapping
 from evenpipe.train.plain_steps import PlainSteps
 
 __all__ = ["Delayable", "DelayedTraining"]
@@ -50,7 +50,8 @@ class DelayedTraining(Iterator[Tensor | None]):
         self._pipeline = pipeline
         self._batches = iter(batches)
         self._sizes = schedule.stages, schedule.micro_batches
-        self._delayed = DelayedStream(steps, find(schedule.name), bool(pipeline.program.pairs))
+        paired, swaps = bool(pipeline.program.pairs), swapping(schedule)
+        self._delayed = DelayedStream(steps, find(schedule.name), paired, swaps)
         self._ahead: Sequence[Any] | None = None
         self._found: dict[int, Tensor] = {}
         self._items: dict[int, Sequence[Any]] = {}  # of the present batch and the next, along the stream

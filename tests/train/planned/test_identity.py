@@ -128,7 +128,7 @@ def test_in_fp32_all_but_the_tied_gradient_is_bit_for_bit(tmp_path: Path, model:
 @pytest.mark.parametrize("optimize", ["recompute", "swap+recompute"])
 def test_what_is_recomputed_and_swapped_is_what_would_have_been_kept(tmp_path: Path, model: str, optimize: str) -> None:
     """Bit for bit that of the same cuts, in three quarters of the memory; with BPipe, and backwards in halves."""
-    workloads = {"1f1b, BPipe": MOVING["1f1b, BPipe"], "zb-h1": SCHEDULES["zb-h1"]}
+    workloads = {name: (SCHEDULES | MOVING)[name] for name in ("1f1b, BPipe", "zb-h1", "2bw", "2bw, BPipe")}
     trained = Trained(tmp_path, model, 4, "float32", workloads, optimize=optimize, share=0.75, gbps=0.01)
     did = set()
     for name in workloads:

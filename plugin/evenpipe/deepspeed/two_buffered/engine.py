@@ -43,7 +43,8 @@ class TwoBufferedEngine(EvenPipeEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._delayed = DelayedStream(self._steps, self.evenpipe.spec, self.evenpipe.bpipe)
+        swaps = self.cut.plan.swaps if self.cut is not None else ()
+        self._delayed = DelayedStream(self._steps, self.evenpipe.spec, self.evenpipe.bpipe, swaps)
         self._begin_log()
         drain_at_the_end(self)
 

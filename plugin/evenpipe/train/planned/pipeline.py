@@ -17,7 +17,7 @@ from evenpipe.partition.search.problem import PartitionError
 from evenpipe.runtime.executor import Observer
 from evenpipe.runtime.keep import Keeper
 from evenpipe.runtime.stage import Edges, ModuleStage
-from evenpipe.schedule import Unit, needs_of
+from evenpipe.schedule import Unit
 from evenpipe.train.pipeline import Pipeline, shares, stage_in
 from evenpipe.train.plain_steps import SharedGradients, scaled_to
 from evenpipe.train.planned.ties import Ties
@@ -58,10 +58,6 @@ class PlannedPipeline(Pipeline):
                 f"or make a plan with --stages {len(ranks)}"
             )
         program = self.plan.program
-        if self.plan.swaps and "stream" in needs_of(program.schedule):
-            raise PartitionError(
-                f"{path}: with schedule {self.plan.schedule} nothing is swapped: make a plan with --optimize recompute"
-            )
         stage = stage_in(program, group, "planned", "PlannedPipeline")
         parts = load_parts(path, stage, model)
         device = next((one.device for one in model.parameters()), torch.device("cpu"))
