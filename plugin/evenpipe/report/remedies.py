@@ -73,8 +73,7 @@ def _others(case: Case) -> Iterator[Alternative | None]:
     yield _scheduled(case, "2bw", "--schedule 2bw", batches=4)
     if schedule.batches == 1:
         twice = _resized(case, micro_batches=2 * micro_batches)
-        one = None if twice is None else _of(twice, "more", "twice as many micro-batches", "", 2)
-        yield None if one is None else one._replace(flags=f"--micro-batches {2 * micro_batches}")
+        yield None if twice is None else _of(twice, "more", "twice as many micro-batches", "", 2)
     if max(_each(case.costs)) > 1.02 * sum(_each(case.costs)) / schedule.stages:
         yield _of(case._replace(costs=_even(case.costs)), "even", "stages of equal times", "evenpipe partition", 1)
     if case.bpipe:

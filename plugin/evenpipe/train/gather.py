@@ -113,5 +113,6 @@ def _spans_from(start: float, spans: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def _memory_from(start: float, memory: Sequence[MemoryPoint]) -> tuple[MemoryPoint, ...]:
-    """Counted from `start`, before which a stage may hold what the batch before has left it."""
-    return tuple(point._replace(at_ms=max(0.0, point.at_ms - start)) for point in memory)
+    """Counted from `start`. Before its batch a stage holds what the batch before has left it."""
+    counted = [point._replace(at_ms=max(0.0, point.at_ms - start)) for point in memory]
+    return tuple(point._replace(at_ms=0.0) if number == 0 else point for number, point in enumerate(counted))

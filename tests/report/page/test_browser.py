@@ -56,7 +56,9 @@ def point_at(page: Page, stage: float, at_ms: float) -> None:
     start, end = page.evaluate(_RANGES)[0]
     page.mouse.move(box["x"] + left, box["y"] + top)
     page.mouse.move(
-        box["x"] + left + width * (at_ms - start) / (end - start), box["y"] + top + height * stage / 2, steps=3
+        box["x"] + left + width * (at_ms - start) / (end - start),
+        box["y"] + top + height * (stage + 0.06) / 2.06,
+        steps=3,
     )
 
 

@@ -81,7 +81,7 @@ def _plot(view: View, title: str) -> Any:
         height=56 + row * stages,
         sizing_mode="stretch_width",
         x_range=Range1d(start=bounds[0], end=bounds[1], bounds=bounds, min_interval=duration_ms / 5000),
-        y_range=Range1d(start=stages, end=0),
+        y_range=Range1d(start=stages, end=-0.06),
         x_axis_label="ms",
         tools=[PanTool(dimensions="width"), ResetTool(), TapTool()],
         toolbar_location=None,
