@@ -135,7 +135,7 @@ def _rows(one: Drawn, index: int, of: int) -> Iterator[dict[str, Any]]:
                 "top": base + 0.97 * height * top,
                 "bottom": base + 0.97 * height * (top + part),
                 "colour": kind.colour,
-                "alpha": 1.0 if index == 0 else 0.55,
+                "alpha": 1.0 if index == 0 else 0.65,
                 "edge": kind.colour if action.kind == UPDATE else "#ffffffb0",
             }
 

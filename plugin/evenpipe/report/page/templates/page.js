@@ -8,7 +8,7 @@
   function dress(plot) {
     const [text, line, paper] = dark.matches ? ["#e8eaed", "#3a4048", "#1b1f24"] : ["#1d2125", "#d5d9de", "#fafbfc"];
     plot.background_fill_color = paper;
-    plot.border_fill_color = null;
+    plot.border_fill_color = dark.matches ? "#15181c" : "#ffffff";
     for (const axis of [...plot.below, ...plot.left]) {
       axis.axis_label_text_color = text;
       axis.major_label_text_color = text;
