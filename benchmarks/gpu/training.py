@@ -43,5 +43,6 @@ def train(
             return done == options.iterations
 
         found = iterate(case, engine, 0, ends_after, events)
-        shares = gather(Share(engine.coordinates, found, engine.weights(), recorder.unit_bytes, recorder.spans), None)
+        share = Share(engine.coordinates, found, engine.weights(), recorder.unit_bytes, recorder.spans, recorder.memory)
+        shares = gather(share, None)
     return None if shares is None else combine(shares)
