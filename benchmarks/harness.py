@@ -7,9 +7,14 @@ import gc
 import json
 import os
 import platform
+import shlex
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +55,62 @@ class Benchmark:
         """Print the document `evenpipe.benchmark/1`, or `table`, as --json says."""
         machine = {
             "platform": platform.platform(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
+            "processor": processor(),
             "cpus": os.cpu_count(),
             # Of one minute: before the benchmark, and at its end, its own load included.
             "load_before": round(self._load_before, 2),
             "load_after": round(os.getloadavg()[0], 2),
         }
         if self.parser.parse_args().json:
-            document = {"format": "evenpipe.benchmark/1", "name": self.name, "machine": machine}
-            print(json.dumps(document | {"settings": settings, "results": results}))
+            origin = {"command": command(), "date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "versions": versions()}
+            document = {"format": "evenpipe.benchmark/1", "name": self.name, **origin, "machine": machine}
+            print(json.dumps(document | {"settings": settings, "results": results, "tables": cells(table)}))
             return
-        console = Console()
+        console = Console() if sys.stdout.isatty() else Console(width=160)
         console.print(table)
-        console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine.items()))
+        about = (f"{name.replace('_', ' ')} {value}" for name, value in (versions() | machine).items())
+        console.print(", ".join(about))
+
+
+def cells(table: Table | Group) -> list[dict[str, Any]]:
+    """What the tables say: their columns and rows."""
+    every = [table] if isinstance(table, Table) else [one for one in table.renderables if isinstance(one, Table)]
+    return [
+        {
+            "title": None if one.title is None else str(one.title),
+            "columns": [str(column.header) for column in one.columns],
+            "rows": [list(row) for row in zip(*(map(str, column.cells) for column in one.columns), strict=True)],
+        }
+        for one in every
+    ]
+
+
+def command() -> str:
+    """What started this script, as one would type it again for people."""
+    script = Path(sys.argv[0]).resolve()
+    flags = [flag for flag in sys.argv[1:] if flag != "--json"]
+    return shlex.join(["python", f"benchmarks/{script.name}", *flags])
+
+
+def versions() -> dict[str, str]:
+    """Of Python, of what is measured and of what it is measured with, as far as it is installed."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        found["evenpipe"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    for name in ("megatron-core", "deepspeed"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def processor() -> str:
+    """The processor's name where Linux tells it, else its architecture."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 @contextmanager

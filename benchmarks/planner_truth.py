@@ -5,13 +5,12 @@ Three constants are fitted on rows of BPipe's Table 7 that Megatron-LM ran alone
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+from harness import Benchmark
 from published.bpipe import best, breakdown, figure_3_gib, figure_8_gib, verdicts
 from published.fit import errors, fitted, left_out, unseen
 from published.korthikanti import activation_errors, relative_errors
@@ -21,7 +20,6 @@ from published.pipedream import figure_11_billion, largest_micro_batch, table_1
 from published.production import longer
 from published.tables import Row, estimators, table, taken
 from published.vtrain import iterations
-from rich.console import Console
 from rich.table import Table
 
 from evenpipe.planner.descriptions import device
@@ -239,15 +237,10 @@ def _pair(one: dict[str, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    arguments = parser.parse_args()
+    benchmark = Benchmark("planner_truth", __doc__ or "", repeats=1)
+    benchmark.parser.parse_args()
     found = measures()
-    if arguments.json:
-        document = {"format": "evenpipe.benchmark/1", "name": "planner_truth", "settings": asdict(FITTED)}
-        print(json.dumps({**document, "results": [found]}))
-        return
-    Console(width=140).print(_shown(found))
+    benchmark.report(asdict(FITTED), [found], _shown(found))
 
 
 if __name__ == "__main__":
