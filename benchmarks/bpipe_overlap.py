@@ -43,12 +43,13 @@ START_DELAY_MS: Final = 20.0
 
 
 class Setting(NamedTuple):
-    """One pipeline; a backward takes twice a forward."""
+    """One pipeline."""
 
     stages: int
     micro_batches: int
     repeats: int
     forward_ms: float
+    backward_ms: float
     transfer_ms: float
     saved_bytes: int
 
@@ -94,7 +95,7 @@ class Synchronous(Program):
 def measure(rank: int, setting: Setting, tick: Tick) -> dict[str, list[float]]:
     """In each process: milliseconds of every batch, per mode."""
     cpu = torch.device("cpu")
-    accelerator = Accelerator(setting.forward_ms, 2 * setting.forward_ms)
+    accelerator = Accelerator(setting.forward_ms, setting.backward_ms)
     connections = connect(range(setting.stages), links(loop(setting.stages), pairs=True), backend="gloo", device=cpu)
     wires = over_wires(connections, accelerator, setting.transfer_ms)
     executor = Executor(rank, wires, cpu)
@@ -132,7 +133,7 @@ def predicted_ms(setting: Setting) -> dict[str, float]:
         waits = mode == "synchronous"
         costs = Costs(
             forward_ms=(setting.forward_ms,) * setting.stages,
-            backward_ms=(2 * setting.forward_ms,) * setting.stages,
+            backward_ms=(setting.backward_ms,) * setting.stages,
             wires={"evict": wire, "load": wire},
             synchronous_transfers=waits,
         )
@@ -171,10 +172,8 @@ def settings_of(arguments: argparse.Namespace) -> list[Setting]:
         micro_batches = arguments.micro_batches or MICRO_BATCHES.get(stages, 2 * stages)
         programs(stages, micro_batches)
         transfer_ms = arguments.forward_ms / 2 if arguments.transfer_ms is None else arguments.transfer_ms
-        saved_bytes = int(arguments.saved_mib * 2**20)
-        settings.append(
-            Setting(stages, micro_batches, arguments.repeats, arguments.forward_ms, transfer_ms, saved_bytes)
-        )
+        times = arguments.forward_ms, arguments.backward_ms or 2 * arguments.forward_ms, transfer_ms
+        settings.append(Setting(stages, micro_batches, arguments.repeats, *times, int(arguments.saved_mib * 2**20)))
     return settings
 
 
@@ -183,7 +182,8 @@ def main() -> None:
     add = benchmark.parser.add_argument
     add("--stages", type=positive, nargs="+", default=[4, 8], help="pipelines to measure (default 4 8)")
     add("--micro-batches", type=positive, help="of a batch (default 12 on 4 stages, 16 on 8, else 2 a stage)")
-    add("--forward-ms", type=float, default=40.0, help="a backward takes twice as long (default 40)")
+    add("--forward-ms", type=float, default=40.0, help="(default 40)")
+    add("--backward-ms", type=float, help="(default twice a forward)")
     add("--transfer-ms", type=float, help="of an eviction or load, besides its bytes (default half a forward)")
     add("--saved-mib", type=float, default=1.0, help="saved by one micro-batch (default 1)")
     arguments = benchmark.parser.parse_args()
@@ -197,7 +197,7 @@ def main() -> None:
             results.append(result(setting, run_in_processes(setting.stages, measure, setting, tick=tick)))
     common = {
         "forward_ms": arguments.forward_ms,
-        "backward_ms": 2 * arguments.forward_ms,
+        "backward_ms": settings[0].backward_ms,
         "transfer_ms": settings[0].transfer_ms,
         "saved_bytes": settings[0].saved_bytes,
         "repeats": arguments.repeats,

@@ -54,6 +54,40 @@ def test_overlap_of_transfers():
         assert entry["simulated_synchronous_ratio"] > 1.05
 
 
+def test_figures_of_bpipe(tmp_path):
+    picture = tmp_path / "figure.png"
+    shown = document("figures_bpipe.py", "--micro-batches", "32", "64", "--picture", str(picture))
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "figures_bpipe")
+    of_figure = [entry for entry in shown["results"] if entry["recompute"] == "none"]
+    assert [entry["micro_batches"] for entry in of_figure] == [32, 64]
+    for entry in of_figure:
+        # (m + p - 1) (forward + backward): asynchronous transfers leave it as it is.
+        assert entry["none_ms"] == pytest.approx((entry["micro_batches"] + 7) * 110.44)
+        assert entry["asynchronous_ratio"] == pytest.approx(1, abs=1e-6)
+        assert 1.11 < entry["synchronous_ratio"] < 1.3
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_of_2bw(tmp_path):
+    picture = tmp_path / "figures.png"
+    shown = document("figures_2bw.py", "--models", "gpt2-2.2b", "--picture", str(picture))
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "figures_2bw")
+    for reading in (entry for entry in shown["results"] if entry["part"] == "readings"):
+        assert reading["ratio"] > 1
+    published = {
+        (entry["figure"], entry["batch"], entry["system"]): entry
+        for entry in shown["results"]
+        if entry["part"] == "published"
+    }
+    for figure, batches in (("6a", (64, 256)), ("6b", (512, 2048))):
+        for batch in batches:
+            bars = [published[figure, batch, system] for system in ("inter-layer", "gpipe", "1f1b", "2bw")]
+            assert all(bar["fits"] for bar in bars)
+            speeds = [bar["samples_per_second"] for bar in bars]
+            assert speeds == sorted(speeds)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_orders():
     shown = document("orders.py", "--stages", "2")
     assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "orders")
@@ -137,6 +171,8 @@ def test_convergence(tmp_path):
     assert flush["validation"][0] == two_buffered["validation"][0]
     assert flush["training"][2] != two_buffered["training"][2]
     assert abs(entry["difference"]) < 0.1
+    ahead = "flush" if entry["difference"] > 0 else "2bw"
+    assert 0.5 < entry[f"{ahead}_share"] <= 1
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
