@@ -30,7 +30,8 @@ def schedule_patches(schedule: Callable[..., Any]) -> list[Patch]:
         distribution=MEGATRON_CORE,
         versions=recorded(_CHOICE),
         replacement=around(functools.partial(_choose, schedule)),
-        reason="Megatron has no other way to plug in a pipeline schedule",
+        reason="Megatron takes groups and a communicator from outside (pg_collection=, p2p_communicator=), but in no "
+        "release an order of micro-batches",
         rebinds=True,
     )
     return [choice, keeping_identity()]

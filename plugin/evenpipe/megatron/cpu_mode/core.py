@@ -46,7 +46,8 @@ def _core_patches() -> Iterator[Patch]:
         (
             "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
             _send_aliases,
-            "megatron-core frees a stage's output while gloo still sends it; an alias keeps the memory until then",
+            "megatron-core frees a stage's output while gloo still sends it; an alias keeps the memory until then "
+            "(a p2p_communicator= of 0.19 could, but scripts give none)",
             "(*, tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next, group, "
             "prev_pipeline_rank, next_pipeline_rank)",
         ),

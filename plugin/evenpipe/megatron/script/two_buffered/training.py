@@ -162,7 +162,8 @@ def two_buffered_patches(training: Any) -> list[Patch]:
                 name,
                 f"{module}:{function}",
                 lambda original, value, group=None: value,
-                f"2bw: {what} of the finished step is known on all stages, and asking joins them",
+                f"2bw: {what} of the finished step is known on all stages, and asking joins them (0.19 asks the "
+                "model's pg_collection.mp: of whatever group, the host waits for the device's answer)",
             )
             # The functions moved when utils became a package.
             for module in ("megatron.training.utils", "megatron.training.utils.common_utils")
