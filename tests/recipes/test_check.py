@@ -146,6 +146,48 @@ def test_deepspeed_s_configuration_is_compared_with_the_flags(change, said, tmp_
     assert said in printed
 
 
+@pytest.mark.parametrize(
+    ("launcher", "old", "new", "said"),
+    [
+        ("kubernetes", "replicas: 3", "replicas: many", "job.yaml: Worker: replicas: 'many' is no whole number"),
+        ("kubernetes", "pytorchReplicaSpecs:", "pytorchReplicaSpecs: 3\n  x:", "spec.pytorchReplicaSpecs has no roles"),
+        ("kubernetes", "spec:\n  nproc", "spec: [1]\nx:\n  nproc", "spec.pytorchReplicaSpecs has no roles"),
+        (
+            "kubernetes",
+            'nvidia.com/gpu: "8"',
+            'nvidia.com/gpu: "4"',
+            "job.yaml: Master's nvidia.com/gpu: 4 GPUs a node",
+        ),
+        ("kubernetes", 'nvidia.com/gpu: "8"', 'nvidia.com/gpu: "x"', "nvidia.com/gpu: 'x' is no whole number"),
+        ("deepspeed", "node1 slots=8", "node1 slots=x", "hostfile:2: 'node1 slots=x' is no host"),
+        ("deepspeed", "node1 slots=8", "node1 slots=4", "hostfile: give hosts, all with the same slots"),
+        ("deepspeed", "node1 slots=8", "node0 slots=8", "hostfile:2: node0 is there twice"),
+    ],
+)
+def test_a_job_and_a_hostfile_that_would_not_start_are_said(launcher, old, new, said, tmp_path, capsys):
+    written(tmp_path, launcher)
+    edit(tmp_path / {"kubernetes": "job.yaml", "deepspeed": "hostfile"}[launcher], old, new)
+    status, printed = checked(tmp_path, capsys)
+    assert status == 1
+    assert said in printed
+
+
+def test_a_job_without_files_is_one_line(tmp_path, capsys):
+    written(tmp_path, "kubernetes")
+    edit(tmp_path / "job.yaml", "\ndata:", "\ndata: [1]\nx:")
+    with pytest.raises(SystemExit):
+        main(["recipe", "--check", str(tmp_path)])
+    assert "job.yaml: its ConfigMap has no train.sh" in capsys.readouterr().err
+
+
+def test_no_stages_at_all_are_said(tmp_path, capsys):
+    write_files(tmp_path / "recipe", files_of(recipe_of("deepspeed")))
+    edit(tmp_path / "recipe" / "train.sh", "--stages 4", "--stages 0")
+    status, printed = checked(tmp_path / "recipe", capsys)
+    assert status == 1
+    assert "train.sh: --stages 0: 4 GPUs do not divide into them" in printed
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": "evenpipe.plan/1"}'])
 def test_a_folder_that_is_no_recipe_is_one_line(text, tmp_path, capsys):
     (tmp_path / "recipe.json").write_text(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from shutil import which
 from typing import Any
@@ -16,7 +16,7 @@ from evenpipe.planner.run import Run
 from evenpipe.planner.search.engine import Engine
 from evenpipe.recipes import deepspeed_run, megatron_run
 from evenpipe.recipes.errors import RecipeError
-from evenpipe.recipes.nodes import nodes_of
+from evenpipe.recipes.nodes import Nodes, nodes_of
 from evenpipe.recipes.reading import UNKNOWN, Script, read_script
 from evenpipe.recipes.recipe import Recipe
 from evenpipe.recipes.refusals import refuse, refuse_before_planning
@@ -52,10 +52,11 @@ def check(written: Written, engine: Engine, section: ReadSection) -> Checked:
     try:
         script = read_script(written.files["train.sh"], "train.sh")
         path, flags = _command(script)
+        every = nodes_of(written, script)
     except RecipeError as error:
         return Checked((*problems, str(error)), ())
-    problems += _nodes(written, script)
-    nodes = _cluster(written, script)
+    problems += _contradictions(every)
+    nodes = _cluster(written, every)
     unknown, flags = _known(flags)
     notes = [f"{name}: is known only when it runs: not looked at" for name in unknown]
     found: Estimate | None = None
@@ -86,17 +87,16 @@ def _syntax(name: str, text: str) -> Iterator[str]:
         yield f"{name}: {said[0].removeprefix('bash: ')}"
 
 
-def _nodes(written: Written, script: Script) -> Iterator[str]:
-    every = nodes_of(written, script)
+def _contradictions(every: Sequence[Nodes]) -> Iterator[str]:
     for one in every[1:]:
         for what, first, other in (("nodes", every[0].nodes, one.nodes), ("GPUs a node", every[0].gpus, one.gpus)):
             if None not in (first, other) and first != other:
                 yield f"{one.where}: {other} {what}, {every[0].where}: {first}: change one of them"
 
 
-def _cluster(written: Written, script: Script) -> Cluster:
+def _cluster(written: Written, every: Sequence[Nodes]) -> Cluster:
     """In the size that the files say."""
-    planned, every = written.about.cluster, nodes_of(written, script)
+    planned = written.about.cluster
     nodes = next((one.nodes for one in every if one.nodes), planned.nodes)
     gpus = next((one.gpus for one in every if one.gpus), planned.gpus_per_node)
     if (nodes, gpus) == (planned.nodes, planned.gpus_per_node):

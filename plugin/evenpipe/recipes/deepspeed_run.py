@@ -46,7 +46,7 @@ def described_by(
         "dropout": bool(getattr(args, "dropout", 0.1)),
     }
     of = described(Model, name, said, "train.sh")
-    if gpus % args.stages:
+    if args.stages < 1 or gpus % args.stages:
         raise RecipeError(f"train.sh: --stages {args.stages}: {gpus} GPUs do not divide into them: change one of them")
     data = gpus // args.stages
     micro, accumulated = _batch(configuration, data)

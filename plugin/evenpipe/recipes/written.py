@@ -78,7 +78,8 @@ def _in_a_job(about: About, text: str, needed: list[str]) -> Written:
         line = f":{mark.line + 1}" if mark else ""
         raise RecipeError(f"{_JOB}{line}: is no YAML: {getattr(error, 'problem', error)}: correct it") from None
     kinds = {str(one.get("kind")): one for one in documents}
-    files = (kinds.get("ConfigMap") or {}).get("data") or {}
+    said = (kinds.get("ConfigMap") or {}).get("data")
+    files = said if isinstance(said, dict) else {}
     for name in needed:
         if not isinstance(files.get(name), str):
             raise RecipeError(f"{_JOB}: its ConfigMap has no {name}: keep what `evenpipe recipe` wrote")
