@@ -56,9 +56,9 @@ def test_an_engine_plans_what_it_runs(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--model", "gpt3-31b"], "gpt3-31b: unknown among models, did you mean gpt3-13b?"),
-        (["--cluster", "1x8-a100-80g"], "1x8-a100-80g: unknown among clusters, did you mean"),
-        (["--framework", "deepsped"], "deepsped: unknown among frameworks, did you mean deepspeed?"),
+        (["--model", "gpt3-31b"], "--model gpt3-31b: unknown among models, did you mean gpt3-13b?"),
+        (["--cluster", "1x8-a100-80g"], "--cluster 1x8-a100-80g: unknown among clusters, did you mean"),
+        (["--framework", "deepsped"], "--framework deepsped: unknown among frameworks, did you mean deepspeed?"),
         (["--schedules", "1f1b,v-haf"], "--schedules v-haf: unknown schedule"),
         (["--schedules", "v-half"], "--schedules v-half: Megatron does not run it (model chunks that are not placed"),
         (["--model", "gpt3-175b"], "--cluster 1x8-a100-80gb: is smaller than gpt3-175b"),

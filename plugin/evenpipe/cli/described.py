@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, _ArgumentGroup
-from typing import Final
+from argparse import ArgumentParser, Namespace, _ArgumentGroup
+from collections.abc import Callable
+from typing import Any, Final
 
-from evenpipe.planner.descriptions import names
+from evenpipe.cli.parser import UsageError
+from evenpipe.planner.descriptions import Cluster, DescriptionError, Framework, Model, cluster, framework, model, names
 
-__all__ = ["MODEL_HELP", "add_what_and_where", "known_names"]
+__all__ = ["MODEL_HELP", "add_what_and_where", "framework_named", "known_names", "model_and_cluster"]
 
 MODEL_HELP: Final = "a name, or PATH.yaml[:NAME]"
 
@@ -19,6 +21,23 @@ def add_what_and_where(parser: ArgumentParser) -> _ArgumentGroup:
     group.add_argument("--cluster", required=True, metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
     group.add_argument("--framework", metavar="NAME", help=f"{' | '.join(names('frameworks'))} (default: the model's)")
     return group
+
+
+def model_and_cluster(arguments: Namespace) -> tuple[Model, Cluster]:
+    """Those that are named. Raises UsageError."""
+    return _named("--model", model, arguments.model), _named("--cluster", cluster, arguments.cluster)
+
+
+def framework_named(arguments: Namespace) -> Framework | None:
+    """None where none is. Raises UsageError."""
+    return _named("--framework", framework, arguments.framework) if arguments.framework else None
+
+
+def _named(option: str, find: Callable[[str], Any], name: str) -> Any:
+    try:
+        return find(name)
+    except DescriptionError as error:
+        raise UsageError(f"{option} {error}") from error
 
 
 def known_names() -> str:

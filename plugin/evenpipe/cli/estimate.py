@@ -6,11 +6,11 @@ import argparse
 from argparse import BooleanOptionalAction, Namespace
 from typing import Final, get_args
 
-from evenpipe.cli.described import add_what_and_where, known_names
+from evenpipe.cli.described import add_what_and_where, framework_named, known_names, model_and_cluster
 from evenpipe.cli.estimate_shown import show
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import duration_ms, positive
-from evenpipe.planner.descriptions import Cluster, DescriptionError, Precision, cluster, framework, model
+from evenpipe.planner.descriptions import Cluster, DescriptionError, Precision
 from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import Estimator
 from evenpipe.planner.run import Attention, Placement, Recompute, Run
@@ -91,9 +91,8 @@ def _layout(text: str) -> tuple[int, ...]:
 
 def _run(arguments: Namespace) -> None:
     try:
-        of, nodes = model(arguments.model), cluster(arguments.cluster)
-        named = framework(arguments.framework) if arguments.framework else None
-        shown = Estimator(of, nodes, named)(_run_of(arguments, nodes))
+        of, nodes = model_and_cluster(arguments)
+        shown = Estimator(of, nodes, framework_named(arguments))(_run_of(arguments, nodes))
     except DescriptionError as error:
         raise UsageError(str(error)) from error
     except EstimateError as error:

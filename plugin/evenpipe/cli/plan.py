@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
 
-from evenpipe.cli.described import add_what_and_where, known_names
+from evenpipe.cli.described import add_what_and_where, framework_named, known_names, model_and_cluster
 from evenpipe.cli.options import write
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.plan_shown import drawn, show
 from evenpipe.cli.searched import add_search_options, question_from
 from evenpipe.cli.values import output_file, picture_file, positive
-from evenpipe.planner.descriptions import DescriptionError, cluster, framework, model
+from evenpipe.planner.descriptions import DescriptionError
 from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import framework_of
 from evenpipe.planner.search.plan import plan_of
@@ -66,11 +67,11 @@ def _run(arguments: Namespace) -> None:
     if arguments.json:
         print(document)
     else:
-        named = f" --framework {arguments.framework}" if arguments.framework else ""
-        show(plan, f"evenpipe estimate --model {arguments.model} --cluster {arguments.cluster}{named}")
+        words = ["--model", arguments.model, "--cluster", arguments.cluster]
+        words += ["--framework", arguments.framework] if arguments.framework else []
+        show(plan, f"evenpipe estimate {shlex.join(words)}")
 
 
 def _question(arguments: Namespace) -> Question:
-    of, nodes = model(arguments.model), cluster(arguments.cluster)
-    named = framework(arguments.framework) if arguments.framework else framework_of(of, nodes)
-    return question_from(arguments, of, nodes, named)
+    of, nodes = model_and_cluster(arguments)
+    return question_from(arguments, of, nodes, framework_named(arguments) or framework_of(of, nodes))

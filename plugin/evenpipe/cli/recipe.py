@@ -5,11 +5,12 @@ from __future__ import annotations
 from argparse import REMAINDER, Namespace
 from pathlib import Path
 
+from evenpipe.cli.described import model_and_cluster
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.plan_engine import engine_of
 from evenpipe.cli.searched import SEARCHED, add_search_options, question_from
 from evenpipe.cli.values import positive
-from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, cluster, framework, model
+from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, framework
 from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import framework_of
 from evenpipe.planner.run import Run
@@ -118,7 +119,7 @@ def _write(arguments: Namespace) -> None:
 
 def _recipe(arguments: Namespace) -> Recipe:
     settings = Settings.of(arguments.assignments)
-    of, nodes = model(arguments.model), cluster(arguments.cluster)
+    of, nodes = model_and_cluster(arguments)
     refuse_before_planning(arguments.kind, of, arguments.framework, settings)
     run, planned_for = _planned(arguments, of, nodes)
     recipe = Recipe.of(of, nodes, run, arguments.framework, arguments.launcher, settings, planned_for)
