@@ -132,11 +132,12 @@ def launch(
     environment: dict[str, str] | None = None,
     timeout: float = 800,
     check: bool = True,
+    options: Sequence[str] = ("--cpu",),
 ) -> Run:
     """Run `script` of `checkout` to its end with `evenpipe run --cpu`; without EvenPipe's flags that is stock."""
     with tempfile.TemporaryDirectory(prefix="evenpipe-") as folder:
         said = Path(folder, "output")
-        status = _server().run(checkout, script, flags, processes, environment or {}, said, timeout)
+        status = _server().run(checkout, script, flags, processes, environment or {}, said, timeout, options)
         output = said.read_text(errors="replace")
     assert status is not None, f"no end after {timeout} s:\n{output[-4000:]}"
     if check:

@@ -1,10 +1,11 @@
 """Ranks of script jobs, forked from a process that has imported what the script does: half of a short job is imports.
 
-A rank runs `python -m evenpipe run --cpu SCRIPT ...` from its first line to the interpreter's end, and does anew all
-that this does but imports, and the reading of their sources. Unlike one that a user starts, it shares with the job's
-other ranks, and with jobs before it, the hashes of strings; what it spawns is forked too (`spawned.py`). A script that
-is not one of the checkout's, or whose imports end in an error, has ranks that import Megatron-LM and EvenPipe
-themselves. What torchrun's agent does for a job is done here: one rank that fails ends the others.
+A rank runs `python -m evenpipe run --cpu SCRIPT ...`, or with other options, from its first line to the interpreter's
+end, and does anew all that this does but imports, and the reading of their sources. Unlike one that a user starts, it
+shares with the job's other ranks, and with jobs before it, the hashes of strings; what it spawns is forked too
+(`spawned.py`). A script that is not one of the checkout's, or whose imports end in an error, has ranks that import
+Megatron-LM and EvenPipe themselves. What torchrun's agent does for a job is done here: one rank that fails ends the
+others.
 
 Jobs of torchrun itself are in `test_vendored.py` (with every release), `test_failures.py` and `test_two_buffered.py`,
 where a forked run goes on from what such a job has saved, to the bits of one that did not stop.
@@ -58,6 +59,7 @@ class _Job(NamedTuple):
     environment: Mapping[str, str]
     output: str
     timeout: float
+    options: Sequence[str]
 
 
 class RankServer:
@@ -91,12 +93,13 @@ class RankServer:
         environment: Mapping[str, str],
         output: Path,
         timeout: float,
+        options: Sequence[str] = ("--cpu",),
     ) -> int | None:
-        """The status of `python -m evenpipe run --cpu SCRIPT FLAGS` by so many ranks; None after `timeout` (s).
+        """The status of `python -m evenpipe run OPTIONS SCRIPT FLAGS` by so many ranks; None after `timeout` (s).
 
         `environment` is what differs from this process's; what the ranks print goes to the file `output`.
         """
-        job = _Job(str(checkout), script, flags, ranks, dict(environment), str(output), timeout)
+        job = _Job(str(checkout), script, flags, ranks, dict(environment), str(output), timeout, options)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(job), file=self._process.stdin, flush=True)
@@ -234,7 +237,7 @@ def _rank(job: _Job, place: Mapping[str, str]) -> NoReturn:
     gc.enable()
     if "--save" in job.flags:
         spawn_by_fork()
-    sys.argv = ["evenpipe", "run", "--cpu", job.script, *job.flags]
+    sys.argv = ["evenpipe", "run", *job.options, job.script, *job.flags]
     runpy.run_module("evenpipe", run_name="__main__", alter_sys=True)
     sys.exit()
 
