@@ -124,6 +124,11 @@ class ModuleStage:
         taken = [self._first(unit.micro_batch)] if inputs is None else inputs
         return self.chunks[unit.chunk](*taken)
 
+    def forget(self) -> None:
+        """Let go of what has been forwarded and not backwarded."""
+        for held in (self._inputs, self._outputs, self._owed):
+            held.clear()
+
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         """The gradients of the received inputs; nothing at the start of the model."""
         torch.autograd.backward(self._outputs.pop(unit), gradients)

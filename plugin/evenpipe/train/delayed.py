@@ -152,4 +152,4 @@ class _DelayedStage:
         self._steps.finish()
 
     def forget(self) -> None:
-        """It is let go of as a whole: the next stream has a stage of its own."""
+        self._inner.forget()
