@@ -246,3 +246,25 @@ def test_planner_truth():
     assert found["verdicts"]["count"] == 92
     for name, used in found["used"].items():
         assert math.isclose(found["fitted"][name], used, rel_tol=0.02)
+
+
+def test_peers(tmp_path):
+    picture = tmp_path / "P.png"
+    only = ("1F1B", "2BW", "ZB-H1")  # of every engine
+    shown = document(
+        "peers.py", "--cases", "4x4", "--repeats", "2", "--forward-ms", "20", "--only", *only, "--picture", picture
+    )
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "peers")
+    rows = {row["peer"]: row for row in shown["results"]}
+    one_f_one_b = [f"{engine}: 1F1B" for engine in ("Megatron", "torch", "DeepSpeed", "EvenPipe")]
+    assert {row["mib"] for name, row in rows.items() if name in one_f_one_b} == {4.0}
+    assert rows["EvenPipe: 1F1B + BPipe"]["mib"] == 3.0
+    # Nothing of what a stream had forwarded before it was drained is left.
+    assert rows["EvenPipe: 2BW"]["mib"] == 4.0
+    fastest = min(rows["EvenPipe: 2BW"]["batches_ms"])
+    for name in one_f_one_b:
+        assert min(rows[name]["batches_ms"]) > 7 * 60 * 0.97  # (m + p - 1)(tf + tb)
+        assert min(rows[name]["batches_ms"]) > 1.3 * fastest
+    assert fastest > 4 * 60 * 0.97
+    assert [row["peer"] for row in shown["results"] if row["front"] and row["delayed"]]
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,1 @@
+"""Engines that run the same emulated stages: Megatron-core's, torch's, DeepSpeed's and EvenPipe's, each unmodified."""
