@@ -24,7 +24,7 @@ STARTED = {"torchrun": "train.sh", "deepspeed": "launch.sh", "slurm": "launch.sb
 def written(folder: Path, launcher: str, **given: object) -> tuple[Path, int]:
     """A recipe in a folder, and on how many nodes it is."""
     settings = {**SHORT, "checkpoints": str(folder / "check points"), "master_port": str(free_port())}
-    nodes = cluster("2x2-a100-80gb" if launcher == "slurm" else "1x4-a100-80gb")
+    nodes = cluster("2x2-a100-80gb" if launcher == "slurm" else f"1x{given.get('stages', 4)}-a100-80gb")
     if launcher == "slurm":
         settings["interface"] = "lo"
     recipe = recipe_of("deepspeed", launcher, settings | given.pop("settings", {}), nodes, **given)
@@ -40,7 +40,7 @@ def losses(output: str) -> dict[int, float]:
     ("launcher", "kind", "run"),
     [
         ("torchrun", gpt, {"bpipe": True}),
-        ("deepspeed", bert, {"schedule": "kfkb", "group_size": 2}),
+        ("deepspeed", bert, {"schedule": "kfkb", "group_size": 2, "stages": 2, "bpipe": False}),
         ("slurm", gpt, {"schedule": "2bw", "stages": 2, "bpipe": False}),
     ],
 )
