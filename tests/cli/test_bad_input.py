@@ -26,6 +26,11 @@ def options(changes: dict[str, str], *flags: str) -> list[str]:
     return [word for option in (GOOD | changes).items() for word in option] + list(flags)
 
 
+def test_what_would_steer_a_terminal_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, "estimate", "--model", "a\x1b[31m\nb×", "--cluster", "1x8-h100", "--global-batch-size", "8")
+    assert r"--model a\x1b[31m b×: unknown among models" in said
+
+
 @pytest.mark.parametrize("command", ["schedule", "simulate"])
 @pytest.mark.parametrize(
     ("changes", "flags", "said"),

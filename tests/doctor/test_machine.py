@@ -115,6 +115,12 @@ def test_a_folder_for_checkpoints_that_is_not_there_or_is_a_file(tmp_path: Path)
         [one] = storage(tmp_path / name, several_nodes=False)
         assert one.verdict is Verdict.PROBLEM
         assert said in one.said
+        assert ("mkdir" in (one.remedy or "")) == (name == "none")
+
+
+def test_the_line_that_makes_a_folder_can_be_pasted(tmp_path: Path) -> None:
+    [one] = storage(tmp_path / "a $(b)", several_nodes=False)
+    assert one.remedy == f"mkdir -p -- '{tmp_path}/a $(b)', where every node sees it"
 
 
 @linux

@@ -27,8 +27,10 @@ class Parser(argparse.ArgumentParser):
         self.fail(f"{message} (see {self.prog} --help)")
 
     def fail(self, message: str) -> NoReturn:
-        """End the process with status 2 and ``message`` on one line."""
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+        """End the process with status 2 and ``message`` on one line, in which nothing steers a terminal."""
+        line = " ".join(message.split())
+        shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in line)
+        self.exit(2, f"{self.prog}: error: {shown}\n")
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"

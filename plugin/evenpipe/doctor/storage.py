@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -36,9 +37,12 @@ def storage(folder: Path | None, several_nodes: bool, checkpoint_bytes: float | 
     if folder is None:
         yield unseen("checkpoints", "no --checkpoint-dir DIR is given")
         return
+    if not folder.exists():
+        made = shlex.join(["mkdir", "-p", "--", str(folder)])
+        yield problem("checkpoints", f"{folder} does not exist", f"{made}, where every node sees it")
+        return
     if not folder.is_dir():
-        said = "is no folder" if folder.exists() else "does not exist"
-        yield problem("checkpoints", f"{folder} {said}", f"mkdir -p {folder}, where every node sees it")
+        yield problem("checkpoints", f"{folder} is no folder", "name one that every node sees")
         return
     try:
         _write_and_rename(folder)
