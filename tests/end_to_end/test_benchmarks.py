@@ -88,6 +88,39 @@ def test_figures_of_2bw(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_figures_of_ada_grouper(tmp_path):
+    picture = tmp_path / "figures.png"
+    shown = document("figures_ada_grouper.py", "--figures", "6", "10", "--picture", str(picture))
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "figures_ada_grouper")
+    six = [gain for gain in shown["settings"]["gains"] if gain["figure"] == "6"]
+    # The less others leave of the network, the more groups gain.
+    assert [gain["left"] for gain in six] == sorted((gain["left"] for gain in six), reverse=True)
+    assert [gain["gain"] for gain in six] == sorted(gain["gain"] for gain in six)
+    assert six[0]["gain"] > 0
+    hours = [[one for one in shown["results"] if one.get("hour") == hour] for hour in (1, 2, 3, 4)]
+    for of_hour in hours:
+        (chosen,) = (one for one in of_hour if one["chosen"])
+        # The tuner does not switch for less than 2 %.
+        assert chosen["ms"] < 1.02 * min(one["ms"] for one in of_hour)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_growth(tmp_path):
+    picture = tmp_path / "growth.png"
+    shown = document(
+        "scale.py", "--micro-batches", "256", "--stages", "64", "--gpus", "320", "--nodes", "1000", "--traced", "80",
+        "--repeats", "1", "--picture", str(picture),
+    )  # fmt: skip
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "scale")
+    assert {entry["what"] for entry in shown["results"]} == {
+        "build", "verify", "simulate", "plan", "partition", "trace", "count",
+    }  # fmt: skip
+    assert all(usable(entry["seconds"]) and entry["n"] > 0 for entry in shown["results"])
+    for grown in shown["settings"]["growth"]:
+        assert grown["holds"] == (grown["exponent"] <= grown["n_log_n"] + shown["settings"]["slack"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_orders():
     shown = document("orders.py", "--stages", "2")
     assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "orders")
