@@ -87,6 +87,14 @@ def test_a_function_that_fails_is_told_where(tmp_path, body, says):
     assert "\n" not in str(caught.value)
 
 
+def test_so_is_one_in_a_file_that_is_named_from_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def make():\n    return {}['data']\n")
+
+    with pytest.raises(ModelError, match=r"^mine\.py:make: mine\.py:2: KeyError: 'data'$"):
+        from_function("mine.py:make")
+
+
 def test_a_function_that_cannot_give_the_size_asked_for_is_told_how(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("import torch\ndef make():\n    return torch.nn.Linear(2, 2), {'input': torch.zeros(4, 2)}\n")

@@ -109,5 +109,6 @@ def _with_values(make: Callable[[], Any]) -> Any:
 def _place(error: BaseException, file: Path) -> str:
     """`FILE.py:LINE: `, of the last line in the user's file that the error went through."""
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename) == file]
+    path = file.absolute()  # as importlib has it
+    lines = [frame.lineno for frame in frames if Path(frame.filename) == path]
     return f"{file}:{lines[-1]}: " if lines else ""
