@@ -31,7 +31,7 @@ PAPER: Final = {
     "UNet-Base": "line 260: 2 to 14 %",
     "UNet-Medium": "line 260: 4 to 5 %",
     "8": "line 264: always faster, most at 8 workers",
-    "9": "line 270: up to 20 %; replicas are slower",
+    "9": "lines 270, 272: up to 20 %; replicas almost always slower",
     "10": "line 280: over 20 %, less in the third hour; 21 % in the fourth",
 }
 
