@@ -177,7 +177,7 @@ def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    benchmark = Benchmark("scale", __doc__ or "", repeats=3)
+    benchmark = Benchmark("scale", __doc__ or "", repeats=2)
     add = benchmark.parser.add_argument
     add("--micro-batches", type=positive, default=16384, help="the most on 8 stages (default 16384)")
     add("--stages", type=positive, default=512, help="the most with 2,048 micro-batches (default 512)")
