@@ -11,9 +11,8 @@ from evenpipe.partition.code import write_stages
 from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.copies import Workload
 from evenpipe.partition.search.finding import find_plan
-from evenpipe.partition.timing import Roofline
+from evenpipe.partition.timing import Measured
 from evenpipe.partition.trace import trace
-from evenpipe.planner.descriptions import device
 from evenpipe.train.planned import PlannedPipeline
 
 SIZE = {"vocab_size": 256, "use_cache": False, "attn_implementation": "eager"}
@@ -32,12 +31,12 @@ model = MODELS[name]().train()
 tokens = torch.randint(256, (8 * 2, 32))  # eight micro-batches of two samples
 if dist.get_rank() == 0:  # once; another run of the same model needs the files alone
     graph = trace(model, {"input_ids": tokens[:2], "labels": tokens[:2]})
-    nodes = profile(graph, Roofline(device("a100-40gb")), name)
+    nodes = profile(graph, Measured(torch.device("cpu")), name)
     plan = find_plan(nodes, Workload("1f1b", micro_batches=8), stages=dist.get_world_size(), limit_bytes=40 << 30)
     plan.write(path)
     write_stages(graph, nodes, plan, path)
 dist.barrier()
-pipeline = PlannedPipeline(path, model)
+pipeline = PlannedPipeline(path, model, measure=True)
 optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
 for iteration in range(5):
     optimizer.zero_grad()
@@ -45,6 +44,8 @@ for iteration in range(5):
     optimizer.step()
     if loss is not None:  # where the model ends
         print(f"iteration {iteration}: loss {loss.item():.6f}")
+for line in pipeline.truth(optimizer):  # what every stage was to take, and took
+    print(line)
 state = pipeline.full_state_dict()
 if state is not None:  # the first stage has the uncut model's
     model.load_state_dict(state)

@@ -1,6 +1,7 @@
 """The scripts in examples/ run as their users run them."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -104,7 +105,7 @@ def test_plain_modules_of_a_users_own():
 
 @pytest.mark.parametrize("model", ["gpt2", "bert", "t5"])
 def test_models_of_hugging_faces(tmp_path, model):
-    """Cut into four as they are; the script is short."""
+    """Cut into four as they are; the script is short, and says what its stages took beside what was planned."""
     script = EXAMPLES / "huggingface.py"
     lines = script.read_text().splitlines()
     assert len([line for line in lines if line and not line.startswith(("import ", "from "))]) <= 40
@@ -112,6 +113,10 @@ def test_models_of_hugging_faces(tmp_path, model):
     command = forked.command(4, imported, script, model, str(tmp_path / "P.json"))
     run = subprocess.run(command, timeout=300, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    losses = [float(line.split()[-1]) for line in run.stdout.splitlines()]
+    losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("iteration ")]
     assert len(losses) == 5
     assert losses[-1] < losses[0]
+    told = re.findall(r"^stage (\d) \(nodes .*\| peak MiB: ([\d.]+) predicted, ([\d.]+) measured \|", run.stdout, re.M)
+    assert [int(stage) for stage, *_ in told] == [*range(4)]
+    for _, predicted, measured in told:  # said to a tenth
+        assert float(measured) == pytest.approx(float(predicted), rel=0.03, abs=0.11)

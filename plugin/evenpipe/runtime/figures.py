@@ -41,13 +41,15 @@ class StageFigures(NamedTuple):
         return cls(int(live), int(peak), int(evicted), *times)
 
 
-def per_stage(mine: StageFigures, stage: int, stages: int, device: torch.device) -> tuple[StageFigures, ...]:
-    """The largest of each figure, per stage; all ranks call it, in one all-reduce of doubles on `device`.
+def per_stage(
+    mine: StageFigures, stage: int, stages: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> tuple[StageFigures, ...]:
+    """The largest of each figure, per stage; all ranks of `group` call it, in one all-reduce of doubles on `device`.
 
     These are exact for all bytes that a machine can hold.
     """
     table = torch.zeros(stages, len(mine), dtype=torch.float64)
     table[stage] = torch.tensor(mine, dtype=torch.float64)
     table = table.to(device)
-    dist.all_reduce(table, dist.ReduceOp.MAX)
+    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
     return tuple(map(StageFigures.of_row, table.tolist()))

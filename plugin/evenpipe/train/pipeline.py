@@ -17,8 +17,10 @@ from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.schedule import Program, Spec, check_offers, find, needs_of, verify
 from evenpipe.train.delayed import DelayedTraining
+from evenpipe.train.engine import KeptBytes
 from evenpipe.train.engines import ENGINES
 from evenpipe.train.plain_steps import PlainSteps, SharedGradients
+from evenpipe.tuner.process_memory import static_bytes
 
 __all__ = ["ModulePipeline", "Pipeline", "shares", "stage_in"]
 
@@ -119,6 +121,27 @@ class Pipeline(ABC):
     def shared_gradients(self) -> SharedGradients | None:
         """Of parameters that other stages have a copy of."""
         return None
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Of this stage's parameters, those that there are; without flushes of the batch whose step is due."""
+        if self._training is not None and self._training.steps.gradients:
+            return self._training.steps.gradients
+        return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+
+    def kept_bytes(self, optimizer: torch.optim.Optimizer) -> KeptBytes:
+        """What this process keeps from batch to batch, `optimizer`'s state included."""
+        parameters = list(self.parameters())
+        # Counters of steps are numbers, in tensors of no dimension.
+        state = [value for each in optimizer.state.values() for value in each.values()]
+        kept = [value for value in state if torch.is_tensor(value) and value.dim()]
+        static = static_bytes([*parameters, *self.gradients, *kept], [optimizer])
+        messages = sum(like.nbytes for edge in (*self.edges.taken, *self.edges.given) for like in edge if like.dim())
+        held = 0
+        if self._training is not None and not self._training.steps.update_early(self.stage):
+            held = self._training.steps.held_gradient_bytes
+        versions = 0 if self.versions is None else self.versions.nbytes
+        return KeptBytes(sum(one.nbytes for one in parameters), versions, held, static, messages)
 
     def squares(self) -> Tensor:
         """Sums of squares of the gradients by part of the model, in fp64; zero for those of other stages."""

@@ -19,7 +19,6 @@ from evenpipe.train.delayed import DelayedTraining
 from evenpipe.train.engine import Case, Coordinates, KeptBytes, OptimizerStep, Tuned
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.pipeline import Pipeline
-from evenpipe.tuner.process_memory import static_bytes
 
 __all__ = ["PlainEngine", "learning_rate", "make_optimizer"]
 
@@ -121,18 +120,7 @@ class PlainEngine(Observer, ABC, Generic[PipelineT]):
         return [loss.item() for loss in self.pipeline.losses]
 
     def kept_bytes(self) -> KeptBytes:
-        parameters = list(self.pipeline.parameters())
-        # Counters of steps are numbers, in tensors of no dimension.
-        state = [value for each in self.optimizer.state.values() for value in each.values()]
-        kept = [value for value in state if torch.is_tensor(value) and value.dim()]
-        static = static_bytes([*parameters, *self._gradients(), *kept], [self.optimizer])
-        edges = self.pipeline.edges
-        messages = sum(like.nbytes for edge in (*edges.taken, *edges.given) for like in edge if like.dim())
-        versions, held = self.pipeline.versions, 0
-        if self._training is not None and not self._training.steps.update_early(self.coordinates.stage):
-            held = self._training.steps.held_gradient_bytes
-        of_weights = sum(parameter.nbytes for parameter in parameters)
-        return KeptBytes(of_weights, 0 if versions is None else versions.nbytes, held, static, messages)
+        return self.pipeline.kept_bytes(self.optimizer)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -154,16 +142,10 @@ class PlainEngine(Observer, ABC, Generic[PipelineT]):
         """Those of the model that are here."""
         return self.pipeline.chunks
 
-    def _gradients(self) -> list[Tensor]:
-        """Of this stage's parameters, those that there are."""
-        if self._training is not None and self._training.steps.gradients:
-            return self._training.steps.gradients
-        return [parameter.grad for parameter in self.pipeline.parameters() if parameter.grad is not None]
-
     def _reduce(self) -> None:
         """The mean of the replicas' gradients."""
         if self.replicas.size() > 1:
-            for gradient in self._gradients():
+            for gradient in self.pipeline.gradients:
                 dist.all_reduce(gradient, group=self.replicas)
                 gradient.div_(self.replicas.size())
 

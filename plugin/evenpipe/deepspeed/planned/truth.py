@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from evenpipe.deepspeed.static_memory import static_bytes
 from evenpipe.partition.search.plan import Plan
-from evenpipe.report.truth import Taken, truth_lines
 from evenpipe.runtime.figures import StageFigures
+from evenpipe.train.planned.truth import beside_plan
 
 __all__ = ["Truth"]
 
@@ -21,7 +21,6 @@ class Truth:
 
     def __init__(self, engine: Any, plan: Plan) -> None:
         self._plan = plan
-        self._micro_batches = engine.micro_batches
         table = torch.zeros(engine.num_stages, dtype=torch.float64)
         table[engine.stage_id] = static_bytes(engine)
         table = table.to(engine.device)
@@ -30,11 +29,5 @@ class Truth:
 
     def lines(self, stages: Sequence[StageFigures]) -> list[str]:
         """A line a stage, of a batch that was measured."""
-        parts = self._plan.stages
-        names = [f"nodes {part.first_node}–{part.last_node}" for part in parts]
-        predicted = [Taken(part.forward_ms + part.backward_ms + part.extra_ms, part.peak_bytes) for part in parts]
-        measured = [
-            Taken(figures.computed_ms / self._micro_batches, figures.peak_bytes + static)
-            for figures, static in zip(stages, self._static_bytes, strict=True)
-        ]
-        return truth_lines(names, predicted, measured)
+        held = zip(stages, self._static_bytes, strict=True)
+        return beside_plan(self._plan, [one._replace(peak_bytes=one.peak_bytes + static) for one, static in held])

@@ -67,7 +67,7 @@ class ModuleEngine(PlainEngine[ModulePipeline]):
         self.pipeline.step(*self.batch(iteration))
         case.failure.enter("optimizer step")
         self._reduce()
-        self._step(iteration, clip(self._gradients(), self._all_squares(), case.options.clip_grad))
+        self._step(iteration, clip(self.pipeline.gradients, self._all_squares(), case.options.clip_grad))
         return [loss.item() for loss in self.pipeline.losses]
 
     def batch(self, iteration: int) -> tuple[list[Any], list[Any]]:

@@ -15,12 +15,14 @@ from evenpipe.partition.code import Boundary, Draws, Part, load_parts, tensors_o
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.search.problem import PartitionError
 from evenpipe.runtime.executor import Observer
+from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.runtime.keep import Keeper
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Unit
 from evenpipe.train.pipeline import Pipeline, shares, stage_in
 from evenpipe.train.plain_steps import SharedGradients, scaled_to
 from evenpipe.train.planned.ties import Ties
+from evenpipe.train.planned.truth import beside_plan
 
 __all__ = ["PlannedPipeline"]
 
@@ -32,7 +34,8 @@ class PlannedPipeline(Pipeline):
     model: the model that it is of, uncut; this stage takes those parameters and buffers of it that it uses.
     seed: of random numbers, which depend on it, on the micro-batch and on the operation alone.
     group: the ranks of the pipeline, stage by stage; all ranks, if left out.
-    observer: is told of every action; with `measure`, `executor.counter` knows what this stage saves.
+    observer: is told of every action. With `measure`, `executor.counter` knows what this stage saves, and `truth` what
+    all stages took.
 
     Parameters that several stages use have a copy on each, with the same gradient. All ranks of the group make it
     alike. Raises PartitionError or StageCodeError (both ValueError), one line, where the plan cannot be read, is of
@@ -144,6 +147,20 @@ class PlannedPipeline(Pipeline):
     def numbered(self) -> Iterator[tuple[int, nn.Parameter]]:
         """This stage's parameters, with their number in the whole model."""
         return ((number, self._parameters[name]) for number, name in enumerate(self._learned) if name in self._own)
+
+    def truth(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """What the plan says of every stage's time and memory, and what the last batch took: a line a stage.
+
+        For the first stage; nothing elsewhere. All ranks of the group call it after `optimizer`'s step, with gradients
+        in place. Memory is saved activations, parameters, gradients, optimizer, and a message each way. Raises
+        ValueError without `measure`.
+        """
+        if not self.executor.measure:
+            raise ValueError("truth: nothing was measured: make the PlannedPipeline with measure=True")
+        kept, mine = self.kept_bytes(optimizer), StageFigures.of(self.executor)
+        held = mine.peak_bytes + kept.static_bytes + kept.weight_version_bytes + kept.message_bytes
+        figures = per_stage(mine._replace(peak_bytes=held), self.stage, self.plan.stage_count, self.device, self._group)
+        return beside_plan(self.plan, figures) if self.stage == 0 else []
 
     def state_dict(self) -> dict[str, Tensor]:
         """This stage's parameters and buffers, by the names that they have in the model."""
