@@ -161,6 +161,7 @@ def test_an_error_in_generated_code_names_the_users_line(tmp_path: Path) -> None
         ({"stages": 4}, r"--stages 4: .*P.json is for 2: leave it out"),
         ({"schedule": "gpipe"}, r"--schedule gpipe: .*P.json is for 1f1b"),
         ({"layers": 4}, r"--layers 4: the model and its data are the plan's: leave --layers out"),
+        ({"model": "bert-large"}, r"--model bert-large: the model and its data are the plan's: leave --model out"),
         ({"tensor_parallel": 2}, r"--tensor-parallel 2: a plan of a plain model has none: leave --tensor-parallel out"),
     ],
 )

@@ -143,11 +143,6 @@ def _engine_knows_its_settings(options: TrainFields) -> None:
         raise ValueError("--engine planned: trains what a plan cuts: give --partition P.json, or leave --engine out")
     if options.engine not in ("module", "planned"):
         return
-    if options.partition is not None:
-        for name in _OF_THE_PLANS_MODEL:
-            if name in options.model_fields_set:
-                given, bare = COMMAND.head(name, getattr(options, name)), COMMAND.mention(name, None)
-                raise ValueError(f"{given}: the model and its data are the plan's: leave {bare} out")
     for name, known in _PLAIN_TORCH.items():
         given, bare = COMMAND.head(name, getattr(options, name)), COMMAND.mention(name, None)
         if getattr(options, name) not in known:
@@ -259,6 +254,10 @@ def _as_planned(values: dict[str, Any]) -> dict[str, Any]:
         _ = plan.program
     except (PartitionError, ScheduleError) as error:
         raise OptionsError(f"--partition {error}") from None
+    for name in _OF_THE_PLANS_MODEL:
+        if name in values:
+            given, bare = COMMAND.head(name, values[name]), COMMAND.mention(name, None)
+            raise OptionsError(f"{given}: the model and its data are the plan's: leave {bare} out")
     says = {name: of(plan) for name, of in _PLANNED.items()} | {"engine": "planned"}
     for name, planned in says.items():
         if name in values and str(values[name]) != str(planned):
