@@ -50,6 +50,7 @@ class Benchmark:
             "--repeats", type=positive, default=repeats, help=f"times that each variant is measured (default {repeats})"
         )
         self._load_before = os.getloadavg()[0]
+        self._versions = versions()  # now: the checkout may be another by the end
 
     def report(self, settings: dict[str, Any], results: list[dict[str, Any]], table: Table | Group) -> None:
         """Print the document `evenpipe.benchmark/1`, or `table`, as --json says."""
@@ -62,13 +63,14 @@ class Benchmark:
             "load_after": round(os.getloadavg()[0], 2),
         }
         if self.parser.parse_args().json:
-            origin = {"command": command(), "date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "versions": versions()}
-            document = {"format": "evenpipe.benchmark/1", "name": self.name, **origin, "machine": machine}
+            today = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+            origin = {"command": command(), "date": today, "versions": self._versions, "machine": machine}
+            document = {"format": "evenpipe.benchmark/1", "name": self.name, **origin}
             print(json.dumps(document | {"settings": settings, "results": results, "tables": cells(table)}))
             return
         console = Console() if sys.stdout.isatty() else Console(width=160)
         console.print(table)
-        about = (f"{name.replace('_', ' ')} {value}" for name, value in (versions() | machine).items())
+        about = (f"{name.replace('_', ' ')} {value}" for name, value in (self._versions | machine).items())
         console.print(", ".join(about))
 
 
@@ -88,7 +90,7 @@ def cells(table: Table | Group) -> list[dict[str, Any]]:
 def command() -> str:
     """What started this script, as one would type it again for people."""
     script = Path(sys.argv[0]).resolve()
-    flags = [flag for flag in sys.argv[1:] if flag != "--json"]
+    flags = [Path(flag).name if Path(flag).is_absolute() else flag for flag in sys.argv[1:] if flag != "--json"]
     return shlex.join(["python", f"benchmarks/{script.name}", *flags])
 
 
