@@ -1,0 +1,85 @@
+"""Pages that show stored results: `docs/benchmarks.md`, and the parts of others that a template of the same name makes.
+
+A part stands between `<!-- NAME: ... -->` and `<!-- end of NAME -->`; NAME.md.j2 in `benchmarks/templates` makes it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+__all__ = ["RESULTS", "ROOT", "pages", "stored"]
+
+ROOT: Final = Path(__file__).parents[1]
+RESULTS: Final = ROOT / "benchmarks" / "results"
+_PART: Final = re.compile(r"(<!-- (?P<name>[\w-]+): [^\n]*-->\n)(.*?)(<!-- end of (?P=name) -->\n)", re.DOTALL)
+
+
+def stored() -> dict[str, dict[str, Any]]:
+    """The documents of all results, by the name of the job that made them."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def pages(results: dict[str, dict[str, Any]]) -> dict[Path, str]:
+    """What pages with parts are to say, by their path."""
+    environment = Environment(
+        loader=FileSystemLoader(ROOT / "benchmarks" / "templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"number": _number, "change": _change, "percent": _percent}
+    environment.globals |= {"origin": _origin, "table": _table, "results": results, "row": partial(_row, results)}
+    found = dict[Path, str]()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = path.read_text()
+        if _PART.search(text):
+            found[path] = _PART.sub(lambda part: part[1] + _made(environment, part["name"]) + part[4], text)
+    return found
+
+
+def _made(environment: Environment, name: str) -> str:
+    return environment.get_template(f"{name}.md.j2").render()
+
+
+def _origin(document: dict[str, Any]) -> str:
+    """By which command, when, on what, with which versions."""
+    machine = document["machine"]
+    what = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    where = f"{machine['cpus']} cores ({machine['processor']}), load {machine['load_before']} before"
+    return f"`{document['command']}`, {document['date']}, {where}; {what}."
+
+
+def _row(results: dict[str, dict[str, Any]], name: str, **keys: Any) -> dict[str, Any]:
+    """The one among a document's results that has these values. Raises LookupError where there is none, or several."""
+    found = [row for row in results[name]["results"] if all(row.get(key) == value for key, value in keys.items())]
+    if len(found) != 1:
+        raise LookupError(f"{name}.json: {len(found)} results have {keys}")
+    return found[0]
+
+
+def _table(table: dict[str, Any]) -> str:
+    """In Markdown."""
+    rows = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
+    lines = ("| " + " | ".join(cell.replace("\n", " ").replace("|", "\\|") for cell in row) + " |" for row in rows)
+    title = [] if table["title"] is None else [f"{table['title']}:", ""]
+    return "\n".join([*title, *lines, ""])
+
+
+def _number(value: float, digits: int = 0) -> str:
+    return f"{value:,.{digits}f}"
+
+
+def _percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def _change(share: float, digits: int = 1) -> str:
+    """A share that may be negative, with its sign."""
+    return f"{'−' if share < 0 else '+'} {abs(100 * share):.{digits}f} %"

@@ -1,0 +1,55 @@
+"""Pages show stored results: every number in their parts is one that a script has printed."""
+
+import json
+import re
+import sys
+from datetime import date, timedelta
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from pages import RESULTS, pages, stored  # noqa: E402
+from run_all import JOBS  # noqa: E402
+
+FRONT = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+STORED = sorted(RESULTS.glob("*.json"))
+
+
+def test_pages_are_what_templates_make_of_the_stored_results():
+    made = pages(stored())
+    assert set(FRONT) <= set(made)
+    differing = [path.name for path, text in made.items() if path.read_text() != text]
+    assert not differing, "make them again: python benchmarks/run_all.py --only"
+
+
+def test_a_number_that_is_changed_is_noticed():
+    found = stored()
+    found["memory"]["results"][-1]["bpipe_peak_bytes"][0] += 2**30
+    assert pages(found)[ROOT / "README.md"] != (ROOT / "README.md").read_text()
+
+
+def test_results_are_those_of_the_jobs_that_make_them_again():
+    assert {path.stem for path in STORED} == {job.name for job in JOBS if job.result}
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_a_result_says_by_what_when_on_what_and_with_which_versions(path):
+    document = json.loads(path.read_text())
+    assert document["format"] == "evenpipe.benchmark/1"
+    assert date.fromisoformat(document["date"]) <= date.today() + timedelta(days=1)
+    assert {"platform", "processor", "cpus", "load_before", "load_after"} <= set(document["machine"])
+    assert {"python", "torch", "evenpipe", "megatron-core", "deepspeed"} <= set(document["versions"])
+    (job,) = (job for job in JOBS if job.name == path.stem)
+    words = document["command"].split()
+    assert words[1] == f"benchmarks/{Path(job.command[0]).name}"
+    assert words[2 : 1 + len(job.command)] == [*job.command[1:]]
+
+
+def test_pictures_are_drawn_by_jobs():
+    shown = {Path(target).name for path in FRONT for target in re.findall(r"!\[[^]]*\]\(([^)]+)\)", path.read_text())}
+    assert shown
+    assert shown <= {job.picture for job in JOBS}
+    assert all((ROOT / "docs" / name).exists() for name in shown)
