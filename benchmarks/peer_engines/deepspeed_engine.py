@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peer_engines.engine import Bench, Peer
-from peer_engines.part import Part, Setting, boundary
+from peer_engines.engine import Bench, Peer, Ran, twice_as_many
+from peer_engines.part import Part, boundary
 
 # Read when DeepSpeed is imported.
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -42,11 +42,10 @@ def _loss(output: Tensor, _: Tensor) -> Tensor:
     return output.mean()
 
 
-class _Ran:
-    before = 0
-
+class _Ran(Ran):
     def __init__(self, bench: Bench, module: Any, chunks: int) -> None:
-        setting, self._live = bench.setting, bench.live
+        super().__init__(bench.live)
+        setting = bench.setting
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": setting.micro_batches,
@@ -69,22 +68,11 @@ class _Ran:
     def batch(self) -> None:
         self._engine.train_batch(self._data)
 
-    def rest(self) -> None:
-        pass
-
-    def peak_bytes(self) -> int:
-        return self._live.peak
-
     def close(self) -> None:
         self._engine.destroy()
 
 
-def _twice(setting: Setting) -> str | None:
-    few = setting.micro_batches < 2 * setting.stages
-    return "DualPipeV needs at least 2p micro-batches" if few else None
-
-
 PEERS = (
     Peer("DeepSpeed", "1F1B", lambda bench: _Ran(bench, PipelineModule, 1)),
-    Peer("DeepSpeed", "DualPipeV", lambda bench: _Ran(bench, DualPipeVModule, 2), _twice),
+    Peer("DeepSpeed", "DualPipeV", lambda bench: _Ran(bench, DualPipeVModule, 2), twice_as_many),
 )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from emulation import Accelerator
 
 from peer_engines.part import Live, Setting
 
-__all__ = ["Bench", "Peer", "Ran"]
+__all__ = ["Bench", "Peer", "Ran", "twice_as_many"]
 
 
 class Bench(NamedTuple):
@@ -21,22 +22,27 @@ class Bench(NamedTuple):
     live: Live
 
 
-class Ran(Protocol):
+class Ran(ABC):
     """A pipeline that is ready to train."""
 
     #: Batches that a turn carries out before those that are measured: where they run into each other, one.
-    before: int
+    before = 0
 
+    def __init__(self, live: Live) -> None:
+        self.live = live
+
+    @abstractmethod
     def batch(self) -> None:
         """Train one."""
 
-    def rest(self) -> None:
-        """Before another engine's turn: end whatever is under way between stages."""
-
     def peak_bytes(self) -> int:
         """The most that this stage has held of what parts save since `live` was reset."""
+        return self.live.peak
 
-    def close(self) -> None:
+    def rest(self) -> None:  # noqa: B027 - most engines end a batch with nothing under way
+        """Before another engine's turn: end whatever is under way between stages."""
+
+    def close(self) -> None:  # noqa: B027 - and hold nothing that outlives them
         """Let go of what the engine holds."""
 
 
@@ -53,3 +59,9 @@ class Peer(NamedTuple):
     def name(self) -> str:
         """For people, and the document."""
         return f"{self.engine}: {self.schedule}"
+
+
+def twice_as_many(setting: Setting) -> str | None:
+    """Why there is no DualPipeV; None where there is."""
+    few = setting.micro_batches < 2 * setting.stages
+    return "DualPipeV needs at least 2p micro-batches" if few else None

@@ -10,18 +10,19 @@ from evenpipe.runtime.figures import StageFigures
 from evenpipe.schedule import Size, build, find
 from evenpipe.train.delayed import DelayedTraining
 from evenpipe.train.pipeline import ModulePipeline
-from peer_engines.engine import Bench, Peer
+from peer_engines.engine import Bench, Peer, Ran
 from peer_engines.part import Part, boundary
 
 __all__ = ["PEERS"]
 
 
-class _Ran:
+class _Ran(Ran):
     def __init__(self, bench: Bench, schedule: str, bpipe: bool, chunks: int, group_size: int) -> None:
+        super().__init__(bench.live)
         setting = bench.setting
         program = build(schedule, Size(setting.stages, setting.micro_batches, chunks, group_size), bpipe)
         parts = program.schedule.chunks
-        self._live, self._paired = bench.live, bpipe
+        self._paired = bpipe
         self._pipeline = ModulePipeline(
             lambda position: Part(setting, position, parts, bench.accelerator, bench.live),
             program,
@@ -49,8 +50,8 @@ class _Ran:
     def peak_bytes(self) -> int:
         counted = StageFigures.of(self._pipeline.executor).peak_bytes
         # What is evicted comes back in other memory than a part's own, and guests have theirs.
-        if not self._paired and counted != self._live.peak:
-            raise RuntimeError(f"EvenPipe counts {counted} bytes where its parts hold {self._live.peak}")
+        if not self._paired and counted != self.live.peak:
+            raise RuntimeError(f"EvenPipe counts {counted} bytes where its parts hold {self.live.peak}")
         return counted
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peer_engines.engine import Bench, Peer
+from peer_engines.engine import Bench, Peer, Ran
 from peer_engines.part import BOUNDARY, Part, boundary
 
 with warnings.catch_warnings():
@@ -56,12 +56,11 @@ def _step(iterator: Any, model: _Chunk) -> Any:
     return model(next(iterator)), lambda output: (output.mean(), {})
 
 
-class _Ran:
-    before = 0
-
+class _Ran(Ran):
     def __init__(self, bench: Bench, chunks: int) -> None:
+        super().__init__(bench.live)
         setting = bench.setting
-        self._count, self._live = setting.micro_batches, bench.live
+        self._count = setting.micro_batches
         config = TransformerConfig(
             num_layers=setting.stages * chunks,
             hidden_size=BOUNDARY[2],
@@ -104,12 +103,6 @@ class _Ran:
             seq_length=BOUNDARY[0],
             micro_batch_size=BOUNDARY[1],
         )
-
-    def rest(self) -> None:
-        pass
-
-    def peak_bytes(self) -> int:
-        return self._live.peak
 
     def close(self) -> None:
         parallel_state.set_virtual_pipeline_model_parallel_world_size(None)

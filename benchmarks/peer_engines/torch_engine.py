@@ -9,19 +9,17 @@ import torch
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
-from peer_engines.engine import Bench, Peer
-from peer_engines.part import Part, Setting, boundary
+from peer_engines.engine import Bench, Peer, Ran, twice_as_many
+from peer_engines.part import Part, boundary
 
 __all__ = ["PEERS"]
 
 
-class _Ran:
-    before = 0
-
+class _Ran(Ran):
     def __init__(self, bench: Bench, schedule: Any, positions: list[int]) -> None:
+        super().__init__(bench.live)
         setting, chunks = bench.setting, len(positions)
         count = setting.stages * chunks
-        self._live = bench.live
         # Its first step would run the parts to learn the shapes, so they are told.
         stages = [
             pipelining.PipelineStage(
@@ -49,15 +47,6 @@ class _Ran:
         losses: list[Any] = []
         self._schedule.step(*self._inputs, **self._target, losses=losses, return_outputs=False)
 
-    def rest(self) -> None:
-        pass
-
-    def peak_bytes(self) -> int:
-        return self._live.peak
-
-    def close(self) -> None:
-        pass
-
 
 def _alone(bench: Bench) -> list[int]:
     return [bench.rank]
@@ -69,11 +58,6 @@ def _loop(bench: Bench) -> list[int]:
 
 def _vee(bench: Bench) -> list[int]:
     return [bench.rank, 2 * bench.setting.stages - 1 - bench.rank]
-
-
-def _twice(setting: Setting) -> str | None:
-    few = setting.micro_batches < 2 * setting.stages
-    return "DualPipeV needs at least 2p micro-batches" if few else None
 
 
 def _peer(title: str, schedule: Any, positions: Callable[[Bench], list[int]], why_not: Any = None) -> Peer:
@@ -88,5 +72,5 @@ PEERS = (
     _peer("Interleaved1F1B", schedules.ScheduleInterleaved1F1B, _loop),
     _peer("InterleavedZeroBubble", schedules.ScheduleInterleavedZeroBubble, _loop),
     _peer("ZBVZeroBubble", schedules.ScheduleZBVZeroBubble, _vee),
-    _peer("DualPipeV", schedules.ScheduleDualPipeV, _vee, _twice),
+    _peer("DualPipeV", schedules.ScheduleDualPipeV, _vee, twice_as_many),
 )
