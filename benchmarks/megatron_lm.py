@@ -2,7 +2,7 @@
 
 Measured: seconds from the launch of torchrun to the first line in the log, that of iteration 10, and the time of an
 iteration as the following lines give it, each for ten. On: a small GPT on CPU over gloo, one process for each of
-its (by default two) stages, from the checkout that MEGATRON_LM names. Jobs with and without EvenPipe's flags take
+its (by default two) stages, from the checkout of Megatron-LM that is named. Jobs with and without EvenPipe's flags take
 turns; each time their order is reversed.
 
     stock        no flag of EvenPipe
@@ -112,13 +112,12 @@ def main() -> None:
     shape = {"stages": 2, "layers": 4, "hidden": 128, "seq-length": 128, "iterations": 50}
     for name, default in shape.items():
         benchmark.parser.add_argument(f"--{name}", type=positive, default=default, help=f"(default {default})")
+    benchmark.parser.add_argument("--megatron-lm", type=Path, metavar="PATH", required=True, help="a checkout")
     arguments = benchmark.parser.parse_args()
-    if not os.environ.get("MEGATRON_LM"):
-        benchmark.parser.error("MEGATRON_LM is not set: name a Megatron-LM checkout")
-    checkout = Path(os.environ["MEGATRON_LM"].partition(os.pathsep)[0]).resolve()
+    checkout: Path = arguments.megatron_lm.resolve()
     if not (checkout / "pretrain_gpt.py").exists():
-        benchmark.parser.error(f"MEGATRON_LM={checkout}: has no pretrain_gpt.py: name a Megatron-LM checkout")
-    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
+        benchmark.parser.error(f"--megatron-lm {checkout}: has no pretrain_gpt.py: name a Megatron-LM checkout")
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "megatron_lm")}
     jobs: dict[str, list[Job]] = {name: [] for name in VARIANTS}
     turns = list(VARIANTS.items())
     with progress_bar("jobs", len(VARIANTS) * arguments.repeats) as tick:
