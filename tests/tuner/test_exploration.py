@@ -9,7 +9,7 @@ import pytest
 
 from evenpipe.planner.candidates import PlanError
 from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes
-from evenpipe.planner.memory import Measured, StageMemory
+from evenpipe.planner.memory import Measured, StageMemory, stage_memory
 from evenpipe.schedule import Programs
 from evenpipe.tuner.exploration import Conditions, Explored, explore
 from evenpipe.tuner.tuner import Tuner
@@ -88,7 +88,39 @@ def test_one_size_that_is_given_is_the_only_one() -> None:
 
 
 def test_a_tuner_that_is_gone_on_with_needs_no_times() -> None:
-    going_on = Tuner(SCHEDULE, (Candidate(2, 8, 1),), {}, 5)
+    memory = StageMemory(STATIC, SHARED, FIXED, BY_SAMPLE, MESSAGE, WORKSPACE)
+    going_on = Explored(Conditions(SCHEDULE, 8, 10**6, (memory,) * 2), Tuner(SCHEDULE, (Candidate(2, 8, 1),), {}, 5))
     order, explored = asked(10**6, state=going_on)
     assert order == [1, 2]
-    assert explored.tuner is going_on
+    assert explored is going_on
+
+
+def test_what_no_longer_fits_is_no_candidate() -> None:
+    """Of micro-batches that differ, one comes late that is larger than all before."""
+    limit_bytes = STATIC + SHARED + 16 * (FIXED + BY_SAMPLE)
+    _, explored = asked(limit_bytes, sizes=(1,))
+    ks = [candidate.k for candidate in explored.tuner.candidates]
+    assert ks == list(range(1, len(ks) + 1))
+    assert len(ks) > 2
+    same, said = explored.grown(explored.conditions.memory)
+    assert (same, said) == (explored, "")
+
+    def needing(each: int) -> tuple[Explored, str]:
+        _, explored = asked(limit_bytes, sizes=(1,))
+        explored.tuner.adopt(0, explored.tuner.candidates[-1], [1.0] * len(ks), 5)
+        first = stage_memory(Measured(0, 0, each, 0, MESSAGE, 0, 0), 1)
+        return explored.grown((first, StageMemory(0, 0, 0, 0, 0)))
+
+    larger, said = needing(2 * (FIXED + BY_SAMPLE))
+    most = larger.tuner.candidates[-1].k
+    assert larger.tuner.candidates == larger.conditions.fitting((1,))
+    assert 1 <= most < ks[-1]
+    assert said == f"groups of more than {most} no longer fit"
+    assert larger.conditions.memory[1] == explored.conditions.memory[1]
+    assert [candidate.k for candidate in larger.tuner.used] == [ks[-1]]
+    assert larger.tuner.due(1)
+    assert larger.tuner.decide(5)[0] in larger.tuner.candidates
+    # A run that trains goes on.
+    largest, said = needing(limit_bytes)
+    assert largest.tuner.candidates == (Candidate(1, 1, 8),)
+    assert said.startswith("no micro-batch size fits: stage 0 needs")

@@ -41,8 +41,9 @@ def test_it_is_gone_on_with_to_the_same_decision(name: str) -> None:
     state, wanted = saved(name), DECIDED[name]
     assert state["format"] == "evenpipe.tuner/1"
     due = state["tuner"]["next"]
-    tuner = conditions(state).resumed(state, SIZES, 3, due)
-    assert tuner is not None
+    explored = conditions(state).resumed(state, SIZES, 3, due)
+    assert explored is not None
+    tuner = explored.tuner
     assert list(tuner.current or ()) == state["tuner"]["current"]
     assert [tuner.due(iteration) for iteration in (due - 1, due)] == [False, True]
     chosen, estimates, following = tuner.decide(due)
@@ -68,3 +69,19 @@ def test_under_other_conditions_it_is_not(name: str) -> None:
     ):
         assert other.resumed(state, SIZES, 3, due) is None
     assert now.resumed(state, (1,), 3, due) is None
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_where_micro_batches_differ_the_largest_of_both_runs_counts(name: str) -> None:
+    state = saved(name)
+    now, due = conditions(state)._replace(differ=True), state["tuner"]["next"]
+    lighter = tuple(stage._replace(sample_bytes=stage.sample_bytes // 2) for stage in now.memory)
+    heavier = tuple(stage._replace(sample_bytes=2 * stage.sample_bytes) for stage in now.memory)
+    for memory, largest in ((lighter, now.memory), (heavier, heavier)):
+        explored = now._replace(memory=memory).resumed(state, SIZES, 3, due)
+        assert explored is not None
+        assert explored.conditions.memory == largest
+        sizes = sorted({candidate.b for candidate in explored.tuner.candidates})
+        assert explored.tuner.candidates == explored.conditions.fitting(sizes)
+    other = tuple(stage._replace(static_bytes=2 * stage.static_bytes) for stage in now.memory)
+    assert now._replace(memory=other).resumed(state, SIZES, 3, due) is None

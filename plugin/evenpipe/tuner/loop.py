@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from evenpipe.planner.grouped import Candidate, GroupedSchedule
-from evenpipe.planner.memory import Measured, unit_bytes
+from evenpipe.planner.memory import Measured, stage_memory, unit_bytes
 from evenpipe.runtime.executor import Executor
 from evenpipe.tuner.collective import of_all_stages, retune
 from evenpipe.tuner.exploration import Conditions, Explored, explore
@@ -56,25 +56,27 @@ class AdaptiveLoop:
         assert self.explored is not None, "nothing has been tuned yet"
         return self.explored.conditions.predicted_saved_bytes(self.explored.tuner.used)
 
-    def start(self, schedule: GroupedSchedule, samples: int, sizes: Sequence[int], limit_bytes: int) -> None:
+    def start(
+        self, schedule: GroupedSchedule, samples: int, sizes: Sequence[int], limit_bytes: int, differ: bool = False
+    ) -> None:
         """Forget what was measured: batches of a replica have `samples`, in micro-batches of one of `sizes`.
 
-        `limit_bytes` is the memory of a process.
+        `limit_bytes` is the memory of a process. Micro-batches that `differ` need not save what was measured.
         """
         self.explored = None
         self._stages = schedule.stages
 
-        def resumed(conditions: Conditions) -> Tuner | None:
+        def resumed(conditions: Conditions) -> Explored | None:
             state, self._state = self._state, None
             if state is None:
                 return None
-            tuner = conditions.resumed(state, sizes, self._interval, self._iteration)
-            if tuner is not None and tuner.current is not None:
-                self._before = tuner.current.k, tuner.current.b
-            self._resumed(tuner is not None)
-            return tuner
+            found = conditions.resumed(state, sizes, self._interval, self._iteration)
+            if found is not None and found.tuner.current is not None:
+                self._before = found.tuner.current.k, found.tuner.current.b
+            self._resumed(found is not None)
+            return found
 
-        self._exploration = explore(schedule, samples, sizes, limit_bytes, self._interval, resumed, self._alone)
+        self._exploration = explore(schedule, samples, sizes, limit_bytes, self._interval, resumed, self._alone, differ)
         self.wanted = next(self._exploration)
 
     def take(self, mine: Measured, executor: Executor, iteration: int) -> None:
@@ -95,10 +97,12 @@ class AdaptiveLoop:
         """Whether `choose` will measure the links before `iteration`."""
         return self.explored is not None and self.explored.tuner.due(iteration)
 
-    def choose(self, executor: Executor, iteration: int, samples: int) -> Candidate:
+    def choose(self, executor: Executor, iteration: int, samples: int, largest: Measured | None = None) -> Candidate:
         """The candidate for `iteration`: the one of before, or, where a decision is due, what rank 0 decides.
 
-        Raises ValueError if this is no batch of as many `samples` as it was started for.
+        Where micro-batches differ, `largest` has the most bytes that one of the present size has needed in this process
+        so far; its times do not matter. What does not fit any more is no candidate from here on. Raises ValueError if
+        this is no batch of as many `samples` as it was started for.
         """
         assert self.explored is not None, "sizes are still to be measured"
         conditions, tuner = self.explored
@@ -108,6 +112,8 @@ class AdaptiveLoop:
                 "batches of one size; leave batch-size ramp-up out, or name a group size"
             )
         if tuner.due(iteration):
+            if largest is not None:
+                conditions = self._grown(largest, executor, iteration)
             start = time.monotonic()
             sample_bytes = max(stage.message_bytes for stage in conditions.memory)
             messages = {candidate.b: candidate.b * sample_bytes for candidate in tuner.candidates}
@@ -118,6 +124,16 @@ class AdaptiveLoop:
             self._before = decided.k, decided.b
         assert tuner.current is not None
         return tuner.current
+
+    def _grown(self, largest: Measured, executor: Executor, iteration: int) -> Conditions:
+        assert self.explored is not None, "sizes are still to be measured"
+        tuner = self.explored.tuner
+        size = (tuner.current or tuner.candidates[0]).b
+        found = of_all_stages(largest, executor.stage_index, self._stages, executor.device)
+        self.explored, said = self.explored.grown([stage_memory(one, size) for one in found])
+        if said:
+            self._log(f"iteration {iteration + 1}: micro-batches save more than all before: {said}")
+        return self.explored.conditions
 
     def state_dict(self) -> dict[str, Any] | None:
         """What a run needs to go on as this one would, as JSON has it, the same on all ranks; None until tuned."""

@@ -52,8 +52,10 @@ class Tuner:
         times: Mapping[int, StageTimes],
         interval: int | None,
     ) -> None:
+        #: May be replaced, by some of the same sizes, before a decision.
         self.candidates = tuple(candidates)
         self.current: Candidate | None = None
+        self._adopted: list[Candidate] = []
         self.retunes: list[Retune] = []
         self._times = dict(times)
         self._interval = interval
@@ -67,12 +69,12 @@ class Tuner:
     @property
     def used(self) -> tuple[Candidate, ...]:
         """The present candidate, and those of before."""
-        decided = {(retune.k, retune.b) for retune in self.retunes}
-        return tuple(one for one in self.candidates if one == self.current or (one.k, one.b) in decided)
+        present = () if self.current is None else (self.current,)
+        return tuple(dict.fromkeys((*present, *self._adopted)))
 
     def due(self, iteration: int) -> bool:
         """Whether to measure and decide before `iteration`."""
-        return self.current is None or iteration >= self._next
+        return self.current not in self.candidates or iteration >= self._next
 
     def observe(self, candidate: Candidate, link: Link, message_ms: Sequence[float]) -> None:
         """A measurement: one after the other, messages of `candidate` have taken so long on `link`.
@@ -97,7 +99,7 @@ class Tuner:
         best = min(estimates)
         smallest_k = next(i for i, ms in enumerate(estimates) if ms <= best * (1 + _TIE))
         chosen = self.candidates[smallest_k]
-        if self.current is not None:
+        if self.current in self.candidates:
             present = self.candidates.index(self.current)
             if estimates[smallest_k] > estimates[present] * (1 - HYSTERESIS):
                 chosen = self.current
@@ -108,6 +110,7 @@ class Tuner:
         names = (candidate.name for candidate in self.candidates)
         retune = Retune(iteration, chosen.k, chosen.b, dict(zip(names, estimates_ms, strict=True)))
         self.current, self._next = chosen, following
+        self._adopted.append(chosen)
         self.schedule.keep(chosen, self._ordered(chosen)[0])
         self._since = (iteration, time.monotonic())
         self.retunes.append(retune)
