@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from evenpipe.megatron.refusals import refused_settings
 from evenpipe.megatron.schedule_patches import in_place_of_megatron
-from evenpipe.report.log_line import log_line, scalars
+from evenpipe.report.log_line import log_line, write_scalars
 from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.upstream import UpstreamError
@@ -80,7 +79,10 @@ class EvenPipe:
             stages = context.state.cfg.model.pipeline_model_parallel_size
             figures = per_stage(StageFigures.of(executor), executor.stage_index, stages, executor.device)
             if dist.get_rank() == dist.get_world_size() - 1:
-                _show(context.state, iteration, figures)
+                # Bridge has these on its last rank only.
+                state = context.state
+                print(f" [evenpipe] {log_line(iteration, figures)}", flush=True)
+                write_scalars(figures, iteration, state.tensorboard_logger, state.wandb_logger)
         self.schedule.measure = self._is_logged(context, iteration + 1)
         executor.counter.reset_peak()
 
@@ -92,13 +94,3 @@ class EvenPipe:
     @staticmethod
     def _is_logged(context: Any, iteration: int) -> bool:
         return bool(iteration % context.state.cfg.logger.log_interval == 0)
-
-
-def _show(state: Any, iteration: int, figures: Sequence[StageFigures]) -> None:
-    """In Bridge's log and, where the last rank has them, its TensorBoard and Weights & Biases."""
-    print(f" [evenpipe] {log_line(iteration, figures)}", flush=True)
-    if (tensorboard := state.tensorboard_logger) is not None:
-        for tag, value in scalars(figures).items():
-            tensorboard.add_scalar(tag, value, iteration)
-    if (wandb := state.wandb_logger) is not None:
-        wandb.log(scalars(figures), iteration)

@@ -1,11 +1,11 @@
-"""What each stage held, moved and waited for in an iteration, as a line of a log and as scalars."""
+"""What each stage held, moved and waited for in an iteration, as a line of a log and as scalars of its writers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
-__all__ = ["Figures", "kept_line", "log_line", "scalars"]
+__all__ = ["Figures", "kept_line", "log_line", "scalars", "write_scalars"]
 
 _MIB: Final = 1 << 20
 
@@ -56,6 +56,16 @@ def scalars(stages: Sequence[Figures]) -> dict[str, float]:
         for column in _COLUMNS
         for stage, figures in enumerate(stages)
     }
+
+
+def write_scalars(stages: Sequence[Figures], iteration: int, tensorboard: Any | None, wandb: Any | None) -> None:
+    """Give them to a `SummaryWriter` and to what Weights & Biases' `init` returned; None for what there is not."""
+    found = scalars(stages)
+    if tensorboard is not None:
+        for tag, value in found.items():
+            tensorboard.add_scalar(tag, value, iteration)
+    if wandb is not None:
+        wandb.log(found, iteration)
 
 
 def kept_line(stage: int, types: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evenpipe.megatron.training_supported import training_patch
-from evenpipe.report.log_line import kept_line, log_line, scalars
+from evenpipe.report.log_line import kept_line, log_line, write_scalars
 from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.upstream import PatchSet
 
@@ -130,8 +130,4 @@ def show_figures(iteration: int, stages: Sequence[StageFigures]) -> None:
 
     say_on_last_rank(log_line(iteration, stages))
     # Megatron has these on its last rank only.
-    if (tensorboard := get_tensorboard_writer()) is not None:
-        for tag, value in scalars(stages).items():
-            tensorboard.add_scalar(tag, value, iteration)
-    if (wandb := get_wandb_writer()) is not None:
-        wandb.log(scalars(stages), iteration)
+    write_scalars(stages, iteration, get_tensorboard_writer(), get_wandb_writer())
