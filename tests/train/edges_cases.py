@@ -1,11 +1,17 @@
 """Four gloo processes whose parts exchange several tensors of other shapes at every edge; what came of each schedule.
 
+With 2bw also how many forwards of the batch ahead were alive before its stream was drained, and after.
+
 Argument: a folder (rank-<rank>.json out). A script of its own, forked after the imports.
 """
 
+import gc
+import itertools
 import json
 import sys
+import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,6 +110,47 @@ def without_a_pipeline(parts: int) -> tuple[float, list[list[str]]]:
     return torch.stack(losses).mean().item(), gradients(modules)
 
 
+class Forward:
+    """Alive as long as a micro-batch's graph is."""
+
+
+class Tied(torch.autograd.Function):
+    """Gives back what it is given; its graph keeps a `Forward`, which `alive` knows."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, alive: weakref.WeakSet[Forward]) -> Tensor:
+        ctx.forward = Forward()
+        alive.add(ctx.forward)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def drained() -> list[int]:
+    """Forwards that are alive after a batch of 2bw, and after the stream has dropped those of the next."""
+    alive = weakref.WeakSet[Forward]()
+
+    def part(position: int) -> torch.nn.Module:
+        made = part_of(STAGES, position)
+        first = made.wide if isinstance(made, First) else made.linear
+        first.register_forward_hook(lambda module, given, value: Tied.apply(value, alive))
+        return made
+
+    pipeline = ModulePipeline(part, build("2bw", Size(STAGES, MICRO_BATCHES)), loss, edge)
+    stream = pipeline.delayed(itertools.repeat((inputs(), inputs())), torch.optim.SGD(pipeline.parameters(), lr=0.1))
+    gc.collect()
+    gc.disable()
+    next(stream)
+    ahead = len(alive)
+    stream.drain()
+    left = len(alive)
+    gc.enable()
+    pipeline.close()
+    return [ahead, left]
+
+
 def run(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", STAGES), rank=rank, world_size=STAGES)
@@ -120,6 +167,7 @@ def run(rank: int, folder: str) -> None:
             "evicted": pipeline.executor.counter.evicted_bytes,
         }
         pipeline.close()
+    found["drained"] = drained()
     Path(folder, f"rank-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
