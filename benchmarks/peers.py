@@ -14,9 +14,10 @@ for was there) + its duration.
 torchgpipe drives all devices from one process, which on CPU is one worker: its schedule is GPipe, as the others run it.
 ZB-H1 and V-Half leave nothing to balance between stages, so there is no BPipe on them.
 
-All take turns in the same processes, a batch a turn (where batches run into each other, a second one), so medians are
-of rounds. Memory is counted by finalisers of what the parts save; with BPipe, whose loads and guests have memory of
-their own, by EvenPipe's counters, which elsewhere agree with these to the byte, as each run checks.
+All take turns in the same processes, a batch a turn (where batches run into each other, the one in the middle of
+three), so medians are of rounds. Memory is counted by finalisers of what the parts save; with BPipe, whose loads and
+guests have memory of their own, by EvenPipe's counters, which elsewhere agree with these to the byte, as each run
+checks.
 """
 
 from __future__ import annotations
@@ -79,17 +80,23 @@ def measure(rank: int, setting: Setting, names: list[str], repeats: int, tick: T
 
 
 def _turn(one: Ran, bench: Bench) -> tuple[float, int]:
-    """Of a batch: from the common start, or the end of the one before, until the last stage is done; its bytes."""
+    """Of a batch: from the common start, or the end of the one before, until the last stage is done; and the bytes.
+
+    The largest of all processes, to which their own batches have begun and ended.
+    """
     start = torch.tensor(clock_ms() + _START_DELAY_MS, dtype=torch.float64)
     dist.broadcast(start, 0)
     bench.accelerator.start(start.item())
     bench.live.reset()
     began = start.item()
-    for _ in range(one.before):
+    for _ in range(one.around):
         one.batch()
         began = clock_ms()
     one.batch()
-    found = torch.tensor([clock_ms() - began, one.peak_bytes()], dtype=torch.float64)
+    took = clock_ms() - began
+    for _ in range(one.around):
+        one.batch()
+    found = torch.tensor([took, one.peak_bytes()], dtype=torch.float64)
     one.rest()
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found[0].item(), int(found[1].item())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from emulation import Accelerator, clock_ms
 from torch import Tensor
+
+from evenpipe.runtime.layout import Layouts
 
 __all__ = ["follow_waits", "slow_down"]
 
@@ -30,18 +33,33 @@ def slow_down(module: torch.nn.Module, accelerator: Accelerator) -> None:
 def follow_waits(accelerator: Accelerator) -> None:
     """From now on whatever this process waits for is an input that `accelerator` waits for too: messages, collectives.
 
-    Without a wait, what the host does between two actions costs nothing, unless it makes a message late.
+    Without a wait, what the host does between two actions costs nothing, unless it makes a message late. So it is with
+    what hosts tell each other of evicted micro-batches, which their devices know nothing of.
     """
     original = dist.Work.wait
+    among_hosts = False
 
     def wait(self: dist.Work, *args: Any, **kwargs: Any) -> Any:
         began_ms = clock_ms()
         result = original(self, *args, **kwargs)
-        if (ended_ms := clock_ms()) - began_ms > _NOTICEABLE_MS:
+        if (ended_ms := clock_ms()) - began_ms > _NOTICEABLE_MS and not among_hosts:
             accelerator.not_before(ended_ms)
         return result
 
+    def for_hosts(method: Callable[..., Any]) -> Callable[..., Any]:
+        def told(*args: Any) -> Any:
+            nonlocal among_hosts
+            among_hosts = True
+            try:
+                return method(*args)
+            finally:
+                among_hosts = False
+
+        return told
+
     dist.Work.wait = wait  # type: ignore[method-assign]
+    Layouts.tell = for_hosts(Layouts.tell)  # type: ignore[method-assign]
+    Layouts.next = for_hosts(Layouts.next)  # type: ignore[method-assign]
 
 
 class _Stretch(torch.autograd.Function):

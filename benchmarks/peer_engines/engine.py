@@ -25,8 +25,8 @@ class Bench(NamedTuple):
 class Ran(ABC):
     """A pipeline that is ready to train."""
 
-    #: Batches that a turn carries out before those that are measured: where they run into each other, one.
-    before = 0
+    #: Batches that a turn carries out before and after the one that is measured: where they run into each other, one.
+    around = 0
 
     def __init__(self, live: Live) -> None:
         self.live = live

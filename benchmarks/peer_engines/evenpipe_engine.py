@@ -32,10 +32,9 @@ class _Ran(Ran):
         )
         self._batch = [boundary()] * setting.micro_batches, [None] * setting.micro_batches
         self._stream: DelayedTraining | None = None
-        self.before = 0
         if self._pipeline.versions is not None:
             optimizer = torch.optim.SGD(self._pipeline.parameters(), lr=0.1)
-            self._stream, self.before = self._pipeline.delayed(itertools.repeat(self._batch), optimizer), 1
+            self._stream, self.around = self._pipeline.delayed(itertools.repeat(self._batch), optimizer), 1
 
     def batch(self) -> None:
         if self._stream is not None:
