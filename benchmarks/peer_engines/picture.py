@@ -24,6 +24,7 @@ def draw(path: Path, results: list[dict[str, Any]]) -> None:
     panels = figure.subplots(lines, columns, squeeze=False).flat
     for axes, case in zip(panels, cases, strict=False):
         rows = [row for row in results if (row["stages"], row["micro_batches"]) == case]
+        least, most = (extreme(row["mib"] for row in rows) for extreme in (min, max))
         front = sorted((row for row in rows if row["front"] and not row["delayed"]), key=_place)
         axes.step(*zip(*map(_place, front), strict=True), where="post", color="#b9b9b2", linewidth=1.2, zorder=1)
         for engine, colour in _COLOURS.items():
@@ -43,16 +44,12 @@ def draw(path: Path, results: list[dict[str, Any]]) -> None:
                 )
         for row in rows:
             if row["front"] or row["peer"] in _NAMED:
-                mib, share = _place(row)
-                beside = any(
-                    0 < other["mib"] - mib < 2.6 * _reach(rows) and abs(other["of_limit"] - share) < 0.012
-                    for other in rows
-                )
+                outside = row["mib"] == least or not row["front"]
                 axes.annotate(
                     row["peer"].partition(": ")[2],
-                    (mib, share),
-                    xytext=(-5, -3) if beside else (5, -3),
-                    ha="right" if beside else "left",
+                    _place(row),
+                    xytext=(-6, -3) if outside else (6, -3),
+                    ha="right" if outside else "left",
                     textcoords="offset points",
                     fontsize=7,
                     color=_COLOURS[row["engine"]],
@@ -60,7 +57,9 @@ def draw(path: Path, results: list[dict[str, Any]]) -> None:
         axes.set_title(f"p = {case[0]}, m = {case[1]}", loc="left", fontsize=10)
         axes.set_xlabel("saved by the worst stage, MiB", fontsize=8)
         axes.set_ylabel("throughput, of the limit without bubbles", fontsize=8)
-        axes.set_xlim(0, 1.25 * max(row["mib"] for row in rows))
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xlim(0.3 * least, max(2 * most, 4 * least))
         axes.set_ylim(min(row["of_limit"] for row in rows) - 0.03, 1.02)
         axes.grid(color="#e6e6e2", linewidth=0.6)
         axes.tick_params(labelsize=8, length=0)
@@ -72,8 +71,3 @@ def draw(path: Path, results: list[dict[str, Any]]) -> None:
 
 def _place(row: dict[str, Any]) -> tuple[float, float]:
     return row["mib"], row["of_limit"]
-
-
-def _reach(rows: list[dict[str, Any]]) -> float:
-    """Of a label, a tenth of the panel."""
-    return max(row["mib"] for row in rows) / 10
