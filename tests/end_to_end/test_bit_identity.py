@@ -91,7 +91,11 @@ RUNS = [(setting, engine) for setting in SETTINGS for engine in THREE] + [
     ("experts of lengths of their own", "2F2B with BPipe"),
     ("DP2 x PP2, bf16, distributed", "3F3B"),
 ]
-TUNED = [("bert, dropout, selective", "tuned"), ("experts", "tuned"), ("DP2 x PP2, bf16, distributed", "tuned")]
+TUNED = [
+    ("bert, dropout, selective", "tuned"),
+    ("experts of lengths of their own", "tuned"),
+    ("DP2 x PP2, bf16, distributed", "tuned"),
+]
 # Eight processes, and what differs little from a case that stays.
 LONG = [
     "gpt p=2",
@@ -178,4 +182,7 @@ def test_a_tuned_run_is_one_of_its_candidates(setting, engine, results):
     assert {retune.b for retune in result.retunes} == {case.micro_batch_size}
     assert all(f"k{retune.k}b{retune.b}" in retune.estimates_ms for retune in result.retunes)
     measured = [stage.peak_saved_bytes for stage in result.stages]
-    assert measured == pytest.approx(result.predicted_saved_bytes, rel=0.02)
+    if case.min_length:  # by the largest micro-batch, and not all are
+        assert all(m <= 1.02 * p for m, p in zip(measured, result.predicted_saved_bytes, strict=True))
+    else:
+        assert measured == pytest.approx(result.predicted_saved_bytes, rel=0.02)

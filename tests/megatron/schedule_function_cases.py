@@ -46,15 +46,16 @@ BOUND = {"PP1": PP1, "PP4": PP4, "PP4 V2": PP4_V2}  # the layouts in which the p
 class Call:
     """One call of the function with an optimizer step after it, or an evaluation without.
 
-    `ragged` micro-batches differ in length. `loss`: "pair" (loss, report) or "triple" (loss, tokens, report).
-    `arguments` are added to those that every call has, or replace them. `groups` are given explicitly: both, or one of
-    them. `force_all_reduce` is asked for where Megatron knows it.
+    `ragged` micro-batches differ in length; `packed` ones are a row of sequences, and differ too. `loss`: "pair" (loss,
+    report) or "triple" (loss, tokens, report). `arguments` are added to those that every call has, or replace them.
+    `groups` are given explicitly: both, or one of them. `force_all_reduce` is asked for where Megatron knows it.
     """
 
     evaluate: bool = False
     micro_batches: int = 8
     sequence: int = 8
     ragged: bool = False
+    packed: bool = False
     loss: str = "pair"
     arguments: Mapping[str, Any] = field(default_factory=dict)
     groups: tuple[str, ...] = ()
@@ -114,6 +115,7 @@ PADDED = {
     "moe_token_dispatcher_type": "alltoall",
 }
 RAGGED = (Call(ragged=True), Call(ragged=True, micro_batches=4), Call(ragged=True, evaluate=True))
+PACKED = (Call(packed=True), Call(packed=True, sequence=12))
 VARIABLE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}  # which it wants, experts or not
 # Parameters are gathered ahead from the second batch on.
 SEVERAL = (Call(micro_batches=4), Call(), EVALUATION, Call(micro_batches=4))
@@ -165,6 +167,7 @@ CASES = {
     ),
     "other lengths": Case(calls=(Call(), Call(sequence=12, micro_batches=4), Call(sequence=4, micro_batches=4))),
     "micro-batches of lengths of their own": Case(calls=RAGGED, config=VARIABLE, engines=GROUPED),
+    "packed sequences": Case(calls=PACKED, config=VARIABLE, engines=(*BALANCED, "3F3B", "auto")),
     "interleaved, bare modules": Case(PP4_V2, ddp=None),
     "interleaved, loss per token": Case(PP4_V2, calls=TOKENS, config={"calculate_per_token_loss": True}),
     "interleaved, given groups": Case(PP4_V2, calls=(GIVEN, GIVEN)),
@@ -248,6 +251,10 @@ LONG = {
 def schedule_of(engine: str) -> PipelineSchedule:
     from evenpipe.megatron.schedule import PipelineSchedule
 
+    if engine == "auto":
+        from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
+
+        return AdaptiveSchedule(Tuning(limit_bytes=1 << 30, static_bytes=int, interval=1))
     if engine == "3F3B":
         return PipelineSchedule("kfkb", group_size=3)
     return PipelineSchedule(bpipe=engine == "bpipe", measure=engine == "measured")

@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.timers import Timers
 from megatron.core.transformer.module import Float16Module
@@ -43,6 +44,20 @@ class ShardedNorm(torch.nn.LayerNorm):
         super().__init__(hidden_size, eps=eps)
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal within each sequence of a row, which Megatron's own needs Transformer Engine for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, *passed: Any, packed_seq_params: PackedSeqParams, **_: Any) -> torch.Tensor:
+        """Of query, key and value, [tokens, heads, hidden size of a head]; the same."""
+        within = [tensor.split(packed_seq_params.cu_seqlens_q.diff().tolist()) for tensor in passed[:3]]
+        attend = torch.nn.functional.scaled_dot_product_attention
+        found = [attend(*(one.transpose(0, 1) for one in each), is_causal=True) for each in zip(*within, strict=True)]
+        return torch.cat([one.transpose(0, 1) for one in found])
 
 
 class Pipeline:
@@ -111,6 +126,9 @@ class Pipeline:
             spec = copy.deepcopy(spec)
             spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = ShardedNorm
             spec = TransformerBlockSubmodules([spec], ShardedNorm)
+        if self._case.calls[0].packed:
+            spec = copy.deepcopy(spec)
+            spec.submodules.self_attention.submodules.core_attention = PackedAttention
         return GPTModel(
             self.config,
             spec,
@@ -218,12 +236,13 @@ class Pipeline:
         return given
 
     def _data(self, call: Call, index: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Per micro-batch, tokens (micro-batch size, sequence + 1) and which of the labels count."""
+        """Per micro-batch, tokens (micro-batch size, or 1 if packed; sequence + 1) and which of the labels count."""
         generator = torch.Generator().manual_seed(100 * index + parallel_state.get_data_parallel_rank())
         for number in range(call.micro_batches):
-            length = call.sequence - 2 * (number % 3) if call.ragged else call.sequence
-            tokens = torch.randint(0, VOCABULARY, (MICRO_BATCH, length + 1), generator=generator)
-            yield tokens, torch.rand(MICRO_BATCH, length, generator=generator) < 0.8
+            length = call.sequence - 2 * (number % 3) if call.ragged or call.packed else call.sequence
+            rows = 1 if call.packed else MICRO_BATCH
+            tokens = torch.randint(0, VOCABULARY, (rows, length + 1), generator=generator)
+            yield tokens, torch.rand(rows, length, generator=generator) < 0.8
 
     def _recomputing_step(self, call: Call) -> Callable[..., Any]:
         """A forward step that is told whether to recompute all layers, and does so."""
@@ -241,8 +260,9 @@ class Pipeline:
         number = layers[0].current_microbatch if layers else "?"
         self.events.append(f"F{chunk}.{number}")
         tokens, counted = next(iterator)
-        positions = torch.arange(tokens.shape[1] - 1).expand(MICRO_BATCH, -1).contiguous()
-        output = model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous())
+        positions = torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1).contiguous()
+        packed = {"packed_seq_params": _packed(positions.shape[1])} if call.packed else {}
+        output = model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous(), **packed)
         if output.requires_grad:
             output.register_hook(lambda gradient: self.events.append(f"B{chunk}.{number}"))
         return output, _pair if call.loss == "pair" else partial(_triple, counted)
@@ -265,6 +285,13 @@ class Pipeline:
         names = ("forward-backward", "forward-compute", "backward-compute")
         timers = {name: self.config.timers(name) for name in names}
         return {name: {"running": timer._started, "used": timer.active_time() > 0} for name, timer in timers.items()}
+
+
+def _packed(tokens: int) -> PackedSeqParams:
+    """Two sequences in a row, of a third and of the rest."""
+    ends = torch.tensor([0, tokens // 3, tokens], dtype=torch.int32)
+    longest = tokens - tokens // 3
+    return PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def _pair(output: torch.Tensor, non_loss_data: bool = False) -> Any:

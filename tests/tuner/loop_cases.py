@@ -38,9 +38,10 @@ class Run:
         self.loop = AdaptiveLoop(interval, self.said.append, self.said.append, alone=True)
         self._executor = executor
 
-    def measure(self, limit: int = LIMIT, iteration: int = 0) -> list[int]:
-        """The sizes that were wanted."""
-        self.loop.start(GroupedSchedule(Programs("kfkb"), STAGES), SAMPLES, divisors(SAMPLES), limit)
+    def measure(self, limit: int = LIMIT, iteration: int = 0, differ: bool = False) -> list[int]:
+        """The sizes that were wanted: where micro-batches differ, of one sample each."""
+        sizes = [1] if differ else divisors(SAMPLES)
+        self.loop.start(GroupedSchedule(Programs("kfkb"), STAGES), SAMPLES, sizes, limit, differ)
         wanted = []
         while (size := self.loop.wanted) is not None:
             wanted.append(size)
@@ -70,6 +71,17 @@ def work(executor: Executor) -> dict[str, Any]:
     other.measure(iteration=5)
     other.choose(range(5, 6))
     found["said"] = [first.said, later.said, other.said]
+
+    grows = Run(executor, interval=10)
+    grows.measure(differ=True)
+    found["grows"] = []
+    for iteration, largest in enumerate((100, 2500, 20_000)):
+        grows.choose(range(iteration, iteration + 1))
+        saved = largest * executor.stage_index
+        grows.loop.note(Measured(0, 0, saved, 0, 0, 0, 0), executor, iteration)
+        assert grows.loop.tuner is not None
+        found["grows"].append([one.k for one in grows.loop.tuner.candidates])
+    found["grown"] = [line for line in grows.said if "save more" in line]
 
     try:
         first.loop.choose(executor, 5, 2 * SAMPLES)

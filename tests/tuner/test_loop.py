@@ -70,6 +70,17 @@ def test_under_another_limit_it_is_not(stages: list[dict[str, Any]]) -> None:
     assert re.fullmatch(LINE.format(6, ""), line)
 
 
+def test_what_does_not_fit_a_larger_micro_batch_is_left_out(stages: list[dict[str, Any]]) -> None:
+    """Stage 1 alone has seen it; where nothing fits any more, the run goes on without groups."""
+    for found in stages:
+        assert found["grows"] == [[1, 2, 3, 4], [1, 2, 3], [1]]
+        more, none = found["grown"]
+        assert more == "iteration 2: micro-batches save more than all before: groups of more than 3 no longer fit"
+        assert none.startswith(
+            "iteration 3: micro-batches save more than all before: no micro-batch size fits: stage 1 "
+        )
+
+
 def test_another_batch_or_too_little_memory_is_one_line(stages: list[dict[str, Any]]) -> None:
     assert stages[0]["another batch"].startswith("a batch of 8 samples after one of 4: group sizes that are tuned need")
     assert stages[0]["no memory"].startswith("no micro-batch size fits: stage ")

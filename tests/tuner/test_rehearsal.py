@@ -49,8 +49,8 @@ def rehearsal(*stages: Masked, index: int = 1, fits: Callable[[int], bool] = lam
     return Rehearsal(Executor(index, Connections({}, {}), CPU), STAGES, weights, fits)
 
 
-def measured(of: Rehearsal, stage: Masked, differ: bool = False) -> Measured:
-    return of.measured(lambda schedule: stage, message_bytes=64, workspace=lambda: 7, differ=differ)
+def measured(of: Rehearsal, stage: Masked, different: int = 0) -> Measured:
+    return of.measured(lambda schedule: stage, workspace=lambda: 7, different=different)
 
 
 def test_two_at_a_time_show_what_all_share() -> None:
@@ -86,9 +86,11 @@ def test_another_size_needs_one_and_shares_as_much() -> None:
 
 
 def test_of_micro_batches_that_differ_the_largest_counts() -> None:
+    """All of a batch are weighed, and as many timed."""
     stage = Masked(lambda unit: 1 + unit.micro_batch % 5)
-    found = measured(rehearsal(stage), stage, differ=True)
+    found = measured(rehearsal(stage), stage, different=5)
     assert (found.each_bytes, found.shared_bytes) == (2 * 5 * 8 * 4 + MASK.nbytes, 0)
+    assert found.message_bytes == 5 * 8 * 4
     assert [kind for kind, *_ in stage.log] == [*"FB" * 10]
 
 
@@ -102,7 +104,7 @@ def test_nothing_is_made_up_for_the_ends_of_the_model(index: int) -> None:
         made.append(schedule)
         return stage
 
-    rehearsal(stage, index=index).measured(make, 0, lambda: 0, differ=False)
+    rehearsal(stage, index=index).measured(make, lambda: 0)
     assert {alone for kind, _, alone in stage.log if kind == "F"} == {index == 0}
     assert {alone for kind, _, alone in stage.log if kind == "B"} == {index == STAGES - 1}
     assert max(unit.micro_batch for _, unit, _ in stage.log) == made[0].micro_batches - 2

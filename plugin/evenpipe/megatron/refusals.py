@@ -12,6 +12,7 @@ from evenpipe.upstream.saved_leaves import keeps_identity
 
 __all__ = [
     "Refusal",
+    "packs",
     "refuse_unsupported",
     "refused_arguments",
     "refused_settings",
@@ -149,16 +150,14 @@ _ARGUMENTS_WITH_BPIPE_TOO: Mapping[str, str] = {
 _UNKNOWN = "so that the memory of a stage is not known"
 _RESIZED = "changes the samples of a batch, which are shared out among micro-batches once"
 _COUNTED = "counts tokens, of a rehearsal too"
-_DIFFER = "makes micro-batches differ in what they save, so that the memory of groups is not known"
+_DIFFER = "makes micro-batches differ in what they save by their place, so that the memory of groups is not known"
 _UNCOUNTED = "keeps activations where they are not counted, so that the memory of groups is not known"
-_PACKED = "packs sequences into micro-batches that cannot be cut by samples"
 _LOGGED = "keeps figures of losses, of a rehearsal's too"
 _WITH_TUNING: Mapping[str, str] = {
     "rampup_batch_size": _RESIZED,
     "step_batch_size_schedule": _RESIZED,
     "moe_router_enable_expert_bias": _COUNTED,
     "moe_router_load_balancing_type": _COUNTED,
-    "variable_seq_lengths": _DIFFER,
     "num_microbatches_with_partial_activation_checkpoints": _DIFFER,
     "fp8": _UNCOUNTED,
     "fp4": _UNCOUNTED,
@@ -171,10 +170,8 @@ _WITH_TUNING: Mapping[str, str] = {
     "tensor_parallel_num_weight_shards": f"keeps gathered weights where they are not counted, {_UNKNOWN}",
     "use_precision_aware_optimizer": "keeps optimizer states in types of its own, whose memory is not known",
     "use_torch_fsdp2": f"gathers and frees parameters, {_UNKNOWN}",
-    "sft": _PACKED,
-    "dataloader_inter_document_masking": _PACKED,
-    "hybrid_context_parallel": _PACKED,
-    "perform_rl_step": _PACKED,
+    "hybrid_context_parallel": "has a scheduler of Megatron's own, which chooses the micro-batches of every batch",
+    "perform_rl_step": "packs what was sampled into another number of micro-batches in every batch",
     "mtp_num_layers": _LOGGED,
     "dsa_indexer_loss_coeff": _LOGGED,
     "check_for_spiky_loss": _LOGGED,
@@ -182,15 +179,23 @@ _WITH_TUNING: Mapping[str, str] = {
     "export_kd_teacher_load": "gives micro-batches shapes of its own",
     "rerun_mode=report_determinism_stats": "compares iterations call by call, and the first is rehearsed",
 }
+_PACKS: Final = ("sft", "dataloader_inter_document_masking")
 _ONE_SIZE: Mapping[str, str] = {
     "tp_comm_overlap": "has buffers of one micro-batch size",
     "logits_load_dir": "reads a file for each micro-batch",
+    "variable_seq_lengths": "gives micro-batches lengths of their own, so that samples of two cannot be joined",
+    **dict.fromkeys(_PACKS, "packs sequences into rows, which Megatron takes as the loader makes them"),
 }
 
 
 def refused_with_tuning(args: Any) -> Iterator[Refusal]:
     """What in Megatron's arguments does not go together with --group-size auto."""
     return _given(args, _WITH_TUNING, "leave it out, or give --group-size a number")
+
+
+def packs(args: Any) -> bool:
+    """Whether micro-batches are of sequences packed together, which Megatron's arguments ask for."""
+    return any(getattr(args, setting, None) for setting in _PACKS)
 
 
 def why_one_size(args: Any) -> str | None:

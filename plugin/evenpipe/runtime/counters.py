@@ -32,6 +32,8 @@ class MemoryCounter:
         "accepted_bytes",
         "accepted_units",
         "evicted_bytes",
+        "largest_saved",
+        "largest_sent",
         "own_bytes",
         "own_units",
         "peak_bytes",
@@ -46,6 +48,21 @@ class MemoryCounter:
         self.peak_bytes = 0
         self.peak_units = 0
         self.evicted_bytes = 0
+        self.forget_largest()
+
+    def forget_largest(self) -> None:
+        """Micro-batches that follow have other sizes than those so far."""
+        #: Bytes that one micro-batch saved at most, and of its largest message.
+        self.largest_saved = 0
+        self.largest_sent = 0
+
+    def note_saved(self, nbytes: int) -> None:
+        """A forward has saved so much."""
+        self.largest_saved = max(self.largest_saved, nbytes)
+
+    def note_sent(self, nbytes: int) -> None:
+        """A message to a neighbour has so many bytes."""
+        self.largest_sent = max(self.largest_sent, nbytes)
 
     def add_own(self, nbytes: int) -> None:
         """Count `nbytes` more of this stage's own saved activations (negative: fewer); see `note_peak`."""

@@ -63,6 +63,7 @@ class Executor(Resources):
     def forget_sizes(self) -> None:
         """Between batches, on all stages alike: the micro-batches that follow have other sizes than those so far."""
         self.pool = SlotPool(self.device, self.counter)
+        self.counter.forget_largest()
 
     def break_off(self, owed: Iterable[Step]) -> None:
         """End the stream, at the same point on all stages, and forget what has been forwarded and not backwarded.

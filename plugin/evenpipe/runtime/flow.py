@@ -122,6 +122,8 @@ class Flow:
     def hand_on(self, message: Message, results: list[Tensor]) -> None:
         """Send `results`, or keep them for the next part of the model, where that is on this stage."""
         if not message.is_local:
+            if self.resources.measure:
+                self.resources.counter.note_sent(sum(result.nbytes for result in results))
             if message.link in self.layouts:
                 self.layouts[message.link].tell_shapes(results)
             self.send(message, results)
@@ -237,6 +239,8 @@ class Flow:
             outputs = self.stage.forward(unit, inputs)
             for tensor in inputs or ():
                 store.attach(unit, tensor)
+        if self.resources.measure:
+            self.resources.counter.note_saved(store.nbytes(unit))
         if self.evicts:
             store.seal(unit, like=unit.chunk)
         return outputs

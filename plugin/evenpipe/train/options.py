@@ -101,11 +101,6 @@ def _lengths_can_vary(options: TrainFields) -> None:
     given = f"--min-length {options.min_length}"
     if options.min_length == 1 or options.min_length > options.seq_length:
         raise ValueError(f"{given}: lengths are from 2 to --seq-length {options.seq_length}: choose one of these")
-    if options.min_length and options.group_size == "auto":
-        raise ValueError(
-            f"{given}: micro-batches would differ in what they save, so that the memory of groups is not known: give "
-            "--group-size a number"
-        )
 
 
 def _schedule_exists(options: TrainFields) -> None:

@@ -24,7 +24,8 @@ class AdaptiveLoop:
     A framework calls `start` before the first batch, and again where what a batch is made of has changed. While there
     is a size `wanted`, it measures micro-batches of it, and gives `take` what it found: `alone` on their own, else in
     batches that train in groups of one. From then on `choose` says how to train the next batch; the framework cuts the
-    batch's samples accordingly (`evenpipe.tuner.samples`).
+    batch's samples accordingly (`evenpipe.tuner.samples`). Where micro-batches differ in what they save, it has `note`,
+    or `choose`, told what the largest so far took.
 
     `log` is given a line for each decision, and `resumed` whether the loaded state is gone on with. `interval` counts
     iterations between decisions; None: so many as take an hour.
@@ -124,6 +125,10 @@ class AdaptiveLoop:
             self._before = decided.k, decided.b
         assert tuner.current is not None
         return tuner.current
+
+    def note(self, largest: Measured, executor: Executor, iteration: int) -> None:
+        """After `iteration`, what `choose` takes at a decision. One is due if the present candidate no longer fits."""
+        self._grown(largest, executor, iteration)
 
     def _grown(self, largest: Measured, executor: Executor, iteration: int) -> Conditions:
         assert self.explored is not None, "sizes are still to be measured"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -11,23 +12,23 @@ from torch import Tensor
 from evenpipe.planner.grouped import average_ms
 from evenpipe.planner.memory import Measured
 from evenpipe.runtime.executor import Executor
-from evenpipe.runtime.stage import Stage
+from evenpipe.runtime.layout import Layouts
+from evenpipe.runtime.stage import Stage, VaryingStage
 from evenpipe.runtime.store import ActivationStore
-from evenpipe.schedule import BACKWARD, FORWARD, Schedule, Size, Unit, build
+from evenpipe.schedule import BACKWARD, FORWARD, Link, Schedule, Size, Unit, build
 
 __all__ = ["Rehearsal"]
 
 #: Micro-batches that are timed, after those that load kernels and fill caches, which are weighed.
 _WEIGHED: Final = 2
 _TIMED: Final = 4
-#: More of them are weighed where they differ.
-_WEIGHED_OF_DIFFERENT: Final = 6
 
 
 class Rehearsal:
     """One stage forwards and backwards micro-batches alone: no neighbour is waited for or sent to.
 
-    What it computes with is made up where a neighbour would give it, so all it leaves behind is of no use.
+    What it computes with is made up where a neighbour would give it, so all it leaves behind is of no use. Only shapes,
+    where they vary, hosts tell each other as in a batch.
     `parameters` are not counted as saved. `fits` says whether so many bytes of activations may be held; all ranks ask
     it alike.
     """
@@ -36,6 +37,7 @@ class Rehearsal:
         self, executor: Executor, stages: int, parameters: Sequence[Tensor], fits: Callable[[int], bool]
     ) -> None:
         self._clock = executor.clock
+        self._layouts = executor.layouts
         self._device = executor.device
         self._stage = executor.stage_index
         self._stages = stages
@@ -43,31 +45,32 @@ class Rehearsal:
         self._fits = fits
         self._shared_bytes: int | None = None
 
-    def measured(
-        self, make: Callable[[Schedule], Stage], message_bytes: int, workspace: Callable[[], int], differ: bool
-    ) -> Measured:
+    def measured(self, make: Callable[[Schedule], Stage], workspace: Callable[[], int], different: int = 0) -> Measured:
         """What micro-batches take and hold here, but for what stays from batch to batch, which is 0.
 
         `make` gives the stage that trains on micro-batches of a schedule; `workspace` what it keeps of memory beside
         what autograd saves, when some have been weighed.
 
         Of the first size, two are held at a time, if they fit, which shows what micro-batches share (such as a causal
-        mask); else they are taken to share nothing. Of others one is. Where micro-batches `differ`, as with experts,
-        several are, one by one, and the largest counts: what two of them save says nothing of what they share.
+        mask); else they are taken to share nothing. Of others one is. Where a batch has so many `different` ones, as
+        with experts or lengths that vary, all are, one by one, and the largest counts: what two of them save says
+        nothing of what they share. Times are the largest one's too: as much longer than the mean as its messages are.
         """
-        weighed = _WEIGHED_OF_DIFFERENT if differ else _WEIGHED
+        weighed, timed = (different, max(different, _TIMED)) if different else (_WEIGHED, _TIMED)
         # One micro-batch more than are used: with the last one, replicas would begin to reduce gradients.
-        stage = make(build("gpipe", Size(self._stages, weighed + _TIMED + 1)).schedule)
-        alone = _Alone(stage, self._stage == 0, self._stage == self._stages - 1)
-        if differ:
+        stage = make(build("gpipe", Size(self._stages, weighed + timed + 1)).schedule)
+        alone = _Alone(stage, self._stage, self._stages, self._layouts)
+        if different:
             each, shared = max(self._weighed(alone, [Unit(number)])[0] for number in range(weighed)), 0
         else:
             each, shared = self._shared(alone)
         workspace_bytes = workspace()
-        marks = [self._timed(alone, Unit(weighed + number)) for number in range(_TIMED)]
-        forward_ms = average_ms(self._clock.elapsed_ms(start, between) for start, between, _ in marks)
-        backward_ms = average_ms(self._clock.elapsed_ms(between, end) for _, between, end in marks)
-        return Measured(forward_ms, backward_ms, each, shared, message_bytes, workspace_bytes, 0)
+        marks = [self._timed(alone, Unit(weighed + number)) for number in range(timed)]
+        longest = max(alone.message_bytes)
+        stretch = longest / fmean(alone.message_bytes[-timed:])
+        forward_ms = stretch * average_ms(self._clock.elapsed_ms(*forward) for forward, _ in marks)
+        backward_ms = stretch * average_ms(self._clock.elapsed_ms(*backward) for _, backward in marks)
+        return Measured(forward_ms, backward_ms, each, shared, longest, workspace_bytes, 0)
 
     def _shared(self, alone: _Alone) -> tuple[int, int]:
         """Bytes that a micro-batch saves, and that are shared."""
@@ -87,34 +90,62 @@ class Rehearsal:
                 break
             inputs = alone.inputs(unit)
             with store.recording(unit):
-                alone.stage.forward(unit, inputs)
+                outputs = alone.stage.forward(unit, inputs)
+            alone.tell(inputs, outputs)
             saved.append(store.nbytes(unit))
         for unit in units[: len(saved)]:
             alone.stage.backward(unit, alone.gradients(unit))
         return saved
 
-    def _timed(self, alone: _Alone, unit: Unit) -> tuple[Any, Any, Any]:
-        """Marks of the clock before, between and after the two passes."""
-        inputs, gradients = alone.inputs(unit), alone.gradients(unit)
+    def _timed(self, alone: _Alone, unit: Unit) -> tuple[_Span, _Span]:
+        """Of the forward and of the backward."""
+        inputs = alone.inputs(unit)
         start = self._clock.mark()
-        alone.stage.forward(unit, inputs)
-        between = self._clock.mark()
+        outputs = alone.stage.forward(unit, inputs)
+        forward = _Span(start, self._clock.mark())
+        alone.tell(inputs, outputs)
+        gradients = alone.gradients(unit)
+        start = self._clock.mark()
         alone.stage.backward(unit, gradients)
-        return start, between, self._clock.mark()
+        return forward, _Span(start, self._clock.mark())
 
 
-class _Alone(NamedTuple):
-    """A stage, and what its neighbours would give it: numbers of a usual size, as others may be slow."""
+class _Span(NamedTuple):
+    """Marks of the clock."""
 
-    stage: Stage
-    is_first: bool
-    is_last: bool
+    start: Any
+    end: Any
+
+
+class _Alone:
+    """A stage, and what its neighbours would give it: numbers of a usual size, as others may be slow.
+
+    `message_bytes` are those of the messages of each micro-batch so far: the larger one's.
+    """
+
+    def __init__(self, stage: Stage, index: int, stages: int, layouts: Mapping[Link, Layouts]) -> None:
+        self.stage = stage
+        self.message_bytes: list[int] = []
+        self._is_first, self._is_last = index == 0, index == stages - 1
+        self._told = layouts.get(Link("forward", index - 1, index))
+        self._telling = layouts.get(Link("forward", index, index + 1))
 
     def inputs(self, unit: Unit) -> list[Tensor] | None:
-        return None if self.is_first else _made_up(self.stage.receive_buffers(FORWARD, unit))
+        if self._is_first:
+            return None
+        if self._told is None:
+            return _made_up(self.stage.receive_buffers(FORWARD, unit))
+        return _made_up(cast(VaryingStage, self.stage).buffers_of(self._told.next_shapes()))
+
+    def tell(self, inputs: list[Tensor] | None, outputs: list[Tensor]) -> None:
+        """After a forward."""
+        self.message_bytes.append(max(sum(one.nbytes for one in given) for given in (inputs or [], outputs)))
+        if self._telling is not None:
+            self._telling.tell_shapes(outputs)
 
     def gradients(self, unit: Unit) -> list[Tensor] | None:
-        return None if self.is_last else _made_up(self.stage.receive_buffers(BACKWARD, unit))
+        """After the forward, which says what they are like."""
+        return None if self._is_last else _made_up(self.stage.receive_buffers(BACKWARD, unit))
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ Argument: a folder (rank-<rank>.json out). A script of its own, forked after the
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -28,14 +29,15 @@ SAME = ((1, 2), (3, 2), (8, 2), (2, 2))
 LIMIT_BYTES = 1 << 30
 
 
-def learner(dropout: float = 0.0) -> Learner:
+def learner(dropout: float = 0.0, **others: Any) -> Learner:
     import torch
 
     from evenpipe.megatron.train_engine.step import make_learner
     from evenpipe.train import data
     from evenpipe.train.options import TrainOptions
 
-    options = TrainOptions.of(**MODEL, micro_batch_size=SIZE, micro_batches=MICRO_BATCHES, dropout=dropout)
+    sizes = {"micro_batch_size": SIZE, "micro_batches": MICRO_BATCHES}
+    options = TrainOptions.of(**MODEL, **sizes, dropout=dropout, **others)
     return make_learner(options, data.load(options), torch.device("cpu"))
 
 
@@ -82,13 +84,22 @@ def train(of: Learner, schedule: PipelineSchedule, first: int, iterations: int) 
 
 
 def adaptive(
-    of: Learner, bpipe: bool, sizes: tuple[int, ...] | None = None, limit: int = LIMIT_BYTES, schedule: Any = "kfkb"
+    of: Learner,
+    bpipe: bool,
+    sizes: tuple[int, ...] | None = None,
+    limit: int = LIMIT_BYTES,
+    schedule: Any = "kfkb",
+    log: Callable[[str], None] = lambda line: None,
 ) -> Any:
     from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
     from evenpipe.megatron.adaptive.static_memory import static_bytes
 
     tuning = Tuning(
-        limit, lambda: static_bytes(of.replica.chunks, of.optimizer), interval=1, sizes=lambda loaded, size: sizes
+        limit,
+        lambda: static_bytes(of.replica.chunks, of.optimizer),
+        interval=1,
+        sizes=lambda loaded, size: sizes,
+        log=log,
     )
     return AdaptiveSchedule(tuning, bpipe, measure=True, schedule=schedule)
 
@@ -208,6 +219,68 @@ def resumed() -> dict[str, Any]:
     return found
 
 
+def longest(of: Learner, iteration: int) -> int:
+    """Of the micro-batches of an iteration."""
+    return max(one.tokens.shape[1] for one in of.corpus.micro_batches(iteration, 0))
+
+
+def lengths() -> dict[str, Any]:
+    """Micro-batches of lengths of their own: the third batch has a longer one than before, with which k = 1 fits only.
+
+    The largest group that fits is decided for; then, with BPipe, what fits in much memory.
+    """
+    from evenpipe.megatron.schedule import PipelineSchedule
+    from evenpipe.planner.grouped import Candidate
+    from evenpipe.planner.memory import peak_bytes, saved_peaks
+    from evenpipe.tuner.tuner import Tuner
+
+    def of_lengths() -> Learner:
+        return learner(min_length=2)
+
+    of, seq_length = of_lengths(), int(MODEL["seq_length"])
+    found: dict[str, Any] = {}
+    first = next(
+        iteration
+        for iteration in itertools.count()
+        if longest(of, iteration + 1) <= longest(of, iteration) <= 0.8 * seq_length
+        and longest(of, iteration + 2) == seq_length
+    )
+    plain = PipelineSchedule("1f1b", measure=True)
+    found["1f1b"] = train(of, plain, first, 4)
+    plain.close()
+    roomy: AdaptiveSchedule = adaptive(of := of_lengths(), False)
+    train(of, roomy, first, 1)
+    assert roomy.loop.explored is not None
+    conditions = roomy.loop.explored.conditions
+    limit = max(peak_bytes(conditions.memory, Candidate(2, SIZE, MICRO_BATCHES), conditions.schedule))
+    roomy.close()
+
+    decide = Tuner.decide
+
+    def decide_for_the_last(self: Tuner, iteration: int) -> tuple[Candidate, list[float], int]:
+        _, estimates, following = decide(self, iteration)
+        return self.candidates[-1], estimates, following
+
+    Tuner.decide = decide_for_the_last  # type: ignore[method-assign]
+    try:
+        for name, bpipe, bytes_ in (("kfkb", False, limit), ("bpipe", True, LIMIT_BYTES)):
+            said: list[str] = []
+            schedule: AdaptiveSchedule = adaptive(of := of_lengths(), bpipe, limit=bytes_, log=said.append)
+            found[name] = train(of, schedule, first, 4)
+            assert schedule.loop.explored is not None
+            assert schedule.executor is not None
+            conditions, tuner = schedule.loop.explored
+            decided = [Candidate(one.k, one.b, MICRO_BATCHES) for one in tuner.retunes]
+            stage = schedule.executor.stage_index
+            saved = [saved_peaks(conditions.memory, one, conditions.schedule)[stage] for one in decided]
+            found[name] |= {"said": said, "decided": decided, "predicted": saved, "limit": bytes_}
+            found[name]["static"] = conditions.memory[stage].static_bytes
+            schedule.close()
+    finally:
+        Tuner.decide = decide  # type: ignore[method-assign]
+    return found
+
+
 CASES = {
     "1f1b": lambda: stock(len(TURNS), 0.0),
     "1f1b, dropout": lambda: stock(len(SAME), 0.1),
@@ -216,6 +289,7 @@ CASES = {
     "same size, dropout": lambda: switching(SAME, False, 0.1, unknown),
     "limited": limited,
     "resumed": resumed,
+    "lengths": lengths,
 }
 
 

@@ -113,3 +113,25 @@ def test_a_state_of_another_run_is_not_gone_on_with(ranks):
     """It decides anew before its first iteration, which has the number that it has in the run."""
     for report in ranks:
         assert report["resumed"]["anew"] == {"bpipe": [4], "sizes": [4], "memory": [4]}
+
+
+def test_micro_batches_of_lengths_of_their_own_change_nothing(ranks):
+    """Bit for bit: shapes are told in a rehearsal as in a batch, of which it leaves no trace."""
+    for report in ranks:
+        found = report["lengths"]
+        assert len({tuple(map(tuple, found[name]["losses"])) for name in ("1f1b", "kfkb", "bpipe")}) == 1
+        assert len({found[name]["weights"] for name in ("1f1b", "kfkb", "bpipe")}) == 1
+        assert {b for _, b, _ in (*found["kfkb"]["decided"], *found["bpipe"]["decided"])} == {SIZE}
+
+
+def test_after_a_longer_micro_batch_a_run_goes_on_with_what_fits(ranks):
+    found = [report["lengths"]["kfkb"] for report in ranks]
+    before, again, longer, after = (k for k, *_ in found[0]["decided"])
+    assert before == again == longer > after == 1
+    said = "iteration 3: micro-batches save more than all before: groups of more than 1 no longer fit"
+    assert found[0]["said"].count(said) == 1
+    assert any("iteration 4: k=1, b=2 (was k=" in line for line in found[0]["said"])
+    for report in found:
+        for held, predicted in zip(report["held"], report["predicted"], strict=True):
+            assert held["peak_bytes"] <= 1.02 * predicted
+        assert report["held"][-1]["peak_bytes"] + report["static"] <= report["limit"]

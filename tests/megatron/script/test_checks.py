@@ -174,7 +174,8 @@ REFUSED = {
         {"gtp_weight_remat_size": 2, "tensor_parallel_num_weight_shards": 4},
         "auto: --tensor-parallel-num-weight-shards 4 keeps gathered weights ",
     ),
-    "tuned, packed": (AUTO, {"sft": True}, "--group-size auto: --sft packs sequences "),
+    "tuned, context": (AUTO, {"hybrid_context_parallel": True}, "auto: --hybrid-context-parallel has a scheduler of "),
+    "tuned, sampled": (AUTO, {"perform_rl_step": True}, "auto: --perform-rl-step packs what was sampled "),
 }
 
 
@@ -202,6 +203,7 @@ def test_refused(case):
         (KFKB, {"rampup_batch_size": ["2", "2", "100"]}),
         (AUTO | {"retune_interval": 1, "bpipe": True}, {"cuda_graph_impl": "none", "fp8": None}),
         (AUTO, {"num_experts": 8, "moe_router_load_balancing_type": "aux_loss"}),
+        (AUTO, {"sft": True, "variable_seq_lengths": True, "dataloader_inter_document_masking": True}),
         ({"schedule": "2bw"}, {"num_experts": 8, "moe_router_load_balancing_type": "aux_loss"}),
         ({"schedule": "2bw"}, {"global_batch_size": 4, "rampup_batch_size": ["4", "4", "100"]}),
     ],

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 
 from evenpipe.megatron.adaptive.static_memory import workspace_bytes
 from evenpipe.megatron.grad_sync import without_sync
 from evenpipe.megatron.random_numbers import random_numbers_kept
+from evenpipe.megatron.refusals import refuse_unsupported
 from evenpipe.megatron.schedule import Call, PipelineSchedule
-from evenpipe.megatron.stage import MegatronStage
+from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.planner.candidates import divisors
 from evenpipe.planner.grouped import GroupedSchedule
 from evenpipe.planner.memory import Measured
@@ -36,15 +37,17 @@ class Tuning(NamedTuple):
     `limit_bytes` is the memory of every process, and `static_bytes` what this one needs besides activations and links,
     asked once. `interval`: iterations between decisions; None: so many as take an hour. `sizes` is given the loader's
     micro-batches of the first batch (none where this process loads nothing) and their size, and returns the sizes that
-    micro-batches may have, None for all; the same on all ranks. `around_batch` is entered with the size while a batch
-    is carried out. On all ranks, `log` is given a line for every decision, and `resumed` whether a state that was
-    loaded is gone on with.
+    micro-batches may have, None for all; the same on all ranks. `differ`: what micro-batches of a size save is not the
+    same, as with packed sequences (experts and lengths that vary are known). `around_batch` is entered with the size
+    while a batch is carried out. On all ranks, `log` is given a line for every decision, and `resumed` whether a state
+    that was loaded is gone on with.
     """
 
     limit_bytes: int
     static_bytes: Callable[[], int]
     interval: int | None = None
     sizes: Callable[[Sequence[Any], int], Sequence[int] | None] = lambda loaded, size: None
+    differ: bool = False
     around_batch: Callable[[int], AbstractContextManager[Any]] = nullcontext
     log: Callable[[str], None] = lambda line: None
     resumed: Callable[[bool], None] = lambda goes_on: None
@@ -55,7 +58,9 @@ class AdaptiveSchedule(PipelineSchedule):
 
     The batch has the same samples in the same order under every candidate. Before the first batch every stage rehearses
     alone what its micro-batches take and save; candidates that do not fit are left out, and never run. Between two
-    batches, where nothing is under way, all ranks measure their links and rank 0 decides.
+    batches, where nothing is under way, all ranks measure their links and rank 0 decides. Where micro-batches differ in
+    what they save the largest one so far counts, and each batch is looked at; where their lengths vary, samples are not
+    cut anew, and only k is chosen.
 
     A call raises PlanError, before anything is carried out, where no candidate fits. `iteration` is the number of the
     next batch, from 0; who loads a checkpoint sets it. `tuning` may be replaced before the first batch. `loop` is what
@@ -90,25 +95,38 @@ class AdaptiveSchedule(PipelineSchedule):
 
     def _train(self, **arguments: Any) -> list[Any]:
         call = self._call(**arguments)
-        if call.batch.config.variable_seq_lengths:
-            raise ValueError(
-                "variable_seq_lengths makes micro-batches differ in what they save, so that the memory of groups is "
-                "not known: give the group size as a number"
-            )
+        config = call.batch.config
+        refuse_unsupported(config, self.bpipe, (), self._differ(config))
         executor = self._executor(call.pipeline, call.batch)
-        if not self.loop.explored or (self.loop.due(self.iteration) and self._sizes_of((), arguments) != self._sizes):
+        if not self.loop.explored or (
+            self.loop.due(self.iteration) and self._sizes_of((), arguments, config) != self._sizes
+        ):
             arguments = self._measured(arguments, call, executor)
         chosen = self.loop.choose(executor, self.iteration, _samples(arguments))
         if self.micro_batch_size != chosen.b:
             self.micro_batch_size = chosen.b
             executor.forget_sizes()
         self.group_size = chosen.k
-        self.iteration += 1
         with self.tuning.around_batch(chosen.b):
-            return super()._train(**_in_micro_batches_of(chosen.b, arguments))
+            losses = super()._train(**_in_micro_batches_of(chosen.b, arguments))
+        if self._differ(config):
+            most = executor.counter.largest_saved, executor.counter.largest_sent
+            self.loop.note(Measured(0, 0, most[0], 0, most[1], workspace_bytes(), 0), executor, self.iteration)
+        self.iteration += 1
+        return losses
 
-    def _sizes_of(self, loaded: Sequence[Any], arguments: Mapping[str, Any]) -> list[int]:
-        sizes = self.tuning.sizes(loaded, arguments["micro_batch_size"])
+    def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
+        executor = super()._executor(pipeline, batch)
+        executor.measure = self.measure or self._differ(batch.config)
+        return executor
+
+    def _differ(self, config: Any) -> bool:
+        return bool(config.num_moe_experts or config.variable_seq_lengths or self.tuning.differ)
+
+    def _sizes_of(self, loaded: Sequence[Any], arguments: Mapping[str, Any], config: Any) -> list[int]:
+        sizes = self.tuning.sizes(loaded, given := arguments["micro_batch_size"])
+        if config.variable_seq_lengths:
+            return [given]
         return divisors(_samples(arguments)) if sizes is None else list(sizes)
 
     def _measured(self, arguments: dict[str, Any], call: Call, executor: Executor) -> dict[str, Any]:
@@ -118,7 +136,7 @@ class AdaptiveSchedule(PipelineSchedule):
         static_bytes = self.tuning.static_bytes() + executor.connections.device_bytes
         loaded = [] if source is None else list(itertools.islice(source, arguments["num_microbatches"]))
         rehearsed = arguments | {"data_iterator": None if source is None else itertools.cycle(loaded)}
-        self._sizes = self._sizes_of(loaded, arguments)
+        self._sizes = self._sizes_of(loaded, arguments, call.batch.config)
         rehearsal = Rehearsal(
             executor,
             call.pipeline.size(),
@@ -127,7 +145,7 @@ class AdaptiveSchedule(PipelineSchedule):
         )
         schedule = GroupedSchedule(self.programs, call.pipeline.size())
         with _without_a_trace(call, executor.device):
-            self.loop.start(schedule, _samples(arguments), self._sizes, limit_bytes)
+            self.loop.start(schedule, _samples(arguments), self._sizes, limit_bytes, self._differ(call.batch.config))
             while (size := self.loop.wanted) is not None:
                 with self.tuning.around_batch(size):
                     measured = self._rehearsed(rehearsal, self._call(**_in_micro_batches_of(size, rehearsed)), executor)
@@ -138,9 +156,8 @@ class AdaptiveSchedule(PipelineSchedule):
         def stage(schedule: Schedule) -> MegatronStage:
             return MegatronStage(call.batch, schedule, call.pipeline.rank(), executor.device, self._release)
 
-        config = call.batch.config
-        message_bytes = sum(math.prod(shape) for shape in call.batch.send_shapes) * config.pipeline_dtype.itemsize
-        return rehearsal.measured(stage, message_bytes, workspace_bytes, differ=bool(config.num_moe_experts))
+        different = call.batch.num_microbatches if self._differ(call.batch.config) else 0
+        return rehearsal.measured(stage, workspace_bytes, different)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-from evenpipe.megatron.refusals import why_one_size
+from evenpipe.megatron.refusals import packs, why_one_size
 from evenpipe.megatron.script.hooks import folders_loaded_from, save_patch, set_up_patch, with_values
 from evenpipe.megatron.script.log import say, say_on_last_rank
 from evenpipe.planner.candidates import PlanError
@@ -68,6 +68,7 @@ class AdaptiveTraining:
             static_bytes=int,
             interval=config.retune_interval,
             sizes=self._sizes,
+            differ=packs(args),
             # A process that is sent its data by another one of its tensor-parallel group makes room for so many.
             around_batch=lambda size: with_values(args, micro_batch_size=size),
             log=say_on_last_rank,

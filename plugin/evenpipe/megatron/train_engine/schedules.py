@@ -108,8 +108,8 @@ InstalledSchedule: TypeAlias = _EvenPipeSchedule | StockSchedule
 def _tuning(learner: Learner, note: Callable[[str], None]) -> Tuning:
     options, chunks, optimizer = learner.options, learner.replica.chunks, learner.optimizer
     # Micro-batches of BERT count different numbers of tokens, and routers balance those of each micro-batch: cut anew,
-    # they would make another loss.
-    cut = options.model == "gpt" and not options.experts
+    # they would make another loss. Those that have lengths of their own cannot be joined.
+    cut = options.model == "gpt" and not options.experts and not options.min_length
     return Tuning(
         limit_bytes=limit_bytes(options.memory_gib, learner.device),
         static_bytes=lambda: static_bytes(chunks, optimizer),
