@@ -86,6 +86,21 @@ def test_reserving_counts_what_is_there_and_replaces_what_is_too_small() -> None
     assert pool.allocated_bytes == 3000
 
 
+def test_what_sizes_have_outgrown_is_not_kept_beside() -> None:
+    pool = SlotPool("cpu")
+    pool.reserve(2, 100)
+    first = pool.acquire(100)
+    pool.reserve(2, 1000)
+    assert pool.allocated_bytes == 2100
+    pool.release(first)
+    with Allocations() as allocations:
+        pool.reserve(2, 10)
+        assert pool.allocated_bytes == 2000
+        pool.reserve(1, 10)
+        assert pool.allocated_bytes == 1000
+    assert allocations.calls == 0
+
+
 def test_a_slot_too_small_is_replaced_not_kept_beside() -> None:
     pool = SlotPool("cpu")
     pool.release(pool.acquire(100))

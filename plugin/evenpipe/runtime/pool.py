@@ -68,13 +68,15 @@ class SlotPool:
         return len(self._used)
 
     def reserve(self, count: int, nbytes: int) -> None:
-        """See to it that the pool owns at least `count` slots that hold `nbytes` each."""
+        """See to it that the pool owns `count` slots that hold `nbytes` each, and no others but what is in use."""
         large = sum(slot.capacity >= nbytes for slot in (*self._free, *self._used.values()))
         small = [slot for slot in self._free if slot.capacity < nbytes]
         for _ in range(count - large):
             if small:
                 self._free.remove(small.pop())
             self._free.append(self._allocate(nbytes))
+        largest = sorted((*self._free, *self._used.values()), key=lambda slot: slot.capacity)[-count:]
+        self._free = [slot for slot in self._free if slot in largest]
 
     def acquire(self, nbytes: int) -> Slot:
         """Lend a slot that holds `nbytes`: the smallest free one that does, else a new one in place of a smaller one.
