@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,18 @@ _GROUPS = {
         "turns": [(2, 2), (4, 2), (1, 2)],
     },
 }
+_DIFFERENT = {
+    "stock": {"case": {"stages": 4, "config": {}, "steps": 5, "dynamic": True}},
+    "lengths": {
+        "case": {
+            "stages": 4,
+            "config": {"evenpipe": {**_AUTO, "memory_gib": 0.00145, "bpipe": True}},
+            "steps": 5,
+            "dynamic": True,
+        },
+        "turns": [(2, 2), (4, 2), (1, 2), (2, 2)],
+    },
+}
 _CUT = {**_AUTO, "micro_batch_size": "auto"}
 _FEW = {"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1}}
 _SIZES = {
@@ -44,9 +57,15 @@ _RESUMED = {"case": {"stages": 2, "config": {**_ZERO, "evenpipe": {**_AUTO, "ret
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All runs, in one job of four processes: two replicas where there are two stages."""
     folder: Path = tmp_path_factory.mktemp("adaptive")
-    runs = [*_GROUPS.values(), *_SIZES.values(), *_ENDED.values(), {**_RESUMED, "folder": str(folder / "checkpoint")}]
-    found, said = run_cases("train_adaptive.py", runs, folder)
-    names = [*_GROUPS, *(f"cut, {name}" for name in _SIZES), *_ENDED, "resumed"]
+    given = [_GROUPS, _DIFFERENT, _SIZES, _ENDED, {"resumed": {**_RESUMED, "folder": str(folder / "checkpoint")}}]
+    found, said = run_cases("train_adaptive.py", [run for runs in given for run in runs.values()], folder)
+    names = [
+        *_GROUPS,
+        *(f"differ, {name}" for name in _DIFFERENT),
+        *(f"cut, {name}" for name in _SIZES),
+        *_ENDED,
+        "resumed",
+    ]
     return dict(zip(names, found, strict=True)) | {"said": said}
 
 
@@ -65,10 +84,26 @@ def test_groups_are_tuned_to_the_losses_and_weights_of_the_stock_engine(results:
 
 
 def test_no_stage_holds_more_than_was_predicted(results: dict[str, Any]) -> None:
-    for name in ("groups", "groups, bpipe", "cut, sizes"):
+    for name in ("groups", "groups, bpipe", "cut, sizes", "differ, lengths"):
         for rank in results[name]:
             # What is predicted counts inputs and outputs that the engine keeps, which autograd does not.
             assert 0.8 * rank["predicted"] <= rank["peak_bytes"] <= rank["predicted"], (name, rank)
+
+
+def test_where_lengths_differ_the_largest_so_far_says_which_groups_fit(results: dict[str, Any]) -> None:
+    for rank, of_stock in zip(results["differ, lengths"], results["differ, stock"], strict=True):
+        assert rank["losses"] == of_stock["losses"]
+        assert rank["weights"] == of_stock["weights"]
+        assert [(k, b) for _, k, b in rank["retunes"]] == _DIFFERENT["lengths"]["turns"]
+        assert rank["left"] == 0
+        assert rank["refused"].startswith('evenpipe.micro_batch_size: "auto": samples of PipelineModule(dynamic_shape')
+    # The third batch has longer ones, which the decision after it knows.
+    lines = [line for line in results["said"].splitlines() if "than all before" in line]
+    assert len(lines) == 1
+    assert re.fullmatch(
+        r"evenpipe: iteration 4: micro-batches save more than all before: groups of more than 2 no longer fit",
+        lines[0],
+    )
 
 
 def test_batches_are_cut_into_other_micro_batches_with_the_same_samples(results: dict[str, Any]) -> None:
@@ -91,7 +126,7 @@ def test_a_resumed_run_goes_on_tuning(results: dict[str, Any]) -> None:
         assert "evenpipe_tuner" not in resumed["client_state"]
         assert resumed["size"] == [2, 8, 8]
     assert 'evenpipe: group_size "auto": goes on tuning as it was saved' in results["said"]
-    assert results["said"].count("evenpipe: iteration 2: k=") == 3
+    assert results["said"].count("evenpipe: iteration 2: k=") == 4
 
 
 def test_another_batch_size_is_measured_and_chosen_for_anew(results: dict[str, Any]) -> None:

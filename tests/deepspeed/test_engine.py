@@ -38,14 +38,27 @@ _RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]
     "recomputed": (4, {}, {"checkpoint_interval": 1}, [{"schedule": "1f1b"}, {"bpipe": True}]),
     "recomputed by the model": (4, {}, {"checkpoints_itself": True}, [{"bpipe": True}]),
     "two tensors, evaluations": (4, {}, {"pair": True, "evaluate": True}, [{"bpipe": True}]),
-    "dynamic shapes": (4, {}, {"dynamic": True}, [{"schedule": "1f1b"}, {"schedule": "kfkb", "group_size": 2}]),
+    "dynamic shapes": (
+        4,
+        {},
+        {"dynamic": True, "pair": True, "evaluate": True},
+        [{"schedule": "kfkb", "group_size": 2}, {"bpipe": True}, {"schedule": "kfkb", "group_size": 2, "bpipe": True}],
+    ),
+    "dynamic shapes, replicas": (2, {}, {"dynamic": True}, [{"schedule": "1f1b"}]),
     "ZeRO, partition": (2, _ZERO, {}, [{"schedule": "1f1b", "partition": [0, 3, 8]}]),
     "bf16, tied": (2, _BF16, {"tied": True}, [{"schedule": "kfkb", "group_size": 3}]),
     "model-parallel": (2, _WHOLE, {"model_parallel": True, "tied": True}, [{"schedule": "kfkb", "group_size": 2}]),
     "one micro-batch": (2, {"gradient_accumulation_steps": 1}, {}, [{"schedule": "1f1b"}]),
 }
 # What differs little from a case that stays.
-_LONG = {"recomputed by the model", "model-parallel", "ZeRO, partition", "bf16, tied", "one micro-batch"}
+_LONG = {
+    "dynamic shapes, replicas",
+    "recomputed by the model",
+    "model-parallel",
+    "ZeRO, partition",
+    "bf16, tied",
+    "one micro-batch",
+}
 
 
 def _cases(name: str) -> list[dict[str, Any]]:

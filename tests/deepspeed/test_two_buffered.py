@@ -46,6 +46,8 @@ def _case(stages: int, config: dict[str, Any], bpipe: bool = False, **more: Any)
 _RUNS: dict[str, dict[str, Any]] = {
     "Adam, evaluations": {"case": _case(4, _FEW), "evaluate": True, "others": True},
     "BPipe": {"case": _case(4, {}, bpipe=True, measure=True), "changes": 4},
+    "BPipe, lengths that differ": {"case": _case(4, _FEW, bpipe=True, dynamic=True, measure=True), "evaluate": True},
+    "lengths that differ": {"case": _case(2, _FEW, dynamic=True)},
     "SGD, traced": {"case": _case(2, _SGD, trace="T.json", trace_iteration=3)},
     "clipped, tied": {"case": _case(4, {**_CLIPPED, "steps_per_print": 2}, tied=True), "folder": "fp32"},
     "clipped, recomputed": {"case": _case(4, {**_CLIPPED, **_FEW}, checkpoint_interval=1)},
@@ -79,6 +81,7 @@ _RUNS: dict[str, dict[str, Any]] = {
 }
 # What differs little from a case that stays.
 _LONG = {
+    "lengths that differ",
     "clipped, recomputed",
     "bf16, ZeRO, recomputed",
     "bf16, an overflow",
@@ -99,7 +102,6 @@ _REFUSED: dict[str, dict[str, Any]] = {
     "gradient scaling under torch_autocast are not available with 2bw: leave them out": {
         "config": {"torch_autocast": {"enabled": True, "dtype": "float16"}}
     },
-    "PipelineModule(dynamic_shape=True) is not available with 2bw: pad micro-batches": {"dynamic": True, "config": {}},
 }
 
 

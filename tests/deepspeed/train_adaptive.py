@@ -29,6 +29,8 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
         if "said" in given:
             return {"said": _said(engine, data)}
         found = _train(engine, data, case)
+        if case.dynamic and "evenpipe" in case.config:
+            found["refused"] = _refused(engine)
         if "changes" in given:
             engine.set_train_batch_size(given["changes"] * MICRO_BATCH * engine.grid.data_parallel_size)
             found["changed"] = _train(engine, data, case._replace(steps=2))
@@ -54,6 +56,19 @@ def _said(engine: Any, data: Any) -> str:
         return str(ended)
     finally:
         module.end_job = ending
+    return "nothing"
+
+
+def _refused(engine: Any) -> str:
+    """What is said of sizes of micro-batches that are to be chosen too."""
+    from evenpipe.deepspeed import adaptive as module
+    from evenpipe.deepspeed.section import SectionError
+
+    engine.evenpipe = engine.evenpipe.model_copy(update={"micro_batch_size": "auto"})
+    try:
+        module._refuse(engine)
+    except SectionError as error:
+        return str(error)
     return "nothing"
 
 

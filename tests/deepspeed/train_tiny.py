@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ class Case(NamedTuple):
     tied: bool = False
     late_tie: bool = False  # the second stage and the last share a weight
     pair: bool = False  # two tensors cross from stage to stage
-    dynamic: bool = False  # every other micro-batch is half as long
+    dynamic: bool = False  # micro-batches differ in length, and from the third batch on they are longer
     checkpoint_interval: int = 0
     checkpoints_itself: bool = False  # layers call DeepSpeed's function
     dropout: bool = False
@@ -134,12 +135,16 @@ def project(embedding: Any, x: Tensor) -> Tensor:
 
 def batches(replica: int, replicas: int, micro_batches: int, dynamic: bool = False) -> Any:
     generator = torch.Generator().manual_seed(5)
-    while True:
+    for batch in count():
         tokens = torch.randint(0, VOCABULARY, (micro_batches, replicas, MICRO_BATCH, SEQUENCE + 1), generator=generator)
         for number in range(micro_batches):
-            length = SEQUENCE // 2 if dynamic and number % 2 else SEQUENCE
+            length = _length(batch, number + replica) if dynamic else SEQUENCE
             own = tokens[number, replica, :, : length + 1]
             yield own[:, :-1].contiguous(), own[:, 1:].contiguous()
+
+
+def _length(batch: int, number: int) -> int:
+    return SEQUENCE - 4 - number % 5 if batch < 2 else SEQUENCE - number % 2
 
 
 def engine_of(case: Case) -> tuple[Any, Any]:

@@ -114,7 +114,8 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
     if dist.get_rank() == 0:
         replicas, micro_batches = engine.grid.data_parallel_size, case.config.get("gradient_accumulation_steps", 8)
         sources = [
-            _broken(batches(replica, replicas, micro_batches), given, micro_batches) for replica in range(replicas)
+            _broken(batches(replica, replicas, micro_batches, case.dynamic), given, micro_batches)
+            for replica in range(replicas)
         ]
         found["delayed"] = train_delayed(case, sources, engine.module.parts, rates, given.get("changes"), evaluated)
     engine.destroy()

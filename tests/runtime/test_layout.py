@@ -5,7 +5,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from evenpipe.runtime.channel import open_channels
-from evenpipe.runtime.layout import Layouts
+from evenpipe.runtime.layout import Layouts, shapes_heard, shapes_told
 
 SHAPES = [[(3, 1, 16), ()], [], [(5,)]]
 TOLD = [(8, 16, 1 << 40), (), (3,), *[(n,) * (n % 7) for n in range(40)]]
@@ -20,9 +20,9 @@ def tell_and_hear(rank, store_path, results):
         for sizes in TOLD:
             layouts.tell(sizes)
         for shapes in SHAPES:
-            layouts.tell_shapes([torch.empty(shape) for shape in shapes])
+            layouts.tell(shapes_told([torch.empty(shape) for shape in shapes]))
     else:
-        results.put(([layouts.next() for _ in TOLD], [layouts.next_shapes() for _ in SHAPES]))
+        results.put(([layouts.next() for _ in TOLD], [shapes_heard(layouts.next()) for _ in SHAPES]))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from evenpipe.deepspeed.engine import EvenPipeEngine, resumes_training
@@ -37,7 +38,7 @@ class AdaptiveEngine(EvenPipeEngine):
 
     The first batches train in groups of one, and are measured. From then on, between two batches where nothing is under
     way, all ranks measure their links and rank 0 decides. With "micro_batch_size": "auto" a batch has the same samples
-    in the same order in micro-batches of the chosen size.
+    in the same order in micro-batches of the chosen size. With DeepSpeed's `dynamic_shape`, the largest so far counts.
     """
 
     data_iterator: Any
@@ -48,6 +49,7 @@ class AdaptiveEngine(EvenPipeEngine):
         self._limit_bytes = limit_bytes(self.evenpipe.memory_gib, self.device)
         self.loop = AdaptiveLoop(self.evenpipe.retune_interval, print_once, _log_resumed, alone=False)
         self._size: int = self.micro_batch_size  # of the last batch's micro-batches
+        self.measurements = _Measurements(self.executor)
         self._start_loop()
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
@@ -57,11 +59,13 @@ class AdaptiveEngine(EvenPipeEngine):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         measures = self.loop.wanted is not None
-        self._stage_type = _MeasuredStage if measures else EngineStage
+        self._stage_type = _MeasuredStage if measures else _WeighedStage if self.dynamic_shape else EngineStage
         if self.loop.wanted is not None:
             size, self.group_size = self.loop.wanted, 1
         else:
-            chosen = self.loop.choose(self.executor, self.global_steps, self.micro_batch_size * self.micro_batches)
+            largest = self.measurements.largest(self._boundary.nbytes) if self.dynamic_shape else None
+            samples = self.micro_batch_size * self.micro_batches
+            chosen = self.loop.choose(self.executor, self.global_steps, samples, largest)
             size, self.group_size = chosen.b, chosen.k
         if size != self._size:
             self._size = size
@@ -98,14 +102,14 @@ class AdaptiveEngine(EvenPipeEngine):
         self._given = size, count = self.micro_batch_size, self.micro_batches
         sizes = divisors(size * count) if self.evenpipe.micro_batch_size == "auto" else [size]
         schedule = GroupedSchedule(self._programs, self.num_stages)
-        self.loop.start(schedule, size * count, sizes, self._limit_bytes)
-        self.measurements = _Measurements(self.executor)
+        self.loop.start(schedule, size * count, sizes, self._limit_bytes, self.dynamic_shape)
+        self.measurements = self.measurements.anew(self.dynamic_shape)
 
     def _end_measuring(self) -> None:
         """Have the loop take what was measured, and go on to the next size, or to tuning."""
         held_bytes = static_bytes(self) + self.executor.connections.device_bytes
-        measured = self.measurements.summary(self._boundary.nbytes, held_bytes)
-        self.measurements = _Measurements(self.executor)
+        measured = self.measurements.summary(self._boundary.nbytes, held_bytes, self.dynamic_shape)
+        self.measurements = self.measurements.anew(self.dynamic_shape)
         try:
             self.loop.take(measured, self.executor, self.global_steps)
         except PlanError as error:
@@ -149,6 +153,15 @@ class _Measurements:
         self.forwards: list[tuple[Any, Any]] = []
         self.backwards: list[tuple[Any, Any]] = []
         self.held: list[int] = []
+        #: Of the inputs of those that have been weighed.
+        self.shapes: set[tuple[torch.Size, ...]] = set()
+
+    def anew(self, keep: bool) -> _Measurements:
+        """With nothing timed yet; what has been weighed may be kept."""
+        found = _Measurements(self.executor)
+        if keep:
+            found.held, found.shapes = self.held, self.shapes
+        return found
 
     @contextmanager
     def timed(self, spans: list[tuple[Any, Any]]) -> Iterator[None]:
@@ -162,26 +175,58 @@ class _Measurements:
         """Whether no more batches have to be measured."""
         return len(self.backwards) > _TIMED
 
-    def summary(self, message_bytes: int, static_bytes: int) -> Measured:
-        """What the micro-batches show but the first, which loads kernels and fills caches."""
+    def largest(self, message_bytes: int) -> Measured:
+        """The most that one of the micro-batches has needed."""
+        return Measured(0, 0, max(self.held, default=0), 0, message_bytes, 0, 0)
+
+    def summary(self, message_bytes: int, static_bytes: int, differ: bool) -> Measured:
+        """What the micro-batches show but the first, which loads kernels and fills caches.
+
+        Where they `differ`, the largest counts: what two of them save says nothing of what they share.
+        """
         forward_ms, backward_ms = (
             average_ms(self.executor.clock.elapsed_ms(start, end) for start, end in spans[1:])
             for spans in (self.forwards, self.backwards)
         )
         # The first to save what others save too counts as holding it.
-        each, most = min(self.held), max(self.held)
+        each, most = max(self.held) if differ else min(self.held), max(self.held)
         return Measured(forward_ms, backward_ms, each, most - each, message_bytes, 0, static_bytes)
 
 
-class _MeasuredStage(EngineStage):
-    """Trains as ever, and has its micro-batches measured for the engine."""
+class _WeighedStage(EngineStage):
+    """Trains as ever, and has its micro-batches weighed for the engine, where their inputs have shapes that are new."""
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
-        """Timed; then weighed."""
+        """Weighed."""
+        found: _Measurements = self._engine.measurements
+        taken = tensors_of(self._engine.pipe_buffers["inputs"][self._buffer_of(unit)]) if inputs is None else inputs
+        shapes = tuple(tensor.shape for tensor in taken)
+        if shapes in found.shapes:
+            return super().forward(unit, inputs)
+        found.shapes.add(shapes)
+        with found.executor.store.recording(unit):
+            results = super().forward(unit, inputs)
+            self._weigh(unit)
+        return results
+
+    def _weigh(self, unit: Unit) -> None:
+        """What autograd saves, and what the engine keeps beside it until the backward."""
+        found: _Measurements = self._engine.measurements
+        buffer = self._buffer_of(unit)
+        kept = [tensor for of_kind in self._engine.pipe_buffers.values() for tensor in tensors_of(of_kind[buffer])]
+        beside = storage_bytes(tensor for tensor in kept if isinstance(tensor, Tensor))
+        found.held.append(found.executor.store.nbytes(unit) + beside)
+
+
+class _MeasuredStage(_WeighedStage):
+    """Trains as ever, and has all its micro-batches weighed, and timed."""
+
+    def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
+        """Timed; then weighed, as all are in a batch that the executor measures."""
         found: _Measurements = self._engine.measurements
         with found.timed(found.forwards):
-            results = super().forward(unit, inputs)
-        found.held.append(found.executor.store.nbytes(unit) + self._beside(unit))
+            results = EngineStage.forward(self, unit, inputs)
+        self._weigh(unit)
         return results
 
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
@@ -190,23 +235,17 @@ class _MeasuredStage(EngineStage):
         with found.timed(found.backwards):
             return super().backward(unit, gradients)
 
-    def _beside(self, unit: Unit) -> int:
-        """Bytes that the engine keeps of a micro-batch until its backward, beside what autograd saves."""
-        buffer = self._buffer_of(unit)
-        kept = [tensor for of_kind in self._engine.pipe_buffers.values() for tensor in tensors_of(of_kind[buffer])]
-        return storage_bytes(tensor for tensor in kept if isinstance(tensor, Tensor))
-
 
 def _refuse(engine: AdaptiveEngine) -> None:
     """Raise SectionError for the first setting of an initialized engine under which groups cannot be tuned."""
     line = contradiction_in(engine.evenpipe, SECTION, CONTRADICTIONS_ON_CPU)
     if engine.device.type != "cuda" and line is not None:
         raise SectionError(None, line)
-    if engine.module.dynamic_shape:
+    if engine.module.dynamic_shape and engine.evenpipe.micro_batch_size == "auto":
         raise SectionError(
-            "group_size",
-            '"auto": micro-batches of PipelineModule(dynamic_shape=True) differ in what they save, so that the memory '
-            "of groups is not known: give a number",
+            "micro_batch_size",
+            '"auto": samples of PipelineModule(dynamic_shape=True) differ in shape from one micro-batch to the next, '
+            "and cannot be put together anew: leave it out, and only group_size is chosen",
         )
 
 

@@ -152,7 +152,7 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         size = Size(self.num_stages, micro_batches, group_size=self.group_size)
         program = self._programs(size)
         if size not in self._schedules or self._schedules[size][0] is not program:
-            self._schedules[size] = program, ProgramSchedule(program, self.stage_id, self.dynamic_shape)
+            self._schedules[size] = program, ProgramSchedule(program, self.stage_id)
         return self._schedules[size]
 
     def _exec_step(self, step: Step, buffer_id: int | None = None) -> None:
@@ -178,7 +178,8 @@ def _executor(engine: EvenPipeEngine, programs: Programs, weights: Iterable[Tens
     backend = "nccl" if device.type == "cuda" else "gloo"
     trace = trace_of(engine)
     joined = links(loop(engine.num_stages), programs.bpipe)
-    connections = connect(ranks, joined, backend, device, programs.one_queue)
+    shapes_vary = bool(engine.module.dynamic_shape)
+    connections = connect(ranks, joined, backend, device, programs.one_queue, shapes_vary)
     print_once(connections.line)
     return Executor(engine.stage_id, connections, device, weights, trace, measure=False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,9 +13,7 @@ from evenpipe.schedule import (
     FORWARD,
     KINDS,
     ActionKind,
-    Gathering,
     Kind,
-    Message,
     Program,
     Step,
     Stream,
@@ -90,15 +88,10 @@ class _Steps(schedule.PipeSchedule):  # type: ignore[misc]
 
 
 class ProgramSchedule(_Steps):
-    """What `program` has stage `stage_id` do, and DeepSpeed's own end of a batch after it.
+    """What `program` has stage `stage_id` do, and DeepSpeed's own end of a batch after it."""
 
-    `dynamic_shape`: what an input is like is known when its forward is due, and not before.
-    """
-
-    def __init__(self, program: Program, stage_id: int, dynamic_shape: bool = False) -> None:
+    def __init__(self, program: Program, stage_id: int) -> None:
         steps = program.steps[stage_id]
-        if dynamic_shape:
-            steps = tuple(_with_known_shapes(steps))
         buffers = _buffers(steps)
         sizes = program.schedule.micro_batches, program.schedule.stages, stage_id
         end = schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()
@@ -117,21 +110,6 @@ class StreamSchedule(_Steps):
         sizes = stream.micro_batches, stream.stages, stage_id
         end = schedule.ReduceGrads(), schedule.OptimizerStep()
         super().__init__(sizes, taken, lambda unit: unit.micro_batch % buffers, buffers, end)
-
-
-def _with_known_shapes(steps: tuple[Step, ...]) -> Iterator[Step]:
-    """The same steps, with no input's receive posted before the step of its forward.
-
-    Posted later, nothing but time can be lost.
-    """
-
-    def known(items: Iterable[Message | Gathering]) -> tuple[Message | Gathering, ...]:
-        return tuple(item for item in items if isinstance(item, Gathering) or item.link.kind != "forward")
-
-    for step in steps:
-        takes = step.takes
-        late = (takes,) if takes is not None and takes.link.kind == "forward" and not takes.is_local else ()
-        yield step._replace(post=(*known(step.post), *late), then_post=known(step.then_post))
 
 
 def _buffers(steps: tuple[Step, ...]) -> dict[Unit, int]:

@@ -58,11 +58,6 @@ def _refuse_first(path: str, lines: Iterable[str]) -> None:
 def _unsupported(engine: Any) -> Iterator[str]:
     if engine.num_stages < 2:
         yield "one stage is no pipeline: give PipelineModule at least 2, or leave it out"
-    if engine.evenpipe.bpipe and engine.module.dynamic_shape:
-        yield (
-            "bpipe needs every message at its place in the order of all stages, and PipelineModule(dynamic_shape=True) "
-            "awaits inputs when their forward is due: pad micro-batches to one size, or leave one of the two out"
-        )
     if engine.is_pipe_partitioned or engine.is_grad_partitioned:
         yield (
             "activations that are cut up among the ranks of a model-parallel stage are not available: set "
@@ -99,5 +94,3 @@ def _not_with_two_buffers(engine: Any, gradients: object | None) -> Iterator[tup
     scalers = (engine, "torch_autocast_z0_gradscaler"), (engine.optimizer, "torch_autocast_gradscaler")
     if engine.has_moe_layers or any(getattr(owner, name, None) is not None for owner, name in scalers):
         yield "layers of experts and gradient scaling under torch_autocast are", "leave them out"
-    if engine.module.dynamic_shape:
-        yield "PipelineModule(dynamic_shape=True) is", "pad micro-batches, or leave it out"

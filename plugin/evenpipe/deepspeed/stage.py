@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from itertools import islice
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -15,31 +16,31 @@ from evenpipe.schedule import FORWARD, Kind, Unit
 
 __all__ = ["Boundary", "EngineStage", "tensors_of"]
 
+#: All that torch has, in an order that is the same in every process.
+_TYPES: Final = tuple(sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str))
+
 
 class Boundary:
-    """The input and the output of one stage's `engine`, their shapes announced by the sender in DeepSpeed's protocol.
+    """The input and the output of one stage's `engine`.
 
-    It does so at the first forward, as micro-batches are all alike; with DeepSpeed's `dynamic_shape`, at every one.
+    What they are like is announced by the sender in DeepSpeed's protocol at the first forward, as micro-batches are all
+    alike; with DeepSpeed's `dynamic_shape` every message is described. `nbytes` are those of an input or an output, the
+    largest so far.
     """
 
     def __init__(self, engine: Any) -> None:
+        self.nbytes = 0
         self._engine = engine
-        self._always: bool = engine.module.dynamic_shape
         self._outputs: list[tuple[torch.Size, torch.dtype]] | None = None
         self._input: Any = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a micro-batch's input or output, whichever is larger, as announced."""
-        inputs = [] if self._input is None else [(tensor.size(), tensor.dtype) for tensor in tensors_of(self._input)]
-        return max(sum(size.numel() * dtype.itemsize for size, dtype in end) for end in (inputs, self._outputs or []))
-
     def announce(self, outputs: Any) -> None:
-        """At the sender, after each forward. Raises RuntimeError if it has changed."""
+        """At the sender, after each forward, where all are alike. Raises RuntimeError if it has changed."""
         found = [(tensor.size(), tensor.dtype) for tensor in tensors_of(outputs)]
-        if self._outputs is None or self._always:
+        if self._outputs is None:
             self._engine._send_tensor_meta(outputs, self._engine.next_stage)
             self._outputs = found
+            self._weigh(tensors_of(outputs))
         elif self._outputs != found:
             raise RuntimeError(
                 f"stage {self._engine.stage_id} hands {found} on where an earlier micro-batch had {self._outputs}: pad "
@@ -49,19 +50,42 @@ class Boundary:
     def input_buffers(self) -> list[Tensor]:
         """At the receiver: fresh tensors for one input; waits for the sender where it has not announced one yet.
 
-        No deadlock: a stage's first step posts the receive of its first input, and waits for nothing before it. With
-        dynamic shapes an input is posted by its own forward, which waits for nothing but stages before.
+        No deadlock: a stage's first step posts the receive of its first input, and waits for nothing before it.
         """
-        if self._input is None or self._always:
+        if self._input is None:
             self._input = self._engine._recv_tensor_meta(self._engine.prev_stage)
-        return [
-            torch.empty(like.size(), dtype=like.dtype, device=like.device, requires_grad=like.is_floating_point())
-            for like in tensors_of(self._input)
-        ]
+        return self._buffers((like.size(), like.dtype) for like in tensors_of(self._input))
 
-    def as_input(self, tensors: Sequence[Tensor]) -> Any:
-        """`tensors` in the form that the stage before had them in: one tensor, or a tuple."""
-        return tuple(tensors) if isinstance(self._input, tuple) else tensors[0]
+    @property
+    def takes_a_tuple(self) -> bool:
+        """Whether an announced input is a tuple, and not one tensor."""
+        return isinstance(self._input, tuple)
+
+    def description(self, outputs: Any) -> list[int]:
+        """At the sender: whether these are a tuple, and each one's type and shape."""
+        tensors = tensors_of(outputs)
+        self._weigh(tensors)
+        each = (number for one in tensors for number in (_TYPES.index(one.dtype), one.dim(), *one.shape))
+        return [int(isinstance(outputs, tuple)), *each]
+
+    def described_buffers(self, description: Sequence[int]) -> tuple[bool, list[Tensor]]:
+        """At the receiver: whether it is a tuple, and fresh tensors for it."""
+        numbers = iter(description)
+        is_tuple = bool(next(numbers))
+        each = ((torch.Size(islice(numbers, next(numbers))), _TYPES[kind]) for kind in numbers)
+        return is_tuple, self._buffers(each)
+
+    def _buffers(self, those: Iterable[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+        device = self._engine.device
+        found = [
+            torch.empty(size, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
+            for size, dtype in those
+        ]
+        self._weigh(found)
+        return found
+
+    def _weigh(self, tensors: Iterable[Tensor]) -> None:
+        self.nbytes = max(self.nbytes, sum(tensor.nbytes for tensor in tensors))
 
 
 class EngineStage:
@@ -78,6 +102,8 @@ class EngineStage:
         self._cut: CutStage | None = engine.cut
         self._frees = evicts or (self._cut is not None and self._cut.keeper is not None)
         self._losses: dict[Unit, Any] = {}
+        self._dynamic: bool = engine.module.dynamic_shape
+        self._tuples: dict[Unit, bool] = {}
 
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
         """Tensors like the input that the stage before announced, or like the unit's outputs, which exist by now."""
@@ -86,11 +112,21 @@ class EngineStage:
         outputs = _differentiable(self._engine.pipe_buffers["outputs"][self._buffer_of(unit)])
         return [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
 
+    def description(self, unit: Unit, outputs: list[Tensor]) -> list[int]:
+        """Of these in the form that the stage has them in."""
+        return self._boundary.description(self._engine.pipe_buffers["outputs"][self._buffer_of(unit)])
+
+    def buffers_like(self, unit: Unit, description: Sequence[int]) -> list[Tensor]:
+        """Tensors as the stage before has described them, and the form in which it had them."""
+        self._tuples[unit], buffers = self._boundary.described_buffers(description)
+        return buffers
+
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
         """DeepSpeed's forward pass. The last stage keeps the loss, since the engine has room for one only."""
         engine, buffer = self._engine, self._buffer_of(unit)
         if inputs is not None:
-            engine.pipe_buffers["inputs"][buffer] = self._boundary.as_input(inputs)
+            is_tuple = self._tuples.pop(unit, self._boundary.takes_a_tuple)
+            engine.pipe_buffers["inputs"][buffer] = tuple(inputs) if is_tuple else inputs[0]
         if self._cut is None:
             engine._exec_forward_pass(buffer)
         else:
@@ -100,7 +136,8 @@ class EngineStage:
             self._losses[unit] = engine.loss
             return []
         outputs = engine.pipe_buffers["outputs"][buffer]
-        self._boundary.announce(outputs)
+        if not self._dynamic:
+            self._boundary.announce(outputs)
         handed_over = [output.detach() for output in tensors_of(outputs)]
         if self._frees:
             # The engine computed with a clone of the input, of which only the gradient is still needed; of an output

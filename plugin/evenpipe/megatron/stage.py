@@ -12,6 +12,7 @@ from torch import Tensor
 
 from evenpipe.megatron.grad_sync import GradSync, Sync
 from evenpipe.megatron.supported import CoreRelease
+from evenpipe.runtime.layout import shapes_heard, shapes_told
 from evenpipe.schedule import BACKWARD, FORWARD, Kind, Schedule, Unit
 
 __all__ = ["Batch", "MegatronStage"]
@@ -67,13 +68,16 @@ class MegatronStage:
         With `variable_seq_lengths` the gradient of an output is shaped like that, whose forward is over by then.
         """
         if kind == FORWARD:
-            return self.buffers_of(self._batch.receive_shapes)
-        return self.buffers_of(self._handed_over.pop(unit, self._batch.send_shapes))
+            return self._buffers(self._batch.receive_shapes)
+        return self._buffers(self._handed_over.pop(unit, self._batch.send_shapes))
 
-    def buffers_of(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Of these shapes, with Megatron's pipeline dtype."""
-        dtype = self._batch.config.pipeline_dtype
-        return [torch.empty(shape, dtype=dtype, device=self._device, requires_grad=True) for shape in shapes]
+    def description(self, unit: Unit, outputs: list[Tensor]) -> list[int]:
+        """Their shapes; all have Megatron's pipeline dtype."""
+        return shapes_told(outputs)
+
+    def buffers_like(self, unit: Unit, description: Sequence[int]) -> list[Tensor]:
+        """Of these shapes."""
+        return self._buffers(shapes_heard(description))
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
         """Megatron's `forward_step`; the output is handed over as an alias, since Megatron frees it right away."""
@@ -117,6 +121,10 @@ class MegatronStage:
         results = schedules.backward_step(given, outputs, upstream, **self._backward_arguments)
         self._sync.after_backward()
         return [result for result in results if result is not None]
+
+    def _buffers(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        dtype = self._batch.config.pipeline_dtype
+        return [torch.empty(shape, dtype=dtype, device=self._device, requires_grad=True) for shape in shapes]
 
     def _recomputes_all(self) -> bool | None:
         """Whether this forward recomputes all layers, where Megatron recomputes only some micro-batches' (or None)."""

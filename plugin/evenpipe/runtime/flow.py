@@ -103,7 +103,7 @@ class Flow:
         self.resources.observer.ended(action)
         self.post(step.then_post)
         if step.send is not None:
-            self.hand_on(step.send, results)
+            self.hand_on(step.send, action.unit, results)
 
     def post(self, items: Iterable[Message | Gathering]) -> None:
         """Receive what the stage takes from neighbours; start what all stages exchange."""
@@ -112,20 +112,21 @@ class Flow:
                 self.gather(item.batch)
                 continue
             kind: Kind = FORWARD if item.link.kind == "forward" else BACKWARD
+            unit = Unit(item.micro_batch, item.chunk)
             if item.link in self.layouts:
-                shapes = self.layouts[item.link].next_shapes()
-                self.received[item] = cast(VaryingStage, self.stage).buffers_of(shapes)
+                told = self.layouts[item.link].next()
+                self.received[item] = cast(VaryingStage, self.stage).buffers_like(unit, told)
             else:
-                self.received[item] = self.stage.receive_buffers(kind, Unit(item.micro_batch, item.chunk))
+                self.received[item] = self.stage.receive_buffers(kind, unit)
             self.receive(item, self.received[item])
 
-    def hand_on(self, message: Message, results: list[Tensor]) -> None:
-        """Send `results`, or keep them for the next part of the model, where that is on this stage."""
+    def hand_on(self, message: Message, unit: Unit, results: list[Tensor]) -> None:
+        """Send the `results` of `unit`, or keep them for the next part of the model, where that is on this stage."""
         if not message.is_local:
             if self.resources.measure:
                 self.resources.counter.note_sent(sum(result.nbytes for result in results))
             if message.link in self.layouts:
-                self.layouts[message.link].tell_shapes(results)
+                self.layouts[message.link].tell(cast(VaryingStage, self.stage).description(unit, results))
             self.send(message, results)
         elif message.link.kind == "forward":
             self.received[message] = [_leaf(result) for result in results]

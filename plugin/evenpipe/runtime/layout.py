@@ -12,14 +12,14 @@ from torch import Tensor
 
 from evenpipe.runtime.channel import Channel, Transfer
 
-__all__ = ["Layouts"]
+__all__ = ["Layouts", "shapes_heard", "shapes_told"]
 
 _UNDER_WAY: Final = 4
 
 
 class Layouts:
-    """Sizes in bytes of the tensors as which an evicted micro-batch travels, one micro-batch after the other; or the
-    shapes of the tensors that one stage gives the next.
+    """Sizes in bytes of the tensors as which an evicted micro-batch travels, one micro-batch after the other; or what
+    the tensors are like that one stage gives the next, in whole numbers of its own.
 
     No two need be alike: who holds a storage for a moment, and what a router or a packed sequence made of the data,
     differs from one to the next. They travel between the hosts, and no device waits for them. The sender tells them
@@ -29,17 +29,6 @@ class Layouts:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._sending: deque[Transfer] = deque()
-
-    def tell_shapes(self, tensors: Sequence[Tensor]) -> None:
-        """At the sender of these."""
-        self.tell([number for tensor in tensors for number in (tensor.dim(), *tensor.shape)])
-
-    def next_shapes(self) -> list[tuple[int, ...]]:
-        """At the receiver: those of the next tensors, waited for."""
-        numbers, shapes = iter(self.next()), []
-        for dimensions in numbers:
-            shapes.append(tuple(islice(numbers, dimensions)))
-        return shapes
 
     def tell(self, sizes: Sequence[int]) -> None:
         """At the sender: what it is about to send consists of."""
@@ -56,3 +45,16 @@ class Layouts:
         sizes = torch.empty(int(count), dtype=torch.int64)
         self._channel.receive([sizes]).wait()
         return tuple(sizes.tolist())
+
+
+def shapes_told(tensors: Sequence[Tensor]) -> list[int]:
+    """The shapes of `tensors` as `shapes_heard` takes them."""
+    return [number for tensor in tensors for number in (tensor.dim(), *tensor.shape)]
+
+
+def shapes_heard(numbers: Sequence[int]) -> list[tuple[int, ...]]:
+    """The shapes that `shapes_told` gave as `numbers`."""
+    rest, shapes = iter(numbers), []
+    for dimensions in rest:
+        shapes.append(tuple(islice(rest, dimensions)))
+    return shapes

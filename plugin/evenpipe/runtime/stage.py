@@ -38,10 +38,13 @@ class SplitStage(Stage, Protocol):
 
 
 class VaryingStage(Stage, Protocol):
-    """A stage that takes tensors of other shapes from one micro-batch to the next."""
+    """A stage that gives and takes other tensors from one micro-batch to the next."""
 
-    def buffers_of(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """What `receive_buffers` gives, for inputs of these shapes."""
+    def description(self, unit: Unit, outputs: list[Tensor]) -> list[int]:
+        """What `forward` has returned for `unit`, in as many whole numbers as the next stage's `buffers_like` needs."""
+
+    def buffers_like(self, unit: Unit, description: Sequence[int]) -> list[Tensor]:
+        """What `receive_buffers` gives, for the input of `unit` that the stage before has described so."""
 
 
 class SteppingStage(Stage, Protocol):
