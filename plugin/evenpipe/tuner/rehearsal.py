@@ -91,7 +91,7 @@ class Rehearsal:
             inputs = alone.inputs(unit)
             with store.recording(unit):
                 outputs = alone.stage.forward(unit, inputs)
-            alone.tell(inputs, outputs)
+            alone.tell(unit, inputs, outputs)
             saved.append(store.nbytes(unit))
         for unit in units[: len(saved)]:
             alone.stage.backward(unit, alone.gradients(unit))
@@ -103,7 +103,7 @@ class Rehearsal:
         start = self._clock.mark()
         outputs = alone.stage.forward(unit, inputs)
         forward = _Span(start, self._clock.mark())
-        alone.tell(inputs, outputs)
+        alone.tell(unit, inputs, outputs)
         gradients = alone.gradients(unit)
         start = self._clock.mark()
         alone.stage.backward(unit, gradients)
@@ -135,13 +135,13 @@ class _Alone:
             return None
         if self._told is None:
             return _made_up(self.stage.receive_buffers(FORWARD, unit))
-        return _made_up(cast(VaryingStage, self.stage).buffers_of(self._told.next_shapes()))
+        return _made_up(cast(VaryingStage, self.stage).buffers_like(unit, self._told.next()))
 
-    def tell(self, inputs: list[Tensor] | None, outputs: list[Tensor]) -> None:
+    def tell(self, unit: Unit, inputs: list[Tensor] | None, outputs: list[Tensor]) -> None:
         """After a forward."""
         self.message_bytes.append(max(sum(one.nbytes for one in given) for given in (inputs or [], outputs)))
         if self._telling is not None:
-            self._telling.tell_shapes(outputs)
+            self._telling.tell(cast(VaryingStage, self.stage).description(unit, outputs))
 
     def gradients(self, unit: Unit) -> list[Tensor] | None:
         """After the forward, which says what they are like."""
