@@ -56,7 +56,7 @@ class Pipeline(NamedTuple):
 
     def message_ms(self, gbps: float) -> dict[Link, float]:
         """Both ways, by link."""
-        found = {}
+        found: dict[Link, float] = {}
         for stage, nbytes in enumerate(self.message_bytes):
             ms = nbytes / (gbps * 1e6) + LATENCY_MS
             found |= {Link("forward", stage, stage + 1): ms, Link("backward", stage + 1, stage): ms}

@@ -52,7 +52,7 @@ with warnings.catch_warnings():
     from evenpipe.train.recorder import FailureContext
 
 #: EvenPipe's schedule of each variant.
-SCHEDULES: Final = {"megatron": None, "evenpipe": "1f1b", "2bw": "2bw"}
+SCHEDULES: Final[dict[str, str | None]] = {"megatron": None, "evenpipe": "1f1b", "2bw": "2bw"}
 VARIANTS: Final = tuple(SCHEDULES)
 CASES: Final = ("4x4", "4x8", "8x8")
 MODEL: Final[dict[str, Any]] = {"hidden": 32, "heads": 4, "seq_length": 16, "clip_grad": 1.0, "lr_decay": "none"}
@@ -75,7 +75,8 @@ class Variant:
         self._flushes = name != "2bw"
         self._streams = micro_batches(self.learner, 0)
         self._failure = FailureContext(rank)
-        self._patches = None if SCHEDULES[name] is None else patches_for(SCHEDULES[name], self.learner)
+        schedule = SCHEDULES[name]
+        self._patches = None if schedule is None else patches_for(schedule, self.learner)
 
     def run(self, batches: int, log: Callable[[str], object]) -> list[float]:
         """Train on so many; when each of them started, and when the last one ended, in ms."""

@@ -86,7 +86,12 @@ PANELS: Final = tuple(
 def run_of(panel: Panel, system: str, batch: int, micro_batch: int, **more: Any) -> Run:
     """A run of a system; without pipelining a batch is a micro-batch of every pipeline."""
     samples = micro_batch * panel.width if system == "inter-layer" else batch
-    given = {"stages": panel.stages, "data": panel.width, "micro_batch": micro_batch, "recompute": "full"}
+    given: dict[str, Any] = {
+        "stages": panel.stages,
+        "data": panel.width,
+        "micro_batch": micro_batch,
+        "recompute": "full",
+    }
     return Run(samples, **given | more, schedule=SYSTEMS[system])
 
 

@@ -21,7 +21,7 @@ from harness import Benchmark, positive, progress_bar
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from evenpipe.schedule import Size, build
+from evenpipe.schedule import LinkKind, Size, build
 from evenpipe.simulate import Costs, Wire, simulate
 
 STAGES: Final = 8
@@ -50,7 +50,8 @@ TABLE_4: Final = {
 def entry(recompute: str, micro_batches: int) -> dict[str, Any]:
     """One line of the table: milliseconds of an iteration, and over that without BPipe."""
     times, size = TABLE_4[recompute], Size(STAGES, micro_batches)
-    wires = {"evict": Wire(transmit_ms=times.transfer_ms), "load": Wire(transmit_ms=times.transfer_ms)}
+    wire = Wire(transmit_ms=times.transfer_ms)
+    wires: dict[LinkKind, Wire] = {"evict": wire, "load": wire}
 
     def iteration_ms(bpipe: bool, waits: bool) -> float:
         costs = Costs((times.forward_ms,) * STAGES, (times.backward_ms,) * STAGES, wires, synchronous_transfers=waits)

@@ -16,6 +16,7 @@ The same profiles as `max_batch.py`. Waste: the part of all stages' memory that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -78,7 +79,7 @@ def distribution(profile: Profile) -> tuple[list[float], list[float]]:
     return activations, sorted(float(node.activation_bytes - node.released_bytes) for node in profile.nodes)
 
 
-def appendix(title: str, stages: int = 4) -> dict[str, float]:
+def appendix(title: str, stages: int = 4) -> dict[str, Any]:
     """Appendix A."""
 
     def balanced(profile: Profile) -> tuple[int, ...]:
@@ -98,6 +99,8 @@ def appendix(title: str, stages: int = 4) -> dict[str, float]:
     cells = [problem.cell(position, *ends) for position, ends in enumerate(pairwise(cuts))]
     by_compute = max(cell.ms if cell is not None else float("nan") for cell in cells)
     return {
+        "what": "Appendix A",
+        "model": title,
         "micro_batch_size": batch,
         "memory_ms": by_memory,
         "compute_ms": by_compute,
@@ -165,9 +168,9 @@ def main() -> None:
     work: list[Callable[[], dict[str, Any]]] = []
     for title in arguments.models:
         if "figures" in arguments.parts:
-            work.append(lambda title=title: figures(title, size))
+            work.append(partial(figures, title, size))
         if "appendix" in arguments.parts:
-            work.append(lambda title=title: {"what": "Appendix A", "model": title, **appendix(title)})
+            work.append(partial(appendix, title))
     if "detailed" in arguments.parts:
         work.append(lambda: {"what": "§5.4", "model": "T5", **detailed()})
     results = []

@@ -85,7 +85,7 @@ METHODS: Final = (
 #: Nothing, recomputation, swap and recomputation.
 OPTIMIZED: Final = ("none", "R", "S+R")
 #: DawnPiper over a rival: table, what is optimised, the rival with what, and the mean to be reached, by stages.
-RATIOS: Final = (
+RATIOS: Final[tuple[tuple[int, str, str, str, dict[int, float]], ...]] = (
     (2, "none", "vPipe", "none", {4: 2.0, 8: 2.5}),
     (2, "S+R", "vPipe", "S+R", {4: 1.6, 8: 1.8}),
     (1, "S+R", "vPipe", "S+R", {4: 1.3, 8: 1.25}),
@@ -123,7 +123,7 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 by_model[model] = [ours[0] / other[0] if other[0] else None, ours[1] / other[1] if other[1] else None]
             if not by_model:
                 continue
-            known = [pair for pair in by_model.values() if None not in pair]
+            known = [(own, paper) for own, paper in by_model.values() if own is not None and paper is not None]
             means = [fmean(pair[k] for pair in known) if known else None for k in (0, 1)]
             found.append(
                 {

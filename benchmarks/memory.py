@@ -58,7 +58,7 @@ def main() -> None:
     ]
     with progress_bar("iterations", sum(case.iterations for case in cases)) as tick:
         results = run_cases(cases, lambda iteration: tick())
-    entries = [entry(*cases[i : i + 2], results[i : i + 2]) for i in range(0, len(cases), 2)]
+    entries = [entry(cases[i], cases[i + 1], results[i : i + 2]) for i in range(0, len(cases), 2)]
     benchmark.report({**MODEL}, entries, table(entries))
 
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 from harness import Benchmark, positive, progress_bar
 from rich.table import Table
 
-from evenpipe.schedule import Clock, Program, ScheduleError, Size, build, lower, reordered
+from evenpipe.schedule import Clock, LinkKind, Program, ScheduleError, Size, build, lower, reordered
 from evenpipe.simulate import Costs, Wire
 from evenpipe.simulate.device import Environment, run_on_devices
 
@@ -58,15 +58,16 @@ def uneven(stages: int) -> Iterator[tuple[list[float], list[float]]]:
 
 
 def costs(program: Program, forward: list[float], backward: list[float], message: float) -> Costs:
-    wires = dict.fromkeys(("forward", "backward", "evict", "load"), Wire(transmit_ms=message / program.schedule.chunks))
-    return Costs(tuple(forward), tuple(backward), wires)
+    kinds: tuple[LinkKind, ...] = ("forward", "backward", "evict", "load")
+    wire = Wire(transmit_ms=message / program.schedule.chunks)
+    return Costs(tuple(forward), tuple(backward), dict.fromkeys(kinds, wire))
 
 
 def measured(program: Program, taken: Costs) -> Program:
     """In the order by the true times."""
     chunks, between = program.schedule.chunks, (link for link in program.links if link.kind in ("forward", "backward"))
-    of_chunk = ([ms / chunks for ms in times] for times in (taken.forward_ms, taken.backward_ms))
-    return reordered(program, Clock.of(*of_chunk, {link: taken.wire(link).transmit_ms for link in between}))
+    forward, backward = ([ms / chunks for ms in times] for times in (taken.forward_ms, taken.backward_ms))
+    return reordered(program, Clock.of(forward, backward, {link: taken.wire(link).transmit_ms for link in between}))
 
 
 def differences(many: Program, one: Program, other: tuple[Program, Program], taken: Costs) -> list[float]:

@@ -44,7 +44,7 @@ with warnings.catch_warnings():
 # The first iteration opens links, tells layouts and fills pools; the second is for caches.
 WARM_UP: Final = 2
 #: What each variant puts in Megatron's place; nothing for Megatron itself, which all are compared with.
-VARIANTS: Final[dict[str, dict[str, bool] | None]] = {
+VARIANTS: Final[dict[str, dict[str, Any] | None]] = {
     "megatron": None,
     "evenpipe": {},
     "bpipe": {"bpipe": True},

@@ -193,7 +193,8 @@ def main() -> None:
     prepare_to_fork()
     results = []
     for stages, micro_batches in arguments.cases:
-        setting = Setting(stages, micro_batches, *[arguments.forward_ms] * 3, int(arguments.saved_mib * MIB))
+        each, saved = arguments.forward_ms, int(arguments.saved_mib * MIB)
+        setting = Setting(stages, micro_batches, each, each, each, saved)
         names = [
             peer.name
             for peer in PEERS

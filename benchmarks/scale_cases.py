@@ -21,7 +21,7 @@ from evenpipe.planner.descriptions import cluster, model
 from evenpipe.planner.search.engine import Engine
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.search import search
-from evenpipe.schedule import Size, build, verify
+from evenpipe.schedule import LinkKind, Size, build, verify
 from evenpipe.schedule.needs import NEEDS
 from evenpipe.simulate import Costs, Wire, simulate
 
@@ -29,7 +29,7 @@ __all__ = ["Case", "Step", "partitions", "plans", "schedules", "traces"]
 
 #: Micro-batches where stages grow.
 STEADY: Final = 2048
-OTHERS: Final = (
+OTHERS: Final[tuple[tuple[str, dict[str, int]], ...]] = (
     ("1f1b", {}),
     ("gpipe", {}),
     ("kfkb", {"group_size": 4}),
@@ -91,8 +91,8 @@ def schedule_steps(name: str, size: Size, bpipe: bool) -> Iterator[Step]:
     yield Step("", actions)
     verify(schedule, pairs=bpipe)
     yield Step("verify")
-    wires = {"evict": Wire(transmit_ms=20.0), "load": Wire(transmit_ms=20.0)}
-    wires |= {"forward": Wire(transmit_ms=1.0), "backward": Wire(transmit_ms=1.0)}
+    near, far = Wire(transmit_ms=1.0), Wire(transmit_ms=20.0)
+    wires: dict[LinkKind, Wire] = {"forward": near, "backward": near, "evict": far, "load": far}
     simulate(program, Costs((36.0,) * size.stages, (74.0,) * size.stages, wires))
     yield Step("simulate")
 

@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.gpu.parts import PARTS, ROOT, carry_out
-from benchmarks.gpu.report import document, place_table, table
+from .parts import PARTS, ROOT, carry_out
+from .report import document, place_table, table
 
 _SECONDS: Final = 590.0
 _STAGES: Final = 4

@@ -13,8 +13,6 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.rank import Rank
-from benchmarks.gpu.training import train
 from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.planner.memory import peak_bytes
 from evenpipe.runtime.communicators import link_bytes
@@ -23,6 +21,9 @@ from evenpipe.train.engine import engine_module
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.predict import predict
 from evenpipe.train.profile import stage_memory
+
+from .rank import Rank
+from .training import train
 
 __all__ = ["run"]
 

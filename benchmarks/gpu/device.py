@@ -13,12 +13,13 @@ from typing import Final
 
 import torch
 
-from benchmarks.gpu.rank import Rank
 from evenpipe.runtime.bandwidth import ModelShape, forward_flops
 from evenpipe.runtime.clock import clock_for
 from evenpipe.runtime.compute_speed import matrix_flops
 from evenpipe.train.module.model import initialised_piece
 from evenpipe.train.options import TrainOptions
+
+from .rank import Rank
 
 __all__ = ["run"]
 

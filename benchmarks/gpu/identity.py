@@ -10,11 +10,12 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.gpu.rank import UNDER_WAY, Rank
-from benchmarks.gpu.training import train
 from evenpipe.schedule import names
 from evenpipe.train.engine import engine_module
 from evenpipe.train.options import OptionsError, TrainOptions
+
+from .rank import UNDER_WAY, Rank
+from .training import train
 
 __all__ = ["run"]
 

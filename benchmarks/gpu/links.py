@@ -11,12 +11,13 @@ from typing import Final
 
 import torch
 
-from benchmarks.gpu.rank import Rank
 from evenpipe.runtime.clock import clock_for
 from evenpipe.runtime.communicators import communicator_bytes, ctas
 from evenpipe.runtime.connections import Connections, connect
 from evenpipe.runtime.link_speed import sending_gbps
 from evenpipe.schedule import links, loop
+
+from .rank import Rank
 
 __all__ = ["run"]
 

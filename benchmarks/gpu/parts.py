@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from benchmarks.gpu.rank import UNDER_WAY
+from .rank import UNDER_WAY
 
 __all__ = ["PARTS", "ROOT", "Part", "carry_out"]
 

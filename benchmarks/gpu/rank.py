@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from benchmarks.gpu.staged import stage_messages
+from .staged import stage_messages
 
 __all__ = ["UNDER_WAY", "Rank"]
 

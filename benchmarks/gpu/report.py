@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.gpu.parts import ROOT
+from .parts import ROOT
 
 __all__ = ["document", "place_table", "table"]
 

@@ -14,11 +14,12 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.gpu.rank import UNDER_WAY, Rank
-from benchmarks.gpu.training import train
 from evenpipe.schedule import Action
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.recorder import FailureContext, Recorder
+
+from .rank import UNDER_WAY, Rank
+from .training import train
 
 __all__ = ["run"]
 

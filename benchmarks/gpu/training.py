@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.gpu.rank import Rank
 from evenpipe.train import data
 from evenpipe.train.engine import Case, engine_module
 from evenpipe.train.gather import Share, combine, gather
@@ -13,6 +12,8 @@ from evenpipe.train.options import TrainOptions
 from evenpipe.train.recorder import FailureContext, Recorder
 from evenpipe.train.result import RunResult
 from evenpipe.train.run import RunEvents, iterate
+
+from .rank import Rank
 
 __all__ = ["train"]
 

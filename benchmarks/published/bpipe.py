@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 from evenpipe.planner.descriptions import cluster, model
 from evenpipe.planner.estimate import Estimate
@@ -36,7 +36,7 @@ def verdicts(estimate: estimators) -> list[Verdict]:
     """
     found = []
     for row in rows():
-        less = [{"recompute": scope} for scope in _SCOPES[: _SCOPES.index(row.recompute)]]
+        less: list[dict[str, Any]] = [{"recompute": scope} for scope in _SCOPES[: _SCOPES.index(row.recompute)]]
         for changed in [{}, *less, *([{"bpipe": False}] if row.bpipe else [])]:
             shown = estimate(row, **changed)
             found.append(Verdict(row, shown.run, not changed, most_gib(shown)))

@@ -19,7 +19,7 @@ __all__ = ["errors", "fitted", "left_out", "unseen"]
 _NAMES: Final = ("gemm", "unfused", "peer")
 _STEP: Final = 1e-3
 _ROUNDS: Final = 4
-_Errors = NDArray[np.float64]
+_Errors = NDArray[np.floating]
 
 
 def errors(rows: Sequence[Row], calibration: Calibration = FITTED, programs: estimators | None = None) -> _Errors:
