@@ -97,11 +97,11 @@ def test_where_lengths_differ_the_largest_so_far_says_which_groups_fit(results: 
         assert [(k, b) for _, k, b in rank["retunes"]] == _DIFFERENT["lengths"]["turns"]
         assert rank["left"] == 0
         assert rank["refused"].startswith('evenpipe.micro_batch_size: "auto": samples of PipelineModule(dynamic_shape')
-    # The third batch has longer ones, which the decision after it knows.
+    # The third batch has longer ones.
     lines = [line for line in results["said"].splitlines() if "than all before" in line]
     assert len(lines) == 1
     assert re.fullmatch(
-        r"evenpipe: iteration 4: micro-batches save more than all before: groups of more than 2 no longer fit",
+        r"evenpipe: iteration 3: micro-batches save more than all before: groups of more than 2 no longer fit",
         lines[0],
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Any, Final
 
 import torch
@@ -63,9 +64,7 @@ class AdaptiveEngine(EvenPipeEngine):
         if self.loop.wanted is not None:
             size, self.group_size = self.loop.wanted, 1
         else:
-            largest = self.measurements.largest(self._boundary.nbytes) if self.dynamic_shape else None
-            samples = self.micro_batch_size * self.micro_batches
-            chosen = self.loop.choose(self.executor, self.global_steps, samples, largest)
+            chosen = self.loop.choose(self.executor, self.global_steps, self.micro_batch_size * self.micro_batches)
             size, self.group_size = chosen.b, chosen.k
         if size != self._size:
             self._size = size
@@ -77,6 +76,9 @@ class AdaptiveEngine(EvenPipeEngine):
             end_job(f'{NAME}.micro_batch_size: "auto": {error}: leave it out')
         if measures and self.measurements.complete:
             self._end_measuring()
+        elif self.dynamic_shape and not measures:
+            largest = self.measurements.largest(self._boundary.nbytes)
+            self.loop.note(largest, self.executor, self.global_steps - 1)
         return loss
 
     def save_checkpoint(
@@ -152,6 +154,7 @@ class _Measurements:
         self.executor = executor
         self.forwards: list[tuple[Any, Any]] = []
         self.backwards: list[tuple[Any, Any]] = []
+        self.messages: list[int] = []
         self.held: list[int] = []
         #: Of the inputs of those that have been weighed.
         self.shapes: set[tuple[torch.Size, ...]] = set()
@@ -182,10 +185,12 @@ class _Measurements:
     def summary(self, message_bytes: int, static_bytes: int, differ: bool) -> Measured:
         """What the micro-batches show but the first, which loads kernels and fills caches.
 
-        Where they `differ`, the largest counts: what two of them save says nothing of what they share.
+        Where they `differ`, the largest counts: what two of them save says nothing of what they share. Times are the
+        largest one's too: as much longer than the mean as its messages are.
         """
+        stretch = message_bytes / fmean(self.messages[1:])
         forward_ms, backward_ms = (
-            average_ms(self.executor.clock.elapsed_ms(start, end) for start, end in spans[1:])
+            stretch * average_ms(self.executor.clock.elapsed_ms(start, end) for start, end in spans[1:])
             for spans in (self.forwards, self.backwards)
         )
         # The first to save what others save too counts as holding it.
@@ -226,6 +231,7 @@ class _MeasuredStage(_WeighedStage):
         found: _Measurements = self._engine.measurements
         with found.timed(found.forwards):
             results = EngineStage.forward(self, unit, inputs)
+        found.messages.append(max(sum(one.nbytes for one in given) for given in (inputs or [], results)))
         self._weigh(unit)
         return results
 

@@ -24,8 +24,8 @@ class AdaptiveLoop:
     A framework calls `start` before the first batch, and again where what a batch is made of has changed. While there
     is a size `wanted`, it measures micro-batches of it, and gives `take` what it found: `alone` on their own, else in
     batches that train in groups of one. From then on `choose` says how to train the next batch; the framework cuts the
-    batch's samples accordingly (`evenpipe.tuner.samples`). Where micro-batches differ in what they save, it has `note`,
-    or `choose`, told what the largest so far took.
+    batch's samples accordingly (`evenpipe.tuner.samples`). Where micro-batches differ in what they save, it has
+    `note` told, after each batch, what the largest so far took.
 
     `log` is given a line for each decision, and `resumed` whether the loaded state is gone on with. `interval` counts
     iterations between decisions; None: so many as take an hour.
@@ -98,12 +98,10 @@ class AdaptiveLoop:
         """Whether `choose` will measure the links before `iteration`."""
         return self.explored is not None and self.explored.tuner.due(iteration)
 
-    def choose(self, executor: Executor, iteration: int, samples: int, largest: Measured | None = None) -> Candidate:
+    def choose(self, executor: Executor, iteration: int, samples: int) -> Candidate:
         """The candidate for `iteration`: the one of before, or, where a decision is due, what rank 0 decides.
 
-        Where micro-batches differ, `largest` has the most bytes that one of the present size has needed in this process
-        so far; its times do not matter. What does not fit any more is no candidate from here on. Raises ValueError if
-        this is no batch of as many `samples` as it was started for.
+        Raises ValueError if this is no batch of as many `samples` as it was started for.
         """
         assert self.explored is not None, "sizes are still to be measured"
         conditions, tuner = self.explored
@@ -113,8 +111,6 @@ class AdaptiveLoop:
                 "batches of one size; leave batch-size ramp-up out, or name a group size"
             )
         if tuner.due(iteration):
-            if largest is not None:
-                conditions = self._grown(largest, executor, iteration)
             start = time.monotonic()
             sample_bytes = max(stage.message_bytes for stage in conditions.memory)
             messages = {candidate.b: candidate.b * sample_bytes for candidate in tuner.candidates}
@@ -127,10 +123,10 @@ class AdaptiveLoop:
         return tuner.current
 
     def note(self, largest: Measured, executor: Executor, iteration: int) -> None:
-        """After `iteration`, what `choose` takes at a decision. One is due if the present candidate no longer fits."""
-        self._grown(largest, executor, iteration)
+        """After `iteration`: the most bytes that a micro-batch has needed in this process so far; times do not matter.
 
-    def _grown(self, largest: Measured, executor: Executor, iteration: int) -> Conditions:
+        What does not fit any more is no candidate from here on. If that is the present one, a decision is due.
+        """
         assert self.explored is not None, "sizes are still to be measured"
         tuner = self.explored.tuner
         size = (tuner.current or tuner.candidates[0]).b
@@ -138,7 +134,6 @@ class AdaptiveLoop:
         self.explored, said = self.explored.grown([stage_memory(one, size) for one in found])
         if said:
             self._log(f"iteration {iteration + 1}: micro-batches save more than all before: {said}")
-        return self.explored.conditions
 
     def state_dict(self) -> dict[str, Any] | None:
         """What a run needs to go on as this one would, as JSON has it, the same on all ranks; None until tuned."""
