@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule
     from evenpipe.megatron.schedule import PipelineSchedule
     from evenpipe.megatron.train_engine.step import Learner
+    from evenpipe.tuner.exploration import Conditions
 
 STAGES, SIZE, MICRO_BATCHES = 4, 2, 8
 MODEL = {"layers": 4, "hidden": 32, "heads": 4, "seq_length": 32, "stages": STAGES, "iterations": 9}
@@ -227,11 +228,12 @@ def longest(of: Learner, iteration: int) -> int:
 def lengths() -> dict[str, Any]:
     """Micro-batches of lengths of their own: the third batch has a longer one than before, with which k = 1 fits only.
 
-    The largest group that fits is decided for; then, with BPipe, what fits in much memory.
+    The largest group that fits is decided for, with BPipe, in much memory, until then.
     """
     from evenpipe.megatron.schedule import PipelineSchedule
-    from evenpipe.planner.grouped import Candidate
+    from evenpipe.planner.grouped import Candidate, GroupedSchedule
     from evenpipe.planner.memory import peak_bytes, saved_peaks
+    from evenpipe.schedule import Programs
     from evenpipe.tuner.tuner import Tuner
 
     def of_lengths() -> Learner:
@@ -248,12 +250,21 @@ def lengths() -> dict[str, Any]:
     plain = PipelineSchedule("1f1b", measure=True)
     found["1f1b"] = train(of, plain, first, 4)
     plain.close()
-    roomy: AdaptiveSchedule = adaptive(of := of_lengths(), False)
-    train(of, roomy, first, 1)
-    assert roomy.loop.explored is not None
-    conditions = roomy.loop.explored.conditions
-    limit = max(peak_bytes(conditions.memory, Candidate(2, SIZE, MICRO_BATCHES), conditions.schedule))
-    roomy.close()
+
+    def tuned(bpipe: bool, limit: int, iterations: int) -> tuple[dict[str, Any], Conditions]:
+        said: list[str] = []
+        schedule: AdaptiveSchedule = adaptive(of := of_lengths(), bpipe, limit=limit, log=said.append)
+        run = train(of, schedule, first, iterations)
+        assert schedule.loop.explored is not None
+        assert schedule.executor is not None
+        conditions, tuner = schedule.loop.explored
+        decided = [Candidate(one.k, one.b, MICRO_BATCHES) for one in tuner.retunes]
+        stage = schedule.executor.stage_index
+        saved = [saved_peaks(conditions.memory, one, conditions.schedule)[stage] for one in decided]
+        run |= {"said": said, "decided": decided, "predicted": saved, "limit": limit}
+        run["static"] = conditions.memory[stage].static_bytes
+        schedule.close()
+        return run, conditions
 
     decide = Tuner.decide
 
@@ -263,19 +274,10 @@ def lengths() -> dict[str, Any]:
 
     Tuner.decide = decide_for_the_last  # type: ignore[method-assign]
     try:
-        for name, bpipe, bytes_ in (("kfkb", False, limit), ("bpipe", True, LIMIT_BYTES)):
-            said: list[str] = []
-            schedule: AdaptiveSchedule = adaptive(of := of_lengths(), bpipe, limit=bytes_, log=said.append)
-            found[name] = train(of, schedule, first, 4)
-            assert schedule.loop.explored is not None
-            assert schedule.executor is not None
-            conditions, tuner = schedule.loop.explored
-            decided = [Candidate(one.k, one.b, MICRO_BATCHES) for one in tuner.retunes]
-            stage = schedule.executor.stage_index
-            saved = [saved_peaks(conditions.memory, one, conditions.schedule)[stage] for one in decided]
-            found[name] |= {"said": said, "decided": decided, "predicted": saved, "limit": bytes_}
-            found[name]["static"] = conditions.memory[stage].static_bytes
-            schedule.close()
+        found["bpipe"], rehearsed = tuned(True, LIMIT_BYTES, 2)
+        grouped = GroupedSchedule(Programs("kfkb"), STAGES)
+        limit = max(peak_bytes(rehearsed.memory, Candidate(2, SIZE, MICRO_BATCHES), grouped))
+        found["kfkb"], _ = tuned(False, limit, 4)
     finally:
         Tuner.decide = decide  # type: ignore[method-assign]
     return found
