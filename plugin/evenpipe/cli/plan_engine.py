@@ -21,6 +21,6 @@ def engine_of(framework: Framework) -> Engine:
     (`deepspeed/refusals.py`); the others are Megatron-LM's.
     """
     if framework.name == "deepspeed":
-        return Engine("DeepSpeed", OFFERS, ("none", "full"), ("replicas",), context=False, delayed_tensor=False)
+        return Engine("DeepSpeed", OFFERS, ("none", "full"), ("replicas",), context=False, delayed_sharded=False)
     older = framework.name in _OLDER
     return Engine("Megatron", ENGINES["evenpipe"].offers, uneven=not older, context=not older)

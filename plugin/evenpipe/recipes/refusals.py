@@ -103,8 +103,8 @@ def _of_stream(model: Model, run: Run) -> Iterator[str]:
             f"schedule {run.schedule}: {run.micro_batches} micro-batches do not fill {run.stages} stages: plan with a "
             "larger --global-batch-size, or fewer stages"
         )
-    if run.expert > 1 or model.mtp_layers:
-        yield f"schedule {run.schedule}: does not go with experts or mtp_layers: plan with another of --schedules"
+    if model.mtp_layers:
+        yield f"schedule {run.schedule}: does not go with mtp_layers: plan with another of --schedules"
 
 
 def _of_launcher(recipe: Recipe) -> Iterator[str]:

@@ -132,13 +132,16 @@ def test_2bw_is_planned_only_where_late_gradients_are_allowed() -> None:
     assert search(replace(question, delayed=True)).plans[0].run.schedule == "2bw"
 
 
-def test_experts_are_not_shared_out_across_pipelines_nor_summed_late() -> None:
-    """What Megatron numbers replicas first for, and what 2bw refuses."""
+def test_experts_are_not_shared_out_across_pipelines() -> None:
+    """What Megatron numbers replicas first for; with gradients a batch late too, but where the engine has none."""
     question = Question(model("mixtral-8x7b"), cluster("2x8-h100"), 32, MEGATRON, ("1f1b", "2bw"), delayed=True)
     question = replace(question, tensor=2, stages=2, micro_batch=1)
     shared = [one for one in candidates(question) if one.run.expert > 1]
     assert {one.run.placement for one in shared} == {"replicas"}
-    assert {one.run.schedule for one in shared if one.allowed} == {"1f1b"}
+    assert {one.run.schedule for one in shared if one.allowed} == {"1f1b", "2bw"}
+    elsewhere = replace(question, tensor=1, engine=replace(MEGATRON, delayed_sharded=False))
+    late = [one.run for one in candidates(elsewhere) if one.allowed and one.run.schedule == "2bw"]
+    assert {run.expert for run in late} == {1}
 
 
 @pytest.mark.parametrize(

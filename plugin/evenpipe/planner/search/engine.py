@@ -17,8 +17,8 @@ class Engine:
     """``called`` is its name in a line; ``offers``: what schedules may need of it.
 
     scopes: what it can recompute. placements: in which orders it numbers ranks. uneven: its stages may have different
-    numbers of layers. context: it divides the sequence. delayed_tensor: schedules without flushes go together with
-    tensor parallelism.
+    numbers of layers. context: it divides the sequence. delayed_sharded: schedules without flushes go together with
+    tensor and expert parallelism.
     """
 
     called: str
@@ -27,7 +27,7 @@ class Engine:
     placements: tuple[Placement, ...] = get_args(Placement)
     uneven: bool = True
     context: bool = True
-    delayed_tensor: bool = True
+    delayed_sharded: bool = True
 
     def lacks(self, spec: Spec) -> str:
         """What it does not offer of what the schedule needs, in words; empty where it runs it."""
