@@ -17,8 +17,10 @@ class Steps:
     def __init__(self, state=None):
         self.state = state
 
-    def state_dict(self):
-        return self.state
+    def state_dict(self, places=None):
+        if places is None:
+            return self.state
+        return {**self.state, "before": [self.state["before"][place] for place in places]}
 
     def load_state_dict(self, state):
         self.state = state
@@ -41,6 +43,22 @@ def test_it_goes_with_its_own_weights(tmp_path, dtype):
     assert steps.state["before"][0].tolist() == [1, 1]
     weights[1] += 1
     assert not side_file.resume(steps, [path], weights, CPU)
+    assert steps.state is None
+
+
+def test_parts_that_other_replicas_write_make_a_whole(tmp_path):
+    weights = [torch.full((2,), float(number)) for number in range(3)]
+    dense = side_file.Part([tmp_path / "dense.pt"], [weights[0], weights[2]], [0, 2])
+    experts = side_file.Part([tmp_path / "none.pt", tmp_path / "experts.pt"], [weights[1]], [1])
+    state = {"before": [weight - 10 for weight in weights], "outcome": [True, 1.5, None], "unlearnt": []}
+    for part in (dense, experts):
+        side_file.write(part.paths[-1], "of iteration 3", Steps(state), part.newest, part.places)
+    steps = Steps()
+    assert side_file.resume_parts(steps, [dense, experts], CPU)
+    assert [before[0].item() for before in steps.state.pop("before")] == [-10, -9, -8]
+    assert steps.state == {"outcome": [True, 1.5, None], "unlearnt": []}
+    weights[1] += 1
+    assert not side_file.resume_parts(steps, [dense, experts], CPU)
     assert steps.state is None
 
 

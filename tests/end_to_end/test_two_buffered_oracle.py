@@ -1,6 +1,7 @@
 """Runs give the losses and weights of an independent, sequential implementation of their update rule, bit for bit."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -91,6 +92,43 @@ SHARDED = {
     "TP2 x PP2, m=p+1, momentum": {**MOMENTUM, "stages": 2, "tensor_parallel": 2, "micro_batches": 3},
     "TP2 x PP2, m=2p, Adam": {**ADAM, "lr": 0.001, "stages": 2, "tensor_parallel": 2, "micro_batches": 4},
 }
+# Experts add up the tokens of all replicas that share them, in another order.
+_EXPERTS = {"experts": 4, "expert_parallel": 2}
+SHARED_OUT = {
+    "DP2 x PP2, m=p+1, momentum, experts over both": {
+        **MOMENTUM,
+        **_EXPERTS,
+        "stages": 2,
+        "data_parallel": 2,
+        "micro_batches": 3,
+    },
+    "DP2 x PP2, m=p, Adam, untied, experts over both, distributed, overlapped": {
+        **ADAM,
+        **UNTIED,
+        **_EXPERTS,
+        "stages": 2,
+        "data_parallel": 2,
+        "micro_batches": 2,
+        "distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+    },
+    "DP4 x PP2, m=p+1, Adam, experts over two, distributed": {
+        **ADAM,
+        **_EXPERTS,
+        "stages": 2,
+        "data_parallel": 4,
+        "micro_batches": 3,
+        "distributed_optimizer": True,
+    },
+    "DP2 x PP4, m=p+1, momentum, experts over both, BPipe": {
+        **MOMENTUM,
+        **_EXPERTS,
+        "stages": 4,
+        "data_parallel": 2,
+        "micro_batches": 5,
+        "bpipe": True,
+    },
+}
 # Eight processes, and what differs little from a case that stays.
 LONG = [
     "p=2, SGD, bert, untied",
@@ -105,6 +143,8 @@ LONG = [
     "DP2 x PP2, m=p, Adam",
     "TP2 x PP2, m=2p, Adam",
     "p=4, Adam, bert, unclipped",
+    "DP4 x PP2, m=p+1, Adam, experts over two, distributed",
+    "DP2 x PP4, m=p+1, momentum, experts over both, BPipe",
 ]
 TOLD_APART = ["p=2, m=p+1, SGD, untied, unclipped", "p=4, m=p, momentum, untied", "p=4, m=2p, Adam, rate"]
 
@@ -114,24 +154,43 @@ def flushed(name):
 
 
 def delayed(name, **others):
-    return options({**DELAYED, **SHARDED}[name] | {"schedule": "2bw"} | others)
+    return options({**DELAYED, **SHARDED, **SHARED_OUT}[name] | {"schedule": "2bw"} | others)
 
 
 def options(case):
     return TrainOptions.of(**{**SMALL, "layers": case["stages"], **case})
 
 
-def last_weights(folder):
-    """Of each stage, the parameters of both tensor-parallel ranks."""
+def last_weights(folder, stages):
+    """Of each stage, the parameters of each of its ranks."""
     checkpoint = folder / (folder / "latest").read_text().strip()
     ranks = [torch.load(path)["parameters"][0] for path in sorted(checkpoint.glob("rank_*.pt"))]
-    return zip(ranks[::2], ranks[1::2], strict=True)
+    each = len(ranks) // stages
+    return [ranks[first : first + each] for first in range(0, len(ranks), each)]
 
 
 def together(shards, shape):
     """One array of `shape` from the shards of tensor-parallel ranks, or from the copies that each of them has."""
     cut = [dim for dim, size in enumerate(shape) if shards[0].shape[dim] != size]
     return np.concatenate(shards, axis=cut[0]) if cut else shards[0].numpy()
+
+
+def of_all_experts(ranks):
+    """A stage's parameters, experts by their number in the whole model; replicas have the same to the last bit."""
+    each = _EXPERTS["experts"] // _EXPERTS["expert_parallel"]
+    found = {}
+    for number, rank in enumerate(ranks):
+        first = number % _EXPERTS["expert_parallel"] * each
+        for name, parameter in rank.items():
+            whole = re.sub(r"(?<=local_experts\.)\d+", lambda local, first=first: str(first + int(local[0])), name)
+            assert torch.equal(found.setdefault(whole, parameter), parameter), (number, whole)
+    return found
+
+
+def distance(pairs):
+    """Of two models, given as pairs of arrays, in units of the second's norm."""
+    found, expected = (np.concatenate([np.ravel(one) for one in side]) for side in zip(*pairs, strict=True))
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
 def bits(values):
@@ -145,7 +204,7 @@ def relative(found, expected):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Where the runs on tensor-parallel ranks save their weights."""
+    """Where the runs whose sums have another order save their weights."""
     return tmp_path_factory.mktemp("saved")
 
 
@@ -153,7 +212,7 @@ def saved(tmp_path_factory):
 def runs(saved, request):
     """What every run that is looked at found, by name; one set of processes a world size."""
     cases = {name: flushed(name) for name in FLUSHED} | {name: delayed(name) for name in DELAYED}
-    cases |= {name: delayed(name, save=str(saved / name)) for name in SHARDED}
+    cases |= {name: delayed(name, save=str(saved / name)) for name in (*SHARDED, *SHARED_OUT)}
     names = sorted(selected(request, "name"), key=lambda name: (cases[name].world_size, name))
     return dict(zip(names, run_cases([cases[name] for name in names]), strict=True))
 
@@ -161,7 +220,7 @@ def runs(saved, request):
 @pytest.fixture(scope="module")
 def oracles(request):
     """The oracle's word, by name and delay."""
-    cases = {(name, 1): Case(delayed(name), 1) for name in (*DELAYED, *SHARDED)}
+    cases = {(name, 1): Case(delayed(name), 1) for name in (*DELAYED, *SHARDED, *SHARED_OUT)}
     cases |= {(name, delay): Case(delayed(name), delay) for name in TOLD_APART for delay in (0, 2)}
     # Megatron adds the stages' squared norms in fp32: two in one addition, more in an order of gloo's.
     cases |= {(name, 0): Case(flushed(name), 0, torch.float32) for name in FLUSHED}
@@ -195,11 +254,26 @@ def test_tensor_parallel_ranks_add_in_another_order(name, runs, oracles, saved):
     assert relative(run.grad_norms, oracle.grad_norms) < 1e-6
     pairs = [
         (together([shard[f"module.{parameter}"] for shard in shards], expected.shape), expected)
-        for shards, stage in zip(last_weights(saved / name), oracle.weights, strict=True)
+        for shards, stage in zip(last_weights(saved / name, len(oracle.weights)), oracle.weights, strict=True)
         for parameter, expected in stage.items()
     ]
-    found, expected = (np.concatenate([one.ravel() for one in side]) for side in zip(*pairs, strict=True))
-    assert np.linalg.norm(found - expected) < 1e-6 * np.linalg.norm(expected)
+    assert distance(pairs) < 1e-6
+
+
+@pytest.mark.parametrize("name", marked(SHARED_OUT, LONG))
+def test_experts_that_are_shared_out_train_by_the_same_rule(name, runs, oracles, saved):
+    """The norm is over dense parameters and experts, which other ranks hold."""
+    run, oracle = runs[name], oracles[name, 1]
+    assert relative(run.losses, oracle.losses) < 1e-5
+    assert relative(run.grad_norms, oracle.grad_norms) < 1e-5
+    assert max(oracle.grad_norms) > 1, "something is clipped"
+    stages = [of_all_experts(ranks) for ranks in last_weights(saved / name, len(oracle.weights))]
+    pairs = [
+        (found[f"module.{parameter}"], expected)
+        for found, stage in zip(stages, oracle.weights, strict=True)
+        for parameter, expected in stage.items()
+    ]
+    assert distance(pairs) < 1e-5
 
 
 @pytest.mark.parametrize("delay", [0, 2])

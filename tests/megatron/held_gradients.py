@@ -24,8 +24,11 @@ _SMALL = {"layers": 8, "hidden": 32, "seq_length": 16, "micro_batches": 8, "iter
 OPTIMIZERS = {
     "Adam": {},
     "the distributed optimizer": {"distributed_optimizer": True, "precision": "bf16"},
+    "the distributed optimizer, experts": {"distributed_optimizer": True, "experts": 4},
 }
 REPLICAS = (1, 2, 4)
+SHARES = 2
+"""Among how many replicas experts are shared out, where there are so many."""
 
 
 def train(options: TrainOptions) -> dict[str, Any]:
@@ -34,7 +37,9 @@ def train(options: TrainOptions) -> dict[str, Any]:
     with opened(case) as engine:
         engine.begin(0)
         found = iterate(case, engine, 0, lambda done: False, NOBODY)
-        buffers = [buffer for chunk in engine.learner.replica.chunks for buffer in chunk.buffers]
+        (chunk,) = engine.learner.replica.chunks
+        kinds = {"dense": chunk.buffers, "experts": chunk.expert_parallel_buffers}
+        buffers = [buffer for some in kinds.values() for buffer in some]
         theirs = {buffer.grad_data.untyped_storage().data_ptr() for buffer in buffers}
         own = engine.schedule.extra._own
         storages = {view.untyped_storage() for _, _, view in own._parameters}
@@ -42,7 +47,7 @@ def train(options: TrainOptions) -> dict[str, Any]:
             "stage": engine.coordinates.stage,
             "parameters": [parameter.numel() for buffer in buffers for parameter in buffer.params],
             "buckets": sum(len(buffer.buckets) for buffer in buffers),
-            "numbers": sum(buffer.grad_data.numel() for buffer in buffers),
+            "numbers": {kind: sum(buffer.grad_data.numel() for buffer in some) for kind, some in kinds.items()},
             "held": sum({one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in theirs}.values()),
             "said": found.measured.held_gradient_bytes,
         }
@@ -54,6 +59,8 @@ def run(rank: int, folder: str) -> None:
     for name, optimizer in OPTIMIZERS.items():
         for replicas in REPLICAS:
             sizes = {"stages": WORLD // replicas, "data_parallel": replicas}
+            if "experts" in optimizer:
+                sizes["expert_parallel"] = min(replicas, SHARES)
             found[f"{name}, {replicas}"] = train(TrainOptions.of(**{**_SMALL, **optimizer, **sizes}))
     Path(folder, f"rank-{rank}.json").write_text(json.dumps(found))
     dist.barrier()

@@ -12,7 +12,7 @@ from evenpipe.delayed.held import held_gradient_bytes
 pytest.importorskip("megatron.core")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from held_gradients import OPTIMIZERS, REPLICAS, WORLD
+from held_gradients import OPTIMIZERS, REPLICAS, SHARES, WORLD
 
 from tests.reports import reports
 
@@ -38,8 +38,10 @@ def test_what_is_held_is_the_formula(ranks: list[dict[str, Any]], optimizer: str
     among = replicas if "distributed" in optimizer else 1
     for rank in ranks:
         found = rank[f"{optimizer}, {replicas}"]
-        wanted = held_gradient_bytes(found["numbers"], 4, among) if found["stage"] > 0 else 0
-        assert found["held"] == found["said"] == wanted
+        dense, experts = found["numbers"]["dense"], found["numbers"]["experts"]
+        assert (experts > 0) == ("experts" in optimizer and replicas > 1)
+        wanted = held_gradient_bytes(dense, 4, among) + held_gradient_bytes(experts, 4, max(1, among // SHARES))
+        assert found["held"] == found["said"] == (wanted if found["stage"] > 0 else 0)
         # The distributed optimizer has each parameter begin at a multiple of 64, and each bucket end at one of 128.
         padding = 63 * len(found["parameters"]) + 127 * found["buckets"] if "distributed" in optimizer else 0
-        assert 0 <= found["numbers"] - sum(found["parameters"]) <= padding
+        assert 0 <= dense + experts - sum(found["parameters"]) <= padding

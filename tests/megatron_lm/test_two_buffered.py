@@ -18,6 +18,8 @@ from tests.megatron_lm.test_experts import EXPERTS
 GPT, BERT = "pretrain_gpt.py", "pretrain_bert.py"
 TWO = ("--evenpipe-schedule", "2bw")
 PP4 = ("--pipeline-model-parallel-size", "4")
+PP2 = ("--pipeline-model-parallel-size", "2")
+SHARED_OUT = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2")
 OVERLAPPED = ("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--overlap-grad-reduce", "--bf16")
 CASES = {
     "GPT PP4 m=4, torch_dist": (GPT, (*PP4, "--global-batch-size", "4"), "torch_dist"),
@@ -25,6 +27,12 @@ CASES = {
     "GPT DP2xPP2 bf16 distributed optimizer, torch_dist": (GPT, OVERLAPPED, "torch_dist"),
     "BERT DP2xPP2 bf16 distributed optimizer, torch": (BERT, OVERLAPPED, "torch"),
     "BERT PP4 bpipe, torch": (BERT, (*PP4, "--bpipe"), "torch"),
+    "GPT DP2xPP2 experts over both, torch_dist": (GPT, (*PP2, *SHARED_OUT), "torch_dist"),
+    "GPT DP2xPP2 experts over both, distributed optimizer, torch": (
+        GPT,
+        (*PP2, *SHARED_OUT, "--use-distributed-optimizer", "--overlap-grad-reduce"),
+        "torch",
+    ),
 }
 
 
@@ -97,6 +105,47 @@ def test_the_first_two_batches_run_on_the_first_weights(megatron_lm, tmp_path):
     norms = [float(re.search(r"grad norm: (\S+)", line)[1]) for line in frozen.lines]
     assert [float(norm) for norm in re.findall(r"grad norm ([\d.]+) of iteration", ours.output)] == norms
     assert stock.lines[0].partition("grad norm")[0] == ours.lines[0].partition("number")[0]
+
+
+DIVIDED = {
+    "over replicas": (),
+    "over replicas, distributed optimizer": ("--use-distributed-optimizer", "--overlap-grad-reduce"),
+    # Two tensor-parallel ranks, each of which has whole experts.
+    "over tensor-parallel ranks": (
+        *("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1"),
+        "--use-distributed-optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DIVIDED)
+def test_the_first_losses_and_norms_of_experts_that_are_shared_out_are_megatron_s(megatron_lm, how):
+    """The first two batches run on the first weights."""
+    flags = [*flags_for(megatron_lm, GPT, 2, ()), *PP2, *SHARED_OUT, *DIVIDED[how]]
+    ours = launch(megatron_lm, GPT, 4, [*flags, *TWO])
+    frozen = launch(megatron_lm, GPT, 4, [*flags, "--lr", "0", "--weight-decay", "0"])
+    assert numbers("lm loss: ", ours) == numbers("lm loss: ", frozen)
+    assert numbers("grad norm ", ours) == numbers("grad norm: ", frozen)
+    assert len(numbers("grad norm ", ours)) == 2
+
+
+def test_experts_that_are_shared_out_train_as_if_each_replica_had_them_all(megatron_lm, tmp_path):
+    """But for the order of a sum over the tokens of two replicas. Megatron draws other weights, so they are loaded."""
+    flags = [*flags_for(megatron_lm, GPT, 4, ()), *PP2, *SHARED_OUT]
+    all_of_them = ("--expert-model-parallel-size", "1")
+    saved = ("--save", str(tmp_path), "--save-interval", "1", "--exit-interval", "1")
+    launch(megatron_lm, GPT, 4, [*flags, *all_of_them, *saved])
+    flags += [*TWO, "--load", str(tmp_path), "--finetune"]
+    ours, together = launch(megatron_lm, GPT, 4, flags), launch(megatron_lm, GPT, 4, [*flags, *all_of_them])
+    for figure in ("lm loss: ", "load_balancing_loss: "):
+        assert numbers(figure, ours) == pytest.approx(numbers(figure, together), rel=1e-5)
+    assert numbers("grad norm ", ours) == pytest.approx(numbers("grad norm ", together), abs=2e-3)
+    assert len(numbers("grad norm ", ours)) == 4
+
+
+def numbers(figure: str, run: Run) -> list[float]:
+    """Of each iteration that is said to have that figure."""
+    return [float(found) for found in re.findall(rf"{figure}([\d.]+(?:E[+-]\d+)?)", run.output)]
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,14 @@ REFUSED = [
     ({"tensor_parallel": 3}, "--tensor-parallel 3: does not divide --heads 4: use a divisor of it"),
     ({"hidden": 130}, "--hidden 130: not divisible by --heads 4: make it a multiple of 4"),
     ({"dropout": 1.0}, "--dropout 1.0: must be less than 1"),
+    (
+        {"expert_parallel": 2, "data_parallel": 2},
+        "--expert-parallel 2: there are no experts: give --experts, or leave --expert-parallel out",
+    ),
+    (
+        {"expert_parallel": 4, "data_parallel": 2, "experts": 4},
+        "--expert-parallel 4: does not divide --data-parallel 2: use a divisor of it",
+    ),
     ({"fault_at": "1:Q3"}, "--fault-at 1:Q3: expected STAGE:ACTION such as 1:B3 or 0:E1"),
     (
         {"fault_at": "0:E1"},

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor
 from evenpipe.delayed.steps import DelayedSteps
 from evenpipe.report.files import write_durably
 
-__all__ = ["resume", "write"]
+__all__ = ["Part", "resume", "resume_parts", "write"]
 
 _FORMAT: Final = "evenpipe.delayed/1"
 # What files of before call their format: Megatron's were 1, DeepSpeed's 2.
@@ -24,13 +24,30 @@ _DEEPSPEED: Final = 2
 _INTEGERS: Final = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
-def write(path: Path, checkpoint: str, steps: DelayedSteps, newest: Iterable[Tensor]) -> None:
+class Part(NamedTuple):
+    """Weights of a process that have a file of their own: where it may lie, and the `newest` it is used with only.
+
+    `places` are those of the trainable ones among all of the process.
+    """
+
+    paths: Sequence[Path]
+    newest: Sequence[Tensor]
+    places: Sequence[int]
+
+
+def write(
+    path: Path,
+    checkpoint: str,
+    steps: DelayedSteps,
+    newest: Iterable[Tensor],
+    places: Sequence[int] | None = None,
+) -> None:
     """Put the state of `steps`, which have been drained, at `path`: safe on disk as a whole when this returns, or not.
 
-    `newest` are the weights that it is used with only. Raises RuntimeError, with one line that names `checkpoint`, when
-    the file cannot be written.
+    `newest` are the weights that it is used with only; `places` as in `Part`, None: all. Raises RuntimeError, with one
+    line that names `checkpoint`, when the file cannot be written.
     """
-    content = {"format": _FORMAT, "newest": _fingerprint(newest), "state": steps.state_dict()}
+    content = {"format": _FORMAT, "newest": _fingerprint(newest), "state": steps.state_dict(places)}
     try:
         write_durably(path, lambda file: torch.save(content, file))
     except (OSError, RuntimeError) as error:
@@ -47,12 +64,40 @@ def resume(steps: DelayedSteps, candidates: Iterable[Path], newest: Sequence[Ten
     If any rank finds none among its `candidates` (saved without 2BW, or with other sizes), all start with both versions
     as loaded.
     """
-    state = next((found for path in candidates if (found := _read(path, newest)) is not None), None)
+    return _resume(steps, _first(candidates, newest), device)
+
+
+def resume_parts(steps: DelayedSteps, parts: Sequence[Part], device: torch.device) -> bool:
+    """As `resume`, from what was written of each of the `parts`, which are all weights of this process."""
+    states = [_first(part.paths, part.newest) for part in parts]
+    return _resume(steps, _together(parts, [state for state in states if state is not None]), device)
+
+
+def _resume(steps: DelayedSteps, state: Mapping[str, Any] | None, device: torch.device) -> bool:
     missing = torch.tensor([float(state is None)], device=device)
     dist.all_reduce(missing)
     complete = not missing.item()
     steps.load_state_dict(state if complete else None)
     return complete
+
+
+def _first(candidates: Iterable[Path], newest: Sequence[Tensor]) -> Mapping[str, Any] | None:
+    return next((found for path in candidates if (found := _read(path, newest)) is not None), None)
+
+
+def _together(parts: Sequence[Part], states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """One state of those of all parts, which agree in all but the weights."""
+    if len(states) < len(parts):
+        return None
+    before = [state["before"] for state in states]
+    if len(parts) == 1 or None in before:
+        return states[0]
+    placed = {
+        place: tensor
+        for part, some in zip(parts, before, strict=True)
+        for place, tensor in zip(part.places, some, strict=False)
+    }
+    return {**states[0], "before": [placed[place] for place in sorted(placed)]}
 
 
 def _read(path: Path, newest: Sequence[Tensor]) -> Mapping[str, Any] | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evenpipe.runtime.exchange import Exchange
+from evenpipe.runtime.exchange import Exchange, JointExchange
 from evenpipe.runtime.weight_versions import WeightVersions
 
 __all__ = ["DelayedSteps", "LossScale", "Outcome"]
@@ -84,7 +84,7 @@ class DelayedSteps(ABC):
     def __init__(
         self,
         versions: WeightVersions,
-        exchange: Exchange | None,
+        exchange: Exchange | JointExchange | None,
         loss_scale: LossScale | None,
         decides: bool,
         waits: bool,
@@ -194,9 +194,14 @@ class DelayedSteps(ABC):
         self.versions.use(self.versions.latest)
         self.start_batch()  # a checkpoint is to have what the scaler knows then
 
-    def state_dict(self) -> dict[str, Any]:
-        """After `drain`: what a checkpoint needs beside the framework's own, which has the newest weights."""
+    def state_dict(self, places: Sequence[int] | None = None) -> dict[str, Any]:
+        """After `drain`: what a checkpoint needs beside the framework's own, which has the newest weights.
+
+        Of the older version, only the parameters at `places`, if these are given.
+        """
         before = self.versions.tensors(self.versions.latest - 1) if self.batch > 0 else None
+        if before is not None and places is not None:
+            before = [before[place] for place in places]
         return {
             "before": None if before is None else [_on_host(tensor) for tensor in before],
             "outcome": list(self.outcome),

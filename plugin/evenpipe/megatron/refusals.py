@@ -50,7 +50,10 @@ _REFUSED_AT: Final[Mapping[str, Callable[[Any, Any], bool]]] = MappingProxyType(
         "num_distributed_optimizer_instances": _several,
         "gtp_weight_remat_size": _several,
         "tensor_parallel_num_weight_shards": lambda _, given: _several(getattr(given, "gtp_weight_remat_size", 1)),
-        "expert_model_parallel_size": _several,
+        "expert_gtp_weight_remat_size": _several,
+        "expert_tensor_parallel_num_weight_shards": (
+            lambda _, given: _several(getattr(given, "expert_gtp_weight_remat_size", 1))
+        ),
         "cuda_graph_impl": lambda captured, _: captured not in (None, "none"),
         "moe_router_load_balancing_type": lambda kinds, _: "global_aux_loss" in (kinds or ()),
         "grad_norm_skip_threshold": lambda threshold, _: math.isfinite(threshold or math.inf),
@@ -111,7 +114,8 @@ _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "num_distributed_optimizer_instances": _SHARDED,
     "tensor_parallel_num_weight_shards": _SHARDED,
     "gtp_weight_remat_size": _SHARDED,
-    "expert_model_parallel_size": "sums gradients of experts in groups of their own",
+    "expert_tensor_parallel_num_weight_shards": _SHARDED,
+    "expert_gtp_weight_remat_size": _SHARDED,
     "moe_router_load_balancing_type": "counts the tokens of a whole batch, when stages compute the next one",
     "grad_norm_skip_threshold": "skips steps in a way that 2bw does not know",
 }

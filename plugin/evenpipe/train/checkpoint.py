@@ -34,6 +34,7 @@ _MUST_AGREE: Final = (
     "seq_length",
     "untie_embeddings",
     "experts",
+    "expert_parallel",
     "stages",
     "data_parallel",
     "tensor_parallel",

@@ -56,6 +56,9 @@ class TrainFields(BaseModel):
     experts: int = Field(
         0, ge=0, description="experts in each layer (gpt), two of which take a token; none is dropped; 0: dense"
     )
+    expert_parallel: int = Field(
+        1, ge=1, description="data-parallel replicas among which the experts of each layer are shared out"
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of hidden states and attention")
     data: str = Field(BUILTIN_TEXT, description="a text file, or builtin: text that comes with Python")
 

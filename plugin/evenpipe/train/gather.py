@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -44,11 +44,15 @@ class Share(NamedTuple):
     memory: tuple[MemoryPoint, ...]
 
 
-def digest(chunks: Iterable[torch.nn.Module]) -> str:
-    """SHA-256 over the parameters of one process, by chunk and name; their names, shapes and bytes."""
+def digest(
+    chunks: Iterable[torch.nn.Module], counts: Callable[[torch.nn.Parameter], bool] = lambda parameter: True
+) -> str:
+    """SHA-256 over the parameters of one process that count, by chunk and name; their names, shapes and bytes."""
     sha = hashlib.sha256()
     for number, chunk in enumerate(chunks):
         for name, parameter in sorted(chunk.named_parameters()):
+            if not counts(parameter):
+                continue
             sha.update(f"{number} {name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
             sha.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()

@@ -29,6 +29,7 @@ _PLAIN_TORCH: Final[dict[str, tuple[object, ...]]] = {
     "tensor_parallel": (1,),
     "dropout": (0.0,),
     "experts": (0,),
+    "expert_parallel": (1,),
     "min_length": (0,),
     "precision": ("fp32", "bf16"),
     "distributed_optimizer": (False,),
@@ -84,16 +85,27 @@ def _model_fits_its_ranks(options: TrainFields) -> None:
         raise ValueError(f"--tensor-parallel {ranks}: more ranks than --heads {heads}: use at most {heads}")
     if heads % ranks:
         raise ValueError(f"--tensor-parallel {ranks}: does not divide --heads {heads}: use a divisor of it")
+    _experts_fit_their_ranks(options)
+
+
+def _experts_fit_their_ranks(options: TrainFields) -> None:
+    ranks = options.expert_parallel
+    given = f"--expert-parallel {ranks}"
     if not options.experts:
+        if ranks > 1:
+            raise ValueError(f"{given}: there are no experts: give --experts, or leave --expert-parallel out")
         return
+    for what, count in (("--experts", options.experts), ("--data-parallel", options.data_parallel)):
+        if count % ranks:
+            raise ValueError(f"{given}: does not divide {what} {count}: use a divisor of it")
     if options.experts < EXPERTS_OF_A_TOKEN:
         raise ValueError(f"--experts {options.experts}: a token takes two: give at least 2, or leave it out")
     if options.model != "gpt":
         raise ValueError(f"--experts {options.experts}: Megatron has none for {options.model}: use --model gpt")
-    if ranks > 1:
+    if options.tensor_parallel > 1:
         raise ValueError(
-            f"--experts {options.experts}: --tensor-parallel {ranks} would need sequence parallelism, which is not "
-            "offered here: leave --tensor-parallel out"
+            f"--experts {options.experts}: --tensor-parallel {options.tensor_parallel} would need sequence "
+            "parallelism, which is not offered here: leave --tensor-parallel out"
         )
 
 

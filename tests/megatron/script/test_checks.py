@@ -157,10 +157,10 @@ REFUSED = {
         {"num_experts": 8, "moe_router_enable_expert_bias": True},
         "--moe-router-enable-expert-bias changes routing after a batch, ",
     ),
-    "2bw, experts in groups": (
+    "2bw, experts whose weights are gathered": (
         {"schedule": "2bw"},
-        {"num_experts": 8, "expert_model_parallel_size": 2},
-        "--expert-model-parallel-size 2 sums gradients of experts ",
+        {"num_experts": 8, "expert_tensor_parallel_num_weight_shards": 4, "expert_gtp_weight_remat_size": 2},
+        "--expert-tensor-parallel-num-weight-shards 4 shards weights beyond data-parallel replicas: leave it out, ",
     ),
     "tuned, fp8": (AUTO, {"fp8": "hybrid"}, "--group-size auto: --fp8-format keeps activations where "),
     "tuned, captured": (AUTO, {"cuda_graph_impl": "transformer_engine"}, "auto: --cuda-graph-impl transformer_engine "),
@@ -204,7 +204,10 @@ def test_refused(case):
         (AUTO | {"retune_interval": 1, "bpipe": True}, {"cuda_graph_impl": "none", "fp8": None}),
         (AUTO, {"num_experts": 8, "moe_router_load_balancing_type": "aux_loss"}),
         (AUTO, {"sft": True, "variable_seq_lengths": True, "dataloader_inter_document_masking": True}),
-        ({"schedule": "2bw"}, {"num_experts": 8, "moe_router_load_balancing_type": "aux_loss"}),
+        (
+            {"schedule": "2bw"},
+            {"num_experts": 8, "moe_router_load_balancing_type": "aux_loss", "expert_model_parallel_size": 2},
+        ),
         ({"schedule": "2bw"}, {"global_batch_size": 4, "rampup_batch_size": ["4", "4", "100"]}),
     ],
 )

@@ -58,6 +58,12 @@ def _core_patches() -> Iterator[Patch]:
             "(cls, config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
             "normalization='LayerNorm')",
         ),
+        (
+            "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+            _with_numbers,
+            "megatron-core makes numbers, which an all-to-all wants, of the counts of experts' tokens on a GPU only",
+            "(self, point, tokens_per_expert=None)",
+        ),
         # What is needed for the distributed optimizer to load what it has saved.
         (
             f"{_OPTIMIZER}.state_dict",
@@ -119,6 +125,15 @@ def _mark_for_sequence_parallel(original: Callable[..., Any], cls: type, config:
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel
     return norm
+
+
+def _with_numbers(original: Callable[..., Any], dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    for name in ("input_splits", "output_splits"):
+        if torch.is_tensor(splits := getattr(dispatcher, name)):
+            setattr(dispatcher, name, splits.numpy())
+    return original(dispatcher, *args, **kwargs)
 
 
 def _with_state(original: Callable[[Any], Any], optimizer: Any) -> Any:

@@ -15,6 +15,7 @@ from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.train_engine.schedules import InstalledSchedule, installed_schedule
 from evenpipe.megatron.train_engine.state import capture, restore
 from evenpipe.megatron.train_engine.step import Learner, Tensors, make_learner, micro_batches, train_step
+from evenpipe.megatron.two_buffered.expert_losses import forget_model
 from evenpipe.planner.candidates import PlanError
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.train.engine import Case, Coordinates, KeptBytes, OptimizerStep, Tuned
@@ -39,6 +40,7 @@ def opened(case: Case) -> Iterator[MegatronEngine]:
         tensor_model_parallel_size=options.tensor_parallel,
         pipeline_model_parallel_size=options.stages,
         virtual_pipeline_model_parallel_size=options.chunks if options.chunks > 1 else None,
+        expert_model_parallel_size=options.expert_parallel,
     )
     try:
         learner = make_learner(options, case.corpus, case.device)
@@ -46,6 +48,7 @@ def opened(case: Case) -> Iterator[MegatronEngine]:
             yield MegatronEngine(learner, schedule, case.failure)
     finally:
         parallel_state.destroy_model_parallel()
+        forget_model()
 
 
 class MegatronEngine:
@@ -125,7 +128,15 @@ class MegatronEngine:
         )
 
     def weights(self) -> dict[tuple[int, int], str]:
-        return {(self.coordinates.stage, self.coordinates.shard): digest(self.learner.replica.chunks)}
+        chunks, (stage, shard, _) = self.learner.replica.chunks, self.coordinates
+        if self.learner.options.expert_parallel == 1:
+            return {(stage, shard): digest(chunks)}
+        # Experts that are shared out have replicas of their own, and no tensor-parallel ranks beside them.
+        experts = 1 + parallel_state.get_expert_model_parallel_rank()
+        return {
+            (stage, shard): digest(chunks, lambda parameter: getattr(parameter, "allreduce", True)),
+            (stage, experts): digest(chunks, lambda parameter: not getattr(parameter, "allreduce", True)),
+        }
 
     def state(self) -> dict[str, Any]:
         return capture(self.learner, self.schedule)

@@ -28,6 +28,7 @@ __all__ = ["Replica", "build_replica", "initialise", "make_optimizer", "make_sch
 _VOCABULARY_MULTIPLE: Final = 128
 _FINAL_LR_FRACTION: Final = 0.1
 _LAYER: Final = re.compile(r"(?:decoder|encoder)\.layers\.(\d+)\.(.*)")
+_EXPERT: Final = re.compile(r"(?<=\.local_experts\.)\d+")
 _OUTPUT_PROJECTIONS: Final = ("linear_proj.weight", "linear_fc2.weight")
 
 
@@ -79,6 +80,7 @@ def _config(options: TrainOptions, device: torch.device) -> TransformerConfig:
         # Without a capacity no token is dropped, so experts get other numbers of them in every micro-batch.
         experts = {"num_moe_experts": options.experts, "moe_router_topk": EXPERTS_OF_A_TOKEN}
         experts |= {"moe_aux_loss_coeff": 0.01, "add_bias_linear": False}
+        experts |= {"expert_model_parallel_size": options.expert_parallel}
     interleaved = options.chunks > 1
     return TransformerConfig(
         num_layers=options.layers,
@@ -162,7 +164,9 @@ def initialise(module: torch.nn.Module, config: TransformerConfig, options: Trai
 
 
 def _place(module: torch.nn.Module, name: str, options: TrainOptions) -> str:
-    """The name of a parameter in the whole model: layers by their global number, tied embeddings by one name."""
+    """The name of a parameter in the whole model: layers and experts by their global number, tied embeddings by one."""
+    first = parallel_state.get_expert_model_parallel_rank() * (options.experts // options.expert_parallel)
+    name = _EXPERT.sub(lambda local: str(first + int(local[0])), name)
     match = _LAYER.fullmatch(name)
     if match is not None:
         block = getattr(module, "decoder" if options.model == "gpt" else "encoder")

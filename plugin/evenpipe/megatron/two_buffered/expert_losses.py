@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
-__all__ = ["ExpertLosses"]
+__all__ = ["ExpertLosses", "forget_model"]
 
 
 class ExpertLosses:
@@ -100,8 +100,19 @@ class ExpertLosses:
         self._works = []
 
 
+def forget_model() -> None:
+    """Another model may be trained in this process: Megatron's sums have the number of layers of the first."""
+    _entries().clear()
+
+
 def _tracked() -> dict[str, Tensor]:
     """Megatron's sums by name, of each layer, which it adds to, reduces and clears in place."""
+    return {name: entry["values"] if isinstance(entry, dict) else entry.values for name, entry in _entries().items()}
+
+
+def _entries() -> dict[str, Any]:
     if hasattr(moe_utils, "get_moe_metrics_tracker"):
-        return {name: entry.values for name, entry in moe_utils.get_moe_metrics_tracker().metrics.items()}
-    return {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
+        metrics: dict[str, Any] = moe_utils.get_moe_metrics_tracker().metrics
+        return metrics
+    tracker: dict[str, Any] = moe_utils.get_moe_layer_wise_logging_tracker()
+    return tracker

@@ -18,7 +18,25 @@ from torch import Tensor
 
 from evenpipe.delayed.held import held_gradient_bytes
 
-__all__ = ["OwnGradients", "Reduction", "local_figures", "stepping_with_own", "tied_embedding"]
+__all__ = [
+    "OwnGradients",
+    "Reduction",
+    "bucket_groups",
+    "buffers",
+    "local_figures",
+    "stepping_with_own",
+    "tied_embedding",
+]
+
+
+def buffers(model: Sequence[Any]) -> list[Any]:
+    """All flat buffers of Megatron's DDP chunks; those of experts that are shared out have replicas of their own."""
+    return [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+def bucket_groups(model: Sequence[Any]) -> list[Any]:
+    """What of these buffers is reduced, or gathered, together."""
+    return [group for chunk in model for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
 
 
 class Reduction:
@@ -28,7 +46,7 @@ class Reduction:
     """
 
     def __init__(self, model: Sequence[Any]) -> None:
-        self._buckets = [bucket for chunk in model for bucket in chunk.bucket_groups]
+        self._buckets = bucket_groups(model)
         for bucket in self._buckets:
             # Asynchronous whether or not Megatron was told to overlap it with the last backward.
             bucket.ddp_config = dataclasses.replace(bucket.ddp_config, overlap_grad_reduce=True)
@@ -74,7 +92,7 @@ class OwnGradients:
         self.nbytes = 0
         self._buckets: list[tuple[Tensor, Tensor]] = []
         self._parameters: list[tuple[Any, Tensor, Tensor]] = []
-        for buffer in (buffer for chunk in model for buffer in chunk.buffers):
+        for buffer in buffers(model):
             shards, shard = 1, 0
             if buffer.ddp_config.use_distributed_optimizer:
                 shards, shard = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
@@ -161,12 +179,12 @@ def local_figures(optimizers: Sequence[Any], scale: Tensor | None, zeros: bool) 
 
 def _counted(optimizer: Any) -> Iterator[Tensor]:
     """The gradients that `optimizer` steps with and counts, as fp32; `main_grad` has its own."""
-    group = getattr(optimizer, "tp_group", None)
+    groups = [getattr(optimizer, name) for name in ("tp_group", "expert_tp_group") if hasattr(optimizer, name)]
     for parameter in _model_parameters(optimizer):
         gradient: Tensor | None = getattr(parameter, "main_grad", None)
         if gradient is None or not param_is_not_shared(parameter):
             continue
-        if not param_is_not_tensor_parallel_duplicate(parameter, *([group] if group is not None else [])):
+        if not param_is_not_tensor_parallel_duplicate(parameter, *groups):
             continue
         yield gradient.float()
 

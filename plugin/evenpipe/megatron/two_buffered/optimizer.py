@@ -16,11 +16,13 @@ from evenpipe.megatron.refusals import refused_with_two_versions
 from evenpipe.megatron.two_buffered.gradients import (
     OwnGradients,
     Reduction,
+    bucket_groups,
+    buffers,
     local_figures,
     stepping_with_own,
     tied_embedding,
 )
-from evenpipe.runtime.exchange import Exchange
+from evenpipe.runtime.exchange import JointExchange
 from evenpipe.runtime.weight_versions import Alias, WeightVersions
 
 __all__ = ["TwoBuffered"]
@@ -48,16 +50,21 @@ class TwoBuffered(DelayedSteps):
             for refusal in refused_with_two_versions(settings):
                 raise ValueError(f"2bw: {refusal}")
         self.model = list(model)
-        parts = getattr(optimizer, "chained_optimizers", [optimizer])
-        self._optimizers = [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+        # Experts that are shared out have an optimizer of their own, which may count in a group of its own. A stage
+        # that has none of something takes part with a stub.
+        self._counted_in: dict[Any, list[Any]] = {}
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            counted = self._counted_in.setdefault(part.get_grad_stats_parallel_group(), [])
+            if not getattr(part, "is_stub_optimizer", False):
+                counted.append(part)
+        self._optimizers = [part for counted in self._counted_in.values() for part in counted]
         self._count_zeros = bool(optimizer.config.log_num_zeros_in_grad)
         self._tied = tied_embedding(self.model)
         scalers = [scaler for one in self._optimizers if (scaler := getattr(one, "grad_scaler", None)) is not None]
-        group = (self._optimizers[0] if self._optimizers else optimizer).get_grad_stats_parallel_group()
         decides = optimizer.config.clip_grad > 0 or bool(scalers)
         super().__init__(
             _weight_versions(self.model, self._optimizers),
-            Exchange(group, 3, torch.device(torch.cuda.current_device())),
+            JointExchange(list(self._counted_in), 3, torch.device(torch.cuda.current_device())),
             _loss_scale(scalers) if scalers else None,
             decides=decides,
             waits=decides or self._tied is not None,
@@ -121,7 +128,7 @@ class TwoBuffered(DelayedSteps):
                     # It counts the sum; the other end has given its part by now.
                     self._reduction.finish_embedding()
             scale = None if self._loss_scale is None else self._loss_scale.submitted
-            return local_figures(self._optimizers, scale, self._count_zeros)
+            return torch.cat([local_figures(some, scale, self._count_zeros) for some in self._counted_in.values()])
 
     def _finish_reducing(self) -> None:
         self._reduction.finish_embedding()
@@ -132,10 +139,9 @@ class TwoBuffered(DelayedSteps):
         return Outcome(not skipped, None if skipped else math.sqrt(squares), zeros if self._count_zeros else None)
 
     def _step(self, update: bool) -> None:
-        for chunk in self.model:
-            for group in chunk.bucket_groups:
-                # Have Megatron look again where the parameters are of which each rank gathers the others' shards.
-                group.cached_param_buffer_shard_list = [None] * len(group.buckets)
+        for group in bucket_groups(self.model):
+            # Have Megatron look again where the parameters are of which each rank gathers the others' shards.
+            group.cached_param_buffer_shard_list = [None] * len(group.buckets)
         if update:
             with self._gradients.in_place():
                 for one in self._optimizers:
@@ -153,8 +159,8 @@ class TwoBuffered(DelayedSteps):
             assert self._loss_scale is not None, "there is a scaler"
             with stepping_with_own(optimizer):
                 optimizer._copy_model_grads_to_main_grads()
-            gradients = optimizer._collect_main_grad_data_for_unscaling()
-            torch._foreach_mul_(gradients, self._loss_scale.submitted.double().reciprocal().float().squeeze())
+            if gradients := optimizer._collect_main_grad_data_for_unscaling():
+                torch._foreach_mul_(gradients, self._loss_scale.submitted.double().reciprocal().float().squeeze())
         parameters, most = optimizer.get_parameters(), optimizer.config.clip_grad
         if most > 0 and parameters:
             clip_grads.clip_grad_by_total_norm_fp32(parameters, most, self.outcome.grad_norm)
@@ -189,8 +195,7 @@ def _weight_versions(model: Sequence[Any], optimizers: Sequence[Any]) -> WeightV
         for tensor in group
     ]
     stepped = [tensor for one in optimizers for tensor in one.get_parameters()]
-    buffers = [buffer for chunk in model for buffer in chunk.buffers]
-    aliases = [Alias(owner, "param_data") for buffer in buffers for owner in (buffer, *buffer.buckets)]
+    aliases = [Alias(owner, "param_data") for buffer in buffers(model) for owner in (buffer, *buffer.buckets)]
     return WeightVersions(parameters, [*shards, *stepped], aliases)
 
 

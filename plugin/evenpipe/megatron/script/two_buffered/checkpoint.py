@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -23,6 +23,36 @@ __all__ = ["resume", "save"]
 _NAME: Final = "evenpipe_2bw"
 
 
+class _Share(NamedTuple):
+    """What of this process' weights the same others hold: those that are `dense`, or experts that are shared out.
+
+    `places` are those of the trainable ones among all of the process.
+    """
+
+    dense: bool
+    weights: Sequence[torch.Tensor]
+    places: Sequence[int]
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        if self.dense:
+            return f"stage_{stage:02d}_shard_{parallel_state.get_tensor_model_parallel_rank():02d}"
+        experts, shard = (
+            parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+        return f"stage_{stage:02d}_experts_{experts:02d}_shard_{shard:02d}"
+
+    @property
+    def is_written_here(self) -> bool:
+        """Replicas hold the same: one of them writes."""
+        if self.dense:
+            return int(parallel_state.get_data_parallel_rank(with_context_parallel=True)) == 0
+        return int(parallel_state.get_expert_data_parallel_rank()) == 0
+
+
 def save(iteration: int, model: Sequence[Any], steps: DelayedSteps, folder: str, write: Callable[[], Any]) -> Any:
     """Let `write` save what is Megatron's, once the state of `steps`, which have been drained, is safe on disk.
 
@@ -30,12 +60,14 @@ def save(iteration: int, model: Sequence[Any], steps: DelayedSteps, folder: str,
     has both. It wants its own folder empty, so ours stay beside it until it is done. Raises RuntimeError, with one
     line, when a file cannot be written.
     """
-    if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
-        return write()  # replicas hold the same weights: one of them writes
-    inside, beside = _paths(folder, iteration)
-    side_file.write(beside, f"of iteration {iteration}", steps, _weights(model))
+    written = [share for share in _shares(model) if share.is_written_here]
+    for share in written:
+        _, beside = _paths(folder, iteration, share.name)
+        side_file.write(beside, f"of iteration {iteration}", steps, share.weights, share.places)
     result = write()
-    move_durably(beside, inside)
+    for share in written:
+        inside, beside = _paths(folder, iteration, share.name)
+        move_durably(beside, inside)
     return result
 
 
@@ -43,29 +75,46 @@ def resume(args: Namespace, model: Sequence[Any], steps: DelayedSteps) -> bool:
     """Give `steps` what was saved with the weights that Megatron has loaded, and say whether; all ranks call it."""
     if args.load is None or not args.iteration:
         return False
-    weights = _weights(model)
+    shares, folders = _shares(model), folders_loaded_from(args)
+    parts = [
+        # Beside, where the job was killed after Megatron's tracker had moved on.
+        side_file.Part(
+            [path for folder in folders for path in _paths(folder, args.iteration, share.name)],
+            share.weights,
+            share.places,
+        )
+        for share in shares
+    ]
+    weights = shares[0].weights
     device = weights[0].device if weights else torch.device(torch.cuda.current_device())
-    # Beside, where the job was killed after Megatron's tracker had moved on.
-    candidates = (path for folder in folders_loaded_from(args) for path in _paths(folder, args.iteration))
-    complete = side_file.resume(steps, candidates, weights, device)
+    complete = side_file.resume_parts(steps, parts, device)
     if args.rank == 0:
         found = (
             "both weight versions are as they were saved"
             if complete
-            else "it was saved without 2bw, or on other tensor- or pipeline-parallel sizes: both weight versions are "
-            "the loaded one"
+            else "it was saved without 2bw, or on other tensor-, pipeline- or expert-parallel sizes: both weight "
+            "versions are the loaded one"
         )
         say(f"2bw: checkpoint of iteration {args.iteration}: {found}")
     return complete
 
 
-def _weights(model: Sequence[Any]) -> list[torch.Tensor]:
-    return [parameter for chunk in model for parameter in chunk.parameters()]
+def _shares(model: Sequence[Any]) -> list[_Share]:
+    """The dense weights, of which there may be none, and the experts, if there are some that are shared out."""
+    parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    each = [
+        _Share(
+            dense,
+            [parameter for parameter in parameters if getattr(parameter, "allreduce", True) == dense],
+            [place for place, parameter in enumerate(trainable) if getattr(parameter, "allreduce", True) == dense],
+        )
+        for dense in (True, False)
+    ]
+    return [share for share in each if share.dense or share.weights]
 
 
-def _paths(folder: str, iteration: int) -> tuple[Path, Path]:
+def _paths(folder: str, iteration: int, name: str) -> tuple[Path, Path]:
     """Inside the checkpoint's own folder, and beside it."""
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    shard = f"stage_{stage:02d}_shard_{parallel_state.get_tensor_model_parallel_rank():02d}"
-    inside = Path(folder, f"iter_{iteration:07d}", _NAME, f"{shard}.pt")
-    return inside, Path(folder, f".{_NAME}", f"{iteration:07d}_{shard}.pt")
+    inside = Path(folder, f"iter_{iteration:07d}", _NAME, f"{name}.pt")
+    return inside, Path(folder, f".{_NAME}", f"{iteration:07d}_{name}.pt")
