@@ -68,6 +68,7 @@ JOBS: Final = (
     Job("max_batch", 30, script("max_batch", "--optimized", "none", "S+R")),
     Job("imbalance", 4, script("imbalance")),
     Job("partition_speed", 15, script("partition_speed", "--simulated", "--points", "5")),
+    Job("planned_times", 4, script("planned_times")),
     Job("search_times", 4, script("search_times")),
     Job("planner_truth", 1, script("planner_truth")),
     Job("figures_bpipe", 1, script("figures_bpipe"), "figures_bpipe.png"),
