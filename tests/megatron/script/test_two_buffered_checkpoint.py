@@ -19,7 +19,7 @@ class Buffers:
     def __init__(self, before):
         self.before = before
 
-    def state_dict(self):
+    def state_dict(self, places):
         return {"before": [self.before]}
 
     def load_state_dict(self, state):
