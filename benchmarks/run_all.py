@@ -63,6 +63,8 @@ JOBS: Final = (
     Job("bubbles", 8, script("bubbles")),
     Job("bubbles_in_a_script", 6, script("bubbles", *SMALL), checkout=True),
     Job("deepspeed_bubbles", 10, script("deepspeed_bubbles")),
+    Job("megatron_lm", 5, script("megatron_lm"), checkout=True),
+    Job("preempted_network", 18, script("preempted_network"), "kfkb_adaptive.png"),
     Job("convergence", 12, script("convergence"), "2bw_convergence.png"),
     Job("orders", 4, script("orders")),
     Job("max_batch", 30, script("max_batch", "--optimized", "none", "S+R")),
