@@ -1,7 +1,7 @@
 """EvenPipe's schedules beside those that one would use instead: time of a batch, and memory of the worst stage.
 
 Every engine runs its own, unmodified code over real gloo, one process a stage, on the same emulated stages: a forward
-sleeps 40 ms, the gradients of the input and of the weights 40 ms each, to deadlines; a micro-batch's message between
+sleeps 50 ms, the gradients of the input and of the weights 50 ms each, to deadlines; a micro-batch's message between
 stages is 1 MiB, and a stage saves 1 MiB of it until its weights have their gradient. Where stages have two parts, each
 has half of the time and of what is saved. An action ends at max(end of the action before, time at which what it waits
 for was there) + its duration.
@@ -184,7 +184,7 @@ def main() -> None:
         help=f"(default {' '.join(CASES)})",
     )
     add("--only", nargs="+", metavar="TEXT", default=[""], help="peers whose names contain one of these (default: all)")
-    add("--forward-ms", type=float, default=40.0, help="and either half of a backward (default 40)")
+    add("--forward-ms", type=float, default=50.0, help="and either half of a backward (default 50)")
     add("--saved-mib", type=float, default=1.0, help="saved by one micro-batch on a stage (default 1)")
     add("--picture", type=Path, metavar="P.png", help="memory against throughput")
     arguments = benchmark.parser.parse_args()

@@ -59,7 +59,7 @@ JOBS: Final = (
     Job("memory", 0.5, script("memory")),
     Job("bpipe_overlap", 2, script("bpipe_overlap")),
     Job("overhead", 3, script("overhead")),
-    Job("peers", 30, script("peers"), "peers.png"),
+    Job("peers", 38, script("peers"), "peers.png"),
     Job("bubbles", 8, script("bubbles")),
     Job("bubbles_in_a_script", 6, script("bubbles", *SMALL), checkout=True),
     Job("deepspeed_bubbles", 10, script("deepspeed_bubbles")),
