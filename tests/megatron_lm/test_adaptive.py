@@ -69,6 +69,17 @@ def test_masked_tokens_leave_micro_batches_as_they_are(megatron_lm, bert_data):
     assert [b for _, b, _ in decisions(tuned).values()] == [2]
 
 
+def test_multi_token_prediction_is_tuned_and_logged_as_stock(megatron_lm):
+    """A rehearsal's losses are not among those of the log, and micro-batches keep their size."""
+    processes, parallel = LAYOUTS["PP2"]
+    flags = [*gpt_flags(3), *parallel, "--mtp-num-layers", "1", "--position-embedding-type", "rope"]
+    stock = launch(megatron_lm, "pretrain_gpt.py", processes, flags)
+    tuned = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, *AUTO, "--memory-gib", "1"])
+    assert all("mtp_1 loss" in line for line in stock.lines)
+    assert tuned.lines == stock.lines
+    assert tuned.validation == stock.validation
+
+
 def test_too_little_memory_is_one_line(megatron_lm):
     processes, parallel = LAYOUTS["PP2"]
     flags = [*gpt_flags(3), *parallel, *AUTO, "--memory-gib", "0.01"]

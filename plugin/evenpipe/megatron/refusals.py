@@ -156,7 +156,6 @@ _RESIZED = "changes the samples of a batch, which are shared out among micro-bat
 _COUNTED = "counts tokens, of a rehearsal too"
 _DIFFER = "makes micro-batches differ in what they save by their place, so that the memory of groups is not known"
 _UNCOUNTED = "keeps activations where they are not counted, so that the memory of groups is not known"
-_LOGGED = "keeps figures of losses, of a rehearsal's too"
 _WITH_TUNING: Mapping[str, str] = {
     "rampup_batch_size": _RESIZED,
     "step_batch_size_schedule": _RESIZED,
@@ -176,17 +175,18 @@ _WITH_TUNING: Mapping[str, str] = {
     "use_torch_fsdp2": f"gathers and frees parameters, {_UNKNOWN}",
     "hybrid_context_parallel": "has a scheduler of Megatron's own, which chooses the micro-batches of every batch",
     "perform_rl_step": "packs what was sampled into another number of micro-batches in every batch",
-    "mtp_num_layers": _LOGGED,
-    "dsa_indexer_loss_coeff": _LOGGED,
-    "check_for_spiky_loss": _LOGGED,
+    "check_for_spiky_loss": "compares losses with the largest so far, a rehearsal's too",
     "te_rng_tracker": "draws random numbers that a rehearsal cannot put back",
     "export_kd_teacher_load": "gives micro-batches shapes of its own",
     "rerun_mode=report_determinism_stats": "compares iterations call by call, and the first is rehearsed",
 }
 _PACKS: Final = ("sft", "dataloader_inter_document_masking")
+_LOGGED = "has losses in the log that Megatron divides by its own number of micro-batches"
 _ONE_SIZE: Mapping[str, str] = {
     "tp_comm_overlap": "has buffers of one micro-batch size",
     "logits_load_dir": "reads a file for each micro-batch",
+    "mtp_num_layers": _LOGGED,
+    "dsa_indexer_loss_coeff": _LOGGED,
     "variable_seq_lengths": "gives micro-batches lengths of their own, so that samples of two cannot be joined",
     **dict.fromkeys(_PACKS, "packs sequences into rows, which Megatron takes as the loader makes them"),
 }

@@ -26,6 +26,7 @@ def test_megatron_is_told_of_the_size_for_the_time_of_a_batch():
         ({"eod_mask_loss": True}, "--eod-mask-loss makes .*: add --calculate-per-token-loss$"),
         ({"tp_comm_overlap": True, "calculate_per_token_loss": True}, "--tp-comm-overlap has buffers of one "),
         ({"sft": True, "calculate_per_token_loss": True}, "--sft packs sequences into rows, "),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers has losses in the log "),
         ({"variable_seq_lengths": True}, "--variable-seq-lengths gives micro-batches lengths of their own, "),
     ],
 )

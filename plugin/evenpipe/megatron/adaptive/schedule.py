@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,13 @@ from evenpipe.tuner.rehearsal import Rehearsal
 from evenpipe.tuner.samples import loader_of, micro_batches_of
 
 __all__ = ["AdaptiveSchedule", "Tuning"]
+
+_TRANSFORMER: Final = "megatron.core.transformer"
+#: What else adds up losses for the log, in modules that a release may not have, or a model not use.
+_LOGGED_LOSSES: Final = (
+    (f"{_TRANSFORMER}.multi_token_prediction", "MTPLossLoggingHelper"),
+    (f"{_TRANSFORMER}.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper"),
+)
 
 
 class Tuning(NamedTuple):
@@ -170,6 +178,10 @@ def _without_a_trace(call: Call, device: torch.device) -> Iterator[None]:
     for chunk in chunks:
         chunk.zero_grad_buffer()
     clear_aux_losses_tracker()
+    for module, helper in _LOGGED_LOSSES:
+        sums = getattr(getattr(sys.modules.get(module), helper, None), "tracker", {})
+        if "values" in sums:
+            sums["values"].zero_()
 
 
 def _samples(arguments: Mapping[str, Any]) -> int:
