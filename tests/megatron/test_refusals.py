@@ -122,7 +122,7 @@ def test_every_refused_setting_is_one_of_megatrons() -> None:
     ("setting", "value"),
     [
         ("calculate_per_token_loss", True),
-        ("mtp_num_layers", 1),
+        ("dsa_indexer_loss_coeff", 0.01),
         ("moe_router_enable_expert_bias", True),
         ("fp8", "hybrid"),
         ("overlap_param_gather", True),

@@ -20,12 +20,15 @@ TWO = ("--evenpipe-schedule", "2bw")
 PP4 = ("--pipeline-model-parallel-size", "4")
 PP2 = ("--pipeline-model-parallel-size", "2")
 SHARED_OUT = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2")
+MTP = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
+UNTIED = "--untie-embeddings-and-output-weights"
 OVERLAPPED = ("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--overlap-grad-reduce", "--bf16")
 CASES = {
     "GPT PP4 m=4, torch_dist": (GPT, (*PP4, "--global-batch-size", "4"), "torch_dist"),
     # Not BERT: its head of two classes is padded, and newer releases save padding in torch_dist as it lies in memory.
     "GPT DP2xPP2 bf16 distributed optimizer, torch_dist": (GPT, OVERLAPPED, "torch_dist"),
     "BERT DP2xPP2 bf16 distributed optimizer, torch": (BERT, OVERLAPPED, "torch"),
+    "GPT PP4 MTP bpipe, torch": (GPT, (*PP4, *MTP, "--bpipe"), "torch"),
     "BERT PP4 bpipe, torch": (BERT, (*PP4, "--bpipe"), "torch"),
     "GPT DP2xPP2 experts over both, torch_dist": (GPT, (*PP2, *SHARED_OUT), "torch_dist"),
     "GPT DP2xPP2 experts over both, distributed optimizer, torch": (
@@ -90,9 +93,13 @@ def test_nothing_waits_for_another_stage(megatron_lm, tmp_path):
     assert waited["1f1b"] & {"_reduce_any", "should_run_forward_backward"}
 
 
-def test_the_first_two_batches_run_on_the_first_weights(megatron_lm, tmp_path):
-    """So the first update is stock's, bit for bit, and the second batch has the loss that it has without any."""
-    flags = [*flags_for(megatron_lm, GPT, 2, ()), *PP4, "--ckpt-format", "torch", "--save-interval", "1"]
+@pytest.mark.parametrize("model", [(), MTP, (*MTP, UNTIED)], ids=["tied", "MTP, tied", "MTP, untied"])
+def test_the_first_two_batches_run_on_the_first_weights(megatron_lm, model, tmp_path):
+    """So the first update is stock's, bit for bit, and the second batch has the loss that it has without any.
+
+    Multi-token prediction has a copy of the embedding, whose gradients are one with the first stage's.
+    """
+    flags = [*flags_for(megatron_lm, GPT, 2, ()), *PP4, *model, "--ckpt-format", "torch", "--save-interval", "1"]
     stock = launch(megatron_lm, GPT, 4, [*flags, "--save", str(tmp_path / "stock"), "--exit-interval", "1"])
     ours = launch(megatron_lm, GPT, 4, [*flags, *TWO, "--save", str(tmp_path / "2bw")])
     first = "iter_0000001"
@@ -102,6 +109,9 @@ def test_the_first_two_batches_run_on_the_first_weights(megatron_lm, tmp_path):
     frozen = launch(megatron_lm, GPT, 4, [*flags, "--lr", "0", "--weight-decay", "0", "--save", str(tmp_path / "0")])
     loss = [re.search(r"lm loss: \S+", line)[0] for line in frozen.lines]
     assert [re.search(r"lm loss: \S+", line)[0] for line in ours.lines] == loss
+    further = numbers("mtp_1 loss: ", ours)
+    assert len(further) == (2 if model else 0)
+    assert further == numbers("mtp_1 loss: ", frozen)
     norms = [float(re.search(r"grad norm: (\S+)", line)[1]) for line in frozen.lines]
     assert [float(norm) for norm in re.findall(r"grad norm ([\d.]+) of iteration", ours.output)] == norms
     assert stock.lines[0].partition("grad norm")[0] == ours.lines[0].partition("number")[0]

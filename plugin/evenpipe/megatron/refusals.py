@@ -105,7 +105,7 @@ _WITH_TWO_VERSIONS: Mapping[str, str] = {
     "reuse_grad_buf_for_mxfp8_param_ag": "keeps weights where gradients still wait for their step",
     "delay_wgrad_compute": "computes gradients after their batch",
     "defer_embedding_wgrad_compute": "computes the embedding's gradients when the pipeline is empty",
-    "mtp_num_layers": _JOINS,
+    "dsa_indexer_loss_coeff": _JOINS,
     "has_cond_embedder": _JOINS,
     "ddp_param_name_patterns_for_fp32_local_accumulation": _OUTSIDE,
     "param_name_patterns_for_fp32_local_accumulation": _OUTSIDE,

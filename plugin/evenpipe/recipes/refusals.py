@@ -87,7 +87,7 @@ def _of_run(model: Model, run: Run, framework: Framework, engine: Engine) -> Ite
     if framework == "deepspeed":
         yield from _of_deepspeed(run)
     if "stream" in spec.needs:
-        yield from _of_stream(model, run)
+        yield from _of_stream(run)
 
 
 def _of_deepspeed(run: Run) -> Iterator[str]:
@@ -97,14 +97,12 @@ def _of_deepspeed(run: Run) -> Iterator[str]:
         yield "recompute: DeepSpeed computes all layers of a stage again, or none: use --framework megatron"
 
 
-def _of_stream(model: Model, run: Run) -> Iterator[str]:
+def _of_stream(run: Run) -> Iterator[str]:
     if run.micro_batches < run.stages:
         yield (
             f"schedule {run.schedule}: {run.micro_batches} micro-batches do not fill {run.stages} stages: plan with a "
             "larger --global-batch-size, or fewer stages"
         )
-    if model.mtp_layers:
-        yield f"schedule {run.schedule}: does not go with mtp_layers: plan with another of --schedules"
 
 
 def _of_launcher(recipe: Recipe) -> Iterator[str]:

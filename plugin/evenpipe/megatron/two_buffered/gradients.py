@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from evenpipe.delayed.held import held_gradient_bytes
@@ -65,9 +64,9 @@ class Reduction:
         finalize(groups)
 
     def start_embedding(self, gradient: Tensor, group: dist.ProcessGroup) -> None:
-        """Sum the gradient of the tied embedding with that of its other end, in place.
+        """Sum the gradient of the tied embedding with those of its other ends, in place.
 
-        It has a bucket of its own at both ends, whose shards are alike: of a shard that is padding, there is nothing.
+        It has a bucket of its own at all ends, whose shards are alike: of a shard that is padding, there is nothing.
         """
         if gradient.numel() > 0:
             self._embedding = dist.all_reduce(gradient, group=group, async_op=True)
@@ -145,12 +144,12 @@ class _GroupOfOne:
 
 
 def tied_embedding(model: Sequence[Any]) -> Tensor | None:
-    """The weight that the first and the last stage share, on one of these; None elsewhere, and for untied models."""
-    module = get_attr_wrapped_model(model[0], "pre_process", return_model_obj=True)
-    if not (module.share_embeddings_and_output_weights and (module.pre_process or module.post_process)):
-        return None
-    weight: Tensor = module.shared_embedding_or_output_weight()
-    return weight if weight.requires_grad else None
+    """The weight that the first and another stage share, on each of them; None elsewhere, and for untied models.
+
+    That is the output layer's, or the embedding of multi-token prediction.
+    """
+    shared = (weight for weight in model[0].parameters() if getattr(weight, "shared_embedding", False))
+    return next((weight for weight in shared if weight.requires_grad), None)
 
 
 def local_figures(optimizers: Sequence[Any], scale: Tensor | None, zeros: bool) -> Tensor:

@@ -125,7 +125,7 @@ class TwoBuffered(DelayedSteps):
             if self._tied is not None and embedding is not None and embedding.size() > 1:
                 self._reduction.start_embedding(self._tied.main_grad, embedding)  # type: ignore[attr-defined]
                 if self._stage == 0:
-                    # It counts the sum; the other end has given its part by now.
+                    # It counts the sum; the other ends have given their parts by now.
                     self._reduction.finish_embedding()
             scale = None if self._loss_scale is None else self._loss_scale.submitted
             return torch.cat([local_figures(some, scale, self._count_zeros) for some in self._counted_in.values()])

@@ -51,10 +51,8 @@ def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candida
     parts = shape.profile.parts(run.stages, run.chunks, run.layout) if shape.nbytes <= have else []
     for number, way in enumerate(ways(run, question.schedules, question.bpipe), before):
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
-        # Sums over all micro-batches of a batch are not there when the next one has begun.
-        summed = stream and question.model.mtp_layers > 0
-        summed |= stream and max(run.tensor, run.expert) > 1 and not question.engine.delayed_sharded
-        allowed = not question.refused(way.spec) and not summed
+        sharded = stream and max(run.tensor, run.expert) > 1 and not question.engine.delayed_sharded
+        allowed = not question.refused(way.spec) and not sharded
         if way.bpipe and not allowed:
             continue
         where = laid(way.places)
