@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.runtime import channel
@@ -42,7 +43,18 @@ def stage_messages(device: torch.device) -> Callable[[], None]:
             group.stream.mark().synchronize()
 
     channel._open_group = open_group
+    dist.ProcessGroup.allreduce_coalesced = _one_by_one  # type: ignore[method-assign, assignment]
     return synchronise
+
+
+def _one_by_one(group: dist.ProcessGroup, tensors: list[Tensor], options: Any) -> dist.Work:
+    """Gloo's `allreduce_coalesced`, by which Megatron reduces gradients, takes tensors of the host only."""
+    each = dist.AllreduceOptions()
+    each.reduceOp = options.reduceOp
+    *first, last = [group.allreduce([tensor], each) for tensor in tensors]
+    for work in first:
+        work.wait()
+    return last
 
 
 class CudaStream:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,8 +46,8 @@ def run(rank: Rank, waiting: str) -> None:
         except OptionsError as error:
             rank.unchecked(name, str(error))
             continue
-        rank.row(name, UNDER_WAY)
-        train(rank, options, Waiting(rank.number, waits), _post_ahead if waiting == "posted-ahead" else lambda _: None)
+        recorder = Waiting(rank.number, waits, partial(rank.row, name, UNDER_WAY))
+        train(rank, options, recorder, _post_ahead if waiting == "posted-ahead" else lambda _: None)
         rank.row(name, "ended")
     if waiting == "allocator":
         retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if rank.device.type == "cuda" else 0
@@ -54,13 +55,17 @@ def run(rank: Rank, waiting: str) -> None:
 
 
 class Waiting(Recorder):
-    """Before and after every action, it waits."""
+    """Before and after every action, it waits; before the first, `begin` is called."""
 
-    def __init__(self, stage: int, wait: Callable[[], object]) -> None:
+    def __init__(self, stage: int, wait: Callable[[], object], begin: Callable[[], object]) -> None:
         super().__init__(FailureContext(stage))
         self._wait = wait
+        self._begin: Callable[[], object] | None = begin
 
     def started(self, action: Action) -> None:
+        if self._begin is not None:
+            self._begin()
+            self._begin = None
         self._wait()
         super().started(action)
 

@@ -1,6 +1,7 @@
 """Experts without a capacity, whose sizes differ from micro-batch to micro-batch, train to the bits of a stock run."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ VARIANTS = {
     "2F2B, BPipe": ("--evenpipe-schedule", "kfkb", "--group-size", "2", "--bpipe"),
 }
 ITERATIONS = 3
+SCRIPTS = {"one length": "pretrain_gpt.py", "lengths that vary": str(Path(__file__).with_name("ragged_gpt.py"))}
 
 
 def balancing(run):
@@ -22,24 +24,28 @@ def balancing(run):
     return [sum(map(float, re.findall(r"load_balancing_loss: (\S+)", line))) for line in run.lines]
 
 
-def test_a_mixture_of_experts_trains_to_the_same_bits(megatron_lm, tmp_path):
+@pytest.mark.parametrize("lengths", SCRIPTS)
+def test_a_mixture_of_experts_trains_to_the_same_bits(megatron_lm, lengths, tmp_path):
+    script = SCRIPTS[lengths]
     processes, parallel = LAYOUTS["PP4"]
     flags = [*model_flags(megatron_lm, "pretrain_gpt.py", ITERATIONS, []), *parallel, *EXPERTS]
     flags += ["--save-interval", str(ITERATIONS), "--ckpt-format", "torch"]
-    stock = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, "--save", str(tmp_path / "stock")])
+    stock = launch(megatron_lm, script, processes, [*flags, "--save", str(tmp_path / "stock")])
     assert len(stock.lines) == ITERATIONS
     assert all("load_balancing_loss" in line for line in stock.lines)
+    # The first and the last stage load; what is in the middle only sees messages.
+    assert sorted(re.findall(r"LENGTHS (\d+)", stock.output)) == (["0", "0", "5", "5"] if "vary" in lengths else [])
     last = f"iter_{ITERATIONS:07d}"
     for variant, ours in VARIANTS.items():
-        run = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, *ours, "--save", str(tmp_path / variant)])
+        run = launch(megatron_lm, script, processes, [*flags, *ours, "--save", str(tmp_path / variant)])
         assert run.lines == stock.lines, variant
         assert run.validation == stock.validation, variant
         assert differences(tmp_path / "stock" / last, tmp_path / variant / last) == [], variant
         assert run.peak_live == {"BPipe": [3, 3, 2, 3], "2F2B, BPipe": [6, 6, 4, 4]}[variant]
     # Each batch has its own auxiliary loss, an iteration later; the first two run on the same weights. What is
     # evaluated in between drops what had been forwarded.
-    run = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, "--evenpipe-schedule", "2bw", "--bpipe"])
-    frozen = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, "--lr", "0", "--weight-decay", "0"])
+    run = launch(megatron_lm, script, processes, [*flags, "--evenpipe-schedule", "2bw", "--bpipe"])
+    frozen = launch(megatron_lm, script, processes, [*flags, "--lr", "0", "--weight-decay", "0"])
     # The second line is a mean of two iterations.
     first, mean, _ = balancing(frozen)
     assert balancing(run) == [0, pytest.approx(first / 2), pytest.approx(2 * mean - first)]

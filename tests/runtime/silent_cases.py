@@ -1,6 +1,7 @@
 """Four gloo processes in training, one of which stops, and what each of the others says at its end.
 
-Arguments: a folder, and the case: "amid" (rank 2 stops within a batch) or "before" (rank 2 never opens its links).
+Arguments: a folder, and the case: "amid" (rank 2 stops within a batch), "watched" (the same, where the others watch
+it) or "before" (rank 2 never opens its links).
 Writes outcome.json: per rank that ended, seconds from when rank 2 stopped, and its standard error.
 """
 
@@ -46,6 +47,8 @@ def train(rank: int, case: str, store: TCPStore) -> None:
     program = build("1f1b", Size(STAGES, 6), bpipe=True)
     mse = torch.nn.functional.mse_loss
     pipeline = ModulePipeline(lambda position: Part(4, 4), program, mse, boundary=torch.empty(2, 4))
+    if case == "watched":
+        pipeline.executor.connections.pulse.watch(range(STAGES))
     for _ in range(10):
         pipeline.step(torch.ones(12, 4), torch.zeros(12, 4))
 

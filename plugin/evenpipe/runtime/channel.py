@@ -100,7 +100,9 @@ class Channel:
         self._group = group
         self._is_source = group.rank() == 0
         self._awaiting = awaiting if self.device.type == "cpu" else nullcontext
-        self._end = weakref.finalize(self, _end, group)  # when nobody has it any more, or the interpreter ends
+        self._broken: list[bool] = []
+        # When nobody has it any more, or the interpreter ends.
+        self._end = weakref.finalize(self, _end, group, self._broken)
         self._side: torch.cuda.Stream | None = None
         self._posted_later: _PostedLater | None = None
 
@@ -150,10 +152,13 @@ class Channel:
         later = self._posted_later = _PostedLater(first, lambda: self._start(self._group.recv, 0, aliases))
         return Transfer([later], aliases, self._awaiting)
 
+    def give_up(self) -> None:
+        """A batch has failed: whatever is under way will not end, and the group's end does not wait for it."""
+        self._broken.append(True)
+
     def close(self) -> None:
         """Destroy the group, once every transfer has been waited for. The channel cannot be used afterwards."""
-        if self._end.detach() is not None:
-            self._group.shutdown()
+        self._end()
 
     def _start(self, operation: "_Operation", peer: int, tensors: list[Tensor]) -> Transfer:
         if not tensors:
@@ -257,9 +262,9 @@ def open_channels(
     return channels
 
 
-def _end(group: _Group) -> None:
-    """Destroy `group`; where an uncaught error ends the process, without a wait for what will never come."""
-    if getattr(sys, "last_value", None) is None:
+def _end(group: _Group, broken: Sequence[bool]) -> None:
+    """Destroy `group`; where a batch has failed, or an error ends the process, without a wait for what never comes."""
+    if not broken and getattr(sys, "last_value", None) is None:
         group.shutdown()
     else:
         group.abort()

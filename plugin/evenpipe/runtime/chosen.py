@@ -86,12 +86,13 @@ class DroppedStorage(_ChosenStorage):
 class SwappedStorage(_ChosenStorage):
     """Memory that leaves for the host when its last user in the forward is done, and comes back for the backward."""
 
-    __slots__ = ("_arriving", "_emptied", "_host", "_leaving", "_link", "_outside")
+    __slots__ = ("_arriving", "_emptied", "_host", "_leaving", "_link", "_outside", "_read")
 
     def __init__(self, tensor: Tensor, link: HostLink, recording: int, owners: _Owners, counter: MemoryCounter) -> None:
         super().__init__(tensor.untyped_storage(), recording, owners, counter)
         self._version, self._link = tensor._version, link
         self._leaving: Passage | None = None
+        self._read: Passage | None = None  # a copy to the host that nobody wants any more
         self._arriving: Passage | None = None
         self._host: Tensor | None = None
         self._outside = list[weakref.ref[Tensor]]()
@@ -125,7 +126,8 @@ class SwappedStorage(_ChosenStorage):
 
     def recall(self) -> None:
         """Start to bring it back; what has not left yet stays."""
-        self._leaving = None
+        if self._leaving is not None:
+            self._read, self._leaving = self._leaving, None
         if self._host is None:
             return
         memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
@@ -138,10 +140,11 @@ class SwappedStorage(_ChosenStorage):
         self.counter.note_peak()
 
     def drop(self) -> None:
-        """Let go of the memory; what is still being copied into it is waited for."""
-        if self._arriving is not None:
-            self._arriving.wait()
-            self._arriving = None
+        """Let go of the memory; what is still being copied into it, or out of it, is waited for."""
+        for passage in (self._arriving, self._leaving, self._read):
+            if passage is not None:
+                passage.wait()
+        self._arriving = self._leaving = self._read = None
         super().drop()
 
     def fetched(self) -> torch.UntypedStorage:

@@ -39,6 +39,11 @@ class Connections:
         on_device = sum(channel.device.type == "cuda" for channel in self.channels.values())
         return on_device * communicator_bytes(os.environ)
 
+    def give_up(self) -> None:
+        """A batch has failed: nobody waits for what is under way any more."""
+        for channel in (*self.channels.values(), *self.layouts.values()):
+            channel.give_up()
+
     def close(self) -> None:
         """Destroy every group, once nothing is under way."""
         for channel in (*self.channels.values(), *self.layouts.values()):
@@ -64,8 +69,7 @@ def connect(
     timeout = job_timeout()
     kinds = {"evict", "forward"} if shapes_vary else {"evict"}
     varying = [link for link in links if link.kind in kinds]
-    # On a GPU the host waits for nobody but for layouts: NCCL's watchdog waits for the rest.
-    pulse = Pulse(ranks, timeout) if varying or (links and device.type == "cpu") else None
+    pulse = Pulse(ranks, timeout) if links else None
 
     def opened(those: Sequence[Link], what: str, backend: str, device: torch.device) -> dict[Link, Channel]:
         named = {link: (f"{link.kind}{what}", ranks[link.source], ranks[link.target]) for link in those}
@@ -75,5 +79,8 @@ def connect(
     channels = opened(links, "", backend, device)
     layouts = opened(varying, " layout", "gloo", torch.device("cpu"))
     if pulse is not None:
+        if device.type == "cuda":
+            # Its host waits for nobody but for layouts: the rest is for NCCL's watchdog, which names a link.
+            pulse.watch(rank for channel in channels.values() for rank in (channel.source, channel.target))
         pulse.start()
     return Connections(channels, layouts, one_queue, pulse, links_line(links, device.type))

@@ -88,7 +88,11 @@ class Executor(Resources):
             self.exposed.restart()
             self.computed.restart()
         before = self.pool.allocated_bytes
-        yield
+        try:
+            yield
+        except BaseException:
+            self.connections.give_up()
+            raise
         self._tell_if_grown(before)
         self.observer.batch_ended()
         self._broken = False

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import ClassVar, Final, NamedTuple
@@ -19,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 __all__ = ["Pulse", "SilentPeer"]
 
 _BEATS: Final = 20  # in a timeout
+_SILENT: Final = 16  # beats without which a watched process is told of, before the timeout ends those that wait
 _MISSED: Final = 5  # beats without which a process is taken for dead: a busy host may delay some
 _ANSWER_SECONDS: Final = 5.0  # the store may be in the process that is silent
 _LAST_BEAT_SECONDS: Final = 1.0
@@ -35,7 +37,10 @@ class SilentPeer(RuntimeError):
 
 
 class _Beat(NamedTuple):
-    """When a process was last heard of, in seconds since 1970, and the rank that it was waiting for."""
+    """When a process was last heard of, in seconds since 1970, and the rank that it was waiting for.
+
+    Clocks of hosts are taken to agree within some beats, as NTP has them. Infinity: it opens its links, without beats.
+    """
 
     at: float
     awaited: int | None
@@ -55,14 +60,22 @@ class Pulse:
         self._store = PrefixStore("evenpipe/pulse/", _get_default_store())
         self._rank = dist.get_rank()
         self._awaited: list[int | None] = [None]  # which the thread reads
+        self._watched = dict[int, str]()
         self._ended = threading.Event()
 
     def start(self) -> None:
         """Beat from here on, until `stop`, the end of this object, or that of the interpreter."""
-        beats = (self._store, str(self._rank), self._awaited, self._seconds / _BEATS, self._ended)
+        beats = (self._store, str(self._rank), self._awaited, self._watched, self._seconds / _BEATS, self._ended)
         thread = threading.Thread(target=_beat, args=beats, name="evenpipe-pulse", daemon=True)
         thread.start()
         weakref.finalize(self, _stop, thread, self._ended)
+
+    def watch(self, ranks: Iterable[int]) -> None:
+        """Say, once, on standard error, which of these gives no sign of life when the timeout is nearly over.
+
+        That is for waits that end the process by themselves and name nobody, as NCCL's watchdog does.
+        """
+        self._watched.update((rank, self._name(rank)) for rank in ranks if rank != self._rank)
 
     def stop(self) -> None:
         """No batch follows."""
@@ -108,6 +121,8 @@ class Pulse:
         peer = next((rank for rank in beats if rank not in alive), peer) if peer in alive else peer
         if peer not in beats:
             return f"{self._name(peer)} has not come to open its links"
+        if math.isinf(beats[peer].at):
+            return f"{self._name(peer)} has begun to open its links, and not come further"
         if peer in alive:
             return f"{self._name(peer)} sends nothing, though its process lives"
         return f"{self._name(peer)} has given no sign of life for {now - beats[peer].at:.0f} s"
@@ -125,14 +140,29 @@ def _has_timed_out(error: RuntimeError) -> bool:
     return any(words in str(error).lower() for words in ("timed out", "timeout"))
 
 
-def _beat(store: PrefixStore, key: str, awaited: list[int | None], seconds: float, ended: threading.Event) -> None:
+def _beat(
+    store: PrefixStore,
+    key: str,
+    awaited: list[int | None],
+    watched: dict[int, str],
+    seconds: float,
+    ended: threading.Event,
+) -> None:
     try:
         while True:
             store.set(key, json.dumps(_Beat(time.time(), awaited[0])))
+            for rank in list(watched):
+                _look_at(store, rank, watched, _SILENT * seconds)
             if ended.wait(seconds):
                 return
     except Exception:
         return  # the store has ended before this process
+
+
+def _look_at(store: PrefixStore, rank: int, watched: dict[int, str], longest: float) -> None:
+    if store.check([str(rank)]) and (age := time.time() - _Beat(*json.loads(store.get(str(rank)))).at) > longest:
+        name = watched.pop(rank)
+        print(f"evenpipe: {name} has given no sign of life for {age:.0f} s: {_REMEDY}", file=sys.stderr, flush=True)
 
 
 def _stop(thread: threading.Thread, ended: threading.Event) -> None:
