@@ -124,7 +124,10 @@ class Pulse:
         if math.isinf(beats[peer].at):
             return f"{self._name(peer)} has begun to open its links, and not come further"
         if peer in alive:
-            return f"{self._name(peer)} sends nothing, though its process lives"
+            return (
+                f"{self._name(peer)} sends nothing, though its process lives (between two batches of 2bw with bpipe, a "
+                "collective of your own needs a drain before it)"
+            )
         return f"{self._name(peer)} has given no sign of life for {now - beats[peer].at:.0f} s"
 
     def _beat_of(self, rank: int) -> _Beat | None:
