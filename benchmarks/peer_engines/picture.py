@@ -39,17 +39,17 @@ def draw(path: Path, results: list[dict[str, Any]]) -> None:
                     facecolors="white" if delayed else colour,
                     edgecolors=colour,
                     marker=_MARKS[engine],
-                    label="2BW: gradients a batch late" if delayed else engine,
+                    label=f"{engine}, gradients a batch late" if delayed else engine,
                     zorder=2,
                 )
         for row in rows:
             if row["front"] or row["peer"] in _NAMED:
-                outside = row["mib"] == least or not row["front"]
                 axes.annotate(
                     row["peer"].partition(": ")[2],
                     _place(row),
-                    xytext=(-6, -3) if outside else (6, -3),
-                    ha="right" if outside else "left",
+                    # Beside the smallest there is room to the left; below 1F1B there are other engines' 1F1B.
+                    xytext=(-6, -3) if row["mib"] == least else (6, -3 if row["front"] else -12),
+                    ha="right" if row["mib"] == least else "left",
                     textcoords="offset points",
                     fontsize=7,
                     color=_COLOURS[row["engine"]],
@@ -58,8 +58,9 @@ def draw(path: Path, results: list[dict[str, Any]]) -> None:
         axes.set_xlabel("saved by the worst stage, MiB", fontsize=8)
         axes.set_ylabel("throughput, of the limit without bubbles", fontsize=8)
         axes.set_xscale("log", base=2)
+        axes.set_xticks([least, *(mib for mib in (case[0] * 2**n for n in range(4)) if mib <= most)])
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_xlim(0.3 * least, max(2 * most, 4 * least))
+        axes.set_xlim(0.45 * least, max(1.5 * most, 4 * least))
         axes.set_ylim(min(row["of_limit"] for row in rows) - 0.03, 1.02)
         axes.grid(color="#e6e6e2", linewidth=0.6)
         axes.tick_params(labelsize=8, length=0)

@@ -37,7 +37,7 @@ def test_a_silent_rank_is_named_by_all_that_wait(case: str, tmp_path: Path) -> N
     )
     # Whoever has to be ended, because a group waits for the silent rank when it is torn down, says so after that.
     assert any(re.fullmatch(line, re.sub(r"^\[rank\d\]: ?", "", text)) for text in said.splitlines()), said
-    told = [re.findall(r"^evenpipe: (rank 2 .* for (?:9|10|11|12) s): look", text, re.M) for _, text in outcome.values()]
+    told = [re.findall(r"^evenpipe: rank 2 .* for (?:9|10|11|12) s: look", text, re.M) for _, text in outcome.values()]
     assert [len(each) for each in told] == [case == "watched"] * 3
     for _, others in outcome.values():
         assert not re.search(r"rank [013] \(stage \d\) (has|sends)", others), others
