@@ -29,7 +29,7 @@ def run(rank: Rank, engine: str) -> None:
     engine_module(engine).prepare(rank.device)
     torch.use_deterministic_algorithms(rank.place != "cpu")
     # Else receive buffers would be filled first, and hide what reads them too early.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     stock = "megatron" if engine == "evenpipe" else engine
     for precision in ("fp32", "bf16"):
         shared: dict[str, Any] = {**_MODEL, **rank.pick(*_SIZES), "precision": precision, "engine": engine}
