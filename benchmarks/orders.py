@@ -42,7 +42,7 @@ def pipelines(stages: int) -> Iterator[tuple[str, Program, Program]]:
     """The programs for many queues and for one, and what they are called."""
     for (name, sizes), bpipe in ((one, bpipe) for one in SCHEDULES for bpipe in (False, True)):
         with suppress(ScheduleError):  # interleaved has nothing to level at p = 2
-            many, one = (build(name, Size(stages, 4 * stages, **sizes), bpipe, queue) for queue in (False, True))
+            many, one = (build(name, Size(stages, 4 * stages, **sizes), bpipe, queues) for queues in ("many", "one"))
             yield f"{name}{sizes.get('group_size', '')}{' + bpipe' * bpipe}", many, one
 
 
@@ -86,7 +86,7 @@ def differences(many: Program, one: Program, other: tuple[Program, Program], tak
 def entry(name: str, many: Program, one: Program, message: float) -> dict[str, Any]:
     """One line of the table."""
     stages = many.schedule.stages
-    other = lower(many.schedule, many.pairs, one_queue=True), lower(one.schedule, one.pairs)
+    other = lower(many.schedule, many.pairs, "one"), lower(one.schedule, one.pairs)
     rows = [differences(many, one, other, costs(many, *times, message)) for times in uneven(stages)]
     found = {column: [row[at] for row in rows] for at, column in enumerate(COLUMNS)}
     found["even"] = differences(many, one, other, costs(many, [1.0] * stages, [2.0] * stages, message))[3:4]

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from evenpipe.schedule import Program, Schedule, Size, Stream, find
+from evenpipe.schedule import Program, Queues, Schedule, Size, Stream, find
 from evenpipe.schedule import build as build_program
 
 __all__ = ["build", "program", "stream"]
@@ -16,14 +16,16 @@ def program(
     bpipe: bool = False,
     batches: int = 1,
     group_size: int = 1,
-    one_queue: bool = False,
+    queues: Queues = "many",
 ) -> Program:
-    return build_program(name, Size(stages, micro_batches, chunks, group_size, batches), bpipe, one_queue)
+    return build_program(name, Size(stages, micro_batches, chunks, group_size, batches), bpipe, queues)
 
 
 def build(*arguments: object, **named: object) -> Schedule:
     return program(*arguments, **named).schedule  # type: ignore[arg-type]
 
 
-def stream(stages: int, micro_batches: int, bpipe: bool = False, swaps: Collection[int] = ()) -> Stream:
-    return Stream(find("2bw"), stages, micro_batches, bpipe, swaps=swaps)
+def stream(
+    stages: int, micro_batches: int, bpipe: bool = False, swaps: Collection[int] = (), queues: Queues = "many"
+) -> Stream:
+    return Stream(find("2bw"), stages, micro_batches, bpipe, queues, swaps)

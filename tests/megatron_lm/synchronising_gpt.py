@@ -14,6 +14,7 @@ from typing import Any
 import megatron.core  # noqa: F401  CPU mode has put its own in place by then
 import torch
 
+from evenpipe.runtime import connections
 from evenpipe.runtime.channel import Channel
 from evenpipe.runtime.exchange import Exchange
 from evenpipe.runtime.flow import Flow
@@ -23,7 +24,9 @@ HANGS_AFTER = timedelta(seconds=120)
 under_way: list[Any] = []
 exchanges: list[Any] = []
 calls = [0]
+queues: list[str] = []
 _send, _receive, _start_exchange, _take = Channel.send, Channel.receive, Exchange.start, Flow.take
+_queues_of = connections.queues_of
 
 
 def send(channel: Channel, *arguments: Any) -> Any:
@@ -59,11 +62,17 @@ def take(flow: Flow, step: Step) -> None:
     _take(flow, step)
 
 
+def queues_of(*arguments: Any) -> Any:
+    queues.append(_queues_of(*arguments))
+    return queues[-1]
+
+
 if "--timing-log-level" not in sys.argv:
     Flow.take = take
 Channel.send, Channel.receive = send, receive
 Exchange.start = start_exchange
 torch.cuda.synchronize = synchronize
+connections.queues_of = queues_of
 sys.argv[0] = "pretrain_gpt.py"
 runpy.run_path("pretrain_gpt.py", run_name="__main__")
-print(f"SYNCHRONISED {calls[0]}", flush=True)
+print(f"SYNCHRONISED {calls[0]} {' '.join(queues)}", flush=True)

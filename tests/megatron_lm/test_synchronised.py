@@ -29,6 +29,7 @@ def test_what_synchronises_changes_nothing(megatron_lm, stages, ours, timers):
     assert len(plain.lines) == ITERATIONS
     assert timed.lines == plain.lines
     assert timed.validation == plain.validation
-    counted = [int(calls) for calls in re.findall(r"SYNCHRONISED (\d+)", timed.output)]
+    counted = re.findall(r"SYNCHRONISED (\d+) (many|one|synchronised)", timed.output)
     assert len(counted) == processes
-    assert min(counted) > 2 * 8 * ITERATIONS, "before every forward and backward"
+    assert min(int(calls) for calls, _ in counted) > 2 * 8 * ITERATIONS, "before every forward and backward"
+    assert {queues for _, queues in counted} == {"synchronised" if timers else "many"}, "what the order goes by"

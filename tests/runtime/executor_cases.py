@@ -119,6 +119,9 @@ class SlowChannel:
     def receive(self, buffers: Sequence[Tensor], after: Sequence[Transfer] = ()) -> Transfer:
         return SlowTransfer(self._channel.receive(buffers, after), self._ms, self._slept_ms)
 
+    def give_up(self) -> None:
+        self._channel.give_up()
+
     def close(self) -> None:
         self._channel.close()
 

@@ -60,6 +60,9 @@ class Watched:
         self._under_way.append(self._channel.receive(buffers, after))
         return self._under_way[-1]
 
+    def give_up(self) -> None:
+        self._channel.give_up()
+
     def close(self) -> None:
         self._channel.close()
 

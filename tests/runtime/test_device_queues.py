@@ -1,4 +1,4 @@
-"""A GPU with one queue is told by the environment, and all ranks of a pipeline go by it if one of them does."""
+"""What holds up a GPU is told by its environment, and all ranks of a pipeline go by it if one of them does."""
 
 import os
 
@@ -6,23 +6,24 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from evenpipe.runtime import device_queues
+from evenpipe.runtime.device_queues import queues_of
 
-
-def test_a_cpu_has_no_queues(monkeypatch):
-    """Nothing is asked of other ranks: there are none here."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert not device_queues.one_queue(None, torch.device("cpu"))
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def ask(rank, store_path, results):
     """Of the job, of two pipelines, and of the job again; only the last rank's GPU has one queue, at first."""
     dist.init_process_group("gloo", store=dist.FileStore(store_path, 3), rank=rank, world_size=3)
-    pipelines = [dist.new_group([0, 1]), dist.new_group([2])]
+    job, pipeline = range(3), [[0, 1], [2]][rank == 2]
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if rank == 2 else "8"
-    found = [device_queues.one_queue(group, torch.device("cuda")) for group in (None, pipelines[rank == 2])]
+    found = [queues_of(ranks, GPU) for ranks in (job, pipeline)]
+    found.append(queues_of(job, CPU))  # which has none
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1" if rank == 1 else "0"
+    found.append(queues_of(job, GPU))
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "0"
+    found.append(queues_of(job, CPU, synchronised=rank == 0))
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
-    results.put((rank, [*found, device_queues.one_queue(None, torch.device("cuda"))]))
+    results.put((rank, [*found, queues_of(job, GPU)]))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -32,4 +33,5 @@ def test_all_ranks_get_the_same_answer(tmp_path):
     results = mp.get_context("fork").Queue()
     mp.start_processes(ask, (str(tmp_path / "store"), results), nprocs=3, start_method="fork")
     found = dict(results.get() for _ in range(3))
-    assert found == {0: [True, False, False], 1: [True, False, False], 2: [True, True, False]}
+    then = ["many", "synchronised", "synchronised", "many"]
+    assert found == {0: ["one", "many", *then], 1: ["one", "many", *then], 2: ["one", "one", *then]}

@@ -85,7 +85,7 @@ def test_reproduces_algorithm_1(stages):
     """Where loads wait for nothing. Where they wait for their room, the same ones start there or earlier."""
     for micro_batches in range(1, 3 * stages + 1):
         plain = build("1f1b", stages, micro_batches)
-        printed, early = (balance(plain, optimum(stages), one_queue) for one_queue in (True, False))
+        printed, early = (balance(plain, optimum(stages), queues) for queues in ("one", "many"))
         for stage in range(stages // 2):
             papers = algorithm_1(plain.actions[stage], stages, stage, micro_batches)
             ours, earlier = (
@@ -105,7 +105,7 @@ def numbers_of_micro_batches(p):
 
 
 def test_figure_4():
-    schedule = build("1f1b", 4, 8, bpipe=True, one_queue=True)
+    schedule = build("1f1b", 4, 8, bpipe=True, queues="one")
     assert str(schedule).splitlines()[1:4] == FIGURE_4.strip().splitlines()
     assert schedule.bound == 3
     assert schedule.evictions == (3, 0, 0, 0)
@@ -157,11 +157,11 @@ def test_a_middle_stage_trades_with_nobody():
     assert not any(action.kind in "ELAR" for action in build("1f1b", 9, 30, bpipe=True).actions[4])
 
 
-@pytest.mark.parametrize(("one_queue", "earliest"), [(True, 2), (False, 3)])
-def test_a_load_starts_one_action_before_its_backward_or_beside_the_eviction_before(one_queue, earliest):
+@pytest.mark.parametrize(("queues", "earliest"), [("one", 2), ("many", 3), ("synchronised", 3)])
+def test_a_load_starts_one_action_before_its_backward_or_beside_the_eviction_before(queues, earliest):
     """With one queue what waits for room would hold up the compute behind it."""
     positions = set()
-    for row in build("1f1b", 16, 48, bpipe=True, one_queue=one_queue).actions:
+    for row in build("1f1b", 16, 48, bpipe=True, queues=queues).actions:
         for position, action in enumerate(row):
             if action.kind == LOAD:
                 compute = [later for later in row[position:] if later.kind in COMPUTE]

@@ -1,14 +1,17 @@
 """What stages are given follows one order: nothing waits for ever, even if every call waits until it is through."""
 
 from collections import defaultdict
+from typing import get_args
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.schedule import UPDATE, Clock, Gathering, lower, reordered
+from evenpipe.schedule import COMPUTE, UPDATE, Clock, Gathering, Queues, lower, reordered
 from tests.schedule.test_lower import shapes
 from tests.schedules import build
 from tests.schedules import stream as stream_of
+
+kinds = st.sampled_from(get_args(Queues))
 
 
 def blocking(rows):
@@ -65,17 +68,17 @@ def _posts(items):
         yield ("gather", item.batch) if isinstance(item, Gathering) else ("end", item)
 
 
-@given(shapes, st.booleans())
+@given(shapes, kinds)
 @settings(deadline=None)
-def test_no_stage_waits_for_ever_if_every_call_waits(shape, one_queue):
-    program = lower(build(*shape), one_queue=one_queue)
+def test_no_stage_waits_for_ever_if_every_call_waits(shape, queues):
+    program = lower(build(*shape), queues=queues)
     assert blocking(program.steps) == []
 
 
-@given(shapes, st.booleans(), st.data())
+@given(shapes, kinds, st.data())
 @settings(deadline=None)
-def test_nor_by_any_clock(shape, one_queue, data):
-    program = lower(build(*shape), one_queue=one_queue)
+def test_nor_by_any_clock(shape, queues, data):
+    program = lower(build(*shape), queues=queues)
     times = st.lists(st.integers(0, 1 << 22), min_size=len(program.steps), max_size=len(program.steps))
     messages = {link: data.draw(st.integers(0, 1 << 22)) for link in program.links}
     other = reordered(program, Clock(tuple(data.draw(times)), tuple(data.draw(times)), messages))
@@ -91,7 +94,7 @@ def test_a_clock_is_the_same_in_any_unit():
 @settings(max_examples=30, deadline=None)
 def test_nor_in_a_stream_with_its_gatherings_and_updates(p, data):
     m, bpipe = data.draw(st.integers(p, 2 * p + 1)), p > 1 and data.draw(st.booleans())
-    stream, early = stream_of(p, m, bpipe), data.draw(st.booleans())
+    stream, early = stream_of(p, m, bpipe, queues=data.draw(kinds)), data.draw(st.booleans())
     rows = [
         [
             *(step for batch in range(4) for step in stream.call(stage, batch, update_early=early and stage == 0)),
@@ -113,6 +116,18 @@ def test_with_many_queues_a_receive_is_posted_before_the_first_action_that_ends_
         made, posted = order.places[program.wiring.senders[taker]], order.posted[taker]
         assert made < order.places[posted]
         assert posted == table.of(table.stage[posted]).start or order.places[posted - 1] <= made
+
+
+@given(shapes)
+@settings(deadline=None)
+def test_where_hosts_wait_no_compute_waits_for_what_is_made_as_it_ends(shape):
+    """A receive that was posted before it would hold it up until then, unless that is its own input."""
+    program = lower(build(*shape), queues="synchronised")
+    order, table, ends = program.order, program.schedule.table, program.order._walk.ends
+    for taker in (number for number, posted in enumerate(order.posted.tolist()) if posted >= 0):
+        posted = order.posted[taker]
+        if posted != taker and chr(table.kind[posted]) in COMPUTE:
+            assert ends[program.wiring.senders[taker]] < ends[posted]
 
 
 def test_a_stage_is_given_its_ends_at_their_places():

@@ -4,10 +4,11 @@ import itertools
 from collections import defaultdict
 from contextlib import suppress
 from random import Random
+from typing import get_args
 
 import pytest
 
-from evenpipe.schedule import Clock, ScheduleError, Size, build, lower, reordered
+from evenpipe.schedule import Clock, Queues, ScheduleError, Size, build, lower, reordered
 from evenpipe.simulate import Costs, SimulationError, Wire, device
 from evenpipe.simulate.device import SYNCHRONISED, Call, Device, Environment, calls_of, run_on_devices
 from tests.simulate.device_queues import ends
@@ -17,6 +18,7 @@ NAMED = [
     *[("kfkb", {"group_size": k}) for k in (2, 3, 4)],
 ]
 ENVIRONMENTS = [Environment(*one) for one in itertools.product((False, True), SYNCHRONISED, (False, True))]
+KINDS = get_args(Queues)
 FREE = Costs((1.0,) * 8, (2.0,) * 8)
 
 
@@ -65,8 +67,8 @@ def test_no_program_hangs_anywhere_and_posting_ahead_does():
     """All shapes, where hangs are easiest: take a synchronisation away, or add a queue or stream, and less waits."""
     counted = hung = 0
     for _, _, schedule in shapes():
-        for one_queue in (False, True) if schedule.stages <= 5 else (bool(counted % 2),):
-            program, environment = lower(schedule, one_queue=one_queue), Environment(one_queue, "everything", True)
+        for queues in KINDS if schedule.stages <= 5 else (KINDS[counted % 3],):
+            program, environment = lower(schedule, queues=queues), Environment(queues == "one", "everything", True)
             calls = [calls_of(program, stage) for stage in range(schedule.stages)]
             assert not Device(calls, FREE, environment=environment).stuck
         counted += 1
@@ -100,7 +102,7 @@ def test_the_model_agrees_with_hosts_queues_and_streams_that_take_turns(seed: in
     chance, found = Random(seed), defaultdict(int)
     some = [schedule for _, _, schedule in shapes() if schedule.stages <= 4 and schedule.micro_batches <= 7]
     for _ in range(500):
-        program = lower(chance.choice(some), one_queue=chance.random() < 0.5)
+        program = lower(chance.choice(some), queues=chance.choice(KINDS))
         calls = [calls_of(program, stage) for stage in range(program.schedule.stages)]
         if chance.random() < 0.5:
             calls = posted_so_many_ahead(program)
@@ -141,7 +143,7 @@ def test_with_one_queue_groups_keep_what_they_gain():
     """p = 4, m = 12, messages of half a forward: 2F2B is at least 1.15 times as fast as 1F1B (1.17 in many queues)."""
     times = {
         k: run_on_devices(
-            lower(build("kfkb", Size(4, 12, group_size=k)).schedule, one_queue=True),
+            lower(build("kfkb", Size(4, 12, group_size=k)).schedule, queues="one"),
             costs(4, 0.5),
             Environment(one_queue=True),
         )
@@ -167,15 +169,34 @@ def test_known_times_make_a_faster_order_of_uneven_stages(bpipe: bool):
             assert run_on_devices(program, taken, Environment()) >= least * run_on_devices(known, taken, Environment())
 
 
-@pytest.mark.parametrize("one_queue", [False, True])
-def test_each_kind_of_device_has_the_faster_of_both_orders(one_queue: bool):
-    """Messages right after what makes them, or put off until they just arrive in time; p = 4, m = 16."""
-    environment = Environment(one_queue)
+@pytest.mark.parametrize(
+    "environment", [Environment(), Environment(True), Environment(synchronised="timers"), Environment(True, "compute")]
+)
+def test_each_kind_of_device_has_the_fastest_of_the_orders(environment: Environment):
+    """Messages right after what makes them, or put off until they just arrive in time, or as if they took nothing.
+
+    p = 4, m = 16.
+    """
     for name, sizes in NAMED:
-        program = build(name, Size(4, 16, **sizes), one_queue=one_queue)
+        program = build(name, Size(4, 16, **sizes), queues=environment.queues)
         for taken in (costs(4, 0.5 / program.schedule.chunks), unevenly(4, 0.1)):
-            other = lower(program.schedule, one_queue=not one_queue)
-            assert run_on_devices(program, taken, environment) <= run_on_devices(other, taken, environment)
+            ours = run_on_devices(program, taken, environment)
+            for queues in KINDS:
+                other = lower(program.schedule, queues=queues)
+                assert ours <= run_on_devices(other, taken, environment), (name, queues)
+
+
+@pytest.mark.parametrize("stages", [2, 4, pytest.param(8, marks=pytest.mark.long)])
+def test_timers_around_every_action_cost_little(stages: int):
+    """m = 2p, 3p, messages a tenth of a forward: against no timers and many queues."""
+    for name, sizes in NAMED:
+        for micro_batches in (2 * stages, 3 * stages):
+            size = Size(stages, micro_batches, **sizes)
+            program = build(name, size, queues="synchronised")
+            taken = costs(stages, 0.1 / program.schedule.chunks)
+            timed = run_on_devices(program, taken, Environment(synchronised="timers"))
+            most = 1.06 if name in ("1f1b", "2bw", "gpipe") else 1.37
+            assert timed <= most * run_on_devices(build(name, size), taken, Environment()), (name, size)
 
 
 def test_where_devices_stand_is_said(monkeypatch):

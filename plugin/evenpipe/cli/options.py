@@ -11,7 +11,7 @@ from evenpipe.cli.parser import Parser, UsageError
 from evenpipe.cli.values import group_size, output_file, picture_file
 from evenpipe.report import StageMemory, Timeline, perfetto_trace, write_atomically
 from evenpipe.report.picture import draw_comparison
-from evenpipe.schedule import Program, Programs, Schedule, ScheduleError, Size, choose, names
+from evenpipe.schedule import Program, Programs, Queues, Schedule, ScheduleError, Size, choose, names
 from evenpipe.settings.spelling import in_flags
 from evenpipe.simulate import Simulation
 
@@ -50,8 +50,8 @@ def add_output_options(parser: Parser) -> None:
     group.add_argument("--trace", type=output_file, metavar="T.json", help="write a trace for ui.perfetto.dev")
 
 
-def program_from(arguments: Namespace) -> Program:
-    """The verified program that the options ask for; UsageError where there is none."""
+def program_from(arguments: Namespace, queues: Queues = "many") -> Program:
+    """The verified program that the options ask for, on such devices; UsageError where there is none."""
     try:
         spec = choose(arguments.schedule)
         table = spec.table
@@ -64,7 +64,7 @@ def program_from(arguments: Namespace) -> Program:
         usual = table.batches if table is not None else 3 if "stream" in spec.needs else 1
         batches = arguments.batches if arguments.batches is not None else usual
         size = Size(arguments.stages, arguments.micro_batches, arguments.chunks, arguments.group_size, batches)
-        return Programs(spec, arguments.bpipe, getattr(arguments, "one_queue", False))(size)
+        return Programs(spec, arguments.bpipe, queues)(size)
     except ScheduleError as error:
         raise UsageError(in_flags(error)) from error
 

@@ -57,7 +57,8 @@ def add_to(commands: Commands) -> None:
 
 
 def _run(arguments: Namespace) -> None:
-    program = program_from(arguments)
+    environment = Environment(arguments.one_queue, arguments.synchronised)
+    program = program_from(arguments, environment.queues)
     schedule = program.schedule
     link, transfer = Wire(transmit_ms=arguments.link_ms), Wire(transmit_ms=arguments.transfer_ms)
     weights = arguments.weight_gradient_ms
@@ -72,7 +73,6 @@ def _run(arguments: Namespace) -> None:
             weight_gradient_ms=weights,
         )
         simulation = simulate(program, costs)
-        environment = Environment(arguments.one_queue, arguments.synchronised)
         on_devices_ms = None if environment == PLAIN else run_on_devices(program, costs, environment)
     except SimulationError as error:
         raise UsageError(str(error)) from error

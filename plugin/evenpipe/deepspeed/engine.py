@@ -23,7 +23,6 @@ from evenpipe.deepspeed.stage import Boundary, EngineStage
 from evenpipe.delayed.log import StepLog
 from evenpipe.report import check_writable
 from evenpipe.runtime.connections import connect
-from evenpipe.runtime.device_queues import one_queue
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Program, Programs, ScheduleError, Size, Step, Unit, links, loop
 from evenpipe.tracing.iteration import IterationTrace, Place, TracedJob
@@ -57,11 +56,11 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         if section.bpipe:
             show_saved_tensors(self.module)
         self.group_size = 1 if section.group_size == "auto" else section.group_size
-        one_after_the_other = one_queue(self.grid.get_pipe_parallel_group(), self.device)
         swaps = self.cut.plan.swaps if self.cut is not None else ()
-        self._programs = Programs(section.spec, section.bpipe, one_after_the_other, swaps)
+        self._programs = Programs(section.spec, section.bpipe, swaps=swaps)
         self._schedules: dict[Size, tuple[Program, ProgramSchedule]] = {}
-        self.executor = _executor(self, self._programs, self._prepare())
+        self.executor = _executor(self, self._prepare())
+        self._programs = self._programs.for_queues(self.executor.connections.queues)
         if self.cut is not None:
             self.cut.keep_as_planned(self.executor)
         #: What a plan predicted, to be said beside what is measured.
@@ -172,14 +171,14 @@ def resumes_training(*args: Any, **kwargs: Any) -> bool:
     return bool(given.get("load_optimizer_states", True) and not given.get("load_module_only", False))
 
 
-def _executor(engine: EvenPipeEngine, programs: Programs, weights: Iterable[Tensor]) -> Executor:
+def _executor(engine: EvenPipeEngine, weights: Iterable[Tensor]) -> Executor:
     device = engine.device
     ranks = [engine.grid.stage_to_global(stage) for stage in range(engine.num_stages)]
     backend = "nccl" if device.type == "cuda" else "gloo"
     trace = trace_of(engine)
-    joined = links(loop(engine.num_stages), programs.bpipe)
+    joined = links(loop(engine.num_stages), engine.evenpipe.bpipe)
     shapes_vary = bool(engine.module.dynamic_shape)
-    connections = connect(ranks, joined, backend, device, programs.one_queue, shapes_vary)
+    connections = connect(ranks, joined, backend, device, shapes_vary)
     print_once(connections.line)
     return Executor(engine.stage_id, connections, device, weights, trace, measure=False)
 

@@ -72,8 +72,7 @@ class DelayedStream:
             self._steps.drain()
         if self._stream is None or self._stage is None:
             self._executor, self._called, self.first = executor, 0, self._steps.batch
-            one_queue = executor.connections.one_queue
-            self._stream = Stream(self._spec, *sizes, self._bpipe, one_queue, self._swaps)
+            self._stream = Stream(self._spec, *sizes, self._bpipe, executor.connections.queues, self._swaps)
             self._stage = make_stage(self._stream)
         self.inputs.start_batch(source, sizes[1])
         self._steps.start_batch()

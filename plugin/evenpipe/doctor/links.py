@@ -153,7 +153,6 @@ def measure(rank: int, pipelines: Pipelines, wanted: Wanted) -> Measured:
 
     from evenpipe.runtime.compute_speed import matrix_flops
     from evenpipe.runtime.connections import connect
-    from evenpipe.runtime.device_queues import one_queue
     from evenpipe.runtime.link_speed import sending_gbps
     from evenpipe.schedule import links, loop
 
@@ -161,7 +160,7 @@ def measure(rank: int, pipelines: Pipelines, wanted: Wanted) -> Measured:
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     ranks = pipelines.pipeline_of(rank)
     joined = [link for link in links(loop(len(ranks)), True) if link.kind in ("evict", "load")]
-    connections = connect(ranks, joined, "nccl" if on_gpu else "gloo", device, one_queue(None, device))
+    connections = connect(ranks, joined, "nccl" if on_gpu else "gloo", device)
     try:
         gbps = sending_gbps(connections, ranks.index(rank), device)
     finally:

@@ -17,7 +17,6 @@ from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import CoreRelease, installed_release
 from evenpipe.runtime.connections import connect
-from evenpipe.runtime.device_queues import one_queue
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.schedule import Need, Program, Programs, Size, Spec, check_offers, choose, links, loop
 
@@ -200,10 +199,12 @@ class PipelineSchedule:
             device = parameters[0].device if parameters else torch.device(torch.cuda.current_device())
             backend = "nccl" if device.type == "cuda" else "gloo"
             ranks = dist.get_process_group_ranks(pipeline)
-            joined, queue = links(loop(len(ranks), len(chunks)), self.bpipe), one_queue(pipeline, device)
+            joined = links(loop(len(ranks), len(chunks)), self.bpipe)
             vary = bool(batch.config.variable_seq_lengths)
-            connections = connect(ranks, joined, backend, device, queue, vary)
-            self.programs = self.programs.for_queues(queue)
+            # Megatron's timers around every forward and backward synchronise (`--timing-log-level 2`).
+            synchronised = getattr(batch.config.timers, "_log_level", 0) >= 2
+            connections = connect(ranks, joined, backend, device, vary, synchronised)
+            self.programs = self.programs.for_queues(connections.queues)
             self.executor = Executor(pipeline.rank(), connections, device, parameters, self._observer, self.measure)
             self._connected(self)
         self.executor.measure = self.measure

@@ -77,7 +77,7 @@ class GroupedSchedule(NamedTuple):
         spec, size = self.programs.spec, self._size(candidate)
         if spec.settled is not None:
             size = size._replace(micro_batches=spec.settled(size))
-        return build(spec, size, self.programs.bpipe, self.programs.one_queue)
+        return build(spec, size, self.programs.bpipe, self.programs.queues)
 
     def _size(self, candidate: Candidate) -> Size:
         return Size(self.stages, candidate.m, group_size=candidate.k)

@@ -251,7 +251,7 @@ def open_channels(
         opening: _Awaiting = nullcontext
         awaiting: _Awaiting = nullcontext
         if pulse is not None:
-            peer, name = target if rank == source else source, f"{kind} {source} -> {target}"
+            peer, name = target if rank == source else source, f"link {kind} {source} -> {target}"
             opening, awaiting = (functools.partial(each, peer, name) for each in (pulse.opening, pulse.awaiting))
         with opening():
             group = _open_group(kind, source, target, backend, timeout)

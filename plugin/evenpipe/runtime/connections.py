@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from evenpipe.runtime.channel import Channel, open_channels
 from evenpipe.runtime.communicators import communicator_bytes, links_line
+from evenpipe.runtime.device_queues import queues_of
 from evenpipe.runtime.ending import rest_at_exit
 from evenpipe.runtime.pulse import Pulse
 from evenpipe.runtime.timeout import job_timeout
-from evenpipe.schedule import Link
+from evenpipe.schedule import Link, Queues
 
 __all__ = ["Connections", "connect"]
 
@@ -23,13 +25,13 @@ class Connections:
     """This rank's ends: `channels` by the link between stages; `layouts`, between hosts, beside those whose messages
     vary: of evictions, and of forward links if shapes do.
 
-    `one_queue`: the devices of the pipeline take all work from one queue. `pulse` names a rank that is silent.
+    `queues`: of the pipeline's devices, which its order goes by. `pulse` names a rank that is silent.
     `line` says what the pipeline's links are, and take.
     """
 
     channels: Mapping[Link, Channel]
     layouts: Mapping[Link, Channel]
-    one_queue: bool = False
+    queues: Queues = "many"
     pulse: Pulse | None = None
     line: str = ""
 
@@ -57,13 +59,14 @@ def connect(
     links: Sequence[Link],
     backend: str,
     device: torch.device,
-    one_queue: bool = False,
     shapes_vary: bool = False,
+    synchronised: bool = False,
 ) -> Connections:
     """Open `links` of the pipeline whose stage s runs on global rank `ranks[s]`; all its ranks must call it alike.
 
     Large messages hold up small ones behind them, so every link has a group of its own. What an evicted micro-batch
     consists of is told over gloo on the host, beside the activations; so are shapes between stages that vary.
+    `synchronised`: this host waits for its device around compute.
     """
     rest_at_exit()
     timeout = job_timeout()
@@ -78,9 +81,13 @@ def connect(
 
     channels = opened(links, "", backend, device)
     layouts = opened(varying, " layout", "gloo", torch.device("cpu"))
+    # Nobody is missing now, but who has ended since.
+    telling = nullcontext() if pulse is None else pulse.opening(ranks[0], "what devices of the pipeline are like")
+    with telling:
+        queues = queues_of(ranks, device, synchronised)
     if pulse is not None:
         if device.type == "cuda":
             # Its host waits for nobody but for layouts: the rest is for NCCL's watchdog, which names a link.
             pulse.watch(rank for channel in channels.values() for rank in (channel.source, channel.target))
         pulse.start()
-    return Connections(channels, layouts, one_queue, pulse, links_line(links, device.type))
+    return Connections(channels, layouts, queues, pulse, links_line(links, device.type))

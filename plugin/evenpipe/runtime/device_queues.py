@@ -1,9 +1,11 @@
-"""How many queues the GPUs of a pipeline take work from, which is what the order of messages goes by."""
+"""What holds up the devices of a pipeline, which the order of its messages goes by."""
 
 from __future__ import annotations
 
 import os
-from typing import Final
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Final, get_args
 
 import torch
 import torch.distributed as dist
@@ -11,26 +13,33 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from evenpipe.runtime.timeout import job_timeout
+from evenpipe.schedule import Queues
 
-__all__ = ["one_queue"]
+__all__ = ["queues_of"]
 
-_CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+#: Settings by which a GPU or its host has what is enqueued wait for all that was enqueued before, on any stream.
+_SETTINGS: Final[tuple[tuple[str, Queues], ...]] = (
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "one"),
+    ("CUDA_LAUNCH_BLOCKING", "synchronised"),
+)
+_KINDS: Final[tuple[Queues, ...]] = get_args(Queues)
 
 
-def one_queue(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether, on a GPU of any rank, work that is enqueued waits for all that was enqueued before, on any stream.
+def queues_of(ranks: Sequence[int], device: torch.device, synchronised: bool = False) -> Queues:
+    """What holds up the devices of `ranks`, all of which call it alike.
 
-    All ranks of `group` (None: of the job) call it alike, and get the same answer, whatever their environments say.
-    They tell each other through the store in which they once found each other, as a collective would open one more
-    communicator. Raises DistStoreError when a rank has not called it within the job's timeout.
+    `synchronised`: this host waits for its device around compute, as some timers do. All get the same answer, the last
+    of `Queues` that holds for any, whatever their environments say. They tell each other through the store in which
+    they once found each other, as a collective would open one more communicator. Raises DistStoreError when one has
+    not called it within the job's timeout.
     """
-    if device.type != "cuda":
-        return False
-    ranks = dist.get_process_group_ranks(group)
-    root = PrefixStore(f"evenpipe/queues/{ranks[0]}-{len(ranks)}/", _get_default_store())
+    settings = _SETTINGS if device.type == "cuda" else ()
+    own: list[Queues] = [kind for setting, kind in settings if os.environ.get(setting) == "1"]
+    worst = max(map(_KINDS.index, [*own, "synchronised"] if synchronised else own), default=0)
+    root = PrefixStore(f"evenpipe/queues/{sha256(repr([*ranks]).encode()).hexdigest()}/", _get_default_store())
     store = PrefixStore(f"{root.add(f'asked/{dist.get_rank()}', 1)}/", root)
-    store.add("one", int(os.environ.get(_CONNECTIONS) == "1"))
+    store.add(str(worst), 1)
     if store.add("told", 1) == len(ranks):
-        store.set("found", str(store.add("one", 0)))
+        store.set("found", str(max(kind for kind in range(len(_KINDS)) if store.add(str(kind), 0))))
     store.wait(["found"], job_timeout())
-    return int(store.get("found")) > 0
+    return _KINDS[int(store.get("found"))]

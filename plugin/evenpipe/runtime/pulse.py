@@ -82,15 +82,15 @@ class Pulse:
         self._ended.set()
 
     @contextmanager
-    def opening(self, peer: int, link: str) -> Iterator[None]:
+    def opening(self, peer: int, what: str) -> Iterator[None]:
         """Before `start`, the same as `awaiting`: the host waits in the store, which then takes no beats from it."""
         self._store.set(str(self._rank), json.dumps(_Beat(math.inf, peer)))
-        with self.awaiting(peer, link):
+        with self.awaiting(peer, what):
             yield
 
     @contextmanager
-    def awaiting(self, peer: int, link: str) -> Iterator[None]:
-        """Inside, the host waits for `peer` at the other end of `link`. Raises SilentPeer when that has timed out."""
+    def awaiting(self, peer: int, what: str) -> Iterator[None]:
+        """Inside, the host waits for `what` of `peer`. Raises SilentPeer when that has timed out."""
         self._awaited[0] = peer
         try:
             yield
@@ -98,16 +98,16 @@ class Pulse:
             # It stays awaited: others are about to ask.
             if isinstance(error, SilentPeer) or not _has_timed_out(error):
                 raise
-            raise SilentPeer(self._line(peer, link)) from None
+            raise SilentPeer(self._line(peer, what)) from None
         self._awaited[0] = None
 
-    def _line(self, peer: int, link: str) -> str:
+    def _line(self, peer: int, what: str) -> str:
         found: list[str] = []
         asking = threading.Thread(target=lambda: found.append(self._found(peer)), daemon=True)
         asking.start()
         asking.join(_ANSWER_SECONDS)
         silent = found[0] if found else f"{self._name(peer)}, or the host that the ranks met on, does not answer"
-        return f"{silent}: {self._name(self._rank)} waited {self._seconds:g} s for link {link}: {_REMEDY}"
+        return f"{silent}: {self._name(self._rank)} waited {self._seconds:g} s for {what}: {_REMEDY}"
 
     def _found(self, peer: int) -> str:
         """Who is silent, where this rank waits for `peer`."""

@@ -13,6 +13,7 @@ from evenpipe.schedule.actions import Action
 from evenpipe.schedule.clock import TICKS, boundaries
 from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.kinds import ACCEPT, BACKWARD, EVICT, FORWARD, LOAD, RETURN, Kind
+from evenpipe.schedule.order import Queues
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.table import own_peak
 from evenpipe.schedule.topology import partner
@@ -28,10 +29,10 @@ class _Transfer(NamedTuple):
     used: int
 
 
-def balance(schedule: Schedule, bound: int, one_queue: bool = False) -> Schedule:
+def balance(schedule: Schedule, bound: int, queues: Queues = "many") -> Schedule:
     """The same compute orders with transfers added, so that no stage holds more than ``bound`` live units.
 
-    With ``one_queue``, a load that waits for its room holds up the compute behind it, so it starts after that. Works on
+    With one queue, a load that waits for its room holds up the compute behind it, so it starts after that. Works on
     any compute orders. Raises :class:`ScheduleError` if an evictor cannot get below the bound; whether every
     acceptor and the middle stage do, :func:`evenpipe.schedule.verify` decides.
     """
@@ -45,7 +46,7 @@ def balance(schedule: Schedule, bound: int, one_queue: bool = False) -> Schedule
         acceptor, row, ended = partner(evictor, stages), rows[evictor], ends[evictor].tolist()
         trades = [
             (slot, kind, row[used][1:3], ended[slot - 1] if slot else 0)
-            for slot, kind, used in _plan(row, ended, bound, evictor, early=not one_queue)
+            for slot, kind, used in _plan(row, ended, bound, evictor, early=queues != "one")
         ]
         rows[evictor] = _insert(row, [(slot, action_of(kind, *unit)) for slot, kind, unit, _ in trades])
         accepting = [

@@ -13,6 +13,7 @@ from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.known import find
 from evenpipe.schedule.lower import Program
 from evenpipe.schedule.needs import check_needs, needs_of
+from evenpipe.schedule.order import Queues
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.spec import Size, Spec
 from evenpipe.schedule.swaps import with_swaps
@@ -24,11 +25,11 @@ __all__ = ["Programs", "build", "choose"]
 
 @without_cycle_collector()
 def build(
-    spec: Spec | str, size: Size, bpipe: bool = False, one_queue: bool = False, swaps: Collection[int] = ()
+    spec: Spec | str, size: Size, bpipe: bool = False, queues: Queues = "many", swaps: Collection[int] = ()
 ) -> Program:
     """The verified program of a schedule, given or named, for p stages and m micro-batches.
 
-    ``one_queue``: see :class:`evenpipe.schedule.Program`. ``swaps``: the positions of the model's parts that swap
+    ``queues``: see :class:`evenpipe.schedule.Program`. ``swaps``: the positions of the model's parts that swap
     tensors to their hosts and back (:func:`evenpipe.schedule.with_swaps`).
 
     Raises :class:`ScheduleError` with one line that names the argument, for an unknown name, a size that cannot be, and
@@ -43,7 +44,7 @@ def build(
             raise ScheduleError(f"bpipe: the table of {spec.name} evicts {evicts}, and is run as it is: {remedy}")
         if swaps:
             raise ScheduleError(f"swaps: the table of {spec.name} is run as it is: leave swaps out")
-        return verify(spec.table, bpipe, one_queue)
+        return verify(spec.table, bpipe, queues)
     with _faults_of(spec):
         schedule = Schedule(
             spec.name,
@@ -67,12 +68,12 @@ def build(
         if size.stages < 2:
             raise ScheduleError("bpipe: one stage has no partner to evict to; use at least 2 stages")
         verify_actions(schedule)
-        schedule = balance(schedule, min(spec.balanced(size), schedule.bound), one_queue)
+        schedule = balance(schedule, min(spec.balanced(size), schedule.bound), queues)
     update_follows = spec.update_follows
     if update_follows is not None:
         schedule = with_updates(schedule, lambda batch: update_follows(size, batch))
     check_needs(spec, schedule)
-    return verify(with_swaps(schedule, swaps), bpipe, one_queue)
+    return verify(with_swaps(schedule, swaps), bpipe, queues)
 
 
 @contextmanager
@@ -115,27 +116,27 @@ def choose(text: str) -> Spec:
 class Programs:
     """What to carry out for each size: one schedule, with or without BPipe, built when it is first asked for.
 
-    ``one_queue``, ``swaps``: see :func:`build`.
+    ``queues``, ``swaps``: see :func:`build`.
     """
 
     def __init__(
-        self, spec: Spec | str, bpipe: bool = False, one_queue: bool = False, swaps: Collection[int] = ()
+        self, spec: Spec | str, bpipe: bool = False, queues: Queues = "many", swaps: Collection[int] = ()
     ) -> None:
         self.spec = find(spec) if isinstance(spec, str) else spec
         self.bpipe = bpipe
-        self.one_queue = one_queue
+        self.queues = queues
         self.swaps = swaps
         self._built: dict[Size, Program] = {}
 
-    def for_queues(self, one_queue: bool) -> Programs:
-        """The same, for devices with one queue or with many."""
-        return self if one_queue == self.one_queue else Programs(self.spec, self.bpipe, one_queue, self.swaps)
+    def for_queues(self, queues: Queues) -> Programs:
+        """The same, for devices of that kind."""
+        return self if queues == self.queues else Programs(self.spec, self.bpipe, queues, self.swaps)
 
     def __call__(self, size: Size) -> Program:
         """The verified program. Raises :class:`ScheduleError` as :func:`build` does."""
         if size not in self._built:
             chunked = self.spec.chunked if size.chunks > 1 else None
-            self._built[size] = build(chunked or self.spec, size, self.bpipe, self.one_queue, self.swaps)
+            self._built[size] = build(chunked or self.spec, size, self.bpipe, self.queues, self.swaps)
         return self._built[size]
 
     def keep(self, size: Size, program: Program) -> None:

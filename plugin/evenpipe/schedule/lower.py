@@ -12,7 +12,7 @@ from evenpipe.schedule.actions import Action
 from evenpipe.schedule.clock import Clock
 from evenpipe.schedule.kinds import COMPUTE, KINDS
 from evenpipe.schedule.lazy import PerStage
-from evenpipe.schedule.order import Order
+from evenpipe.schedule.order import Order, Queues
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.table import Column
 from evenpipe.schedule.topology import Gathering, Link, Message, links, transfer
@@ -47,13 +47,13 @@ class Step(NamedTuple):
 class Program:
     """What engines walk. ``pairs``: partner stages trade, here or in another size under the same settings.
 
-    ``one_queue``: what a stage is given passes one queue of its device (CUDA_DEVICE_MAX_CONNECTIONS=1).
-    ``clock``: what its order follows where times are known.
+    ``queues``: what holds up what a stage is given, which its order goes by. ``clock``: what the order follows where
+    times are known.
     """
 
     schedule: Schedule
     pairs: bool = False
-    one_queue: bool = False
+    queues: Queues = "many"
     clock: Clock | None = None
 
     @cached_property
@@ -64,7 +64,7 @@ class Program:
     @cached_property
     def order(self) -> Order:
         """Where between a stage's actions its ends of messages are."""
-        return Order(self.wiring, self.one_queue, self.clock)
+        return Order(self.wiring, self.queues, self.clock)
 
     @cached_property
     def steps(self) -> Sequence[tuple[Step, ...]]:
@@ -82,9 +82,9 @@ class Program:
         return links(self.schedule.places, self.pairs)
 
 
-def lower(schedule: Schedule, pairs: bool = False, one_queue: bool = False) -> Program:
+def lower(schedule: Schedule, pairs: bool = False, queues: Queues = "many") -> Program:
     """``schedule`` with its communication. :func:`evenpipe.schedule.build` does this, and has it verified."""
-    return Program(schedule, pairs or any(schedule.evictions), one_queue)
+    return Program(schedule, pairs or any(schedule.evictions), queues)
 
 
 def steps_of(program: Program, stage: int, gatherings: Column) -> tuple[Step, ...]:

@@ -10,12 +10,14 @@ comes before what awaits it. There is no circle, whatever is synchronised and wh
 Any such order is safe. This one costs next to nothing: it follows a clock, and a clock that is wrong costs time only. A
 message comes right after what makes it, so a receive is posted before the first action that ends later. Where all that
 a stage is given passes one queue, what is not there yet holds up what was given after it: then a message is put off
-until it just arrives in time, or until its sender is about to end what it computes next.
+until it just arrives in time, or until its sender is about to end what it computes next. Where hosts wait at compute
+for all that they have given, also for receives whose messages are still to be made, a message takes nothing by the
+clock: of two stages' computes that end at once, neither then has the other's message before it.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -24,7 +26,12 @@ from evenpipe.schedule.kinds import OWN_ENDS
 from evenpipe.schedule.table import Column, by_kind
 from evenpipe.schedule.wiring import Wiring
 
-__all__ = ["Event", "Order"]
+__all__ = ["Event", "Order", "Queues"]
+
+#: What holds up what a stage's host gives its device, beside the stream that it is for. many: nothing. one: all that
+#: was given before, which passes one queue (CUDA_DEVICE_MAX_CONNECTIONS=1). synchronised: the host, which waits at
+#: compute for all that it has given (timers, CUDA_LAUNCH_BLOCKING=1).
+Queues = Literal["many", "one", "synchronised"]
 
 #: In ticks. A message takes next to nothing, and not nothing: it arrives after all that ends as it is made. Where there
 #: are groups, it may take half a forward and be late by one (Ada-Grouper §4.4), and its receive has been posted.
@@ -61,16 +68,17 @@ class Order:
     for ever: the first of the first stage that has one; None where there is an order.
     """
 
-    def __init__(self, wiring: Wiring, one_queue: bool = False, clock: Clock | None = None) -> None:
+    def __init__(self, wiring: Wiring, queues: Queues = "many", clock: Clock | None = None) -> None:
         schedule, table = wiring.schedule, wiring.schedule.table
         self.wiring = wiring
         grouped = schedule.group_size > 1
-        if clock is None or (grouped and one_queue):  # there, what is put off just in time, by measured times is late
+        if clock is None or (grouped and queues == "one"):  # there, what is put off by measured times is late
             clock = Clock.assumed(schedule.stages)
         ticks = clock.ticks(schedule)
-        assumed = _OF_GROUPS if grouped and not one_queue else _MESSAGE
-        of_links = np.array([*(max(_MESSAGE, clock.messages.get(link, assumed)) for link in wiring.links), assumed])
-        self._message = np.where(wiring.computes, of_links[wiring.link_of], _MESSAGE)
+        least, known = (0, {}) if queues == "synchronised" else (_MESSAGE, clock.messages)
+        assumed = _OF_GROUPS if grouped and queues == "many" else least
+        of_links = np.array([*(max(least, known.get(link, assumed)) for link in wiring.links), assumed])
+        self._message = np.where(wiring.computes, of_links[wiring.link_of], least)
         self._walk = self._walked(ticks)
         waiting = np.flatnonzero(self._walk.reached < table.first[1:])
         self.stuck = int(self._walk.reached[waiting[0]]) if len(waiting) else None
@@ -82,7 +90,7 @@ class Order:
         taking = np.flatnonzero(wiring.remote & wiring.computes)
         self.messages = np.full(len(ticks), -1, np.int64)
         self.messages[taking] = self.places[wiring.senders[taking]]
-        if one_queue:
+        if queues == "one":
             self.messages[taking] = self._put_off(taking, (self._walk.ends - ticks - self._message)[taking])
         self.posted = np.full(len(ticks), -1, np.int64)
         self.posted[taking] = self._first_after(table.stage[taking], self.messages[taking])

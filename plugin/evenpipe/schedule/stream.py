@@ -16,6 +16,7 @@ from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.kinds import BACKWARD, COMPUTE, FINISHING, FORWARD, SWAP_OUT, UPDATE
 from evenpipe.schedule.lazy import PerStage
 from evenpipe.schedule.lower import Program, Step, steps_of
+from evenpipe.schedule.order import Queues
 from evenpipe.schedule.orders import alternate, units
 from evenpipe.schedule.spec import Size, Spec
 from evenpipe.schedule.table import Column, by_kind
@@ -41,7 +42,7 @@ class Stream:
         stages: int,
         micro_batches: int,
         bpipe: bool = False,
-        one_queue: bool = False,
+        queues: Queues = "many",
         swaps: Collection[int] = (),
     ) -> None:
         if spec.update_follows is None:
@@ -57,7 +58,7 @@ class Stream:
         stretch = self._first + 2 * longest + stages + 4
         # One long batch has the compute order of many short ones.
         flushing = replace(spec, update_follows=None)
-        self.program: Program = build(flushing, Size(stages, stretch), bpipe, one_queue, swaps)
+        self.program: Program = build(flushing, Size(stages, stretch), bpipe, queues, swaps)
         for stage in range(stages):
             self._check_order(stage)
         self._cells = PerStage(stages, self._checked_cells)

@@ -26,7 +26,7 @@ from evenpipe.schedule.kinds import (
     State,
 )
 from evenpipe.schedule.lower import Program, lower
-from evenpipe.schedule.order import Order
+from evenpipe.schedule.order import Order, Queues
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.table import Column, by_kind, following
 from evenpipe.schedule.topology import partner
@@ -61,7 +61,7 @@ class _Fault(Exception):
         self.mark = (stage, step)
 
 
-def verify(schedule: Schedule, pairs: bool = False, one_queue: bool = False) -> Program:
+def verify(schedule: Schedule, pairs: bool = False, queues: Queues = "many") -> Program:
     """``schedule``, lowered, if it is right; otherwise :class:`ScheduleError` with the offending step marked in a grid.
 
     Proves that (1) every stage forwards and then backwards every unit exactly once, (2) what was evicted or swapped
@@ -73,7 +73,7 @@ def verify(schedule: Schedule, pairs: bool = False, one_queue: bool = False) -> 
     _check_sizes(schedule)
     with _marked(schedule):
         _check_actions(schedule)
-        program = lower(schedule, pairs, one_queue)
+        program = lower(schedule, pairs, queues)
         _check_links(program.wiring)
         for stage, held in enumerate(schedule.residencies):
             if held.broken is not None:

@@ -28,6 +28,7 @@ from evenpipe.schedule import (
     Link,
     Message,
     Program,
+    Queues,
     Step,
 )
 from evenpipe.simulate.costs import Costs, SimulationError
@@ -66,6 +67,13 @@ class Environment(NamedTuple):
     one_queue: bool = False
     synchronised: Synchronised = "never"
     shared: bool = False
+
+    @property
+    def queues(self) -> Queues:
+        """What a program's order goes by here."""
+        if self.synchronised != "never":
+            return "synchronised"
+        return "one" if self.one_queue else "many"
 
     def stream(self, link: Link) -> object:
         """What names the stream of a link's ends, on both of its stages."""

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evenpipe.runtime.connections import connect
-from evenpipe.runtime.device_queues import one_queue
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
@@ -71,9 +70,8 @@ class Pipeline(ABC):
         held = (one for like in (*edges.taken, *edges.given) for one in like)
         self.device = device = next((one.device for one in (*self.parameters(), *held)), torch.device("cpu"))
         backend = "nccl" if device.type == "cuda" else "gloo"
-        queue = one_queue(group, device)
-        self.program = program = verify(schedule, program.pairs, queue)
-        connections = connect(ranks, program.links, backend, device, queue)
+        connections = connect(ranks, program.links, backend, device)
+        self.program = program = verify(schedule, program.pairs, connections.queues)
         streams = "stream" in needs_of(schedule)
         #: Both versions of the weights, where batches are not flushed.
         self.versions = WeightVersions(self.parameters()) if streams else None
