@@ -9,6 +9,8 @@ by chance. In percent of a batch, the mean over them, the least and the most:
     shared     one communicator for both directions between two stages, instead of one each; above 0 is a cost
     even       the same where stages are even
     other      the order for one queue where there are many, and (at one) the order for many where there is one
+    timed      hosts wait for their devices before and after every forward and backward, as timers have them do: in the
+               order for that, and (by many) in the order for many queues, against none of that
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ SCHEDULES: Final[tuple[tuple[str, dict[str, int]], ...]] = (
 )
 MESSAGES: Final = (0.1, 0.5)  # of a forward of a chunk
 BY_CHANCE: Final = 4
-COLUMNS: Final = ("measured", "one queue", "shared", "even", "other", "other at one")
+COLUMNS: Final = ("measured", "one queue", "shared", "even", "other", "other at one", "timed", "timed by many")
 
 
 def pipelines(stages: int) -> Iterator[tuple[str, Program, Program]]:
@@ -73,6 +75,7 @@ def measured(program: Program, taken: Costs) -> Program:
 def differences(many: Program, one: Program, other: tuple[Program, Program], taken: Costs) -> list[float]:
     """In percent, in the order of `COLUMNS`; "even" is "shared"."""
     plain, queue, shared = Environment(), Environment(one_queue=True), Environment(shared=True)
+    timed = Environment(synchronised="timers")
     of_many, of_one = (run_on_devices(program, taken, where) for program, where in ((many, plain), (one, queue)))
 
     def percent(program: Program, where: Environment) -> float:
@@ -80,7 +83,9 @@ def differences(many: Program, one: Program, other: tuple[Program, Program], tak
 
     shares = percent(many, shared)
     known = percent(measured(many, taken), plain), percent(measured(one, taken), queue)
-    return [*known, shares, shares, percent(other[0], plain), percent(other[1], queue)]
+    for_timers = lower(many.schedule, many.pairs, timed.queues)
+    waits = percent(for_timers, timed), percent(many, timed)
+    return [*known, shares, shares, percent(other[0], plain), percent(other[1], queue), *waits]
 
 
 def entry(name: str, many: Program, one: Program, message: float) -> dict[str, Any]:
