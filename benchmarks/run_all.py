@@ -49,6 +49,7 @@ T5: Final = ("--model", "t5-v1.1-large", "--stages", "8", "--micro-batch-size", 
 SMALL: Final = ("--cases", "4x4", "8x8", "--repeats", "3", "--batches", "6")
 JOBS: Final = (
     Job("demo", 0.5, (*EVENPIPE, "demo"), "demo.png", result=False),
+    Job("page", 0.2, script("page_picture"), "report.png", result=False),  # of the page that the demo has written
     Job(
         "partition",
         0.5,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Error, sync_playwright
+from playwright.sync_api import Browser
 
+from benchmarks.browser import NoBrowser, chromium
 from evenpipe.cli.main import main
 
 #: A folder and a file in it, which end up in the settings.
@@ -30,16 +31,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """Playwright's Chromium, or the machine's own."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    with sync_playwright() as playwright:
-        installed = playwright.chromium.executable_path
-        executable = installed if Path(installed).exists() else next(filter(None, map(shutil.which, names)), None)
-        if executable is None:
-            pytest.skip("no Chromium here: `playwright install chromium`, or the system's package of that name")
+    """The machine's, if it has one."""
+    with ExitStack() as stack:
         try:
-            browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        except Error as error:
-            pytest.skip(f"{executable} does not start: {str(error).splitlines()[0]}")
+            browser = stack.enter_context(chromium())
+        except NoBrowser as error:
+            pytest.skip(str(error))
         yield browser
-        browser.close()
