@@ -19,10 +19,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from evenpipe.runtime import executor as executor_module
 from evenpipe.runtime.channel import Channel, Transfer
 from evenpipe.runtime.connections import Connections, connect
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.figures import StageFigures, per_stage
+from evenpipe.runtime.flow import Flow
 from evenpipe.runtime.gather import gather
 from evenpipe.runtime.parcel import SMALL_BYTES
 from evenpipe.runtime.stage import Edges, ModuleStage
@@ -163,6 +165,30 @@ def slowed(connections: Connections, kinds: Sequence[str], ms: float, slept_ms: 
     return replace(connections, channels=channels)
 
 
+def bytes_there(flow: Flow) -> int:
+    """What a stage's memory has of micro-batches: what is saved, and what leaves or comes, each storage once."""
+    store, known = flow.resources.store, {}
+    saved = (one for known_as in store._owners.values() if (one := known_as()) is not None)
+    storages = [one.storage for one in saved if one.storage is not None]
+    storages += [tensor.untyped_storage() for one in store._recordings.values() for tensor in one.message]
+    moving = [flow.under_way[message] for message in flow.actions]
+    moving += [one.transfer for departed in flow.followed.values() for one in departed]
+    storages += [tensor.untyped_storage() for transfer in moving for tensor in transfer._tensors]
+    for storage in storages:
+        known[storage.data_ptr()] = storage.nbytes()
+    return sum(known.values())
+
+
+class WatchedFlow(Flow):
+    """Notes the most that its memory has had when a load had begun."""
+
+    most = 0
+
+    def load(self, message, unit) -> None:  # type: ignore[no-untyped-def]
+        super().load(message, unit)
+        WatchedFlow.most = max(WatchedFlow.most, bytes_there(self))
+
+
 def gradients(module: torch.nn.Module) -> list[str]:
     return [parameter.grad.numpy().tobytes().hex() for parameter in module.parameters()]
 
@@ -205,6 +231,7 @@ def carry_out(case: dict, rank: int) -> dict:
         executor.measure = measure
         slept_ms.clear()
         operations.clear()
+        WatchedFlow.most = 0
         remarks.lines.clear()
         start = time.monotonic()
         loss_chunk = last.chunk if rank == last.stage else None
@@ -217,6 +244,7 @@ def carry_out(case: dict, rank: int) -> dict:
                 "losses": [stage.losses[i].item().hex() for i in sorted(stage.losses)],
                 "gradients": [gradients(module) for module in modules],
                 "memory": asdict(memory),
+                "bytes_there": WatchedFlow.most,
                 "ms": (time.monotonic() - start) * 1e3,
                 "exposed_ms": executor.exposed.total_ms(),
                 "slept_ms": sum(slept_ms),
@@ -239,6 +267,7 @@ def maxima(rank: int) -> list[StageFigures]:
 
 def work(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    executor_module.Flow = WatchedFlow  # type: ignore[misc]
     store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     results = {}

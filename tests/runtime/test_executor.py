@@ -137,6 +137,14 @@ def test_as_many_micro_batches_are_live_as_the_schedule_says(name, outcomes):
             assert (batch["memory"]["evicted_bytes"] > 0) == (schedule.evictions[stage] > 0)
 
 
+@pytest.mark.parametrize("name", [*ROUTED, WIDE, "1f1b p=8 m=20 v=1 bpipe"])
+def test_what_is_in_memory_beside_loads_is_what_is_counted(name, outcomes):
+    """Also where sizes differ, and what leaves makes no room for what comes until it has left."""
+    for batches in batches_of(outcomes, name):
+        assert all(batch["bytes_there"] <= batch["memory"]["peak_bytes"] for batch in batches)
+    assert any(batch["bytes_there"] for batch in batches_of(outcomes, name)[0])
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_stays_behind(name, outcomes):
     for batches in batches_of(outcomes, name):

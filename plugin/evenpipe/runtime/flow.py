@@ -167,11 +167,15 @@ class Flow:
         self.send(message, tensors)
 
     def load(self, message: Message, unit: Unit) -> None:
-        vacated: list[UntypedStorage] = []
-        for one in self.followed[message]:
-            vacated += one.vacated
+        followed, store = self.followed[message], self.resources.store
+        vacated = [storage for one in followed for storage in one.vacated]
+        for one in followed:
             one.vacated.clear()  # what the load leaves is free with the transfer
-        self.receive(message, self.resources.store.refill(unit, vacated))
+        if not store.fits(unit, vacated):  # new memory beside what still leaves would be beyond the bound
+            vacated.clear()
+            for one in followed:
+                self.wait(one.transfer)
+        self.receive(message, store.refill(unit, vacated))
 
     def accept(self, message: Message, unit: Unit) -> None:
         sizes = self.layouts[message.link].next()
@@ -202,10 +206,7 @@ class Flow:
         if action is None:
             transfer.wait()
             return
-        if self.resources.measure:
-            self.resources.exposed.wait(transfer)
-        else:
-            transfer.wait()
+        self.wait(transfer)
         for one in self.followed.pop(message, ()):
             one.transfer.wait()
             self.resources.observer.ended(one.action)
@@ -215,6 +216,13 @@ class Flow:
                 self.keeper.swap_in(action.unit)
         self.let_go(action)
         self.resources.observer.ended(action)
+
+    def wait(self, transfer: Transfer) -> None:
+        """Wait for what is moved between partners; the time counts where it is measured."""
+        if self.resources.measure:
+            self.resources.exposed.wait(transfer)
+        else:
+            transfer.wait()
 
     def break_off(self, owed: Iterable[Step]) -> None:
         """Take part in what partners have started, see everything through, and let go of it."""

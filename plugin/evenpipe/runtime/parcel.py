@@ -8,7 +8,7 @@ from torch import Tensor, UntypedStorage
 
 from evenpipe.runtime.saved import SavedStorage, bytes_of
 
-__all__ = ["PIECE_BYTES", "SMALL_BYTES", "grouped", "memory_for", "packed", "unpack"]
+__all__ = ["PIECE_BYTES", "SMALL_BYTES", "grouped", "memory_for", "packed", "taken", "unpack"]
 
 # What CUDA's caching allocator keeps apart as small (kSmallSize): what packing frees is for small storages again. A
 # network card of 25 GB/s takes 40 µs for as much, several times what it costs to start an operation.
@@ -38,13 +38,19 @@ def packed(group: Sequence[SavedStorage]) -> Tensor:
     return views[0] if len(views) == 1 else torch.cat(views)
 
 
-def memory_for(group: Sequence[SavedStorage], vacated: list[UntypedStorage]) -> Tensor:
-    """Room for a group as `packed`: memory of that size out of what was `vacated`, or else new; contents undefined."""
+def taken(group: Sequence[SavedStorage], vacated: list[UntypedStorage]) -> Tensor | None:
+    """Memory of a group's size as `packed`, taken out of what was `vacated`; None where there is none."""
     nbytes, device = _nbytes(group), group[0].device
     for at, storage in enumerate(vacated):
         if storage.nbytes() == nbytes and storage.device == device:
             return bytes_of(vacated.pop(at))
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return None
+
+
+def memory_for(group: Sequence[SavedStorage], vacated: list[UntypedStorage]) -> Tensor:
+    """Room for a group as `packed`: what is `taken`, or else new; contents undefined."""
+    room = taken(group, vacated)
+    return torch.empty(_nbytes(group), dtype=torch.uint8, device=group[0].device) if room is None else room
 
 
 def unpack(tensor: Tensor, group: Sequence[SavedStorage]) -> None:

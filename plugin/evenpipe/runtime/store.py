@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from evenpipe.runtime.counters import MemoryCounter
-from evenpipe.runtime.parcel import grouped, memory_for, packed, unpack
+from evenpipe.runtime.parcel import grouped, memory_for, packed, taken, unpack
 from evenpipe.runtime.saved import Geometry, Recording, SavedStorage, SavedTensor
 
 __all__ = ["ActivationStore", "Recorder"]
@@ -146,6 +146,14 @@ class ActivationStore:
         recording.away = True
         self.counter.add_own_units(-1)
         return vacated
+
+    def fits(self, key: Hashable, vacated: Iterable[torch.UntypedStorage]) -> bool:
+        """Whether all that `refill` would need is among what has been `vacated`, or nothing has been."""
+        recording = self._recordings.get(key)
+        room = list(vacated)
+        if recording is None or not recording.away or not room:
+            return True
+        return all(taken(group, room) is not None for group in recording.groups)
 
     def refill(self, key: Hashable, vacated: Iterable[torch.UntypedStorage] = ()) -> list[Tensor]:
         """Find memory to receive what `ship` made into: uint8 tensors of the same number and sizes.
