@@ -175,14 +175,18 @@ class Channel:
 def unrecorded(tensor: Tensor) -> Tensor:
     """All bytes of a contiguous `tensor`, as an alias that keeps them, and that torch's allocator knows nothing of.
 
-    `ProcessGroupNCCL::pointToPoint` has the caching allocator record its stream on what it moves (releases differ, and
-    TORCH_NCCL_AVOID_RECORD_STREAMS does not cover it everywhere). Recorded memory that has been freed can be used again
-    only when the host has seen an event of that stream, and the host runs ahead: memory would come back late.
-    `recordStream` passes by what another deleter than the allocator's frees (CUDACachingAllocator.cpp:
-    `ptr.get_deleter() != &local_raw_delete`), as DLPack's does. Nothing is lost by it: a Transfer keeps the alias until
-    its stream has been told to wait, so the memory is free no earlier, for work that comes later on that stream.
+    `ProcessGroupNCCL::pointToPoint` has the caching allocator record its stream on what it moves: in 2.6 whatever
+    TORCH_NCCL_AVOID_RECORD_STREAMS says (pytorch #132292), and still after collectives have ceased to (#148590, which
+    stash what they move instead). Recorded memory that has been freed can be used again only when the host has seen an
+    event of that stream, and the host runs ahead: memory would come back late. `recordStream` passes by what another
+    deleter than the allocator's frees (CUDACachingAllocator.cpp: `ptr.get_deleter() != &local_raw_delete`), as DLPack's
+    does. Nothing is lost by it, whether a release records or not: a Transfer keeps the alias until its stream has been
+    told to wait, so the memory is free no earlier, for work that comes later on that stream.
     """
-    alias: Tensor = dlpack.from_dlpack(torch._C._to_dlpack(tensor.view(-1).view(torch.uint8)))
+    memory = tensor.view(-1).view(torch.uint8)
+    if tensor.is_cuda and torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+        return memory  # asserts that it knows what is recorded (CUDAMallocAsyncAllocator.cpp: "ptr not found")
+    alias: Tensor = dlpack.from_dlpack(torch._C._to_dlpack(memory))
     return alias
 
 
