@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import Final
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from .gpus import usable, why_none
 from .parts import PARTS, ROOT, carry_out
 from .report import document, place_table, table
 
@@ -31,10 +31,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="the most that all parts take together")
     parser.add_argument("--into", type=Path, default=ROOT / "docs", help="folder of gpu.json and gpu.md")
     arguments = parser.parse_args()
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus, warned = usable()
     place = arguments.place or ("nccl" if gpus > 1 else "shared")
     if place != "cpu" and not gpus:
-        sys.exit(f"make gpu: torch {torch.__version__} finds no GPU here: nothing was measured, and nothing written")
+        sys.exit(f"make gpu: {why_none(warned)}. Nothing was measured, and nothing written")
     if place == "cpu" and arguments.into == ROOT / "docs":
         sys.exit("--place cpu: says nothing of GPUs, and must not be written into docs: name another folder by --into")
     ranks = 2 if place == "nccl" and gpus < _STAGES else _STAGES

@@ -14,7 +14,7 @@ import torch
 
 from .parts import ROOT
 
-__all__ = ["document", "place_table", "table"]
+__all__ = ["document", "place_table", "said", "table"]
 
 _BEGIN, _END = "<!-- what `make gpu` found -->", "<!-- end of what `make gpu` found -->"
 _PLACES: Final = {
@@ -30,12 +30,12 @@ def document(place: str, seconds: float, parts: Sequence[dict[str, Any]]) -> dic
     return {
         "format": "evenpipe.gpu/1",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _said("git", "rev-parse", "HEAD"),
-        "files_changed_since": bool(_said("git", "status", "--porcelain")),
+        "commit": said("git", "rev-parse", "HEAD"),
+        "files_changed_since": bool(said("git", "status", "--porcelain")),
         "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())] if found else [],
         "gpu_memory_mib": torch.cuda.get_device_properties(0).total_memory / 2**20 if found else None,
         "versions": {
-            "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
+            "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
             "CUDA": torch.version.cuda,
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if found else None,
             "torch": torch.__version__,
@@ -98,7 +98,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _said(*command: str) -> str | None:
+def said(*command: str) -> str | None:
     """What a command prints, if there is one and it succeeds."""
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -4,11 +4,16 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+
+from benchmarks.gpu import gpus
 
 ROOT = Path(__file__).parents[2]
+IN_TURN, CONTROL = "torch.cuda.synchronize around every action", "receives posted ahead, which must hang"
 PAGE = "before\n<!-- what `make gpu` found -->\nold\n<!-- end of what `make gpu` found -->\nafter\n"
 
 
@@ -40,6 +45,39 @@ def test_without_a_gpu_it_says_so_in_one_line():
     assert "finds no GPU here" in finished.stderr
 
 
+def test_a_torch_that_does_not_fit_the_driver_is_not_taken_for_no_gpu(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 470.57.02\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    line = gpus.why_none("")
+    assert "though there is one with driver 470.57.02: this torch is built without CUDA: install a build" in line
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "it does not serve this torch, which is built for CUDA 13.0: update the driver" in gpus.why_none("")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus.why_none("").endswith("CUDA_VISIBLE_DEVICES='' may hide it: unset it")
+
+
+def test_what_torch_says_of_the_driver_is_told(monkeypatch):
+    def too_old():
+        warnings.warn(
+            "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040). Please update "
+            "your GPU driver (Triggered internally at CUDAFunctions.cpp:109.)",
+            stacklevel=2,
+        )
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", too_old)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    count, warned = gpus.usable()
+    assert (count, warned) == (0, "The NVIDIA driver on your system is too old (found version 11040)")
+    line = gpus.why_none(warned)
+    assert f"CUDA 13.0 ({warned}): update the driver, or install a torch built for" in line
+    assert "\n" not in line
+
+
 def test_what_runs_on_the_cpu_is_not_written_into_the_docs():
     finished = run("--place", "cpu")
     assert finished.returncode == 1
@@ -48,11 +86,11 @@ def test_what_runs_on_the_cpu_is_not_written_into_the_docs():
 
 @pytest.mark.long
 def test_a_part_that_fails_is_recorded_and_the_others_go_on(tmp_path):
-    parts, page = measured(tmp_path, "--only", "links", "device", GLOO_SOCKET_IFNAME="no-such-interface")
-    assert parts["links"]["status"] == "failed"
-    assert "no-such-interface" in parts["links"]["why"]
-    assert parts["device"]["status"] == "measured"
-    rows = parts["device"]["rows"]
+    found, page = measured(tmp_path, "--only", "links", "device", GLOO_SOCKET_IFNAME="no-such-interface")
+    assert found["links"]["status"] == "failed"
+    assert "no-such-interface" in found["links"]["why"]
+    assert found["device"]["status"] == "measured"
+    rows = found["device"]["rows"]
     assert len(rows) > 5
     assert all(row["unit"] and row["value"] > 0 for row in rows)
     assert page.startswith("before\n")
@@ -63,27 +101,27 @@ def test_a_part_that_fails_is_recorded_and_the_others_go_on(tmp_path):
 
 @pytest.mark.long
 def test_what_there_is_no_time_for_is_told(tmp_path):
-    parts, page = measured(tmp_path, "--only", "device", "links", "--seconds", "1.5")
-    assert parts["links"]["status"] == "failed"
-    assert parts["links"]["why"].startswith("not done after ")
-    assert (parts["device"]["status"], parts["device"]["why"]) == ("skipped", "no time was left")
+    found, page = measured(tmp_path, "--only", "device", "links", "--seconds", "1.5")
+    assert found["links"]["status"] == "failed"
+    assert found["links"]["why"].startswith("not done after ")
+    assert (found["device"]["status"], found["device"]["why"]) == ("skipped", "no time was left")
     assert "skipped: no time was left" in page
 
 
 @pytest.mark.long
 def test_synchronised_stages_end_but_with_receives_posted_ahead(tmp_path):
     """On the CPU a synchronisation waits for the streams of all links, as on a GPU."""
-    around, control = "torch.cuda.synchronize around every action", "receives posted ahead, which must hang"
-    parts, page = measured(tmp_path, "--only", around, control)
-    assert [row["value"] for row in parts[around]["rows"]] == ["ended"] * 6
-    assert [row["value"] for row in parts[control]["rows"]] == ["HUNG: nothing for 20 s"]
+    found, page = measured(tmp_path, "--only", IN_TURN, CONTROL)
+    assert [row["value"] for row in found[IN_TURN]["rows"]] == ["ended"] * 6
+    assert [row["value"] for row in found[CONTROL]["rows"]] == ["HUNG: nothing for 20 s"]
+    assert {"1f1b with BPipe", "2F2B with BPipe"} <= {row["what"] for row in found[IN_TURN]["rows"]}
     assert "1f1b with BPipe" in page
 
 
 @pytest.mark.long
 def test_every_schedule_of_plain_torch_is_compared_bit_for_bit(tmp_path):
-    parts, _ = measured(tmp_path, "--only", "bit-identity")
-    rows = parts["bit-identity"]["rows"]
+    found, _ = measured(tmp_path, "--only", "bit-identity")
+    rows = found["bit-identity"]["rows"]
     values = {row["what"]: row["value"] for row in rows}
     for precision in ("fp32", "bf16"):
         for alone in ("one stage", "2bw"):
@@ -91,4 +129,4 @@ def test_every_schedule_of_plain_torch_is_compared_bit_for_bit(tmp_path):
         assert values.pop(f"2bw with BPipe, {precision}") == "the bits of 2bw"
     assert set(values.values()) == {"the bits of one stage"}
     assert {"1f1b with BPipe, bf16", "kfkb, fp32", "interleaved, bf16", "v-half, fp32"} <= set(values)
-    assert any("2bw" in left["unchecked"] for left in parts["bit-identity"]["unchecked"])
+    assert any("2bw" in left["unchecked"] for left in found["bit-identity"]["unchecked"])
