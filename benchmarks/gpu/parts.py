@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from .rank import UNDER_WAY
+from .rank import ENDED, UNDER_WAY
 
 __all__ = ["PARTS", "ROOT", "Part", "carry_out"]
 
@@ -35,6 +35,8 @@ class Part(NamedTuple):
     needs: str = ""
     #: Whether it does is to be found out: it may take `seconds` for each row.
     may_hang: bool = False
+    #: The control of those: what ended in them says something only if this does not end.
+    must_hang: bool = False
 
 
 def _synchronised(name: str, argument: str, *environment: tuple[str, str]) -> Part:
@@ -50,7 +52,7 @@ PARTS: Final = (
     _synchronised("the same with CUDA_LAUNCH_BLOCKING", "device", ("CUDA_LAUNCH_BLOCKING", "1")),
     _synchronised("one hardware queue alone", "nothing", ("CUDA_DEVICE_MAX_CONNECTIONS", "1")),
     _synchronised("retries of the caching allocator", "allocator"),
-    _synchronised("receives posted ahead, which must hang", "posted-ahead")._replace(seconds=20),
+    _synchronised("receives posted ahead, which must hang", "posted-ahead")._replace(seconds=20, must_hang=True),
     Part("BPipe", "bpipe", "module", 60),
     Part("BPipe in Megatron", "bpipe", "evenpipe", 90, needs="megatron"),
     Part("links", "links", "", 30),
@@ -70,24 +72,34 @@ def carry_out(part: Part, place: str, ranks: int, limit: float, show: Callable[[
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="evenpipe-gpu-") as name:
         folder = Path(name)
-        statuses, written = _run(part, place, 1 if part.alone else ranks, limit, folder, show)
-        status, word, why = "measured", "", None
+        ranks = 1 if part.alone else ranks
+        statuses, written = _run(part, place, ranks, limit, folder, show)
+        rows = _rows(written, ranks)
+        # What takes long before the first action is no hang.
+        in_an_action = UNDER_WAY in [row["value"] for row in rows]
+        status, word, why = "measured", "not ended", None
         if any(statuses):
             failed = next(rank for rank, ended in enumerate(statuses) if ended)
             lines = (folder / f"rank-{failed}.log").read_text(errors="replace").strip().splitlines() or ["no word"]
             show("\n".join(lines[-15:]))
             why = f"rank {failed} ended with {statuses[failed]}: {lines[-1].strip()}"
             status, word = "failed", "failed"
-        elif None in statuses and part.may_hang and _in_an_action(written) and time.monotonic() - began < limit:
+        elif None in statuses and part.may_hang and in_an_action and time.monotonic() - began < limit:
             word = f"HUNG: nothing for {part.seconds:.0f} s"
         elif None in statuses:
             why = f"not done after {time.monotonic() - began:.0f} s"
             status, word = "failed", "not done"
-    rows = {row["what"]: row for row in written if "what" in row}
-    for row in rows.values():
+        elif part.must_hang:
+            why = "it ended, but had to hang: that others ended proves nothing"
+            status, rows = "failed", [{**row, "value": "ENDED"} for row in rows]
+    for row in rows:
         row["value"] = word if row["value"] == UNDER_WAY else row["value"]
     unchecked = [row for row in written if "unchecked" in row]
-    return _entry(part, status, why, time.monotonic() - began, [*rows.values()], unchecked)
+    come_to = {row["what"] for row in rows} | {row["unchecked"] for row in unchecked}
+    missed = [case for row in written for case in row.get("expected", ()) if case not in come_to]
+    reason = f"not reached: {why or 'one before it hung'}"
+    unchecked += [{"unchecked": case, "why": reason} for case in missed]
+    return _entry(part, status, why, time.monotonic() - began, rows, unchecked)
 
 
 def _entry(
@@ -113,7 +125,7 @@ def _run(
         processes += [_start(part, place, rank, ranks, folder) for rank in range(ranks)]
         while True:
             statuses, written = [process.poll() for process in processes], _written(folder)
-            for line in map(_told, written):
+            for line in map(_told, [*_rows(written, ranks), *(row for row in written if "unchecked" in row)]):
                 if line not in told:
                     told.add(line)
                     show(line)
@@ -143,15 +155,23 @@ def _start(part: Part, place: str, rank: int, count: int, folder: Path) -> subpr
 
 
 def _written(folder: Path) -> list[dict[str, Any]]:
-    """All whole lines that the ranks have written."""
-    texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("rows-*.jsonl"))]
-    return [json.loads(line) for text in texts for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    """All whole lines that the ranks have written; of a row also the file that it is from."""
+    texts = [(path.name, path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rows-*.jsonl"))]
+    lines = [(name, line) for name, text in texts for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [{**row, "from": name} if "what" in row else row for name, line in lines for row in [json.loads(line)]]
 
 
-def _in_an_action(written: Sequence[dict[str, Any]]) -> bool:
-    """Whether a case has come to its first action and not to its end: what takes long before is no hang."""
-    last = {row["what"]: row["value"] for row in written if "what" in row}
-    return UNDER_WAY in last.values()
+def _rows(written: Sequence[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
+    """What is said last of each case: that it is under way, as long as it is on any rank, or not all have ended it."""
+    of_cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in written:
+        if "what" in row:
+            of_cases.setdefault(row["what"], {})[row["from"]] = {key: row[key] for key in row if key != "from"}
+    for of_ranks in of_cases.values():
+        values = [row["value"] for row in of_ranks.values()]
+        if UNDER_WAY in values or 0 < values.count(ENDED) < ranks:
+            next(iter(of_ranks.values()))["value"] = UNDER_WAY
+    return [next(iter(of_ranks.values())) for of_ranks in of_cases.values()]
 
 
 def _told(row: dict[str, Any]) -> str:

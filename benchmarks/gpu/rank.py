@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
@@ -23,9 +23,10 @@ from torch._C._distributed_c10d import PrefixStore
 
 from .staged import stage_messages
 
-__all__ = ["UNDER_WAY", "Rank"]
+__all__ = ["ENDED", "UNDER_WAY", "Rank"]
 
 UNDER_WAY: Final = "under way"
+ENDED: Final = "ended"  # said of a case by each of its ranks
 _TIMEOUT: Final = timedelta(minutes=2)
 _T = TypeVar("_T")
 
@@ -69,6 +70,11 @@ class Rank:
         """Say, once for all ranks, what is not looked at."""
         if self.number == 0:
             self._write({"unchecked": what, "why": why})
+
+    def expect(self, cases: Iterable[str]) -> None:
+        """Say beforehand what there will be rows of, so that what a part does not come to can be named."""
+        if self.number == 0:
+            self._write({"expected": [*cases]})
 
     def _write(self, entry: dict[str, object]) -> None:
         with open(self._folder / f"rows-{self.number}.jsonl", "a", encoding="utf-8") as file:

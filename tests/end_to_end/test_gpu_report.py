@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import gpus
+from benchmarks.gpu import gpus, parts, report
 
 ROOT = Path(__file__).parents[2]
 IN_TURN, CONTROL = "torch.cuda.synchronize around every action", "receives posted ahead, which must hang"
@@ -36,6 +36,63 @@ def measured(folder, *arguments, **environment):
     found = json.loads((folder / "gpu.json").read_text())
     assert found["format"] == "evenpipe.gpu/1"
     return {part["part"]: part for part in found["parts"]}, (folder / "gpu.md").read_text()
+
+
+def case(what, value):
+    return {"what": what, "value": value}
+
+
+def written_by(monkeypatch, name, *ranks, seconds=1.5):
+    """The entry of a part, and the table with it, whose ranks write these rows and end, or hang if the last is None."""
+    part = next(part for part in parts.PARTS if part.name == name)._replace(seconds=seconds, needs="")
+
+    def start(part, place, rank, count, folder):
+        lines = [json.dumps(row) + "\n" for row in ranks[rank] if row is not None]
+        (folder / f"rows-{rank}.jsonl").write_text("".join(lines))
+        return subprocess.Popen(["sleep", "60" if ranks[rank][-1] is None else "0"], start_new_session=True)
+
+    monkeypatch.setattr(parts, "_start", start)
+    shown = []
+    entry = parts.carry_out(part, "nccl", len(ranks), 100, shown.append)
+    return entry, report.table(report.document("nccl", 1, [entry])), shown
+
+
+@pytest.mark.parametrize("hanging", [0, 1])
+def test_one_ranks_end_does_not_hide_that_another_hangs(monkeypatch, hanging):
+    first = [case("1f1b", "under way"), case("1f1b", "ended")]
+    ranks = [[*first, case("2bw", "under way"), case("2bw", "ended"), None] for _ in range(2)]
+    ranks[hanging][3] = None
+    expected = {"expected": ["1f1b", "2bw", "gpipe"]}
+    entry, table, shown = written_by(monkeypatch, IN_TURN, [expected, *ranks[0]], ranks[1])
+    assert entry["rows"] == [case("1f1b", "ended"), case("2bw", "HUNG: nothing for 2 s")]
+    assert entry["unchecked"] == [{"unchecked": "gpipe", "why": "not reached: one before it hung"}]
+    assert "- gpipe: not reached: one before it hung" in table
+    assert not any(line.startswith("2bw: ended") for line in shown)
+
+
+def test_a_case_that_a_rank_has_not_begun_has_not_ended(monkeypatch):
+    entry, *_ = written_by(monkeypatch, IN_TURN, [case("1f1b", "under way"), case("1f1b", "ended")], [None])
+    assert entry["rows"] == [case("1f1b", "HUNG: nothing for 2 s")]
+
+
+def test_a_control_that_ends_has_failed(monkeypatch):
+    entry, table, _ = written_by(monkeypatch, CONTROL, *[[case("1f1b", "under way"), case("1f1b", "ended")]] * 2)
+    assert (entry["status"], entry["rows"]) == ("failed", [case("1f1b", "ENDED")])
+    assert f"| {CONTROL} | 1f1b | ENDED | |" in table.replace("|  |", "| |")
+    assert f"| {CONTROL} | | failed: it ended, but had to hang" in table
+    entry, *_ = written_by(monkeypatch, CONTROL, *[[case("1f1b", "under way"), None]] * 2)
+    assert (entry["status"], entry["rows"]) == ("measured", [case("1f1b", "HUNG: nothing for 2 s")])
+
+
+def test_of_a_part_whose_time_ends_rows_are_kept_and_what_is_left_is_named(monkeypatch):
+    begun = [{"expected": ["a", "b", "c", "d"]}, case("a", "the bits"), case("b", "under way")]
+    left = {"unchecked": "d", "why": "there is none"}
+    entry, table, _ = written_by(monkeypatch, "bit-identity", [*begun, left, None], [None])
+    assert entry["status"] == "failed"
+    assert entry["why"].startswith("not done after ")
+    assert entry["rows"] == [case("a", "the bits"), case("b", "not done")]
+    assert entry["unchecked"] == [left, {"unchecked": "c", "why": f"not reached: {entry['why']}"}]
+    assert f"- c: not reached: {entry['why']} (bit-identity)" in table
 
 
 def test_without_a_gpu_it_says_so_in_one_line():
