@@ -1,5 +1,7 @@
 """What the stages of 1F1B hold in steady state as the allocator counts it, with BPipe and without, and what that costs.
 
+Of two stages BPipe has nothing to evict under 1F1B: there they are those of kFkB, with a k that leaves it something.
+
 The argument is the engine. Saved activations are predicted by the simulator from what one micro-batch saves; active
 memory, for "module" by that and what stays from batch to batch, for "evenpipe" by the planner from the options alone.
 All leave out what an operation takes only while it runs. Of time the prediction is that transfers are hidden.
@@ -23,7 +25,7 @@ from evenpipe.train.predict import predict
 from evenpipe.train.profile import stage_memory
 
 from .rank import Rank
-from .training import train
+from .training import evicting_group, options_of, train
 
 __all__ = ["run"]
 
@@ -37,13 +39,16 @@ _STEADY: Final = 2  # batches after which nothing new is needed
 
 def run(rank: Rank, engine: str) -> None:
     engine_module(engine).prepare(rank.device)
+    given: dict[str, Any] = {**rank.pick(*_SIZES), "engine": engine, "layers": 8, "precision": "bf16"}
+    given |= {"micro_batches": 8, "stages": rank.ranks}
+    name = "1f1b"
+    if options_of(rank, "1f1b with BPipe", **given, bpipe=True) is None:
+        k = evicting_group(rank.ranks)
+        name = f"{k}F{k}B"
+        given |= {"schedule": "kfkb", "group_size": k, "micro_batches": 4 * k}
     taken_ms = []
     for bpipe in (False, True):
-        sizes: dict[str, Any] = rank.pick(*_SIZES)
-        options = TrainOptions.of(
-            **sizes, engine=engine, layers=8, precision="bf16", micro_batches=8, stages=rank.ranks, bpipe=bpipe
-        )
-        taken_ms.append(_measure(rank, options, "1f1b" + " with BPipe" * bpipe))
+        taken_ms.append(_measure(rank, TrainOptions.of(**given, bpipe=bpipe), name + " with BPipe" * bpipe))
     if rank.number == 0:
         rank.row("iteration with BPipe / without", taken_ms[1] / taken_ms[0], "ratio", 1)
     if rank.place == "cpu":
@@ -97,6 +102,7 @@ def _planned(rank: Rank, options: TrainOptions) -> list[float]:
     """What `evenpipe candidates` would say, in MiB, less the communicators, which are not torch's memory."""
     memory = stage_memory(options, rank.device.type)
     schedule = GroupedSchedule(Programs("kfkb", options.bpipe), options.stages)
-    peaks = peak_bytes(memory, Candidate(1, options.micro_batch_size, options.micro_batches), schedule)
+    assert isinstance(options.group_size, int)
+    peaks = peak_bytes(memory, Candidate(options.group_size, options.micro_batch_size, options.micro_batches), schedule)
     joined = links(loop(options.stages), options.bpipe) if rank.place != "cpu" else ()
     return [(peak - link_bytes(joined, stage)) / _MIB for stage, peak in enumerate(peaks)]

@@ -16,39 +16,39 @@ from typing import Any, Final
 import torch
 
 from evenpipe.schedule import Action
-from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.recorder import FailureContext, Recorder
 
-from .rank import UNDER_WAY, Rank
-from .training import train
+from .rank import ENDED, UNDER_WAY, Rank
+from .training import evicting_group, options_of, train
 
 __all__ = ["run"]
 
 _MODEL: Final = {"layers": 8, "engine": "module", "precision": "bf16", "iterations": 2}
 _SIZES: Final = ({"hidden": 256}, {"hidden": 32, "seq_length": 32})
-_CASES: Final[dict[str, dict[str, Any]]] = {
-    "1f1b": {},
-    "1f1b with BPipe": {"bpipe": True},
-    "2F2B with BPipe": {"schedule": "kfkb", "group_size": 2, "bpipe": True},
-    "interleaved": {"schedule": "interleaved", "chunks": 2},
-    "gpipe": {"schedule": "gpipe"},
-    "v-half": {"schedule": "v-half"},
-}
 _BLOCK: Final = 64 << 20
 
 
 def run(rank: Rank, waiting: str) -> None:
     waits = {"allocator": _retry, "nothing": lambda: None}.get(waiting, rank.synchronise)
-    for name in ["1f1b"] if waiting == "posted-ahead" else _CASES:
-        sizes: dict[str, Any] = rank.pick(*_SIZES)
-        try:
-            options = TrainOptions.of(**_MODEL, **sizes, **_CASES[name], stages=rank.ranks)
-        except OptionsError as error:
-            rank.unchecked(name, str(error))
+    k = evicting_group(rank.ranks)
+    cases: dict[str, dict[str, Any]] = {
+        "1f1b": {},
+        "1f1b with BPipe": {"bpipe": True},
+        f"{k}F{k}B with BPipe": {"schedule": "kfkb", "group_size": k, "bpipe": True},
+        "interleaved": {"schedule": "interleaved", "chunks": 2},
+        "gpipe": {"schedule": "gpipe"},
+        "v-half": {"schedule": "v-half"},
+    }
+    if waiting == "posted-ahead":
+        cases = {"1f1b": {}}
+    rank.expect(cases)
+    for name, case in cases.items():
+        options = options_of(rank, name, **{**_MODEL, **rank.pick(*_SIZES), **case, "stages": rank.ranks})
+        if options is None:
             continue
         recorder = Waiting(rank.number, waits, partial(rank.row, name, UNDER_WAY))
         train(rank, options, recorder, _post_ahead if waiting == "posted-ahead" else lambda _: None)
-        rank.row(name, "ended")
+        rank.row(name, ENDED)
     if waiting == "allocator":
         retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if rank.device.type == "cuda" else 0
         rank.row(f"retries of stage {rank.number}", retries, "retries")

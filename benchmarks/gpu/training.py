@@ -5,17 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from evenpipe.schedule import EVICT
 from evenpipe.train import data
 from evenpipe.train.engine import Case, engine_module
 from evenpipe.train.gather import Share, combine, gather
-from evenpipe.train.options import TrainOptions
+from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.recorder import FailureContext, Recorder
 from evenpipe.train.result import RunResult
 from evenpipe.train.run import RunEvents, iterate
 
 from .rank import Rank
 
-__all__ = ["train"]
+__all__ = ["evicting_group", "options_of", "train"]
+
+
+def evicting_group(stages: int) -> int:
+    """The k of a kFkB that leaves BPipe something to evict: of two stages there is nothing with k = 1 or 2, or 1F1B."""
+    return 4 if stages == 2 else 2
+
+
+def options_of(rank: Rank, what: str, **given: Any) -> TrainOptions | None:
+    """The options that are `given`, or None where `what` would show nothing, which is written down with the reason."""
+    try:
+        options = TrainOptions.of(**given)
+    except OptionsError as error:
+        rank.unchecked(what, str(error))
+        return None
+    if options.bpipe and not any(action.kind == EVICT for row in options.plan.actions for action in row):
+        rank.unchecked(what, f"of {options.stages} stages BPipe has nothing to evict under this schedule")
+        return None
+    return options
 
 
 def train(

@@ -6,11 +6,13 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.gpu import gpus, parts, report
+from benchmarks.gpu import gpus, identity, parts, report, training
+from evenpipe.schedule import names
 
 ROOT = Path(__file__).parents[2]
 IN_TURN, CONTROL = "torch.cuda.synchronize around every action", "receives posted ahead, which must hang"
@@ -95,6 +97,35 @@ def test_of_a_part_whose_time_ends_rows_are_kept_and_what_is_left_is_named(monke
     assert f"- c: not reached: {entry['why']} (bit-identity)" in table
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_run_in_which_bpipe_would_evict_nothing_is_not_made(stages):
+    left = []
+    rank = SimpleNamespace(unchecked=lambda what, why: left.append((what, why)))
+
+    def made(**asked):
+        given = {"engine": "module", "layers": 8, "stages": stages, "bpipe": True, **asked}
+        return training.options_of(rank, "it", **given) is not None
+
+    assert made(schedule="kfkb", group_size=training.evicting_group(stages))
+    assert not left
+    assert made() == made(schedule="2bw") == made(schedule="interleaved", chunks=2) == (stages == 4)
+    assert left == [("it", "of 2 stages BPipe has nothing to evict under this schedule")] * (3 if stages == 2 else 0)
+
+
+def test_of_bit_identity_what_matters_most_comes_first(monkeypatch):
+    compared, expected = [], []
+    monkeypatch.setattr(identity, "_compare", lambda rank, what, *_: compared.append(what))
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_: None)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    rank = SimpleNamespace(place="nccl", ranks=4, device=torch.device("cpu"), expect=expected.extend)
+    rank.pick, rank.unchecked = lambda on_gpu, _: on_gpu, lambda *_: None
+    identity.run(rank, "module")
+    assert compared == expected
+    assert compared[:3] == ["one stage, bf16", "1f1b, bf16", "1f1b with BPipe, bf16"]
+    assert compared.index("2bw, bf16") < compared.index("2bw with BPipe, bf16") < compared.index("gpipe, bf16")
+    assert {f"{name}{more}, fp32" for name in names() for more in ("", " with BPipe")} <= set(compared)
+
+
 def test_without_a_gpu_it_says_so_in_one_line():
     finished = run()
     assert finished.returncode == 1
@@ -173,6 +204,19 @@ def test_synchronised_stages_end_but_with_receives_posted_ahead(tmp_path):
     assert [row["value"] for row in found[CONTROL]["rows"]] == ["HUNG: nothing for 20 s"]
     assert {"1f1b with BPipe", "2F2B with BPipe"} <= {row["what"] for row in found[IN_TURN]["rows"]}
     assert "1f1b with BPipe" in page
+
+
+@pytest.mark.long
+def test_of_two_stages_bpipe_is_measured_where_it_evicts():
+    part = next(part for part in parts.PARTS if part.name == "BPipe")
+    entry = parts.carry_out(part, "cpu", 2, 200, print)
+    assert entry["status"] == "measured"
+    rows = {row["what"]: row for row in entry["rows"]}
+    assert "iteration with BPipe / without" in rows
+    assert not any(what.startswith("1f1b") for what in rows)
+    without, balanced = (rows[f"4F4B{more}: saved activations"] for more in ("", " with BPipe"))
+    assert max(balanced["value"]) < max(without["value"])
+    assert {left["unchecked"]: left["why"] for left in entry["unchecked"]}["1f1b with BPipe"].startswith("of 2 stages")
 
 
 @pytest.mark.long
