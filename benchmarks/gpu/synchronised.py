@@ -35,6 +35,7 @@ def run(rank: Rank, waiting: str) -> None:
         "1f1b": {},
         "1f1b with BPipe": {"bpipe": True},
         f"{k}F{k}B with BPipe": {"schedule": "kfkb", "group_size": k, "bpipe": True},
+        "2bw": {"schedule": "2bw", "iterations": 3},  # the last of which gathers as in steady state
         "interleaved": {"schedule": "interleaved", "chunks": 2},
         "gpipe": {"schedule": "gpipe"},
         "v-half": {"schedule": "v-half"},

@@ -200,9 +200,9 @@ def test_what_there_is_no_time_for_is_told(tmp_path):
 def test_synchronised_stages_end_but_with_receives_posted_ahead(tmp_path):
     """On the CPU a synchronisation waits for the streams of all links, as on a GPU."""
     found, page = measured(tmp_path, "--only", IN_TURN, CONTROL)
-    assert [row["value"] for row in found[IN_TURN]["rows"]] == ["ended"] * 6
+    assert [row["value"] for row in found[IN_TURN]["rows"]] == ["ended"] * 7
     assert [row["value"] for row in found[CONTROL]["rows"]] == ["HUNG: nothing for 20 s"]
-    assert {"1f1b with BPipe", "2F2B with BPipe"} <= {row["what"] for row in found[IN_TURN]["rows"]}
+    assert {"1f1b with BPipe", "2F2B with BPipe", "2bw"} <= {row["what"] for row in found[IN_TURN]["rows"]}
     assert "1f1b with BPipe" in page
 
 
