@@ -46,6 +46,17 @@ def test_parts_follow_one_another_and_their_stages_fit(workload: Workload) -> No
     assert plan.workload == workload
 
 
+def test_a_peak_is_what_is_kept_of_micro_batches_and_what_is_there_beside() -> None:
+    for schedule in ("1f1b", "2bw"):
+        plan = find_plan(transformer(12), Workload(schedule, 8), 4, 1000 * GIB)
+        for stage, part in enumerate(plan.stages):
+            assert part.kept_bytes is not None
+            assert part.weight_bytes is not None
+            assert part.beside_bytes is not None
+            kept = (4 - stage) * part.kept_bytes + part.beside_bytes
+            assert part.peak_bytes == kept + (part.weight_bytes if schedule == "2bw" else 0)
+
+
 def test_the_longest_stage_is_within_a_thousandth_of_the_optimum() -> None:
     plan = find_plan(transformer(12), Workload("1f1b", 8), 4, 1000 * GIB)
     assert plan.max_stage_ms <= 1.001 * plan.optimum_ms

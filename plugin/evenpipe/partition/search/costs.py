@@ -101,6 +101,11 @@ class Costs:
         starts, stops = self.starts[firsts], self.starts[lasts]
         return versions * self._weights.of(starts, stops) + self._beside.of(starts, stops)
 
+    def weights(self, first: int, last: int) -> float:
+        """Bytes of one version of the parameters that a range uses."""
+        starts, stops = self.starts[[first]], self.starts[[last]]
+        return float(self._weights.of(starts, stops)[0, 0])
+
     def messages(self, firsts: Numbers, lasts: Numbers) -> Numbers:
         """Bytes of what travels over the cuts at both ends: one message each."""
         return self.cut_bytes[firsts][:, None] + self.cut_bytes[lasts][None, :]

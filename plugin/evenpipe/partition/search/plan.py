@@ -31,7 +31,9 @@ class Stage(_Frozen):
 
     Stages with several chunks have a part each; both peaks are then of the whole stage. `peak_bytes_before`: without
     memory optimisation. `recompute`: nodes that run again. `swap`, and `drop`, what is freed and computed again: the
-    producers of storages, of which `swap_storages` and `drop_storages` are the numbers in the profile.
+    producers of storages, of which `swap_storages` and `drop_storages` are the numbers in the profile. What a peak is
+    made of, which older documents lack: `kept_bytes`, what a micro-batch keeps from its forward to its backward;
+    `weight_bytes`, one version of the weights; `beside_bytes`, what there is beside further versions and what is kept.
     """
 
     stage: int
@@ -47,6 +49,9 @@ class Stage(_Frozen):
     drop: tuple[str, ...] = ()
     swap_storages: tuple[int, ...] = ()
     drop_storages: tuple[int, ...] = ()
+    kept_bytes: int | None = None
+    weight_bytes: int | None = None
+    beside_bytes: int | None = None
 
 
 class Plan(_Frozen):
@@ -153,6 +158,11 @@ def plan_of(problem: Problem, cuts: Sequence[int], fits: Sequence[Fit], workload
         made_by = (storages[number].producer for number in numbers)
         return tuple(dict.fromkeys(nodes[node].name if node >= 0 else "input" for node in made_by))
 
+    weights = [costs.weights(first, last) for first, last in pairwise(cuts)]
+    beside = [
+        problem.beside(position, *ends) - (copies.versions[position] - 1) * weights[position] + fits[position].transient
+        for position, ends in enumerate(pairwise(cuts))
+    ]
     parts = tuple(
         Stage(
             stage=owner,
@@ -168,8 +178,13 @@ def plan_of(problem: Problem, cuts: Sequence[int], fits: Sequence[Fit], workload
             drop=producers(fitted.drop),
             swap_storages=fitted.swap,
             drop_storages=fitted.drop,
+            kept_bytes=fitted.kept,
+            weight_bytes=ceil(weights[position]),
+            beside_bytes=ceil(beside[position]),
         )
-        for owner, (start, stop), (first, last), fitted in zip(copies.owners, ranges, pairwise(cuts), fits, strict=True)
+        for position, (owner, (start, stop), (first, last), fitted) in enumerate(
+            zip(copies.owners, ranges, pairwise(cuts), fits, strict=True)
+        )
     )
     longest = max(part.forward_ms + part.backward_ms + part.extra_ms for part in parts)
     return Plan(
