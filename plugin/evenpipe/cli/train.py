@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from argparse import Namespace
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from evenpipe.cli.train_planned import compared
 from evenpipe.cli.training import add_fields, options_from, run_training
 from evenpipe.cli.values import output_file
 from evenpipe.report import StageMemory, Timeline, write_atomically
+from evenpipe.report.typical import median_ms
 from evenpipe.simulate import Simulation
 from evenpipe.train import checkpoint, data
 from evenpipe.train.document import run_document
@@ -90,7 +90,7 @@ def _write_reports(arguments: Namespace, result: RunResult, prediction: Simulati
 def _caption(result: RunResult) -> str:
     caption = (
         f"loss {result.losses[0]:.4f} to {result.losses[-1]:.4f} ({result.losses[-1].hex()}), "
-        f"weights {result.weights_sha256[:16]}, {statistics.median(result.iteration_ms):,.0f} ms an iteration"
+        f"weights {result.weights_sha256[:16]}, {median_ms(result.iteration_ms):,.0f} ms an iteration"
     )
     if result.retunes:
         chosen = ", ".join(f"k={one.k} b={one.b} from iteration {one.iteration + 1}" for one in result.retunes)
