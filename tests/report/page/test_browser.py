@@ -62,6 +62,15 @@ def point_at(page: Page, stage: float, at_ms: float) -> None:
     )
 
 
+def test_the_first_screen_has_the_timeline(opened: Open) -> None:
+    box = opened().locator("#timeline-0").bounding_box()
+    assert box is not None
+    assert box["y"] + box["height"] <= 900
+    narrow = opened(400).locator("#timeline-0").bounding_box()
+    assert narrow is not None
+    assert narrow["y"] <= 900
+
+
 def test_every_action_is_named_where_the_mouse_points(opened: Open, run: Path) -> None:
     page, document = opened(), json.loads(run.read_text())
     for stage, spans in enumerate(document["timeline"]):

@@ -45,7 +45,8 @@ class Drawn(NamedTuple):
 class View(NamedTuple):
     """One thing that is looked at. ``drawn``: what is measured comes first.
 
-    facts: what it comes to. explained: sentences on bubbles, the longest first. tables: what else there is.
+    facts: what it comes to. summary: how much of the time is lost, in a sentence. explained: more on that. tables: what
+    else there is. notes: what else is to be known of what is shown, before all.
     """
 
     title: str
@@ -56,6 +57,8 @@ class View(NamedTuple):
     tables: Sequence[Table] = ()
     settings: Pairs = ()
     versions: Pairs = ()
+    summary: str = ""
+    notes: Sequence[str] = ()
 
 
 def amount(nbytes: float) -> str:
