@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from evenpipe.cli.partition_shown import division
-from evenpipe.cli.plan_engine import engine_of
 from evenpipe.partition.search.copies import PIPEDREAM
 from evenpipe.partition.search.plan import Plan as Partition
-from evenpipe.planner.descriptions import framework
 from evenpipe.planner.search.plan import Plan, PlannedRun
 from evenpipe.report.page.content import Pairs, Table, View, amount, milliseconds, percent
 from evenpipe.report.page.documents import SimulationDocument
-from evenpipe.report.page.views import simulated_view
+from evenpipe.report.page.views import chosen_view, simulated_view
+from evenpipe.report.remedies import Room
 from evenpipe.schedule import Program, Size, build
 from evenpipe.simulate import Costs, simulate, simulation_document
 
 __all__ = ["partition_view", "plan_view"]
 
-_GIB: Final = 2**30
 #: Micro-batches × stages of a plan that are drawn at most: its batches may have hundreds.
 _MOST_DRAWN: Final = 1024
 
@@ -51,8 +50,33 @@ def partition_view(document: dict[str, Any]) -> View:
     if plan.schedule == PIPEDREAM:
         return View(title, facts, (), stages, tables=[_parts(plan)], settings=settings)
     backward_ms = [both + extra for both, extra in zip(way.backward_ms, way.extra_ms, strict=True)]
-    simulated = _simulated(plan.program, Costs(tuple(way.forward_ms), tuple(backward_ms)))
-    return simulated_view(title, simulated, None, facts, stages, settings, [_parts(plan)])
+    costs = Costs(tuple(way.forward_ms), tuple(backward_ms))
+    unit_bytes = _kept(plan)
+    simulated = _simulated(plan.program, costs, unit_bytes)
+    if unit_bytes is None:
+        view = chosen_view(title, simulated, facts, stages, settings)
+        said = "What else would be faster, and fits, cannot be told: the document is of an older release."
+        return view._replace(explained=[*view.explained, said], tables=[_parts(plan), *view.tables])
+    return simulated_view(title, simulated, unit_bytes, facts, stages, settings, [_parts(plan)], _room(plan))
+
+
+def _kept(plan: Partition) -> list[list[int]] | None:
+    """Of each stage, what a micro-batch keeps in each of its chunks; None where the document does not say."""
+    kept: list[list[int]] = [[] for _ in range(plan.stage_count)]
+    for part in plan.stages:
+        if part.kept_bytes is None or part.weight_bytes is None or part.beside_bytes is None:
+            return None
+        kept[part.stage].append(part.kept_bytes)
+    return kept
+
+
+def _room(plan: Partition) -> Room:
+    """Another schedule would recompute and swap the same."""
+    beside, versions = [0] * plan.stage_count, [0] * plan.stage_count
+    for part in plan.stages:
+        beside[part.stage] += part.beside_bytes or 0
+        versions[part.stage] += part.weight_bytes or 0
+    return Room(beside, versions, plan.limit_bytes)
 
 
 def _parts(plan: Partition) -> Table:
@@ -74,7 +98,7 @@ def plan_view(document: dict[str, Any]) -> View:
     plan = Plan.model_validate(document)
     if not plan.plans:
         raise ValueError("plans: there is no run that fits")
-    best, engine = plan.plans[0], engine_of(framework(plan.framework))
+    best = plan.plans[0]
     program, cut = _drawn_program(best)
     costs = Costs(
         tuple(stage.forward_ms for stage in best.each_stage), tuple(stage.backward_ms for stage in best.each_stage)
@@ -90,27 +114,38 @@ def plan_view(document: dict[str, Any]) -> View:
         for number, stage in enumerate(best.each_stage)
     ]
     columns = ("Stage", "Forward", "Backward", *(kind.replace("_", " ") for kind in kinds))
+    simulated = _simulated(program, costs)
+    count = f"{cut} of " if cut < best.micro_batches else ""
     facts = [
-        ("Iteration, estimated", milliseconds(best.iteration_ms)),
+        ("Iteration", milliseconds(best.iteration_ms)),
+        ("Bubble", percent(best.bubble, 1)),
         ("Samples a second", f"{best.samples_per_second:,.4g}"),
         ("MFU", percent(best.mfu, 1)),
         ("Fullest GPU", f"{best.memory_gib:.1f} of {plan.device_gib:g} GiB"),
-        *([("Drawn", f"{cut} of {best.micro_batches} micro-batches")] if cut < best.micro_batches else []),
     ]
-    return simulated_view(
+    view = chosen_view(
         f"{plan.model} on {plan.cluster}, {plan.framework}",
-        _simulated(program, costs),
-        None,
+        simulated,
         facts,
         Table("Each stage of the fastest run: a micro-batch's times, and what a GPU holds", columns, rows),
         _settings(plan.model_dump(mode="json", exclude={"plans", "front", "rejected"}) | {"flags": best.flags}),
-        [
-            _runs("The fastest runs", plan.plans),
-            _runs("The Pareto front of memory against speed", plan.front),
-            Table("Not taken", ("Runs", "Why"), [(one.family, one.reason) for one in plan.rejected]),
-        ],
-        lambda spec: "another engine" if engine.lacks(spec) else None,
     )
+    note = (
+        "These figures are the planner's, of a whole iteration with its messages and its step. Drawn, and in words "
+        f"below it, are the stages' times alone: {count}{best.micro_batches} micro-batches, simulated to take "
+        f"{milliseconds(simulated.makespan_ms)} with a bubble of {percent(simulated.bubble_fraction, 1)}."
+    )
+    weighed = (
+        f"Of {plan.runs['weighed']:,} runs that were weighed, the planner found none faster that fits into "
+        f"{plan.device_gib:g} GiB and that {plan.engine} runs: what it found of each schedule is in the table of "
+        "those not taken."
+    )
+    tables = [
+        _runs("The fastest runs", plan.plans),
+        _runs("The Pareto front of memory against speed", plan.front),
+        Table("Not taken", ("Runs", "Why"), [(one.family, one.reason) for one in plan.rejected]),
+    ]
+    return view._replace(notes=[note], explained=[*view.explained, weighed], tables=[*tables, *view.tables])
 
 
 def _drawn_program(run: PlannedRun) -> tuple[Program, int]:
@@ -120,9 +155,10 @@ def _drawn_program(run: PlannedRun) -> tuple[Program, int]:
     return build(run.schedule, size, run.bpipe), count
 
 
-def _simulated(program: Program, costs: Costs) -> SimulationDocument:
+def _simulated(program: Program, costs: Costs, unit_bytes: Sequence[Sequence[int]] | None = None) -> SimulationDocument:
     """In the form in which `evenpipe simulate` writes it."""
-    return SimulationDocument.model_validate(simulation_document(program, costs, simulate(program, costs)))
+    found = simulate(program, costs, unit_bytes)
+    return SimulationDocument.model_validate(simulation_document(program, costs, found, unit_bytes))
 
 
 def _runs(caption: str, runs: list[PlannedRun]) -> Table:

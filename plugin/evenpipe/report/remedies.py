@@ -10,15 +10,29 @@ from evenpipe.report.waits import Waits, waits_in
 from evenpipe.schedule import Link, Program, Schedule, ScheduleError, Size, Spec, build, find
 from evenpipe.simulate import Costs, Wire, simulate
 
-__all__ = ["Alternative", "Case", "alternatives", "with_messages"]
+__all__ = ["Alternative", "Case", "Room", "alternatives", "with_messages"]
 
 _GROUPS: Final = (2, 3, 4)
+
+
+class Room(NamedTuple):
+    """What else than saved activations a stage has memory for. By stage, in bytes.
+
+    beside: what stays whatever the schedule is: weights, their gradients, what the optimizer keeps. versions: what each
+    further version of the weights takes, with the gradients that are kept for it. limit_bytes: of a stage's device,
+    None where none is known.
+    """
+
+    beside: Sequence[int]
+    versions: Sequence[int]
+    limit_bytes: int | None = None
 
 
 class Case(NamedTuple):
     """What is to be simulated: a program without a table of a user's own, its times, and what a micro-batch saves.
 
-    able: which engine carries a schedule out, None being the present one.
+    able: which engine carries a schedule out, None being the present one. room: None where nothing is known of it; of
+    use where unit_bytes is known. divided: whether the stages' times are as equal as they can be.
     """
 
     schedule: Schedule
@@ -26,6 +40,8 @@ class Case(NamedTuple):
     costs: Costs
     unit_bytes: Sequence[Sequence[int]] | None
     able: Callable[[Spec], str | None] = lambda spec: None
+    room: Room | None = None
+    divided: bool = False
 
 
 class Alternative(NamedTuple):
@@ -33,7 +49,8 @@ class Alternative(NamedTuple):
 
     batch_ms: of as many micro-batches as now. peak: the fullest stage's, in bytes, or in
     micro-batches where sizes are unknown. change: "schedule", or what else it is. flags: what to give;
-    engine: who carries it out, None: the present one.
+    engine: who carries it out, None: the present one. versions: of the weights. needs: of the fullest stage all that it
+    holds, in bytes, where that is known; version_bytes: of that, most of any stage, further versions of its weights.
     """
 
     change: str
@@ -43,6 +60,10 @@ class Alternative(NamedTuple):
     peak: float
     waits: Waits
     engine: str | None = None
+    versions: int = 1
+    needs: int | None = None
+    version_bytes: int | None = None
+    fits: bool = True
 
 
 def with_messages(costs: Costs, waits: Waits) -> Costs:
@@ -74,7 +95,7 @@ def _others(case: Case) -> Iterator[Alternative | None]:
     if schedule.batches == 1:
         twice = _resized(case, micro_batches=2 * micro_batches)
         yield None if twice is None else _of(twice, "more", "twice as many micro-batches", "", 2)
-    if max(_each(case.costs)) > 1.02 * sum(_each(case.costs)) / schedule.stages:
+    if not case.divided and max(_each(case.costs)) > 1.02 * sum(_each(case.costs)) / schedule.stages:
         yield _of(case._replace(costs=_even(case.costs)), "even", "stages of equal times", "evenpipe partition", 1)
     if case.bpipe:
         without = _resized(case, bpipe=False)
@@ -91,7 +112,8 @@ def _scheduled(case: Case, name: str, flags: str, **size: int) -> Alternative | 
         return None
     text = f"{name}, k={size['group_size']}" if "group_size" in size else name
     text += ", 2 chunks a stage" if "chunks" in size else ""
-    text += " (gradients a batch late)" if name == "2bw" else ""
+    text += ", gradients a batch late" if name == "2bw" else ""
+    text += " without BPipe" if case.bpipe and not other.bpipe else ""
     one = _of(other, "schedule", text, flags, 1)
     return None if one is None else one._replace(engine=case.able(spec))
 
@@ -122,7 +144,15 @@ def _of(case: Case, change: str, text: str, flags: str, batches: int) -> Alterna
     known = case.unit_bytes is not None
     peak = max(stage.peak_bytes if known else stage.peak_live / case.schedule.chunks for stage in simulation.stages)
     waits = waits_in(case.schedule.places, simulation.timeline)
-    return Alternative(change, text, flags, batch_ms, peak, waits)
+    versions = case.schedule.weight_versions
+    one = Alternative(change, text, flags, batch_ms, peak, waits, versions=versions)
+    if case.room is None or not known:
+        return one
+    room, further = case.room, [(versions - 1) * nbytes for nbytes in case.room.versions]
+    saved = [stage.peak_bytes for stage in simulation.stages]
+    needs = max(sum(each) for each in zip(saved, room.beside, further, strict=True))
+    fits = room.limit_bytes is None or needs <= room.limit_bytes
+    return one._replace(needs=needs, version_bytes=max(further), fits=fits)
 
 
 def _steady_ms(case: Case, makespan_ms: float) -> float:

@@ -36,7 +36,33 @@ def test_a_run_has_what_was_measured_beside_what_was_predicted(run: Path) -> Non
     for said in ("Where time goes", "measured", "predicted", "What else was simulated", "Versions", "torch"):
         assert said in page
     assert "<img" not in page
-    assert re.search(r"Stages stand still \d+ % of the batch on the mean", page)
+    assert re.search(r"On average, a stage is idle for \d+ % of the batch", page)
+
+
+def test_charts_come_before_words_and_numbers(run: Path) -> None:
+    page = without_library(page_of(run))
+    order = ['class="facts"', "On average", ">Timeline<", ">Memory<", ">Where time goes<", ">In numbers<"]
+    assert sorted(order, key=page.index) == order
+
+
+def test_a_run_is_recommended_nothing_above_its_limit(run: Path, tmp_path: Path) -> None:
+    document, path = json.loads(run.read_text()), tmp_path / "run.json"
+    holds = max(one["static_bytes"] + one["message_bytes"] + one["peak_saved_bytes"] for one in document["stages"])
+    path.write_text(changed(document, settings=document["settings"] | {"memory_gib": (holds + 1) / 2**30}))
+    page = without_library(page_of(path))
+    rows = re.findall(r'<th scope="row">2bw, gradients a batch late</th>(.*?)</tr>', page, re.DOTALL)
+    assert "does not fit" in rows[0]
+    assert not re.search(r"<li>2bw[^<]*<code>", page)
+
+
+def test_a_last_iteration_unlike_the_others_is_said_to_be(run: Path, tmp_path: Path) -> None:
+    document, path = json.loads(run.read_text()), tmp_path / "run.json"
+    path.write_text(changed(document, iteration_ms=[5000.0, 400.0, 410.0, 390.0, 100.0]))
+    page = without_library(page_of(path))
+    assert "took 100 ms, 0.25× the median of 395 ms" in page
+    assert "<dt>Iteration, median</dt><dd>395 ms</dd>" in page
+    path.write_text(changed(document, iteration_ms=[5000.0, 400.0, 410.0, 390.0, 420.0]))
+    assert "other iterations look different" not in page_of(path)
 
 
 def test_eight_stages_and_64_micro_batches_are_below_three_megabytes(
@@ -74,7 +100,8 @@ def test_bubbles_come_with_a_remedy_that_was_simulated(capsys: pytest.CaptureFix
         ms[schedule] = json.loads(document.read_text())["makespan_ms"]
     page = without_library(page_of(tmp_path / "1f1b.json"))
     gain = f"{ms['1f1b'] / ms['kfkb']:.2f}×"
-    assert f"kfkb, k=2 (<code>--schedule kfkb --group-size 2</code>) would hide its messages, predicted {gain}" in page
+    assert f"kfkb, k=2 (<code>--schedule kfkb --group-size 2</code>): predicted {gain}. " in page
+    assert "What messages take of the waits of stage 0 for backward 1→0" in page
     assert re.search(r"Stage 0 waits \d+ % of the batch for backward 1→0 \([\d,.]+ m?s in \d+ waits, ", page)
     row = re.search(r'<th scope="row">kfkb, k=2</th>(.*?)</tr>', page, re.DOTALL)
     assert row is not None
@@ -86,6 +113,30 @@ def test_plans_have_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     page = without_library(page_of(written(capsys, tmp_path / "plan.json", "plan", *question)))
     for said in ("gpt3-96b on 4x8-a100-80gb", "The fastest runs", "Pareto front", "Not taken", "Samples a second"):
         assert said in page
+    # The planner has weighed all schedules, with their memory.
+    assert "What else was simulated" not in page
+    assert not re.search(r"predicted \d\.\d\d×", page)
+    assert "runs that were weighed, the planner found none faster that fits into 79.35 GiB" in page
+    facts = page[page.index('class="facts"') : page.index("</dl>")]
+    assert facts.count(" ms<") == facts.count("Bubble") == 1, "the planner's; the simulator's are in a sentence"
+    assert "These figures are the planner&#39;s" in page
+
+
+def test_partitions_are_recommended_nothing_above_their_limit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = written(capsys, tmp_path / "p.json", "partition", "--model", "bert-large", "--small", "--stages", "2")
+    document = json.loads(path.read_text())
+    assert "Its fullest stage would save" in page_of(path)
+    assert "for which <code>evenpipe partition</code> looks" not in page_of(path), "it is one"
+    path.write_text(changed(document, limit_bytes=max(stage["peak_bytes"] for stage in document["stages"])))
+    page = without_library(page_of(path))
+    [row] = re.findall(r'<th scope="row">2bw, gradients a batch late</th>(.*?)</tr>', page, re.DOTALL)
+    assert "does not fit" in row
+    assert not re.search(r"<li>2bw[^<]*<code>", page)
+    older = [{key: one[key] for key in one if key[:5] not in ("kept_", "weigh", "besid")} for one in document["stages"]]
+    path.write_text(changed(document, stages=older))
+    assert "cannot be told: the document is of an older release" in page_of(path)
 
 
 def refused(capsys: pytest.CaptureFixture[str], path: Path, content: str | None) -> str:

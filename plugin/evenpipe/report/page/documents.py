@@ -108,7 +108,9 @@ class _MeasuredStage(_Part):
     peak_saved_bytes: _Bytes
     evicted_bytes: _Bytes
     parameter_bytes: _Bytes
+    weight_version_bytes: _Bytes = 0
     static_bytes: _Bytes
+    message_bytes: _Bytes = 0
     predicted_peak_bytes: _Bytes
 
 
@@ -118,9 +120,11 @@ class RunDocument(_Stages):
     format: Literal["evenpipe.run/1"]
     title: str
     losses: list[float | None]
+    losses_hex: list[str] | None = None
+    weights_sha256: str | None = None
     iteration_ms: Annotated[list[_Ms], Field(min_length=1)]
     first_iteration: int
-    stages: list[_MeasuredStage]
+    stages: Annotated[list[_MeasuredStage], Field(min_length=1)]
     retunes: list[dict[str, Any]]
     predicted: SimulationDocument
     settings: dict[str, Any]

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from statistics import median
 from typing import Any, Final
 
 from evenpipe.report.page.content import Drawn, Pairs, Table, View, amount, milliseconds, percent
 from evenpipe.report.page.documents import RunDocument, SimulationDocument
-from evenpipe.report.page.words import alternatives_table, explained, waits_table
-from evenpipe.report.remedies import Case, alternatives, with_messages
+from evenpipe.report.page.words import alternatives_table, explained, summary, waits_table
+from evenpipe.report.remedies import Case, Room, alternatives, with_messages
+from evenpipe.report.typical import median_ms
 from evenpipe.report.waits import Waits, waits_in
 from evenpipe.schedule import COMPUTE, UPDATE, Action, Places, Schedule, ScheduleError, Spec, loop, verify
 from evenpipe.simulate import Costs, MemoryPoint, SimulationError, Span
 
-__all__ = ["run_view", "simulated_view", "simulation_view"]
+__all__ = ["chosen_view", "run_view", "simulated_view", "simulation_view"]
 
 _BUSY: Final = COMPUTE | {UPDATE}
+_GIB: Final = 2**30
+#: A last iteration that is off by more is not like the others.
+_ALIKE: Final = 0.25
 
 
 def run_view(run: RunDocument, able: Callable[[Spec], str | None]) -> View:
@@ -31,15 +34,16 @@ def run_view(run: RunDocument, able: Callable[[Spec], str | None]) -> View:
     beside = _beside(spans, predicted, schedule)
     waits = waits_in(_places(schedule, spans), spans)
     batch_ms = max((span.end_ms for row in spans for span in row), default=0.0)
-    told, tables = _explained(waits, schedule, costs, predicted.unit_bytes, able)
+    told, tables = _explained(waits, schedule, costs, predicted.unit_bytes, able, _room(run))
+    typical_ms = median_ms(run.iteration_ms)
     losses = [loss for loss in run.losses if loss is not None]
     facts = [
         (
             "Iterations",
             f"{len(run.iteration_ms)}" + (f", from {run.first_iteration + 1}" if run.first_iteration else ""),
         ),
-        ("Iteration, median", milliseconds(median(run.iteration_ms))),
-        ("Last iteration drawn", milliseconds(batch_ms)),
+        ("Iteration, median", milliseconds(typical_ms)),
+        ("Last batch, drawn", milliseconds(batch_ms)),
         ("Fullest stage, saved activations", amount(max(stage.peak_saved_bytes for stage in run.stages))),
         ("Fullest stage, predicted", amount(max(stage.predicted_peak_bytes for stage in run.stages))),
         *([("Loss", f"{losses[0]:.4f} to {losses[-1]:.4f}")] if losses else []),
@@ -54,7 +58,30 @@ def run_view(run: RunDocument, able: Callable[[Spec], str | None]) -> View:
         [*tables, *_retuned(run.retunes)],
         _pairs(run.settings),
         list(run.versions.items()),
+        summary(waits),
+        list(_unlike(run, typical_ms)),
     )
+
+
+def _room(run: RunDocument) -> Room:
+    """What stages held beside saved activations, and the limit that the run was given, if any."""
+    limit_gib = run.settings.get("memory_gib")
+    return Room(
+        [stage.static_bytes + stage.message_bytes for stage in run.stages],
+        # Before it had any: weights, and the gradients of the batch before until their step.
+        [stage.weight_version_bytes or 2 * stage.parameter_bytes for stage in run.stages],
+        int(limit_gib * _GIB) if isinstance(limit_gib, int | float) else None,
+    )
+
+
+def _unlike(run: RunDocument, typical_ms: float) -> Iterator[str]:
+    """Documents have the actions of the last iteration alone, which may have been an unusual one."""
+    last_ms = run.iteration_ms[-1]
+    if typical_ms and abs(last_ms / typical_ms - 1) > _ALIKE:
+        yield (
+            f"The iteration that is drawn, the last one, took {milliseconds(last_ms)}, {last_ms / typical_ms:.2g}× the "
+            f"median of {milliseconds(typical_ms)}: other iterations look different."
+        )
 
 
 def simulation_view(document: SimulationDocument) -> View:
@@ -72,26 +99,41 @@ def simulated_view(
     stages: Table | None = None,
     settings: Pairs = (),
     more: Sequence[Table] = (),
-    able: Callable[[Spec], str | None] = lambda spec: None,
+    room: Room | None = None,
 ) -> View:
-    """What was simulated of a simulation, a partition or a plan; ``stages`` in the place of the simulation's table."""
+    """What was simulated of a simulation or a partition; ``stages`` in the place of the simulation's table.
+
+    room: a partition's, whose stages are already divided as well as they can be.
+    """
     spans, schedule = document.spans(), document.schedule
     _same_stages(len(spans), stages=document.stages, memory=document.memory or spans)
     drawn = Drawn("predicted", spans, document.held(), sized=unit_bytes is not None)
     waits = waits_in(_places(schedule, spans), spans)
     costs = document.simulated_costs()
-    told, tables = _explained(waits, schedule, costs, unit_bytes, able, measured=False)
+    told, tables = _explained(
+        waits, schedule, costs, unit_bytes, lambda spec: None, room, measured=False, divided=room is not None
+    )
     rows = [
         (f"stage {number}", milliseconds(stage.busy_ms), milliseconds(stage.idle_ms), str(stage.peak_live))
         for number, stage in enumerate(document.stages)
     ]
-    simulated = Table("Each stage", ("Stage", "Computes", "Stands still", "Most live micro-batches (× chunks)"), rows)
+    simulated = Table("Each stage", ("Stage", "Computes", "Is idle", "Most live micro-batches (× chunks)"), rows)
     found = [
         *facts,
         ("Time, predicted", milliseconds(document.makespan_ms)),
         ("Bubble, predicted", percent(document.bubble_fraction, 1)),
     ]
-    return View(title, found, [drawn], stages or simulated, told, [*more, *tables], settings)
+    tables = [*more, *tables]
+    return View(title, found, [drawn], stages or simulated, told, tables, settings, summary=summary(waits))
+
+
+def chosen_view(title: str, document: SimulationDocument, facts: Pairs, stages: Table, settings: Pairs = ()) -> View:
+    """The simulation of what was chosen among all that there is: no alternatives to it are simulated here."""
+    spans = document.spans()
+    waits = waits_in(_places(document.schedule, spans), spans)
+    drawn = Drawn("predicted", spans, document.held(), sized=False)
+    told = explained(waits, None, [])
+    return View(title, facts, [drawn], stages, told, [waits_table(waits)], settings, summary=summary(waits))
 
 
 def _explained(
@@ -100,19 +142,22 @@ def _explained(
     costs: Costs | None,
     unit_bytes: Sequence[Sequence[int]] | None,
     able: Callable[[Spec], str | None],
+    room: Room | None,
     measured: bool = True,
+    divided: bool = False,
 ) -> tuple[list[str], list[Table]]:
     """Sentences, and the tables that they are of. Raises ValueError where schedule and costs do not fit each other."""
     if schedule is None or costs is None:
-        return explained(waits, []), [waits_table(waits)]
+        said = "What would be faster cannot be told: the document lacks the schedule and its costs."
+        return [*explained(waits, None, []), said], [waits_table(waits)]
     try:
         program = verify(schedule, any(schedule.evictions))
         costs = with_messages(costs, waits) if measured else costs
-        case = Case(program.schedule, any(schedule.evictions), costs, unit_bytes, able)
+        case = Case(program.schedule, any(schedule.evictions), costs, unit_bytes, able, room, divided)
         simulated = alternatives(case)
     except (ScheduleError, SimulationError) as error:
         raise ValueError(f"schedule: {error}") from error
-    return explained(waits, simulated), [alternatives_table(case, simulated), waits_table(waits)]
+    return explained(waits, case, simulated), [alternatives_table(case, simulated), waits_table(waits)]
 
 
 def _beside(spans: Sequence[Sequence[Span]], predicted: SimulationDocument, schedule: Schedule | None) -> Drawn:
@@ -158,7 +203,7 @@ def _measured_stages(run: RunDocument, spans: Sequence[Sequence[Span]], waits: W
                 amount(stage.parameter_bytes),
             )
         )
-    columns = ("Stage", "Computes", "Stands still", "Peak saved", "Predicted", "Most live", "Evicted", "Parameters")
+    columns = ("Stage", "Computes", "Is idle", "Peak saved", "Predicted", "Most live", "Evicted", "Parameters")
     return Table("Each stage: the last iteration's time, and peaks over all iterations", columns, rows)
 
 
