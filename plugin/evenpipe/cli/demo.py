@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import statistics
+import os
+import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from evenpipe.cli.report import demo_views, write_page
 from evenpipe.cli.training import run_training
 from evenpipe.cli.values import output_file, picture_file
 from evenpipe.report import StageMemory, Timeline
+from evenpipe.report.page.comparison import DIFFERENT, SAME, busy, compared
+from evenpipe.report.page.documents import RunDocument
 from evenpipe.report.picture import draw_comparison
 from evenpipe.simulate import Simulation
 from evenpipe.train.document import run_document
@@ -43,6 +46,7 @@ _CASES: dict[str, dict[str, Any]] = {
     "EvenPipe's 1F1B": {"engine": "evenpipe"},
     "with BPipe": {"engine": "evenpipe", "bpipe": True},
 }
+_COLOURED = {SAME: f"[green]{SAME}[/]", DIFFERENT: f"[red]{DIFFERENT}[/]"}
 
 
 def add_to(commands: Commands) -> None:
@@ -64,6 +68,9 @@ def add_to(commands: Commands) -> None:
 
 
 def _run(arguments: Namespace) -> None:
+    machine = _machine()
+    for line in busy(machine):
+        print(f"evenpipe demo: {line}", file=sys.stderr)
     cases = [TrainOptions.of(**_MODEL, **case) for case in _CASES.values()]
     results = run_training("demo", cases, list(_CASES))
     predictions = [predict(options.program, result) for options, result in zip(cases, results, strict=True)]
@@ -72,14 +79,14 @@ def _run(arguments: Namespace) -> None:
         name: run_document(name, options, options.program, result, prediction)
         for name, options, result, prediction in zip(_CASES, cases, results, predictions, strict=True)
     }
-    document = {"format": "evenpipe.demo/1", "runs": runs, "picture": str(arguments.picture)}
+    document = {"format": "evenpipe.demo/1", "machine": machine, "runs": runs, "picture": str(arguments.picture)}
     if arguments.html is not None:
         write_page(arguments.html, *demo_views(document))
     if arguments.json:
         print(json.dumps(document | {"page": None if arguments.html is None else str(arguments.html)}))
     else:
         console = Console()
-        console.print(_table(results))
+        console.print(_table(runs))
         page = "" if arguments.html is None else f", and to look into: {arguments.html}"
         console.print(f"timelines and memory: {arguments.picture}{page}", highlight=False)
     if len({(result.losses, result.weights_sha256) for result in results}) > 1:
@@ -97,21 +104,16 @@ def _draw(path: Path, results: Sequence[RunResult], predictions: Sequence[Simula
     draw_comparison(path, timelines, memory)
 
 
-def _table(results: Sequence[RunResult]) -> Table:
-    """One column a run; losses and weights against those of the first."""
-    first = results[0]
-    table = Table("", *_CASES, caption="bit-identical: equal to Megatron's in every bit, over all iterations")
-    table.add_row("last loss", *(f"{result.losses[-1]:.6f}" for result in results))
-    losses = [_sameness(result.losses == first.losses) for result in results[1:]]
-    weights = [_sameness(result.weights_sha256 == first.weights_sha256) for result in results[1:]]
-    table.add_row("all losses", "reference", *losses)
-    table.add_row("final weights", "reference", *weights)
-    for number in range(len(first.stages)):
-        peaks = [result.stages[number].peak_saved_bytes / _MIB for result in results]
-        table.add_row(f"stage {number}: peak saved", *(f"{peak:.2f} MiB" for peak in peaks))
-    table.add_row("median iteration", *(f"{statistics.median(result.iteration_ms[1:]):.0f} ms" for result in results))
+def _machine() -> dict[str, Any]:
+    """How many processes wanted to run in the last minute, and on how many cores."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return {"load_before": os.getloadavg()[0], "cores": cores}
+
+
+def _table(runs: Mapping[str, dict[str, Any]]) -> Table:
+    """As the page has it."""
+    found = compared({name: RunDocument.model_validate(run) for name, run in runs.items()})
+    table = Table(*found.columns, caption=found.caption)
+    for row in found.rows:
+        table.add_row(*(_COLOURED.get(cell, cell) for cell in row))
     return table
-
-
-def _sameness(same: bool) -> str:
-    return "[green]bit-identical[/]" if same else "[red]DIFFERENT[/]"

@@ -15,6 +15,7 @@ from evenpipe.cli.options import write
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import output_file
 from evenpipe.report import write_atomically
+from evenpipe.report.page.comparison import comparison_view
 from evenpipe.report.page.content import View
 from evenpipe.report.page.documents import RunDocument, SimulationDocument
 from evenpipe.report.page.views import run_view, simulation_view
@@ -90,7 +91,8 @@ def demo_views(document: dict[str, Any]) -> tuple[str, list[View]]:
     if not isinstance(runs, dict) or not runs:
         raise ValueError("runs: has no runs")
     views = [_of_run(run)[1][0]._replace(title=name) for name, run in runs.items()]
-    return "Demo: one GPT on four pipeline stages", views
+    each = {name: RunDocument.model_validate(run) for name, run in runs.items()}
+    return "Demo: one GPT on four pipeline stages", [comparison_view(each, document.get("machine")), *views]
 
 
 def _of_simulation(document: dict[str, Any]) -> tuple[str, list[View]]:

@@ -139,6 +139,26 @@ def test_partitions_are_recommended_nothing_above_their_limit(
     assert "cannot be told: the document is of an older release" in page_of(path)
 
 
+def test_a_demo_opens_with_its_runs_side_by_side(run: Path, tmp_path: Path) -> None:
+    document, path = json.loads(run.read_text()), tmp_path / "demo.json"
+    other = document | {"weights_sha256": "0", "iteration_ms": [9000.0, 200.0, 300.0, 400.0]}
+    demo = {"format": "evenpipe.demo/1", "runs": {"stock": document, "ours": other}}
+    path.write_text(json.dumps(demo | {"machine": {"load_before": 9.25, "cores": 2}}))
+    page = without_library(page_of(path))
+    assert page.index("Side by side") < page.index(">Timeline<")
+    for name, cell in {
+        "all losses": "bit-identical",
+        "final weights": "DIFFERENT",
+        "median iteration": "300 ms",
+    }.items():
+        row = re.search(rf'<th scope="row">{name}</th>(.*?)</tr>', page, re.DOTALL)
+        assert row is not None
+        assert row[1].endswith(f"<td>{cell}</td>")
+    assert "a load of 9.2 on 2 cores" in page
+    path.write_text(json.dumps(demo | {"machine": {"load_before": 1.5, "cores": 2}}))
+    assert "The machine was busy" not in page_of(path)
+
+
 def refused(capsys: pytest.CaptureFixture[str], path: Path, content: str | None) -> str:
     """The one line that a document is refused with."""
     if content is not None:
