@@ -103,8 +103,9 @@ class Recorder:
 
     def ended(self, action: Action) -> None:
         """`action` has ended; a transfer, when its completion has been waited for."""
-        self._recorder.ended(action)
+        # Held at the end of its span, not a moment after it: readers match the two by time.
         self._note_held()
+        self._recorder.ended(action)
 
     def saved(self, action: Action, nbytes: int) -> None:
         """The forward `action` has saved `nbytes` for its backward."""

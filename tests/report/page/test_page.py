@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from evenpipe.cli.main import main
+from evenpipe.report.page.content import amount
 
 _MOST_BYTES = 3_000_000
 
@@ -63,6 +64,30 @@ def test_a_last_iteration_unlike_the_others_is_said_to_be(run: Path, tmp_path: P
     assert "<dt>Iteration, median</dt><dd>395 ms</dd>" in page
     path.write_text(changed(document, iteration_ms=[5000.0, 400.0, 410.0, 390.0, 420.0]))
     assert "other iterations look different" not in page_of(path)
+
+
+def held_after(page: str) -> list[list[tuple[str, str]]]:
+    """Of each stage's table, its actions and what is held then."""
+    tables = re.findall(r"<caption>Actions of stage \d+,.*?</table>", page, re.DOTALL)
+    cells = r'<tr><th scope="row">([^<]*)</th>.*?<td>([^<]*)</td></tr>'
+    return [re.findall(cells, table) for table in tables]
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_the_table_says_what_is_held_after_each_action(
+    capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path, simulated: bool
+) -> None:
+    """One micro-batch more after a forward, one less after a backward, whether or not the next starts at once."""
+    sizes = ("--stages", "2", "--micro-batches", "4", "--forward-ms", "1", "--backward-ms", "2")
+    path = written(capsys, tmp_path / "s.json", "simulate", "--schedule", "1f1b", *sizes) if simulated else run
+    tables, memory = held_after(without_library(page_of(path))), json.loads(path.read_text())["memory"]
+    assert [len(rows) for rows in tables] == [8, 8]
+    for rows, points in zip(tables, memory, strict=True):
+        live = 0
+        for action, held in rows:
+            live += 1 if action.startswith("F") else -1
+            known = {amount(nbytes) for _, units, nbytes in points if units == live}
+            assert held in ({f"{live} live"} if simulated else known), action
 
 
 def test_eight_stages_and_64_micro_batches_are_below_three_megabytes(

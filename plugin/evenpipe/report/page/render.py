@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -105,6 +105,13 @@ def _actions(drawn: Sequence[Drawn]) -> list[list[_Row]]:
 
 
 def _held(one: Drawn, times: Sequence[Sequence[float]], stage: int, at_ms: float) -> str:
-    """What the stage holds just after ``at_ms``."""
-    at = bisect_right(times[stage], at_ms) - 1 if stage < len(times) else -1
-    return held_words(one, one.memory[stage][at]) if at >= 0 else ""
+    """What the stage holds once an action has ended at ``at_ms``.
+
+    In simulations the next action often starts at that very time: what is gone by then counts, what comes does not.
+    """
+    if stage >= len(times):
+        return ""
+    points, at = one.memory[stage], bisect_left(times[stage], at_ms)
+    while at < len(points) and points[at].at_ms == at_ms and points[at].live < (points[at - 1].live if at else 0):
+        at += 1
+    return held_words(one, points[at - 1]) if at else ""
