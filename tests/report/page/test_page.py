@@ -90,6 +90,19 @@ def test_the_table_says_what_is_held_after_each_action(
             assert held in ({f"{live} live"} if simulated else known), action
 
 
+def test_memory_has_a_scale_a_unit_and_a_legend(run: Path) -> None:
+    page, document = page_of(run), json.loads(run.read_text())
+    chart = re.search(r'<div class="chart" data-chart="memory".*?</script>', page, re.DOTALL)
+    assert chart is not None
+    for said in ("area: measured", "line: predicted"):
+        assert said in chart[0]
+    peaks = [max(nbytes for _, _, nbytes in points) for points in document["memory"]]
+    most = max(peaks + [nbytes for points in document["predicted"]["memory"] for _, _, nbytes in points])
+    assert f"full height of every row: {amount(most)}" in chart[0]
+    for stage, peak in enumerate(peaks):
+        assert json.dumps(f"stage {stage}\n{amount(peak)}") in chart[0]
+
+
 def test_eight_stages_and_64_micro_batches_are_below_three_megabytes(
     capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from bokeh.plotting import figure
 from evenpipe.report.page.content import Drawn, View, amount
 from evenpipe.schedule import COMPUTE, DEPARTING, KINDS, UPDATE, Action
 
-__all__ = ["action_words", "held_words", "memory_chart", "timeline_chart"]
+__all__ = ["action_words", "held_words", "memory_chart", "memory_legend", "timeline_chart"]
 
 _MARGIN: Final = 0.02
 _MEASURED, _PREDICTED = "#5b8fc7", "#c8642b"
@@ -52,12 +52,11 @@ def timeline_chart(view: View, target: str) -> str:
 
 def memory_chart(view: View, target: str) -> str:
     """The JSON of a chart of what each stage holds: areas, and over them the prediction as a line."""
-    plot = _plot(view, "saved activations in time")
-    highest = max((_held(one, point) for one in view.drawn for row in one.memory for point in row), default=0) or 1
-    last_ms = _duration(view)
+    plot = _plot(view, "saved activations in time", _peaks(view.drawn))
+    highest, last_ms = _height(view.drawn), _duration(view)
     for index, one in enumerate(view.drawn):
+        colour = _colour(one)
         if index == 0:
-            colour = _MEASURED if one.name == "measured" else _PREDICTED
             source = ColumnDataSource(_areas(one, highest, last_ms))
             areas = plot.quad(
                 "start", "end", "top", "bottom", source=source, fill_color=colour, fill_alpha=0.75, line_color=None
@@ -69,11 +68,39 @@ def memory_chart(view: View, target: str) -> str:
             times = [point.at_ms for point in points]
             heights = [stage + 0.94 - 0.86 * _held(one, point) / highest for point in points]
             ends = ([*times, max([last_ms, *times])], heights + heights[-1:]) if points else ([], [])
-            plot.step(*ends, mode="after", line_color=_PREDICTED, line_width=1.6)
+            plot.step(*ends, mode="after", line_color=colour, line_width=1.6)
     return _json(plot, target)
 
 
-def _plot(view: View, title: str) -> Any:
+def memory_legend(drawn: Sequence[Drawn]) -> tuple[Sequence[tuple[str, str, str]], str]:
+    """What is drawn how (area or line, colour, words), and what the height of a stage's row stands for."""
+    first, *others = drawn
+    said = [("area", first, "area"), *(("line", one, "line") for one in others)]
+    highest = _height(drawn)
+    scale = amount(highest) if first.sized else f"{highest} live micro-batches (× chunks)"
+    how = [(shape, _colour(one), f"{what}: {one.name}") for shape, one, what in said]
+    return how, f"full height of every row: {scale}; beside each stage its peak, {first.name}"
+
+
+def _peaks(drawn: Sequence[Drawn]) -> list[str]:
+    """Of each stage, in words; empty where a stage's memory is not known."""
+    if not drawn:
+        return []
+    first = drawn[0]
+    most = [max(points, key=lambda point: _held(first, point), default=None) for points in first.memory]
+    return ["" if point is None else held_words(first, point) for point in most]
+
+
+def _height(drawn: Sequence[Drawn]) -> int:
+    return max((_held(one, point) for one in drawn for row in one.memory for point in row), default=0) or 1
+
+
+def _colour(one: Drawn) -> str:
+    return _MEASURED if one.name == "measured" else _PREDICTED
+
+
+def _plot(view: View, title: str, said: Sequence[str] = ()) -> Any:
+    """``said``: of each stage, what stands below its name."""
     stages, duration_ms = max((len(one.stages) for one in view.drawn), default=1), _duration(view) or 1.0
     row = (44 if len(view.drawn) > 1 else 34) if stages <= 16 else 20
     bounds = (-_MARGIN * duration_ms, (1 + _MARGIN) * duration_ms)
@@ -92,7 +119,13 @@ def _plot(view: View, title: str) -> Any:
     plot.add_tools(WheelZoomTool(dimensions="width", modifiers={"ctrl": True}))
     every = -(-stages // 32)
     plot.yaxis.ticker = [stage + 0.45 for stage in range(0, stages, every)]
-    plot.yaxis.major_label_overrides = {stage + 0.45: f"stage {stage}" for stage in range(0, stages, every)}
+    names = {stage: f"stage {stage}" for stage in range(0, stages, every)}
+    for stage, words in enumerate(said):
+        if words and stage in names:
+            names[stage] += f"\n{words}" if row > 20 else f", {words}"
+    plot.yaxis.major_label_overrides = {stage + 0.45: name for stage, name in names.items()}
+    # Room for the longest of the names, so that a time is at the same place in all charts.
+    plot.min_border_left = 80 if row > 20 else 130
     plot.ygrid.grid_line_color = None
     plot.outline_line_color = None
     plot.min_border_right = 12

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from evenpipe import __version__
-from evenpipe.report.page.charts import action_words, held_words, memory_chart, timeline_chart
+from evenpipe.report.page.charts import action_words, held_words, memory_chart, memory_legend, timeline_chart
 from evenpipe.report.page.content import Drawn, View
 from evenpipe.schedule import KINDS
 
@@ -32,12 +32,20 @@ class _Row(NamedTuple):
     cells: Sequence[str]
 
 
+class _Chart(NamedTuple):
+    """A chart's JSON. ``legend``: how (area or line, colour, words) something is drawn; ``scale``: what a height is."""
+
+    json: Markup
+    legend: Sequence[tuple[str, str, str]] = ()
+    scale: str = ""
+
+
 class _Shown(NamedTuple):
     """A view as the template takes it."""
 
     view: View
-    timeline: Markup
-    memory: Markup
+    timeline: _Chart
+    memory: _Chart
     kinds: Sequence[tuple[str, str, str]]
     actions: Sequence[Sequence[_Row]]
 
@@ -81,7 +89,8 @@ def _shown(view: View, number: int) -> _Shown:
         Markup(chart(view, f"{name}-{number}"))
         for chart, name in ((timeline_chart, "timeline"), (memory_chart, "memory"))
     )
-    return _Shown(view, timeline, memory, kinds, _actions(view.drawn))
+    legend, scale = memory_legend(view.drawn) if view.drawn else ((), "")
+    return _Shown(view, _Chart(timeline), _Chart(memory, legend, scale), kinds, _actions(view.drawn))
 
 
 def _actions(drawn: Sequence[Drawn]) -> list[list[_Row]]:
