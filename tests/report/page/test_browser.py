@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, ViewportSize
 
 from evenpipe.cli.main import main
 
@@ -21,6 +21,9 @@ _FRAME = """() => {
 _RANGES = """() => [...Bokeh.index.roots].filter((one) => one.model.x_range)
   .map((one) => [one.model.x_range.start, one.model.x_range.end])"""
 
+_SELECTED = """() => [...Bokeh.index.roots].flatMap((one) => one.model.renderers ?? [])
+  .map((one) => one.data_source).filter((one) => one.selected.indices.length > 0).map((one) => one.name)"""
+
 
 @pytest.fixture
 def opened(browser: Browser, run: Path, tmp_path: Path) -> Iterator[Open]:
@@ -30,8 +33,9 @@ def opened(browser: Browser, run: Path, tmp_path: Path) -> Iterator[Open]:
     complaints: list[str] = []
     pages: list[Page] = []
 
-    def open_page(width: int = 1280, scheme: str = "light") -> Page:
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
+    def open_page(width: int = 1280, scheme: str = "light", touch: bool = False) -> Page:
+        size: ViewportSize = {"width": width, "height": 900}
+        page = browser.new_page(viewport=size, color_scheme=scheme, has_touch=touch)  # type: ignore[arg-type]
         page.on("console", lambda one: complaints.append(one.text) if one.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         own = out.as_uri()
@@ -47,19 +51,22 @@ def opened(browser: Browser, run: Path, tmp_path: Path) -> Iterator[Open]:
     assert complaints == []
 
 
-def point_at(page: Page, stage: float, at_ms: float) -> None:
-    """Move the mouse to a time, and to a height in rows of stages."""
+def place_of(page: Page, stage: float, at_ms: float) -> tuple[float, float]:
+    """Where on the screen a time is, and a height in rows of stages."""
     page.locator("#timeline-0").scroll_into_view_if_needed()
     box = page.locator("#timeline-0").bounding_box()
     assert box is not None
     left, top, width, height = page.evaluate(_FRAME)
     start, end = page.evaluate(_RANGES)[0]
-    page.mouse.move(box["x"] + left, box["y"] + top)
-    page.mouse.move(
-        box["x"] + left + width * (at_ms - start) / (end - start),
-        box["y"] + top + height * (stage + 0.06) / 2.06,
-        steps=3,
-    )
+    across, down = (at_ms - start) / (end - start), (stage + 0.06) / 2.06
+    return box["x"] + left + width * across, box["y"] + top + height * down
+
+
+def point_at(page: Page, stage: float, at_ms: float) -> None:
+    """Move the mouse there."""
+    x, y = place_of(page, stage, at_ms)
+    page.mouse.move(x - 5, y)
+    page.mouse.move(x, y, steps=3)
 
 
 def test_the_first_screen_has_the_timeline(opened: Open) -> None:
@@ -80,6 +87,23 @@ def test_every_action_is_named_where_the_mouse_points(opened: Open, run: Path) -
             tip = page.locator(".tip", has_text=f"{action}: ")
             tip.wait_for(timeout=5000)
             assert f"stage {stage}, measured" in tip.inner_text()
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_tap_or_a_click_names_the_action_and_dims_nothing(opened: Open, run: Path, width: int) -> None:
+    page, document = opened(width, touch=True), json.loads(run.read_text())
+    status, stage = page.locator("[role=status]"), document["timeline"][1]
+    first = min(stage, key=lambda span: span["start_ms"])
+    for act in (page.touchscreen.tap, page.mouse.click):
+        x, y = place_of(page, 1.18, first["start_ms"])
+        act(x - 6, y)  # few fingers hit a box of three pixels
+        assert status.inner_text().startswith(f"{first['action']}: forward of micro-batch 0, stage 1, measured, ")
+        page.locator("#memory-0").click()
+        # Where something is selected, Bokeh dims the rest of its kind.
+        assert page.evaluate(_SELECTED) == ["actions"]
+        page.locator("#timeline-0").click(position={"x": 20, "y": 5})
+        assert status.inner_text() == ""
+        assert page.evaluate(_SELECTED) == []
 
 
 def test_the_wheel_and_the_buttons_zoom_both_charts(opened: Open) -> None:
@@ -111,6 +135,8 @@ def test_all_can_be_done_with_a_keyboard(opened: Open) -> None:
         if page.evaluate("document.activeElement.id") == "timeline-0":
             break
     assert page.evaluate("document.activeElement.id") == "timeline-0"
+    # Else a screen reader that browses keeps the keys to itself.
+    assert page.evaluate("document.activeElement.role") == "application"
     whole, status = page.evaluate(_RANGES), page.locator("[role=status]")
     page.keyboard.press("n")
     assert status.inner_text().startswith("F0: forward of micro-batch 0, stage 0, measured, ")
@@ -126,6 +152,8 @@ def test_all_can_be_done_with_a_keyboard(opened: Open) -> None:
     assert moved[0][1] - moved[0][0] < whole[0][1] - whole[0][0]
     page.keyboard.press("0")
     assert page.evaluate(_RANGES)[0] == pytest.approx(whole[0])
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Zoom in", "the drawing itself is no stop"
 
 
 def test_a_screen_reader_finds_landmarks_names_and_tables(opened: Open) -> None:

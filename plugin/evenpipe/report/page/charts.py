@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from bokeh.core.types import ID
 from bokeh.embed import json_item
-from bokeh.models import ColumnDataSource, HoverTool, PanTool, Range1d, ResetTool, TapTool, WheelZoomTool
+from bokeh.models import ColumnDataSource, HoverTool, PanTool, Range1d, ResetTool, WheelZoomTool
 from bokeh.plotting import figure
 
 from evenpipe.report.page.content import Drawn, View, amount
@@ -110,7 +110,7 @@ def _plot(view: View, title: str, said: Sequence[str] = ()) -> Any:
         x_range=Range1d(start=bounds[0], end=bounds[1], bounds=bounds, min_interval=duration_ms / 5000),
         y_range=Range1d(start=stages, end=-0.06),
         x_axis_label="ms",
-        tools=[PanTool(dimensions="width"), ResetTool(), TapTool()],
+        tools=[PanTool(dimensions="width"), ResetTool()],
         toolbar_location=None,
         output_backend="canvas",
         name=title,

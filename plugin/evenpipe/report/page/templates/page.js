@@ -3,6 +3,7 @@
 (() => {
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const still = 1.6; // how much one step zooms
+  const finger = 24; // pixels: how far from an action a tap still means it
   const charts = [];
 
   function dress(plot) {
@@ -20,9 +21,13 @@
   }
 
   class Chart {
-    constructor(element, plot) {
+    constructor(element, view) {
+      const plot = view.model;
       this.element = element;
       this.plot = plot;
+      this.view = view;
+      this.surface = view.canvas_view.events_el;
+      this.surface.removeAttribute("tabindex"); // the chart around it has a name and takes the keys
       this.range = plot.x_range;
       this.whole = [this.range.start, this.range.end];
       this.at = null;
@@ -33,6 +38,7 @@
       dark.addEventListener("change", () => dress(plot));
       this.range.change.connect(() => this.moved());
       element.querySelector(".plot").addEventListener("keydown", (event) => this.key(event));
+      if (this.actions !== null) this.taps(element.querySelector(".plot"));
       element.querySelector(".tools").addEventListener("click", (event) => {
         const what = event.target.dataset.do;
         if (what) this[what]();
@@ -120,13 +126,52 @@
       return this.go(like.reduce((best, i) => (distance(i) < distance(best) ? i : best), like[0]));
     }
 
+    // Bokeh's own tap wants a box to be hit, which few fingers do, and dims all others.
+    taps(plot) {
+      let down = null;
+      plot.addEventListener("pointerdown", (event) => { down = event; });
+      plot.addEventListener("click", (event) => {
+        const dragged = down !== null && Math.hypot(event.clientX - down.clientX, event.clientY - down.clientY) > 8;
+        if (!dragged) this.name(this.nearest(event));
+      });
+    }
+
+    // The action at a point of the screen, or near it; the last drawn lies on top.
+    nearest({ clientX, clientY }) {
+      const { data } = this.actions, { left, top, width, height } = this.view.frame.bbox;
+      const surface = this.surface.getBoundingClientRect(), { start, end } = this.range;
+      const [x, y] = [clientX - surface.left - left, clientY - surface.top - top];
+      if (x < 0 || x > width || y < 0 || y > height) return null;
+      const rows = this.plot.y_range;
+      const [across, down] = [width / (end - start), height / (rows.start - rows.end)];
+      const outside = (at, from, to) => Math.max(0, from - at, at - to);
+      let [best, least] = [null, finger];
+      for (let i = 0; i < data.start.length; i += 1) {
+        const aside = outside(x, (data.start[i] - start) * across, (data.end[i] - start) * across);
+        const above = outside(y, (data.top[i] - rows.end) * down, (data.bottom[i] - rows.end) * down);
+        const distance = Math.hypot(aside, above);
+        if (distance <= least) [best, least] = [i, distance];
+      }
+      return best;
+    }
+
     go(i) {
-      const data = this.actions.data;
-      this.at = i;
-      this.actions.selected.indices = [i];
+      const { data } = this.actions;
       const width = this.range.end - this.range.start;
       if (data.start[i] < this.range.start || data.end[i] > this.range.end)
         this.set(this.middle(i) - width / 2, this.middle(i) + width / 2);
+      this.name(i);
+    }
+
+    // Marks the action, and says it below the chart; null: none.
+    name(i) {
+      const { data } = this.actions;
+      this.at = i;
+      this.actions.selected.indices = i === null ? [] : [i];
+      if (i === null) {
+        this.status.textContent = "";
+        return;
+      }
       const ms = (value) => value.toFixed(2);
       this.status.textContent = `${data.name[i]}: ${data.what[i]}, stage ${data.stage[i]}, ${data.of[i]}, ` +
         `${ms(data.start[i])} to ${ms(data.end[i])} ms`;
@@ -157,7 +202,7 @@
       const target = element.querySelector(".plot");
       const item = JSON.parse(element.querySelector("script[type='application/json']").textContent);
       const views = await Bokeh.embed.embed_item(item, target.id);
-      charts.push(new Chart(element, [...views.roots][0].model));
+      charts.push(new Chart(element, [...views.roots][0]));
     }
     addEventListener("resize", () => charts.forEach((chart) => chart.moved()));
     document.documentElement.dataset.ready = "yes";
