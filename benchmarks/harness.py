@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from cells import cells
 from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -72,19 +73,6 @@ class Benchmark:
         console.print(table)
         about = (f"{name.replace('_', ' ')} {value}" for name, value in (self._versions | machine).items())
         console.print(", ".join(about))
-
-
-def cells(table: Table | Group) -> list[dict[str, Any]]:
-    """What the tables say: their columns and rows."""
-    every = [table] if isinstance(table, Table) else [one for one in table.renderables if isinstance(one, Table)]
-    return [
-        {
-            "title": None if one.title is None else str(one.title),
-            "columns": [str(column.header) for column in one.columns],
-            "rows": [list(row) for row in zip(*(map(str, column.cells) for column in one.columns), strict=True)],
-        }
-        for one in every
-    ]
 
 
 def command() -> str:

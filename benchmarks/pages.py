@@ -6,6 +6,7 @@ A part stands between `<!-- NAME: ... -->` and `<!-- end of NAME -->`; NAME.md.j
 from __future__ import annotations
 
 import json
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ def pages(results: dict[str, dict[str, Any]]) -> dict[Path, str]:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"number": _number, "change": _change, "percent": _percent}
+    environment.filters |= {"at_least": _at_least, "number": _number, "change": _change, "percent": _percent}
     environment.globals |= {"origin": _origin, "table": _table, "results": results, "row": partial(_row, results)}
     found = dict[Path, str]()
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
@@ -74,6 +75,11 @@ def _table(table: dict[str, Any]) -> str:
 
 def _number(value: float, digits: int = 0) -> str:
     return f"{value:,.{digits}f}"
+
+
+def _at_least(value: float, digits: int) -> str:
+    """Cut off and not rounded: what misses a bound does not look as if it reached it."""
+    return _number(math.floor(value * 10**digits) / 10**digits, digits)
 
 
 def _percent(share: float, digits: int = 0) -> str:

@@ -8,6 +8,7 @@ run one after the other, and a result tells the load.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from again import AGAIN, made_again
 from pages import RESULTS, ROOT, pages, stored
 from rich.console import Console
 
@@ -60,7 +62,7 @@ JOBS: Final = (
     Job("memory", 0.5, script("memory")),
     Job("bpipe_overlap", 2, script("bpipe_overlap")),
     Job("overhead", 3, script("overhead")),
-    Job("peers", 38, script("peers"), "peers.png"),
+    Job("peers", 46, script("peers"), "peers.png"),
     Job("bubbles", 8, script("bubbles")),
     Job("bubbles_in_a_script", 6, script("bubbles", *SMALL), checkout=True),
     Job("deepspeed_bubbles", 10, script("deepspeed_bubbles")),
@@ -109,7 +111,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     names = [job.name for job in JOBS]
     parser.add_argument("--only", nargs="*", choices=names, default=names, help="(default: all; none: pages alone)")
-    only = parser.parse_args().only
+    parser.add_argument(
+        "--again", nargs="*", choices=list(AGAIN), help="measure nothing: their tables and pictures (default: all)"
+    )
+    arguments = parser.parse_args()
+    again = arguments.again
+    only = arguments.only if again is None else ()
     console = Console(stderr=True)
     jobs = [job for job in JOBS if job.name in only]
     ended_well = True
@@ -117,6 +124,11 @@ def main() -> None:
         left = sum(each.minutes for each in jobs[number - 1 :])
         console.print(f"[bold]{job.name}[/], {number} of {len(jobs)}, about {job.minutes:g} min; {left:g} to go")
         ended_well &= run(job, console)
+    for job in JOBS:
+        if again is not None and job.name in (again or AGAIN):
+            path = RESULTS / f"{job.name}.json"
+            picture = None if job.picture is None else ROOT / "docs" / job.picture
+            write(path, made_again(job.name, json.loads(path.read_text()), picture))
     for path, text in pages(stored()).items():
         write(path, text)
     sys.exit(not ended_well)
