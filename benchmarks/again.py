@@ -30,6 +30,14 @@ class Again(NamedTuple):
 
 #: By job; each is given the job's script as a module, which is imported only then.
 AGAIN: Final = {
+    "figures_2bw": Again(
+        lambda script, of: script.tables(script.by_part(of)),
+        lambda script, path, of: script.draw(path, script.by_part(of)),
+    ),
+    "figures_ada_grouper": Again(lambda script, of: script.tables(of), lambda script, path, of: script.draw(path, of)),
+    "scale": Again(lambda script, of: script.table(of), lambda script, path, of: script.draw(path, of)),
+    "overhead": Again(lambda script, of: script.table(of[0])),
+    "megatron_lm": Again(lambda script, of: script.table(of[0])),
     "peers": Again(lambda script, of: script.table(of), lambda script, path, of: script.draw(path, of)),
 }
 

@@ -205,6 +205,14 @@ def tables(results: dict[str, list[dict[str, Any]]]) -> Group:
     return Group(figures, said, best, eight)
 
 
+def by_part(results: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """A document's results as `tables` and `draw` take them."""
+    found: dict[str, list[dict[str, Any]]] = {"published": [], "best": [], "footprints": [], "readings": []}
+    for one in results:
+        found[one["part"]].append({key: value for key, value in one.items() if key != "part"})
+    return found
+
+
 def about_of(one: dict[str, Any]) -> list[str]:
     """Cells that say what a bar is of."""
     return [one["model"], str(cluster(one["cluster"]).gpus), f"{one['batch']:,}", one["system"]]

@@ -9,7 +9,7 @@ turns; each time their order is reversed.
     evenpipe     --evenpipe-schedule 1f1b
 
 A ratio is the median over repeats of the quotient of the two jobs of one repeat; the start is the median of their
-difference.
+difference. Beside each stand the least and the most: as long as one lies on each side of none, nothing is to be seen.
 """
 
 from __future__ import annotations
@@ -80,10 +80,12 @@ def result(jobs: dict[str, list[Job]]) -> dict[str, Any]:
     """The entry of the document."""
     stock, ours = jobs["stock"], jobs["evenpipe"]
     ratios = [median(a.iterations_ms) / median(b.iterations_ms) for a, b in zip(ours, stock, strict=True)]
+    starts = [a.start_s - b.start_s for a, b in zip(ours, stock, strict=True)]
     entry: dict[str, Any] = {
         "iteration_ratio": median(ratios),
-        "start_difference_s": median(a.start_s - b.start_s for a, b in zip(ours, stock, strict=True)),
+        "start_difference_s": median(starts),
         "iteration_ratios": ratios,
+        "start_differences_s": starts,
     }
     for name, mine in jobs.items():
         entry[f"{name}_iteration_ms"] = median(median(one.iterations_ms) for one in mine)
@@ -93,18 +95,25 @@ def result(jobs: dict[str, list[Job]]) -> dict[str, Any]:
 
 def table(entry: dict[str, Any]) -> Table:
     """The same for people."""
-    shown = Table("", "stock", "evenpipe", "compared")
+    shown = Table("", "stock", "evenpipe", "compared, median of pairs", "least … most")
+    ratios, starts = entry["iteration_ratios"], entry.get("start_differences_s", ())  # older results have none
     shown.add_row(
         "iteration",
         *(f"{entry[f'{name}_iteration_ms']:,.1f} ms" for name in VARIANTS),
         f"× {entry['iteration_ratio']:.3f}",
+        f"{min(ratios):.3f} … {max(ratios):.3f}",
     )
     shown.add_row(
         "to the first line",
         *(f"{entry[f'{name}_start_s']:.2f} s" for name in VARIANTS),
-        f"+ {entry['start_difference_s']:.2f} s",
+        _signed(entry["start_difference_s"]),
+        f"{_signed(min(starts))} … {_signed(max(starts))}" if starts else "",
     )
     return shown
+
+
+def _signed(seconds: float) -> str:
+    return f"{'−' if seconds < 0 else '+'} {abs(seconds):.2f} s"
 
 
 def main() -> None:

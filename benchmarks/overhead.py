@@ -10,15 +10,16 @@ stages. Four variants take turns in the same processes, on the same model and da
     measured     EvenPipe's 1F1B with exact memory counters (`measure=True`)
 
 A ratio is the median over repeats of the quotient of two iterations of the same repeat, so that it does not matter how
-busy the machine was in different ones. Beside it stands that of the processor time of all stages: nearly the same where
-stages share few processors, and hardly disturbed by whatever else runs there.
+busy the machine was in different ones (it is not the quotient of the medians); half of the quotients lie between the
+two that stand beside it. The same is told of the processor time of all stages: nearly the same where stages share few
+processors, and hardly disturbed by whatever else runs there.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -49,6 +50,13 @@ VARIANTS: Final[dict[str, dict[str, Any] | None]] = {
     "evenpipe": {},
     "bpipe": {"bpipe": True},
     "measured": {"measure": True},
+}
+#: What they are called for people.
+TITLES: Final = {
+    "megatron": "Megatron's 1F1B",
+    "evenpipe": "EvenPipe's 1F1B",
+    "bpipe": "with BPipe",
+    "measured": "EvenPipe's 1F1B with exact counters of memory",
 }
 
 
@@ -103,12 +111,19 @@ def result(options: TrainOptions, iterations: dict[str, list[Iteration]]) -> dic
 
 def table(entry: dict[str, Any]) -> Table:
     """The same for people."""
-    shown = Table("variant", "ms", "× megatron", "cpu ms", "× megatron")
+    shown = Table("variant", "ms, median", "× Megatron's: median of pairs", "half of the pairs", "cpu ms, median")
+    shown.add_column("× Megatron's: median of pairs")
     for name in VARIANTS:
-        row = []
-        for unit, infix in (("ms", ""), ("cpu_ms", "_cpu")):
-            row += [f"{entry[f'{name}_{unit}']:,.1f}", f"{entry[f'{name}{infix}_ratio']:.3f}"]
-        shown.add_row(name, *row)
+        pairs = zip(*(entry["iterations_ms"][one] for one in (name, "megatron")), strict=True)
+        low, _, high = quantiles((mine / stock for mine, stock in pairs), n=4)
+        shown.add_row(
+            TITLES[name],
+            f"{entry[f'{name}_ms']:,.1f}",
+            f"{entry[f'{name}_ratio']:.3f}",
+            "" if name == "megatron" else f"{low:.3f} … {high:.3f}",
+            f"{entry[f'{name}_cpu_ms']:,.1f}",
+            f"{entry[f'{name}_cpu_ratio']:.3f}",
+        )
     return shown
 
 

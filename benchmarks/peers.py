@@ -159,7 +159,7 @@ def _share(row: dict[str, Any]) -> str:
 
 def table(results: list[dict[str, Any]]) -> Group:
     """The same for people."""
-    shown = Table("p", "m", "", "ms", "of the limit", "worst stage, MiB", "Pareto front")
+    shown = Table("p", "m", "", "ms", "of the limit", "worst stage, MiB", "on the front of")
     cases = dict.fromkeys((row["stages"], row["micro_batches"]) for row in results)
     said = Table("found")
     for case in cases:
@@ -171,7 +171,7 @@ def table(results: list[dict[str, Any]]) -> Group:
                 f"{row['ms']:,.0f}",
                 _share(row),
                 f"{row['mib']:.1f}",
-                "yes" if row["front"] else "",
+                ("late gradients" if row["delayed"] else "stock rule") if row["front"] else "",
             )
         shown.add_section()
         for line in findings(rows):
