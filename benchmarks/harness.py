@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from cells import cells
+from checkout import commit
 from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -85,9 +85,8 @@ def command() -> str:
 def versions() -> dict[str, str]:
     """Of Python, of what is measured and of what it is measured with, as far as it is installed."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    with suppress(OSError, subprocess.CalledProcessError):
-        found["evenpipe"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    if commit():
+        found["evenpipe"] = commit()
     for name in ("megatron-core", "deepspeed"):
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jobs import JOBS, ROOT
 
-__all__ = ["RESULTS", "ROOT", "pages", "stored"]
+__all__ = ["RESULTS", "pages", "stored"]
 
-ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results"
 _PART: Final = re.compile(r"(<!-- (?P<name>[\w-]+): [^\n]*-->\n)(.*?)(<!-- end of (?P=name) -->\n)", re.DOTALL)
+#: Scripts whose results are times.
+_TIMED: Final = frozenset(Path(job.command[0]).stem for job in JOBS if job.timed)
 
 
 def stored() -> dict[str, dict[str, Any]]:
@@ -37,6 +39,7 @@ def pages(results: dict[str, dict[str, Any]]) -> dict[Path, str]:
     )
     environment.filters |= {"at_least": _at_least, "number": _number, "change": _change, "percent": _percent}
     environment.globals |= {"origin": _origin, "table": _table, "results": results, "row": partial(_row, results)}
+    environment.globals |= {"jobs": JOBS}
     found = dict[Path, str]()
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = path.read_text()
@@ -50,11 +53,13 @@ def _made(environment: Environment, name: str) -> str:
 
 
 def _origin(document: dict[str, Any]) -> str:
-    """By which command, when, on what, with which versions."""
+    """By which command, when, on what, with which versions; and whether times were taken on a busy machine."""
     machine = document["machine"]
     what = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     where = f"{machine['cpus']} cores ({machine['processor']}), load {machine['load_before']} before"
-    return f"`{document['command']}`, {document['date']}, {where}; {what}."
+    busy = machine["load_before"] > machine["cpus"] and document["name"] in _TIMED
+    warning = " **Timed on a busy machine**: the load before was above its cores." if busy else ""
+    return f"`{document['command']}`, {document['date']}, {where}; {what}.{warning}"
 
 
 def _row(results: dict[str, dict[str, Any]], name: str, **keys: Any) -> dict[str, Any]:
