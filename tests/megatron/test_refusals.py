@@ -28,7 +28,6 @@ ALWAYS: list[tuple[str, Any]] = [
 ]
 WITH_BPIPE: list[tuple[str, Any]] = [
     ("cpu_offloading", True),
-    ("num_microbatches_with_partial_activation_checkpoints", 1),
     ("distribute_saved_activations", True),
     ("external_cuda_graph", True),
     ("cuda_graph_impl", "transformer_engine"),

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from schedule_function_cases import BOUND, CASES, LONG, WORLD
 
 from evenpipe.megatron.supported import installed_release
+from evenpipe.schedule import EVICT, Programs, Size, choose
 from tests.reports import reports
 from tests.selected import marked, selected
 
@@ -24,6 +25,7 @@ SCRIPT = Path(__file__).with_name("schedule_function_cases.py")
 COMPARED = [(name, engine) for name, case in CASES.items() for engine in case.engines[1:] if "given only" not in name]
 ORDERED = [(name, engine) for name, engine in COMPARED if engine not in ("3F3B", "auto")]
 GROUPED = [name for name, case in CASES.items() if "3F3B" in case.engines]
+PARTLY = ["partial recomputation with BPipe", "interleaved, partial recomputation"]
 STOCK = {
     "PP1": "forward_backward_no_pipelining",
     "PP4": "forward_backward_pipelining_without_interleaving",
@@ -143,9 +145,15 @@ def test_a_communicator_without_groups_or_groups_without_one_are_refused(
         assert calls(ranks, name, engine, "error") == [[line]] * WORLD
 
 
-def test_bpipe_refuses_partial_recomputation(ranks: list[dict[str, Any]]) -> None:
-    for error in calls(ranks, "partial recomputation with BPipe", "bpipe", "error"):
-        assert error[0].startswith("ValueError: num_microbatches_with_partial_activation_checkpoints ")
+@pytest.mark.parametrize("name", marked(PARTLY, LONG))
+def test_of_those_that_bpipe_evicts_some_recompute_and_some_do_not(ranks: list[dict[str, Any]], name: str) -> None:
+    (stages, chunks, _), call = CASES[name].layout, CASES[name].calls[0]
+    programs = Programs(choose("interleaved" if chunks > 1 else "1f1b"), bpipe=True)
+    actions = programs(Size(stages, call.micro_batches, chunks)).schedule.actions[0]
+    evicted = {f"F{one.unit.chunk}.{one.unit.micro_batch}" for one in actions if one.kind == EVICT}
+    events = calls(ranks, name, "bpipe", "events")[0][0]
+    told = {before for before, event in pairwise(events) if event in evicted}
+    assert told == {"recomputes True", "recomputes False"}
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.timers])

@@ -78,7 +78,6 @@ _ALWAYS: Mapping[str, str] = {
 _OWN_MEMORY = "keeps saved activations in memory of its own, which BPipe cannot move"
 _WITH_BPIPE: Mapping[str, str] = {
     "cpu_offloading": "already moves the activations that BPipe would move",
-    "num_microbatches_with_partial_activation_checkpoints": "makes micro-batches differ in what they save",
     "distribute_saved_activations": "keeps saved activations where BPipe cannot see them",
     "external_cuda_graph": _OWN_MEMORY,
     "cuda_graph_impl=transformer_engine": _OWN_MEMORY,
@@ -154,14 +153,17 @@ _ARGUMENTS_WITH_BPIPE_TOO: Mapping[str, str] = {
 _UNKNOWN = "so that the memory of a stage is not known"
 _RESIZED = "changes the samples of a batch, which are shared out among micro-batches once"
 _COUNTED = "counts tokens, of a rehearsal too"
-_DIFFER = "makes micro-batches differ in what they save by their place, so that the memory of groups is not known"
+_BY_PLACE = (
+    "recomputes a micro-batch or not by its place among those that a stage holds, which a rehearsal of single ones "
+    "does not show, so that the memory of groups is not known"
+)
 _UNCOUNTED = "keeps activations where they are not counted, so that the memory of groups is not known"
 _WITH_TUNING: Mapping[str, str] = {
     "rampup_batch_size": _RESIZED,
     "step_batch_size_schedule": _RESIZED,
     "moe_router_enable_expert_bias": _COUNTED,
     "moe_router_load_balancing_type": _COUNTED,
-    "num_microbatches_with_partial_activation_checkpoints": _DIFFER,
+    "num_microbatches_with_partial_activation_checkpoints": _BY_PLACE,
     "fp8": _UNCOUNTED,
     "fp4": _UNCOUNTED,
     "cpu_offloading": _UNCOUNTED,

@@ -162,6 +162,11 @@ REFUSED = {
         {"num_experts": 8, "expert_tensor_parallel_num_weight_shards": 4, "expert_gtp_weight_remat_size": 2},
         "--expert-tensor-parallel-num-weight-shards 4 shards weights beyond data-parallel replicas: leave it out, ",
     ),
+    "tuned, partly recomputed": (
+        AUTO,
+        {"num_microbatches_with_partial_activation_checkpoints": 1},
+        "auto: --num-microbatches-with-partial-activation-checkpoints recomputes a micro-batch or not by its place ",
+    ),
     "tuned, fp8": (AUTO, {"fp8": "hybrid"}, "--group-size auto: --fp8-format keeps activations where "),
     "tuned, captured": (AUTO, {"cuda_graph_impl": "transformer_engine"}, "auto: --cuda-graph-impl transformer_engine "),
     "tuned, compared": (
