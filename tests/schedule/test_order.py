@@ -6,7 +6,7 @@ from typing import get_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.schedule import COMPUTE, UPDATE, Clock, Gathering, Queues, lower, reordered
+from evenpipe.schedule import COMPUTE, UPDATE, Clock, Gathering, Queues, lower, reordered, strictest
 from tests.schedule.test_lower import shapes
 from tests.schedules import build
 from tests.schedules import stream as stream_of
@@ -137,3 +137,10 @@ def test_a_stage_is_given_its_ends_at_their_places():
         for row in lower(build("1f1b", 2, 3)).steps
     ]
     assert posts == [["", "", "b0", "b1", "", "b2"], ["f0 f1", "", "", "", "f2", ""]]
+
+
+def test_the_strictest_of_kinds_is_that_which_holds_up_most() -> None:
+    """As their definition lists them; where nothing holds anything up there is none."""
+    assert strictest([]) == strictest(["many"]) == "many"
+    assert strictest(["one", "many"]) == "one"
+    assert strictest(["one", "synchronised", "many"]) == "synchronised"

@@ -34,7 +34,7 @@ from evenpipe.schedule.known import find, names
 from evenpipe.schedule.lazy import PerStage
 from evenpipe.schedule.lower import Program, Step, lower
 from evenpipe.schedule.needs import check_offers, needs_of, offered
-from evenpipe.schedule.order import Queues
+from evenpipe.schedule.order import Queues, strictest
 from evenpipe.schedule.places import Place, Places, loop, vee
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.spec import Drawing, Need, Size, Spec
@@ -109,6 +109,7 @@ __all__ = [
     "reordered",
     "required_version",
     "returns_beside",
+    "strictest",
     "swapping",
     "torch_csv",
     "vee",

@@ -17,7 +17,8 @@ clock: of two stages' computes that end at once, neither then has the other's me
 
 from __future__ import annotations
 
-from typing import Final, Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -26,11 +27,11 @@ from evenpipe.schedule.kinds import OWN_ENDS
 from evenpipe.schedule.table import Column, by_kind
 from evenpipe.schedule.wiring import Wiring
 
-__all__ = ["Event", "Order", "Queues"]
+__all__ = ["Event", "Order", "Queues", "strictest"]
 
 #: What holds up what a stage's host gives its device, beside the stream that it is for. many: nothing. one: all that
 #: was given before, which passes one queue (CUDA_DEVICE_MAX_CONNECTIONS=1). synchronised: the host, which waits at
-#: compute for all that it has given (timers, CUDA_LAUNCH_BLOCKING=1).
+#: compute for all that it has given (timers, CUDA_LAUNCH_BLOCKING=1). Later ones win.
 Queues = Literal["many", "one", "synchronised"]
 
 #: In ticks. A message takes next to nothing, and not nothing: it arrives after all that ends as it is made. Where there
@@ -41,6 +42,11 @@ _OF_BATCH = by_kind(lambda row: row.of_batch)
 _SENDS = by_kind(lambda row: row.sends)
 _TRADED = by_kind(lambda row: row.link is not None and row.letter not in OWN_ENDS)
 _NEVER: Final = 1 << 62
+
+
+def strictest(kinds: Iterable[Queues]) -> Queues:
+    """By which all stages go where several hold, of one stage or of different ones; "many" where none does."""
+    return max(kinds, key=get_args(Queues).index, default="many")
 
 
 class Event(NamedTuple):

@@ -30,6 +30,7 @@ from evenpipe.schedule import (
     Program,
     Queues,
     Step,
+    strictest,
 )
 from evenpipe.simulate.costs import Costs, SimulationError
 
@@ -71,9 +72,8 @@ class Environment(NamedTuple):
     @property
     def queues(self) -> Queues:
         """What a program's order goes by here."""
-        if self.synchronised != "never":
-            return "synchronised"
-        return "one" if self.one_queue else "many"
+        holds: dict[Queues, bool] = {"one": self.one_queue, "synchronised": self.synchronised != "never"}
+        return strictest(kind for kind in holds if holds[kind])
 
     def stream(self, link: Link) -> object:
         """What names the stream of a link's ends, on both of its stages."""
