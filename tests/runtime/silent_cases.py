@@ -1,7 +1,8 @@
 """Four gloo processes in training, one of which stops, and what each of the others says at its end.
 
-Arguments: a folder, and the case: "amid" (rank 2 stops within a batch), "watched" (the same, where the others watch
-it) or "before" (rank 2 never opens its links).
+Arguments: a folder, the case, and "bpipe" or "plain". Cases: "amid" (rank 2 stops within a batch), "watched" (the same,
+where its neighbours watch it), "before" (rank 2 never opens its links), "opening" (it stops as it opens the one to rank
+3, after it has told that it waits for that rank) and "one connection" (the same, where stores cannot be cloned).
 Writes outcome.json: per rank that ended, seconds from when rank 2 stopped, and its standard error.
 """
 
@@ -13,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from evenpipe.runtime import channel, connections, pulse
 from evenpipe.schedule import Size, build
 from evenpipe.train.pipeline import ModulePipeline
 from evenpipe.upstream.ending import end_with_the_first_error
@@ -39,28 +42,45 @@ class Part(torch.nn.Linear):
         return super().forward(x)
 
 
-def train(rank: int, case: str, store: TCPStore) -> None:
+def stopping(open_group: Callable[..., object]) -> Callable[..., object]:
+    """The same, where the silent rank stands still at the link to the next."""
+
+    def opened(kind: str, source: int, *arguments: object) -> object:
+        if source == SILENT == dist.get_rank():
+            time.sleep(TIMEOUT.total_seconds() / 10)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return open_group(kind, source, *arguments)
+
+    return opened
+
+
+def train(rank: int, case: str, bpipe: bool, store: TCPStore) -> None:
     end_with_the_first_error()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=STAGES, timeout=TIMEOUT)
     if case == "before" and rank == SILENT:
         os.kill(os.getpid(), signal.SIGSTOP)
-    program = build("1f1b", Size(STAGES, 6), bpipe=True)
+    if case in ("opening", "one connection"):
+        channel._open_group = stopping(channel._open_group)
+    if case == "one connection":
+        pulse.apart = lambda store: None
+    if case == "watched":  # as where links are NCCL's
+        watched = connections.watched
+        connections.watched = lambda device, channels: watched("cuda", channels)
+    program = build("1f1b", Size(STAGES, 6), bpipe=bpipe)
     mse = torch.nn.functional.mse_loss
     pipeline = ModulePipeline(lambda position: Part(4, 4), program, mse, boundary=torch.empty(2, 4))
-    if case == "watched":
-        pipeline.executor.connections.pulse.watch(range(STAGES))
     for _ in range(10):
         pipeline.step(torch.ones(12, 4), torch.zeros(12, 4))
 
 
-def main(folder: Path, case: str) -> None:
+def main(folder: Path, case: str, bpipe: bool) -> None:
     with socket.create_server(("localhost", 0)) as server:
         port, processes = server.getsockname()[1], []
         for rank in range(STAGES):
             process = os.fork()
             if not process:
                 os.dup2(os.open(folder / f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
-                train(rank, case, TCPStore("localhost", port, is_master=False, timeout=TIMEOUT))
+                train(rank, case, bpipe, TCPStore("localhost", port, is_master=False, timeout=TIMEOUT))
                 return
             processes.append(process)
         descriptor = server.detach()
@@ -78,4 +98,4 @@ def main(folder: Path, case: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "bpipe")

@@ -1,12 +1,14 @@
 """What holds up a GPU is told by its environment, and all ranks of a pipeline go by it if one of them does."""
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from evenpipe.runtime.device_queues import queues_of
+from evenpipe.runtime.pulse import Pulse
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -16,14 +18,15 @@ def ask(rank, store_path, results):
     dist.init_process_group("gloo", store=dist.FileStore(store_path, 3), rank=rank, world_size=3)
     job, pipeline = range(3), [[0, 1], [2]][rank == 2]
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if rank == 2 else "8"
-    found = [queues_of(ranks, GPU) for ranks in (job, pipeline)]
-    found.append(queues_of(job, CPU))  # which has none
+    pulse = Pulse(job, timedelta(minutes=1))
+    found = [queues_of(ranks, GPU, False, pulse) for ranks in (job, pipeline)]
+    found.append(queues_of(job, CPU, False, pulse))  # which has none
     os.environ["CUDA_LAUNCH_BLOCKING"] = "1" if rank == 1 else "0"
-    found.append(queues_of(job, GPU))
+    found.append(queues_of(job, GPU, False, pulse))
     os.environ["CUDA_LAUNCH_BLOCKING"] = "0"
-    found.append(queues_of(job, CPU, synchronised=rank == 0))
+    found.append(queues_of(job, CPU, rank == 0, pulse))
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
-    results.put((rank, [*found, queues_of(job, GPU)]))
+    results.put((rank, [*found, queues_of(job, GPU, False, pulse)]))
     dist.barrier()
     dist.destroy_process_group()
 

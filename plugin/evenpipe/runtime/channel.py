@@ -252,12 +252,11 @@ def open_channels(
         kind, source, target = link
         if rank not in (source, target):
             continue
-        opening: _Awaiting = nullcontext
         awaiting: _Awaiting = nullcontext
         if pulse is not None:
             peer, name = target if rank == source else source, f"link {kind} {source} -> {target}"
-            opening, awaiting = (functools.partial(each, peer, name) for each in (pulse.opening, pulse.awaiting))
-        with opening():
+            awaiting = functools.partial(pulse.awaiting, peer, name)
+        with awaiting():
             group = _open_group(kind, source, target, backend, timeout)
             channels[link] = channel = Channel(source, target, group, device, awaiting)
             byte = torch.zeros(1, dtype=torch.uint8, device=device)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from evenpipe.runtime.pulse import Pulse
 from evenpipe.runtime.timeout import job_timeout
 from evenpipe.schedule import Link, Queues
 
-__all__ = ["Connections", "connect"]
+__all__ = ["Connections", "connect", "watched"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,8 @@ class Connections:
         """A batch has failed: nobody waits for what is under way any more."""
         for channel in (*self.channels.values(), *self.layouts.values()):
             channel.give_up()
+        if self.pulse is not None:
+            self.pulse.give_up()
 
     def close(self) -> None:
         """Destroy every group, once nothing is under way."""
@@ -72,7 +73,7 @@ def connect(
     timeout = job_timeout()
     kinds = {"evict", "forward"} if shapes_vary else {"evict"}
     varying = [link for link in links if link.kind in kinds]
-    pulse = Pulse(ranks, timeout) if links else None
+    pulse = Pulse(ranks, timeout)
 
     def opened(those: Sequence[Link], what: str, backend: str, device: torch.device) -> dict[Link, Channel]:
         named = {link: (f"{link.kind}{what}", ranks[link.source], ranks[link.target]) for link in those}
@@ -81,13 +82,15 @@ def connect(
 
     channels = opened(links, "", backend, device)
     layouts = opened(varying, " layout", "gloo", torch.device("cpu"))
-    # Nobody is missing now, but who has ended since.
-    telling = nullcontext() if pulse is None else pulse.opening(ranks[0], "what devices of the pipeline are like")
-    with telling:
-        queues = queues_of(ranks, device, synchronised)
-    if pulse is not None:
-        if device.type == "cuda":
-            # Its host waits for nobody but for layouts: the rest is for NCCL's watchdog, which names a link.
-            pulse.watch(rank for channel in channels.values() for rank in (channel.source, channel.target))
-        pulse.start()
+    queues = queues_of(ranks, device, synchronised, pulse)
+    pulse.watch(watched(device.type, channels.values()))
+    pulse.start()
     return Connections(channels, layouts, queues, pulse, links_line(links, device.type))
+
+
+def watched(device: str, channels: Iterable[Channel]) -> set[int]:
+    """The ranks at the ends of `channels` whose silence no wait of this host's names.
+
+    On CUDA it waits for nobody but for layouts: the rest is for NCCL's watchdog, which names a link.
+    """
+    return {rank for channel in channels for rank in (channel.source, channel.target)} if device == "cuda" else set()

@@ -1,0 +1,165 @@
+"""Signs of life in a store: few round trips for many ranks, a connection of their own, an end that nobody misses."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as Unanswered
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
+
+from evenpipe.runtime import pulse
+from evenpipe.runtime.beats import Beat, answered, apart, beats_of
+from evenpipe.runtime.pulse import _beat, _Life
+
+BEAT = 0.02  # seconds
+
+
+class Counting:
+    """A store that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.store, self.requests = HashStore(), 0
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests += 1
+        return self.store.check(keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.requests += 1
+        return self.store.multi_get(keys)
+
+
+@pytest.mark.parametrize(("missing", "requests"), [((), 2), ((700,), 30), ((3, 700), 50)])
+def test_the_beats_of_a_thousand_ranks_take_few_round_trips(missing: tuple[int, ...], requests: int) -> None:
+    """Hundreds of ranks ask at once, when waits time out."""
+    store = Counting()
+    beats = {rank: Beat(float(rank), rank + 1) for rank in range(1024) if rank not in missing}
+    for rank, beat in beats.items():
+        beat.tell(store, rank)
+    assert beats_of(store, range(1024)) == beats
+    assert store.requests <= requests
+
+
+def tcp(folder: Path) -> TCPStore:
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.parametrize("inner", [tcp, lambda folder: FileStore(str(folder / "store"), 1), lambda folder: HashStore()])
+def test_a_connection_apart_is_not_held_up_by_a_wait(inner: Callable[[Path], dist.Store], tmp_path: Path) -> None:
+    store = PrefixStore("a/", PrefixStore("b/", inner(tmp_path)))
+    own = apart(store)
+    assert own is not None
+    waiting = threading.Thread(target=store.wait, args=(["come"], timedelta(seconds=30)), daemon=True)
+    waiting.start()
+    time.sleep(0.2)
+    answered(lambda: own.set("come", "now"))
+    waiting.join(10)
+    assert store.get("come") == b"now"
+
+
+def test_what_cannot_be_cloned_has_none_apart() -> None:
+    class Own(dist.Store):
+        pass
+
+    assert apart(object()) is apart(Own()) is None  # type: ignore[arg-type]
+
+
+def test_an_answer_is_not_waited_for_for_ever() -> None:
+    with pytest.raises(Unanswered):
+        answered(threading.Event().wait, 0.1)
+    with pytest.raises(ArithmeticError):
+        answered(lambda: 1 // 0)
+
+
+def lived(store: dist.Store, life: _Life, seconds: float = 10 * BEAT) -> None:
+    """Rank 0 beats for so long, and ends."""
+    thread = threading.Thread(target=_beat, args=(store, 0, life, BEAT), daemon=True)
+    thread.start()
+    time.sleep(seconds)
+    life.ended.set()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_who_ends_well_says_so() -> None:
+    store = HashStore()
+    lived(store, _Life(awaited=3))
+    assert beats_of(store, [0])[0]._replace(at=0.0) == Beat(0.0, closed=True)
+
+
+@pytest.mark.parametrize("how", ["given up", "by an error"])
+def test_who_fails_is_missed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "by an error":
+        monkeypatch.setattr(sys, "last_value", ArithmeticError(), raising=False)
+    store = HashStore()
+    lived(store, _Life(awaited=3, failed=how == "given up"))
+    assert beats_of(store, [0])[0]._replace(at=0.0) == Beat(0.0, 3)
+
+
+def test_of_those_watched_the_silent_is_told_of_once_and_who_has_closed_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store, long_ago = HashStore(), time.time() - 100
+    Beat(long_ago).tell(store, 1)
+    Beat(long_ago, closed=True).tell(store, 2)
+    Beat(time.time() + 100).tell(store, 3)
+    lived(store, _Life(watched={rank: f"rank {rank}" for rank in (1, 2, 3, 4)}))
+    assert capsys.readouterr().err.count("\n") == 1
+    lived(store, _Life(watched={1: "rank 1"}))
+    assert capsys.readouterr().err.startswith("evenpipe: rank 1 has given no sign of life for 100 s: look after")
+
+
+def test_a_closed_standard_error_does_not_end_the_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    store = HashStore()
+    Beat(0.0).tell(store, 1)
+    lived(store, _Life(watched={1: "rank 1"}))
+    assert beats_of(store, [0])[0].closed
+
+
+class Failing(Counting):
+    """Has ended, or stands still."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def check(self, keys: list[str]) -> bool:
+        if self.how == "ended":
+            raise RuntimeError("Broken pipe")
+        raise Unanswered
+
+
+@pytest.mark.parametrize("how", ["ended", "stands still"])
+def test_a_store_that_fails_is_told_of_once_while_somebody_is_watched(
+    how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that only stands still may go on; then others look for this rank's beats again."""
+    monkeypatch.setattr(pulse.dist, "is_initialized", lambda: True)
+    store = Failing(how)
+    lived(store, _Life(watched={1: "rank 1"}))
+    assert capsys.readouterr().err == (
+        "evenpipe: the host on which the ranks met does not answer; one that is silent will not be named\n"
+    )
+    assert beats_of(store.store, [0])[0].closed == (how == "stands still")
+    ended = _Life(watched={1: "rank 1"})
+    ended.ended.set()
+    lived(Failing(how), ended)
+    lived(Failing(how), _Life())
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(pulse.dist, "is_initialized", lambda: False)
+    lived(Failing(how), _Life(watched={1: "rank 1"}))
+    assert capsys.readouterr().err == ""
