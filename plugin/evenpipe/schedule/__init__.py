@@ -32,12 +32,13 @@ from evenpipe.schedule.kinds import (
 )
 from evenpipe.schedule.known import find, names
 from evenpipe.schedule.lazy import PerStage
-from evenpipe.schedule.lower import Program, Step, lower
+from evenpipe.schedule.lower import Program, lower
 from evenpipe.schedule.needs import check_offers, needs_of, offered
 from evenpipe.schedule.order import Queues, strictest
 from evenpipe.schedule.places import Place, Places, loop, vee
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.spec import Drawing, Need, Size, Spec
+from evenpipe.schedule.step import Step
 from evenpipe.schedule.stream import Stream
 from evenpipe.schedule.swaps import returns_beside, swapping, with_swaps
 from evenpipe.schedule.table import Column

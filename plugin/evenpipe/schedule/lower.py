@@ -6,41 +6,19 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
 
-from evenpipe.schedule.actions import Action
 from evenpipe.schedule.clock import Clock
 from evenpipe.schedule.kinds import COMPUTE, KINDS
 from evenpipe.schedule.lazy import PerStage
+from evenpipe.schedule.one_order import check_steps
 from evenpipe.schedule.order import Order, Queues
 from evenpipe.schedule.schedule import Schedule
+from evenpipe.schedule.step import Step
 from evenpipe.schedule.table import Column
 from evenpipe.schedule.topology import Gathering, Link, Message, links, transfer
 from evenpipe.schedule.wiring import Wiring
 
-__all__ = ["Program", "Step", "lower", "steps_of"]
-
-
-class Step(NamedTuple):
-    """One action with the communication around it, in this order: post, complete, transfer, compute or update, send.
-
-    ``post``: receives of what compute needs here or later, each at its place in the one order of the whole pipeline
-    (:mod:`evenpipe.schedule.order`), and gatherings. ``complete``: messages, received or sent by this stage, that must
-    be complete before the action. ``transfer``: what an action starts to move to or from its partner or its host, once
-    what it ``follows`` is complete: departures that make room for it, which nothing else waits for.
-    ``then_post``: the same as ``post``, for what comes after the action and before ``send``.
-    ``send``: what compute gives a neighbour when it ends; local, where the next part of the model is on this stage.
-    ``takes``: what compute got from a neighbour: one of ``complete``, or local.
-    """
-
-    post: tuple[Message | Gathering, ...]
-    complete: tuple[Message, ...]
-    action: Action
-    transfer: Message | None = None
-    then_post: tuple[Message | Gathering, ...] = ()
-    send: Message | None = None
-    takes: Message | None = None
-    follows: tuple[Message, ...] = ()
+__all__ = ["Program", "lower", "steps_of"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +66,10 @@ def lower(schedule: Schedule, pairs: bool = False, queues: Queues = "many") -> P
 
 
 def steps_of(program: Program, stage: int, gatherings: Column) -> tuple[Step, ...]:
-    """The steps of one stage, with the ``gatherings`` of batches that have these places in the order."""
+    """The steps of one stage, with the ``gatherings`` of batches that have these places in the order.
+
+    They are proven to keep to that order (:func:`evenpipe.schedule.one_order.check_steps`).
+    """
     schedule, wiring = program.schedule, program.wiring
     row, routes, rows = schedule.actions[stage], schedule.routes, schedule.table.of(stage)
     departures = wiring.departures(stage).tolist()
@@ -113,6 +94,7 @@ def steps_of(program: Program, stage: int, gatherings: Column) -> tuple[Step, ..
             complete.append(_started(wiring, stage, settles[at]))
         send = routes.outgoing(action, stage)
         steps.append(Step(posts, tuple(complete), action, None, then_posts, send, takes))
+    check_steps(program.order, gatherings, stage, steps)
     return tuple(steps)
 
 

@@ -15,10 +15,11 @@ from evenpipe.schedule.build import build
 from evenpipe.schedule.errors import ScheduleError
 from evenpipe.schedule.kinds import BACKWARD, COMPUTE, FINISHING, FORWARD, SWAP_OUT, UPDATE
 from evenpipe.schedule.lazy import PerStage
-from evenpipe.schedule.lower import Program, Step, steps_of
+from evenpipe.schedule.lower import Program, steps_of
 from evenpipe.schedule.order import Queues
 from evenpipe.schedule.orders import alternate, units
 from evenpipe.schedule.spec import Size, Spec
+from evenpipe.schedule.step import Step
 from evenpipe.schedule.table import Column, by_kind
 from evenpipe.schedule.topology import Gathering, Message, partner
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -13,7 +12,7 @@ import numpy as np
 from evenpipe.schedule.actions import Action
 from evenpipe.schedule.clock import Clock
 from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.grid import format_grid
+from evenpipe.schedule.faults import Fault, marked
 from evenpipe.schedule.kinds import (
     ACCEPT,
     DONE,
@@ -26,7 +25,8 @@ from evenpipe.schedule.kinds import (
     State,
 )
 from evenpipe.schedule.lower import Program, lower
-from evenpipe.schedule.order import Order, Queues
+from evenpipe.schedule.one_order import check_order
+from evenpipe.schedule.order import Queues
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.table import Column, by_kind, following
 from evenpipe.schedule.topology import partner
@@ -36,7 +36,6 @@ from evenpipe.schedule.wiring import Wiring
 __all__ = ["reordered", "verify", "verify_actions"]
 
 _STATES = tuple(STATES)
-_NEVER = np.iinfo(np.int64).max
 
 
 def _takes(state: State, row: ActionKind) -> bool:
@@ -50,15 +49,6 @@ _OF_BATCH = by_kind(lambda row: row.of_batch)
 _GUEST = by_kind(lambda row: row.guest)
 #: The evictor's side of what pairs trade.
 _EVICTING = by_kind(lambda row: row.link is not None and not row.guest and row.letter not in OWN_ENDS)
-_TAKES_FROM_PARTNER = by_kind(lambda row: row.receives and row.letter not in OWN_ENDS)
-
-
-class _Fault(Exception):
-    """What is wrong, and the step of one stage to point at."""
-
-    def __init__(self, reason: str, stage: int, step: int) -> None:
-        super().__init__(reason)
-        self.mark = (stage, step)
 
 
 def verify(schedule: Schedule, pairs: bool = False, queues: Queues = "many") -> Program:
@@ -67,45 +57,38 @@ def verify(schedule: Schedule, pairs: bool = False, queues: Queues = "many") -> 
     Proves that (1) every stage forwards and then backwards every unit exactly once, (2) what was evicted or swapped
     out is back before its backward, each transfer at its right partner, (3) both ends of every link agree on the order,
     (4) no stage goes beyond the bound, (5) no stage waits for ever, even if each of its calls waits until it is through
-    (:mod:`evenpipe.schedule.order`), and (6) without flushes, every micro-batch is forwarded and backwarded with the
-    weight version that 2BW's rule gives it, with at most two versions on a stage.
+    (:mod:`evenpipe.schedule.one_order`), and (6) without flushes, every micro-batch is forwarded and backwarded with
+    the weight version that 2BW's rule gives it, with at most two versions on a stage.
+
+    Of (5), that there is one order of all actions, messages, gatherings and updates is proven here; that a stage's
+    steps keep to it, when they are made: :attr:`Program.steps` raises the same error.
     """
     _check_sizes(schedule)
-    with _marked(schedule):
+    with marked(schedule):
         _check_actions(schedule)
         program = lower(schedule, pairs, queues)
         _check_links(program.wiring)
         for stage, held in enumerate(schedule.residencies):
             if held.broken is not None:
                 action = schedule.actions[stage][held.broken]
-                raise _Fault(f"{action} makes more than {schedule.bound} live micro-batches", stage, held.broken)
-        _check_order(program.order)
+                raise Fault(f"{action} makes more than {schedule.bound} live micro-batches", stage, held.broken)
+        check_order(program.order)
     return program
 
 
 def reordered(program: Program, clock: Clock | None) -> Program:
     """The verified ``program`` in the order of a clock, of which (5) is proven anew; None: of assumed times."""
     found = replace(program, clock=clock)
-    with _marked(program.schedule):
-        _check_order(found.order)
+    with marked(program.schedule):
+        check_order(found.order)
     return found
 
 
 def verify_actions(schedule: Schedule) -> None:
     """What :func:`verify` proves of each stage alone, (1) and (2), of compute that is to be balanced yet."""
     _check_sizes(schedule)
-    with _marked(schedule):
+    with marked(schedule):
         _check_actions(schedule)
-
-
-@contextmanager
-def _marked(schedule: Schedule) -> Iterator[None]:
-    try:
-        yield
-    except _Fault as fault:
-        stage, step = fault.mark
-        grid = format_grid(schedule, fault.mark)
-        raise ScheduleError(f"schedule {schedule.name}, stage {stage}, step {step}: {fault}\n{grid}") from None
 
 
 def _check_sizes(schedule: Schedule) -> None:
@@ -153,11 +136,11 @@ def _check_actions(schedule: Schedule) -> None:
         if found is not None and stage[found[0]] == one:
             step = found[0] - table.of(one).start
             said = _said(_STATES[state[found[0]]], row[step].kind)
-            raise _Fault(f"{row[step]} {faults[found[1]][1].format(stage=one, state=said)}", one, step)
+            raise Fault(f"{row[step]} {faults[found[1]][1].format(stage=one, state=said)}", one, step)
         if missing[one]:
-            raise _Fault(f"{_missing(schedule, row)} is missing", one, len(row) - 1)
+            raise Fault(f"{_missing(schedule, row)} is missing", one, len(row) - 1)
         if schedule.weight_versions > 1 and (fault := version_fault(schedule, one)) is not None:
-            raise _Fault(fault[1], one, fault[0])
+            raise Fault(fault[1], one, fault[0])
 
 
 def _count(schedule: Schedule, those: Column) -> Column:
@@ -198,47 +181,8 @@ def _check_links(wiring: Wiring) -> None:
         f"stage {link.source} sends {names[0]}, stage {link.target} receives {names[1]}"
     )
     rows = wiring.schedule.table.of(link.target)
-    raise _Fault(reason, link.target, (takes if takes >= 0 else rows.stop - 1) - rows.start)
+    raise Fault(reason, link.target, (takes if takes >= 0 else rows.stop - 1) - rows.start)
 
 
 def _unit_name(micro_batch: int, chunk: int) -> str:
     return f"micro-batch {micro_batch}" + (f" of chunk {chunk}" if chunk else "")
-
-
-def _check_order(order: Order) -> None:
-    """What stages are given are parts of one order of everything: walked along it, every call may block, and none does.
-
-    At each place either one stage acts, and all that it takes has been met before; or two stages have the ends of one
-    message, or of one transfer, which meet there. Each stage is given its part in that order.
-    """
-    wiring, places, messages = order.wiring, order.places, order.messages
-    table = wiring.schedule.table
-    if order.stuck is not None:
-        raise _at(wiring, order.stuck, "waits for ever: the stages wait for one another in a circle")
-    actions = np.arange(len(places))
-    first, last = table.first[table.stage] == actions, table.first[table.stage + 1] - 1 == actions
-    before = np.where(first, -1, np.roll(places, 1))
-    after = np.where(last, _NEVER, np.roll(places, -1))
-    taking = np.flatnonzero(messages >= 0)
-    senders, posted = wiring.senders[taking], order.posted[taking]
-    message = messages[taking]
-    settled = np.flatnonzero(wiring.settles >= 0)
-    partners = np.flatnonzero(_TAKES_FROM_PARTNER[table.kind])
-    faults = (
-        (actions, places <= before),
-        (taking, (before[posted] > message) | (message >= places[posted]) | (message >= places[taking])),
-        (senders, (places[senders] > message) | (message >= after[senders])),
-        (settled, messages[wiring.gives[wiring.settles[settled]]] >= places[settled]),
-        (partners, places[partners] != places[wiring.senders[partners]]),
-    )
-    for those, wrong in faults:
-        for action in those[wrong].tolist()[:1]:
-            raise _at(wiring, action, "has no place in one order of all stages: this is a defect of evenpipe")
-
-
-def _at(wiring: Wiring, number: int, reason: str) -> _Fault:
-    """A fault of the action of that number."""
-    table = wiring.schedule.table
-    stage = int(table.stage[number])
-    step = number - int(table.first[stage])
-    return _Fault(f"{wiring.schedule.actions[stage][step]} {reason}", stage, step)

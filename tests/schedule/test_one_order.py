@@ -1,0 +1,143 @@
+"""A defect in what makes the one order, or in what gives stages their parts of it, is refused before anything runs."""
+
+import sys
+from collections import defaultdict
+
+import pytest
+
+from evenpipe.schedule import Message, ScheduleError, lower, reordered, verify
+from evenpipe.schedule.clock import OF_FORWARD
+from evenpipe.schedule.order import Order
+from tests.schedule.test_order import blocking
+from tests.schedules import build
+
+lowering = sys.modules["evenpipe.schedule.lower"]  # whose name the package gives to its function
+
+SHAPES = [
+    ("1f1b", 4, 8),
+    ("1f1b", 4, 8, 1, True),
+    ("kfkb", 4, 8, 1, True, 1, 2),
+    ("interleaved", 4, 8, 2),
+    ("2bw", 4, 4, 1, True, 2),
+    ("v-half", 3, 4),
+]
+
+
+def refused_when_made(schedule):
+    """What is said, with the step marked, of the first stage whose steps are refused; None where all are right."""
+    program = verify(schedule)
+    for stage in range(schedule.stages):
+        try:
+            program.steps[stage]
+        except ScheduleError as refusal:
+            said, *grid = str(refusal).splitlines()
+            marked = said.startswith(f"schedule {schedule.name}, stage {stage}, step ") and "here" in grid[stage + 1]
+            return said if marked else None
+    return None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_right_is_accepted(shape):
+    assert refused_when_made(build(*shape)) is None
+
+
+@pytest.mark.parametrize(
+    ("forwards", "said"),
+    [(40, "U0 comes before what is gathered of its batch"), (-40, "comes after what is gathered of its batch")],
+)
+def test_gatherings_late_or_early(monkeypatch, forwards, said):
+    schedule, gatherings = build("2bw", 4, 8, 1, True, 3), Order._gatherings
+    monkeypatch.setattr(Order, "_gatherings", lambda order: gatherings(order) + forwards * OF_FORWARD)
+    with pytest.raises(ScheduleError, match=said):
+        verify(schedule)
+    with pytest.raises(ScheduleError, match=said):
+        reordered(lower(schedule), None)
+
+
+@pytest.mark.parametrize("wrong", [lambda right: right[::-1], lambda right: right[:-1], lambda right: right[:0]])
+def test_gatherings_in_another_order_or_missing(monkeypatch, wrong):
+    schedule, gatherings = build("2bw", 3, 3, batches=3), Order._gatherings
+    monkeypatch.setattr(Order, "_gatherings", lambda order: wrong(gatherings(order)))
+    with pytest.raises(ScheduleError, match="what is gathered of its batch"):
+        verify(schedule)
+
+
+def moved(number, by):
+    """Lowering that gives every stage the receive of that ``number`` so many actions later."""
+    posts = lowering._posts
+
+    def _posts(program, stage, gatherings):
+        post, then_post = posts(program, stage, gatherings)
+        received = [(at, item) for at in sorted(post) for item in post[at] if isinstance(item, Message)]
+        if number < len(received):
+            at, item = received[number]
+            post[at] = [other for other in post[at] if other != item]
+            post[at + by] = [*post[at + by], item] if by < 0 else [item, *post[at + by]]
+        return post, then_post
+
+    return _posts
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_receive_that_lowering_moves_by_one_action(monkeypatch, shape, by):
+    schedule, number, said = build(*shape), 2, []
+    for number in range(2, 8):
+        with monkeypatch.context() as patched:
+            patched.setattr(lowering, "_posts", moved(number, by))
+            said.append(refused_when_made(schedule))
+    assert all(said)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:4])
+def test_which_would_block(monkeypatch, shape):
+    monkeypatch.setattr(lowering, "check_steps", lambda *anything: None)
+    program = lower(build(*shape))
+    blocked = []
+    for number in range(8):
+        with monkeypatch.context() as patched:
+            patched.setattr(lowering, "_posts", moved(number, -1))
+            blocked += blocking(list(lower(program.schedule).steps))
+    assert blocked
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda event: [],
+        lambda event: [event, event],
+        lambda event: [event._replace(before=event.before - 1)],
+        lambda event: [event._replace(before=event.before + 1)],
+    ],
+    ids=["dropped", "doubled", "early", "late"],
+)
+def test_an_event_that_the_order_gets_wrong(monkeypatch, shape, wrong):
+    schedule, events = build(*shape), Order.events
+
+    def mutated(*given):
+        found = events(*given)
+        at = next(at for at, event in enumerate(found) if event.message >= 0 and not event.sends and at > 3)
+        return [*found[:at], *wrong(found[at]), *found[at + 1 :]]
+
+    monkeypatch.setattr(Order, "events", mutated)
+    assert refused_when_made(schedule)
+
+
+def test_messages_of_one_place_that_one_stage_takes_in_another_order(monkeypatch):
+    """Both ends find the same places and yet do not meet."""
+    posts = lowering._posts
+
+    def _posts(program, stage, gatherings):
+        post, then_post = posts(program, stage, gatherings)
+        return defaultdict(list, {at: items[::-1] for at, items in post.items()}), then_post
+
+    monkeypatch.setattr(lowering, "_posts", _posts)
+    assert refused_when_made(build("1f1b", 2, 3))
+
+
+def test_a_receive_that_the_order_posts_late(monkeypatch):
+    first_after = Order._first_after
+    monkeypatch.setattr(Order, "_first_after", lambda *given: first_after(*given) + 1)
+    with pytest.raises(ScheduleError, match="has no place in one order"):
+        verify(build("1f1b", 3, 4))
