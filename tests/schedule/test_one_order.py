@@ -3,13 +3,15 @@
 import sys
 from collections import defaultdict
 
+import numpy as np
 import pytest
 
-from evenpipe.schedule import Message, ScheduleError, lower, reordered, verify
+from evenpipe.schedule import Message, ScheduleError, Stream, lower, reordered, stream, verify
 from evenpipe.schedule.clock import OF_FORWARD
 from evenpipe.schedule.order import Order
 from tests.schedule.test_order import blocking
 from tests.schedules import build
+from tests.schedules import stream as stream_of
 
 lowering = sys.modules["evenpipe.schedule.lower"]  # whose name the package gives to its function
 
@@ -134,6 +136,43 @@ def test_messages_of_one_place_that_one_stage_takes_in_another_order(monkeypatch
 
     monkeypatch.setattr(lowering, "_posts", _posts)
     assert refused_when_made(build("1f1b", 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda right: right - 40 * OF_FORWARD, "comes after what is gathered of its batch"),
+        (lambda right: right[::-1], "what is gathered of its batch"),
+        (lambda right: right + np.arange(len(right)), "micro-batches after the same"),
+    ],
+)
+def test_a_streams_gatherings(monkeypatch, wrong, said):
+    gatherings = stream._gatherings
+    monkeypatch.setattr(stream, "_gatherings", lambda program: wrong(gatherings(program)))
+    with pytest.raises(ScheduleError, match=said):
+        stream_of(4, 6, bpipe=True)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_streams_updates_before_what_they_wait_for_is_gathered(monkeypatch, stage):
+    gatherings = stream._gatherings
+    monkeypatch.setattr(stream, "_gatherings", lambda program: gatherings(program) + 40 * OF_FORWARD)
+    late = stream_of(4, 15)
+    with pytest.raises(ScheduleError, match=f"stage {stage} would wait for ever to finish the step of batch 0"):
+        late.call(stage, 1)
+
+
+def test_a_stream_that_repeats_itself_by_another_period(monkeypatch):
+    monkeypatch.setattr(Stream, "_period", lambda of, stage: of.stages)
+    with pytest.raises(ScheduleError, match=r"stage 0, step .* is not 6 micro-batches after the same"):
+        stream_of(6, 6, bpipe=True)
+
+
+def test_a_streams_steps_are_held_against_its_order(monkeypatch):
+    made = stream_of(4, 6, bpipe=True)
+    monkeypatch.setattr(lowering, "_posts", moved(2, -1))
+    with pytest.raises(ScheduleError, match="has another place in the one order"):
+        made.call(1, 0)
 
 
 def test_a_receive_that_the_order_posts_late(monkeypatch):

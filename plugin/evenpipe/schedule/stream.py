@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from itertools import takewhile
 from operator import ne
 
@@ -13,18 +14,21 @@ import numpy as np
 from evenpipe.schedule.actions import Action
 from evenpipe.schedule.build import build
 from evenpipe.schedule.errors import ScheduleError
+from evenpipe.schedule.faults import fault_of, marked
 from evenpipe.schedule.kinds import BACKWARD, COMPUTE, FINISHING, FORWARD, SWAP_OUT, UPDATE
 from evenpipe.schedule.lazy import PerStage
 from evenpipe.schedule.lower import Program, steps_of
+from evenpipe.schedule.one_order import check_gatherings
 from evenpipe.schedule.order import Queues
 from evenpipe.schedule.orders import alternate, units
 from evenpipe.schedule.spec import Size, Spec
 from evenpipe.schedule.step import Step
-from evenpipe.schedule.table import Column, by_kind
+from evenpipe.schedule.table import Column, by_kind, following
 from evenpipe.schedule.topology import Gathering, Message, partner
 
 __all__ = ["Stream"]
 
+_DEFECT = "this is a defect of evenpipe: report it, and run without bpipe"
 _FINISHING = by_kind(lambda row: row.letter in FINISHING)
 
 
@@ -35,6 +39,14 @@ class Stream:
     what it trades every p − 2 − s, of which s is the pair's evictor. So the verified program of a stretch that is long
     enough says what comes after it too. ``swaps``: the positions of the model's parts that swap tensors to their hosts.
     Raises ScheduleError where :func:`build` does.
+
+    No stage waits for ever (:mod:`evenpipe.schedule.one_order`). Proven for all stages at once, before anything runs:
+    the stretch has one order, with its gatherings, as if each micro-batch were the last of a batch; and past the
+    warm-up the places of all in it repeat, each stage's by its own period, all at one pace, over twice the longest
+    period. Two stages that give a message, a transfer or a gathering the same places for as long as both their periods
+    together do so for ever, and each stage's part of the order goes on as it repeats. Proven of a stage's steps when it
+    is first asked for any: they are its part of the order, over all of the stretch, and repeat. Of each call: its
+    update comes after what is gathered of the batch. What is ``owed`` after a call is not part of this proof.
     """
 
     def __init__(
@@ -55,13 +67,17 @@ class Stream:
         self.micro_batches = micro_batches
         self._bpipe = bpipe
         self._first = 2 * stages  # a forward in the steady state of every stage
-        longest = max(self._period(stage) for stage in range(stages))
-        stretch = self._first + 2 * longest + stages + 4
+        self._last = self._first + 2 * max(self._period(stage) for stage in range(stages))
+        stretch = self._last + stages + 4
         # One long batch has the compute order of many short ones.
         flushing = replace(spec, update_follows=None)
         self.program: Program = build(flushing, Size(stages, stretch), bpipe, queues, swaps)
         for stage in range(stages):
             self._check_order(stage)
+        self._gatherings = _gatherings(self.program)
+        with marked(self.program.schedule):
+            check_gatherings(self.program.order, self._gatherings, 1)
+            self._check_places()
         self._cells = PerStage(stages, self._checked_cells)
 
     def call(self, stage: int, batch: int, update_early: bool = False) -> list[Step]:
@@ -83,6 +99,12 @@ class Stream:
         steps[at] = steps[at]._replace(post=posts[before:])
         at += steps[at].action.kind == SWAP_OUT  # which belongs to the forward
         steps.insert(at, Step(posts[:before], (), Action(UPDATE, batch - 1)))
+        waits = stage == 0 or not update_early
+        if waits and not any(gathering in (*step.post, *step.then_post) for step in steps[: at + 1]):
+            raise ScheduleError(
+                f"schedule={self._name}: stage {stage} would wait for ever to finish the step of batch {batch - 1}: "
+                "it comes before it is gathered what all stages know of that batch: choose 2bw"
+            )
         return steps
 
     def _of_batches(self, step: Step) -> Step:
@@ -143,7 +165,7 @@ class Stream:
         return math.lcm(self.stages, max(1, self.stages - 2 - evictor)) if self._bpipe else self.stages
 
     def _checked_cells(self, stage: int) -> list[list[Step]]:
-        cells = _cells(steps_of(self.program, stage, _gatherings(self.program)))
+        cells = _cells(steps_of(self.program, stage, self._gatherings))
         self._check_period(stage, cells)
         return cells
 
@@ -158,13 +180,35 @@ class Stream:
                 "each in turn, as every stream of batches in a run has to: choose 2bw"
             )
 
+    def _check_places(self) -> None:
+        """Past the warm-up, places in the order repeat with each stage's period, and all stages have one pace."""
+        schedule, order = self.program.schedule, self.program.order
+        table, paces = schedule.table, set()
+        gathered = np.where(_FINISHING[table.kind] > 0, self._gatherings[table.micro_batch], -1)
+        sent = following(order.messages, order.wiring.gives)
+        for stage in range(self.stages):
+            period, rows = self._period(stage), table.of(stage)
+            forwards = rows.start + np.flatnonzero(table.kind[rows] == ord(FORWARD))
+            begin, again, end = forwards[[self._first, self._first + period, self._last]].tolist()
+            took = int(order.places[again] - order.places[begin])
+            paces.add(Fraction(took, period))
+            wrong = np.full(end - again, len(paces) > 1)
+            for column, by in (
+                *((table.kind, 0), (table.evictor, 0), (table.micro_batch, period)),
+                *((places, took) for places in (order.places, order.messages, sent, gathered)),
+            ):
+                was = column[begin : begin + end - again]
+                wrong |= np.where(was < 0, was, was + by) != column[again:end]
+            for action in np.flatnonzero(wrong).tolist()[:1]:
+                raise fault_of(schedule, again + action, f"is not {period} micro-batches after the same: {_DEFECT}")
+
     def _check_period(self, stage: int, cells: Sequence[Sequence[Step]]) -> None:
         period = self._period(stage)
         for forward in range(self._first, self._first + period):
             if _shifted(cells[forward], period) != cells[forward + period]:
                 raise ScheduleError(
-                    f"stages={self.stages}: stage {stage} does not repeat itself every {period} micro-batches; "
-                    "this is a defect of evenpipe: report it, and run without bpipe"
+                    f"stages={self.stages}: stage {stage} does not repeat itself every {period} micro-batches: "
+                    f"{_DEFECT}"
                 )
 
 
