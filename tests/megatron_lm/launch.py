@@ -71,9 +71,8 @@ class Run(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        kept = re.compile(
-            r"(iteration\s+\d+/|(lm loss|sop loss|load_balancing_loss|loss scale|grad norm):|number of (skipped|nan) )"
-        )
+        losses = "lm loss|mtp_1 loss|sop loss|load_balancing_loss"
+        kept = re.compile(rf"(iteration\s+\d+/|({losses}|loss scale|grad norm):|number of (skipped|nan) )")
         found = []
         for line in self.output.splitlines():
             # Another rank's text, without an end of its own, can stand before it.
