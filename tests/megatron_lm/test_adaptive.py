@@ -8,6 +8,11 @@ import pytest
 from tests.megatron_lm.launch import LAYOUTS, Run, gpt_flags, launch, model_flags
 
 AUTO = ("--evenpipe-schedule", "kfkb", "--group-size", "auto")
+EXPERTS = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-router-score-function", "sigmoid"),
+    *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.1", "--disable-bias-linear"),
+    *("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "1e-2"),
+)
 SUMMATION = 2e-5
 """Relative: what sums of other order and in fp32, printed with seven digits, may differ by after four iterations."""
 
@@ -69,10 +74,10 @@ def test_masked_tokens_leave_micro_batches_as_they_are(megatron_lm, bert_data):
     assert [b for _, b, _ in decisions(tuned).values()] == [2]
 
 
-def test_multi_token_prediction_is_tuned_and_logged_as_stock(megatron_lm):
-    """A rehearsal's losses are not among those of the log, and micro-batches keep their size."""
+def test_what_deepseek_v3_trains_with_is_tuned_and_logged_as_stock(megatron_lm):
+    """A rehearsal's losses are not among those of the log, its tokens not those that the experts' bias goes by."""
     processes, parallel = LAYOUTS["PP2"]
-    flags = [*gpt_flags(3), *parallel, "--mtp-num-layers", "1", "--position-embedding-type", "rope"]
+    flags = [*gpt_flags(3), *parallel, "--mtp-num-layers", "1", "--position-embedding-type", "rope", *EXPERTS]
     stock = launch(megatron_lm, "pretrain_gpt.py", processes, flags)
     tuned = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, *AUTO, "--memory-gib", "1"])
     assert all("mtp_1 loss" in line for line in stock.lines)

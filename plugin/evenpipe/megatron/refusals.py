@@ -152,7 +152,6 @@ _ARGUMENTS_WITH_BPIPE_TOO: Mapping[str, str] = {
 
 _UNKNOWN = "so that the memory of a stage is not known"
 _RESIZED = "changes the samples of a batch, which are shared out among micro-batches once"
-_COUNTED = "counts tokens, of a rehearsal too"
 _BY_PLACE = (
     "recomputes a micro-batch or not by its place among those that a stage holds, which a rehearsal of single ones "
     "does not show, so that the memory of groups is not known"
@@ -161,8 +160,6 @@ _UNCOUNTED = "keeps activations where they are not counted, so that the memory o
 _WITH_TUNING: Mapping[str, str] = {
     "rampup_batch_size": _RESIZED,
     "step_batch_size_schedule": _RESIZED,
-    "moe_router_enable_expert_bias": _COUNTED,
-    "moe_router_load_balancing_type": _COUNTED,
     "num_microbatches_with_partial_activation_checkpoints": _BY_PLACE,
     "fp8": _UNCOUNTED,
     "fp4": _UNCOUNTED,

@@ -147,11 +147,6 @@ REFUSED = {
         {"rampup_batch_size": ["2", "2", "100"]},
         "--group-size auto: --rampup-batch-size changes .*: leave it out, or give --group-size a number$",
     ),
-    "tuned, experts that are counted": (
-        AUTO,
-        {"num_experts": 8, "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]},
-        "auto: --moe-router-load-balancing-type seq_aux_loss global_aux_loss counts tokens, ",
-    ),
     "2bw, experts that are biased": (
         {"schedule": "2bw"},
         {"num_experts": 8, "moe_router_enable_expert_bias": True},
@@ -207,7 +202,8 @@ def test_refused(case):
         (KFKB | {"group_size": 100, "bpipe": True}, {"num_experts": None, "fp8": "hybrid", "sft": True}),
         (KFKB, {"rampup_batch_size": ["2", "2", "100"]}),
         (AUTO | {"retune_interval": 1, "bpipe": True}, {"cuda_graph_impl": "none", "fp8": None}),
-        (AUTO, {"num_experts": 8, "moe_router_load_balancing_type": "aux_loss"}),
+        (AUTO, {"num_experts": 8, "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}),
+        (AUTO, {"num_experts": 8, "moe_router_enable_expert_bias": True}),
         (AUTO, {"sft": True, "variable_seq_lengths": True, "dataloader_inter_document_masking": True}),
         (
             {"schedule": "2bw"},

@@ -170,11 +170,18 @@ class AdaptiveSchedule(PipelineSchedule):
 
 @contextmanager
 def _without_a_trace(call: Call, device: torch.device) -> Iterator[None]:
-    """Afterwards gradients are zero, and random numbers go on as if nothing had been drawn; nothing is logged."""
+    """Afterwards gradients are zero, and random numbers go on as if nothing had been drawn; nothing is logged.
+
+    Buffers are as before: routers count in theirs what the experts' bias, or a loss of the whole batch, goes by.
+    """
+    chunks: Sequence[Any] = call.batch.model
     parallel_state.get_global_memory_buffer().buffer.clear()  # it grows, but never shrinks
+    before = [(buffer, buffer.clone()) for chunk in chunks for buffer in chunk.module.buffers()]
     with random_numbers_kept(device), without_sync(call.batch.config):
         yield
-    chunks: Sequence[Any] = call.batch.model
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)
     for chunk in chunks:
         chunk.zero_grad_buffer()
     clear_aux_losses_tracker()
