@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, ViewportSize
 
 from evenpipe.cli.main import main
+from evenpipe.schedule import COMPUTE, KINDS
 
 Open = Callable[..., Page]
 _FRAME = """() => {
@@ -23,6 +24,26 @@ _RANGES = """() => [...Bokeh.index.roots].filter((one) => one.model.x_range)
 
 _SELECTED = """() => [...Bokeh.index.roots].flatMap((one) => one.model.renderers ?? [])
   .map((one) => one.data_source).filter((one) => one.selected.indices.length > 0).map((one) => one.name)"""
+
+#: Of an element, the colours of its text and of what is behind it, each [r, g, b].
+_COLOURS = """(one) => {
+  let behind = one;
+  const paper = () => getComputedStyle(behind).backgroundColor;
+  while (paper() === "rgba(0, 0, 0, 0)") behind = behind.parentElement ?? behind.getRootNode().host;
+  return [getComputedStyle(one).color, paper()].map((colour) => colour.match(/\\d+/g).slice(0, 3).map(Number));
+}"""
+#: Of the timeline: how opaque its boxes are and its very edge, and the colours of its paper and its numbers.
+_DRAWN = """() => {
+  const view = [...Bokeh.index.roots].find((one) => one.model.name === "micro-batches in time");
+  const numbers = view.model.renderers.find((one) => one.name === "numbers");
+  const edge = view.canvas_view.primary.canvas.getContext("2d").getImageData(0, 0, 4, 4).data;
+  return {
+    edge: Math.max(...edge),
+    alphas: [...view.model.document.get_model_by_name("actions").data.alpha].sort(),
+    paper: view.model.background_fill_color,
+    number: numbers.glyph.text_color.value,
+  };
+}"""
 
 
 @pytest.fixture
@@ -178,6 +199,42 @@ def test_nothing_is_cut_off(opened: Open, width: int, scheme: str) -> None:
     colours = page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
     text, paper = (sum(map(int, colour.removeprefix("rgb(").rstrip(")").split(","))) for colour in colours)
     assert (text > paper) == (scheme == "dark")
+
+
+def contrast(one: Sequence[float], other: Sequence[float]) -> float:
+    """WCAG 2's contrast ratio of two colours in [0, 255]."""
+
+    def luminance(colour: Sequence[float]) -> float:
+        linear = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+        return sum(part * weight for part, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_tooltips_and_messages_follow_the_scheme(opened: Open, run: Path, scheme: str) -> None:
+    page, document = opened(1280, scheme), json.loads(run.read_text())
+    span = next(span for span in document["timeline"][0] if span["action"] == "B3")
+    point_at(page, 0.18, (span["start_ms"] + span["end_ms"]) / 2)
+    page.mouse.wheel(0, 1)
+    for said in (page.locator(".tip", has_text="B3: "), page.get_by_text("use ctrl + scroll to zoom")):
+        said.wait_for(timeout=5000)
+        text, paper = said.evaluate(_COLOURS)
+        assert (sum(text) > sum(paper)) == (scheme == "dark")
+        assert contrast(text, paper) >= 4.5
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_numbers_are_read_on_predicted_boxes_and_nothing_is_drawn_around(opened: Open, scheme: str) -> None:
+    drawn = opened(1280, scheme).evaluate(_DRAWN)
+    assert drawn["edge"] == 0
+    assert drawn["alphas"][0] < 1, "the predicted are fainter"
+    paper, number = (bytes.fromhex(drawn[name][1:]) for name in ("paper", "number"))
+    for letter in COMPUTE:
+        colour = bytes.fromhex(KINDS[letter].colour[1:])
+        faint = drawn["alphas"][0]
+        assert contrast(number, [faint * c + (1 - faint) * p for c, p in zip(colour, paper, strict=True)]) >= 4.5
 
 
 def test_hostile_settings_are_text(opened: Open) -> None:

@@ -20,6 +20,8 @@ __all__ = ["action_words", "held_words", "memory_chart", "memory_legend", "timel
 
 _MARGIN: Final = 0.02
 _MEASURED, _PREDICTED = "#5b8fc7", "#c8642b"
+#: How opaque the lower row is: its numbers are to be read on light and dark paper.
+_FAINT: Final = 0.8
 #: Within a stage's row of 1: compute, and below it two lanes, for what leaves and for what arrives.
 _BOX, _TICK, _LEAVING, _ARRIVING = (0.0, 0.74), (-0.04, 0.82), (0.76, 0.1), (0.88, 0.1)
 #: Bokeh escapes what it puts in the place of @names.
@@ -128,6 +130,8 @@ def _plot(view: View, title: str, said: Sequence[str] = ()) -> Any:
     plot.min_border_left = 80 if row > 20 else 130
     plot.ygrid.grid_line_color = None
     plot.outline_line_color = None
+    # The page shows through. Bokeh clears all but half a pixel of a filled border, white on dark paper.
+    plot.border_fill_color = None
     plot.min_border_right = 12
     return plot
 
@@ -168,7 +172,7 @@ def _rows(one: Drawn, index: int, of: int) -> Iterator[dict[str, Any]]:
                 "top": base + 0.97 * height * top,
                 "bottom": base + 0.97 * height * (top + part),
                 "colour": kind.colour,
-                "alpha": 1.0 if index == 0 else 0.65,
+                "alpha": 1.0 if index == 0 else _FAINT,
                 "edge": kind.colour if action.kind == UPDATE else "#ffffffb0",
             }
 

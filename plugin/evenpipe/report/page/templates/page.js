@@ -6,10 +6,23 @@
   const finger = 24; // pixels: how far from an action a tap still means it
   const charts = [];
 
+  // Bokeh's own parts (tooltips, messages, what is behind a drawing) are each in a shadow root, with light colours of
+  // their own; variables of the page reach in there, and follow the scheme.
+  const colours = new CSSStyleSheet();
+  colours.replaceSync(`:host {
+    --color: var(--text); --background-color: var(--page); --divider-color: var(--line); --icon-color: var(--page);
+    --tooltip-arrow-color: var(--quiet); color: var(--text); opacity: 1;
+  }`);
+  const { attachShadow } = Element.prototype;
+  Element.prototype.attachShadow = function attach(options) {
+    const root = attachShadow.call(this, options);
+    root.adoptedStyleSheets.push(colours);
+    return root;
+  };
+
   function dress(plot) {
     const [text, line, paper] = dark.matches ? ["#e8eaed", "#3a4048", "#1b1f24"] : ["#1d2125", "#d5d9de", "#fafbfc"];
     plot.background_fill_color = paper;
-    plot.border_fill_color = dark.matches ? "#15181c" : "#ffffff";
     for (const axis of [...plot.below, ...plot.left]) {
       axis.axis_label_text_color = text;
       axis.major_label_text_color = text;
