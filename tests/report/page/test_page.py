@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from evenpipe.cli.main import main
@@ -103,17 +106,47 @@ def test_memory_has_a_scale_a_unit_and_a_legend(run: Path) -> None:
         assert json.dumps(f"stage {stage}\n{amount(peak)}") in chart[0]
 
 
+def as_run(run: Path, simulated: Path) -> dict[str, Any]:
+    """A run's document as if it had measured just what was simulated."""
+    document, predicted = json.loads(run.read_text()), json.loads(simulated.read_text())
+    stages = len(predicted["timeline"])
+    predicted["unit_bytes"] = [[1 << 20]] * stages
+    predicted["memory"] = [[[at, live, live << 20] for at, live, _ in row] for row in predicted["memory"]]
+    document |= {name: predicted[name] for name in ("timeline", "memory")} | {"predicted": predicted}
+    document["stages"] = document["stages"][:1] * stages
+    return document  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stages", [4, 24])
+def test_transfers_are_three_pixels_of_their_colour(
+    capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path, stages: int
+) -> None:
+    sizes = ("--stages", str(stages), "--micro-batches", "26", "--bpipe", "--transfer-ms", "0.4")
+    simulated = written(capsys, tmp_path / "s.json", "simulate", "--schedule", "1f1b", *sizes)
+    (tmp_path / "run.json").write_text(json.dumps(as_run(run, simulated)))
+    for path in (simulated, tmp_path / "run.json"):
+        data = re.search(r'data-chart="timeline".*?<script type="application/json">(.*?)</script>', page_of(path), re.S)
+        assert data is not None
+        plot = json.loads(data[1])["doc"]["roots"][0]["attributes"]
+        boxes = next(one["attributes"] for one in plot["renderers"] if one["attributes"]["glyph"]["name"] == "Quad")
+        columns = dict(boxes["data_source"]["attributes"]["data"]["entries"])
+        top, bottom = (
+            np.frombuffer(gzip.decompress(b64decode(columns[name]["array"]["data"])), columns[name]["dtype"])
+            for name in ("top", "bottom")
+        )
+        edge_px = boxes["glyph"]["attributes"]["line_width"]["value"]
+        pixels = (bottom - top) * (plot["height"] - 56) / (stages + 0.06) + edge_px
+        transfers = [at for at, kind in enumerate(columns["kind"]) if kind in "ELAR"]
+        assert transfers
+        assert all(pixels[at] >= 3 and columns["edge"][at] == columns["colour"][at] for at in transfers)
+
+
 def test_eight_stages_and_64_micro_batches_are_below_three_megabytes(
     capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path
 ) -> None:
     sizes = ("--stages", "8", "--micro-batches", "64", "--bpipe", "--transfer-ms", "0.4")
-    simulated = json.loads(written(capsys, tmp_path / "s.json", "simulate", "--schedule", "1f1b", *sizes).read_text())
-    simulated["unit_bytes"] = [[1 << 20]] * 8
-    simulated["memory"] = [[[at, live, live << 20] for at, live, _ in row] for row in simulated["memory"]]
-    document = json.loads(run.read_text())
-    document |= {name: simulated[name] for name in ("timeline", "memory")} | {"predicted": simulated}
-    document["stages"] = document["stages"][:1] * 8
-    (tmp_path / "run.json").write_text(json.dumps(document))
+    simulated = written(capsys, tmp_path / "s.json", "simulate", "--schedule", "1f1b", *sizes)
+    (tmp_path / "run.json").write_text(json.dumps(as_run(run, simulated)))
     page = page_of(tmp_path / "run.json")
     assert len(page.encode()) <= _MOST_BYTES
     assert page.count("<tr>") > 8 * 2 * 64, "its actions are a table too"

@@ -20,10 +20,11 @@ __all__ = ["action_words", "held_words", "memory_chart", "memory_legend", "timel
 
 _MARGIN: Final = 0.02
 _MEASURED, _PREDICTED = "#5b8fc7", "#c8642b"
+_EDGE_PX: Final = 0.7
 #: How opaque the lower row is: its numbers are to be read on light and dark paper.
 _FAINT: Final = 0.8
 #: Within a stage's row of 1: compute, and below it two lanes, for what leaves and for what arrives.
-_BOX, _TICK, _LEAVING, _ARRIVING = (0.0, 0.74), (-0.04, 0.82), (0.76, 0.1), (0.88, 0.1)
+_BOX, _TICK, _LEAVING, _ARRIVING = (0.0, 0.62), (-0.04, 0.7), (0.66, 0.16), (0.84, 0.16)
 #: Bokeh escapes what it puts in the place of @names.
 _ACTION_TIP: Final = (
     '<div class="tip"><strong>@name: @what</strong><br>stage @stage, @of<br>'
@@ -36,7 +37,7 @@ def timeline_chart(view: View, target: str) -> str:
     plot = _plot(view, "micro-batches in time")
     columns = _columns(view.drawn)
     source = ColumnDataSource(columns, name="actions")
-    colours = {"fill_color": "colour", "fill_alpha": "alpha", "line_color": "edge", "line_width": 0.7}
+    colours = {"fill_color": "colour", "fill_alpha": "alpha", "line_color": "edge", "line_width": _EDGE_PX}
     boxes = plot.quad(left="start", right="end", top="top", bottom="bottom", source=source, **colours)
     boxes.nonselection_glyph = boxes.glyph
     boxes.selection_glyph = boxes.glyph.clone(line_color="#d1006c", line_width=3)
@@ -104,7 +105,7 @@ def _colour(one: Drawn) -> str:
 def _plot(view: View, title: str, said: Sequence[str] = ()) -> Any:
     """``said``: of each stage, what stands below its name."""
     stages, duration_ms = max((len(one.stages) for one in view.drawn), default=1), _duration(view) or 1.0
-    row = (44 if len(view.drawn) > 1 else 34) if stages <= 16 else 20
+    row = _row_px(len(view.drawn), stages)
     bounds = (-_MARGIN * duration_ms, (1 + _MARGIN) * duration_ms)
     plot = figure(
         height=56 + row * stages,
@@ -124,16 +125,23 @@ def _plot(view: View, title: str, said: Sequence[str] = ()) -> Any:
     names = {stage: f"stage {stage}" for stage in range(0, stages, every)}
     for stage, words in enumerate(said):
         if words and stage in names:
-            names[stage] += f"\n{words}" if row > 20 else f", {words}"
+            names[stage] += f"\n{words}" if row >= 34 else f", {words}"
     plot.yaxis.major_label_overrides = {stage + 0.45: name for stage, name in names.items()}
     # Room for the longest of the names, so that a time is at the same place in all charts.
-    plot.min_border_left = 80 if row > 20 else 130
+    plot.min_border_left = 80 if row >= 34 else 130
     plot.ygrid.grid_line_color = None
     plot.outline_line_color = None
     # The page shows through. Bokeh clears all but half a pixel of a filled border, white on dark paper.
     plot.border_fill_color = None
     plot.min_border_right = 12
     return plot
+
+
+def _row_px(drawn: int, stages: int) -> int:
+    """How high a stage's row is: with its edge, a transfer is to have three pixels of it."""
+    if stages > 16:
+        return 40 if drawn > 1 else 20
+    return 48 if drawn > 1 else 34
 
 
 def _duration(view: View) -> float:
@@ -173,7 +181,8 @@ def _rows(one: Drawn, index: int, of: int) -> Iterator[dict[str, Any]]:
                 "bottom": base + 0.97 * height * (top + part),
                 "colour": kind.colour,
                 "alpha": 1.0 if index == 0 else _FAINT,
-                "edge": kind.colour if action.kind == UPDATE else "#ffffffb0",
+                # White parts boxes; of what is a few pixels it would leave nothing.
+                "edge": "#ffffffb0" if action.kind in COMPUTE else kind.colour,
             }
 
 
