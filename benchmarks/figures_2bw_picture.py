@@ -17,22 +17,29 @@ MEMORY_GIB: Final = 15.78
 
 
 def draw(path: Path, results: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Write a PNG with a row for each kind of model."""
+    """Write a PNG with a row for each kind of model, and what they need below."""
     panels = [list(of) for _, of in groupby(results["published"], key=lambda one: one["figure"])]
     figures = sorted({of[0]["figure"][0] for of in panels})
-    widest = 1 + max(sum(of[0]["figure"][0] == figure for of in panels) for figure in figures)
-    drawing = Figure(figsize=(3.4 * widest, 3.3 * len(figures)), layout="constrained")
-    rows = drawing.subplots(len(figures), widest, squeeze=False)
-    for row, figure in zip(rows, figures, strict=True):
+    widest = max(sum(of[0]["figure"][0] == figure for of in panels) for figure in figures)
+    models = list(dict.fromkeys(one["model"] for one in results["footprints"]))
+    drawing = Figure(figsize=(9.6, 2.9 * len(figures) + 4.2 * bool(models)), layout="constrained")
+    *above, below = drawing.subfigures(
+        len(figures) + 1, 1, squeeze=False, height_ratios=[2.9] * len(figures) + [4.2 if models else 0.01]
+    )[:, 0]
+    for part, figure in zip(above, figures, strict=True):
         of_figure = [of for of in panels if of[0]["figure"][0] == figure]
+        row = part.subplots(1, widest, squeeze=False)[0]
         for axes, of in zip(row, of_figure, strict=False):
             throughput(axes, of)
-        for axes in row[len(of_figure) : -1]:
+        for axes in row[len(of_figure) :]:
             axes.set_axis_off()
-        names = {of[0]["model"] for of in of_figure}
-        footprints(row[-1], [one for one in results["footprints"] if one["model"] in names])
-    rows[0][0].legend(frameon=False, fontsize=7, loc="upper left")
-    drawing.savefig(path, dpi=90)
+        row[0].set_ylabel("samples/s, estimated", fontsize=9)
+        if part is above[0]:
+            row[0].legend(frameon=False, fontsize=8, loc="upper left")
+    if models:
+        for axes, name in zip(below.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+            footprints(axes, [one for one in results["footprints"] if one["model"] == name])
+    drawing.savefig(path, dpi=130)
 
 
 def throughput(axes: Axes, of: Sequence[dict[str, Any]]) -> None:
@@ -42,11 +49,11 @@ def throughput(axes: Axes, of: Sequence[dict[str, Any]]) -> None:
         heights = [one["samples_per_second"] for one in values]
         places = [at + 0.2 * (number - 1.5) for at in range(len(batches))]
         bars = axes.bar(places, heights, 0.2, color=COLOURS[system], label=system)
-        axes.bar_label(bars, [f"{value:.0f}" for value in heights], fontsize=6)
-    axes.set_xticks(range(len(batches)), [f"batch {n:,}" for n in batches])
-    axes.set_title(f"{of[0]['figure']}: {of[0]['model']}, {of[0]['stages']} stages", fontsize=9)
-    axes.set_ylabel("samples/s, estimated", fontsize=8)
-    axes.margins(y=0.2)
+        axes.bar_label(bars, [f"{value:.0f}" for value in heights], fontsize=8)
+    axes.set_xticks(range(len(batches)), [f"batch {n:,}" for n in batches], fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.set_title(f"{of[0]['figure']}: {of[0]['model']}, {of[0]['stages']} stages", fontsize=10)
+    axes.margins(y=0.25)
 
 
 def footprints(axes: Axes, of: Sequence[dict[str, Any]]) -> None:
@@ -58,12 +65,14 @@ def footprints(axes: Axes, of: Sequence[dict[str, Any]]) -> None:
             at, one["gib"], color=COLOURS[one["system"]], alpha=1 if solid else 0.45, hatch="//" * one["bpipe"] or None,
             edgecolor="white",
         )  # fmt: skip
-        axes.text(one["gib"], at, f" {one['gib']:.1f}", va="center", fontsize=6)
+        crossed = one["gib"] < MEMORY_GIB < one["gib"] + 3.5  # by the dashed line
+        beside = MEMORY_GIB if crossed else one["gib"]
+        axes.text(beside + 0.4, at, f"{one['gib']:.1f}", va="center", fontsize=8)
         labels.append(one["system"] + (" + rec." if solid else "") + (" + BPipe" if one["bpipe"] else ""))
-    axes.axvline(MEMORY_GIB, color="black", lw=0.8, ls="--")
-    axes.set_yticks(range(len(of)), labels, fontsize=7)
+    axes.axvline(MEMORY_GIB, color="black", lw=0.9, ls="--")
+    axes.set_yticks(range(len(of)), labels, fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.15)
-    axes.set_xlabel("GiB, fullest GPU (dashed: 16 GB)", fontsize=8)
-    if of:
-        axes.set_title(f"8: {of[0]['model']}, batch 64, b = 8", fontsize=9)
+    axes.set_xlabel("GiB, fullest GPU (dashed: 16 GB)", fontsize=9)
+    axes.set_title(f"8: {of[0]['model']}, batch 64, b = 8 (rec.: recomputed)", fontsize=10)

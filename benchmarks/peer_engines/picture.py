@@ -1,74 +1,132 @@
-"""Memory of the worst stage against throughput, a panel for each pipeline."""
+"""Memory of the worst stage against throughput, a panel for each pipeline, with a number for each schedule."""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 __all__ = ["draw"]
 
-_COLOURS: Final = {"Megatron": "#76b900", "torch": "#de3412", "DeepSpeed": "#7a5195", "EvenPipe": "#1f5fbf"}
-#: That have their names on them beside what nothing beats in both.
-_NAMED: Final = ("EvenPipe: 1F1B", "EvenPipe: 1F1B + BPipe", "EvenPipe: 2BW")
+_COLOURS: Final = {"Megatron": "#4f7d00", "torch": "#de3412", "DeepSpeed": "#7a5195", "EvenPipe": "#1f5fbf"}
 _MARKS: Final = {"Megatron": "s", "torch": "^", "DeepSpeed": "D", "EvenPipe": "o"}
+_FRONT: Final = "#a5a59d"
+#: A panel's width and height within its axes, a number's width per character and its height, and a mark, in points.
+_WIDE, _HIGH, _CHARACTER, _LINE, _MARK = 200.0, 225.0, 3.8, 8.0, 3.0
+_Box = tuple[float, float, float, float]  # left, bottom, right, top
 
 
 def draw(path: Path, results: list[dict[str, Any]]) -> None:
-    """As PNG. What nothing beats in both has its name on it; a line joins those that train by the same rule."""
+    """As PNG. A line joins what nothing that trains by the stock rule beats in both."""
     cases = list(dict.fromkeys((row["stages"], row["micro_batches"]) for row in results))
+    numbers = {peer: at for at, peer in enumerate(dict.fromkeys(row["peer"] for row in results), 1)}
     columns = min(3, len(cases))
     lines = -(-len(cases) // columns)
-    figure = Figure(figsize=(4.6 * columns, 3.9 * lines + 0.5), dpi=150, layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False).flat
+    figure = Figure(figsize=(max(3.3 * columns, 6.6), 3.9 * lines + 1.9), dpi=140, layout="constrained")
+    panels = list(figure.subplots(lines, columns, squeeze=False, sharey=True).flat)
+    for axes, case in zip(panels, cases, strict=False):
+        _panel(axes, case, [row for row in results if (row["stages"], row["micro_batches"]) == case])
+    bottom, top = min(row["of_limit"] for row in results) - 0.03, 1.02
+    panels[0].set_ylim(bottom, top)
     for axes, case in zip(panels, cases, strict=False):
         rows = [row for row in results if (row["stages"], row["micro_batches"]) == case]
-        least, most = (extreme(row["mib"] for row in rows) for extreme in (min, max))
-        front = sorted((row for row in rows if row["front"] and not row["delayed"]), key=_place)
-        axes.step(*zip(*map(_place, front), strict=True), where="post", color="#b9b9b2", linewidth=1.2, zorder=1)
-        for engine, colour in _COLOURS.items():
-            for delayed in (False, True):
-                places = [_place(row) for row in rows if (row["engine"], row["delayed"]) == (engine, delayed)]
-                if not places:
-                    continue
-                axes.scatter(
-                    [mib for mib, _ in places],
-                    [share for _, share in places],
-                    s=30,
-                    facecolors="white" if delayed else colour,
-                    edgecolors=colour,
-                    marker=_MARKS[engine],
-                    label=f"{engine}, gradients a batch late" if delayed else engine,
-                    zorder=2,
-                )
-        for row in rows:
-            if row["front"] or row["peer"] in _NAMED:
-                axes.annotate(
-                    row["peer"].partition(": ")[2],
-                    _place(row),
-                    # Beside the smallest there is room to the left; below 1F1B there are other engines' 1F1B.
-                    xytext=(-6, -3) if row["mib"] == least else (6, -3 if row["front"] else -12),
-                    ha="right" if row["mib"] == least else "left",
-                    textcoords="offset points",
-                    fontsize=7,
-                    color=_COLOURS[row["engine"]],
-                )
-        axes.set_title(f"p = {case[0]}, m = {case[1]}", loc="left", fontsize=10)
-        axes.set_xlabel("saved by the worst stage, MiB", fontsize=8)
-        axes.set_ylabel("throughput, of the limit without bubbles", fontsize=8)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks([least, *(mib for mib in (case[0] * 2**n for n in range(4)) if mib <= most)])
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_xlim(0.45 * least, max(1.5 * most, 4 * least))
-        axes.set_ylim(min(row["of_limit"] for row in rows) - 0.03, 1.02)
-        axes.grid(color="#e6e6e2", linewidth=0.6)
-        axes.tick_params(labelsize=8, length=0)
-        axes.spines[:].set_visible(False)
-    found = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels()), strict=True))
-    figure.legend(found.values(), found, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+        _number(axes, rows, numbers)
+    for axes in panels[len(cases) :]:
+        axes.set_axis_off()
+    for axes in panels[::columns]:
+        axes.set_ylabel("throughput, of the limit without bubbles", fontsize=9)
+    delayed = {row["engine"] for row in results if row["delayed"]}
+    keys = [Line2D([], [], color=_FRONT, linewidth=1.4, label="front of the stock rule")]
+    keys += [Line2D([], [], color="none", marker=_MARKS[one], markerfacecolor="white", markeredgecolor=_COLOURS[one],
+                    label="gradients a batch late") for one in sorted(delayed)]  # fmt: skip
+    keys += [
+        Line2D([], [], color="none", marker=_MARKS[peer.partition(": ")[0]], label=f"{number}  {peer}",
+               markerfacecolor=_COLOURS[peer.partition(": ")[0]], markeredgecolor=_COLOURS[peer.partition(": ")[0]])
+        for peer, number in numbers.items()
+    ]  # fmt: skip
+    figure.legend(handles=keys, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
     figure.savefig(path)
 
 
-def _place(row: dict[str, Any]) -> tuple[float, float]:
-    return row["mib"], row["of_limit"]
+def _panel(axes: Axes, case: tuple[int, int], rows: Sequence[dict[str, Any]]) -> None:
+    """The points of one pipeline and the line through its front."""
+    least, most = (extreme(row["mib"] for row in rows) for extreme in (min, max))
+    front = sorted((row["mib"], row["of_limit"]) for row in rows if row["front"] and not row["delayed"])
+    axes.step(*zip(*front, strict=True), where="post", color=_FRONT, linewidth=1.4, zorder=1)
+    for row in rows:
+        colour = _COLOURS[row["engine"]]
+        axes.scatter(
+            [row["mib"]],
+            [row["of_limit"]],
+            s=22,
+            facecolors="white" if row["delayed"] else colour,
+            edgecolors=colour,
+            marker=_MARKS[row["engine"]],
+            zorder=2,
+        )
+    axes.set_title(f"p = {case[0]}, m = {case[1]}", loc="left", fontsize=10)
+    axes.set_xlabel("saved by the worst stage, MiB (logarithmic)", fontsize=9)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({least, *(mib for mib in (case[0] * 2**n for n in range(4)) if mib <= most)}))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlim(0.68 * least, max(1.35 * most, 3.6 * least))
+    axes.grid(color="#e6e6e2", linewidth=0.6)
+    axes.tick_params(labelsize=8, length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _number(axes: Axes, rows: Sequence[dict[str, Any]], numbers: dict[str, int]) -> None:
+    """Each point's number beside it; of points that lie over each other all of them, the highest first."""
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+
+    def place(row: dict[str, Any]) -> tuple[float, float]:
+        across = math.log(row["mib"] / left) / math.log(right / left)
+        return _WIDE * across, _HIGH * (row["of_limit"] - bottom) / (top - bottom)
+
+    taken = [(x - _MARK, y - _MARK, x + _MARK, y + _MARK) for x, y in map(place, rows)]
+    front = sorted(place(row) for row in rows if row["front"] and not row["delayed"])
+    taken += [(x, y - 0.5, beyond, y + 0.5) for (x, y), (beyond, _) in itertools.pairwise(front)]
+    taken += [(x - 0.5, y, x + 0.5, above) for (_, y), (x, above) in itertools.pairwise(front)]
+    for group in _together(rows, place):
+        text = ", ".join(str(numbers[row["peer"]]) for row in group)
+        x, y = place(group[0])[0], sum(place(row)[1] for row in group) / len(group)
+        wide = _CHARACTER * len(text)
+        sides = [(x + 6 + wide / 2, y), (x - 6 - wide / 2, y)]
+        sides += [(x + 6 + wide / 2, y + up) for up in (4, -4, 8, -8)]
+        sides += [(x - 6 - wide / 2, y + up) for up in (4, -4, 8, -8)]
+        sides += [(x + beside, y + up) for up in (10, -10, 15, -15, 20, -20) for beside in (0, wide / 2, -wide / 2)]
+        boxes = [(u - wide / 2, v - _LINE / 2, u + wide / 2, v + _LINE / 2) for u, v in sides]
+        box = min(boxes, key=lambda one: sum(_overlap(one, other) for other in taken) + _WIDE * (one[0] < 0))
+        taken.append(box)
+        axes.annotate(
+            text,
+            ((box[0] + box[2]) / 2 / _WIDE, (box[1] + box[3]) / 2 / _HIGH),
+            xycoords="axes fraction",
+            ha="center",
+            va="center",
+            fontsize=7.5,
+            color=_COLOURS[group[0]["engine"]] if len({row["engine"] for row in group}) == 1 else "#333333",
+        )
+
+
+def _together(rows: Sequence[dict[str, Any]], place: Callable[[dict[str, Any]], tuple[float, float]]) -> Iterator[Any]:
+    """Points of one memory of which each is nearly as high as the one before, the highest first."""
+    group: list[dict[str, Any]] = []
+    for row in sorted(rows, key=lambda row: (row["mib"], -row["of_limit"])):
+        if group and (row["mib"] != group[-1]["mib"] or place(group[-1])[1] - place(row)[1] > _LINE - 2):
+            yield group
+            group = []
+        group.append(row)
+    yield group
+
+
+def _overlap(one: _Box, other: _Box) -> float:
+    """Their common area, in square points."""
+    wide, high = (min(one[2 + at], other[2 + at]) - max(one[at], other[at]) for at in (0, 1))
+    return max(wide, 0) * max(high, 0)
