@@ -336,7 +336,9 @@ def carry_out(case: Case, schedule: PipelineSchedule | None = None) -> dict[str,
     evicted = 0 if executor is None else executor.counter.evicted_bytes
     if schedule is not None:
         schedule.close()
-    return {"calls": calls, "weights": pipeline.weights(), "timers": pipeline.timers(), "evicted": evicted}
+    queues = None if executor is None else executor.connections.queues
+    found = {"calls": calls, "weights": pipeline.weights(), "timers": pipeline.timers()}
+    return {**found, "evicted": evicted, "queues": queues}
 
 
 def bindings() -> dict[str, list[str]]:

@@ -115,6 +115,15 @@ def test_bpipe_evicts_wherever_it_can(ranks: list[dict[str, Any]]) -> None:
     assert len(trained) > len(cases) // 2
 
 
+def test_loads_that_differ_in_size_start_when_their_room_is_free(ranks: list[dict[str, Any]]) -> None:
+    """As with one queue, so that no load that waits for its room holds compute up."""
+    for name in ranks[0]["cases"].keys() & {"experts without a capacity", "1f1b"}:
+        found = {engine: one["queues"] for engine, one in ranks[0]["cases"][name].items() if one["queues"] is not None}
+        assert found.pop("bpipe") == ("one" if "experts" in name else "many")
+        assert set(found.values()) <= {"many"}
+    assert any(one["queues"] == "one" for case in ranks[0]["cases"].values() for one in case.values())
+
+
 def test_the_cases_reach_what_they_are_for(ranks: list[dict[str, Any]]) -> None:
     """Nothing above holds of two empty records."""
 

@@ -19,14 +19,14 @@ def ask(rank, store_path, results):
     job, pipeline = range(3), [[0, 1], [2]][rank == 2]
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if rank == 2 else "8"
     pulse = Pulse(job, timedelta(minutes=1))
-    found = [queues_of(ranks, GPU, False, pulse) for ranks in (job, pipeline)]
-    found.append(queues_of(job, CPU, False, pulse))  # which has none
+    found = [queues_of(ranks, GPU, "many", pulse) for ranks in (job, pipeline)]
+    found.append(queues_of(job, CPU, "many", pulse))  # which has none
     os.environ["CUDA_LAUNCH_BLOCKING"] = "1" if rank == 1 else "0"
-    found.append(queues_of(job, GPU, False, pulse))
+    found.append(queues_of(job, GPU, "many", pulse))
     os.environ["CUDA_LAUNCH_BLOCKING"] = "0"
-    found.append(queues_of(job, CPU, rank == 0, pulse))
+    found.append(queues_of(job, CPU, "synchronised" if rank == 0 else "many", pulse))
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
-    results.put((rank, [*found, queues_of(job, GPU, False, pulse)]))
+    results.put((rank, [*found, queues_of(job, GPU, "many", pulse)]))
     dist.barrier()
     dist.destroy_process_group()
 

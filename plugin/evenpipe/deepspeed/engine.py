@@ -24,7 +24,7 @@ from evenpipe.delayed.log import StepLog
 from evenpipe.report import check_writable
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
-from evenpipe.schedule import Program, Programs, ScheduleError, Size, Step, Unit, links, loop
+from evenpipe.schedule import Program, Programs, Queues, ScheduleError, Size, Step, Unit, links, loop
 from evenpipe.tracing.iteration import IterationTrace, Place, TracedJob
 from evenpipe.upstream.ending import end_job
 
@@ -178,7 +178,9 @@ def _executor(engine: EvenPipeEngine, weights: Iterable[Tensor]) -> Executor:
     trace = trace_of(engine)
     joined = links(loop(engine.num_stages), engine.evenpipe.bpipe)
     shapes_vary = bool(engine.module.dynamic_shape)
-    connections = connect(ranks, joined, backend, device, shapes_vary)
+    # What differs in size makes no room for what comes until it has left, and a load that waits holds compute up.
+    held_up: Queues = "one" if shapes_vary and engine.evenpipe.bpipe else "many"
+    connections = connect(ranks, joined, backend, device, shapes_vary, held_up)
     print_once(connections.line)
     return Executor(engine.stage_id, connections, device, weights, trace, measure=False)
 

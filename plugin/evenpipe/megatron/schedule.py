@@ -18,7 +18,7 @@ from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import CoreRelease, installed_release
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
-from evenpipe.schedule import Need, Program, Programs, Size, Spec, check_offers, choose, links, loop
+from evenpipe.schedule import Need, Program, Programs, Queues, Size, Spec, check_offers, choose, links, loop
 
 __all__ = ["Call", "PipelineSchedule", "in_place_of_megatron"]
 
@@ -189,6 +189,18 @@ class PipelineSchedule:
         """What is not an activation when autograd saves it."""
         return [parameter for chunk in chunks for parameter in chunk.parameters()]
 
+    def _held_up(self, config: Any) -> Queues:
+        # Megatron's timers around every forward and backward synchronise (`--timing-log-level 2`).
+        if getattr(config.timers, "_log_level", 0) >= 2:
+            return "synchronised"
+        # What differs in size makes no room for what comes until it has left, and a load that waits holds compute up.
+        return "one" if self.bpipe and self._sizes_differ(config) else "many"
+
+    def _sizes_differ(self, config: Any) -> bool:
+        """Whether micro-batches save other sizes than one another."""
+        names = ("num_moe_experts", "variable_seq_lengths", "num_microbatches_with_partial_activation_checkpoints")
+        return any(getattr(config, name, None) for name in names)
+
     def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
         chunks = list(batch.model)
         if self._model is not None and [*map(id, self._model)] != [*map(id, chunks)]:
@@ -201,9 +213,7 @@ class PipelineSchedule:
             ranks = dist.get_process_group_ranks(pipeline)
             joined = links(loop(len(ranks), len(chunks)), self.bpipe)
             vary = bool(batch.config.variable_seq_lengths)
-            # Megatron's timers around every forward and backward synchronise (`--timing-log-level 2`).
-            synchronised = getattr(batch.config.timers, "_log_level", 0) >= 2
-            connections = connect(ranks, joined, backend, device, vary, synchronised)
+            connections = connect(ranks, joined, backend, device, vary, self._held_up(batch.config))
             self.programs = self.programs.for_queues(connections.queues)
             self.executor = Executor(pipeline.rank(), connections, device, parameters, self._observer, self.measure)
             self._connected(self)

@@ -39,15 +39,21 @@ class GroupedSchedule(NamedTuple):
     def ordered(
         self, candidate: Candidate, times: StageTimes, message_ms: Mapping[Link, float]
     ) -> tuple[Program, float]:
-        """The program of ``candidate`` in the order by assumed times or by these, in which a batch takes less; and ms.
+        """The program of ``candidate`` in the order in which a batch takes least, and ms.
 
-        From the same numbers the same, wherever it is asked for. No order has more `messages_at_once`.
+        That is the order by assumed times, by these, or that which puts messages off. From the same numbers the same,
+        wherever it is asked for. No order has more `messages_at_once`.
         """
-        assumed = reordered(self.program(candidate), None)
-        measured = reordered(assumed, Clock.of(*times, message_ms))
-        most = self.messages_at_once(candidate)
-        fits = all(measured.order.messages_at_once(stage) <= most[stage] for stage in range(self.stages))
-        estimates = [(program, estimate_ms(program, times, message_ms)) for program in [assumed, *[measured] * fits]]
+        queues, most = self.programs.queues, self.messages_at_once(candidate)
+        assumed = reordered(self.program(candidate), None, queues)
+        others = [reordered(assumed, Clock.of(*times, message_ms))]
+        others += [reordered(assumed, None, "one")] if queues == "many" else []
+        fitting = [
+            other
+            for other in others
+            if all(other.order.messages_at_once(stage) <= most[stage] for stage in range(self.stages))
+        ]
+        estimates = [(program, estimate_ms(program, times, message_ms)) for program in [assumed, *fitting]]
         return min(estimates, key=itemgetter(1))
 
     def keep(self, candidate: Candidate, program: Program) -> None:

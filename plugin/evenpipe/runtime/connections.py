@@ -61,13 +61,13 @@ def connect(
     backend: str,
     device: torch.device,
     shapes_vary: bool = False,
-    synchronised: bool = False,
+    held_up: Queues = "many",
 ) -> Connections:
     """Open `links` of the pipeline whose stage s runs on global rank `ranks[s]`; all its ranks must call it alike.
 
     Large messages hold up small ones behind them, so every link has a group of its own. What an evicted micro-batch
     consists of is told over gloo on the host, beside the activations; so are shapes between stages that vary.
-    `synchronised`: this host waits for its device around compute.
+    `held_up`: what holds up this device whatever its environment says.
     """
     rest_at_exit()
     timeout = job_timeout()
@@ -82,7 +82,7 @@ def connect(
 
     channels = opened(links, "", backend, device)
     layouts = opened(varying, " layout", "gloo", torch.device("cpu"))
-    queues = queues_of(ranks, device, synchronised, pulse)
+    queues = queues_of(ranks, device, held_up, pulse)
     pulse.watch(watched(device.type, channels.values()))
     pulse.start()
     return Connections(channels, layouts, queues, pulse, links_line(links, device.type))

@@ -26,21 +26,21 @@ _SETTINGS: Final[tuple[tuple[str, Queues], ...]] = (
 )
 
 
-def queues_of(ranks: Sequence[int], device: torch.device, synchronised: bool, pulse: Pulse) -> Queues:
+def queues_of(ranks: Sequence[int], device: torch.device, held_up: Queues, pulse: Pulse) -> Queues:
     """What holds up the devices of `ranks`, all of which call it alike.
 
-    `synchronised`: this host waits for its device around compute, as some timers do. All get the same answer, the
-    strictest of what holds for any, whatever their environments say. They tell each other through the store in which
+    `held_up`: what holds this one's up whatever its environment says, such as timers that synchronise. All get the same
+    answer, the strictest of what holds for any. They tell each other through the store in which
     they once found each other, as a collective would open one more communicator. Raises SilentPeer, with what `pulse`
     knows of those missing, when one has not called it within the job's timeout.
     """
     settings = _SETTINGS if device.type == "cuda" else ()
-    own: list[Queues] = [kind for setting, kind in settings if os.environ.get(setting) == "1"]
+    own = [held_up, *(kind for setting, kind in settings if os.environ.get(setting) == "1")]
     rank, keys, timeout = dist.get_rank(), [str(rank) for rank in ranks], job_timeout()
     root = PrefixStore(f"evenpipe/queues/{sha256(repr([*ranks]).encode()).hexdigest()}/", _get_default_store())
     # The same ranks may ask again, with other settings.
     store = PrefixStore(f"{root.add(f'asked/{rank}', 1)}/", root)
-    store.set(str(rank), strictest([*own, "synchronised"] if synchronised else own))
+    store.set(str(rank), strictest(own))
 
     def missing() -> list[int]:
         come = present(store, keys)

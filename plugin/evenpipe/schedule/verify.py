@@ -76,9 +76,12 @@ def verify(schedule: Schedule, pairs: bool = False, queues: Queues = "many") -> 
     return program
 
 
-def reordered(program: Program, clock: Clock | None) -> Program:
-    """The verified ``program`` in the order of a clock, of which (5) is proven anew; None: of assumed times."""
-    found = replace(program, clock=clock)
+def reordered(program: Program, clock: Clock | None, queues: Queues | None = None) -> Program:
+    """The verified ``program`` in the order of a clock, of which (5) is proven anew; None: of assumed times.
+
+    ``queues``: the order goes by these instead, which is as safe, and may be faster.
+    """
+    found = replace(program, clock=clock, queues=queues or program.queues)
     with marked(program.schedule):
         check_order(found.order)
     return found

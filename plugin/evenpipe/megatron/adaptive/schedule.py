@@ -104,7 +104,7 @@ class AdaptiveSchedule(PipelineSchedule):
     def _train(self, **arguments: Any) -> list[Any]:
         call = self._call(**arguments)
         config = call.batch.config
-        refuse_unsupported(config, self.bpipe, (), self._differ(config))
+        refuse_unsupported(config, self.bpipe, (), self._sizes_differ(config))
         executor = self._executor(call.pipeline, call.batch)
         if not self.loop.explored or (
             self.loop.due(self.iteration) and self._sizes_of((), arguments, config) != self._sizes
@@ -117,7 +117,7 @@ class AdaptiveSchedule(PipelineSchedule):
         self.group_size = chosen.k
         with self.tuning.around_batch(chosen.b):
             losses = super()._train(**_in_micro_batches_of(chosen.b, arguments))
-        if self._differ(config):
+        if self._sizes_differ(config):
             most = executor.counter.largest_saved, executor.counter.largest_sent
             self.loop.note(Measured(0, 0, most[0], 0, most[1], workspace_bytes(), 0), executor, self.iteration)
         self.iteration += 1
@@ -125,11 +125,11 @@ class AdaptiveSchedule(PipelineSchedule):
 
     def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
         executor = super()._executor(pipeline, batch)
-        executor.measure = self.measure or self._differ(batch.config)
+        executor.measure = self.measure or self._sizes_differ(batch.config)
         return executor
 
-    def _differ(self, config: Any) -> bool:
-        return bool(config.num_moe_experts or config.variable_seq_lengths or self.tuning.differ)
+    def _sizes_differ(self, config: Any) -> bool:
+        return self.tuning.differ or super()._sizes_differ(config)
 
     def _sizes_of(self, loaded: Sequence[Any], arguments: Mapping[str, Any], config: Any) -> list[int]:
         sizes = self.tuning.sizes(loaded, given := arguments["micro_batch_size"])
@@ -153,7 +153,8 @@ class AdaptiveSchedule(PipelineSchedule):
         )
         schedule = GroupedSchedule(self.programs, call.pipeline.size())
         with _without_a_trace(call, executor.device):
-            self.loop.start(schedule, _samples(arguments), self._sizes, limit_bytes, self._differ(call.batch.config))
+            differ = self._sizes_differ(call.batch.config)
+            self.loop.start(schedule, _samples(arguments), self._sizes, limit_bytes, differ)
             while (size := self.loop.wanted) is not None:
                 with self.tuning.around_batch(size):
                     measured = self._rehearsed(rehearsal, self._call(**_in_micro_batches_of(size, rehearsed)), executor)
@@ -164,7 +165,7 @@ class AdaptiveSchedule(PipelineSchedule):
         def stage(schedule: Schedule) -> MegatronStage:
             return MegatronStage(call.batch, schedule, call.pipeline.rank(), executor.device, self._release)
 
-        different = call.batch.num_microbatches if self._differ(call.batch.config) else 0
+        different = call.batch.num_microbatches if self._sizes_differ(call.batch.config) else 0
         return rehearsal.measured(stage, workspace_bytes, different)
 
 
