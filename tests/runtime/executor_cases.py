@@ -145,6 +145,9 @@ class Counted:
     def shutdown(self) -> None:
         self._group.shutdown()
 
+    def abort(self) -> None:
+        self._group.abort()
+
 
 class Remarks(Observer):
     """Keeps what people are told."""

@@ -100,9 +100,8 @@ class Channel:
         self._group = group
         self._is_source = group.rank() == 0
         self._awaiting = awaiting if self.device.type == "cpu" else nullcontext
-        self._broken: list[bool] = []
         # When nobody has it any more, or the interpreter ends.
-        self._end = weakref.finalize(self, _end, group, self._broken)
+        self._end: weakref.finalize[..., Channel] = weakref.finalize(self, _end, group)
         self._side: torch.cuda.Stream | None = None
         self._posted_later: _PostedLater | None = None
 
@@ -154,10 +153,11 @@ class Channel:
 
     def give_up(self) -> None:
         """A batch has failed: whatever is under way will not end, and the group's end does not wait for it."""
-        self._broken.append(True)
+        if self._end.detach():
+            self._end = weakref.finalize(self, self._group.abort)
 
     def close(self) -> None:
-        """Destroy the group, once every transfer has been waited for. The channel cannot be used afterwards."""
+        """Destroy the group, once every transfer has been waited for or given up. The channel is of no use then."""
         self._end()
 
     def _start(self, operation: "_Operation", peer: int, tensors: list[Tensor]) -> Transfer:
@@ -259,15 +259,19 @@ def open_channels(
         with awaiting():
             group = _open_group(kind, source, target, backend, timeout)
             channels[link] = channel = Channel(source, target, group, device, awaiting)
-            byte = torch.zeros(1, dtype=torch.uint8, device=device)
-            transfer = channel.send([byte]) if rank == source else channel.receive([byte])
-            transfer.wait()
+            try:
+                byte = torch.zeros(1, dtype=torch.uint8, device=device)
+                transfer = channel.send([byte]) if rank == source else channel.receive([byte])
+                transfer.wait()
+            except BaseException:
+                channel.give_up()
+                raise
     return channels
 
 
-def _end(group: _Group, broken: Sequence[bool]) -> None:
-    """Destroy `group`; where a batch has failed, or an error ends the process, without a wait for what never comes."""
-    if not broken and getattr(sys, "last_value", None) is None:
+def _end(group: _Group) -> None:
+    """Destroy `group`; where an error ends the process, without a wait for what never comes."""
+    if getattr(sys, "last_value", None) is None:
         group.shutdown()
     else:
         group.abort()
