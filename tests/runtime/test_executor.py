@@ -5,6 +5,7 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import Edges, ModuleStage
-from evenpipe.schedule import Schedule, ScheduleError, lower, verify
+from evenpipe.schedule import Link, Schedule, ScheduleError, lower, verify
 from tests.reports import reports
 from tests.schedules import build
 
@@ -229,6 +230,15 @@ def test_texts_arrive_in_order_of_rank(outcomes):
     assert [outcome["texts"] for outcome in outcomes] == [everybodys] + [[None, None]] * 7
 
 
+class Noted:
+    """A link that counts how often it is given up."""
+
+    given_up = 0
+
+    def give_up(self):
+        self.given_up += 1
+
+
 def test_after_a_failure_no_other_batch_is_carried_out():
     """Links and slots hold half of the failed batch; going on would pair messages of different micro-batches."""
 
@@ -239,8 +249,29 @@ def test_after_a_failure_no_other_batch_is_carried_out():
 
     edges = Edges.alike(torch.empty(2, 4))
     stage = ModuleStage([torch.nn.Linear(4, 4)], edges, lambda _: torch.ones(2, 4), loss, loss_chunk=0)
-    executor = Executor(0, Connections({}, {}), torch.device("cpu"))
+    link = Noted()
+    executor = Executor(0, Connections({Link("forward", 0, 1): link}, {}), torch.device("cpu"))
+    executor.run(lower(build("1f1b", 1, 1)), stage)
+    assert link.given_up == 0
     with pytest.raises(ArithmeticError):
         executor.run(lower(build("1f1b", 1, 3)), stage)
+    assert link.given_up == 1
     with pytest.raises(RuntimeError, match="stage 0 failed in an earlier batch"):
         executor.run(lower(build("1f1b", 1, 1)), stage)
+
+
+def test_a_stream_whose_end_fails_is_given_up():
+    """As at the end of a process, which would wait for what is under way as it closes its links."""
+
+    def break_off(owed):
+        raise ArithmeticError("no end")
+
+    link = Noted()
+    executor = Executor(0, Connections({Link("forward", 0, 1): link}, {}), torch.device("cpu"))
+    executor.break_off(())
+    executor._stream = SimpleNamespace(break_off=break_off)
+    with pytest.raises(ArithmeticError):
+        executor.break_off(())
+    assert link.given_up == 1
+    with pytest.raises(RuntimeError, match="stage 0 failed in an earlier batch"):
+        executor.break_off(())

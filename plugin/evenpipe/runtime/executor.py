@@ -71,30 +71,37 @@ class Executor(Resources):
         `owed` are the transfers that a partner has started and that this stage has not. Nothing is under way
         afterwards; the memory is free when the stage has let go of its inputs and outputs too.
         """
-        self._assert_whole()
-        flow, self._stream = self._stream, None
-        if flow is not None:
-            flow.break_off(owed)
-            if self.keeper is not None:
-                self.keeper.forget()
-            self._assert_no_guests()
+        with self._whole():
+            flow, self._stream = self._stream, None
+            if flow is not None:
+                flow.break_off(owed)
+                if self.keeper is not None:
+                    self.keeper.forget()
+                self._assert_no_guests()
 
     @contextmanager
     def _batch(self) -> Iterator[None]:
-        self._assert_whole()
+        with self._whole():
+            self.observer.batch_started(self.clock)
+            if self.measure:
+                self.exposed.restart()
+                self.computed.restart()
+            before = self.pool.allocated_bytes
+            yield
+            self._tell_if_grown(before)
+            self.observer.batch_ended()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Inside, links and slots hold half of something, which is what stays of it after any error."""
+        if self._broken:
+            raise RuntimeError(f"stage {self.stage_index} failed in an earlier batch: start the processes anew")
         self._broken = True
-        self.observer.batch_started(self.clock)
-        if self.measure:
-            self.exposed.restart()
-            self.computed.restart()
-        before = self.pool.allocated_bytes
         try:
             yield
         except BaseException:
             self.connections.give_up()
             raise
-        self._tell_if_grown(before)
-        self.observer.batch_ended()
         self._broken = False
 
     def _tell_if_grown(self, before: int) -> None:
@@ -104,10 +111,6 @@ class Executor(Resources):
                 f"stage {self.stage_index} keeps {now / _MIB:.1f} MiB for what its partner evicts, not "
                 f"{before / _MIB:.1f} MiB as before: larger micro-batches, or more of them, than so far"
             )
-
-    def _assert_whole(self) -> None:
-        if self._broken:
-            raise RuntimeError(f"stage {self.stage_index} failed in an earlier batch: start the processes anew")
 
     def _assert_no_guests(self) -> None:
         if self.pool.in_use:
