@@ -140,7 +140,12 @@ class SwappedStorage(_ChosenStorage):
         self.counter.note_peak()
 
     def drop(self) -> None:
-        """Let go of the memory; what is still being copied into it, or out of it, is waited for."""
+        """Let go of the memory; what is still being copied into it, or out of it, is waited for.
+
+        Also a copy out that nobody wants any more: on CUDA it reads on a stream of which the allocator knows nothing.
+        Reading what comes next there would do no harm, but the allocator may give the memory back to the device (as it
+        does with expandable segments, waiting for the memory's own stream only), and then the read ends the process.
+        """
         for passage in (self._arriving, self._leaving, self._read):
             if passage is not None:
                 passage.wait()
