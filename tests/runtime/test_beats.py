@@ -17,7 +17,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from evenpipe.runtime import pulse
 from evenpipe.runtime.beats import Beat, answered, apart, beats_of
-from evenpipe.runtime.pulse import _beat, _Life
+from evenpipe.runtime.pulse import Pulse, SilentPeer, _beat, _Life
 
 BEAT = 0.02  # seconds
 
@@ -163,3 +163,59 @@ def test_a_store_that_fails_is_told_of_once_while_somebody_is_watched(
     monkeypatch.setattr(pulse.dist, "is_initialized", lambda: False)
     lived(Failing(how), _Life(watched={1: "rank 1"}))
     assert capsys.readouterr().err == ""
+
+
+NOW, LONG_AGO = 0.0, -100.0
+
+
+@pytest.mark.parametrize(
+    ("beats", "missing", "named"),
+    [
+        # Of ranks 0 to 3, which are a pipeline, rank 0 asks.
+        (
+            {0: (NOW, 1), 1: (NOW, 2), 2: (LONG_AGO, 3), 3: (NOW, 2)},
+            [1],
+            r"rank 2 \(stage 2\) has given no .*",
+        ),
+        ({0: (NOW, 1), 1: (NOW, 2), 3: (NOW, 2)}, [1], r"rank 2 \(stage 2\) has not opened its links"),
+        ({0: (NOW, None), 1: (NOW, 2), 3: (NOW, 2)}, [1, 2, 3], r"rank 2 \(stage 2\) has not opened its links"),
+        (
+            {0: (NOW, None), 1: (NOW, 2)},
+            [1, 2, 3],
+            r"rank 2 .* has not opened its links and rank 3 .* its links",
+        ),
+        ({0: (NOW, 1), 1: (NOW, None), 7: (LONG_AGO, None), 8: (LONG_AGO, 7)}, [1], r"rank 7 has given no sign .*"),
+        ({0: (NOW, 1), 1: (NOW, None), 7: (LONG_AGO, None, True)}, [1], r"rank 1 \(stage 1\) sends nothing, though .*"),
+        ({0: (NOW, 1), 1: (NOW, 0)}, [1], r"rank 1 \(stage 1\) sends nothing, though its process lives .*"),
+        ({0: (NOW, 1), 1: (LONG_AGO, None, True)}, [1], r"rank 1 \(stage 1\) has closed its links"),
+    ],
+)
+def test_who_is_named_where_waits_have_timed_out(
+    beats: dict[int, tuple[float, int | None]], missing: list[int], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is missing but waits for others itself is not to blame; nor is who has closed its links elsewhere."""
+    store = HashStore()
+    monkeypatch.setattr(pulse, "_get_default_store", lambda: store)
+    monkeypatch.setattr(pulse, "apart", lambda store: None)
+    monkeypatch.setattr(pulse.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(pulse.dist, "get_world_size", lambda: 9)
+    for rank, (ago, *others) in beats.items():
+        Beat(time.time() + ago, *others).tell(PrefixStore("evenpipe/pulse/", store), rank)
+    asking = Pulse(range(4), timedelta(minutes=1))
+    line = rf"^{named}: rank 0 \(stage 0\) waited 60 s for it: look after "
+    with pytest.raises(SilentPeer, match=line), asking.naming(lambda: missing, "it"):
+        raise Unanswered
+
+
+def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the process that keeps it stands still, or has ended."""
+    monkeypatch.setattr(pulse, "_get_default_store", HashStore)
+    monkeypatch.setattr(pulse.dist, "get_rank", lambda: 0)
+
+    def missing() -> list[int]:
+        raise RuntimeError("Connection reset by peer")
+
+    line = r"^the host on which the ranks met does not answer: rank 0 .* waited 60 s for it"
+    asking = Pulse(range(4), timedelta(minutes=1))
+    with pytest.raises(SilentPeer, match=line), asking.naming(missing, "it"):
+        raise RuntimeError("wait timeout after 60000ms")
