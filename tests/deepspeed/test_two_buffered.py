@@ -6,10 +6,13 @@ import json
 import re
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from evenpipe.deepspeed.refusals import refuse_for_two_buffered
+from evenpipe.deepspeed.section import SectionError
 from tests.deepspeed.job import run_cases
 from tests.selected import marked, selected
 
@@ -91,7 +94,7 @@ _LONG = {
     "fp16, ZeRO, one scale",
 }
 _REFUSED: dict[str, dict[str, Any]] = {
-    "a topology with model parallelism is not available with 2bw: use data and pipeline parallelism only": {
+    "over the shards of one: use data and pipeline parallelism only": {
         "stages": 2,
         "model_parallel": True,
         "config": {},
@@ -99,7 +102,7 @@ _REFUSED: dict[str, dict[str, Any]] = {
     'use Adam or SGD, ZeRO 0 or 1, no offloading, and in fp16 no other "grad_accum_dtype"': {
         "config": {"fp16": {"enabled": True}, **_ZERO, **_IN_FP32}
     },
-    "gradient scaling under torch_autocast are not available with 2bw: leave them out": {
+    "gradient scaling under torch_autocast is not available with 2bw, which finishes a step when ": {
         "config": {"torch_autocast": {"enabled": True, "dtype": "float16"}}
     },
 }
@@ -264,6 +267,12 @@ def test_what_two_buffered_cannot_do_is_said_in_one_line(results: dict[str, Any]
         for rank in results[line]:
             assert str(rank["refused"]).startswith("evenpipe.schedule: "), line
             assert line in rank["refused"]
+
+
+def test_experts_are_refused_with_a_reason() -> None:
+    engine = SimpleNamespace(is_model_parallel=False, has_moe_layers=True, optimizer=None)
+    with pytest.raises(SectionError, match=r"^evenpipe\.schedule: layers of experts are .*, and experts have replicas"):
+        refuse_for_two_buffered(engine, object())
 
 
 def test_another_data_iterator_and_one_that_ended_are_said_in_one_line(results: dict[str, Any]) -> None:

@@ -47,7 +47,9 @@ def refuse_for_two_buffered(engine: Any, gradients: object | None) -> None:
     `gradients` are those of its optimizer; None for a kind that is not known.
     """
     missing = _not_with_two_buffers(engine, gradients)
-    _refuse_first("schedule", (f"{what} not available with 2bw: {remedy}" for what, remedy in missing))
+    _refuse_first(
+        "schedule", (f"{what} not available with 2bw, which {why}: {remedy}" for what, why, remedy in missing)
+    )
 
 
 def _refuse_first(path: str, lines: Iterable[str]) -> None:
@@ -83,14 +85,30 @@ def _not_with_a_plan(engine: Any) -> Iterator[str]:
         yield f"partition {path}: the plan's operations have types of their own: leave torch_autocast out"
 
 
-def _not_with_two_buffers(engine: Any, gradients: object | None) -> Iterator[tuple[str, str]]:
+def _not_with_two_buffers(engine: Any, gradients: object | None) -> Iterator[tuple[str, str, str]]:
+    """What, what it is about 2bw, and what to do."""
     if engine.is_model_parallel:
-        yield "a topology with model parallelism is", "use data and pipeline parallelism only"
+        yield (
+            "a topology with model parallelism is",
+            "sums the norm over stages, and not over the shards of one",
+            "use data and pipeline parallelism only",
+        )
     if gradients is None:
         yield (
             f"the optimizer {type(engine.optimizer).__name__} with these settings is",
+            "does not know where it keeps the gradients that wait for their step",
             'use Adam or SGD, ZeRO 0 or 1, no offloading, and in fp16 no other "grad_accum_dtype"',
         )
+    if engine.has_moe_layers:
+        yield (
+            "layers of experts are",
+            "keeps and counts gradients as all replicas have them, and experts have replicas of their own",
+            "leave them out, or use another schedule",
+        )
     scalers = (engine, "torch_autocast_z0_gradscaler"), (engine.optimizer, "torch_autocast_gradscaler")
-    if engine.has_moe_layers or any(getattr(owner, name, None) is not None for owner, name in scalers):
-        yield "layers of experts and gradient scaling under torch_autocast are", "leave them out"
+    if any(getattr(owner, name, None) is not None for owner, name in scalers):
+        yield (
+            "gradient scaling under torch_autocast is",
+            "finishes a step when the next batch has been scaled, and that scaler has one scale for both",
+            'use "bf16", "fp16", or torch_autocast with bfloat16',
+        )
