@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.executor import Observer
+from evenpipe.runtime.timeout import job_timeout
 from evenpipe.schedule import FORWARD, Action
 from evenpipe.train.delayed import DelayedTraining
 from evenpipe.train.engine import Case, Coordinates, KeptBytes, OptimizerStep, Tuned
@@ -188,6 +189,6 @@ def _groups(options: TrainOptions) -> tuple[dist.ProcessGroup, dist.ProcessGroup
     """This process' data-parallel group and its pipeline; all processes make all groups alike."""
     width, stages = options.data_parallel, range(options.stages)
     enumerated: Any = dist.new_subgroups_by_enumeration
-    replicas, _ = enumerated([[stage * width + n for n in range(width)] for stage in stages])
-    pipeline, _ = enumerated([[stage * width + n for stage in stages] for n in range(width)])
+    replicas, _ = enumerated([[stage * width + n for n in range(width)] for stage in stages], timeout=job_timeout())
+    pipeline, _ = enumerated([[stage * width + n for stage in stages] for n in range(width)], timeout=job_timeout())
     return replicas, pipeline

@@ -21,6 +21,7 @@ from evenpipe.deepspeed.section import SectionError
 from evenpipe.partition.code import Part, StageCodeError, load_parts, part_types, tensors_of
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.search.problem import PartitionError
+from evenpipe.runtime.timeout import job_timeout
 
 __all__ = ["cut", "layer_of", "layers_of"]
 
@@ -214,7 +215,7 @@ def _comms(module: Any, own: Sequence[str]) -> dict[str, Any]:
     for number, ((layer, having), names) in enumerate(shared.items()):
         for replica in range(module._grid.data_parallel_size):
             ranks = [module._grid.stage_to_global(stage_id=stage, data=replica) for stage in having]
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=job_timeout())
             if module.global_rank not in ranks:
                 continue
             key, scope = f"shared {number}", module.get_submodule(layer)

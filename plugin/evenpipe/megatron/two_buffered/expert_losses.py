@@ -14,6 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
+from evenpipe.runtime.timeout import job_timeout
+
 __all__ = ["ExpertLosses", "forget_model"]
 
 
@@ -28,7 +30,7 @@ class ExpertLosses:
 
     def __init__(self) -> None:
         self._stages = parallel_state.get_pipeline_model_parallel_group()
-        self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        self._alone = dist.new_group([dist.get_rank()], timeout=job_timeout(), use_local_synchronization=True)
         self._of: dict[int, dict[str, Tensor]] = {}  # by batch and name: a number for each layer of the whole model
         self._present: int | None = None
         self._names: dict[str, Tensor] = {}  # in one order on all ranks, once Megatron has told; zeros
