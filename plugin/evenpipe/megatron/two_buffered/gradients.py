@@ -39,7 +39,7 @@ def bucket_groups(model: Sequence[Any]) -> list[Any]:
 
 
 class Reduction:
-    """What makes a stage's gradients whole: sums over replicas and shards, and over the two ends of a tied embedding.
+    """What makes a stage's gradients whole: sums over replicas and shards, and over the stages that share an embedding.
 
     Each kind is started before anything waits for it. `model` are Megatron's DDP chunks.
     """
@@ -144,9 +144,9 @@ class _GroupOfOne:
 
 
 def tied_embedding(model: Sequence[Any]) -> Tensor | None:
-    """The weight that the first and another stage share, on each of them; None elsewhere, and for untied models.
+    """The weight that the first stage shares with others, on each of them; None elsewhere, and for untied models.
 
-    That is the output layer's, or the embedding of multi-token prediction.
+    There it is the output layer's, or the embedding of multi-token prediction.
     """
     shared = (weight for weight in model[0].parameters() if getattr(weight, "shared_embedding", False))
     return next((weight for weight in shared if weight.requires_grad), None)
