@@ -101,6 +101,11 @@ REFUSED = {
     ),
     "2bw, fp8": ({"schedule": "2bw"}, {"fp8": "hybrid"}, "--evenpipe-schedule 2bw: --fp8-format "),
     "2bw, captured": ({"schedule": "2bw"}, {"cuda_graph_impl": "transformer_engine"}, "2bw: --cuda-graph-impl "),
+    "2bw, tokens": (
+        {"schedule": "2bw"},
+        {"calculate_per_token_loss": True},
+        "2bw: --calculate-per-token-loss divides gradients by a whole batch's tokens, for which all stages wait for ",
+    ),
     "2bw, another optimizer": (
         {"schedule": "2bw"},
         {"optimizer": "muon"},
