@@ -80,9 +80,7 @@ def test_a_vee_needs_no_more() -> None:
         ({"NCCL_BUFFSIZE": "1048576", "NCCL_MAX_CTAS": ""}, 4, 32),
     ],
 )
-def test_a_communicator_is_small_unless_the_user_has_said_else(
-    environ: dict[str, str], blocks: int, mib: int
-) -> None:
+def test_a_communicator_is_small_unless_the_user_has_said_else(environ: dict[str, str], blocks: int, mib: int) -> None:
     assert (ctas(environ), communicator_bytes(environ)) == (blocks, mib * MIB)
 
 
@@ -90,8 +88,13 @@ def test_the_line_at_start_says_what_there_is_and_what_it_takes(monkeypatch: pyt
     monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
     found = links(loop(8), pairs=True)
     assert [link_bytes(found, stage) // MIB for stage in range(8)] == [160, *[240] * 6, 160]
-    assert links_line(found, "cuda") == (
-        "links: at most 6 communicators a rank of NCCL, up to 240 MiB of a GPU, and one of gloo for a pair; "
+    evictions = [link for link in found if link.kind == "evict"]
+    assert links_line(found, evictions, "cuda") == (
+        "links: at most 6 communicators a rank of NCCL, up to 240 MiB of a GPU, and 1 of gloo between hosts; "
         "opened in 3 rounds"
     )
-    assert links_line(links(loop(8)), "cpu") == "links: at most 4 communicators a rank of gloo; opened in 2 rounds"
+    # A stage hears the shapes of one neighbour, and tells the other one.
+    shapes = [link for link in found if link.kind == "forward"]
+    assert ", and 3 of gloo between hosts; " in links_line(found, [*evictions, *shapes], "cpu")
+    plain = links(loop(8))
+    assert links_line(plain, (), "cpu") == "links: at most 4 communicators a rank of gloo; opened in 2 rounds"

@@ -45,14 +45,16 @@ def link_bytes(links: Sequence[Link], stage: int) -> int:
     return _ends(links)[stage] * communicator_bytes(os.environ)
 
 
-def links_line(links: Sequence[Link], device_type: str) -> str:
-    """For people: how many communicators a stage has at most, what they take, and in how many rounds they open."""
-    most = max(_ends(links).values(), default=0)
+def links_line(links: Sequence[Link], told: Sequence[Link], device_type: str) -> str:
+    """For people: how many communicators a stage has at most, what they take, and in how many rounds they open.
+
+    `told`: of which links hosts tell each other, in groups beside them, what messages consist of.
+    """
+    most, beside = (max(_ends(those).values(), default=0) for those in (links, told))
     of_nccl = f"of NCCL, up to {most * communicator_bytes(os.environ) / _MIB:.0f} MiB of a GPU"
     taken = of_nccl if device_type == "cuda" else "of gloo"
-    # What an eviction consists of is told on the host.
-    host = ", and one of gloo for a pair" if any(link.kind == "evict" for link in links) else ""
-    return f"links: at most {most} communicators a rank {taken}{host}; opened in {len(rounds(links))} rounds"
+    hosts = f", and {beside} of gloo between hosts" if told else ""
+    return f"links: at most {most} communicators a rank {taken}{hosts}; opened in {len(rounds(links))} rounds"
 
 
 def _ends(links: Sequence[Link]) -> Counter[int]:

@@ -85,7 +85,7 @@ def connect(
     queues = queues_of(ranks, device, held_up, pulse)
     pulse.watch(watched(device.type, channels.values()))
     pulse.start()
-    return Connections(channels, layouts, queues, pulse, links_line(links, device.type))
+    return Connections(channels, layouts, queues, pulse, links_line(links, varying, device.type))
 
 
 def watched(device: str, channels: Iterable[Channel]) -> set[int]:
