@@ -136,9 +136,8 @@ def plan_view(document: dict[str, Any]) -> View:
         f"{milliseconds(simulated.makespan_ms)} with a bubble of {percent(simulated.bubble_fraction, 1)}."
     )
     weighed = (
-        f"Of {plan.runs['weighed']:,} runs that were weighed, the planner found none faster that fits into "
-        f"{plan.device_gib:g} GiB and that {plan.engine} runs: what it found of each schedule is in the table of "
-        "those not taken."
+        f"Of all runs that it may choose, the planner found none faster that fits into {plan.device_gib:g} GiB: "
+        f"{plan.runs['weighed']:,} were weighed, and the best of each schedule is in the table of those not taken."
     )
     tables = [
         _runs("The fastest runs", plan.plans),

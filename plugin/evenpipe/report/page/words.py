@@ -222,8 +222,12 @@ def _of(waits: Sequence[Wait]) -> str:
     each = [f"of stage {wait.stage} for {_link(wait)}" for wait in waits[:_LONGEST]]
     others = len(waits) - _LONGEST
     each += [f"{others} more"] if others > 0 else []
+    return ("waits " if len(waits) > 1 else "wait ") + _listed(each)
+
+
+def _listed(each: Sequence[str]) -> str:
     *first, last = each
-    return ("waits " if len(waits) > 1 else "wait ") + (f"{', '.join(first)} and {last}" if first else last)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _link(wait: Wait) -> str:
@@ -264,10 +268,11 @@ def _too_large(case: Case, simulated: Sequence[Alternative]) -> Iterator[str]:
     present, *others = simulated
     if case.room is None or case.room.limit_bytes is None:
         return
-    faster = [one for one in others if not one.fits and present.batch_ms / one.batch_ms >= _FASTER]
-    each = ", ".join(f"{one.text} ({amount(one.needs or 0)})" for one in faster)
-    if faster:
-        yield f"Faster by the simulator, but more than the {amount(case.room.limit_bytes)} that a stage has: {each}."
+    large = [one for one in others if not one.fits and present.batch_ms / one.batch_ms >= _FASTER]
+    each = [f"{one.text} (needs {amount(one.needs or 0)})" for one in _one_grouping(large)]
+    if each:
+        limit = amount(case.room.limit_bytes)
+        yield f"Faster by the simulator, but too large for the {limit} that a stage has: {_listed(each)}."
 
 
 def waits_table(waits: Waits) -> Table:
