@@ -58,6 +58,7 @@ def draw_divisions(
         rows[0][column].set_title(
             f"{division.title}: slowest {max(division.total_ms):,.4g} ms", loc="left", fontsize=9, color=_TEXT
         )
+        rows[1][column].set_xlabel("stage", fontsize=8, color=_TEXT)
     rows[0][0].set_ylabel("ms a micro-batch", fontsize=8, color=_TEXT)
     rows[1][0].set_ylabel("peak GiB", fontsize=8, color=_TEXT)
     for axes in rows[:, 0]:

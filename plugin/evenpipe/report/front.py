@@ -54,8 +54,9 @@ def draw_front(path: str | os.PathLike[str], shown: Front) -> None:
         axes.scatter(
             [one.gib for one in beside], [one.speed for one in beside], s=26, color=_OTHER, label="best of a schedule"
         )
+    edge = shown.limit - 0.3 * (shown.limit - min(one.gib for one in (*shown.front, *beside)))
     for place, name in _named_together(beside, shown).items():
-        left = place[0] > 0.85 * shown.limit and not _numbered_beside(place, shown)
+        left = place[0] > edge and not _numbered_beside(place, shown)
         offset, side = ((-6, -2), "right") if left else ((6, -2), "left")
         axes.annotate(name, place, offset, textcoords="offset points", ha=side, fontsize=7, color=_QUIET, bbox=_PLAIN)
     axes.step(
@@ -75,7 +76,9 @@ def draw_front(path: str | os.PathLike[str], shown: Front) -> None:
     )
     for number, point in enumerate(shown.front, 1):
         axes.annotate(str(number), point[:2], (0, 6), textcoords="offset points", ha="center", fontsize=7, color=_TEXT)
-    axes.set_ylim(0, 1.12 * max(point.speed for point in (*shown.front, *beside)))
+    speeds = [point.speed for point in (*shown.front, *beside)]
+    # Not down to 0, where nothing is; below the slowest there is room for the legend.
+    axes.set_ylim(max(0, min(speeds) - 0.6 * (max(speeds) - min(speeds)) - 0.1 * min(speeds)), 1.05 * max(speeds))
     axes.set_xlim(right=1.06 * shown.limit)
     axes.tick_params(labelsize=8, colors=_QUIET, length=0)
     axes.grid(color="#ececea", linewidth=0.6)

@@ -47,7 +47,9 @@ def draw_comparison(
     top = height - _HEAD
     for timeline, body in zip(timelines, bodies, strict=True):
         top -= _TITLE + body
-        draw_boxes(_panel(figure, _LEFT, top, inner, body), timeline, duration_ms)
+        axes = _panel(figure, _LEFT, top, inner, body)
+        draw_boxes(axes, timeline, duration_ms)
+        axes.xaxis.set_major_formatter("{x:,g} ms")
         top -= _AXIS
     if memory:
         top -= _TITLE + _BARS
