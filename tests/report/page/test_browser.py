@@ -111,6 +111,17 @@ def test_every_action_is_named_where_the_mouse_points(opened: Open, run: Path) -
 
 
 @pytest.mark.parametrize("width", [1280, 400])
+def test_no_tooltip_is_cut_off(opened: Open, run: Path, width: int) -> None:
+    """On a narrow page there is none: the line below the chart has room for what a tap names."""
+    page, document = opened(width), json.loads(run.read_text())
+    span = next(span for span in document["timeline"][0] if span["action"] == "B0")
+    point_at(page, 0.18, (span["start_ms"] + span["end_ms"]) / 2)
+    tip = page.locator(".tip", has_text="B0: ")
+    tip.wait_for(state="attached", timeout=5000)
+    assert tip.is_visible() == (width > 600)
+
+
+@pytest.mark.parametrize("width", [1280, 400])
 def test_a_tap_or_a_click_names_the_action_and_dims_nothing(opened: Open, run: Path, width: int) -> None:
     page, document = opened(width, touch=True), json.loads(run.read_text())
     status, stage = page.locator("[role=status]"), document["timeline"][1]

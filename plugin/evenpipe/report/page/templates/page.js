@@ -12,7 +12,9 @@
   colours.replaceSync(`:host {
     --color: var(--text); --background-color: var(--page); --divider-color: var(--line); --icon-color: var(--page);
     --tooltip-arrow-color: var(--quiet); color: var(--text); opacity: 1;
-  }`);
+  }
+  /* Where a tooltip would cover the chart and be cut off; a tap names the action below it. */
+  @media (hover: none), (max-width: 600px) { :host(.bk-Tooltip) { display: none; } }`);
   const { attachShadow } = Element.prototype;
   Element.prototype.attachShadow = function attach(options) {
     const root = attachShadow.call(this, options);
