@@ -115,16 +115,24 @@ def table(entry: dict[str, Any]) -> Table:
     shown.add_column("× Megatron's: median of pairs")
     for name in VARIANTS:
         pairs = zip(*(entry["iterations_ms"][one] for one in (name, "megatron")), strict=True)
-        low, _, high = quantiles((mine / stock for mine, stock in pairs), n=4)
+        spread = _half([mine / stock for mine, stock in pairs])
         shown.add_row(
             TITLES[name],
             f"{entry[f'{name}_ms']:,.1f}",
             f"{entry[f'{name}_ratio']:.3f}",
-            "" if name == "megatron" else f"{low:.3f} … {high:.3f}",
+            "" if name == "megatron" else spread,
             f"{entry[f'{name}_cpu_ms']:,.1f}",
             f"{entry[f'{name}_cpu_ratio']:.3f}",
         )
     return shown
+
+
+def _half(ratios: list[float]) -> str:
+    """Between which two half of them lie; nothing of a single one."""
+    if len(ratios) < 2:
+        return ""
+    low, _, high = quantiles(ratios, n=4, method="inclusive")
+    return f"{low:.3f} … {high:.3f}"
 
 
 def main() -> None:

@@ -300,4 +300,6 @@ def test_peers(tmp_path):
         assert min(rows[name]["batches_ms"]) > 1.3 * fastest
     assert fastest > 4 * 60 * 0.97
     assert [row["peer"] for row in shown["results"] if row["front"] and row["delayed"]]
+    (verdict,) = (row[0] for row in shown["tables"][1]["rows"] if "2BW at m = p" in row[0])
+    assert verdict.endswith("≥ 0.95: holds") == (rows["EvenPipe: 2BW"]["of_limit"] >= 0.95)
     assert picture.read_bytes().startswith(b"\x89PNG")
