@@ -119,6 +119,13 @@ def test_a_lost_rebinding_is_named(copy: Callable[..., Path]) -> None:
     assert line.startswith("megatron.core.pipeline_parallel:get_forward_backward_func: ")
 
 
+def test_renamed_sums_of_the_log_are_named(copy: Callable[..., Path]) -> None:
+    """A rehearsal puts them back, and would find nothing to put back."""
+    found = examine(copy("transformer/multi_token_prediction.py", "    tracker = {}\n", "    sums = {}\n"))
+    [line] = found.problems(Purpose.TRAINING)
+    assert line.startswith("megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.tracker: ")
+
+
 def test_what_only_cpu_mode_needs_does_not_keep_a_checkout_from_training(copy: Callable[..., Path]) -> None:
     found = examine(copy("pipeline_parallel/p2p_communication.py", "def _p2p_ops(", "def _p2p_operations("))
     assert found.supported

@@ -12,6 +12,7 @@ pytest.importorskip("megatron.core")
 
 import megatron.core
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.timers import Timers
 
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, CoreRelease, installed_release, recorded, since
 from evenpipe.upstream import UpstreamError, signature_of
@@ -26,11 +27,17 @@ def test_the_installed_release_is_supported_and_as_recorded() -> None:
     assert release.signatures[f"{SCHEDULES}:backward_step"] == signature_of(schedules.backward_step)
 
 
+def test_timers_tell_their_level() -> None:
+    """Which says whether hosts wait for their devices."""
+    assert Timers(log_level=2, log_option="minmax")._log_level == 2
+
+
 @pytest.mark.parametrize("path", OTHER_RELEASES, ids=str)
 def test_another_release_on_disk_is_supported_and_as_recorded(path: Path) -> None:
     """Every signature is verified in a process of its own, which imports megatron from `path`."""
     program = (
         "import megatron.core; from evenpipe.megatron.supported import installed_release; "
+        "from megatron.core.timers import Timers; assert Timers(2, 'minmax')._log_level == 2; "
         "print(megatron.core.__file__, installed_release().series, megatron.core.__version__)"
     )
     done = subprocess.run(

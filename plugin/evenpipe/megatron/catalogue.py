@@ -19,7 +19,7 @@ from evenpipe.megatron.script.install import script_patches
 from evenpipe.megatron.script.log import log_patches
 from evenpipe.megatron.script.truth import truth_patches
 from evenpipe.megatron.script.two_buffered.training import two_buffered_patches
-from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, recorded
+from evenpipe.megatron.supported import LOGGED_LOSSES, MEGATRON_CORE, RELEASES, recorded
 from evenpipe.megatron.train_engine.stock import reporting_to
 from evenpipe.upstream import ANY, Expectation, PatchSet, UpstreamError
 from evenpipe.upstream.findings import Finding, Findings, State, examine_source, find_by_import, find_in_source
@@ -45,7 +45,12 @@ def catalogue() -> tuple[Item, ...]:
     replaced = {item.symbols[0] for item in patches if item.purpose is Purpose.TRAINING}
     called = dict.fromkeys(symbol for release in RELEASES.values() for symbol in release.signatures)
     expected = [Expectation(symbol, MEGATRON_CORE, recorded(symbol)) for symbol in called if symbol not in replaced]
-    return (*patches, *(expected_item(Purpose.TRAINING, "schedule", each) for each in expected))
+    logged = [Expectation(symbol, MEGATRON_CORE, versions) for symbol, versions in LOGGED_LOSSES.items()]
+    return (
+        *patches,
+        *(expected_item(Purpose.TRAINING, "schedule", each) for each in expected),
+        *(expected_item(Purpose.TRAINING, "auto", each) for each in logged),
+    )
 
 
 def _sets() -> dict[Purpose, list[PatchSet]]:

@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from evenpipe.upstream import Distribution, Expectation, Patch, around
+from evenpipe.upstream import BUILTIN, Distribution, Expectation, Patch, around
 
 __all__ = [
+    "LOGGED_LOSSES",
     "MEGATRON_CORE",
     "RELEASES",
     "SCHEDULES",
@@ -92,6 +93,14 @@ _CHANGES: Mapping[str, Changes] = {
     f"{_PROCESS_GROUPS}:ProcessGroupCollection": {"0.15": "(**kwargs)"},
 }
 _SIGNATURES: Mapping[str, Mapping[str, str]] = {symbol: since(changes) for symbol, changes in _CHANGES.items()}
+
+
+_TRANSFORMER = "megatron.core.transformer"
+LOGGED_LOSSES: Mapping[str, Mapping[str, str]] = {
+    f"{_TRANSFORMER}.multi_token_prediction:MTPLossLoggingHelper.tracker": since(BUILTIN),
+    f"{_TRANSFORMER}.experimental_attention_variant.dsa:DSAIndexerLossLoggingHelper.tracker": since({"0.16": BUILTIN}),
+}
+"""Dictionaries, beside the experts', in which models add up losses for the log; a model need not use their modules."""
 
 
 # What 2BW calls of megatron-core beyond its schedules.

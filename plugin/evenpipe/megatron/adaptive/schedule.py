@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from evenpipe.megatron.random_numbers import random_numbers_kept
 from evenpipe.megatron.refusals import refuse_unsupported
 from evenpipe.megatron.schedule import Call, PipelineSchedule
 from evenpipe.megatron.stage import Batch, MegatronStage
+from evenpipe.megatron.supported import LOGGED_LOSSES
 from evenpipe.planner.candidates import divisors
 from evenpipe.planner.grouped import GroupedSchedule
 from evenpipe.planner.memory import Measured
@@ -28,15 +29,9 @@ from evenpipe.tuner.collective import fits_on_all
 from evenpipe.tuner.loop import AdaptiveLoop
 from evenpipe.tuner.rehearsal import Rehearsal
 from evenpipe.tuner.samples import loader_of, micro_batches_of
+from evenpipe.upstream.symbols import locate, module_of
 
 __all__ = ["AdaptiveSchedule", "Tuning"]
-
-_TRANSFORMER: Final = "megatron.core.transformer"
-#: What else adds up losses for the log, in modules that a release may not have, or a model not use.
-_LOGGED_LOSSES: Final = (
-    (f"{_TRANSFORMER}.multi_token_prediction", "MTPLossLoggingHelper"),
-    (f"{_TRANSFORMER}.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper"),
-)
 
 
 class Tuning(NamedTuple):
@@ -186,9 +181,9 @@ def _without_a_trace(call: Call, device: torch.device) -> Iterator[None]:
     for chunk in chunks:
         chunk.zero_grad_buffer()
     clear_aux_losses_tracker()
-    for module, helper in _LOGGED_LOSSES:
-        sums = getattr(getattr(sys.modules.get(module), helper, None), "tracker", {})
-        if "values" in sums:
+    for symbol in LOGGED_LOSSES:
+        # A release may not have the module, and a model not use it.
+        if module_of(symbol) in sys.modules and "values" in (sums := locate(symbol).value):
             sums["values"].zero_()
 
 
