@@ -38,6 +38,7 @@ class Refusal(NamedTuple):
 
 
 _OPTIMIZERS: Final = ("adam", "sgd")
+_OF_A_BATCH: Final = ("global_aux_loss", "quantile_balancing")
 
 
 def _several(number: Any, _: object = None) -> bool:
@@ -55,7 +56,7 @@ _REFUSED_AT: Final[Mapping[str, Callable[[Any, Any], bool]]] = MappingProxyType(
             lambda _, given: _several(getattr(given, "expert_gtp_weight_remat_size", 1))
         ),
         "cuda_graph_impl": lambda captured, _: captured not in (None, "none"),
-        "moe_router_load_balancing_type": lambda kinds, _: "global_aux_loss" in (kinds or ()),
+        "moe_router_load_balancing_type": lambda kinds, _: any(one in (kinds or ()) for one in _OF_A_BATCH),
         "grad_norm_skip_threshold": lambda threshold, _: math.isfinite(threshold or math.inf),
         "optimizer": lambda optimizer, _: optimizer not in _OPTIMIZERS,
         "vision_pretraining_type": lambda kind, given: kind == "dino" and given.vision_pretraining,

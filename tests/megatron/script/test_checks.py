@@ -157,6 +157,11 @@ REFUSED = {
         {"num_experts": 8, "moe_router_enable_expert_bias": True},
         "--moe-router-enable-expert-bias changes routing after a batch, ",
     ),
+    "2bw, experts balanced by a batch": (
+        {"schedule": "2bw"},
+        {"num_experts": 8, "moe_router_load_balancing_type": "quantile_balancing"},
+        "2bw: --moe-router-load-balancing-type quantile_balancing counts the tokens of a whole batch, ",
+    ),
     "2bw, experts whose weights are gathered": (
         {"schedule": "2bw"},
         {"num_experts": 8, "expert_tensor_parallel_num_weight_shards": 4, "expert_gtp_weight_remat_size": 2},
