@@ -187,6 +187,8 @@ _ONE_SIZE: Mapping[str, str] = {
     "logits_load_dir": "reads a file for each micro-batch",
     "mtp_num_layers": _LOGGED,
     "dsa_indexer_loss_coeff": _LOGGED,
+    "moe_z_loss_coeff": _LOGGED,
+    "moe_expert_capacity_factor": "drops tokens by how many a micro-batch has",
     "variable_seq_lengths": "gives micro-batches lengths of their own, so that samples of two cannot be joined",
     **dict.fromkeys(_PACKS, "packs sequences into rows, which Megatron takes as the loader makes them"),
 }

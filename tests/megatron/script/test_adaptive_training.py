@@ -27,6 +27,11 @@ def test_megatron_is_told_of_the_size_for_the_time_of_a_batch():
         ({"tp_comm_overlap": True, "calculate_per_token_loss": True}, "--tp-comm-overlap has buffers of one "),
         ({"sft": True, "calculate_per_token_loss": True}, "--sft packs sequences into rows, "),
         ({"mtp_num_layers": 1}, "--mtp-num-layers has losses in the log "),
+        ({"num_experts": 4, "moe_router_load_balancing_type": "none"}, None),
+        (
+            {"num_experts": 4, "moe_router_load_balancing_type": "none", "moe_expert_capacity_factor": 1.0},
+            "--moe-expert-capacity-factor drops tokens by how many a micro-batch has",
+        ),
         ({"variable_seq_lengths": True}, "--variable-seq-lengths gives micro-batches lengths of their own, "),
     ],
 )
