@@ -33,3 +33,13 @@ def test_what_synchronises_changes_nothing(megatron_lm, stages, ours, timers):
     assert len(counted) == processes
     assert min(int(calls) for calls, _ in counted) > 2 * 8 * ITERATIONS, "before every forward and backward"
     assert {queues for _, queues in counted} == {"synchronised" if timers else "many"}, "what the order goes by"
+
+
+def test_with_receives_posted_ahead_it_stands_still(megatron_lm):
+    """So what is synchronised above is what would hang."""
+    processes, parallel = LAYOUTS["PP2"]
+    flags = [*model_flags(megatron_lm, "pretrain_gpt.py", ITERATIONS, []), *parallel, "--evenpipe-schedule", "1f1b"]
+    run = launch(megatron_lm, SCRIPT, processes, [*flags, *TIMERS], {"POSTED_AHEAD": "1"}, check=False)
+    assert run.returncode != 0
+    assert "STANDS STILL: " in run.output
+    assert run.lines == []
