@@ -25,7 +25,7 @@ def main() -> None:
             page.goto(arguments.html.resolve().as_uri())
             page.wait_for_selector("html[data-ready=yes]")
             section = page.locator("section", has=page.get_by_role("heading", name="with BPipe"))
-            section.get_by_role("group", name="Timeline").focus()
+            section.get_by_role("application", name="Timeline").focus()
             for _ in range(_ACTIONS):
                 page.keyboard.press("n")
             page.evaluate("scrollTo(0, 0)")  # boxes are where they are in the window

@@ -210,7 +210,7 @@ def test_partitions_are_recommended_nothing_above_their_limit(
     assert "cannot be told: the document is of an older release" in page_of(path)
 
 
-def test_a_demo_opens_with_its_runs_side_by_side(run: Path, tmp_path: Path) -> None:
+def test_a_demo_opens_with_its_runs_side_by_side(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     document, path = json.loads(run.read_text()), tmp_path / "demo.json"
     other = document | {"weights_sha256": "0", "iteration_ms": [9000.0, 200.0, 300.0, 400.0]}
     demo = {"format": "evenpipe.demo/1", "runs": {"stock": document, "ours": other}}
@@ -228,6 +228,7 @@ def test_a_demo_opens_with_its_runs_side_by_side(run: Path, tmp_path: Path) -> N
     assert "a load of 9.2 on 2 cores" in page
     path.write_text(json.dumps(demo | {"machine": {"load_before": 1.5, "cores": 2}}))
     assert "The machine was busy" not in page_of(path)
+    assert [one.getMessage() for one in caplog.records if one.name.startswith("bokeh")] == [], "charts without data"
 
 
 def refused(capsys: pytest.CaptureFixture[str], path: Path, content: str | None) -> str:

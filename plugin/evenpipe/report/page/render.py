@@ -85,10 +85,8 @@ def _library() -> str:
 def _shown(view: View, number: int) -> _Shown:
     present = {span.action.kind for one in view.drawn for row in one.stages for span in row}
     kinds = [(letter, row.name, row.colour) for letter, row in KINDS.items() if letter in present]
-    timeline, memory = (
-        Markup(chart(view, f"{name}-{number}"))
-        for chart, name in ((timeline_chart, "timeline"), (memory_chart, "memory"))
-    )
+    charts = ((timeline_chart, "timeline"), (memory_chart, "memory"))
+    timeline, memory = (Markup(chart(view, f"{name}-{number}")) if view.drawn else Markup() for chart, name in charts)
     legend, scale = memory_legend(view.drawn) if view.drawn else ((), "")
     return _Shown(view, _Chart(timeline), _Chart(memory, legend, scale), kinds, _actions(view.drawn))
 
