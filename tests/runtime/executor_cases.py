@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from evenpipe.runtime import executor as executor_module
+from evenpipe.runtime import streams
 from evenpipe.runtime.channel import Channel, Transfer
 from evenpipe.runtime.connections import Connections, connect
 from evenpipe.runtime.executor import Executor, Observer
@@ -29,6 +30,9 @@ from evenpipe.runtime.gather import gather
 from evenpipe.runtime.parcel import SMALL_BYTES
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Schedule, verify
+
+sys.path.insert(0, str(Path(__file__).parent))
+from compositions import Flattened, Product, Quantized
 
 WORLD = 8
 ROWS, WIDTH = 8, 16  # tensors of multiples of 64 bytes, to which the pool aligns
@@ -63,14 +67,55 @@ class Wide(torch.nn.Module):
         return torch.nn.functional.gelu(value.repeat(1, times)).view(*value.shape, times).mean(2)
 
 
+class Cast(torch.nn.Module):
+    """Saves a tensor that consists of others: of torch's protocol in one half of the model's pieces."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(WIDTH))
+        self.kind = Flattened if place % 2 else Quantized
+
+    def forward(self, value: Tensor) -> Tensor:
+        result: Tensor = Product.apply(value, self.weight, self.kind)
+        return result
+
+
+class Beside(torch.nn.Module):
+    """An expert that all rows share, on a stream of its own, beside what the current stream does meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.routed = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.stream: streams.Stream | None = None
+
+    def forward(self, value: Tensor) -> Tensor:
+        current = streams.current(value.device)
+        if self.stream is None:
+            self.stream = streams.opened(value.device)
+        self.stream.wait_stream(current)
+        with streams.on(self.stream):
+            shared = torch.nn.functional.gelu(self.shared(value))
+        routed = self.routed(value).tanh() * value
+        with streams.on(self.stream):  # in the backward before what `routed` was, and the rest behind it
+            shared = shared.square()
+        current.wait_stream(self.stream)
+        return shared + routed
+
+
 def chunk_module(place: int, kind: str = "dense") -> torch.nn.Module:
     """The piece of the model at `place`, counted from its start.
 
     One that is "saving its output" ends in a ReLU, which saves what is being sent to the next stage.
     """
     torch.manual_seed(place)
-    lasts = {"dense": torch.nn.Identity, "saving its output": torch.nn.ReLU, "routed": Routed, "wide": Wide}
-    last = lasts[kind]()
+    lasts = {
+        "dense": torch.nn.Identity,
+        "saving its output": torch.nn.ReLU,
+        "routed": Routed,
+        "wide": Wide,
+        "beside": Beside,
+    }
+    last = Cast(place) if kind == "cast" else lasts[kind]()
     return torch.nn.Sequential(
         torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.GELU(), torch.nn.Linear(2 * WIDTH, WIDTH), last
     )
@@ -142,11 +187,8 @@ class Counted:
         self._operations[self._kind] += 1
         return self._group.recv(*arguments)
 
-    def shutdown(self) -> None:
-        self._group.shutdown()
-
-    def abort(self) -> None:
-        self._group.abort()
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._group, name)
 
 
 class Remarks(Observer):

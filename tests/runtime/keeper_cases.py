@@ -19,10 +19,10 @@ from torch import Tensor
 
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
-from evenpipe.runtime.host_link import HostLink, Passage, host_link_for
+from evenpipe.runtime.host_link import HostLink, Passage
 from evenpipe.runtime.keep import PLAIN_CALLER, Keeper, Keeping, NodeCaller
 from evenpipe.runtime.stage import Edges, ModuleStage
-from evenpipe.schedule import Schedule, Unit, verify
+from evenpipe.schedule import Schedule, Unit, swapped_at_once, verify
 
 WORLD = 4
 ROWS, WIDTH = 64, 32
@@ -44,7 +44,7 @@ EARLY = Keeping(swapped={1}, made={1: ((1, NBYTES),)}, out={2: (1,)}, early=(1,)
 WAYS = {"all": Keeping(), "kept": KEEPING, "early": EARLY}
 
 
-class SleepingHostLink:
+class SleepingHostLink(HostLink):
     """A link of so many 10^9 bytes/s each way: copies at once, and whoever waits for one sleeps until it would be."""
 
     def __init__(self, gbps: float) -> None:
@@ -66,10 +66,10 @@ class SleepingHostLink:
 class Block(torch.nn.Module):
     """What it saves: its input, GELU's argument and result, tanh's result."""
 
-    def __init__(self, place: int) -> None:
+    def __init__(self, place: int, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(place)
-        self.first, self.second = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
         self.keep: NodeCaller = PLAIN_CALLER
 
     def forward(self, value: Tensor) -> Tensor:
@@ -96,24 +96,32 @@ def carry_out(case: dict, rank: int) -> dict:
     program = verify(Schedule.parse(case["schedule"]))
     schedule = program.schedule
     connections = connect(range(schedule.stages), program.links, "gloo", HOST)
-    module = Block(rank)
-    executor = Executor(rank, connections, HOST, module.parameters())
-    loss_chunk = 0 if rank == schedule.stages - 1 else None
+    modules = [Block(schedule.places.position(rank, chunk)) for chunk in range(schedule.chunks)]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    executor = Executor(rank, connections, HOST, parameters)
+    last = schedule.places.last
+    loss_chunk = last.chunk if rank == last.stage else None
     given = torch.Generator().manual_seed(3)
     inputs = [torch.randn(ROWS, WIDTH, generator=given) for _ in range(schedule.micro_batches)]
-    edges = Edges.alike(torch.empty(ROWS, WIDTH))
-    stage = KeptStage([module], edges, inputs.__getitem__, lambda i, out: out.square().mean(), loss_chunk)
+    edges = Edges.alike(torch.empty(ROWS, WIDTH), schedule.chunks)
+    link, reserved = None, 0
+    stage = KeptStage(modules, edges, inputs.__getitem__, lambda i, out: out.square().mean(), loss_chunk)
     if case["way"] != "all":
-        link: HostLink = SleepingHostLink(case["gbps"]) if case["gbps"] else host_link_for(HOST)
+        link = SleepingHostLink(case["gbps"]) if case["gbps"] else HostLink(HOST)
         executor.keeper = stage.keeper = Keeper(executor.store, HOST, link)
         stage.keeping = WAYS[case["way"]]
+        if not case["gbps"]:
+            at_once = sum(swapped_at_once(schedule.actions[rank]).values())
+            link.memory.reserve(stage.keeping.sizes_on_host([]) * at_once)
+            reserved = link.memory.nbytes
     executor.run(program, stage)
     executor.run(program, stage)
     executor.store.assert_empty()
     connections.close()
     return {
-        "gradients": [one.grad.numpy().tobytes().hex() for one in module.parameters()],
+        "gradients": [one.grad.numpy().tobytes().hex() for one in parameters],
         "peak": executor.counter.peak_bytes,
+        "host": [reserved, link.memory.nbytes if reserved else 0],
     }
 
 

@@ -2,7 +2,8 @@
 
 Arguments: a folder, the case, and "bpipe" or "plain". Cases: "amid" (rank 2 stops within a batch), "watched" (the same,
 where its neighbours watch it), "before" (rank 2 never opens its links), "opening" (it stops as it opens the one to rank
-3, after it has told that it waits for that rank) and "one connection" (the same, where stores cannot be cloned).
+3, after it has told that it waits for that rank), "one connection" (the same, where stores cannot be cloned), "figures"
+(it stops where all exchange figures) and "barrier" (where a script has them wait for each other).
 Writes outcome.json: per rank that ended, seconds from when rank 2 stopped, and its standard error.
 """
 
@@ -23,6 +24,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from evenpipe.runtime import channel, connections, pulse
+from evenpipe.runtime.exchange import Exchange
+from evenpipe.runtime.silence import silent_peer
 from evenpipe.schedule import Size, build
 from evenpipe.train.pipeline import ModulePipeline
 from evenpipe.upstream.ending import end_with_the_first_error
@@ -55,7 +58,7 @@ def stopping(open_group: Callable[..., object]) -> Callable[..., object]:
 
 
 def train(rank: int, case: str, bpipe: bool, store: TCPStore) -> None:
-    end_with_the_first_error()
+    end_with_the_first_error(silent_peer)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=STAGES, timeout=TIMEOUT)
     if case == "before" and rank == SILENT:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -69,6 +72,14 @@ def train(rank: int, case: str, bpipe: bool, store: TCPStore) -> None:
     program = build("1f1b", Size(STAGES, 6), bpipe=bpipe)
     mse = torch.nn.functional.mse_loss
     pipeline = ModulePipeline(lambda position: Part(4, 4), program, mse, boundary=torch.empty(2, 4))
+    if case in ("figures", "barrier"):
+        exchange = Exchange(dist.new_group(backend="gloo"), 1, torch.device("cpu"))  # whose timeout is half an hour
+        if rank == SILENT:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if case == "barrier":
+            dist.barrier()
+        exchange.start([1.0])
+        exchange.finish()
     for _ in range(10):
         pipeline.step(torch.ones(12, 4), torch.zeros(12, 4))
 

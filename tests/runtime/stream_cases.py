@@ -16,6 +16,7 @@ from executor_cases import ROWS, WIDTH, chunk_module, loss, sample
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.exchange import Exchange
 from evenpipe.runtime.executor import Executor, Observer
+from evenpipe.runtime.keep import Keeper
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.schedule import Action, Stream, find, links, loop, required_version
@@ -61,8 +62,10 @@ class Paired(Observer):
 class SteppedModule(ModuleStage):
     """A stage whose module is trained by Adam under the rule of 2BW."""
 
+    keeper: Keeper | None = None
+
     def __init__(self, place: int, stages: int, micro_batches: int) -> None:
-        self.module = chunk_module(place)
+        self.module = self.part(place)
         self.versions = WeightVersions(self.module.parameters())
         self.optimizer = torch.optim.Adam(self.module.parameters(), lr=0.01, foreach=False)
         self.held: list[list[torch.Tensor]] = []
@@ -70,6 +73,10 @@ class SteppedModule(ModuleStage):
         self.first = 0  # the batch with which the stream begins
         edges, loss_chunk = Edges.alike(torch.empty(ROWS, WIDTH)), 0 if place == stages - 1 else None
         super().__init__([self.module], edges, self._sample, self._loss, loss_chunk)
+
+    def part(self, place: int) -> torch.nn.Module:
+        """The piece of the model at `place`."""
+        return chunk_module(place)
 
     def _number(self, micro_batch: int) -> int:
         return self.first * self.micro_batches + micro_batch
@@ -112,13 +119,16 @@ class SteppedModule(ModuleStage):
         self.first = next_batch
 
 
-def train(rank: int, case: Case) -> dict[str, object]:
+def train(rank: int, case: Case, kind: type[SteppedModule] = SteppedModule, swaps: bool = False) -> dict[str, object]:
     """This stage's losses, weights in the end, and peaks."""
-    stage = SteppedModule(rank, case.stages, case.micro_batches)
+    stage = kind(rank, case.stages, case.micro_batches)
     connections = connect(range(case.stages), links(loop(case.stages), case.bpipe), "gloo", torch.device("cpu"))
     paired = Paired()
     executor = Executor(rank, connections, torch.device("cpu"), stage.module.parameters(), paired)
-    steps_of = Stream(find("2bw"), case.stages, case.micro_batches, case.bpipe)
+    if swaps:
+        executor.keeper = stage.keeper = Keeper(executor.store, torch.device("cpu"))
+    swapping = range(case.stages) if swaps else ()
+    steps_of = Stream(find("2bw"), case.stages, case.micro_batches, case.bpipe, swaps=swapping)
     losses, called = [], 0
     for batch in range(BATCHES):
         executor.advance(steps_of.program, steps_of.call(rank, called, case.update_early), stage)

@@ -17,7 +17,8 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from evenpipe.runtime import pulse
 from evenpipe.runtime.beats import Beat, answered, apart, beats_of
-from evenpipe.runtime.pulse import Pulse, SilentPeer, _beat, _Life
+from evenpipe.runtime.pulse import Pulse, _beat, _Life
+from evenpipe.runtime.silence import SilentPeer
 
 BEAT = 0.02  # seconds
 

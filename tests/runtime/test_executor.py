@@ -18,7 +18,7 @@ from tests.reports import reports
 from tests.schedules import build
 
 sys.path.insert(0, str(Path(__file__).parent))
-from executor_cases import ROWS, reference
+from executor_cases import ROWS, WIDTH, reference
 
 SCRIPT = Path(__file__).with_name("executor_cases.py")
 
@@ -69,15 +69,17 @@ def accepted_edits(count: int) -> dict[str, Schedule]:
 SAVES_OUTPUT = "1f1b p=4 m=8 bpipe, each stage saving what it sends"
 ROUTED = [f"{name} p=4 m=8 bpipe, no two micro-batches alike" for name in ("1f1b", "kfkb")]
 WIDE = "1f1b p=4 m=8 bpipe, one large storage among small ones"
+CAST = "1f1b p=4 m=8 bpipe, tensors that consist of others"
 CASES = {
     **SCHEDULES,
     WIDE: build("1f1b", 4, 8, bpipe=True),
+    CAST: build("1f1b", 4, 8, bpipe=True),
     SAVES_OUTPUT: build("1f1b", 4, 8, bpipe=True),
     ROUTED[0]: build("1f1b", 4, 8, bpipe=True),
     ROUTED[1]: build("kfkb", 4, 8, bpipe=True, group_size=2),
     **accepted_edits(12),
 }
-MODELS = {WIDE: "wide", SAVES_OUTPUT: "saving its output", **dict.fromkeys(ROUTED, "routed")}
+MODELS = {WIDE: "wide", CAST: "cast", SAVES_OUTPUT: "saving its output", **dict.fromkeys(ROUTED, "routed")}
 
 NOW_AND_THEN = (True, False, True)
 SLOW_MS = 60.0
@@ -138,12 +140,28 @@ def test_as_many_micro_batches_are_live_as_the_schedule_says(name, outcomes):
             assert (batch["memory"]["evicted_bytes"] > 0) == (schedule.evictions[stage] > 0)
 
 
-@pytest.mark.parametrize("name", [*ROUTED, WIDE, "1f1b p=8 m=20 v=1 bpipe"])
+@pytest.mark.parametrize("name", [*ROUTED, WIDE, CAST, "1f1b p=8 m=20 v=1 bpipe"])
 def test_what_is_in_memory_beside_loads_is_what_is_counted(name, outcomes):
     """Also where sizes differ, and what leaves makes no room for what comes until it has left."""
     for batches in batches_of(outcomes, name):
         assert all(batch["bytes_there"] <= batch["memory"]["peak_bytes"] for batch in batches)
     assert any(batch["bytes_there"] for batch in batches_of(outcomes, name)[0])
+
+
+def test_tensors_that_consist_of_others_are_counted_and_leave(outcomes):
+    """Of the model's otherwise same pieces, one number a byte more, and what to multiply them by.
+
+    The last stage has the loss, and slots whose parts start at multiples of 64 bytes.
+    """
+    plain = "1f1b p=4 m=9 v=1 bpipe"
+    more = ROWS * WIDTH + 4
+    for stage in range(3):
+        plain_batch, batch = (batches_of(outcomes, name)[stage][0]["memory"] for name in (plain, CAST))
+        evictions, live = CASES[CAST].evictions[stage], CASES[CAST].peak_live[stage]
+        if evictions:
+            of_each = plain_batch["evicted_bytes"] / CASES[plain].evictions[stage]
+            assert batch["evicted_bytes"] == evictions * (of_each + more)
+        assert batch["peak_bytes"] == plain_batch["peak_bytes"] + live * more
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -49,3 +49,11 @@ def test_what_micro_batches_hold_falls_by_what_they_do_not_keep(ran, case) -> No
     for stage, (plain, kept) in enumerate(zip(ran[f"{case} all"], ran[f"{case} kept"], strict=True)):
         assert plain["peak"] - kept["peak"] >= (2 * live[stage] - 2) * NBYTES
         assert kept["peak"] < plain["peak"] or live[stage] == 1
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_what_is_on_the_host_fits_into_what_was_reserved_for_it(ran, case) -> None:
+    """Of one swapped tensor a micro-batch, whatever else keeps micro-batches apart: BPipe, split backwards."""
+    between = {"1f1b": (4, 3, 2, 1), "1f1b bpipe": (4, 3, 2, 1), "gpipe": (M,) * 4, "zb-h1": (4, 4, 4, 4)}
+    for count, kept in zip(between[case], ran[f"{case} kept"], strict=True):
+        assert kept["host"] == [count * NBYTES, count * NBYTES]

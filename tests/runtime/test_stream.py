@@ -15,7 +15,6 @@ from tests.reports import reports
 
 SCRIPT = Path(__file__).with_name("stream_cases.py")
 
-pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")

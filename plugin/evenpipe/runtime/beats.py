@@ -21,11 +21,13 @@ class Beat(NamedTuple):
     """When a process was last heard of, in seconds since 1970, and the rank that it was waiting for.
 
     Clocks of hosts are taken to agree within some beats, as NTP has them. `closed`: no further beat is to be expected.
+    `stage`: of its pipeline.
     """
 
     at: float
     awaited: int | None = None
     closed: bool = False
+    stage: int | None = None
 
     def tell(self, store: Store, rank: int) -> None:
         """Have it stand in `store` for that `rank`."""

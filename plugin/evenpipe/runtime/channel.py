@@ -18,9 +18,11 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils import dlpack
 
+from evenpipe.runtime import streams
 from evenpipe.runtime.communicators import ctas
 from evenpipe.runtime.pulse import Pulse
 from evenpipe.runtime.rounds import LinkT, rounds
+from evenpipe.runtime.silence import hearing
 from evenpipe.runtime.timeout import job_timeout
 
 __all__ = ["Channel", "Transfer", "open_channels", "unrecorded"]
@@ -99,11 +101,15 @@ class Channel:
         self.device = torch.device(device)
         self._group = group
         self._is_source = group.rank() == 0
-        self._awaiting = awaiting if self.device.type == "cpu" else nullcontext
+        self._awaiting = nullcontext if streams.is_asynchronous(self.device) else awaiting
         # When nobody has it any more, or the interpreter ends.
         self._end: weakref.finalize[..., Channel] = weakref.finalize(self, _end, group)
-        self._side: torch.cuda.Stream | None = None
         self._posted_later: _PostedLater | None = None
+
+    @functools.cached_property
+    def side(self) -> streams.Stream:
+        """Return the stream on which a receive waits for transfers before it; opened when first asked for."""
+        return streams.opened(self.device)
 
     def send(self, tensors: Sequence[Tensor]) -> Transfer:
         """Start sending `tensors`.
@@ -130,15 +136,13 @@ class Channel:
         if not all(buffer.is_contiguous() for buffer in buffers):
             raise ValueError("a channel receives into contiguous buffers only: pass one and copy from it")
         aliases = [unrecorded(buffer.detach()) for buffer in buffers if buffer.numel()]
-        if self.device.type == "cpu":
+        if not streams.is_asynchronous(self.device):
             return self._receive_on_host(aliases, after)
         if not after:
             return self._start(self._group.recv, 0, aliases)
         # What follows on the communicator's stream waits for what this stream has been given.
-        if self._side is None:
-            self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._side):
+        self.side.wait_stream(streams.current(self.device))
+        with streams.on(self.side):
             for transfer in after:
                 transfer.hold_up_stream()
             return self._start(self._group.recv, 0, aliases)
@@ -163,7 +167,7 @@ class Channel:
     def _start(self, operation: "_Operation", peer: int, tensors: list[Tensor]) -> Transfer:
         if not tensors:
             return Transfer((), ())
-        if self.device.type == "cpu":
+        if not streams.is_asynchronous(self.device):
             return Transfer([operation([tensor], peer, 0) for tensor in tensors], tensors, self._awaiting)
         # Coalesced, a message is one NCCL kernel, on the stream of this group's own communicator.
         self._group._start_coalescing()
@@ -184,7 +188,7 @@ def unrecorded(tensor: Tensor) -> Tensor:
     told to wait, so the memory is free no earlier, for work that comes later on that stream.
     """
     memory = tensor.view(-1).view(torch.uint8)
-    if tensor.is_cuda and torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+    if not streams.records_any_address(tensor.device):
         return memory  # asserts that it knows what is recorded (CUDAMallocAsyncAllocator.cpp: "ptr not found")
     alias: Tensor = dlpack.from_dlpack(torch._C._to_dlpack(memory))
     return alias
@@ -240,21 +244,24 @@ def open_channels(
     All ranks of a pipeline call it with the same list; other pipelines may open theirs at the same time. Every channel
     has carried one message when this returns: NCCL makes a pair's communicator at its first operation and blocks both
     ends in it, so the first operations happen here, in the one order of :func:`rounds`. `timeout` (default: the job's)
-    is how long a rank waits for another, now and later; with a `pulse`, one that the host waited for in vain is named.
+    is how long a rank waits for another, now and later. One that the host waited for in vain is named; with a `pulse`,
+    others know meanwhile for whom.
     Raises ValueError for a link from a rank to itself and for a backend other than "gloo" and "nccl".
     """
     for kind, source, target in links:
         if source == target:
             raise ValueError(f"link {kind} {source} -> {target} joins a rank to itself: leave it out")
+    if backend not in ("gloo", "nccl"):  # told before an end counts what it has opened: both go by that
+        raise ValueError(f"channels run over gloo or nccl, not {backend!r}: choose one of these as the backend")
     rank, timeout = dist.get_rank(), timeout or job_timeout()
     channels: dict[LinkT, Channel] = {}
     for link in chain.from_iterable(rounds(links)):
         kind, source, target = link
         if rank not in (source, target):
             continue
-        awaiting: _Awaiting = nullcontext
+        peer, name = target if rank == source else source, f"link {kind} {source} -> {target}"
+        awaiting: _Awaiting = functools.partial(hearing, [peer], name)
         if pulse is not None:
-            peer, name = target if rank == source else source, f"link {kind} {source} -> {target}"
             awaiting = functools.partial(pulse.awaiting, peer, name)
         with awaiting():
             group = _open_group(kind, source, target, backend, timeout)
@@ -291,11 +298,10 @@ def _open_group(kind: str, source: int, target: int, backend: str, timeout: time
     store = PrefixStore(f"{opened}/", root)
     if backend == "gloo":
         return cast(_Group, dist.ProcessGroupGloo(store, rank, 2, timeout))
-    if backend == "nccl":
-        options: Any = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout  # after which NCCL's watchdog ends the process, with the group's name
-        options.config.max_ctas = ctas(os.environ)
-        options.global_ranks_in_group = [source, target]
-        options.group_name = f"evenpipe-{kind}-{source}-{target}-{opened}"
-        return cast(_Group, dist.ProcessGroupNCCL(store, rank, 2, options))
-    raise ValueError(f"channels run over gloo or nccl, not {backend!r}: choose one of these as the backend")
+    # Its stream is then of a pool that layers and a framework's own groups do not draw from.
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # after which NCCL's watchdog ends the process, with the group's name
+    options.config.max_ctas = ctas(os.environ)
+    options.global_ranks_in_group = [source, target]
+    options.group_name = f"evenpipe-{kind}-{source}-{target}-{opened}"
+    return cast(_Group, dist.ProcessGroupNCCL(store, rank, 2, options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,7 +95,7 @@ class SwappedStorage(_ChosenStorage):
         self._leaving: Passage | None = None
         self._read: Passage | None = None  # a copy to the host that nobody wants any more
         self._arriving: Passage | None = None
-        self._host: Tensor | None = None
+        self._host: Any = None  # where it is meanwhile, as the link calls it
         self._outside = list[weakref.ref[Tensor]]()
         self._emptied = list[tuple[weakref.ref[Tensor], Geometry]]()
 

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from evenpipe.runtime import streams
+
 __all__ = ["Clock", "HostClock", "StreamClock", "clock_for"]
 
 
@@ -36,16 +38,17 @@ class StreamClock:
     Reading waits for the device to get to the later mark; the resolution is about 0.5 µs.
     """
 
-    def mark(self) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
-    def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def mark(self) -> streams.Event:
+        return streams.timed_event(self._device)
+
+    def elapsed_ms(self, start: streams.Event, end: streams.Event) -> float:
         end.synchronize()
-        return float(start.elapsed_time(end))
+        return start.elapsed_time(end)
 
 
 def clock_for(device: torch.device) -> Clock:
     """The clock of what is computed on `device`."""
-    return StreamClock() if device.type == "cuda" else HostClock()
+    return StreamClock(device) if streams.is_asynchronous(device) else HostClock()

@@ -10,7 +10,7 @@ from typing import Final
 from evenpipe.runtime.rounds import rounds
 from evenpipe.schedule import Link
 
-__all__ = ["communicator_bytes", "ctas", "link_bytes", "links_line"]
+__all__ = ["communicator_bytes", "ctas", "link_bytes", "links_line", "most_links"]
 
 _MIB: Final = 1 << 20
 #: A communicator uses as many channels, each a thread block, as ncclConfig_t.maxCTAs allows (NCCL 2.30,
@@ -50,11 +50,16 @@ def links_line(links: Sequence[Link], told: Sequence[Link], device_type: str) ->
 
     `told`: of which links hosts tell each other, in groups beside them, what messages consist of.
     """
-    most, beside = (max(_ends(those).values(), default=0) for those in (links, told))
+    most, beside = most_links(links), most_links(told)
     of_nccl = f"of NCCL, up to {most * communicator_bytes(os.environ) / _MIB:.0f} MiB of a GPU"
     taken = of_nccl if device_type == "cuda" else "of gloo"
     hosts = f", and {beside} of gloo between hosts" if told else ""
     return f"links: at most {most} communicators a rank {taken}{hosts}; opened in {len(rounds(links))} rounds"
+
+
+def most_links(links: Sequence[Link]) -> int:
+    """Return of how many `links` a stage is an end, at most."""
+    return max(_ends(links).values(), default=0)
 
 
 def _ends(links: Sequence[Link]) -> Counter[int]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
+from evenpipe.runtime import streams
 from evenpipe.runtime.channel import Channel, open_channels
-from evenpipe.runtime.communicators import communicator_bytes, links_line
-from evenpipe.runtime.device_queues import queues_of
+from evenpipe.runtime.communicators import communicator_bytes, links_line, most_links
+from evenpipe.runtime.device_queues import groups_over, queues_line, queues_of
 from evenpipe.runtime.ending import rest_at_exit
 from evenpipe.runtime.pulse import Pulse
 from evenpipe.runtime.timeout import job_timeout
@@ -25,7 +28,7 @@ class Connections:
     vary: of evictions, and of forward links if shapes do.
 
     `queues`: of the pipeline's devices, which its order goes by. `pulse` names a rank that is silent.
-    `line` says what the pipeline's links are, and take.
+    `line` says what the pipeline's links are, and take. `named`: this rank's streams, which `compare` adds to.
     """
 
     channels: Mapping[Link, Channel]
@@ -33,12 +36,20 @@ class Connections:
     queues: Queues = "many"
     pulse: Pulse | None = None
     line: str = ""
+    named: dict[str, streams.Stream] = field(default_factory=dict)
 
     @property
     def device_bytes(self) -> int:
         """What the communicators of this rank take of its device, outside of torch's memory."""
         on_device = sum(channel.device.type == "cuda" for channel in self.channels.values())
         return on_device * communicator_bytes(os.environ)
+
+    def compare(self, more: Mapping[str, streams.Stream]) -> None:
+        """Compare `more` streams of this rank, by name, with those before; say which are one to the device."""
+        before = streams.sharing(self.named)
+        self.named.update(more)
+        if (said := streams.sharing(self.named)) != before:
+            print(f"evenpipe: rank {dist.get_rank()}: {said}", file=sys.stderr, flush=True)
 
     def give_up(self) -> None:
         """A batch has failed: nobody waits for what is under way any more."""
@@ -81,11 +92,29 @@ def connect(
         return {link: found[name] for link, name in named.items() if name in found}
 
     channels = opened(links, "", backend, device)
+    rank = dist.get_rank()
+    if rank == 0 and device.type == "cuda":
+        waiting = int(any(link.kind == "load" for link in links))
+        counts = {"compute": 1, "links": most_links(links), "loads that wait": waiting, "groups": groups_over(backend)}
+        if said := queues_line(counts, os.environ):
+            print(f"evenpipe: {said}", file=sys.stderr, flush=True)
     layouts = opened(varying, " layout", "gloo", torch.device("cpu"))
     queues = queues_of(ranks, device, held_up, pulse)
     pulse.watch(watched(device.type, channels.values()))
     pulse.start()
-    return Connections(channels, layouts, queues, pulse, links_line(links, varying, device.type))
+    connections = Connections(channels, layouts, queues, pulse, links_line(links, varying, device.type))
+    connections.compare(streams_of(channels, rank, device))
+    return connections
+
+
+def streams_of(channels: Mapping[Link, Channel], rank: int, device: torch.device) -> dict[str, streams.Stream]:
+    """Return, by name, the compute stream and those on which what a partner sends waits for what has to leave first."""
+    waiting = {
+        f"what waits before {link}": channel.side
+        for link, channel in channels.items()
+        if link.kind in ("evict", "load") and channel.target == rank
+    }
+    return {"compute": streams.current(device), **waiting}
 
 
 def watched(device: str, channels: Iterable[Channel]) -> set[int]:

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evenpipe.runtime import streams
+from evenpipe.runtime.silence import wait_for
+
 __all__ = ["Exchange", "JointExchange"]
 
 
@@ -22,7 +25,9 @@ class Exchange:
         self._columns = columns
         self._device = device
         self._gathering: tuple[dist.Work, tuple[Tensor, Tensor], Tensor] | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = streams.opened(device) if streams.is_asynchronous(device) else None
+        # A copy from it waits for no compute. Of the row before, it has been waited for with what all ranks gave.
+        self._row = streams.pinned(device, 8 * columns).view(torch.float64) if self._stream is not None else None
 
     @classmethod
     def among_all(cls, columns: int, device: torch.device) -> Exchange:
@@ -30,6 +35,11 @@ class Exchange:
         world = dist.group.WORLD
         assert world is not None, "torch.distributed has been started"
         return cls(world, columns, device)
+
+    @property
+    def named(self) -> dict[str, streams.Stream]:
+        """The stream on which figures are waited for, by name; none on a device without streams."""
+        return {} if self._stream is None else {"figures of ranks": self._stream}
 
     @property
     def under_way(self) -> bool:
@@ -41,8 +51,8 @@ class Exchange:
         if self.under_way:
             raise RuntimeError("an exchange is under way: finish it before another is started")
         given = torch.as_tensor(row, dtype=torch.float64)
-        if self._stream is not None and given.device.type == "cpu":
-            given = given.pin_memory()  # from where a copy does not wait for what is being computed
+        if self._row is not None and given.device.type == "cpu":
+            given = self._row.copy_(given)
         mine = given.to(self._device, non_blocking=True)
         assert mine.shape == (self._columns,), f"a row has {self._columns} numbers"
         gathered = torch.empty(self._group.size() * self._columns, dtype=torch.float64, device=self._device)
@@ -52,21 +62,15 @@ class Exchange:
         # one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) a stream that waits holds up whatever is enqueued later.
         self._gathering = work, (given, mine), gathered
 
-    def follow(self, row: Sequence[float] | Tensor) -> list[list[float]]:
-        """What all ranks gave at the call before, none at the first; this rank's `row` is under way then."""
-        rows = self.finish() if self.under_way else []
-        self.start(row)
-        return rows
-
     def finish(self) -> list[list[float]]:
         """Wait for all ranks' rows, and return them in order of their rank in the group."""
         assert self._gathering is not None, "nothing has been started"
         (work, _, gathered), self._gathering = self._gathering, None
         if self._stream is None:
-            work.wait()
+            wait_for([work], self._group, "figures of all", self._device)
         else:
             # Beside the compute stream: reading must not wait for what is computed in the meantime.
-            with torch.cuda.stream(self._stream):
+            with streams.on(self._stream):
                 work.wait()
                 gathered = gathered.cpu()
         found: list[list[float]] = gathered.view(-1, self._columns).tolist()
@@ -82,6 +86,11 @@ class JointExchange:
     def __init__(self, groups: Sequence[dist.ProcessGroup], columns: int, device: torch.device) -> None:
         self._columns = columns
         self._each = [Exchange(group, columns, device) for group in groups]
+
+    @property
+    def named(self) -> dict[str, streams.Stream]:
+        """The streams of all, by name and the number of the group."""
+        return {f"{name}, {n}": one for n, each in enumerate(self._each) for name, one in each.named.items()}
 
     def start(self, row: Tensor) -> None:
         """As `Exchange.start`."""

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Final
 
 from evenpipe.runtime.flow import Flow
+from evenpipe.runtime.forward_only import forward_only
 from evenpipe.runtime.pool import SlotPool
 from evenpipe.runtime.resources import Observer, Resources
 from evenpipe.runtime.stage import Stage, SteppingStage
-from evenpipe.schedule import Program, Step
+from evenpipe.schedule import Program, Schedule, Step
 
 __all__ = ["Executor", "Observer"]
 
@@ -20,6 +21,7 @@ _MIB: Final = 1 << 20
 class Executor(Resources):
     """One stage's side of a pipeline, for any number of batches, each on its own or all in one stream."""
 
+    _aside_told = False
     _broken = False
     _stream: Flow | None = None
 
@@ -41,6 +43,14 @@ class Executor(Resources):
             for message in program.drain[self.stage_index]:
                 flow.complete(message)
             self._assert_no_guests()
+
+    def forward_only(self, schedule: Schedule, stage: Stage) -> None:
+        """Carry out the forwards of one batch, under no order but their own: whatever the schedule, without backwards.
+
+        Nothing of a batch or stream may be under way. Raises as `run` does.
+        """
+        with self._whole():
+            forward_only(self.connections.channels, schedule, self.stage_index, stage)
 
     def advance(self, program: Program, steps: Iterable[Step], stage: SteppingStage) -> None:
         """Carry out the next `steps` of a stream, such as those of one batch; what is under way stays so.
@@ -89,6 +99,7 @@ class Executor(Resources):
             before = self.pool.allocated_bytes
             yield
             self._tell_if_grown(before)
+            self._tell_what_stays()
             self.observer.batch_ended()
 
     @contextmanager
@@ -110,6 +121,14 @@ class Executor(Resources):
             self.observer.remark(
                 f"stage {self.stage_index} keeps {now / _MIB:.1f} MiB for what its partner evicts, not "
                 f"{before / _MIB:.1f} MiB as before: larger micro-batches, or more of them, than so far"
+            )
+
+    def _tell_what_stays(self) -> None:
+        if not self._aside_told and (aside := self.store.aside_bytes):
+            self._aside_told = True
+            self.observer.remark(
+                f"stage {self.stage_index} keeps what layers save on streams of their own, up to {aside:,} bytes of a "
+                "micro-batch, and evicts the rest"
             )
 
     def _assert_no_guests(self) -> None:

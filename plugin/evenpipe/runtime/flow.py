@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from typing import NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 from torch import Tensor, UntypedStorage
 
@@ -12,6 +12,7 @@ from evenpipe.runtime.channel import Transfer
 from evenpipe.runtime.pool import Slot, aligned_bytes
 from evenpipe.runtime.resources import Resources
 from evenpipe.runtime.stage import SplitStage, Stage, VaryingStage
+from evenpipe.runtime.stopwatch import Stopwatch
 from evenpipe.schedule import (
     ACCEPT,
     BACKWARD,
@@ -34,6 +35,24 @@ from evenpipe.schedule import (
 )
 
 __all__ = ["Flow"]
+
+# Methods by name: a flow that held its own, bound, would keep its stage, and what that reads from, until the garbage
+# collector comes.
+_START: Final[Mapping[Kind, str]] = {
+    EVICT: "evict",
+    LOAD: "load",
+    ACCEPT: "accept",
+    RETURN: "give_back",
+    SWAP_OUT: "swap_out",
+    SWAP_IN: "swap_in",
+}
+_COMPUTE: Final[Mapping[Kind, str]] = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT_GRADIENT: "input_gradient",
+    WEIGHT_GRADIENT: "weight_gradient",
+    UPDATE: "update_weights",
+}
 
 
 class _Guest(NamedTuple):
@@ -70,21 +89,6 @@ class Flow:
         self.received: dict[Message, list[Tensor]] = {}
         self.followed: dict[Message, list[_Departed]] = {}
         self.guests: dict[Unit, _Guest] = {}
-        self.start_transfer = {
-            EVICT: self.evict,
-            LOAD: self.load,
-            ACCEPT: self.accept,
-            RETURN: self.give_back,
-            SWAP_OUT: self.swap_out,
-            SWAP_IN: self.swap_in,
-        }
-        self.act: dict[Kind, Callable[[Unit, list[Tensor] | None], list[Tensor]]] = {
-            FORWARD: self.forward,
-            BACKWARD: lambda unit, gradients: self.stage.backward(unit, gradients),
-            INPUT_GRADIENT: lambda unit, gradients: cast(SplitStage, self.stage).backward_input(unit, gradients),
-            WEIGHT_GRADIENT: self.weight_gradient,
-            UPDATE: self.update_weights,
-        }
 
     def take(self, step: Step) -> None:
         """Post, complete, transfer, compute or update, post what comes before the send, send."""
@@ -99,7 +103,7 @@ class Flow:
         taken = None if step.takes is None else self.received.pop(step.takes)
         self.resources.observer.started(action)
         with self.resources.computed.running() if self.resources.measure else nullcontext():
-            results = self.act[action.kind](action.unit, taken)
+            results: list[Tensor] = getattr(self, _COMPUTE[action.kind])(action.unit, taken)
         self.resources.observer.ended(action)
         self.post(step.then_post)
         if step.send is not None:
@@ -138,7 +142,7 @@ class Flow:
         action = step.action
         self.followed[message] = [self.departed(one) for one in step.follows]
         self.actions[message] = action
-        self.start_transfer[action.kind](message, action.unit)
+        getattr(self, _START[action.kind])(message, action.unit)
         self.resources.observer.started(action)
 
     def departed(self, message: Message) -> _Departed:
@@ -204,7 +208,7 @@ class Flow:
         transfer = self.under_way.pop(message)
         action = self.actions.pop(message, None)
         if action is None:
-            transfer.wait()
+            self.wait_for_neighbour(message, transfer)
             return
         self.wait(transfer)
         for one in self.followed.pop(message, ()):
@@ -216,6 +220,16 @@ class Flow:
                 self.keeper.swap_in(action.unit)
         self.let_go(action)
         self.resources.observer.ended(action)
+
+    def wait_for_neighbour(self, message: Message, transfer: Transfer) -> None:
+        """Wait for what a neighbour sends or takes; whoever wants to know is told how long."""
+        waited = self.resources.waited
+        if waited is None:
+            transfer.wait()
+            return
+        watch = Stopwatch(self.resources.clock)
+        watch.wait(transfer)
+        waited(message, message in self.received, watch.total_ms())
 
     def wait(self, transfer: Transfer) -> None:
         """Wait for what is moved between partners; the time counts where it is measured."""
@@ -253,6 +267,12 @@ class Flow:
         if self.evicts:
             store.seal(unit, like=unit.chunk)
         return outputs
+
+    def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
+        return self.stage.backward(unit, gradients)
+
+    def input_gradient(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
+        return cast(SplitStage, self.stage).backward_input(unit, gradients)
 
     def weight_gradient(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         cast(SplitStage, self.stage).backward_weight(unit)

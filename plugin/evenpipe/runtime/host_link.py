@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["CudaHostLink", "HostLink", "Passage", "host_link_for"]
+from evenpipe.runtime import streams
+from evenpipe.runtime.host_memory import Block, HostMemory
+
+__all__ = ["HostLink", "Passage"]
 
 
 class Passage:
-    """A copy under way; `target` is what it is copied into."""
+    """A copy under way; `target` is what it is copied into: of one to the host, what `HostLink.back` takes."""
 
     __slots__ = ("_wait", "target")
 
-    def __init__(self, target: Tensor, wait: Callable[[], None]) -> None:
+    def __init__(self, target: Any, wait: Callable[[], None]) -> None:
         self.target = target
         self._wait = wait
 
@@ -25,56 +28,42 @@ class Passage:
         self._wait()
 
 
-class HostLink(Protocol):
-    """Copies of contiguous uint8 tensors. Each direction is first in, first out, and runs beside compute."""
+class HostLink:
+    """Copies of contiguous uint8 tensors. Each direction is first in, first out, and runs beside compute.
 
-    def out(self, memory: Tensor) -> Passage:
-        """Start to copy `memory`, as it is when all that has been given to the device so far is done, to the host."""
-
-    def back(self, host: Tensor, memory: Tensor) -> Passage:
-        """Start to copy what `out` has brought to the `host` into `memory`."""
-
-
-class _HostMemory:
-    """On a CPU, device and host are one: copies are made at once."""
-
-    def out(self, memory: Tensor) -> Passage:
-        return Passage(memory.clone(), _at_once)
-
-    def back(self, host: Tensor, memory: Tensor) -> Passage:
-        memory.copy_(host)
-        return Passage(memory, _at_once)
-
-
-class CudaHostLink:
-    """Pinned host memory, and a stream for each direction, so that both go beside compute and beside one another."""
+    A stream for each direction, so that they also run beside one another. `memory`: of the host.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._out, self._back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._out, self._back = streams.opened(device), streams.opened(device)
         self._device = device
+        self.memory = HostMemory(device)
+
+    @property
+    def named(self) -> dict[str, streams.Stream]:
+        """The streams of copies out and back, by name."""
+        return {"swaps to the host": self._out, "swaps from the host": self._back}
 
     def out(self, memory: Tensor) -> Passage:
-        """Into pinned memory; `memory` has to be kept until it has been waited for."""
-        host = torch.empty(memory.numel(), dtype=torch.uint8, pin_memory=True)
-        return self._start(self._out, memory, host)
+        """Start to copy `memory`, as it is when all that has been given to the device so far is done, to the host.
 
-    def back(self, host: Tensor, memory: Tensor) -> Passage:
-        """From pinned memory; `host` has to be kept until it has been waited for."""
-        return self._start(self._back, host, memory)
+        `memory` has to be kept until the copy has been waited for.
+        """
+        block = self.memory.lend(memory.numel())
+        if block.through is not None:  # a copy back may still read it
+            self._out.wait_event(block.through)
+        return Passage(block, self._start(self._out, memory, block.memory, block))
 
-    def _start(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> Passage:
+    def back(self, host: Block, memory: Tensor) -> Passage:
+        """Start to copy what `out` has brought to the `host` into `memory`, which has to be kept as there."""
+        self._back.wait_event(host.through)
+        return Passage(memory, self._start(self._back, host.memory, memory, host))
+
+    def _start(self, stream: streams.Stream, source: Tensor, target: Tensor, block: Block) -> Callable[[], None]:
         # What is copied has been computed by then; and memory that is copied into may have been used by others before.
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(streams.current(self._device))
+        with streams.on(stream):
             target.copy_(source, non_blocking=True)
             event = stream.record_event()
-        return Passage(target, lambda: torch.cuda.current_stream(self._device).wait_event(event))
-
-
-def host_link_for(device: torch.device) -> HostLink:
-    """The link that a device really has."""
-    return CudaHostLink(device) if device.type == "cuda" else _HostMemory()
-
-
-def _at_once() -> None:
-    pass
+        block.through = event
+        return lambda: streams.current(self._device).wait_event(event)

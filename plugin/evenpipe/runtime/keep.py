@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from evenpipe.runtime.chosen import DroppedStorage, SwappedStorage
-from evenpipe.runtime.host_link import HostLink, host_link_for
+from evenpipe.runtime.host_link import HostLink
 from evenpipe.runtime.node_call import NodeCall, call_noting
 from evenpipe.runtime.saved import SavedStorage
 from evenpipe.runtime.store import ActivationStore, Recorder
@@ -51,6 +51,15 @@ class Keeping:
         """Those that have to be called through a `KeepingCaller`."""
         return frozenset(self.again).union(self.made, self.out, self.gone, self.back)
 
+    def sizes_on_host(self, received: Sequence[int]) -> list[int]:
+        """Return the bytes of each storage that a micro-batch may have on the host.
+
+        `received`: those of the tensors that the part is given, of which the plan does not say which it swaps.
+        """
+        made = {number: nbytes for storages in self.made.values() for number, nbytes in storages}
+        sizes = [made[number] for number in sorted(self.swapped) if number in made]
+        return sizes if len(sizes) == len(self.swapped) else [*sizes, *received]
+
 
 class NodeCaller:
     """Calls nodes, and leaves to autograd what is kept."""
@@ -62,6 +71,9 @@ class NodeCaller:
     def given(self, number: int, tensor: Tensor) -> Tensor:
         """`tensor` itself."""
         return tensor
+
+    def output(self, name: str, tensor: Tensor) -> None:
+        """Take note of what the model returns beside its loss, under that name; nothing while it trains."""
 
 
 PLAIN_CALLER = NodeCaller()
@@ -153,7 +165,7 @@ class Keeper:
 
     def __init__(self, store: ActivationStore, device: torch.device, link: HostLink | None = None) -> None:
         self._store = store
-        self._link = link if link is not None else host_link_for(device)
+        self.link = link if link is not None else HostLink(device)
         self._units: dict[Hashable, _Swaps] = {}
         self._leaving: list[weakref.ref[SwappedStorage]] = []
 
@@ -166,7 +178,7 @@ class Keeper:
         for saved in _alive(self._leaving):
             saved.gone()
             saved.let_go()
-        keep = KeepingCaller(keeping, self._store.recorder(unit), self._link, scope)
+        keep = KeepingCaller(keeping, self._store.recorder(unit), self.link, scope)
         yield keep
         for storage in keep.storages.values():
             if isinstance(storage, DroppedStorage):

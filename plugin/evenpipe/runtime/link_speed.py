@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from evenpipe.runtime import streams
 from evenpipe.runtime.channel import Channel
 from evenpipe.runtime.connections import Connections
 
@@ -102,8 +103,7 @@ class _Pair:
 
     def _finish(self) -> None:
         """Have the host come after the device, whose messages it would otherwise only have enqueued."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        streams.synchronize(self._device)
 
     def _send_size(self, nbytes: int) -> None:
         self._sizes.send([torch.tensor([nbytes])]).wait()

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
-from evenpipe.runtime.saved import SavedStorage, SavedTensor
+from evenpipe.runtime.composed import plain_parts, storages_of, unpacked
+from evenpipe.runtime.precisions import autocast_dtype, autocasting
+from evenpipe.runtime.saved import SavedStorage
 
 __all__ = ["NodeCall", "Pack", "RerunError", "call_noting"]
 
@@ -28,13 +30,14 @@ def call_noting(
     First those that autograd saves, in that order, then those that are returned: the order of a profile's storages.
     `given`: what it takes, in whatever nesting, of which the storages are known.
     """
-    known = {leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if _has_memory(leaf)}
+    known = {part.untyped_storage()._cdata for leaf in tree_leaves(given) for part in plain_parts(leaf)}
     told = [note]
 
-    def see(tensor: Any) -> None:
-        if _has_memory(tensor) and (address := tensor.untyped_storage()._cdata) not in known:
-            known.add(address)
-            told[0](tensor)
+    def see(value: Any) -> None:
+        for part in plain_parts(value):
+            if (address := part.untyped_storage()._cdata) not in known:
+                known.add(address)
+                told[0](part)
 
     def packed(tensor: Tensor) -> object:
         see(tensor)
@@ -48,10 +51,6 @@ def call_noting(
     return result
 
 
-def _has_memory(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided
-
-
 class _Taken(NamedTuple):
     """An argument: as it is, or how it is had again. `written`: the operation changes it, which it shall not again."""
 
@@ -60,8 +59,7 @@ class _Taken(NamedTuple):
     written: bool
 
     def again(self) -> Tensor:
-        tensor = self.held.unpack() if isinstance(self.held, SavedTensor) else self.held
-        assert isinstance(tensor, Tensor)
+        tensor = unpacked(self.held)
         return tensor.detach().clone() if self.written else tensor.detach().requires_grad_(self.requires_grad)
 
 
@@ -79,7 +77,7 @@ class NodeCall:
     It holds its arguments by `hold`, as autograd would hold them; `scope` makes it draw the numbers that it has drawn.
     """
 
-    __slots__ = ("_args", "_has_run", "_kwargs", "_node", "_op", "_scope", "made")
+    __slots__ = ("_args", "_autocast", "_has_run", "_kwargs", "_node", "_op", "_scope", "made")
 
     def __init__(
         self,
@@ -102,6 +100,9 @@ class NodeCall:
         self._args = [taken(value, number) for number, value in enumerate(args)]
         self._kwargs = {name: taken(value, name) for name, value in kwargs.items()}
         self._scope = scope
+        types = (leaf.device.type for leaf in tree_leaves((list(args), kwargs)) if isinstance(leaf, Tensor))
+        device_type = next(types, "cpu")
+        self._autocast = device_type, autocast_dtype(device_type)  # a thread of autograd's has its own
         self._has_run = False
         #: By their number among those that it allocates. They own it, so that what nobody needs any more dies.
         self.made: dict[int, weakref.ref[SavedStorage]] = {}
@@ -121,7 +122,7 @@ class NodeCall:
     def _awaited(self) -> list[NodeCall]:
         """What has to run before it does."""
         taken = [leaf for leaf in tree_leaves((self._args, self._kwargs), is_leaf=_is_taken) if _is_taken(leaf)]
-        calls = (leaf.held.saved.awaits() for leaf in taken if isinstance(leaf.held, SavedTensor))
+        calls = (saved.awaits() for leaf in taken for saved in storages_of(leaf.held))
         return [call for call in calls if call is not None]
 
     def _run(self) -> None:
@@ -136,7 +137,7 @@ class NodeCall:
         # With gradients, for only then autograd saves, and so shows, what the operation keeps for itself.
         try:
             args, kwargs = tree_map(_again, (self._args, self._kwargs), is_leaf=_is_taken)
-            with torch.enable_grad(), self._scope():
+            with torch.enable_grad(), autocasting(*self._autocast), self._scope():
                 call_noting(lambda: self._op(*args, **kwargs), (args, kwargs), note, _nothing, _never)
         except Exception as error:
             raise RerunError(self._node, error) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -16,9 +16,12 @@ from evenpipe.runtime.layout import Layouts
 from evenpipe.runtime.pool import SlotPool
 from evenpipe.runtime.stopwatch import Stopwatch
 from evenpipe.runtime.store import ActivationStore
-from evenpipe.schedule import Action
+from evenpipe.schedule import Action, Message
 
-__all__ = ["Observer", "Resources"]
+__all__ = ["Observer", "Resources", "Waited"]
+
+#: Is told of a wait for a neighbour's message: whether this stage receives it, and how many milliseconds that took.
+Waited = Callable[[Message, bool, float], None]
 
 
 class Observer:
@@ -48,7 +51,8 @@ class Resources:
     left out of what is saved and counted. Without `measure`, own activations are recorded (some 2 µs a saved tensor) on
     evicting stages only, and the counter knows of nothing else. `keeper`: of a stage that recomputes or swaps what its
     plan chose; it records too. `exposed` has how long compute waited for evictions and loads, on either side, in the
-    last batch that was measured, and `computed` how long it lasted.
+    last batch that was measured, and `computed` how long it lasted. With `waited` every wait for a neighbour is timed,
+    for which the host waits too.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Resources:
         parameters: Iterable[Tensor] = (),
         observer: Observer | None = None,
         measure: bool = True,
+        waited: Waited | None = None,
     ) -> None:
         self.stage_index = stage_index
         self.device = device
@@ -69,6 +74,7 @@ class Resources:
         self.layouts = {link: Layouts(channel) for link, channel in connections.layouts.items()}
         self.observer = observer if observer is not None else Observer()
         self.measure = measure
+        self.waited = waited
         self.keeper: Keeper | None = None
         self.clock = clock_for(device)
         self.exposed = Stopwatch(self.clock)

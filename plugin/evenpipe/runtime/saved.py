@@ -1,6 +1,7 @@
 """What autograd holds in place of a saved tensor: a handle, on a storage, of one micro-batch's recording."""
 
 import weakref
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +41,11 @@ class SavedStorage:
     """Memory that autograd saved. Its handles own it: it dies, and stops being counted, with the last of them.
 
     `owners` finds it by the address of its storage, which stays valid for as long as it is listed there.
-    `movable`: it may be sent to the partner stage, if nobody else holds it.
+    `movable`: it may be sent to the partner stage, if nobody else holds it. `aside`: a layer's own stream saved it, and
+    uses it in the backward in an order of its own.
     """
 
-    __slots__ = ("__weakref__", "counter", "device", "nbytes", "owners", "recording", "storage")
+    __slots__ = ("__weakref__", "aside", "counter", "device", "nbytes", "owners", "recording", "storage")
     storage: torch.UntypedStorage | None
     movable = True
 
@@ -59,6 +61,7 @@ class SavedStorage:
         self.counter = counter
         self.device = storage.device
         self.nbytes = storage.nbytes()
+        self.aside = False
         self.own(storage)
 
     def handle(self, tensor: Tensor, recording: "Recording") -> "SavedTensor":
@@ -154,6 +157,7 @@ class Recording:
         "emptied",
         "groups",
         "handles",
+        "lasting",
         "message",
         "number",
         "sealed",
@@ -165,6 +169,7 @@ class Recording:
         self.handles: list[weakref.ref[SavedTensor]] = []
         self.attached: list[weakref.ref[Tensor]] = []
         self.sealed: list[weakref.ref[SavedStorage]] = []  # what may depart
+        self.lasting: Counter[str] = Counter()  # bytes that stay with autograd, by type
         # What has departed and is not back: the storages that travel as one tensor, for each tensor of the message; and
         # the attached tensors that have lost their memory.
         self.groups: list[list[SavedStorage]] = []

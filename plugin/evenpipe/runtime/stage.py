@@ -7,11 +7,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.pipelining._backward import stage_backward_input
 
+from evenpipe.runtime.precisions import autocast_dtype
 from evenpipe.schedule import FORWARD, Kind, Unit
 
-__all__ = ["Edges", "ModuleStage", "SplitStage", "Stage", "SteppingStage", "VaryingStage"]
+__all__ = ["Edges", "ModuleStage", "SplitStage", "Stage", "SteppingStage", "VaryingStage", "check_sent"]
 
 
 class Stage(Protocol):
@@ -99,7 +102,8 @@ class ModuleStage:
         self._update = update
         self._loss_chunk = loss_chunk
         self._inputs: dict[Unit, list[Tensor]] = {}  # those that have gradients
-        self._outputs: dict[Unit, list[Tensor]] = {}  # in their stead `_Start`s, which hold no memory of theirs
+        #: By their number among those that gradients come back for: `_Start`s, which hold no memory of theirs.
+        self._outputs: dict[Unit, dict[int, Tensor]] = {}
         self._owed: dict[Unit, Callable[[], object]] = {}  # the second halves of backwards
 
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
@@ -116,10 +120,14 @@ class ModuleStage:
             returned = self._loss(unit.micro_batch, returned)
             self.losses[unit.micro_batch] = returned.detach()
         outputs = list(returned) if isinstance(returned, tuple) else [returned]
-        if inputs is not None:
+        edge = self._edges.given[unit.chunk]
+        if unit.chunk != self._loss_chunk:
+            check_sent(outputs, [(tuple(like.shape), like.dtype) for like in edge], unit)
+        if inputs is not None and torch.is_grad_enabled():
             self._inputs[unit] = _learning(inputs, self._edges.taken[unit.chunk])
-        given = _learning(outputs, self._edges.given[unit.chunk])
-        self._outputs[unit] = [_Start.apply(one) for one in given]  # type: ignore[no-untyped-call]
+        # Of what frozen parameters alone have made, a gradient that comes back is needed by nobody.
+        given = [(number, one) for number, one in enumerate(_learning(outputs, edge)) if one.requires_grad]
+        self._outputs[unit] = {number: _Start.apply(one) for number, one in given}  # type: ignore[no-untyped-call]
         return outputs
 
     def compute(self, unit: Unit, inputs: list[Tensor] | None) -> Any:
@@ -134,18 +142,20 @@ class ModuleStage:
 
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         """The gradients of the received inputs; nothing at the start of the model."""
-        torch.autograd.backward(self._outputs.pop(unit), gradients)
+        outputs = self._outputs.pop(unit)
+        if outputs:
+            torch.autograd.backward(list(outputs.values()), _of(outputs, gradients))
         return [_gradient(taken, unit) for taken in self._inputs.pop(unit, ())]
 
     def backward_input(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         """The gradients of the received inputs. At the model's start nobody waits for one: all is left for later."""
         taken = self._inputs.get(unit)
-        if taken is None:
+        if not taken:
             self._owed[unit] = lambda: self.backward(unit, gradients)
             return []
         outputs = self._outputs.pop(unit)
-        given = gradients if gradients is not None else [torch.ones_like(one) for one in outputs]
-        pairs = list(zip(outputs, given, strict=True))
+        given = _of(outputs, gradients) or [torch.ones_like(one) for one in outputs.values()]
+        pairs = list(zip(outputs.values(), given, strict=True))
         now = [(one, gradient) for one, gradient in pairs if _depends(one, taken)]
         # Of what a branch of the model that starts here gives, torch's halves would leave the weights out.
         later = [(one, gradient) for one, gradient in pairs if not _depends(one, taken)]
@@ -155,7 +165,7 @@ class ModuleStage:
         def weight_half() -> None:
             if later:
                 torch.autograd.backward([one for one, _ in later], [one for _, one in later], retain_graph=True)
-            stage_backward_weight(iter(weights), groups)
+            _second_half(weights, groups)
 
         self._owed[unit] = weight_half
         del self._inputs[unit]
@@ -171,6 +181,36 @@ class ModuleStage:
     def update(self, batch: int) -> None:
         """Call the `update` that the stage was given."""
         self._update(batch)
+
+
+def check_sent(outputs: Sequence[Any], edge: Sequence[tuple[tuple[int, ...], torch.dtype]], unit: Unit) -> None:
+    """Raise ValueError where `outputs` of `unit` have not the shapes and dtypes that the next part receives by."""
+    for number, (shape, dtype) in enumerate(edge[: len(outputs)]):
+        one = outputs[number]
+        if not isinstance(one, Tensor) or one.layout != torch.strided:
+            found = str(one.layout) if isinstance(one, Tensor) else type(one).__name__
+            raise ValueError(f"{_output(unit, number)} is {found}: parts hand on dense tensors")
+        if (tuple(one.shape), one.dtype) != (shape, dtype):
+            raise ValueError(
+                f"{_output(unit, number)} is {tuple(one.shape)}, {one.dtype}, and the next part receives {shape}, "
+                f"{dtype}: {_remedy(one, dtype)}"
+            )
+    if len(outputs) != len(edge):
+        raise ValueError(
+            f"chunk {unit.chunk}: its output is {len(outputs)} tensors, and the next part receives {len(edge)}"
+        )
+
+
+def _output(unit: Unit, number: int) -> str:
+    return f"chunk {unit.chunk}: output {number} of micro-batch {unit.micro_batch}"
+
+
+def _remedy(sent: Tensor, dtype: torch.dtype) -> str:
+    if sent.dtype == dtype:
+        return "give micro-batches of one size, the one that the pipeline was made for"
+    if autocast_dtype(sent.device.type) is not None:
+        return "torch.autocast is on: make the pipeline, or its plan, for what it gives, or turn it off"
+    return "cast what is handed on, or make the pipeline for this dtype"
 
 
 class _Start(torch.autograd.Function):
@@ -189,6 +229,50 @@ class _Start(torch.autograd.Function):
         return gradient
 
 
+def _second_half(weights: Sequence[torch.nn.Parameter], groups: Sequence[dict[str, Any]]) -> None:
+    """Accumulate into `weights` what torch's first half of a backward has left for later.
+
+    A group has weights (`params`, their nodes), the nodes at which the graph of the inputs leaves theirs
+    (`intermediates`), and the gradients that came there (`grads`). torch's own second half counts a gradient twice
+    before 2.13 where a weight is used twice, one use behind the other; in 2.10 it adds up those of one node's outputs.
+    """
+    by_node = {get_gradient_edge(weight).node: weight for weight in weights if weight.requires_grad}
+    for group in groups:
+        nodes, came = list(group.pop("intermediates")), group.pop("grads", [])
+        reached = [
+            (GradientEdge(node, number), gradient)
+            for node, gradients in zip(nodes, came, strict=False)
+            for number, gradient in enumerate(gradients or ())
+            if gradient is not None
+        ]
+        if not reached:
+            continue
+        params = list(group["params"])
+        # What a use behind this one hands on to it is in what came here already.
+        handles = [
+            node.register_prehook(lambda _, own=gradients: own)
+            for node, gradients in zip(nodes, came, strict=True)
+            if len(nodes) > 1 and gradients is not None
+        ]
+        try:
+            edges, given = zip(*reached, strict=True)
+            found = torch.autograd.grad(edges, [GradientEdge(node, 0) for node in params], given)
+        except RuntimeError as error:
+            own = next((type(node).__name__ for node in nodes if isinstance(node, BackwardCFunction)), None)
+            if own is None:
+                raise
+            raise RuntimeError(
+                f"torch {torch.__version__} has let go of {own}, of a function with a backward of its own, between the "
+                "halves of a backward: use torch 2.13 or newer, or a schedule of whole backwards, such as 1f1b"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+        for node, gradient in zip(params, found, strict=True):
+            weight = by_node[node]
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+
+
 def _empty(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
@@ -196,6 +280,11 @@ def _empty(like: Tensor) -> Tensor:
 def _learning(tensors: Sequence[Tensor], edge: Sequence[Tensor]) -> list[Tensor]:
     """Those of the tensors of an edge that a gradient comes back for."""
     return [one for one, like in zip(tensors, edge, strict=True) if like.requires_grad]
+
+
+def _of(outputs: dict[int, Tensor], gradients: Sequence[Tensor] | None) -> list[Tensor] | None:
+    """Of the gradients that have come back, those of these outputs."""
+    return None if gradients is None else [gradients[number] for number in outputs]
 
 
 def _depends(output: Tensor, taken: Sequence[Tensor]) -> bool:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from evenpipe.runtime import streams
+from evenpipe.runtime.composed import composed, lasting_bytes, plain_parts, unpacked
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.parcel import grouped, memory_for, packed, taken, unpack
 from evenpipe.runtime.saved import Geometry, Recording, SavedStorage, SavedTensor
@@ -41,9 +43,13 @@ class ActivationStore:
     last handle on it dies; what was emptied during the recording, to be computed anew in backward, counts as nothing.
     The store itself holds weak references only: nothing lives longer than under plain autograd.
     Parameters given as `exclude` are neither counted nor moved (their storages are looked up at every recording, so
-    their `.data` may change). Tensor subclasses and tensors without a storage (sparse) stay with autograd as they are;
-    `excluded_names` counts their types. Conjugate, negative, nested, quantized and meta tensors are counted but never
-    moved. Only storages on `device` are moved; None moves those on any device.
+    their `.data` may change). A tensor that consists of others (`composed`) is taken apart, and what it consists of is
+    counted and moved. Other subclasses and tensors without a storage (sparse) stay with autograd as they are;
+    `lasting_bytes` has, by type, the most bytes that one micro-batch has in them. Conjugate, negative, nested and meta
+    tensors, and those that torch quantized, are counted but never moved. Only storages on `device` are moved; None
+    moves those on any device.
+    What a layer saves on a stream of its own is counted, and stays: a load's memory is of the current stream's pool,
+    which would hand it on while that stream still reads it in the backward. `aside_bytes`: the most of a micro-batch.
     """
 
     def __init__(
@@ -53,8 +59,9 @@ class ActivationStore:
         device: torch.device | str | None = None,
     ) -> None:
         self.counter = counter if counter is not None else MemoryCounter()
-        self.excluded_names: Counter[str] = Counter()
-        self._excluded = tuple(tensor for tensor in exclude if _is_plain(tensor))
+        self.lasting_bytes: Counter[str] = Counter()
+        self.aside_bytes = 0
+        self._excluded = tuple(exclude)
         self._device = None if device is None else torch.device(device)
         self._owners: dict[int, weakref.ref[SavedStorage]] = {}
         self._recordings: weakref.WeakValueDictionary[Hashable, Recording] = weakref.WeakValueDictionary()
@@ -68,10 +75,11 @@ class ActivationStore:
         if recording is None:
             self._recorded += 1
             recording = self._recordings[key] = Recording(self._recorded, self.counter)
-        with saved_tensors_hooks(self._packer(recording), _unpack):
+        with saved_tensors_hooks(self._packer(recording), unpacked):
             yield
         for saved in recording.by_storage():
             saved.remeasure()
+        self.lasting_bytes |= recording.lasting
         self.counter.note_peak()
 
     def recorder(self, key: Hashable) -> Recorder:
@@ -79,7 +87,7 @@ class ActivationStore:
         recording = self._recordings.get(key)
         if recording is None:
             raise RuntimeError(f"micro-batch {key}: what is to be recomputed or swapped is chosen inside its recording")
-        return Recorder(recording, self._packer(recording), _unpack, self._owners, self.counter)
+        return Recorder(recording, self._packer(recording), unpacked, self._owners, self.counter)
 
     def attach(self, key: Hashable, tensor: Tensor) -> None:
         """Say that `tensor`, which outlives the forward pass, belongs to this micro-batch and may be emptied with it.
@@ -112,6 +120,8 @@ class ActivationStore:
             sealed = self._free_to_move(recording)
         self._most[like] = max(len(sealed), self._most.get(like, 0))
         recording.sealed = [weakref.ref(saved) for saved in sealed]
+        aside = sum(saved.nbytes for saved in recording.by_storage() if saved.movable and saved.aside)
+        self.aside_bytes = max(self.aside_bytes, aside)
         return tuple(saved.nbytes for saved in sealed)
 
     def ship(self, key: Hashable) -> list[Tensor]:
@@ -220,16 +230,14 @@ class ActivationStore:
         go of them whenever its thread gets to it.
         """
         owners, handles, number, counter = self._owners, recording.handles, recording.number, self.counter
-        excluded = {tensor.untyped_storage()._cdata for tensor in self._excluded}
+        excluded = {part.untyped_storage()._cdata for tensor in self._excluded for part in plain_parts(tensor)}
         parameter, strided, weak = torch.nn.Parameter, torch.strided, weakref.ref
-        recorded_by = weakref.ref(recording)
+        recorded_by, lasting = weakref.ref(recording), recording.lasting
         del recording
+        device = self._device or _HOST
+        home = streams.current(device) if streams.is_asynchronous(device) else None
 
-        def pack(tensor: Tensor) -> object:
-            kind = type(tensor)
-            if (kind is not Tensor and kind is not parameter) or tensor.layout is not strided:
-                self.excluded_names[kind.__name__] += 1
-                return _as_is(tensor)
+        def plain(tensor: Tensor) -> object:
             storage = tensor.untyped_storage()
             address = storage._cdata
             if address in excluded:
@@ -238,11 +246,26 @@ class ActivationStore:
             saved = reference() if reference is not None else None
             if saved is None:
                 saved = SavedStorage(storage, number, owners, counter)
+            if home is not None and streams.current(device) != home:
+                saved.aside = True
             recording = recorded_by()
             assert recording is not None, "the block that installed this hook keeps the recording"
             handle = saved.handle(tensor, recording)
             handles.append(weak(handle))
             return handle
+
+        def lasts(tensor: Tensor) -> object:
+            name, nbytes = lasting_bytes(tensor)
+            lasting[name] += nbytes
+            return _as_is(tensor)
+
+        def pack(tensor: Tensor) -> object:
+            kind = type(tensor)
+            if (kind is Tensor or kind is parameter) and tensor.layout is strided:
+                return plain(tensor)
+            if any(part.untyped_storage()._cdata in excluded for part in plain_parts(tensor)):
+                return _as_is(tensor)
+            return composed(tensor, plain, lasts)
 
         return pack
 
@@ -256,7 +279,9 @@ class ActivationStore:
     def _may_depart(self, saved: SavedStorage, aliases: list[Tensor | Geometry]) -> bool:
         """Return whether nobody but `saved` and `aliases` holds the storage, and whether these can be rebuilt."""
         storage = saved.storage
-        if storage is None or not saved.movable or saved.nbytes == 0 or self._device not in (None, saved.device):
+        if storage is None or not saved.movable or saved.aside:
+            return False
+        if saved.nbytes == 0 or self._device not in (None, saved.device):
             return False
         if _use_count(storage) != 1 + len(aliases):
             return False
@@ -274,13 +299,6 @@ def _empty(saved: SavedStorage, handles: Iterable[SavedTensor], recording: Recor
     for handle in handles:
         handle.drop()
     saved.drop()
-
-
-def _unpack(packed: object) -> Tensor:
-    if isinstance(packed, SavedTensor):
-        return packed.unpack()
-    assert isinstance(packed, Tensor)
-    return packed
 
 
 def _as_is(tensor: Tensor) -> Tensor:
@@ -316,6 +334,6 @@ def _use_count(storage: torch.UntypedStorage) -> int:
     if count is None:
         raise RuntimeError(
             f"torch {torch.__version__} cannot tell who else holds saved memory (no torch._C._storage_Use_Count), "
-            "so nothing can be evicted: use torch 2.6 or newer, or run without BPipe"
+            "so nothing can be evicted: use torch 2.10 or newer, or run without BPipe"
         )
     return count(storage._cdata)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
+from typing import Final
 
 import torch.distributed as dist
 
-__all__ = ["job_timeout"]
+__all__ = ["how_to_raise", "job_timeout"]
+
+#: What a job's timeout is set with, by the module whose presence tells who has set it.
+_SET_BY: Final = {
+    "evenpipe.train.process": "--timeout-minutes",
+    "megatron.training": "--distributed-timeout-minutes",
+    "deepspeed": "deepspeed.init_distributed(timeout=...)",
+}
 
 
 def job_timeout() -> timedelta:
@@ -25,3 +34,9 @@ def job_timeout() -> timedelta:
         if timeout is not None:
             return timeout
     return dist.default_pg_timeout
+
+
+def how_to_raise() -> str:
+    """Return what this job's timeout is set with: the flag, or the call, of what has started it."""
+    given = (how for module, how in _SET_BY.items() if module in sys.modules)
+    return next(given, "torch.distributed.init_process_group(timeout=...)")

@@ -85,6 +85,7 @@ class WeightVersions:
             self._in_use = memory
             for view in self._used:
                 view.point_at(view.tensors[memory])
+            torch.clear_autocast_cache()  # which knows a parameter by its address, not by its memory
 
     @contextmanager
     def writing(self) -> Iterator[None]:

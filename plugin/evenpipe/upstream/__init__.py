@@ -1,14 +1,15 @@
 """The patch registry: every upstream symbol that EvenPipe replaces or relies on, verified before use."""
 
-from evenpipe.upstream.expectation import ANY, Distribution, Expectation
+from evenpipe.upstream.expectation import ANY, Distribution, Expectation, verify
 from evenpipe.upstream.patches import APPLIED, FITS, Patch, PatchSet, PatchState, around
-from evenpipe.upstream.symbols import BUILTIN, UpstreamError, signature_of
+from evenpipe.upstream.symbols import BUILTIN, PRESENT, UpstreamError, signature_of
 
 __all__ = [
     "ANY",
     "APPLIED",
     "BUILTIN",
     "FITS",
+    "PRESENT",
     "Distribution",
     "Expectation",
     "Patch",
@@ -17,4 +18,5 @@ __all__ = [
     "UpstreamError",
     "around",
     "signature_of",
+    "verify",
 ]

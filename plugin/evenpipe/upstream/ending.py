@@ -12,8 +12,9 @@ from typing import Any, Final, NoReturn
 
 from evenpipe.upstream.patches import PatchSet
 from evenpipe.upstream.symbols import UpstreamError
+from evenpipe.upstream.torch_version import too_old_torch
 
-__all__ = ["apply_or_end", "end_job", "end_with_the_first_error"]
+__all__ = ["apply_or_end", "end_job", "end_where_torch_is_too_old", "end_with_the_first_error"]
 
 # Whoever ends first has torchrun end the others of its node, which would have said the same: so rank 0 speaks at once,
 # the first process of another node if that was not its end too, and the rest only if they alone found something.
@@ -43,18 +44,31 @@ def apply_or_end(patches: PatchSet) -> None:
         end_job(str(error))
 
 
-def end_with_the_first_error() -> None:
-    """From here on an uncaught error ends this process soon, and after the error of another process that caused it."""
+def end_where_torch_is_too_old() -> None:
+    """End the job, with one line, where the torch that it would import is older than what EvenPipe works with."""
+    if (said := too_old_torch()) is not None:
+        end_job(said)
+
+
+def end_with_the_first_error(cause: Callable[[BaseException], BaseException | None] = lambda error: None) -> None:
+    """From here on an uncaught error ends this process soon, and after the error of another process that caused it.
+
+    `cause` gives what is to be said in its place, if there is anything.
+    """
     if getattr(sys.excepthook, "func", None) is not _end_soon:
-        sys.excepthook = functools.partial(_end_soon, sys.excepthook)
+        sys.excepthook = functools.partial(_end_soon, sys.excepthook, cause)
 
 
-def _end_soon(tell: Callable[..., Any], *error: Any) -> None:
+def _end_soon(
+    tell: Callable[..., Any], cause: Callable[[BaseException], BaseException | None], *error: Any
+) -> None:
     """Tell of an uncaught error as ever, and see to it that the process ends, as its peers wait for it.
 
     Links and process groups can wait for peers when they are torn down, where no Python runs any more. An error that is
     one line, for the user, is told as such.
     """
+    if (found := cause(error[1])) is not None:
+        error = (type(found), found, None)
     # By number: torch.distributed, which calls this hook, has put a buffer in the place of sys.stderr.
     faulthandler.dump_traceback_later(_LONGEST_END_SECONDS, exit=True, file=_STDERR)
     if "by peer" in str(error[1]):

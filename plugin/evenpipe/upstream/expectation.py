@@ -4,10 +4,14 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
 
-from evenpipe.upstream.symbols import UpstreamError, locate, original_of, signature_of
+from evenpipe.upstream.parsed import path_of
+from evenpipe.upstream.source import Read, found_in
+from evenpipe.upstream.symbols import PRESENT, UpstreamError, is_bound, locate, module_of, original_of, signature_of
 
-__all__ = ["ANY", "Distribution", "Expectation", "match_signature"]
+__all__ = ["ANY", "Distribution", "Expectation", "match_signature", "verify"]
 
 ANY = "*"
 """The series of a symbol whose signature holds for every release of its distribution."""
@@ -18,11 +22,13 @@ class Distribution:
     """A package as its registry names it, and where its modules state their version.
 
     `version_at` ("module:attribute") comes before the registry's metadata, since a source checkout on the path
-    shadows an installed package without touching its metadata.
+    shadows an installed package without touching its metadata. `releases` are the supported series: what is not
+    recorded for one of them, it does not have, and nothing asks it for.
     """
 
     name: str
     version_at: str | None = None
+    releases: tuple[str, ...] = ()
 
     def version(self) -> str:
         """The version that an import would load. Raises UpstreamError when the package is absent."""
@@ -54,18 +60,46 @@ class Expectation:
     """An upstream symbol that EvenPipe calls, and its recorded signature per supported series.
 
     `symbol` is "module.path:attribute.path"; `versions` maps a series ("0.16", or ANY) to what `signature_of` returned
-    for it when it was recorded.
+    for it when it was recorded, or to PRESENT: what is not loaded is looked for in its source. With a `reason`,
+    EvenPipe sets it on single objects, such as the optimizer of a run, without a patch of all.
     """
 
     symbol: str
     distribution: Distribution
     versions: Mapping[str, str]
+    reason: str | None = None
 
-    def verify(self) -> None:
+    def verify(self, read: Read | None = None) -> None:
         """Raises UpstreamError for an unknown release, a missing symbol or a changed signature."""
-        series = self.distribution.series(self.versions)
-        found = signature_of(original_of(locate(self.symbol).value))
-        match_signature(self.symbol, self.distribution, found, self.versions[series])
+        series = self.distribution.series(self.distribution.releases or self.versions)
+        expected = self.versions.get(series)
+        if expected == PRESENT:
+            if not is_bound(self.symbol):
+                found_in(_root(self.symbol), self.symbol, PRESENT, {} if read is None else read)
+        elif expected is not None:
+            found = signature_of(original_of(locate(self.symbol).value))
+            match_signature(self.symbol, self.distribution, found, expected)
+
+
+def verify(expectations: Iterable[Expectation]) -> None:
+    """Raise UpstreamError naming the first of these that does not hold for what an import would load."""
+    read: Read = {}
+    for expectation in expectations:
+        expectation.verify(read)
+
+
+def _root(symbol: str) -> Path:
+    """The folder that the package of `symbol` would be imported from; nothing is imported."""
+    package = ".".join(module_of(symbol).split(".")[:2])  # of a namespace, such as megatron, each may have another
+    for folder in _folders(package.partition(".")[0]):
+        if path_of(folder.parent, package) is not None:
+            return folder.parent
+    raise UpstreamError(f"{symbol}: there is no source of {package} here: install a supported release")
+
+
+def _folders(package: str) -> list[Path]:
+    spec = find_spec(package)
+    return [Path(folder) for folder in (spec.submodule_search_locations or () if spec is not None else ())]
 
 
 def match_signature(symbol: str, distribution: Distribution, found: str, expected: str) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from evenpipe.upstream.expectation import Distribution
 from evenpipe.upstream.items import Item, Purpose
 from evenpipe.upstream.patches import APPLIED, FITS
-from evenpipe.upstream.source import signature_in
+from evenpipe.upstream.source import Read, found_in
 from evenpipe.upstream.symbols import UpstreamError
 
 __all__ = ["Finding", "Findings", "State", "examine_source", "find_by_import", "find_in_source"]
@@ -27,6 +27,7 @@ class State(Enum):
     ABSENT = "absent"
 
 
+_TRAINS = (Purpose.TRAINING, Purpose.TRAINER, Purpose.PARTITION)
 _STATES = {FITS: State.FITS, APPLIED: State.APPLIED}
 
 
@@ -54,11 +55,12 @@ class Findings:
     @property
     def supported(self) -> bool:
         """Whether EvenPipe can train with it; CPU mode, which GPU runs do not need, does not count."""
-        return not self.problems(Purpose.TRAINING)
+        return not self.problems()
 
-    def problems(self, purpose: Purpose) -> tuple[str, ...]:
-        """The lines that say what keeps that from working."""
-        lines = [self.problem, *(finding.detail for finding in self.findings if finding.item.purpose is purpose)]
+    def problems(self, *purposes: Purpose) -> tuple[str, ...]:
+        """The lines that say what keeps these from working; by default all but CPU mode."""
+        of = purposes or _TRAINS
+        lines = [self.problem, *(finding.detail for finding in self.findings if finding.item.purpose in of)]
         return tuple(dict.fromkeys(line for line in lines if line is not None))
 
 
@@ -74,7 +76,7 @@ def examine_source(
     supported: Iterable[str],
     version_in: Callable[[Path], str],
     items: Iterable[Item],
-    find: Callable[[Path, Item, str, str], Finding],
+    find: Callable[[Path, Item, str, str, Read], Finding],
 ) -> Findings:
     """What became of `items`, as `find` finds them, in the source in `root`, whose version `version_in` tells."""
     version = None
@@ -83,16 +85,17 @@ def examine_source(
         series = distribution.series(supported, version)
     except UpstreamError as error:
         return Findings(root, version, None, str(error), ())
-    found = tuple(find(root, item, series, version) for item in items if series in item.versions)
+    read: Read = {}
+    found = tuple(find(root, item, series, version, read) for item in items if series in item.versions)
     return Findings(root, version, series, None, found)
 
 
-def find_in_source(root: Path, item: Item, series: str, version: str) -> Finding:
+def find_in_source(root: Path, item: Item, series: str, version: str, read: Read) -> Finding:
     """Compare the item with the source in the folder `root`, of that series, without importing anything."""
     expected = item.versions[series]
     for symbol in item.symbols:
         try:
-            found = signature_in(root, symbol)
+            found = found_in(root, symbol, expected, read)
         except UpstreamError as error:
             return Finding(item, State.MISFIT, str(error))
         if found != expected:

@@ -9,9 +9,10 @@ from enum import Enum
 
 from evenpipe.upstream.expectation import Distribution, Expectation
 from evenpipe.upstream.patches import FITS, Patch, PatchSet
+from evenpipe.upstream.source import Read
 from evenpipe.upstream.symbols import UpstreamError, module_of
 
-__all__ = ["Item", "Purpose", "expected_item", "patch_items"]
+__all__ = ["Item", "Purpose", "items_of"]
 
 
 class Purpose(Enum):
@@ -20,6 +21,7 @@ class Purpose(Enum):
     TRAINING = "training"
     CPU_MODE = "CPU mode"
     TRAINER = "evenpipe train"
+    PARTITION = "evenpipe partition"
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Item:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether EvenPipe replaces the symbol; it calls it if not."""
+        """Whether EvenPipe replaces the symbol, everywhere or on single objects; it only calls it if not."""
         return self.reason is not None
 
     def in_package(self, package: str) -> bool:
@@ -49,34 +51,24 @@ class Item:
         return f"{module_of(self.symbols[0])}.".startswith(f"{package}.")
 
 
-def patch_items(purpose: Purpose, patches: PatchSet) -> Iterator[Item]:
-    """An item for each of the patches."""
+def items_of(purpose: Purpose, patches: PatchSet) -> Iterator[Item]:
+    """An item for each of the patches, and for each symbol that the set expects."""
     for patch in patches.list():
-        yield Item(
-            purpose,
-            patches.name,
-            patch.name,
-            patch.targets,
-            patch.distribution,
-            patch.versions,
-            patch.reason,
-            functools.partial(_state, patches.name, patch),
-        )
+        state = functools.partial(_state, patches.name, patch)
+        about = (patch.name, patch.targets, patch.distribution, patch.versions, patch.reason)
+        yield Item(purpose, patches.name, *about, state)
+    read: Read = {}
+    for each in patches.expectations:
+        name, holds = each.symbol.partition(":")[2], functools.partial(_holds, each, read)
+        yield Item(purpose, patches.name, name, (each.symbol,), each.distribution, each.versions, each.reason, holds)
 
 
-def expected_item(purpose: Purpose, owner: str, expectation: Expectation) -> Item:
-    """The item of a symbol that `owner` calls, or overrides."""
-
-    def check() -> str:
-        try:
-            expectation.verify()
-        except UpstreamError as error:
-            return str(error)
-        return FITS
-
-    symbol = expectation.symbol
-    name = symbol.partition(":")[2]
-    return Item(purpose, owner, name, (symbol,), expectation.distribution, expectation.versions, None, check)
+def _holds(expectation: Expectation, read: Read) -> str:
+    try:
+        expectation.verify(read)
+    except UpstreamError as error:
+        return str(error)
+    return FITS
 
 
 def _state(owner: str, patch: Patch) -> str:

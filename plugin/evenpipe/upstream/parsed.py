@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -62,6 +63,19 @@ class Class:
                 return found
         raise Unreadable(f"{self.node.name} in {self.module.path} has no {name}")
 
+    def binds(self, name: str) -> bool:
+        """Return whether the class, or a base in the tree, has `name`, or a method of theirs sets it on anything."""
+        if _binding(self.node.body, name):
+            return True
+        sets = (node for node in ast.walk(self.node) if isinstance(node, ast.Attribute) and node.attr == name)
+        return any(isinstance(node.ctx, ast.Store) for node in sets) or any(base.binds(name) for base in self._bases())
+
+    def _bases(self) -> Iterator[Class]:
+        """Those in the tree."""
+        for base in self.node.bases:
+            with contextlib.suppress(Unreadable):
+                yield from (found for found in self.module.find(ast.unparse(base)) if isinstance(found, Class))
+
     def lineage(self) -> Iterator[Class]:
         """The class and its bases, depth first. Raises Unreadable where a base is not in the tree."""
         yield self
@@ -83,23 +97,42 @@ def decorators_of(definition: Function | Class) -> set[str]:
 
 @dataclass(frozen=True)
 class Module:
-    """A file of the tree."""
+    """A file of the tree; `read` are those of the tree that have been read, by name."""
 
     root: Path
     name: str
     path: Path
     body: Sequence[ast.stmt]
+    read: dict[str, Module] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def named(cls, root: Path, name: str) -> Module:
-        """The module of that name in the folder `root`. Raises Unreadable where there is none, or no Python in it."""
+    def named(cls, root: Path, name: str, read: dict[str, Module]) -> Module:
+        """The module of that name in the folder `root`, or among what was `read` of it, which it joins.
+
+        Raises Unreadable where there is none, or no Python in it.
+        """
+        if name in read:
+            return read[name]
         path = path_of(root, name)
         if path is None:
             raise Unreadable(f"there is no {root.joinpath(*name.split('.'))}.py")
         try:
-            return cls(root, name, path, ast.parse(path.read_bytes()).body)
+            read[name] = cls(root, name, path, ast.parse(path.read_bytes()).body, read)
         except (OSError, SyntaxError, ValueError) as error:
             raise Unreadable(f"{path} cannot be read ({error})") from None
+        return read[name]
+
+    def binds(self, name: str) -> bool:
+        """Return whether `name` is bound, whatever to, or is a module inside; imports from the tree are followed."""
+        for statement in _binding(self.body, name):
+            if not isinstance(statement, ast.ImportFrom):
+                return True
+            module, original = self._imported(statement), _original(statement, name)
+            if path_of(self.root, module) is None:
+                return True
+            if Module.named(self.root, module, self.read).binds(original):
+                return True
+        return path_of(self.root, f"{self.name}.{name}") is not None
 
     def find(self, name: str) -> list[Found]:
         """What `name` is bound to, seen through assignments and imports; several where a condition decides.
@@ -119,11 +152,10 @@ class Module:
 
     def _followed(self, statement: ast.stmt, name: str) -> list[Found]:
         if isinstance(statement, ast.ImportFrom):
-            [original] = [alias.name for alias in statement.names if (alias.asname or alias.name) == name]
-            module = self._imported(statement)
+            module, original = self._imported(statement), _original(statement, name)
             if path_of(self.root, module) is None:
                 raise Unreadable(f"{name} in {self.path} comes from {module}, which is not in {self.root}")
-            return Module.named(self.root, module).find(original)
+            return Module.named(self.root, module, self.read).find(original)
         found = _found(self, statement, name)
         if isinstance(found, Value) and isinstance(found.node, ast.Name) and found.node.id != name:
             return self.find(found.node.id)
@@ -142,6 +174,11 @@ def path_of(root: Path, module: str) -> Path | None:
     """The file of a module in the folder `root`; None where there is none."""
     bare = root.joinpath(*module.split("."))
     return next((path for path in (bare / "__init__.py", bare.with_name(f"{bare.name}.py")) if path.is_file()), None)
+
+
+def _original(statement: ast.ImportFrom, name: str) -> str:
+    [original] = [alias.name for alias in statement.names if (alias.asname or alias.name) == name]
+    return original
 
 
 def _found(module: Module, statement: ast.stmt, name: str) -> Found:

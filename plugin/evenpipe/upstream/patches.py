@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from evenpipe.upstream.expectation import Distribution, Expectation, match_signature
+from evenpipe.upstream.expectation import Distribution, Expectation, match_signature, verify
 from evenpipe.upstream.symbols import MARK, Slot, UpstreamError, code_module, locate, module_of, signature_of
 
 __all__ = ["APPLIED", "FITS", "Mark", "Patch", "PatchSet", "PatchState", "around"]
@@ -71,9 +71,10 @@ class _Binding(NamedTuple):
 
 
 class PatchSet:
-    """Patches that are applied and reverted together; the instance remembers what it replaced.
+    """What one feature replaces and calls; its patches are applied and reverted together.
 
-    `expectations` are symbols that the replacements call. `guard` returns one line when the set must not be applied
+    The instance remembers what it replaced. `expectations` are symbols that the feature calls, or sets on single
+    objects. `guard` returns one line when the set must not be applied
     in this process, else None. Raises ValueError when two patches share a target.
     """
 
@@ -90,7 +91,7 @@ class PatchSet:
             raise ValueError(f"{name}: {repeated[0]} is the target of two patches: keep one")
         self.name = name
         self._patches = tuple(patches)
-        self._expectations = tuple(expectations)
+        self.expectations = tuple(expectations)
         self._guard = guard
         self._bindings: list[_Binding] = []
 
@@ -117,9 +118,8 @@ class PatchSet:
         if self.applied:
             return
         self._permit()
-        for expectation in self._expectations:
-            expectation.verify()
         bindings = [binding for patch in self._patches for binding in self._bind(patch)]
+        verify(self.expectations)  # last: modules that are loaded need not be read
         try:
             for binding in bindings:
                 setattr(*binding.slot, binding.after)

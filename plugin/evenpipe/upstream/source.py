@@ -5,26 +5,43 @@ from __future__ import annotations
 import ast
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from evenpipe.upstream.parsed import Class, Found, Function, Module, Unreadable, Value, decorators_of
-from evenpipe.upstream.symbols import BUILTIN, UpstreamError, module_of
+from evenpipe.upstream.symbols import BUILTIN, PRESENT, UpstreamError, module_of
 
-__all__ = ["literal_in", "signature_in"]
+__all__ = ["Read", "found_in", "literal_in", "signature_in"]
+
+Read: TypeAlias = dict[str, Module]
+"""The modules of one folder that have been read, by name: to be read once."""
 
 
-def signature_in(root: Path, symbol: str) -> str:
+def found_in(root: Path, symbol: str, expected: str, read: Read) -> str:
+    """Return what is to be compared with what is `expected` of "module.path:attribute.path" in the folder `root`.
+
+    It is the signature, or PRESENT where no more than that is expected. Raises UpstreamError as `signature_in` does.
+    """
+    if expected != PRESENT:
+        return signature_in(root, symbol, read)
+    try:
+        scope, name = _scope(root, symbol, read)
+        if not scope.binds(name):
+            where = scope.path if isinstance(scope, Module) else f"{scope.node.name} in {scope.module.path}"
+            raise Unreadable(f"{where} has no {name}")
+    except Unreadable as error:
+        raise UpstreamError(f"{symbol}: {error}: use an unmodified supported release") from None
+    return PRESENT
+
+
+def signature_in(root: Path, symbol: str, read: Read | None = None) -> str:
     """What `signature_of` says of "module.path:attribute.path" imported from the folder `root`, read from its source.
 
     Decorators are taken to keep the signature, as functools.wraps does. Where `if` or `try` choose between definitions,
     those from outside of `root` are left out. A data class is read by its fields, if none takes keywords only. Raises
     UpstreamError, in one line, for what is missing or cannot be told from the source.
     """
-    *owners, name = symbol.partition(":")[2].split(".")
     try:
-        scope: Module | Class = Module.named(root, module_of(symbol))
-        for owner in owners:
-            scope = _class(scope, owner)
+        scope, name = _scope(root, symbol, {} if read is None else read)
         texts = sorted({_text(found, isinstance(scope, Class)) for found in scope.find(name)})
         if len(texts) > 1:
             raise Unreadable(f"has one of the signatures {' and '.join(texts)}, which only an import can tell")
@@ -36,12 +53,21 @@ def signature_in(root: Path, symbol: str) -> str:
 def literal_in(root: Path, symbol: str) -> Any:
     """The literal that "module.path:NAME" is in the folder `root`. Raises UpstreamError where it is something else."""
     try:
-        [found] = Module.named(root, module_of(symbol)).find(symbol.partition(":")[2])
+        [found] = Module.named(root, module_of(symbol), {}).find(symbol.partition(":")[2])
         if not isinstance(found, Value):
             raise Unreadable("is no value")
         return found.literal()
     except Unreadable as error:
         raise UpstreamError(f"{symbol}: {error}: use an unmodified supported release") from None
+
+
+def _scope(root: Path, symbol: str, read: Read) -> tuple[Module | Class, str]:
+    """What the last name of `symbol` is looked for in, and that name."""
+    *owners, name = symbol.partition(":")[2].split(".")
+    scope: Module | Class = Module.named(root, module_of(symbol), read)
+    for owner in owners:
+        scope = _class(scope, owner)
+    return scope, name
 
 
 def _class(scope: Module | Class, name: str) -> Class:

@@ -1,15 +1,20 @@
 """Symbols of other packages by name: find them, read their signature, tell where their code comes from."""
 
+import dis
 import inspect
+import sys
 from importlib import import_module
+from types import CodeType
 from typing import Any, Final, NamedTuple
 
 __all__ = [
     "BUILTIN",
     "MARK",
+    "PRESENT",
     "Slot",
     "UpstreamError",
     "code_module",
+    "is_bound",
     "locate",
     "module_of",
     "original_of",
@@ -18,6 +23,9 @@ __all__ = [
 
 BUILTIN = "builtin"
 """Stands for the signature of a function written in C, which has none that Python can read."""
+
+PRESENT = "present"
+"""Stands for the signature of what only has to be there: a class, a value, an attribute that instances get."""
 
 MARK = "__evenpipe_patch__"
 """Attribute that every replacement carries; its value is a `patches.Mark`."""
@@ -61,6 +69,26 @@ def locate(symbol: str) -> Slot:
         owner = _attribute(symbol, owner, part)
     _attribute(symbol, owner, name)
     return Slot(owner, name)
+
+
+def is_bound(symbol: str) -> bool:
+    """Return whether a module that is loaded binds `symbol`, or a method of the class in it sets that on anything."""
+    owner: Any = sys.modules.get(module_of(symbol))
+    *parents, name = symbol.partition(":")[2].split(".")
+    for part in parents:
+        owner = getattr(owner, part, None)
+    if owner is None or hasattr(owner, name):
+        return owner is not None
+    methods = [held for base in getattr(owner, "__mro__", ()) for held in vars(base).values()]
+    return any(name in code.co_names and _sets(code, name) for code in map(_code, methods) if code is not None)
+
+
+def _code(method: Any) -> CodeType | None:
+    return getattr(inspect.unwrap(method), "__code__", None)
+
+
+def _sets(code: CodeType, name: str) -> bool:
+    return any(one.opname == "STORE_ATTR" and one.argval == name for one in dis.get_instructions(code))
 
 
 def signature_of(symbol: Any) -> str:

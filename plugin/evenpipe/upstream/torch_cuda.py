@@ -61,8 +61,8 @@ def without_cuda(device: str) -> list[Patch]:
         ),
         _patch(
             "torch.cuda:get_device_properties",
-            lambda original: lambda device=None: SimpleNamespace(major=0),
-            "how new the device is decides on the environment that tensor parallelism wants; the CPU is the oldest",
+            lambda original: lambda device=None: SimpleNamespace(major=9, minor=0),
+            "how new the device is decides what may be asked for, and the environment for it; the CPU is a Hopper",
             "(device=None)",
         ),
         _patch(

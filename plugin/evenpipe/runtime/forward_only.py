@@ -1,0 +1,53 @@
+"""A batch's forwards along the links of a pipeline, without backwards: for an evaluation."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from evenpipe.runtime.channel import Channel, Transfer
+from evenpipe.runtime.stage import Stage
+from evenpipe.schedule import FORWARD, Link, Place, Schedule, Unit
+
+__all__ = ["forward_only"]
+
+
+def forward_only(channels: Mapping[Link, Channel], schedule: Schedule, stage_index: int, stage: Stage) -> None:
+    """Forward all micro-batches, in groups of one less than there are stages: a group in one part, then in the next.
+
+    All stages go by this one order of group, part and micro-batch, so that messages arrive in the order of their
+    sending. One stage then has nothing to send, so that none waits for another in a circle, not even where a host waits
+    for all that it enqueues (CUDA_LAUNCH_BLOCKING=1). Outputs are kept until the stage that takes them has them.
+    """
+    places, count, stages = schedule.places, schedule.micro_batches, schedule.stages
+    group = max(1, stages - 1)
+    mine = [(number, place) for number, place in enumerate(places.order) if place.stage == stage_index]
+    under_way: deque[Transfer] = deque()
+    here: dict[Unit, list[Tensor]] = {}  # what the next part on this stage takes
+    for start in range(0, count, group):
+        for number, place in mine:
+            for micro_batch in range(start, min(start + group, count)):
+                unit, taken = Unit(micro_batch, place.chunk), None
+                if number:
+                    taken = here.pop(unit, None)
+                if number and taken is None:
+                    taken = stage.receive_buffers(FORWARD, unit)
+                    channels[_link(places.order[number - 1], place)].receive(taken).wait()
+                results = stage.forward(unit, taken)
+                if number + 1 == len(places.order):
+                    continue
+                after = places.order[number + 1]
+                if after.stage == stage_index:
+                    here[Unit(micro_batch, after.chunk)] = results
+                    continue
+                under_way.append(channels[_link(place, after)].send(results))
+                if len(under_way) > 2 * stages:
+                    under_way.popleft().wait()
+    for transfer in under_way:
+        transfer.wait()
+
+
+def _link(source: Place, target: Place) -> Link:
+    return Link("forward", source.stage, target.stage)

@@ -1,0 +1,44 @@
+"""Ranks that were started differently say so before anything waits for them, with rank, host and what differs."""
+
+import json
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.forked import command
+from tests.ports import free_port
+
+SCRIPT = Path(__file__).with_name("meeting_cases.py")
+HOST = socket.gethostname()
+NAMED = {
+    "another version": f"rank 2 ({HOST}) was started differently from rank 0 ({HOST}): EvenPipe 0.9 instead of 1.0",
+    "another setting": f"rank 1 ({HOST}) was started differently from rank 0 ({HOST}): --bpipe False instead of True",
+    "another setting, held by rank 0": f"rank 1 ({HOST}) was started differently from rank 0 ({HOST}): --bpipe False",
+    "without flags": f"rank 1 ({HOST}) was started without EvenPipe's flags",
+    "rank 0 without flags": f"rank 0 ({HOST}) was started without EvenPipe's flags",
+    "absent": "rank 2 has not come",
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("meeting")
+    words = command(3, "evenpipe.runtime.meeting", SCRIPT, str(folder), str(free_port()))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(3)]
+
+
+@pytest.mark.parametrize("case", ["alike", "alike, held by rank 0"])
+def test_ranks_that_were_started_alike_go_on(ranks, case):
+    assert [rank[case]["error"] for rank in ranks] == [None] * 3
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_who_differs_is_named_by_every_rank_that_has_come(ranks, case):
+    errors = [rank[case]["error"] for rank in ranks]
+    assert all(error.startswith(NAMED[case]) and "\n" not in error for error in errors if error is not None)
+    assert errors.count(None) == (case in ("without flags", "rank 0 without flags", "absent"))
+    assert max(rank[case]["seconds"] for rank in ranks) < 15
