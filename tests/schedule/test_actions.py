@@ -45,3 +45,9 @@ def test_notation(text, action):
 def test_anything_else_is_refused(text):
     with pytest.raises(ValueError, match="is no action"):
         parse(text)
+
+
+def test_what_is_refused_is_shown_in_a_line_that_can_be_read():
+    with pytest.raises(ValueError, match=r"^'\[{32}…' is no action: ") as refused:
+        parse("[" * 100_000)
+    assert len(str(refused.value)) < 200

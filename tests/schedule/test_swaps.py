@@ -70,3 +70,9 @@ def test_a_table_is_run_as_it_is(tmp_path) -> None:
     path.write_text(str(build("1f1b", Size(2, 2)).schedule))
     with pytest.raises(ScheduleError, match="leave swaps out"):
         build(choose(f"file:{path}"), Size(2, 2), swaps=(0,))
+
+
+def test_the_name_in_a_file_steers_no_terminal(tmp_path):
+    path = tmp_path / "S.txt"
+    path.write_text(str(build("1f1b", Size(2, 2)).schedule).replace("name=1f1b", "name=1f\x1b[31m1b"))
+    assert choose(f"file:{path}").table.name == "1f[31m1b"

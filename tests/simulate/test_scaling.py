@@ -13,7 +13,7 @@ from evenpipe.simulate import Costs, Wire, simulate
 from tests.schedules import build
 
 MIB = 2**20
-SLOWER_MACHINE = 2
+SLOWER_MACHINE = 3
 
 #: The command, and then its processor time in seconds and its peak memory in KiB (getrusage counts the parent's too).
 MEASURED = """
@@ -43,7 +43,6 @@ def test_time_grows_linearly_in_the_actions() -> None:
     assert 4 / 2.5 < ratio < 4 * 2.5
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("stages", "micro_batches", "seconds", "makespan"),
     [(64, 4096, 5, "12,477"), pytest.param(512, 1024, 10, "4,605", marks=pytest.mark.long)],

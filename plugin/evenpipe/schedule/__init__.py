@@ -40,7 +40,7 @@ from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.spec import Drawing, Need, Size, Spec
 from evenpipe.schedule.step import Step
 from evenpipe.schedule.stream import Stream
-from evenpipe.schedule.swaps import returns_beside, swapping, with_swaps
+from evenpipe.schedule.swaps import returns_beside, swapped_at_once, swapping, with_swaps
 from evenpipe.schedule.table import Column
 from evenpipe.schedule.topology import Gathering, Link, Message, links, partner
 from evenpipe.schedule.torch_table import torch_csv
@@ -111,6 +111,7 @@ __all__ = [
     "required_version",
     "returns_beside",
     "strictest",
+    "swapped_at_once",
     "swapping",
     "torch_csv",
     "vee",

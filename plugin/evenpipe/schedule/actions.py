@@ -58,6 +58,7 @@ def parse(text: str) -> Action:
     """
     match = _NOTATION.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no action: expected F3, B3.1, D3, W3, E3, L3, A3@0, R3@0, O3, I3 or U3")
+        shown = repr(text if len(text) <= 32 else f"{text[:32]}…")
+        raise ValueError(f"{shown} is no action: expected F3, B3.1, D3, W3, E3, L3, A3@0, R3@0, O3, I3 or U3")
     found = {name[0]: value for name, value in match.groupdict().items() if value is not None}
     return Action(cast(Kind, found["k"]), int(found["n"]), int(found.get("c", 0)), int(found.get("e", -1)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Final
 
 from evenpipe.schedule.actions import Action
 from evenpipe.schedule.bpipe import balance
@@ -91,6 +91,10 @@ def _faults_of(spec: Spec) -> Iterator[None]:
         ) from error
 
 
+#: Of a table in a file; a million actions are a tenth of that.
+_MOST_CHARACTERS: Final = 2**26
+
+
 def choose(text: str) -> Spec:
     """The schedule that a user asks for: by its name, or as ``file:PATH``, as ``evenpipe schedule --out`` writes it.
 
@@ -100,7 +104,13 @@ def choose(text: str) -> Spec:
     if path == text:
         return find(text)
     try:
-        schedule = Schedule.parse(Path(path).read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            text_of_table = file.read(_MOST_CHARACTERS + 1)
+        if len(text_of_table) > _MOST_CHARACTERS:
+            raise ScheduleError(
+                f"more than {_MOST_CHARACTERS:,} characters: name a file that `evenpipe schedule --out` wrote"
+            )
+        schedule = Schedule.parse(text_of_table)
         if not schedule.actions:
             raise ScheduleError("there is no schedule in it: name a file that `evenpipe schedule --out` wrote")
         # A size, and so a line, that is too wrong to be verified later is told with the file's name.

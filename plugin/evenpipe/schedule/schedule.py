@@ -27,7 +27,8 @@ class Schedule:
     ``micro_batches`` are those of one batch; along a stream they are numbered on.
     ``bound`` is the promise that no stage ever holds more than so many live units (micro-batch × model chunk), own
     plus accepted, those in flight counted on both sides.
-    ``group_size`` is kFkB's k: so many forwards, or backwards, in a row; other schedules group nothing.
+    ``group_size`` is kFkB's k: so many forwards, or backwards, in a row; interleaved ones go by it through
+    the chunks (1: as many as there are stages); other schedules group nothing.
     ``weight_versions``: 1, or 2 where batches do not wait for the weights of the batch before (PipeDream-2BW).
     ``places`` says where the model's parts are; chunk by chunk over the stages, if it is left out.
     """
@@ -130,5 +131,6 @@ def _with_head(actions: tuple[tuple[Action, ...], ...], line: int, words: Sequen
         raise ScheduleError(f"line {line}: stages={numbers['stages']}: {len(actions)} rows of actions follow")
     if numbers["chunks"] > max(1, *map(len, actions)):
         raise ScheduleError(f"line {line}: chunks={numbers['chunks']}: more than a row has actions")
+    name = "".join(one for one in given["name"] if one.isprintable())  # it is shown on terminals
     places = parse_places(given["places"], numbers["stages"], numbers["chunks"])
-    return Schedule(given["name"], actions=actions, places=places, **numbers)
+    return Schedule(name, actions=actions, places=places, **numbers)

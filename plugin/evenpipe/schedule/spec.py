@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from evenpipe.schedule.actions import Action
 from evenpipe.schedule.errors import ScheduleError
@@ -14,6 +14,10 @@ from evenpipe.schedule.schedule import Schedule
 __all__ = ["Drawing", "Need", "Size", "Spec"]
 
 Need = Literal["chunks", "vee", "split", "groups", "stream", "swap"]
+
+
+#: Forwards of a program; a million takes minutes to verify, and about half a GiB.
+_MOST_UNITS: Final = 1_000_000
 
 
 class Size(NamedTuple):
@@ -49,6 +53,7 @@ class Spec:
     needs: what an engine must offer: "chunks" (several a stage), "vee" (parts of the model placed otherwise than chunk
     by chunk over the stages), "split" (backwards in two halves), "groups" (micro-batches in a row: several receives
     posted on a link), "stream" (no flush between batches), "swap" (tensors to host memory and back).
+    needs_at_some: what else it needs at some sizes only, for which nobody is asked who does not ask for them.
     update_follows: for a stream, the micro-batch after whose forward, on every stage, the step of a batch is finished.
     check: raises ScheduleError for a size that cannot be.
     live: per stage, the most live units without BPipe, where that is known without the order. settled: the fewest
@@ -66,6 +71,7 @@ class Spec:
     places: Callable[[Size], Places] = _one_row_a_stage
     chunks: tuple[int, int | None] = (1, 1)
     needs: frozenset[Need] = frozenset()
+    needs_at_some: frozenset[Need] = frozenset()
     update_follows: Callable[[Size, int], int] | None = None
     check: Callable[[Size], None] = lambda size: None
     drawings: tuple[Drawing, ...] = ()
@@ -99,12 +105,19 @@ class Spec:
         for argument, value in size._asdict().items():
             if value < 1:
                 raise ScheduleError(f"{argument}={value}: must be at least 1")
+        units = size.stages * size.micro_batches * size.chunks * size.batches
+        if units > _MOST_UNITS:
+            argument, value = max(size._replace(group_size=1)._asdict().items(), key=lambda item: item[1])
+            raise ScheduleError(
+                f"{argument}={value}: makes {units:,} forwards (stages × micro-batches × chunks × batches), and at "
+                f"most {_MOST_UNITS:,} can be ordered and verified: give less"
+            )
         if size.chunks < least:
             raise ScheduleError(f"chunks={size.chunks}: {self.name} needs at least {least} model chunks a stage")
         if most is not None and size.chunks > most:
             have = "one model chunk a stage" if most == 1 else f"{most} model chunks a stage"
             raise ScheduleError(f"chunks={size.chunks}: {self.name} has {have}; interleaved has as many as you like")
-        if size.group_size != 1 and "groups" not in self.needs:
+        if size.group_size != 1 and "groups" not in self.needs | self.needs_at_some:
             raise ScheduleError(
                 f"group_size={size.group_size}: {self.name} groups no micro-batches: give 1, or choose schedule kfkb"
             )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from evenpipe.schedule.actions import Action
 from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.kinds import BACKWARD, COMPUTE, EVICT, FORWARD, INPUT_GRADIENT, SWAP_IN, SWAP_OUT
+from evenpipe.schedule.kinds import BACKWARD, COMPUTE, EVICT, FINISHING, FORWARD, INPUT_GRADIENT, SWAP_IN, SWAP_OUT
 from evenpipe.schedule.schedule import Schedule
 
-__all__ = ["returns_beside", "swapping", "with_swaps"]
+__all__ = ["returns_beside", "swapped_at_once", "swapping", "with_swaps"]
 
 
 def with_swaps(schedule: Schedule, positions: Collection[int]) -> Schedule:
@@ -40,6 +41,21 @@ def swapping(schedule: Schedule) -> tuple[int, ...]:
     swapped = {(stage, action.chunk) for stage, row in rows for action in row if action.kind == SWAP_OUT}
     parts = enumerate(schedule.places.order)
     return tuple(position for position, part in parts if (part.stage, part.chunk) in swapped)
+
+
+def swapped_at_once(row: Sequence[Action]) -> dict[int, int]:
+    """By chunk of a stage with these actions, the most units that are between their forward and their last backward.
+
+    So many may be on the host at once, evicted ones among them, for each leaves some tensors there.
+    """
+    most, now = Counter[int](), Counter[int]()
+    for action in row:
+        if action.kind == FORWARD:
+            now[action.chunk] += 1
+            most[action.chunk] = max(most[action.chunk], now[action.chunk])
+        elif action.kind in FINISHING:
+            now[action.chunk] -= 1
+    return dict(most)
 
 
 def returns_beside(last: Action | None, action: Action) -> bool:

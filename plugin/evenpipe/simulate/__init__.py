@@ -2,11 +2,13 @@
 
 from evenpipe.simulate.costs import Costs, SimulationError, Wire
 from evenpipe.simulate.document import simulation_document
+from evenpipe.simulate.many import ManyCosts
 from evenpipe.simulate.result import MemoryPoint, Simulation, Span, StageResult
 from evenpipe.simulate.simulator import simulate
 
 __all__ = [
     "Costs",
+    "ManyCosts",
     "MemoryPoint",
     "Simulation",
     "SimulationError",

@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -46,16 +45,15 @@ class MemoryCurve(Sequence[MemoryPoint]):
     """
 
     def __init__(self, unit_bytes: Sequence[Sequence[int]] | None) -> None:
-        self._changed_ms, self._by = array("d"), array("i")
-        self._bytes_by: list[int] | None = None if unit_bytes is None else []
+        self._changed_ms, self._by, self._unit = array("d"), array("i"), array("i")
+        self._chunks = len(unit_bytes[0]) if unit_bytes else 1
         self._unit_bytes = unit_bytes
 
     def change(self, by: int, owner: int, chunk: int, at_ms: float) -> None:
         """A unit of stage ``owner`` becomes live (+1) or is gone (-1). All changes come before the curve is read."""
         self._changed_ms.append(at_ms)
         self._by.append(by)
-        if self._unit_bytes is not None and self._bytes_by is not None:
-            self._bytes_by.append(by * self._unit_bytes[owner][chunk])
+        self._unit.append(owner * self._chunks + chunk)
 
     @cached_property
     def _in_time(self) -> Column:
@@ -72,8 +70,10 @@ class MemoryCurve(Sequence[MemoryPoint]):
 
     @cached_property
     def bytes(self) -> Sequence[int] | None:
-        by = self._bytes_by
-        return None if by is None else list(accumulate(by[at] for at in self._in_time.tolist()))
+        if self._unit_bytes is None:
+            return None
+        by: list[int] = np.cumsum((np.array(self._by) * np.ravel(self._unit_bytes)[self._unit])[self._in_time]).tolist()
+        return by
 
     @overload
     def __getitem__(self, at: int) -> MemoryPoint: ...

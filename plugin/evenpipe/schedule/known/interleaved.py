@@ -13,26 +13,30 @@ __all__ = ["SPEC"]
 def _check(size: Size) -> None:
     if size.stages < 2:
         raise ScheduleError(f"stages={size.stages}: interleaved needs at least 2 stages")
-    if size.micro_batches % size.stages:
+    p, m, k = size.stages, size.micro_batches, _group(size)
+    if k < p or 0 < m % k < p:
+        groups = "a multiple of" if k == p else f"with group_size={k} none or at least as many left over as"
         raise ScheduleError(
-            f"micro_batches={size.micro_batches}: interleaved needs a multiple of stages={size.stages}, "
-            "or the pipeline would stall between groups"
+            f"micro_batches={m}: interleaved needs {groups} stages={p}, or the pipeline would stall between groups"
         )
+
+
+def _group(size: Size) -> int:
+    return size.stages if size.group_size == 1 else size.group_size
 
 
 def _warmup(size: Size, stage: int) -> int:
     """Forwards that a stage runs ahead (``get_pp_rank_microbatches`` of megatron-core)."""
-    ahead = 2 * (size.stages - stage - 1) + (size.chunks - 1) * size.stages
-    return min(ahead, size.micro_batches * size.chunks)
+    return min(2 * (size.stages - stage - 1) + (size.chunks - 1) * _group(size), size.micro_batches * size.chunks)
 
 
 def _order(size: Size) -> list[list[Action]]:
-    """Micro-batches go through the chunks in groups of p (``get_schedule_table`` of megatron-core)."""
-    p, v = size.stages, size.chunks
-    groups = range(0, size.micro_batches, p)
-    forwards = [Unit(i, c) for g in groups for c in range(v) for i in range(g, g + p)]
-    backwards = [Unit(i, c) for g in groups for c in reversed(range(v)) for i in range(g, g + p)]
-    return [list(alternate(forwards, backwards, _warmup(size, s))) for s in range(p)]
+    """Micro-batches go through the chunks in groups, of p if not told (``get_schedule_table`` of megatron-core)."""
+    m, v, k = size.micro_batches, size.chunks, _group(size)
+    groups = [range(first, min(first + k, m)) for first in range(0, m, k)]
+    forwards = [Unit(i, c) for group in groups for c in range(v) for i in group]
+    backwards = [Unit(i, c) for group in groups for c in reversed(range(v)) for i in group]
+    return [list(alternate(forwards, backwards, _warmup(size, s))) for s in range(size.stages)]
 
 
 SPEC = Spec(
@@ -40,18 +44,17 @@ SPEC = Spec(
     summary="1f1b with several model chunks a stage",
     order=_order,
     bound=lambda size: min(_warmup(size, 0) + 1, size.micro_batches * size.chunks),
-    balanced=lambda size: size.stages * size.chunks + 1,  # BPipe, Appendix A
+    balanced=lambda size: size.stages + (size.chunks - 1) * _group(size) + 1,  # BPipe, Appendix A, where k = p
     chunks=(2, None),
     needs=frozenset(["chunks"]),
+    needs_at_some=frozenset(["groups"]),
     check=_check,
     live=lambda size: [min(_warmup(size, s) + 1, size.micro_batches * size.chunks) for s in range(size.stages)],
     drawings=(
         Drawing(
             Size(2, 4, 2),
-            """
-            F0 F1 F0.1 F1.1 F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 B2.1 B3.1 B2 B3
-            F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3
-            """,
+            "F0 F1 F0.1 F1.1 F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 B2.1 B3.1 B2 B3\n"
+            "F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3",
         ),
     ),
 )
