@@ -1,5 +1,7 @@
 """What was read for dropped forwards, and nothing else, is read again."""
 
+import weakref
+
 import pytest
 
 from evenpipe.delayed.inputs import InputError, ReadAhead
@@ -47,6 +49,18 @@ def test_an_evaluation_on_the_training_s_iterator_reads_what_it_would_with_flush
     assert reader.standing_before(None) is None
     reader.start_batch(source, 2)
     assert [forward(reader) for _ in range(2)] == [[4], [5]]
+
+
+def test_the_iterator_is_its_owner_s_to_keep():
+    """A data loader's ends its worker processes when it is let go of."""
+    source, reader = (number for number in range(100)), ReadAhead()
+    known = weakref.ref(source)
+    reader.start_batch(source, 2)
+    for _ in range(3):
+        forward(reader)
+    reader.rewind()
+    del source
+    assert known() is None
 
 
 def test_a_process_that_reads_nothing_only_counts():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 __all__ = ["InputError", "ReadAhead"]
@@ -22,11 +23,12 @@ class ReadAhead(Iterator[Any]):
     """Stands before the user's iterator and keeps what has been read of the batch after the present one.
 
     A forward may read any number of items. Where the iterator ends within the batch ahead, which may never be asked
-    for, its last item stands in, and `start_batch` raises InputError if the batch comes.
+    for, its last item stands in, and `start_batch` raises InputError if the batch comes. The iterator is the user's to
+    keep: a data loader's ends its worker processes when it is let go of, and they must not outlive the training.
     """
 
     def __init__(self) -> None:
-        self._source: Iterator[Any] | None = None
+        self._source: Callable[[], Iterator[Any] | None] = _nothing
         self._present = 0  # micro-batches of the present batch that are still to be forwarded
         self._ahead: list[list[Any]] = []  # what each forward of the batch ahead has read
         self._is_ahead = False
@@ -42,14 +44,14 @@ class ReadAhead(Iterator[Any]):
         """
         if self._ended:
             raise InputError(_ENDED)
-        if source is not self._source:
+        if source is not self._source():
             if self._ahead:
                 raise InputError(
                     f"2bw: this batch was given another data iterator when {len(self._ahead)} micro-batches had been "
                     "read ahead from the one before: give all calls the same, or call drain() before a new one"
                 )
             self._again.clear()
-            self._source = source
+            self._source = _weakly(source)
         self._present = micro_batches - len(self._ahead)
         self._ahead = []
         self._streaming = True
@@ -70,15 +72,16 @@ class ReadAhead(Iterator[Any]):
 
     def standing_before(self, source: Any) -> Any:
         """What an evaluation is to read from that was given `source`, which may be the training's."""
-        return self if source is not None and source is self._source else source
+        return self if source is not None and source is self._source() else source
 
     def __next__(self) -> Any:
-        assert self._source is not None, "this process reads nothing"
+        source = self._source()
+        assert source is not None, "this process reads nothing"
         if self._again:
             item = self._again.popleft()
         else:
             try:
-                item = next(self._source)
+                item = next(source)
             except StopIteration:
                 if not self._streaming:
                     raise
@@ -90,3 +93,17 @@ class ReadAhead(Iterator[Any]):
             self._ahead[-1].append(item)
         self._last = item
         return item
+
+
+def _nothing() -> None:
+    return None
+
+
+def _weakly(source: Iterator[Any] | None) -> Callable[[], Iterator[Any] | None]:
+    """Return what gives `source` as long as its owner keeps it; a built-in iterator is kept here."""
+    if source is None:
+        return _nothing
+    try:
+        return weakref.ref(source)
+    except TypeError:
+        return lambda: source

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from evenpipe.delayed.along import AlongFigures
 from evenpipe.delayed.steps import DelayedSteps, Outcome
 from evenpipe.runtime.exchange import Exchange
 from evenpipe.runtime.figures import StageFigures
@@ -39,7 +40,7 @@ class StepLog:
         self._means = means
         self._steps: DelayedSteps | None = None
         self._exchange: Exchange | None = None
-        self._send: Callable[[], None] | None = None  # figures that wait for those of the step
+        self._along = AlongFigures()
         self._sent: tuple[int, int] | None = None  # the iteration whose figures are under way, and how many stages
         self._first = self._mean_from = 1
         self._resumed = False
@@ -47,8 +48,7 @@ class StepLog:
 
     def begin(self, steps: DelayedSteps, behind: int, resumed: bool) -> None:
         """Before the first iteration, with so many `behind`; `resumed`: the framework logs the norm that 2BW saved."""
-        if steps is not self._steps:
-            steps.gather_too.append(self._send_what_waits)
+        self._along.begin(steps)
         self._steps = steps
         self._first = self._mean_from = behind + 1
         self._resumed = resumed
@@ -67,21 +67,14 @@ class StepLog:
         exchange = self._exchange = self._exchange or Exchange.among_all(1 + len(figures), device)
 
         def send() -> None:
-            self._send = None
             exchange.start([stage, *figures])
             self._sent = iteration, stages
 
-        self._send = send
-        if self._steps is None or not self._steps.owes_figures:
-            send()
-
-    def _send_what_waits(self) -> None:
-        if self._send is not None:
-            self._send()
+        self._along.start(send)
 
     def gathered(self) -> None:
         """Show the figures that were sent, if any: of each the largest, per stage."""
-        self._send_what_waits()
+        self._along.start_now()
         if self._exchange is None or self._sent is None:
             return
         (iteration, stages), self._sent = self._sent, None

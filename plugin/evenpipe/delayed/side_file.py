@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -13,107 +12,146 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.delayed.steps import DelayedSteps
-from evenpipe.report.files import write_durably
+from evenpipe.report.digests import DamagedFile, check_seal, sealed
+from evenpipe.report.files import lacks_room, write_durably
 
-__all__ = ["Part", "resume", "resume_parts", "write"]
+__all__ = ["Part", "SideFileError", "resume", "write"]
 
-_FORMAT: Final = "evenpipe.delayed/1"
-# What files of before call their format: Megatron's were 1, DeepSpeed's 2.
-_MEGATRON: Final = 1
-_DEEPSPEED: Final = 2
-_INTEGERS: Final = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+_FORMAT: Final = "evenpipe.delayed/2"
+
+
+class SideFileError(RuntimeError):
+    """A checkpoint was saved with 2bw, and its older weight version cannot be had; one line, the same on all ranks."""
 
 
 class Part(NamedTuple):
     """Weights of a process that have a file of their own: where it may lie, and the `newest` it is used with only.
 
-    `places` are those of the trainable ones among all of the process.
+    `places` are those of the trainable ones among all of the process; None: all.
     """
 
     paths: Sequence[Path]
     newest: Sequence[Tensor]
-    places: Sequence[int]
+    places: Sequence[int] | None = None
 
 
-def write(
-    path: Path,
-    checkpoint: str,
-    steps: DelayedSteps,
-    newest: Iterable[Tensor],
-    places: Sequence[int] | None = None,
-) -> None:
+class _Unusable(Exception):
+    """A file is there, but is not the one that goes with these weights."""
+
+
+def write(path: Path, iteration: int, checkpoint: str, steps: DelayedSteps, part: Part) -> None:
     """Put the state of `steps`, which have been drained, at `path`: safe on disk as a whole when this returns, or not.
 
-    `newest` are the weights that it is used with only; `places` as in `Part`, None: all. Raises RuntimeError, with one
-    line that names `checkpoint`, when the file cannot be written.
+    It ends in its own digest. Raises RuntimeError, with one line that names `checkpoint`, when it cannot be written.
     """
-    content = {"format": _FORMAT, "newest": _fingerprint(newest), "state": steps.state_dict(places)}
+    content = {
+        "format": _FORMAT,
+        "iteration": iteration,
+        "newest": _fingerprint(part.newest),
+        "state": steps.state_dict(part.places),
+    }
     try:
-        write_durably(path, lambda file: torch.save(content, file))
+        write_durably(path, sealed(lambda file: torch.save(content, file)))
     except (OSError, RuntimeError) as error:
         said = getattr(error, "strerror", None) or " ".join(str(error).split())
+        # Of torch's own errors the system's are not known.
+        room = "" if isinstance(error, OSError) and not lacks_room(error) else "make room, and "
         raise RuntimeError(
             f"the checkpoint {checkpoint} could not be saved: {path}: {said}: "
-            "make room, and go on from the one before, which is whole"
+            f"{room}go on from the one before, which is whole"
         ) from error
 
 
-def resume(steps: DelayedSteps, candidates: Iterable[Path], newest: Sequence[Tensor], device: torch.device) -> bool:
-    """Give `steps` what was written with exactly these newest weights, and say whether; all ranks call it.
+def resume(
+    steps: DelayedSteps,
+    parts: Sequence[Part],
+    iteration: int,
+    saved_with_2bw: bool | None,
+    *,
+    accepts_one_version: bool,
+    setting: str,
+) -> tuple[bool, str]:
+    """Give `steps` the older weights of each of the `parts`, which are all of this process: all ranks call it.
 
-    If any rank finds none among its `candidates` (saved without 2BW, or with other sizes), all start with both versions
-    as loaded.
+    `saved_with_2bw` is what the checkpoint says of itself. None: it says nothing, and any rank's file says that it was.
+    Both versions are the loaded one after a save without 2bw, and, if `accepts_one_version`, where a rank has no usable
+    file. Otherwise that raises SideFileError, which names the `setting` that accepts it. Returns whether the older
+    weights were given, and a line for the log.
     """
-    return _resume(steps, _first(candidates, newest), device)
+    state, obstacle = None, None
+    try:
+        state = _together(parts, [_first(part, iteration) for part in parts])
+    except (_Unusable, FileNotFoundError) as error:
+        obstacle = str(error)
+    exists = any(path.exists() for part in parts for path in part.paths)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (obstacle, exists))
+    if saved_with_2bw is None:
+        saved_with_2bw = any(one for _, one in ranks)
+    found = next((one for one, _ in ranks if one is not None), None)
+    if saved_with_2bw and found is not None and not accepts_one_version:
+        raise SideFileError(
+            f"2bw: the checkpoint of iteration {iteration} was saved with 2bw, but {found}: put its file there, load "
+            f"another checkpoint, or add {setting}, with which both weight versions are the loaded one"
+        )
+    steps.load_state_dict(state if saved_with_2bw and found is None else None)
+    if not saved_with_2bw:
+        return False, "it was saved without 2bw: both weight versions are the loaded one"
+    if found is None:
+        return True, "both weight versions are as they were saved"
+    return False, f"both weight versions are the loaded one, as {found}"
 
 
-def resume_parts(steps: DelayedSteps, parts: Sequence[Part], device: torch.device) -> bool:
-    """As `resume`, from what was written of each of the `parts`, which are all weights of this process."""
-    states = [_first(part.paths, part.newest) for part in parts]
-    return _resume(steps, _together(parts, [state for state in states if state is not None]), device)
+def _first(part: Part, iteration: int) -> Mapping[str, Any]:
+    """The state in the first usable file. Raises FileNotFoundError, or _Unusable."""
+    wrong: str | None = None
+    for path in part.paths:
+        try:
+            return _read(path, part.newest, iteration)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            wrong = wrong or f"{path} cannot be read ({error.strerror})"
+        except (_Unusable, DamagedFile) as error:
+            wrong = wrong or str(error)
+    if wrong is None:
+        raise FileNotFoundError(f"there is no file {part.paths[0]}")
+    raise _Unusable(wrong)
 
 
-def _resume(steps: DelayedSteps, state: Mapping[str, Any] | None, device: torch.device) -> bool:
-    missing = torch.tensor([float(state is None)], device=device)
-    dist.all_reduce(missing)
-    complete = not missing.item()
-    steps.load_state_dict(state if complete else None)
-    return complete
-
-
-def _first(candidates: Iterable[Path], newest: Sequence[Tensor]) -> Mapping[str, Any] | None:
-    return next((found for path in candidates if (found := _read(path, newest)) is not None), None)
-
-
-def _together(parts: Sequence[Part], states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def _together(parts: Sequence[Part], states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """One state of those of all parts, which agree in all but the weights."""
-    if len(states) < len(parts):
-        return None
     before = [state["before"] for state in states]
     if len(parts) == 1 or None in before:
         return states[0]
     placed = {
         place: tensor
         for part, some in zip(parts, before, strict=True)
-        for place, tensor in zip(part.places, some, strict=False)
+        for place, tensor in zip(part.places or (), some, strict=False)
     }
     return {**states[0], "before": [placed[place] for place in sorted(placed)]}
 
 
-def _read(path: Path, newest: Sequence[Tensor]) -> Mapping[str, Any] | None:
-    if not path.exists():
-        return None
-    found = torch.load(path, map_location="cpu", weights_only=True)
-    form = found["format"]
-    if form == _MEGATRON:
-        state: Mapping[str, Any] = found["state"]
-        return state if found["latest"] == _sums(newest) else None
-    if form not in (_FORMAT, _DEEPSPEED) or found["newest"] != _fingerprint(newest):
-        return None
-    if form == _DEEPSPEED:
-        skipped, before = found["skipped"], found["before"]
-        return {"before": before, "outcome": (not skipped, None, None), "unlearnt": [] if before is None else [skipped]}
-    state = found["state"]
+def _read(path: Path, newest: Sequence[Tensor], iteration: int) -> Mapping[str, Any]:
+    """The state in a file, of which nothing is used before its digest is found right. Raises as `_first` catches."""
+    check_seal(path)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        form = found["format"]
+    except (OSError, MemoryError):
+        raise
+    except Exception:  # torch raises whatever damaged bytes lead it to
+        raise DamagedFile(f"{path} is damaged") from None
+    if form != _FORMAT:
+        raise _Unusable(f"{path} is of the format {form}, which this version of EvenPipe does not know")
+    if found["iteration"] != iteration:
+        raise _Unusable(f"{path} is of iteration {found['iteration']}")
+    if found["newest"] != _fingerprint(newest):
+        raise _Unusable(
+            f"{path} goes with other weights, as of another iteration or of other parallel sizes (tensor, pipeline, "
+            "expert)"
+        )
+    state: Mapping[str, Any] = found["state"]
     return state
 
 
@@ -122,11 +160,3 @@ def _fingerprint(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _sums(tensors: Iterable[Tensor]) -> list[int]:
-    """What files of before have in the place of a fingerprint: for each tensor, the sum of its bits as integers."""
-    return [
-        int(tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64))
-        for tensor in tensors
-    ]

@@ -98,7 +98,7 @@ class DelayedSteps(ABC):
         self.break_off: Callable[[], None] = lambda: None
         #: Each starts something else that all stages exchange between two batches, at the place of the figures.
         self.gather_too: list[Callable[[], None]] = []
-        self._exchange = exchange
+        self.exchange = exchange
         self._loss_scale = loss_scale
         self._decides = decides
         self._waits = waits
@@ -157,8 +157,8 @@ class DelayedSteps(ABC):
         self._count()
         self._owed = False
         row, self._row = self._row, None
-        if self._exchange is not None and row is not None:
-            self._exchange.start(row)
+        if self.exchange is not None and row is not None:
+            self.exchange.start(row)
         for start in self.gather_too:
             start()
 
@@ -212,21 +212,19 @@ class DelayedSteps(ABC):
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from a checkpoint whose newest weights have been loaded; None: both versions are these.
 
-        Raises ValueError for weights of other shapes. States of before `evenpipe.delayed/1` have the outcome under
-        another name, and a scaler that has learnt of all.
+        Raises ValueError for weights of other shapes.
         """
         before = None if state is None else state["before"]
         newest = self.versions.tensors(self.versions.latest)
         if before is not None and [tensor.shape for tensor in before] != [tensor.shape for tensor in newest]:
             raise ValueError("the older weight version in the checkpoint has other shapes than this stage's parameters")
-        found = (True, None, None) if state is None else state.get("outcome", state.get("told_last"))
-        self.outcome = Outcome(*found)
+        self.outcome = Outcome(*((True, None, None) if state is None else state["outcome"]))
         # Version 0 is the older one: batch 1 runs on it.
         self.batch = self.loaded_at = 0 if before is None else 1
         self._finished = None
         self.versions.restart(self.batch, before)
         if self._loss_scale is not None:
-            self._loss_scale.restart(self.batch, () if state is None else state.get("unlearnt", ()))
+            self._loss_scale.restart(self.batch, () if state is None else state["unlearnt"])
 
     @abstractmethod
     def _groups(self) -> Sequence[dict[str, Any]]:
@@ -262,7 +260,7 @@ class DelayedSteps(ABC):
         if self._unread is None:
             return
         self._finished, self._unread = self._unread, None
-        found = self._exchange.finish() if self._exchange is not None else None
+        found = self.exchange.finish() if self.exchange is not None else None
         self.outcome = Outcome(True, None, None) if found is None else self._outcome(found)
 
 

@@ -45,12 +45,13 @@ class DelayedStream:
         self.drop_units: Callable[[int], None] = lambda batch: None
         #: The batch with which the present stream began, as `steps` count.
         self.first = 0
+        #: What `make_stage` made for the present stream.
+        self.stage: StreamStage | None = None
         self._steps = steps
         self._spec = spec
         self._bpipe = bpipe
         self._swaps = swaps
         self._stream: Stream | None = None
-        self._stage: StreamStage | None = None
         self._executor: Executor | None = None
         self._called = 0  # batches of the stream
         steps.break_off = self.break_off
@@ -70,15 +71,17 @@ class DelayedStream:
         """
         if self._stream is not None and self._stream.micro_batches != sizes[1]:
             self._steps.drain()
-        if self._stream is None or self._stage is None:
+        if self._stream is None or self.stage is None:
             self._executor, self._called, self.first = executor, 0, self._steps.batch
             self._stream = Stream(self._spec, *sizes, self._bpipe, executor.connections.queues, self._swaps)
-            self._stage = make_stage(self._stream)
+            self.stage = make_stage(self._stream)
+            if self._steps.exchange is not None:
+                executor.connections.compare(self._steps.exchange.named)
         self.inputs.start_batch(source, sizes[1])
         self._steps.start_batch()
         stage = executor.stage_index
         steps = self._stream.call(stage, self._called, self._steps.update_early(stage))
-        with executor.stretch(self._stream.program, self._stage) as take:
+        with executor.stretch(self._stream.program, self.stage) as take:
             yield Call(self._stream, steps, take)
         self._called += 1
         # Outside of a call the parameters are what the last finished step made of them.
@@ -96,10 +99,10 @@ class DelayedStream:
 
         Waits for nothing that another stage has not started yet. The next call reads again what this one read ahead.
         """
-        if self._stream is None or self._stage is None or self._executor is None:
+        if self._stream is None or self.stage is None or self._executor is None:
             return
         self._executor.break_off(self._stream.owed(self._executor.stage_index, self._called - 1))
-        self._stage.forget()
+        self.stage.forget()
         self.drop_units(self._steps.batch)
         self.inputs.rewind()
-        self._stream = self._stage = None
+        self._stream = self.stage = self._executor = None
