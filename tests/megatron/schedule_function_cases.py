@@ -6,10 +6,12 @@ the imports.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -199,6 +201,11 @@ CASES = {
     ),
     "interleaved, other numbers of micro-batches": Case(PP4_V2, calls=(Call(micro_batches=4), Call())),
     "interleaved, micro-batches of lengths of their own": Case(PP4_V2, calls=RAGGED, config=VARIABLE),
+    "interleaved, in groups of six": Case(
+        PP4_V2,
+        calls=(Call(micro_batches=6), Call(micro_batches=10)),
+        config={"microbatch_group_size_per_vp_stage": 6},
+    ),
     "interleaved, other lengths": Case(PP4_V2, calls=(Call(), Call(sequence=12))),
     "overlapped reduction": Case(PP2, ddp=REDUCED, synchronise=("no_sync",)),
     "aligned reduction": Case(PP2, ddp=REDUCED, synchronise=("no_sync", "grad_sync"), engines=GROUPED),
@@ -326,19 +333,42 @@ def carry_out(case: Case, schedule: PipelineSchedule | None = None) -> dict[str,
 
     pipeline = Pipeline(case)
     calls: list[Any] = []
-    for index, call in enumerate(case.calls):
-        try:
-            calls.append(pipeline.call(pipeline_parallel.get_forward_backward_func(), call, index))
-        except (ValueError, RuntimeError) as error:
-            calls.append({"error": f"{type(error).__name__}: {error}"})
-            break
+    with stages_made() as stages:
+        for index, call in enumerate(case.calls):
+            try:
+                calls.append(pipeline.call(pipeline_parallel.get_forward_backward_func(), call, index))
+            except (ValueError, RuntimeError) as error:
+                calls.append({"error": f"{type(error).__name__}: {error}"})
+                break
+        left = len(stages)
     executor = None if schedule is None else schedule.executor
     evicted = 0 if executor is None else executor.counter.evicted_bytes
     if schedule is not None:
         schedule.close()
     queues = None if executor is None else executor.connections.queues
     found = {"calls": calls, "weights": pipeline.weights(), "timers": pipeline.timers()}
-    return {**found, "evicted": evicted, "queues": queues}
+    return {**found, "evicted": evicted, "queues": queues, "left": left}
+
+
+@contextmanager
+def stages_made() -> Iterator[weakref.WeakSet[Any]]:
+    """Those made inside and not let go of yet; inside, no garbage collector does it."""
+    from evenpipe.megatron.stage import MegatronStage
+
+    stages: weakref.WeakSet[Any] = weakref.WeakSet()
+    make = MegatronStage.__init__
+
+    def made(self: Any, *arguments: Any) -> None:
+        make(self, *arguments)
+        stages.add(self)
+
+    MegatronStage.__init__ = made  # type: ignore[method-assign]
+    gc.disable()
+    try:
+        yield stages
+    finally:
+        gc.enable()
+        MegatronStage.__init__ = make  # type: ignore[method-assign]
 
 
 def bindings() -> dict[str, list[str]]:

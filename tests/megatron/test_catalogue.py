@@ -13,7 +13,7 @@ import pytest
 import evenpipe
 from evenpipe.megatron.catalogue import catalogue, examine, version_in
 from evenpipe.megatron.supported import RELEASES
-from evenpipe.upstream import UpstreamError, signature_of
+from evenpipe.upstream import PRESENT, UpstreamError, signature_of
 from evenpipe.upstream.findings import State
 from evenpipe.upstream.items import Item, Purpose
 from evenpipe.upstream.source import signature_in
@@ -55,12 +55,6 @@ def test_every_patch_set_of_the_package_is_in_it() -> None:
         assert any(owner.startswith(str(start.value)) for owner in listed), ast.unparse(name)
 
 
-def test_symbols_that_only_evenpipes_own_trainer_replaces_are_called_as_well() -> None:
-    """So that checks of a checkout, which leave the trainer out, cover them."""
-    called = {item.symbols[0] for item in catalogue() if not item.is_replaced}
-    assert {item.symbols[0] for item in catalogue() if item.purpose is Purpose.TRAINER} <= called
-
-
 def installed_items(site: Path) -> list[Item]:
     checked = examine(site)
     assert checked.series in RELEASES
@@ -68,7 +62,8 @@ def installed_items(site: Path) -> list[Item]:
 
 
 def test_the_source_of_the_installed_release_reads_like_its_import(site: Path) -> None:
-    symbols = [symbol for item in installed_items(site) for symbol in item.symbols]
+    items = [item for item in installed_items(site) if PRESENT not in item.versions.values()]
+    symbols = [symbol for item in items for symbol in item.symbols]
     assert len(symbols) > 15
     read = {symbol: signature_in(site, symbol) for symbol in symbols}
     assert read == {symbol: signature_of(original_of(locate(symbol).value)) for symbol in symbols}
@@ -124,6 +119,55 @@ def test_renamed_sums_of_the_log_are_named(copy: Callable[..., Path]) -> None:
     found = examine(copy("transformer/multi_token_prediction.py", "    tracker = {}\n", "    sums = {}\n"))
     [line] = found.problems(Purpose.TRAINING)
     assert line.startswith("megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.tracker: ")
+
+
+# By symbol: the file, a text in it, and what makes a feature die.
+DEADLY = {
+    "distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer": (
+        *("distributed/distributed_data_parallel.py", "zero_grad_buffer(self)", "zero_grad_buffer(self, force)"),
+    ),
+    "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.cached_param_buffer_shard_list": (
+        *("distributed/param_and_grad_buffer.py", "cached_param_buffer_shard_list", "shards_that_are_kept"),
+    ),
+    "model_parallel_config:ModelParallelConfig.grad_scale_func": (
+        *("model_parallel_config.py", "grad_scale_func", "scale_of_gradients"),
+    ),
+    "optimizer.distrib_optimizer:DistributedOptimizer._get_model_param_range_map": (
+        "optimizer/distrib_optimizer.py",
+        "def _get_model_param_range_map(self, param: torch.nn.Parameter)",
+        "def _get_model_param_range_map(self, param: torch.nn.Parameter, gbuf_index: int)",
+    ),
+    "optimizer.optimizer:MegatronOptimizer.scale_loss": ("optimizer/optimizer.py", "def scale_loss(", "def scaled("),
+    "parallel_state:get_pipeline_model_parallel_group": (
+        *("parallel_state.py", "def get_pipeline_model_parallel_group(", "def get_pipeline_group("),
+    ),
+    "timers:Timer._active_time": ("timers.py", "_active_time", "_time_active"),
+}
+
+
+def test_what_any_feature_calls_or_sets_on_single_objects_is_looked_for(copy: Callable[..., Path]) -> None:
+    """2bw would die in its first batches, under an unchanged schedule."""
+    root = copy("transformer/moe/moe_utils.py", "def clear_aux_losses_tracker(", "def clear_losses(")
+    for file, old, new in DEADLY.values():
+        path = root / "megatron" / "core" / file
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+    found = examine(root)
+    assert not found.supported
+    lines = found.problems(Purpose.TRAINING)
+    named = {line.split(": ")[0].removeprefix("megatron.core.") for line in lines}
+    assert named == {*DEADLY, "transformer.moe.moe_utils:clear_aux_losses_tracker"}
+    [sharded] = [line for line in lines if "_get_model_param_range_map" in line]
+    assert "has signature (self, param, gbuf_index), expected (self, param): use an unmodified" in sharded
+
+
+def test_what_only_the_trainer_calls_keeps_a_checkout_from_being_supported(copy: Callable[..., Path]) -> None:
+    found = examine(copy("models/gpt/__init__.py", "import GPTModel", "import GPTModel as Model"))
+    assert not found.supported
+    assert found.problems(Purpose.TRAINING) == ()
+    [line] = found.problems(Purpose.TRAINER)
+    assert line.startswith("megatron.core.models.gpt:GPTModel: ")
 
 
 def test_what_only_cpu_mode_needs_does_not_keep_a_checkout_from_training(copy: Callable[..., Path]) -> None:

@@ -79,3 +79,31 @@ def test_attention_of_transformer_engine_is_left_to_local_layers() -> None:
     assert adapt_arguments(args) == ["--attention-backend auto"]
     assert args.attention_backend is AttnBackend.auto
     assert adapt_arguments(Namespace(attention_backend=AttnBackend.local)) == []
+
+
+def test_what_only_a_gpu_computes_is_turned_off_and_named() -> None:
+    args = Namespace(
+        cross_entropy_fusion_impl="te",
+        moe_grouped_gemm=True,
+        moe_permute_fusion=False,
+        fp8="hybrid",
+        fp8_param_gather=True,
+        fp4=None,
+        recompute_modules=["core_attn", "moe_act"],
+    )
+    assert adapt_arguments(args) == [
+        "--cross-entropy-fusion-impl native",
+        "without --moe-grouped-gemm",
+        "without --fp8-format",
+        "without --fp8-param-gather",
+        "without moe_act in --recompute-modules",
+    ]
+    assert args == Namespace(
+        cross_entropy_fusion_impl="native",
+        moe_grouped_gemm=False,
+        moe_permute_fusion=False,
+        fp8=None,
+        fp8_param_gather=False,
+        fp4=None,
+        recompute_modules=["core_attn"],
+    )

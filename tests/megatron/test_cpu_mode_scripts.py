@@ -85,3 +85,14 @@ def test_gloo_stays_on_the_machine_only_where_all_processes_do(local: str, inter
         text=True,
     )
     assert run.stdout.strip() == interface
+
+
+@needs_cpu_only_machine
+@pytest.mark.parametrize("how", [f"import {KERNELS}", "import torch; assert False, 'Megatron requires CUDA.'"])
+def test_what_misses_a_gpu_is_told_of_cpu_mode_in_one_line(tmp_path: Path, how: str) -> None:
+    (tmp_path / "train.py").write_text(f"{how}\n")
+    run = python("-m", "evenpipe", "run", tmp_path / "train.py")
+    assert run.returncode == 2
+    [line] = run.stderr.splitlines()
+    assert line.startswith("evenpipe: error: ")
+    assert line.endswith(f"this machine has no GPU: put --cpu before {tmp_path}/train.py, to try it on CPU")

@@ -50,7 +50,6 @@ def described(kind: str, recompute: Recompute, dropout: float) -> list[tuple[int
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 def test_within_two_percent() -> None:
     sizes = {"seq_length": 256, "precision": "bf16", "stages": 4, "micro_batches": 8, **SIZES}
     cases = [PlannedRun(model=kind, recompute=scope, dropout=dropout, **sizes) for kind, scope, dropout in CASES]

@@ -21,7 +21,6 @@ SCRIPT = Path(__file__).with_name("held_gradients.py")
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA"),
-    pytest.mark.timeout(240),
 ]
 
 

@@ -81,15 +81,6 @@ def test_a_setting_that_breaks_only_bpipe_is_refused_with_bpipe_only(setting: st
     assert "\n" not in str(refusal.value)
 
 
-def test_interleaving_is_refused_in_groups_other_than_the_pipeline() -> None:
-    grouped = config(virtual=2, microbatch_group_size_per_vp_stage=8)
-    with pytest.raises(ValueError, match="microbatch_group_size_per_vp_stage=8 ") as refusal:
-        refuse_unsupported(grouped, False, [PLAIN] * 2, False)
-    assert "pipeline_model_parallel_size=4" in str(refusal.value)
-    assert "\n" not in str(refusal.value)
-    refuse_unsupported(config(microbatch_group_size_per_vp_stage=8), False, [PLAIN], False)
-
-
 def test_nothing_is_recorded_without_the_patches(patches: PatchSet) -> None:
     """Recorded weights would lose fused gradients, and recomputed regions those of their inputs, without a word."""
     patches.revert()

@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core")
 
 sys.path.insert(0, str(Path(__file__).parent))
 from schedule_function_cases import BOUND, CASES, LONG, WORLD
+from tiny_pipeline import TIMED, WAITS
 
 from evenpipe.megatron.supported import installed_release
 from evenpipe.schedule import EVICT, Programs, Size, choose
@@ -34,7 +35,6 @@ STOCK = {
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA"),
-    pytest.mark.timeout(300),
 ]
 
 
@@ -51,6 +51,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 def calls(ranks: list[dict[str, Any]], name: str, engine: str, what: str) -> list[list[Any]]:
     """Per rank, `what` of each call."""
     return [[call.get(what) for call in rank["cases"][name][engine]["calls"]] for rank in ranks]
+
+
+@pytest.mark.parametrize(("name", "engine"), marked(COMPARED, LONG))
+def test_a_stage_is_let_go_of_when_its_batch_returns_without_a_garbage_collector(
+    ranks: list[dict[str, Any]], name: str, engine: str
+) -> None:
+    """Else it keeps data iterators, whose worker processes then outlive the training."""
+    assert [rank["cases"][name][engine]["left"] for rank in ranks] == [0] * WORLD
 
 
 @pytest.mark.parametrize(("name", "engine"), marked(COMPARED, LONG))
@@ -170,10 +178,21 @@ def test_no_timer_is_left_running(ranks: list[dict[str, Any]], name: str) -> Non
     """Megatron's timers refuse to start while they run, and to stop while they do not."""
     for engine in CASES[name].engines:
         for rank in ranks:
-            assert rank["cases"][name][engine]["timers"] == {
-                "forward-backward": {"running": False, "used": True},
-                "forward-compute": {"running": False, "used": True},
-                "backward-compute": {"running": False, "used": True},
+            timers = rank["cases"][name][engine]["timers"]
+            assert [timers[name] for name in TIMED] == [{"running": False, "used": True}] * len(TIMED)
+            assert not any(timer["running"] for timer in timers.values())
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.timers])
+def test_waits_for_neighbours_are_timed_by_megatrons_names(ranks: list[dict[str, Any]], name: str) -> None:
+    """`--timing-log-level 2` has them in the log; the first stage has none of what comes from before and goes there."""
+    last = CASES[name].layout.stages - 1
+    for engine in CASES[name].engines[1:]:
+        for stage, rank in enumerate(ranks):
+            timers = rank["cases"][name][engine]["timers"]
+            assert {name for name in WAITS if timers[name]["used"]} == {
+                *(["forward-recv", "backward-send"] if stage > 0 else []),
+                *(["forward-send", "backward-recv"] if stage < last else []),
             }
 
 

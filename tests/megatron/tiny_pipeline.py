@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 VOCABULARY, HIDDEN, LONGEST, MICRO_BATCH = 32, 16, 16, 2
 _RELEASE = installed_release()
+#: What every schedule times, and what it waits for its neighbours in.
+TIMED = ("forward-backward", "forward-compute", "backward-compute")
+WAITS = ("forward-recv", "forward-send", "backward-recv", "backward-send")
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # is looked up without Transformer Engine, too
 
@@ -85,6 +88,8 @@ class Pipeline:
             self.config.grad_scale_func = lambda loss: loss * case.loss_scale
         if case.timers:
             self.config.timers = Timers(log_level=2, log_option="minmax")
+            for name in WAITS:
+                self.config.timers(name, log_level=2)
         for index, chunk in enumerate(self.chunks):
             chunk.set_is_first_microbatch = partial(self.events.append, f"first of chunk {index}")
         # Before the first step there is nothing to gather: Megatron-LM's loop sets the function after it.
@@ -279,11 +284,10 @@ class Pipeline:
         return described([parameter for chunk in self.chunks for parameter in chunk.parameters()])
 
     def timers(self) -> dict[str, dict[str, bool]]:
-        """Whether the timers of what every schedule does are running, and ever were."""
+        """Whether the timers of what every schedule does and waits for are running, and ever were."""
         if self.config.timers is None:
             return {}
-        names = ("forward-backward", "forward-compute", "backward-compute")
-        timers = {name: self.config.timers(name) for name in names}
+        timers = {name: self.config.timers(name) for name in (*TIMED, *WAITS)}
         return {name: {"running": timer._started, "used": timer.active_time() > 0} for name, timer in timers.items()}
 
 

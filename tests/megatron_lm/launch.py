@@ -4,11 +4,14 @@ import atexit
 import functools
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import NamedTuple
 
 import torch
@@ -132,16 +135,30 @@ def launch(
     timeout: float = 800,
     check: bool = True,
     options: Sequence[str] = ("--cpu",),
+    signalled_at: str | None = None,
 ) -> Run:
-    """Run `script` of `checkout` to its end with `evenpipe run --cpu`; without EvenPipe's flags that is stock."""
-    with tempfile.TemporaryDirectory(prefix="evenpipe-") as folder:
-        said = Path(folder, "output")
-        status = _server().run(checkout, script, flags, processes, environment or {}, said, timeout, options)
+    """Run `script` of `checkout` to its end with `evenpipe run --cpu`; without EvenPipe's flags that is stock.
+
+    One rank gets SIGTERM once `signalled_at` has been printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="evenpipe-") as folder, ThreadPoolExecutor(1) as beside:
+        said, server, over = Path(folder, "output"), _server(), Event()
+        if signalled_at is not None:
+            beside.submit(_signal_one, server, said, signalled_at, over)
+        status = server.run(checkout, script, flags, processes, environment or {}, said, timeout, options)
+        over.set()
         output = said.read_text(errors="replace")
     assert status is not None, f"no end after {timeout} s:\n{output[-4000:]}"
     if check:
         assert status == 0, f"status {status}:\n{output[-6000:]}"
     return Run(status, output)
+
+
+def _signal_one(server: RankServer, said: Path, text: str, over: Event) -> None:
+    while not over.wait(0.1):
+        if said.exists() and text in said.read_text(errors="replace"):
+            os.kill(server.ranks()[0], signal.SIGTERM)
+            return
 
 
 @functools.cache

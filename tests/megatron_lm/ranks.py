@@ -106,10 +106,19 @@ class RankServer:
         status: int | None = json.loads(self._process.stdout.readline())
         return status
 
+    def ranks(self) -> list[int]:
+        """The processes of the job that runs, those of imports that are made again and again too (Linux)."""
+        own = _children(self._process.pid)
+        return [rank for template in own for rank in _children(template)] or own
+
     def close(self) -> None:
         """End it, and the ranks that still run."""
         self._process.kill()
         self._process.wait()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def serve() -> None:

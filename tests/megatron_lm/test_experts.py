@@ -43,9 +43,10 @@ def test_a_mixture_of_experts_trains_to_the_same_bits(megatron_lm, lengths, tmp_
         assert differences(tmp_path / "stock" / last, tmp_path / variant / last) == [], variant
         assert run.peak_live == {"BPipe": [3, 3, 2, 3], "2F2B, BPipe": [6, 6, 4, 4]}[variant]
     # Each batch has its own auxiliary loss, an iteration later; the first two run on the same weights. What is
-    # evaluated in between drops what had been forwarded.
+    # evaluated in between drops what had been forwarded. The second line would be a mean of two, of which the first is
+    # not known yet, and leaves it out.
     run = launch(megatron_lm, script, processes, [*flags, "--evenpipe-schedule", "2bw", "--bpipe"])
     frozen = launch(megatron_lm, script, processes, [*flags, "--lr", "0", "--weight-decay", "0"])
     # The second line is a mean of two iterations.
     first, mean, _ = balancing(frozen)
-    assert balancing(run) == [0, pytest.approx(first / 2), pytest.approx(2 * mean - first)]
+    assert balancing(run) == [0, 0, pytest.approx(2 * mean - first)]

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import textwrap
 import time
 from pathlib import Path
@@ -30,6 +31,19 @@ RAISES = """
         return original(*args, **kwargs)
 
     schedules.forward_step = forward_step
+    exec(compile(open({script!r}).read(), {script!r}, "exec"))
+"""
+
+
+DIFFERS = """
+    import os
+    import sys
+
+    import evenpipe.megatron
+
+    if os.environ["RANK"] == "1":
+        del sys.argv[-len({left_out!r}) :]
+    evenpipe.megatron.install()
     exec(compile(open({script!r}).read(), {script!r}, "exec"))
 """
 
@@ -66,6 +80,34 @@ def test_a_stage_that_dies_ends_the_job_within_15_seconds(megatron_lm, how, comm
     if "raise" in how:
         assert "RuntimeError: stage two is broken" in output
     assert not _left_behind(job.pid), output[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "said"),
+    [
+        (["--evenpipe-schedule", "kfkb"], "was started without EvenPipe's flags"),
+        (["--group-size", "2", "--bf16"], "was started differently from rank 0"),
+    ],
+)
+def test_a_rank_that_was_started_differently_is_named_before_anybody_waits_for_it(
+    megatron_lm, left_out, said, tmp_path
+):
+    script = tmp_path / "odd.py"
+    script.write_text(textwrap.dedent(DIFFERS).format(left_out=left_out, script=str(megatron_lm / "pretrain_gpt.py")))
+    schedule = ["--evenpipe-schedule", "kfkb"] if "--group-size" in left_out else []
+    flags = [*gpt_flags(2), "--pipeline-model-parallel-size", "2", *schedule, *left_out]
+    job = start([*torchrun(2), str(script), *flags], megatron_lm, {"EVENPIPE_CPU": "1"})
+    try:
+        output, _ = job.communicate(timeout=300)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    line = next((line for line in output.splitlines() if line.startswith("evenpipe: error: ")), output[-6000:])
+    assert line.startswith(f"evenpipe: error: rank 1 ({socket.gethostname()}) {said}"), line
+    if "--bf16" in left_out:
+        assert "--group-size 1 instead of 2" in line
+        assert "--bf16 False instead of True" in line
+    assert job.returncode != 0
 
 
 def _left_behind(group: int) -> list[int]:

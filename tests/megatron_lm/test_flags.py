@@ -14,6 +14,10 @@ VIRTUAL = (*PP4, "--num-layers-per-virtual-pipeline-stage", "1")
 WRONG = {
     "one stage": (("--bpipe",), ("--bpipe", "--pipeline-model-parallel-size")),
     "misspelt": (("--evenpipe-schedule", "1f1", *PP4), ("--evenpipe-schedule 1f1", "did you mean 1f1b?")),
+    "a flag misspelt": (
+        ("--evenpipe-scedule", "1f1b", *PP4),
+        ("--evenpipe-scedule: ", "did you mean --evenpipe-schedule?"),
+    ),
     "nothing to level": (("--evenpipe-schedule", "gpipe", "--bpipe", *PP4), ("--bpipe", "--evenpipe-schedule gpipe")),
     "gpipe has one chunk": (
         ("--evenpipe-schedule", "gpipe", *VIRTUAL),
@@ -100,3 +104,23 @@ def test_an_unknown_release_is_refused_by_name(megatron_lm, tmp_path):
     assert len(said) == 1, output[-3000:]
     assert "0.77." in said[0]
     assert "unknown release, expected one of 0.14" in said[0]
+
+
+def test_what_only_a_gpu_computes_is_turned_off_on_cpu_and_said(megatron_lm):
+    layout = ("--pipeline-model-parallel-size", "2", "--evenpipe-schedule", "1f1b")
+    experts = ("--num-experts", "2", "--moe-grouped-gemm", "--disable-bias-linear", "--bf16")
+    fused = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te", "--fp8-format", "hybrid")
+    run = launch(megatron_lm, SCRIPT, 2, [*gpt_flags(1), *layout, *experts, *fused])
+    [said] = [line for line in run.output.splitlines() if line.startswith("evenpipe: CPU mode: ")]
+    assert said.endswith(
+        "--cross-entropy-fusion-impl native, without --moe-grouped-gemm, without --fp8-format"
+    ), said
+    assert len(run.lines) == 1
+    # An estimate is of the flags as they are, and needs no GPU either.
+    command = [sys.executable, "-m", "evenpipe", "run", "--estimate", SCRIPT, *gpt_flags(1), *layout, *experts]
+    output, _ = start(command, megatron_lm).communicate(timeout=800)
+    assert "ms" in output, output[-3000:]
+    # Nor does it take long to hear that training does.
+    output, _ = start([sys.executable, "-m", "evenpipe", "run", SCRIPT, *gpt_flags(1)], megatron_lm).communicate()
+    assert output.splitlines()[-1].endswith("put --cpu before pretrain_gpt.py, to try it on CPU"), output[-3000:]
+    assert "Traceback" not in output

@@ -90,6 +90,11 @@ MIXTURES = {
             *("--pipeline-model-parallel-layout", "Et|tt|ttt|ttL"),
         ),
     ),
+    "virtual stages in groups of six": (
+        "PP4xVPP2",
+        # A group of six and one of four, of 13 units on the first stage.
+        ("--microbatch-group-size-per-virtual-pipeline-stage", "6", "--global-batch-size", "10"),
+    ),
 }
 
 
@@ -103,4 +108,4 @@ def test_what_users_combine_trains_to_the_same_bits(megatron_lm, mixture):
     assert len(stock.lines) == ITERATIONS
     assert ours.lines == stock.lines
     assert ours.validation == stock.validation
-    assert ours.peak_live[0] == 3
+    assert ours.peak_live[0] == (11 if layout == "PP4xVPP2" else 3)

@@ -4,7 +4,7 @@ import pytest
 
 from evenpipe.megatron.supported import RELEASES
 from evenpipe.megatron.training_supported import TRAINING
-from evenpipe.upstream.source import literal_in, signature_in
+from evenpipe.upstream.source import found_in, literal_in
 
 
 @pytest.mark.every_release
@@ -13,4 +13,4 @@ def test_every_recorded_signature_is_the_checkouts(megatron_lm):
     series = ".".join(map(str, release))
     assert series in RELEASES
     there = {symbol: versions[series] for symbol, versions in TRAINING.items() if series in versions}
-    assert {symbol: signature_in(megatron_lm, symbol) for symbol in there} == there
+    assert {symbol: found_in(megatron_lm, symbol, expected, {}) for symbol, expected in there.items()} == there

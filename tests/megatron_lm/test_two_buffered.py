@@ -224,14 +224,18 @@ def test_evaluation_changes_nothing(megatron_lm, tmp_path):
 
 
 def test_checkpoints_go_to_and_come_from_runs_without_2bw(megatron_lm, tmp_path):
-    """Without the older version, or for want of it, training goes on from the newest."""
+    """A run without 2bw takes the newest weights; one with it ends where the older ones are missing, unless told."""
     flags = [*flags_for(megatron_lm, GPT, 3, ()), *PP4, "--ckpt-format", "torch_dist", "--save-interval", "2"]
     launch(megatron_lm, GPT, 4, [*flags, *TWO, "--save", str(tmp_path / "2bw"), "--exit-interval", "2"])
     to_stock = launch(megatron_lm, GPT, 4, [*flags, "--load", str(tmp_path / "2bw")])
     assert len(to_stock.lines) == 1
     shutil.rmtree(tmp_path / "2bw" / "iter_0000002" / "evenpipe_2bw")
-    from_stock = launch(megatron_lm, GPT, 4, [*flags, *TWO, "--load", str(tmp_path / "2bw")])
-    assert "it was saved without 2bw, or on other" in from_stock.output
+    flags += [*TWO, "--load", str(tmp_path / "2bw")]
+    refused = launch(megatron_lm, GPT, 4, flags, check=False)
+    assert refused.returncode != 0
+    assert "was saved with 2bw, but there is no file" in refused.output
+    from_stock = launch(megatron_lm, GPT, 4, [*flags, "--evenpipe-one-version"])
+    assert "both weight versions are the loaded one, as there is no file" in from_stock.output
     assert from_stock.lines[0].partition(" | number")[0] == to_stock.lines[0].partition(" | grad norm")[0]
     assert _last_norm(from_stock) == re.search(r"grad norm: (\S+)", to_stock.lines[0])[1]
 

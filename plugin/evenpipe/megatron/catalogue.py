@@ -13,18 +13,20 @@ from typing import Any, Final
 from evenpipe.megatron.cpu_mode.core import cpu_mode
 from evenpipe.megatron.cpu_mode.scripts import script_patches as cpu_script_patches
 from evenpipe.megatron.planned_layout import half_layers
-from evenpipe.megatron.schedule_patches import schedule_patches
+from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.script.adaptive import adaptive_patches
 from evenpipe.megatron.script.install import script_patches
 from evenpipe.megatron.script.log import log_patches
 from evenpipe.megatron.script.truth import truth_patches
-from evenpipe.megatron.script.two_buffered.training import two_buffered_patches
-from evenpipe.megatron.supported import LOGGED_LOSSES, MEGATRON_CORE, RELEASES, recorded
+from evenpipe.megatron.script.two_buffered.training import CALLED, two_buffered_patches
+from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
 from evenpipe.megatron.train_engine.stock import reporting_to
-from evenpipe.upstream import ANY, Expectation, PatchSet, UpstreamError
+from evenpipe.megatron.train_engine.symbols import layer_kinds, without_processes
+from evenpipe.megatron.two_buffered_symbols import TWO_BUFFERED
+from evenpipe.upstream import ANY, PatchSet, UpstreamError
 from evenpipe.upstream.findings import Finding, Findings, State, examine_source, find_by_import, find_in_source
-from evenpipe.upstream.items import Item, Purpose, expected_item, patch_items
-from evenpipe.upstream.source import literal_in
+from evenpipe.upstream.items import Item, Purpose, items_of
+from evenpipe.upstream.source import Read, literal_in
 from evenpipe.upstream.symbols import module_of
 
 __all__ = ["TRAINING_PACKAGE", "VERSION_FILE", "catalogue", "examine", "look", "version_in"]
@@ -40,32 +42,24 @@ _NOTHING: Any = None
 
 
 def catalogue() -> tuple[Item, ...]:
-    """The patches first, then what is relied on; listed without importing Megatron."""
-    patches = [item for purpose, sets in _sets().items() for each in sets for item in patch_items(purpose, each)]
-    replaced = {item.symbols[0] for item in patches if item.purpose is Purpose.TRAINING}
-    called = dict.fromkeys(symbol for release in RELEASES.values() for symbol in release.signatures)
-    expected = [Expectation(symbol, MEGATRON_CORE, recorded(symbol)) for symbol in called if symbol not in replaced]
-    logged = [Expectation(symbol, MEGATRON_CORE, versions) for symbol, versions in LOGGED_LOSSES.items()]
-    return (
-        *patches,
-        *(expected_item(Purpose.TRAINING, "schedule", each) for each in expected),
-        *(expected_item(Purpose.TRAINING, "auto", each) for each in logged),
-    )
+    """What each feature replaces and calls, in the list that it verifies when it starts; made without Megatron."""
+    return tuple(item for purpose, sets in _sets().items() for each in sets for item in items_of(purpose, each))
 
 
 def _sets() -> dict[Purpose, list[PatchSet]]:
     return {
         Purpose.TRAINING: [
             *script_patches(),
-            PatchSet("schedule", schedule_patches(_NOTHING)),
+            in_place_of_megatron(_NOTHING),
             log_patches(_NOTHING),
-            PatchSet("2bw", two_buffered_patches(_NOTHING)),
+            PatchSet("2bw", two_buffered_patches(_NOTHING), [*TWO_BUFFERED, *CALLED]),
             adaptive_patches(_NOTHING),
             truth_patches(_NOTHING),
             half_layers(_NOTHING),
         ],
         Purpose.CPU_MODE: [cpu_mode(), *cpu_script_patches().values()],
-        Purpose.TRAINER: [reporting_to(_NOTHING)],
+        Purpose.TRAINER: [reporting_to(_NOTHING), PatchSet("profile", [], without_processes())],
+        Purpose.PARTITION: [PatchSet("layers", [], layer_kinds())],
     }
 
 
@@ -74,7 +68,7 @@ def examine(root: Path) -> Findings:
 
     Symbols of torch are left out, as most are written in C.
     """
-    items = [item for item in catalogue() if item.purpose is not Purpose.TRAINER and item.in_package("megatron")]
+    items = [item for item in catalogue() if item.in_package("megatron")]
     return examine_source(root, MEGATRON_CORE, RELEASES, version_in, items, _found_in_source)
 
 
@@ -87,10 +81,10 @@ def version_in(root: Path) -> str:
     return ".".join(map(str, parts)) + str(literal_in(root, "megatron.core.package_info:PRE_RELEASE"))
 
 
-def _found_in_source(root: Path, item: Item, series: str, version: str) -> Finding:
+def _found_in_source(root: Path, item: Item, series: str, version: str, read: Read) -> Finding:
     if item.in_package(TRAINING_PACKAGE) and not root.joinpath(*TRAINING_PACKAGE.split(".")).exists():
         return Finding(item, State.ABSENT)
-    return find_in_source(root, item, series, version)
+    return find_in_source(root, item, series, version, read)
 
 
 def look() -> Findings:

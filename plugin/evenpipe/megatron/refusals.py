@@ -241,14 +241,6 @@ def refused_settings(settings: Any, bpipe: bool) -> Iterator[Refusal]:
     `settings` is Megatron's model configuration, or its arguments, whose attributes have the same names.
     """
     yield from _given(settings, _ALWAYS, "turn it off, or EvenPipe's schedule")
-    group, stages = getattr(settings, "microbatch_group_size_per_vp_stage", None), settings.pipeline_model_parallel_size
-    if settings.virtual_pipeline_model_parallel_size is not None and group not in (None, stages):
-        yield Refusal(
-            "microbatch_group_size_per_vp_stage",
-            str(group),
-            f"is not the groups of pipeline_model_parallel_size={stages} micro-batches that EvenPipe interleaves",
-            "leave it unset",
-        )
     if bpipe:
         yield from _given(settings, _WITH_BPIPE, "turn it off, or BPipe")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
+from evenpipe.megatron.captured import refused_capture
+from evenpipe.megatron.grouping import group_size
 from evenpipe.megatron.process_groups import process_groups
 from evenpipe.megatron.refusals import refuse_unsupported
 from evenpipe.megatron.schedule_patches import in_place_of_megatron
@@ -18,7 +21,7 @@ from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import CoreRelease, installed_release
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
-from evenpipe.schedule import Need, Program, Programs, Queues, Size, Spec, check_offers, choose, links, loop
+from evenpipe.schedule import Message, Need, Program, Programs, Queues, Size, Spec, check_offers, choose, links, loop
 
 __all__ = ["Call", "PipelineSchedule", "in_place_of_megatron"]
 
@@ -67,9 +70,9 @@ class PipelineSchedule:
         self._release: CoreRelease = installed_release()
         self._model: list[torch.nn.Module] | None = None
 
-    def program(self, stages: int, micro_batches: int, chunks: int) -> Program:
-        """What is carried out for so many micro-batches: verified when first asked for."""
-        return self.programs(Size(stages, micro_batches, chunks, self.group_size))
+    def program(self, stages: int, micro_batches: int, chunks: int, settings: Any) -> Program:
+        """What is carried out for so many micro-batches under Megatron's `settings`: verified when first asked for."""
+        return self.programs(Size(stages, micro_batches, chunks, group_size(settings, self.group_size)))
 
     def close(self) -> None:
         """Destroy the links, once no batch is under way."""
@@ -169,8 +172,11 @@ class PipelineSchedule:
         """All forwards and backwards of a batch, and what Megatron does with its gradients; the losses."""
         batch, pipeline, groups, embedding, force_all_reduce = call
         config, release = batch.config, self._release
+        size = pipeline.size(), batch.num_microbatches, len(batch.model), config
+        if (refusal := refused_capture(config, lambda: self.program(*size).schedule)) is not None:
+            raise ValueError(str(refusal))
         executor = self._executor(pipeline, batch)
-        program = self.program(pipeline.size(), batch.num_microbatches, len(batch.model))
+        program = self.program(*size)
         stage = MegatronStage(batch, program.schedule, pipeline.rank(), executor.device, release)
         stage.start()
         executor.run(program, stage)
@@ -190,8 +196,7 @@ class PipelineSchedule:
         return [parameter for chunk in chunks for parameter in chunk.parameters()]
 
     def _held_up(self, config: Any) -> Queues:
-        # Megatron's timers around every forward and backward synchronise (`--timing-log-level 2`).
-        if getattr(config.timers, "_log_level", 0) >= 2:
+        if _synchronises(config):
             return "synchronised"
         # What differs in size makes no room for what comes until it has left, and a load that waits holds compute up.
         return "one" if self.bpipe and self._sizes_differ(config) else "many"
@@ -215,7 +220,28 @@ class PipelineSchedule:
             vary = bool(batch.config.variable_seq_lengths)
             connections = connect(ranks, joined, backend, device, vary, self._held_up(batch.config))
             self.programs = self.programs.for_queues(connections.queues)
-            self.executor = Executor(pipeline.rank(), connections, device, parameters, self._observer, self.measure)
+            self.executor = Executor(
+                pipeline.rank(),
+                connections,
+                device,
+                parameters,
+                self._observer,
+                self.measure,
+                partial(_count_wait, batch.config.timers) if _synchronises(batch.config) else None,
+            )
             self._connected(self)
         self.executor.measure = self.measure
         return self.executor
+
+
+def _synchronises(config: Any) -> bool:
+    """Whether Megatron's timers around every forward and backward do (`--timing-log-level 2`)."""
+    return getattr(config.timers, "_log_level", 0) >= 2
+
+
+def _count_wait(timers: Any, message: Message, received: bool, waited_ms: float) -> None:
+    """Add a wait to Megatron's timer of that name, whose own start would sit it out on a device."""
+    timer = timers(f"{message.link.kind}-{'recv' if received else 'send'}", log_level=2)
+    timer.start()
+    timer._start_time -= waited_ms / 1e3
+    timer.stop()

@@ -6,24 +6,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from evenpipe.megatron.supported import MEGATRON_CORE, SCHEDULES, installed_release, recorded
-from evenpipe.upstream import Expectation, Patch, PatchSet, around
+from evenpipe.megatron.supported import MEGATRON_CORE, SCHEDULES, of_schedules, recorded
+from evenpipe.upstream import Patch, PatchSet, around
 from evenpipe.upstream.saved_leaves import keeping_identity
 
-__all__ = ["in_place_of_megatron", "schedule_patches"]
+__all__ = ["in_place_of_megatron"]
 
 _CHOICE = f"{SCHEDULES}:get_forward_backward_func"
 
 
 def in_place_of_megatron(schedule: Callable[..., Any]) -> PatchSet:
     """The patches under which `get_forward_backward_func` returns `schedule` where it would return a pipelined one."""
-    called = [symbol for symbol in installed_release().signatures if symbol != _CHOICE]
-    expectations = [Expectation(symbol, MEGATRON_CORE, recorded(symbol)) for symbol in called]
-    return PatchSet("schedule", schedule_patches(schedule), expectations)
-
-
-def schedule_patches(schedule: Callable[..., Any]) -> list[Patch]:
-    """What `in_place_of_megatron` applies; made without looking at what is installed."""
     choice = Patch(
         name="schedule",
         targets=(_CHOICE, "megatron.core.pipeline_parallel:get_forward_backward_func"),
@@ -34,7 +27,8 @@ def schedule_patches(schedule: Callable[..., Any]) -> list[Patch]:
         "release an order of micro-batches",
         rebinds=True,
     )
-    return [choice, keeping_identity()]
+    called = [each for each in of_schedules() if each.symbol != _CHOICE]
+    return PatchSet("schedule", [choice, keeping_identity()], called)
 
 
 def _choose(schedule: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from evenpipe.megatron.grad_sync import GradSync, Sync
 from evenpipe.megatron.supported import CoreRelease
 from evenpipe.runtime.layout import shapes_heard, shapes_told
+from evenpipe.runtime.stage import check_sent
 from evenpipe.schedule import BACKWARD, FORWARD, Kind, Schedule, Unit
 
 __all__ = ["Batch", "MegatronStage"]
@@ -108,8 +109,10 @@ class MegatronStage:
         if is_last:
             return []
         handed_over = [output.detach() for output in outputs]
+        shapes = [tuple(output.shape) for output in outputs] if config.variable_seq_lengths else batch.send_shapes
+        check_sent(handed_over, [(tuple(shape), config.pipeline_dtype) for shape in shapes], unit)
         if config.variable_seq_lengths:
-            self._handed_over[unit] = [tuple(output.shape) for output in outputs]
+            self._handed_over[unit] = shapes
         schedules.deallocate_output_tensor(outputs[0], config.deallocate_pipeline_outputs)
         return handed_over
 

@@ -1,30 +1,33 @@
 """The releases of megatron-core that EvenPipe works with, and what it relies on in each of them."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from evenpipe.upstream import BUILTIN, Distribution, Expectation, Patch, around
+from evenpipe.upstream import PRESENT, Distribution, Expectation, Patch, around, verify
 
 __all__ = [
-    "LOGGED_LOSSES",
     "MEGATRON_CORE",
+    "PARALLEL_STATE",
     "RELEASES",
     "SCHEDULES",
     "Changes",
     "CoreRelease",
     "core_patch",
+    "expected",
     "installed_release",
+    "members",
+    "of_schedules",
     "recorded",
     "since",
-    "verify_two_buffered",
 ]
 
-MEGATRON_CORE = Distribution("megatron-core", version_at="megatron.core:__version__")
-SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-
 _SERIES = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19")
+
+MEGATRON_CORE = Distribution("megatron-core", "megatron.core:__version__", _SERIES)
+PARALLEL_STATE = "megatron.core.parallel_state"
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
 Changes: TypeAlias = str | Mapping[str, str | None]
@@ -44,8 +47,19 @@ def since(changes: Changes) -> Mapping[str, str]:
     return signatures
 
 
+def members(owner: str, names: Iterable[str], changes: Changes = PRESENT) -> dict[str, Changes]:
+    """Return the symbols of these names in `owner`, which is a module or "module:Class"."""
+    return {f"{owner}{'.' if ':' in owner else ':'}{name}": changes for name in names}
+
+
+def expected(symbols: Mapping[str, Changes], reason: str | None = None) -> list[Expectation]:
+    """Return what a feature calls of megatron-core; with a `reason`, what it sets on single objects."""
+    return [Expectation(symbol, MEGATRON_CORE, since(changes), reason) for symbol, changes in symbols.items()]
+
+
 _FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
 _PROCESS_GROUPS = "megatron.core.process_groups_config"
+_GROUPS = ("tp", "pp", "cp", "embd", "pos_embd", "dp_cp")
 _BATCH = (
     "*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
     "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
@@ -56,6 +70,7 @@ _PIPELINING = {
     "0.15": f"({_BATCH}, pg_collection=None)",
     "0.16": f"({_BATCH}, pg_collection=None, force_all_reduce=False)",
 }
+_COMMUNICATION = "megatron.core.pipeline_parallel.p2p_communication"
 _TENSOR_SHAPES = "*, seq_length, micro_batch_size, decoder_seq_length, config"
 
 _CHANGES: Mapping[str, Changes] = {
@@ -76,6 +91,7 @@ _CHANGES: Mapping[str, Changes] = {
     },
     f"{SCHEDULES}:forward_backward_pipelining_without_interleaving": _PIPELINING,
     f"{SCHEDULES}:forward_backward_pipelining_with_interleaving": _PIPELINING,
+    f"{SCHEDULES}:forward_backward_no_pipelining": PRESENT,
     f"{SCHEDULES}:deallocate_output_tensor": "(out, deallocate_pipeline_outputs=False)",
     f"{SCHEDULES}:get_tensor_shapes": {
         "0.14": f"({_TENSOR_SHAPES}, tp_group, cp_group)",
@@ -91,51 +107,45 @@ _CHANGES: Mapping[str, Changes] = {
     },
     f"{_PROCESS_GROUPS}:GradFinalizeProcessGroups": {"0.14": "()", "0.15": None},
     f"{_PROCESS_GROUPS}:ProcessGroupCollection": {"0.15": "(**kwargs)"},
+    **members(f"{_PROCESS_GROUPS}:GradFinalizeProcessGroups", _GROUPS, {"0.14": PRESENT, "0.15": None}),
+    **members(f"{_PROCESS_GROUPS}:ProcessGroupCollection", _GROUPS, {"0.15": PRESENT}),
+    f"{_PROCESS_GROUPS}:ProcessGroupCollection.tp_dp_cp": {"0.18": PRESENT},
+    f"{_PROCESS_GROUPS}:ProcessGroupCollection.dp": {"0.19": PRESENT},
+    **members(
+        PARALLEL_STATE,
+        (
+            *("get_tensor_model_parallel_group", "get_pipeline_model_parallel_group", "get_context_parallel_group"),
+            *("get_embedding_group", "get_position_embedding_group"),
+        ),
+        "(check_initialized=True)",
+    ),
+    f"{PARALLEL_STATE}:get_data_parallel_group": {
+        "0.14": "(with_context_parallel=False, partial_data_parallel=False)",
+        "0.16": "(with_context_parallel=False, partial_data_parallel=False, independent_all_gather=False)",
+        "0.18": "(with_context_parallel=False, partial_data_parallel=False)",
+        "0.19": "(with_context_parallel=False, with_gtp_remat=True, partial_data_parallel=False)",
+    },
+    f"{PARALLEL_STATE}:get_tensor_and_data_parallel_group": {
+        "0.14": "(with_context_parallel=False)",
+        "0.15": "(check_initialized=True, with_context_parallel=False)",
+    },
+    f"{_COMMUNICATION}:P2PCommunicator": "(pp_group, config)",
+    f"{_COMMUNICATION}:P2PCommunicator.pp_group": PRESENT,
+    **members("megatron.core.utils", ("get_model_config", "get_model_type"), "(model)"),
+    **members(
+        "megatron.core.model_parallel_config:ModelParallelConfig",
+        (
+            *("timers", "barrier_with_L1_time", "finalize_model_grads_func"),
+            *("variable_seq_lengths", "pipeline_dtype", "deallocate_pipeline_outputs"),
+            *("num_microbatches_with_partial_activation_checkpoints", "no_sync_func", "grad_sync_func"),
+            "param_sync_func",
+        ),
+    ),
+    "megatron.core.transformer.transformer_config:TransformerConfig.calculate_per_token_loss": PRESENT,
+    "megatron.core.timers:Timers._log_level": PRESENT,
+    "megatron.core.timers:Timer._start_time": PRESENT,
 }
 _SIGNATURES: Mapping[str, Mapping[str, str]] = {symbol: since(changes) for symbol, changes in _CHANGES.items()}
-
-
-_TRANSFORMER = "megatron.core.transformer"
-LOGGED_LOSSES: Mapping[str, Mapping[str, str]] = {
-    f"{_TRANSFORMER}.multi_token_prediction:MTPLossLoggingHelper.tracker": since(BUILTIN),
-    f"{_TRANSFORMER}.experimental_attention_variant.dsa:DSAIndexerLossLoggingHelper.tracker": since({"0.16": BUILTIN}),
-}
-"""Dictionaries, beside the experts', in which models add up losses for the log; a model need not use their modules."""
-
-
-# What 2BW calls of megatron-core beyond its schedules.
-_OPTIMIZER = "megatron.core.optimizer.optimizer"
-_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
-_BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
-_GRAD_SYNC = {"0.14": "(self)", "0.16": "(self, force_all_reduce=False)"}
-
-_OF_TWO_BUFFERED: Mapping[str, Changes] = {
-    "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32": (
-        "(parameters, max_norm, total_norm, use_decoupled_grad=False)"
-    ),
-    f"{_OPTIMIZER}:MegatronOptimizer.get_grad_stats_parallel_group": "(self)",
-    f"{_OPTIMIZER}:MegatronOptimizer.get_parameters": "(self)",
-    f"{_OPTIMIZER}:FP32Optimizer.prepare_grads": "(self)",
-    f"{_OPTIMIZER}:FP32Optimizer.step_with_ready_grads": "(self)",
-    f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads": "(self)",
-    f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads": "(self)",
-    f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads": "(self)",
-    f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._collect_main_grad_data_for_unscaling": "(self)",
-    f"{_DISTRIBUTED}._copy_model_grads_to_main_grads": "(self)",
-    f"{_DISTRIBUTED}._collect_main_grad_data_for_unscaling": "(self)",
-    f"{_DISTRIBUTED}._get_model_param_range_map": "(self, param)",
-    f"{_DISTRIBUTED}.step_with_ready_grads": "(self)",
-    f"{_BUCKETS}.start_grad_sync": _GRAD_SYNC,
-    f"{_BUCKETS}.finish_grad_sync": _GRAD_SYNC,
-    f"{_BUCKETS}.start_param_sync": "(self, force_sync=False)",
-    "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer": "(self)",
-    "megatron.core.tensor_parallel.layers:param_is_not_tensor_parallel_duplicate": {
-        "0.14": "(param)",
-        "0.16": "(param, tp_group=None)",
-        "0.19": "(param, tp_group=None, expert_tp_group=None)",
-    },
-    "megatron.core.transformer.module:param_is_not_shared": "(param)",
-}
 
 
 @dataclass(frozen=True)
@@ -170,7 +180,6 @@ def _takes(signature: str, argument: str) -> bool:
     return re.search(rf"\b{argument}\b", signature) is not None
 
 
-_GROUPS = ("tp", "pp", "cp", "embd", "pos_embd", "dp_cp")
 _GRAD_FINALIZE = ("grad_finalize_pgs", f"{_PROCESS_GROUPS}:GradFinalizeProcessGroups")
 _COLLECTION = ("pg_collection", f"{_PROCESS_GROUPS}:ProcessGroupCollection")
 
@@ -188,9 +197,13 @@ def installed_release() -> CoreRelease:
     Raises UpstreamError naming the version when it is not supported, or the first symbol that is not as recorded.
     """
     release = RELEASES[MEGATRON_CORE.series(RELEASES)]
-    for symbol in release.signatures:
-        Expectation(symbol, MEGATRON_CORE, recorded(symbol)).verify()
+    verify(of_schedules())
     return release
+
+
+def of_schedules() -> list[Expectation]:
+    """Return what a schedule calls of megatron-core, in every series."""
+    return expected(_CHANGES)
 
 
 def recorded(symbol: str) -> Mapping[str, str]:
@@ -205,8 +218,3 @@ def core_patch(
     versions = recorded(symbol) if signature is None else since(signature)
     return Patch(name, (symbol,), MEGATRON_CORE, versions, around(call), reason)
 
-
-def verify_two_buffered() -> None:
-    """Raise UpstreamError naming the first of what 2BW calls that is not as recorded for the installed release."""
-    for symbol, changes in _OF_TWO_BUFFERED.items():
-        Expectation(symbol, MEGATRON_CORE, since(changes)).verify()

@@ -1,14 +1,14 @@
-"""What EvenPipe replaces in megatron.training, and its signature in each release of Megatron-LM."""
+"""What EvenPipe replaces and calls in megatron.training, and its signature in each release of Megatron-LM."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from evenpipe.megatron.supported import Changes, since
-from evenpipe.upstream import Distribution, Patch, around
+from evenpipe.megatron.supported import MEGATRON_CORE, Changes, since
+from evenpipe.upstream import PRESENT, Distribution, Expectation, Patch, around
 
-__all__ = ["TRAINING", "training_patch"]
+__all__ = ["TRAINING", "training_expected", "training_patch"]
 
-_MEGATRON_LM = Distribution("Megatron-LM", version_at="megatron.core:__version__")
+_MEGATRON_LM = Distribution("Megatron-LM", "megatron.core:__version__", MEGATRON_CORE.releases)
 """megatron.training states no version; it travels with megatron.core, in a checkout and, from 0.17 on, in the wheel."""
 
 _LOG = (
@@ -28,6 +28,7 @@ _INITIALIZE = (
 
 _CHANGES: Mapping[str, Changes] = {
     "megatron.training.arguments:add_megatron_arguments": "(parser)",
+    "megatron.training.arguments:core_transformer_config_from_args": "(args, config_class=None)",
     "megatron.training.arguments:parse_args": "(extra_args_provider=None, ignore_unknown_args=False)",
     "megatron.training.arguments:validate_args": "(args, defaults={})",
     "megatron.training.global_vars:set_global_variables": "(args, build_tokenizer=True)",
@@ -42,8 +43,14 @@ _CHANGES: Mapping[str, Changes] = {
             "seed_tp_group=None, seed_ep_group=None, seed_etp_group=None, skip_random_seed=False)"
         ),
     },
+    "megatron.training:get_signal_handler": "()",
+    "megatron.training:get_tensorboard_writer": "()",
+    "megatron.training:get_wandb_writer": "()",
+    "megatron.training:print_rank_last": "(message)",
+    "megatron.training.dist_signal_handler:DistributedSignalHandler._signal_received": PRESENT,
     "megatron.training.initialize:_compile_dependencies": "()",
     "megatron.training.initialize:set_jit_fusion_options": {"0.14": "()", "0.19": "(tp_size=None)"},
+    "megatron.training.training:_TRAIN_START_TIME": PRESENT,
     "megatron.training.training:training_log": {
         "0.14": (
             "(loss_dict, total_loss_dict, learning_rate, decoupled_learning_rate, iteration, loss_scale, "
@@ -74,6 +81,10 @@ _CHANGES: Mapping[str, Changes] = {
         "0.16": f"({_SAVE}, {_SAVE_GROUPS})",
         "0.19": f"({_SAVE}, {_SAVE_GROUPS}, dp_group=None, expt_dp_group=None, rng_state_key_prefix='')",
     },
+    "megatron.training.checkpointing:check_checkpoint_args": {
+        "0.14": "(checkpoint_args)",
+        "0.19": "(checkpoint_args, skip_args=None)",
+    },
     f"{_UTILS}:logical_and_across_model_parallel_group": {"0.14": "(input)", "0.18": None},
     f"{_UTILS}:reduce_max_stat_across_model_parallel_group": {"0.14": "(stat)", "0.18": None},
     f"{_UTILS}.common_utils:logical_and_across_model_parallel_group": {
@@ -86,6 +97,11 @@ _CHANGES: Mapping[str, Changes] = {
     },
 }
 TRAINING: Mapping[str, Mapping[str, str]] = {symbol: since(changes) for symbol, changes in _CHANGES.items()}
+
+
+def training_expected(*symbols: str) -> list[Expectation]:
+    """Return those of the symbols above that a feature calls."""
+    return [Expectation(symbol, _MEGATRON_LM, TRAINING[symbol]) for symbol in symbols]
 
 
 def training_patch(name: str, symbol: str, call: Callable[..., Any], reason: str) -> Patch:

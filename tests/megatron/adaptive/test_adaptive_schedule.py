@@ -16,7 +16,6 @@ from tests.reports import reports
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA"),
-    pytest.mark.timeout(300),
 ]
 SAMPLES = SIZE * MICRO_BATCHES
 

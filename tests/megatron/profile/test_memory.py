@@ -29,7 +29,6 @@ SCRIPT = Path(__file__).with_name("measured_memory.py")
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA"),
-    pytest.mark.timeout(240),
 ]
 
 

@@ -4,8 +4,9 @@ from argparse import Namespace
 
 import pytest
 
-from evenpipe.megatron.script.checks import check
+from evenpipe.megatron.script.checks import check, warnings
 from evenpipe.megatron.script.flags import ArgumentError
+from evenpipe.schedule import Size, build
 from evenpipe.settings.config import EvenPipeConfig
 
 
@@ -57,7 +58,7 @@ REFUSED = {
     "uneven groups": (
         {"bpipe": True},
         {"virtual_pipeline_model_parallel_size": 2, "global_batch_size": 12, "data_parallel_size": 2},
-        "--bpipe: --global-batch-size 12 makes 6 .*--pipeline-model-parallel-size 4: make it a multiple of 8$",
+        "--bpipe: --global-batch-size 12 makes 6 .*--pipeline-model-parallel-size 4: make it a multiple of 8, or ",
     ),
     "sharded weights": ({"bpipe": True}, {"use_megatron_fsdp": True}, "--bpipe: --use-megatron-fsdp "),
     "restart inside": ({"schedule": "1f1b"}, {"inprocess_restart": True}, "1f1b: --inprocess-restart "),
@@ -77,10 +78,16 @@ REFUSED = {
     ),
     "graphs": ({"schedule": "1f1b"}, {"enable_cuda_graph": True}, "--evenpipe-schedule 1f1b: --enable-cuda-graph "),
     "offloading": ({"bpipe": True}, {"cpu_offloading": True}, "--bpipe: --cpu-offloading-num-layers "),
-    "other groups": (
+    "a small last group": (
         {"schedule": "1f1b"},
-        {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 8},
-        "--evenpipe-schedule 1f1b: --microbatch-group-size-per-virtual-pipeline-stage 8 ",
+        {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 6},
+        "1f1b: --global-batch-size 8 makes 8 .* groups of --microbatch-group-size-per-virtual-pipeline-stage 6, none "
+        "smaller than --pipeline-model-parallel-size 4: make it a multiple of 6, or choose another --microb",
+    ),
+    "a group of more than all": (
+        {"schedule": "1f1b"},
+        {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 9},
+        "1f1b: --global-batch-size 8 makes 8 .* --microbatch-group-size-per-virtual-pipeline-stage 9, none ",
     ),
     "2bw, too few": (
         {"schedule": "2bw"},
@@ -139,6 +146,17 @@ REFUSED = {
         "--evenpipe-schedule kfkb: --pipeline-model-parallel-size 1 ",
     ),
     "kfkb, virtual": (KFKB, {"virtual_pipeline_model_parallel_size": 2}, "kfkb: has one model chunk .* no virtual"),
+    "kfkb, captured by Transformer Engine": (
+        KFKB | {"group_size": 2},
+        {"cuda_graph_impl": "transformer_engine"},
+        "kfkb: --cuda-graph-impl transformer_engine captures Megatron's order, in which action 5 of stage 0 is B0, not "
+        "F4: .*: turn it off, or use 1f1b$",
+    ),
+    "gpipe, captured by Transformer Engine": (
+        {"schedule": "gpipe"},
+        {"external_cuda_graph": True},
+        "gpipe: --external-cuda-graph captures Megatron's order",
+    ),
     "kfkb, captured": (KFKB, {"enable_cuda_graph": True}, "--evenpipe-schedule kfkb: --enable-cuda-graph "),
     "nothing to retune": (
         KFKB | {"group_size": 2, "retune_interval": 5},
@@ -202,8 +220,17 @@ def test_refused(case):
     [
         ({}, {"pipeline_model_parallel_size": 1, "enable_cuda_graph": True}),
         ({"bpipe": True}, {}),
+        ({"schedule": "1f1b"}, {"cuda_graph_impl": "transformer_engine"}),
+        ({"schedule": "1f1b"}, {"cuda_graph_impl": "transformer_engine", "virtual_pipeline_model_parallel_size": 2}),
+        (KFKB | {"group_size": 1}, {"cuda_graph_impl": "transformer_engine"}),
         ({"schedule": "1f1b"}, {"cpu_offloading": True, "num_experts": 8}),
         ({"bpipe": True}, {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 4}),
+        ({"bpipe": True}, {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 8}),
+        (
+            {"schedule": "interleaved"},
+            {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 6}
+            | {"global_batch_size": 10},
+        ),
         ({"bpipe": True}, {"virtual_pipeline_model_parallel_size": 2, "rampup_batch_size": ["2", "2", "100"]}),
         ({"bpipe": True, "trace": "t.json", "trace_iteration": 10}, {}),
         ({"bpipe": True, "trace": "/no/folder/of/this/node/t.json"}, {"rank": 8}),
@@ -224,3 +251,20 @@ def test_refused(case):
 )
 def test_accepted(ours, theirs):
     check(EvenPipeConfig.of(**ours), megatrons(**theirs))
+
+
+def test_a_group_of_a_whole_batch_is_said_to_be_gpipe():
+    [line] = warnings(EvenPipeConfig.of(schedule="kfkb", group_size=9), megatrons())
+    assert line.startswith("--group-size 9: a batch has 8 micro-batches, which make one group: kfkb then runs as gpipe")
+    assert not [*warnings(EvenPipeConfig.of(schedule="kfkb", group_size=4), megatrons())]
+
+
+def test_a_table_goes_with_its_own_groups_of_virtual_stages(tmp_path):
+    table = tmp_path / "interleaved.txt"
+    table.write_text(str(build("interleaved", Size(4, 12, 2, 6)).schedule))
+    config = EvenPipeConfig.of(schedule=f"file:{table}")
+    theirs = {"virtual_pipeline_model_parallel_size": 2, "global_batch_size": 12}
+    for group in (None, 4, 6):
+        check(config, megatrons(**theirs, microbatch_group_size_per_vp_stage=group))
+    with pytest.raises(ArgumentError, match=f"^--evenpipe-schedule file:{table}: group_size=5: the table .* is of 6"):
+        check(config, megatrons(**theirs, microbatch_group_size_per_vp_stage=5))

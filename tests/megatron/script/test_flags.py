@@ -25,12 +25,66 @@ def test_flags_become_settings():
     assert config_from(args) == EvenPipeConfig(schedule="gpipe", bpipe=True, pair_adjacent=False, trace=Path("t.json"))
 
 
-def test_help_shows_the_group_with_every_description():
-    text = " ".join(add_flags(ArgumentParser()).format_help().split())
+@pytest.mark.parametrize("setting", EvenPipeConfig.model_fields)
+def test_every_flag_has_a_name_of_ours_and_maybe_a_short_one(setting):
+    name, value = "--evenpipe-" + setting.replace("_", "-"), ["1"]
+    if setting in ("bpipe", "one_version", "pair_adjacent"):
+        value = []
+    assert parsed(name, *value) == parsed(flag(setting), *value) != parsed()
+
+
+def test_help_shows_the_group_with_every_description(capsys):
+    with pytest.raises(SystemExit):
+        add_flags(ArgumentParser()).parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
     assert "EvenPipe:" in text
     for setting, field in EvenPipeConfig.model_fields.items():
-        assert flag(setting) in text
+        assert f" {flag(setting)}" in text
         assert field.description in text
+
+
+@pytest.mark.parametrize("first", ["ours", "the script's"])
+def test_a_script_keeps_flags_of_its_own_whose_names_are_ours_too(first):
+    parser = ArgumentParser(allow_abbrev=False)
+    if first == "ours":
+        add_flags(parser)
+    group = parser.add_argument_group("script")
+    group.add_argument("--group-size", type=int, default=128)
+    group.add_argument("--memory-gib", type=float)
+    group.add_argument("--pair-adjacent", action="store_true")
+    group.add_argument("--retune-interval", type=int)
+    if first != "ours":
+        add_flags(parser)
+    stock = parser.parse_args(["--group-size", "64", "--memory-gib", "1", "--pair-adjacent", "--retune-interval", "2"])
+    assert (stock.group_size, stock.memory_gib, stock.pair_adjacent, stock.retune_interval) == (64, 1.0, True, 2)
+    assert config_from(stock) == EvenPipeConfig()
+    args = parser.parse_args(["--bpipe", "--evenpipe-group-size", "2", "--no-evenpipe-pair-adjacent"])
+    assert (args.group_size, args.pair_adjacent) == (128, False)
+    assert config_from(args) == EvenPipeConfig(bpipe=True, group_size=2, pair_adjacent=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--evenpipe-scedule", "a"], "--evenpipe-scedule: there is no such flag: did you mean --evenpipe-schedule?"),
+        (["--evenpipe-trase=t.json"], "--evenpipe-trase: there is no such flag: did you mean --evenpipe-trace?"),
+        (["--evenpipe-"], "--evenpipe-: there is no such flag: there are --evenpipe-schedule, bpipe, group-size, "),
+        (["--evenpipe-schedule"], "argument --evenpipe-schedule: expected one argument"),
+    ],
+)
+def test_a_flag_of_ours_that_is_misspelt_ends_with_one_line(given, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parsed(*given)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"evenpipe: error: {said}")
+    assert error.count("\n") == 1
+
+
+def test_what_the_parser_does_not_know_and_is_not_ours_is_the_parser_s(capsys):
+    with pytest.raises(SystemExit):
+        parsed("--bpip")
+    assert capsys.readouterr().err.startswith("usage: ")
 
 
 def test_what_a_yaml_configuration_lacks_comes_from_the_command_line():
@@ -38,7 +92,7 @@ def test_what_a_yaml_configuration_lacks_comes_from_the_command_line():
     argv = ["--yaml-cfg", "c.yaml", "--evenpipe-schedule", "1f1b"]
     assert config_from(args, argv) == EvenPipeConfig(schedule="1f1b", bpipe=True)
     assert args.evenpipe_schedule == "1f1b"
-    assert args.pair_adjacent is None
+    assert args.evenpipe_pair_adjacent is None
 
 
 def test_a_wrong_value_names_its_flag():

@@ -6,9 +6,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from evenpipe.delayed.side_file import SideFileError
 from evenpipe.megatron.script.hooks import folder_of
-from evenpipe.megatron.script.two_buffered.checkpoint import resume, save
+from evenpipe.megatron.script.two_buffered.checkpoint import has_two_versions, resume, save
 
 BESIDE, INSIDE = ".evenpipe_2bw/0000007_stage_02_shard_01.pt", "iter_0000007/evenpipe_2bw/stage_02_shard_01.pt"
 
@@ -34,7 +36,9 @@ def ranks(monkeypatch):
     monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda with_context_parallel: 0)
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 2)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def model(*, dtype=torch.bfloat16, seed=0):
@@ -58,7 +62,7 @@ def test_it_is_there_before_megatron_saves_and_inside_afterwards(ranks, tmp_path
     assert during == [[BESIDE]]
     assert files(tmp_path) == [INSIDE]
     fresh = Buffers(None)
-    assert resume(loading(tmp_path), model(dtype=dtype), fresh)
+    assert resume(loading(tmp_path), model(dtype=dtype), fresh, True, accepts_one_version=False)
     assert torch.equal(fresh.before, before)
 
 
@@ -69,17 +73,44 @@ def test_a_job_killed_before_it_was_moved_finds_it(ranks, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         save(7, model(), Buffers(torch.ones(2)), str(tmp_path), killed)
     assert files(tmp_path) == [BESIDE]
-    assert resume(loading(tmp_path), model(), Buffers(None))
+    assert resume(loading(tmp_path), model(), Buffers(None), True, accepts_one_version=False)
 
 
 def test_other_weights_or_another_iteration_do_not_get_it(ranks, tmp_path, capsys):
     save(7, model(), Buffers(torch.ones(2)), str(tmp_path), lambda: None)
     other = Buffers("as made")
-    assert not resume(loading(tmp_path), model(seed=1), other)
+    with pytest.raises(SideFileError, match="goes with other weights"):
+        resume(loading(tmp_path), model(seed=1), other, True, accepts_one_version=False)
+    assert other.before == "as made"
+    assert not resume(loading(tmp_path), model(seed=1), other, True, accepts_one_version=True)
     assert other.before is None
     assert "both weight versions are the loaded one" in capsys.readouterr().out
-    assert not resume(loading(tmp_path, 8), model(), Buffers(None))
-    assert not resume(loading(tmp_path, 0), model(), Buffers(None))  # nothing was loaded
+    assert not resume(loading(tmp_path, 8), model(), Buffers(None), False, accepts_one_version=False)
+    assert "it was saved without 2bw" in capsys.readouterr().out
+    nothing = loading(tmp_path, 0)
+    assert not resume(nothing, model(), Buffers(None), None, accepts_one_version=False)
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "known"),
+    [
+        ({}, False),
+        ({"evenpipe_schedule": None}, False),
+        ({"evenpipe_schedule": "kfkb"}, False),
+        ({"evenpipe_schedule": "2bw"}, True),
+        ({"evenpipe_schedule": "file:/gone.txt"}, None),
+        ({"evenpipe_schedule": "of-another-package"}, None),
+    ],
+)
+def test_where_the_schedule_is_unknown_the_files_that_lie_there_tell(ranks, tmp_path, capsys, saved_by, known):
+    assert has_two_versions(Namespace(**saved_by)) is known
+    if known is None:
+        assert not resume(loading(tmp_path), model(), Buffers("as made"), known, accepts_one_version=False)
+        assert "it was saved without 2bw" in capsys.readouterr().out
+        save(7, model(), Buffers(torch.ones(2)), str(tmp_path), lambda: None)
+        assert resume(loading(tmp_path), model(), Buffers(None), known, accepts_one_version=False)
+        with pytest.raises(SideFileError, match="goes with other weights"):
+            resume(loading(tmp_path), model(seed=1), Buffers(None), known, accepts_one_version=False)
 
 
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(ranks, tmp_path):

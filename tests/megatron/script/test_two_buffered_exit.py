@@ -1,6 +1,7 @@
 """Whether to stop is asked in the background, and acted on one iteration later."""
 
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,24 @@ def test_a_yes_is_heard_one_iteration_later(cause, alone, monkeypatch):
         "exit_signal_handler": cause == "signal",
         "exit_duration_in_mins": 5 if cause == "duration" else None,
     }
+
+
+def test_answers_travel_with_the_figures_of_the_step(alone, monkeypatch):
+    """The last stage ends an iteration long before the first: what it begins then may not wait for that."""
+    args = Namespace(exit_signal_handler=True, exit_duration_in_mins=None)
+    said, steps = [False, True, False], SimpleNamespace(gather_too=[], owes_figures=True)
+    monkeypatch.setattr(ExitDecision, "_got_signal", lambda self: said.pop(0))
+    decision = ExitDecision(args, lambda: None)
+    decision.along.begin(steps)
+    [gather] = steps.gather_too
+    gather()  # of an iteration before, there is nothing
+    found = []
+    for _ in range(3):
+        found.append(decision.made_by(lambda: args.exit_signal_handler))
+        assert not decision._exchange.under_way
+        gather()
+        assert decision._exchange.under_way
+    assert found == [False, False, True]
 
 
 def test_without_the_flags_nobody_is_asked():

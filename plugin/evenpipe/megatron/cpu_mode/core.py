@@ -8,14 +8,40 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from evenpipe.megatron.supported import core_patch
-from evenpipe.upstream import Patch, PatchSet
+from evenpipe.megatron.cpu_mode.modules import EXPERTS
+from evenpipe.megatron.supported import core_patch, expected, members
+from evenpipe.upstream import PRESENT, Patch, PatchSet
 from evenpipe.upstream.torch_cuda import no_gpu, without_cuda
 
 __all__ = ["cpu_mode"]
 
 _RANDOM: Final = "megatron.core.tensor_parallel.random"
 _OPTIMIZER: Final = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_DISPATCHER: Final = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+
+
+_ASSIGNED: Final = (
+    *expected(
+        members(_DISPATCHER, ("input_splits", "output_splits")),
+        "megatron-core makes numbers, which an all-to-all wants, of the counts of experts' tokens on a GPU only",
+    ),
+    *expected(
+        {"megatron.core.model_parallel_config:ModelParallelConfig.sequence_parallel": PRESENT},
+        "megatron-core's own layer norm is made as if without sequence parallelism, and its parameters marked for it",
+    ),
+    *expected(
+        {f"{EXPERTS}:te_general_gemm": PRESENT},
+        "routers look for Transformer Engine's matrix product under a name that nothing has without it",
+    ),
+    *expected(
+        {
+            "megatron.core.transformer.custom_layers:batch_invariant_kernels": {"0.16": PRESENT},
+            "megatron.core.transformer.moe:paged_stash": {"0.18": PRESENT},
+        },
+        "modules that are written in triton can be imported where there is none; what is called in them raises",
+    ),
+    *expected({f"{_OPTIMIZER}.model_param_group_index_map": PRESENT, f"{_OPTIMIZER}.optimizer": PRESENT}),
+)
 
 
 def cpu_mode(device: str = "cpu") -> PatchSet:
@@ -26,7 +52,7 @@ def cpu_mode(device: str = "cpu") -> PatchSet:
     Apply them before the first model is built. Refused where CUDA is available: with them in place, tensors stay on the
     CPU and the "CUDA" random state is the CPU's.
     """
-    return PatchSet("cpu-mode", [*without_cuda(device), *_core_patches()], guard=no_gpu)
+    return PatchSet("cpu-mode", [*without_cuda(device), *_core_patches()], _ASSIGNED, guard=no_gpu)
 
 
 def _core_patches() -> Iterator[Patch]:
@@ -59,7 +85,7 @@ def _core_patches() -> Iterator[Patch]:
             "normalization='LayerNorm')",
         ),
         (
-            "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+            f"{_DISPATCHER}._maybe_dtoh_and_synchronize",
             _with_numbers,
             "megatron-core makes numbers, which an all-to-all wants, of the counts of experts' tokens on a GPU only",
             "(self, point, tokens_per_expert=None)",

@@ -7,12 +7,12 @@ import importlib.util
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 from evenpipe.megatron.cpu_mode.modules import have_dataset_helpers
-from evenpipe.megatron.supported import core_patch
+from evenpipe.megatron.supported import core_patch, expected
 from evenpipe.megatron.training_supported import training_patch
-from evenpipe.upstream import PatchSet
+from evenpipe.upstream import PRESENT, PatchSet
 from evenpipe.upstream.ending import end_job
 from evenpipe.upstream.torch_cuda import no_gpu
 
@@ -62,7 +62,14 @@ def script_patches(as_given: bool = False) -> dict[str, PatchSet]:
     }
     if as_given:
         del patches[_ARGUMENTS]
-    return {module: PatchSet(f"cpu-mode {module}", items, guard=no_gpu) for module, items in patches.items()}
+    called = {
+        _INITIALIZE: expected({"megatron.core.datasets.utils:compile_helpers": PRESENT}),
+        _BERT_LAYERS: expected({f"{_BERT_LAYERS}:bert_layer_local_spec": PRESENT}),
+    }
+    return {
+        module: PatchSet(f"cpu-mode {module}", items, called.get(module, ()), guard=no_gpu)
+        for module, items in patches.items()
+    }
 
 
 def _adapt(said: set[str], original: Callable[..., Namespace], *args: Any, **kwargs: Any) -> Namespace:
@@ -71,7 +78,7 @@ def _adapt(said: set[str], original: Callable[..., Namespace], *args: Any, **kwa
     missing = missing_package(parsed)
     if missing is not None:
         end_job(missing)
-    changed = " ".join(adapt_arguments(parsed))
+    changed = ", ".join(adapt_arguments(parsed))
     if changed and changed not in said and parsed.rank == 0:
         said.add(changed)
         print(f"evenpipe: CPU mode: {changed}", flush=True)
@@ -108,7 +115,20 @@ _VALUES: dict[str, tuple[Any, str]] = {
     "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion"),
     "masked_softmax_fusion": (False, "--no-masked-softmax-fusion"),
     "apply_rope_fusion": (False, "--no-rope-fusion"),
+    "cross_entropy_fusion_impl": ("native", "--cross-entropy-fusion-impl native"),
+    "moe_grouped_gemm": (False, "without --moe-grouped-gemm"),
+    "moe_permute_fusion": (False, "without --moe-permute-fusion"),
+    "moe_router_fusion": (False, "without --moe-router-fusion"),
+    "fp8": (None, "without --fp8-format"),
+    "fp8_param_gather": (False, "without --fp8-param-gather"),
+    "fp4": (None, "without --fp4-format"),
+    "fp4_param": (False, "without --fp4-param-gather"),
+    "fp4_param_gather": (False, "without --fp4-param-gather"),
+    "moe_router_padding_for_fp8": (False, "without --moe-router-padding-for-fp8"),
+    "moe_router_padding_for_quantization": (False, "without --moe-router-padding-for-quantization"),
 }
+# Modules that only experts in one product can recompute.
+_GROUPED_ONLY: Final = "moe_act"
 
 
 def adapt_arguments(args: Namespace) -> list[str]:
@@ -117,15 +137,18 @@ def adapt_arguments(args: Namespace) -> list[str]:
     Arguments that a release or a YAML file does not have are left out.
     """
     changed = []
-    for group in _groups(args):
+    for settings in _groups(args):
         for name, (value, flag) in _VALUES.items():
-            if getattr(group, name, value) != value:
-                setattr(group, name, value)
+            if getattr(settings, name, value) != value:
+                setattr(settings, name, value)
                 changed.append(flag)
-        backend: Any = getattr(group, "attention_backend", None)
+        backend: Any = getattr(settings, "attention_backend", None)
         if getattr(backend, "name", "auto") not in ("auto", "local"):  # those are Transformer Engine's
-            group.attention_backend = type(backend)["auto"]
+            settings.attention_backend = type(backend)["auto"]
             changed.append("--attention-backend auto")
+        if _GROUPED_ONLY in (modules := getattr(settings, "recompute_modules", None) or ()):
+            settings.recompute_modules = [module for module in modules if module != _GROUPED_ONLY]
+            changed.append(f"without {_GROUPED_ONLY} in --recompute-modules")
     return changed
 
 

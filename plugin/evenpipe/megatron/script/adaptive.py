@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from evenpipe.megatron.adaptive.symbols import ADAPTIVE
 from evenpipe.megatron.refusals import packs, why_one_size
 from evenpipe.megatron.script.hooks import folders_loaded_from, save_patch, set_up_patch, with_values
 from evenpipe.megatron.script.log import say, say_on_last_rank
@@ -87,7 +88,7 @@ class AdaptiveTraining:
         try:
             losses = self.schedule(**arguments)
         except PlanError as error:
-            given = self.args.memory_gib
+            given = self._config.memory_gib
             end_job(f"{_AUTO if given is None else f'--memory-gib {given}'}: {error}")
         self._warn()
         return losses
@@ -141,7 +142,7 @@ def adaptive_patches(training: AdaptiveTraining) -> PatchSet:
     model_and_optimizer = f"{_AUTO}: the first place that has model and optimizer, whose memory counts"
     saved = f"{_AUTO}: what has been measured and decided is saved beside what Megatron saves"
     set_up = set_up_patch(training, "model-and-optimizer", model_and_optimizer)
-    return PatchSet("auto", [set_up, save_patch(training, saved)])
+    return PatchSet("auto", [set_up, save_patch(training, saved)], ADAPTIVE)
 
 
 def save(args: Namespace, iteration: int, folder: str, state: Any, write: Callable[[], Any]) -> Any:

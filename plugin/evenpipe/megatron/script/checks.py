@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from typing import Final
 
 import torch
 
-from evenpipe.megatron.refusals import refused_arguments, refused_settings, refused_with_tuning
+from evenpipe.megatron.grouping import group_size
+from evenpipe.megatron.refusals import Refusal, refused_arguments, refused_settings, refused_with_tuning
 from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.report import check_writable
-from evenpipe.schedule import ScheduleError, Size, Spec, check_offers
+from evenpipe.schedule import Programs, ScheduleError, Size, Spec, check_offers
 from evenpipe.settings.config import EvenPipeConfig
-from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in
+from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in, one_group
 from evenpipe.settings.spelling import FLAGS, flag
 from evenpipe.train.engines import ENGINES
+from evenpipe.upstream.apex import wrong_apex
 
-__all__ = ["check"]
+__all__ = ["check", "warnings"]
 
 
 # Of arguments that are not called as their flag is.
@@ -24,9 +27,9 @@ _FLAGS: Mapping[str, str] = {
     "cpu_offloading": "--cpu-offloading-num-layers",
     "fp4": "--fp4-format",
     "fp8": "--fp8-format",
-    "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
     "nccl_ub": "--use-nccl-ub",
 }
+_GROUP_FLAG: Final = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
 def check(config: EvenPipeConfig, args: Namespace) -> None:
@@ -53,17 +56,41 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
         asked = _asked(config)
         with_two_versions = refused_arguments(args, config.bpipe) if config.streams else ()
         with_tuning = refused_with_tuning(args) if config.group_size == "auto" else ()
-        for refusal in (*refused_settings(args, config.bpipe), *with_two_versions, *with_tuning):
+        refused = (*refused_settings(args, config.bpipe), *with_two_versions, *with_tuning)
+        for refusal in refused or _refused_capture(config, args):
             theirs = _FLAGS.get(refusal.setting, f"--{refusal.setting.replace('_', '-')}")
             setting = f"{theirs} {refusal.value}".rstrip()
             raise ArgumentError(f"{asked}: {setting} {refusal.reason}: {refusal.remedy}")
 
 
+def warnings(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
+    """Return a line for each thing that is allowed, and hardly meant."""
+    if (line := one_group(config.spec, config.group_size, _size(args, 1).micro_batches, FLAGS)) is not None:
+        yield line
+    if (apex := wrong_apex()) is not None:
+        yield apex
+
+
 def _fit_table(spec: Spec, args: Namespace) -> None:
     """Raise ScheduleError where a table is of another size than the run, whose batches are then all of one."""
+    spec.fitted(_size(args, 1))
+
+
+def _size(args: Namespace, group: int) -> Size:
     batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     chunks = args.virtual_pipeline_model_parallel_size or 1
-    spec.fitted(Size(args.pipeline_model_parallel_size, batches, chunks))
+    return Size(args.pipeline_model_parallel_size, batches, chunks, group_size(args, group))
+
+
+def _refused_capture(config: EvenPipeConfig, args: Namespace) -> Iterator[Refusal]:
+    from evenpipe.megatron.captured import refused_capture  # it imports Megatron's schedules
+
+    if config.streams or config.group_size == "auto":  # refused with any graphs
+        return
+    size = _size(args, config.group_size)
+    refusal = refused_capture(args, lambda: Programs(config.spec, config.bpipe)(size).schedule)
+    if refusal is not None:
+        yield refusal
 
 
 def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
@@ -94,11 +121,15 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
             f"{asked}: needs --num-layers-per-virtual-pipeline-stage or "
             "--num-virtual-stages-per-pipeline-rank: give one of them, or use 1f1b"
         )
-    if chunks is not None and args.rampup_batch_size is None and batches % stages != 0:
-        yield (
-            f"{asked}: --global-batch-size {args.global_batch_size} makes {batches} micro-batches, but interleaved "
-            f"stages take groups of --pipeline-model-parallel-size {stages}: make it a multiple of {stages * together}"
-        )
+    if chunks is not None and args.rampup_batch_size is None:
+        own = group_size(args, 1)
+        group, named = (stages, "") if own == 1 else (own, f" {_GROUP_FLAG} {own}, none smaller than")
+        if not stages <= group <= batches or 0 < batches % group < stages:
+            yield (
+                f"{asked}: --global-batch-size {args.global_batch_size} makes {batches} micro-batches, but interleaved "
+                f"stages take groups of{named} --pipeline-model-parallel-size {stages}: make it a multiple of "
+                f"{group * together}, or choose another {_GROUP_FLAG}"
+            )
     if getattr(args, "inprocess_restart", False):
         yield (
             f"{asked}: --inprocess-restart would go on with links that hold half of a batch: leave one out, and let "

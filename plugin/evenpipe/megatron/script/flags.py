@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any, Final, NoReturn
 
 from evenpipe.settings.config import ConfigError, EvenPipeConfig
 from evenpipe.settings.spelling import flag
+from evenpipe.upstream.ending import end_job
 
 __all__ = ["ArgumentError", "add_flags", "config_from", "destination"]
 
@@ -18,16 +22,25 @@ class ArgumentError(ValueError):
     """Arguments under which EvenPipe cannot run; one line: which flags, why they do not go together, what to do."""
 
 
+_PREFIX: Final = "--evenpipe-"
+_NEGATED: Final = "--no-evenpipe-"
+
+
 def destination(setting: str) -> str:
-    """The attribute of Megatron's arguments that holds a field of EvenPipeConfig."""
-    return flag(setting).removeprefix("--").replace("-", "_")
+    """The attribute of Megatron's arguments that holds a field of EvenPipeConfig: `bpipe` is evenpipe_bpipe."""
+    return f"evenpipe_{setting}"
 
 
 def add_flags(parser: ArgumentParser) -> ArgumentParser:
-    """Add the group "EvenPipe" to `parser`, with a flag for every field of EvenPipeConfig, and return `parser`."""
+    """Add the group "EvenPipe" to `parser`, with a flag for every field of EvenPipeConfig, and return `parser`.
+
+    Each is called --evenpipe-…. Short names, such as --bpipe, are added when `parser` parses, unless a script has given
+    them a meaning of its own by then. An unknown --evenpipe-… ends the job with one line.
+    """
     group = parser.add_argument_group(title="EvenPipe")
+    short: dict[str, dict[str, Any]] = {}
     for setting, field in EvenPipeConfig.model_fields.items():
-        options: dict[str, Any] = {"default": field.default, "help": field.description}
+        options: dict[str, Any] = {"dest": destination(setting)}
         if field.annotation is bool:
             options["action"] = "store_true"
         elif field.annotation == bool | None:
@@ -36,14 +49,49 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
             # Values are checked with everything else: argparse would print Megatron's whole usage before its line.
             assert isinstance(field.json_schema_extra, dict)
             options["metavar"] = field.json_schema_extra["metavar"]
-        group.add_argument(flag(setting), **options)
+        name = _PREFIX + setting.replace("_", "-")
+        group.add_argument(name, **options, default=field.default, help=field.description)
+        if flag(setting) != name:
+            short[flag(setting)] = {**options, "default": argparse.SUPPRESS, "help": f"short for {name}"}
+    replaced = {"parse_known_args": functools.partial(_parse, parser.parse_known_args, group, short)}
+    vars(parser).update(replaced, error=functools.partial(_complain, parser.error))
     return parser
+
+
+def _parse(
+    original: Callable[..., tuple[Namespace, list[str]]],
+    group: Any,
+    short: dict[str, dict[str, Any]],
+    *given: Any,
+    **named: Any,
+) -> tuple[Namespace, list[str]]:
+    """Parse with the short names that are free; an unknown --evenpipe-… ends the job."""
+    for name, options in short.items():
+        with contextlib.suppress(argparse.ArgumentError):  # the script's own
+            group.add_argument(name, **options)
+    args, unknown = original(*given, **named)
+    for word in unknown:
+        if word.startswith((_PREFIX, _NEGATED)):
+            name = word.partition("=")[0]
+            known = [setting.replace("_", "-") for setting in EvenPipeConfig.model_fields]
+            close = get_close_matches(name.removeprefix(_NEGATED).removeprefix(_PREFIX), known, n=1)
+            hint = f"did you mean {_PREFIX}{close[0]}?" if close else f"there are {_PREFIX}{', '.join(known)}"
+            end_job(f"{name}: there is no such flag: {hint}")
+    return args, unknown
+
+
+def _complain(original: Callable[[str], NoReturn], message: str) -> NoReturn:
+    """Of flags called --evenpipe-… one line says what is wrong; Megatron's usage, of 1,200, is for its own."""
+    if _PREFIX in message:
+        end_job(message)
+    original(message)
 
 
 def config_from(args: Namespace, argv: Sequence[str] | None = None) -> EvenPipeConfig:
     """The settings in Megatron's `args`; those that are missing there (a YAML configuration) come from `argv`.
 
-    `argv` is the process's by default. `args` gets what was missing. Raises ArgumentError for a value that cannot be.
+    `argv` is the process's by default. `args` gets what was missing; a YAML configuration may use short names, as flags
+    have them. Raises ArgumentError for a value that cannot be.
     """
     missing = [setting for setting in EvenPipeConfig.model_fields if not hasattr(args, destination(setting))]
     if missing:
@@ -51,7 +99,8 @@ def config_from(args: Namespace, argv: Sequence[str] | None = None) -> EvenPipeC
             sys.argv[1:] if argv is None else argv
         )
         for setting in missing:
-            setattr(args, destination(setting), getattr(given, destination(setting)))
+            short = flag(setting).removeprefix("--").replace("-", "_")
+            setattr(args, destination(setting), getattr(args, short, getattr(given, destination(setting))))
     try:
         return EvenPipeConfig.of(
             **{setting: getattr(args, destination(setting)) for setting in EvenPipeConfig.model_fields}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from evenpipe.megatron.training_supported import training_patch
 from evenpipe.upstream import PatchSet
-from evenpipe.upstream.ending import apply_or_end
+from evenpipe.upstream.ending import apply_or_end, end_where_torch_is_too_old
 from evenpipe.upstream.imports import when_imported
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def install(listener: Listener | None = None) -> None:
     Each patch is applied right after its module has been imported. A release of Megatron that EvenPipe does not know
     ends the job there, with one line.
     """
+    end_where_torch_is_too_old()
     if os.environ.get("EVENPIPE_CPU") == "1":
         _cpu_mode()
     elif listener is not None or not {"-h", "--help"}.isdisjoint(sys.argv[1:]):

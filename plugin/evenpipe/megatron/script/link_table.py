@@ -61,7 +61,7 @@ class LinkTable:
         processes = gather(ProcessLocation.of_this(pipeline[0], executor.stage_index, gbps, flops))
         if processes is not None:
             chunks = self._args.virtual_pipeline_model_parallel_size or 1
-            program = schedule.program(len(pipeline), get_num_microbatches(), chunks)
+            program = schedule.program(len(pipeline), get_num_microbatches(), chunks, self._args)
             print_for_a_log(self.rendered([ProcessLocation(*each) for each in processes], program.schedule.evictions))
 
     def rendered(self, processes: Sequence[ProcessLocation], evictions: Sequence[int]) -> Group:

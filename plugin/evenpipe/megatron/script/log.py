@@ -6,9 +6,10 @@ import functools
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from evenpipe.megatron.training_supported import training_patch
+from evenpipe.megatron.supported import PARALLEL_STATE, Changes, expected, members
+from evenpipe.megatron.training_supported import training_expected, training_patch
 from evenpipe.report.log_line import kept_line, log_line, write_scalars
 from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.upstream import PatchSet
@@ -18,6 +19,32 @@ if TYPE_CHECKING:
     from evenpipe.megatron.schedule import PipelineSchedule
 
 __all__ = ["TrainingLog", "log_patches", "say", "say_on_last_rank", "show_figures"]
+
+_CALLED: Final = training_expected(
+    "megatron.training:print_rank_last",
+    "megatron.training:get_tensorboard_writer",
+    "megatron.training:get_wandb_writer",
+)
+#: Of the log, the trace, the table of links, and of what is said of a plan.
+_OF_CORE: Final[dict[str, Changes]] = {
+    **members(
+        PARALLEL_STATE,
+        (
+            *("get_pipeline_model_parallel_rank", "get_pipeline_model_parallel_world_size"),
+            *("get_context_parallel_rank", "get_context_parallel_world_size", "get_tensor_model_parallel_rank"),
+        ),
+        "()",
+    ),
+    f"{PARALLEL_STATE}:get_data_parallel_rank": {
+        "0.14": "(with_context_parallel=False, partial_data_parallel=False)",
+        "0.19": "(with_context_parallel=False, with_gtp_remat=True, partial_data_parallel=False)",
+    },
+    f"{PARALLEL_STATE}:get_pipeline_model_parallel_group": "(check_initialized=True)",
+    "megatron.core.num_microbatches_calculator:get_num_microbatches": "()",
+    "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.parse_str_to_list": (
+        "(layout_str)"
+    ),
+}
 
 
 def say(line: str) -> None:
@@ -40,7 +67,7 @@ def log_patches(log: TrainingLog) -> PatchSet:
         functools.partial(_followed_by_ours, log),
         "Megatron's log and its writers take no figures from outside of the function",
     )
-    return PatchSet("log", [ours])
+    return PatchSet("log", [ours], [*_CALLED, *expected(_OF_CORE)])
 
 
 class TrainingLog:
@@ -93,8 +120,8 @@ class TrainingLog:
             if self._compare is not None and (not self._first or iteration >= self._args.train_iters):
                 self._compare(figures, stage, executor.device)
                 self._compare = None
-            if self._first and figures.evicted_bytes and executor.store.excluded_names and _is_first_replica():
-                say(kept_line(stage, executor.store.excluded_names))
+            if self._first and executor.store.lasting_bytes and _is_first_replica():
+                say(kept_line(stage, executor.store.lasting_bytes))
             self._first = False
         if self._steps is not None and logged:
             self._steps.logged(iteration, resets=not is_first)

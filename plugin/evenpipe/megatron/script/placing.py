@@ -33,7 +33,8 @@ def place_process(
     except NotPlacedError as obstacle:
         if config.pair_adjacent:
             raise ArgumentError(f"{flag('pair_adjacent')}: {obstacle}") from None
-        return obstacle
+        # Its traceback would keep the frame of Megatron's `pretrain`, and so data iterators and their workers.
+        return obstacle.with_traceback(None)
     args.rank = placement.apply(environ)
     return placement
 

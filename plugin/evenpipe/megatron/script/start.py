@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from evenpipe.megatron.script.checks import check
+from evenpipe.megatron.script.checks import check, warnings
 from evenpipe.megatron.script.flags import ArgumentError, config_from
 from evenpipe.megatron.script.partition import planned
+from evenpipe.runtime.meeting import NotMet, meeting_of
 from evenpipe.settings.config import EvenPipeConfig
+from evenpipe.settings.spelling import flag
 from evenpipe.upstream import UpstreamError
-from evenpipe.upstream.apex import wrong_apex
 from evenpipe.upstream.ending import end_job, end_with_the_first_error
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from evenpipe.megatron.schedule import PipelineSchedule
+    from evenpipe.megatron.script.link_table import LinkTable
     from evenpipe.partition.layouts.written import WrittenLayout
     from evenpipe.tracing.iteration import IterationTrace
 
 __all__ = ["asked_for", "ending_the_job", "layer_kinds", "start", "trace_of"]
 
 
+#: Megatron's own, of which links and messages are made.
+_COMPARED: Final = (
+    *("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "micro_batch_size"),
+    *("global_batch_size", "seq_length", "hidden_size", "num_layers", "num_layers_per_virtual_pipeline_stage"),
+    *("num_virtual_stages_per_pipeline_rank", "expert_model_parallel_size", "sequence_parallel", "bf16", "fp16"),
+)
+
+
 def start(args: Namespace) -> None:
     """Plug in what the EvenPipe flags in `args` ask for; without any, leave everything as it is.
+
+    Without any, other ranks are told of it, which may have some, and nobody is waited for.
 
     Changes RANK and `args.rank` where ranks are placed, so torch.distributed must not have been started yet. Raises
     ArgumentError for what does not go together, and UpstreamError.
@@ -34,6 +51,9 @@ def start(args: Namespace) -> None:
     config, plan = asked_for(args)
     if config.active:
         _plug_in(config, args, plan)
+    else:
+        with suppress(NotMet):
+            meeting_of(os.environ).tell(None)
 
 
 def asked_for(args: Namespace) -> tuple[EvenPipeConfig, WrittenLayout | None]:
@@ -70,9 +90,11 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
     from evenpipe.megatron.script.log import TrainingLog, log_patches
     from evenpipe.megatron.script.placing import place_process
 
+    unplaced = dict(os.environ)
     placement = place_process(args, config, os.environ)
+    store = _agree(unplaced, config, args)
     observer = trace_of(config.trace, config.trace_iteration, args) if config.trace is not None else None
-    report = LinkTable(args, config, placement).report
+    report = functools.partial(_report, LinkTable(args, config, placement), store)
     schedule: PipelineSchedule
     called: Callable[..., Any] | None = None
     steps, more = None, []
@@ -81,7 +103,7 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
         from evenpipe.megatron.two_buffered import StreamSchedule
 
         schedule = stream = StreamSchedule(config.bpipe, observer, connected=report, schedule=config.spec)
-        training = TwoBufferedTraining(stream, args)
+        training = TwoBufferedTraining(stream, args, config.one_version)
         steps, more = training.steps, [training.patches()]
     elif config.group_size == "auto":
         from evenpipe.megatron.script.adaptive import AdaptiveTraining, adaptive_patches
@@ -100,9 +122,42 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
     log = TrainingLog(schedule, args, steps, compare)
     for patches in (in_place_of_megatron(called or schedule), log_patches(log), *more):
         patches.apply()
-    end_with_the_first_error()
-    if args.rank == 0 and (apex := wrong_apex()) is not None:
-        print(f"evenpipe: warning: {apex}", file=sys.stderr, flush=True)
+    from evenpipe.runtime.silence import silent_peer
+
+    end_with_the_first_error(silent_peer)
+    if args.rank == 0:
+        for line in warnings(config, args):
+            _complain(line)
+
+
+def _report(table: LinkTable, store: Any, schedule: PipelineSchedule) -> None:
+    """Have `table` report of `schedule`'s links; `store`, in which ranks met, is kept until now."""
+    table.report(schedule)
+
+
+def _agree(environ: Mapping[str, str], config: EvenPipeConfig, args: Namespace) -> Any:
+    """Return the store in which this rank has compared with the others how they were started.
+
+    Raises ArgumentError with the first rank that differs.
+
+    `environ` has the rank that the launcher gave: ranks that differ may have been placed in other ways.
+    """
+    from megatron.core import __version__ as megatron_version
+
+    from evenpipe import __version__
+
+    settings = {flag(name): str(value) for name, value in config.model_dump(exclude={"trace"}).items()}
+    settings |= {f"--{name.replace('_', '-')}": str(getattr(args, name, None)) for name in _COMPARED}
+    settings["--pipeline-model-parallel-layout"] = str(layer_kinds(args))
+    row = {"EvenPipe": __version__, "megatron-core": str(megatron_version), **settings}
+    try:
+        return meeting_of(environ).agree(row, timedelta(minutes=args.distributed_timeout_minutes), _complain)
+    except NotMet as error:
+        raise ArgumentError(str(error)) from None
+
+
+def _complain(line: str) -> None:
+    print(f"evenpipe: warning: {line}", file=sys.stderr, flush=True)
 
 
 def trace_of(path: Path, iteration: int | None, args: Namespace) -> IterationTrace:

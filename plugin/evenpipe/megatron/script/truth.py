@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from evenpipe.megatron.adaptive.symbols import STATIC_MEMORY
 from evenpipe.megatron.script.hooks import set_up_patch
 from evenpipe.megatron.script.log import say_on_last_rank
 from evenpipe.partition.layouts.written import WrittenLayout
@@ -51,4 +52,4 @@ class Truth:
 def truth_patches(truth: Any) -> PatchSet:
     """What calls `truth` with Megatron's model and optimizer."""
     reason = "what model and optimizer hold counts in what a plan says of memory"
-    return PatchSet("truth", [set_up_patch(truth, "planned", reason)])
+    return PatchSet("truth", [set_up_patch(truth, "planned", reason)], STATIC_MEMORY)

@@ -41,6 +41,7 @@ def opened(case: Case) -> Iterator[MegatronEngine]:
         pipeline_model_parallel_size=options.stages,
         virtual_pipeline_model_parallel_size=options.chunks if options.chunks > 1 else None,
         expert_model_parallel_size=options.expert_parallel,
+        distributed_timeout_minutes=options.timeout_minutes,
     )
     try:
         learner = make_learner(options, case.corpus, case.device)

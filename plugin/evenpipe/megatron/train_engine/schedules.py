@@ -11,12 +11,14 @@ from evenpipe.megatron.adaptive.static_memory import static_bytes
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
 from evenpipe.megatron.train_engine.step import Learner
 from evenpipe.megatron.train_engine.stock import StockSchedule, reporting_to
+from evenpipe.megatron.train_engine.symbols import TRAINED
 from evenpipe.megatron.two_buffered import StreamSchedule, TwoBuffered
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import FORWARD, UPDATE, Action
 from evenpipe.train.recorder import Recorder
 from evenpipe.tuner.process_memory import limit_bytes
+from evenpipe.upstream import verify
 
 __all__ = ["InstalledSchedule", "installed_schedule"]
 
@@ -34,6 +36,7 @@ def installed_schedule(
     """
     options = learner.options
     if options.engine == "evenpipe" and options.stages > 1:
+        verify(TRAINED)
         ours = _EvenPipeSchedule(learner, recorder, note)
         with in_place_of_megatron(ours.schedule).in_force():
             yield ours

@@ -49,7 +49,7 @@ def restore(learner: Learner, schedule: InstalledSchedule, state: dict[str, Any]
             _restore_optimizer(optimizer, saved)
     learner.scheduler.load_state_dict(state["scheduler"])
     _restore_random(learner.device, state["random"])
-    if schedule.adaptive is not None and state.get("adaptive") is not None:
+    if schedule.adaptive is not None and state["adaptive"] is not None:
         schedule.adaptive.load_state_dict(state["adaptive"])
     extra = schedule.extra
     if extra is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from evenpipe.megatron.supported import SCHEDULES, core_patch
+from evenpipe.megatron.train_engine.symbols import TRAINED
 from evenpipe.schedule import BACKWARD, FORWARD, Kind
 from evenpipe.train.expected import ExpectedActions
 from evenpipe.upstream import PatchSet
@@ -31,6 +32,7 @@ def reporting_to(schedule: StockSchedule) -> PatchSet:
             core_patch(step, f"{SCHEDULES}:{step}", functools.partial(_report, schedule, kind), reason)
             for step, kind in steps.items()
         ],
+        TRAINED,
     )
 
 

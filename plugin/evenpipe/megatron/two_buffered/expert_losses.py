@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
+from evenpipe.runtime.silence import wait_for
 from evenpipe.runtime.timeout import job_timeout
 
 __all__ = ["ExpertLosses", "forget_model"]
@@ -25,7 +26,8 @@ class ExpertLosses:
     Megatron has one sum, which it adds up over all stages in every iteration, and clears. Under 2BW, stages forward the
     first micro-batches of the next batch by then, and a sum over them would join all stages. So each batch has its own
     here. The sum over stages is started where the stages exchange the figures of the batch (`gather`), and the log has
-    it an iteration later, as it has the gradient norm. In the first iteration that is 0.
+    it an iteration later, as it has the gradient norm. The first iteration's is not a number, and so are means with
+    it, which Megatron leaves out of its log.
     """
 
     def __init__(self) -> None:
@@ -71,7 +73,7 @@ class ExpertLosses:
         names = given.arguments.get("track_names", given.arguments.get("metric_names")) or sorted(tracked)
         self._names = {name: torch.zeros_like(tracked[name]) for name in names}
         for name, zeros in self._names.items():
-            tracked[name].copy_(self._summed.get(name, zeros))
+            tracked[name].copy_(self._summed.get(name, torch.full_like(zeros, torch.nan)))
         with self._pipelines_of_one(given.arguments):
             return reduce(*given.args, **given.kwargs)
 
@@ -97,8 +99,9 @@ class ExpertLosses:
         self._present = None
 
     def _finish(self) -> None:
-        for work in self._works:
-            work.wait()
+        if self._works:
+            [device] = {one.device for one in self._summed.values()}
+            wait_for(self._works, self._stages, "losses of experts", device)
         self._works = []
 
 

@@ -16,6 +16,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from evenpipe.delayed.held import held_gradient_bytes
+from evenpipe.runtime.silence import hearing, wait_for
 
 __all__ = [
     "OwnGradients",
@@ -49,7 +50,7 @@ class Reduction:
         for bucket in self._buckets:
             # Asynchronous whether or not Megatron was told to overlap it with the last backward.
             bucket.ddp_config = dataclasses.replace(bucket.ddp_config, overlap_grad_reduce=True)
-        self._embedding: dist.Work | None = None
+        self._embedding: tuple[dist.Work, dist.ProcessGroup, torch.device] | None = None
 
     def start(self) -> None:
         """After the last backward: between replicas, unless Megatron has started it during that."""
@@ -61,7 +62,8 @@ class Reduction:
         """Wait for the replicas, and do what Megatron's `finalize_model_grads` does between ranks of one stage."""
         groups = copy.copy(groups)
         groups.embd = groups.pos_embd = _GroupOfOne()  # these join stages; None would mean Megatron's own
-        finalize(groups)
+        with hearing(None, "replicas' gradients"):
+            finalize(groups)
 
     def start_embedding(self, gradient: Tensor, group: dist.ProcessGroup) -> None:
         """Sum the gradient of the tied embedding with those of its other ends, in place.
@@ -69,13 +71,14 @@ class Reduction:
         It has a bucket of its own at all ends, whose shards are alike: of a shard that is padding, there is nothing.
         """
         if gradient.numel() > 0:
-            self._embedding = dist.all_reduce(gradient, group=group, async_op=True)
+            work = dist.all_reduce(gradient, group=group, async_op=True)
+            self._embedding = (work, group, gradient.device) if work is not None else None
 
     def finish_embedding(self) -> None:
         """Wait for it, if it was started."""
         if self._embedding is not None:
-            self._embedding.wait()
-            self._embedding = None
+            (work, group, device), self._embedding = self._embedding, None
+            wait_for([work], group, "the gradient of the tied embedding", device)
 
 
 class OwnGradients:

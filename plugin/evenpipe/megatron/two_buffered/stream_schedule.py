@@ -13,11 +13,13 @@ from evenpipe.delayed.stream import DelayedStream
 from evenpipe.megatron.grad_sync import Sync, without_sync
 from evenpipe.megatron.schedule import Call, PipelineSchedule
 from evenpipe.megatron.stage import Batch, MegatronStage
-from evenpipe.megatron.supported import CoreRelease, verify_two_buffered
+from evenpipe.megatron.supported import CoreRelease
 from evenpipe.megatron.two_buffered.expert_losses import ExpertLosses
 from evenpipe.megatron.two_buffered.optimizer import TwoBuffered
+from evenpipe.megatron.two_buffered_symbols import TWO_BUFFERED
 from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import Schedule, Spec, Stream, Unit
+from evenpipe.upstream import verify
 
 __all__ = ["StreamSchedule"]
 
@@ -40,10 +42,9 @@ class StreamSchedule(PipelineSchedule):
         schedule: str | Spec = "2bw",
     ) -> None:
         super().__init__(schedule, bpipe, observer, measure, connected)
-        verify_two_buffered()
+        verify(TWO_BUFFERED)
         self.two_buffered: TwoBuffered | None = None
         self._delayed: DelayedStream | None = None
-        self._stage: _StreamStage | None = None
 
     def attach(self, two_buffered: TwoBuffered, losses: ExpertLosses | None = None) -> None:
         """Whose optimizer steps; each batch has its own sums of auxiliary `losses`, where there are some."""
@@ -81,23 +82,24 @@ class StreamSchedule(PipelineSchedule):
             )
         stage, stages = call.pipeline.rank(), call.pipeline.size()
         executor = self._executor(call.pipeline, batch)
+        model = list(batch.model)  # not the batch, whose iterators would stay with the optimizer
 
         def finalized(groups: Any) -> None:
-            finalize(list(batch.model), None, **{self._release.process_groups_argument: groups})
+            finalize(model, None, **{self._release.process_groups_argument: groups})
 
         def start(stream: Stream) -> _StreamStage:
             two_buffered.start_stream(stage, finalized, call.groups)
-            self._stage = _StreamStage(
+            return _StreamStage(
                 batch, stream.program.schedule, stage, executor.device, self._release, two_buffered, delayed
             )
-            return self._stage
 
         with delayed.call(executor, (stages, batch.num_microbatches), batch.data_iterators[0], start) as called:
-            assert self._stage is not None, "the stream has begun"
-            self._stage.start_batch(batch)
+            begun = delayed.stage
+            assert isinstance(begun, _StreamStage), "the stream has begun"
+            begun.start_batch(batch)
             for step in called.steps:
                 called.take(step)
-        return self._stage.losses
+        return begun.losses
 
     def _weights(self, chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
         # A forward points its parameters at its version when it is being recorded already.

@@ -11,14 +11,17 @@ import torch
 from megatron.core import parallel_state
 
 from evenpipe.delayed import side_file
+from evenpipe.megatron.script.flags import destination
 from evenpipe.megatron.script.hooks import folders_loaded_from
 from evenpipe.megatron.script.log import say
 from evenpipe.report.files import move_durably
+from evenpipe.settings.config import ConfigError, EvenPipeConfig
+from evenpipe.settings.spelling import flag
 
 if TYPE_CHECKING:
     from evenpipe.delayed.steps import DelayedSteps
 
-__all__ = ["resume", "save"]
+__all__ = ["has_two_versions", "resume", "save"]
 
 _NAME: Final = "evenpipe_2bw"
 
@@ -52,6 +55,10 @@ class _Share(NamedTuple):
             return int(parallel_state.get_data_parallel_rank(with_context_parallel=True)) == 0
         return int(parallel_state.get_expert_data_parallel_rank()) == 0
 
+    def part(self, paths: Sequence[Path]) -> side_file.Part:
+        """With the places where its file may lie."""
+        return side_file.Part(paths, self.weights, self.places)
+
 
 def save(iteration: int, model: Sequence[Any], steps: DelayedSteps, folder: str, write: Callable[[], Any]) -> Any:
     """Let `write` save what is Megatron's, once the state of `steps`, which have been drained, is safe on disk.
@@ -63,7 +70,7 @@ def save(iteration: int, model: Sequence[Any], steps: DelayedSteps, folder: str,
     written = [share for share in _shares(model) if share.is_written_here]
     for share in written:
         _, beside = _paths(folder, iteration, share.name)
-        side_file.write(beside, f"of iteration {iteration}", steps, share.weights, share.places)
+        side_file.write(beside, iteration, f"of iteration {iteration}", steps, share.part([beside]))
     result = write()
     for share in written:
         inside, beside = _paths(folder, iteration, share.name)
@@ -71,32 +78,45 @@ def save(iteration: int, model: Sequence[Any], steps: DelayedSteps, folder: str,
     return result
 
 
-def resume(args: Namespace, model: Sequence[Any], steps: DelayedSteps) -> bool:
-    """Give `steps` what was saved with the weights that Megatron has loaded, and say whether; all ranks call it."""
+def resume(
+    args: Namespace,
+    model: Sequence[Any],
+    steps: DelayedSteps,
+    saved_with_2bw: bool | None,
+    *,
+    accepts_one_version: bool,
+) -> bool:
+    """Give `steps` what was saved with the weights that Megatron has loaded, and say whether; all ranks call it.
+
+    `saved_with_2bw` and `accepts_one_version` are those of :func:`side_file.resume`, whose SideFileError this raises.
+    """
     if args.load is None or not args.iteration:
         return False
-    shares, folders = _shares(model), folders_loaded_from(args)
+    folders = folders_loaded_from(args)
     parts = [
         # Beside, where the job was killed after Megatron's tracker had moved on.
-        side_file.Part(
-            [path for folder in folders for path in _paths(folder, args.iteration, share.name)],
-            share.weights,
-            share.places,
-        )
-        for share in shares
+        share.part([path for folder in folders for path in _paths(folder, args.iteration, share.name)])
+        for share in _shares(model)
     ]
-    weights = shares[0].weights
-    device = weights[0].device if weights else torch.device(torch.cuda.current_device())
-    complete = side_file.resume_parts(steps, parts, device)
+    complete, line = side_file.resume(
+        steps,
+        parts,
+        args.iteration,
+        saved_with_2bw,
+        accepts_one_version=accepts_one_version,
+        setting=flag("one_version"),
+    )
     if args.rank == 0:
-        found = (
-            "both weight versions are as they were saved"
-            if complete
-            else "it was saved without 2bw, or on other tensor-, pipeline- or expert-parallel sizes: both weight "
-            "versions are the loaded one"
-        )
-        say(f"2bw: checkpoint of iteration {args.iteration}: {found}")
+        say(f"2bw: checkpoint of iteration {args.iteration}: {line}")
     return complete
+
+
+def has_two_versions(checkpoint_args: Namespace) -> bool | None:
+    """Return whether a checkpoint with these arguments of Megatron's was saved with 2bw; None: they do not tell."""
+    try:
+        return EvenPipeConfig.of(schedule=getattr(checkpoint_args, destination("schedule"), None)).streams
+    except ConfigError:  # a table that is no longer there, or another package's schedule
+        return None
 
 
 def _shares(model: Sequence[Any]) -> list[_Share]:

@@ -6,8 +6,10 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from evenpipe.delayed.along import AlongFigures
 from evenpipe.megatron.script.hooks import with_values
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ class ExitDecision:
     (`--exit-duration-in-mins`), and takes what the others gave an iteration before. Only when one of them would stop
     does Megatron see its flag: it gathers again, saves, and stops, one iteration later than it would have. `ending` is
     called before the training loop is left.
+
+    Answers travel with the figures of the step that `along` goes by.
     """
 
     def __init__(self, args: Namespace, ending: Callable[[], None]) -> None:
@@ -31,6 +35,7 @@ class ExitDecision:
         self._handles_signal = bool(args.exit_signal_handler)
         self._minutes: float | None = args.exit_duration_in_mins
         self._exchange: Exchange | None = None
+        self.along = AlongFigures()
 
     def made_by(self, decide: Callable[[], bool]) -> bool:
         """What `decide`, Megatron's function, says; all ranks call it in every iteration."""
@@ -61,7 +66,9 @@ class ExitDecision:
             from evenpipe.runtime.exchange import Exchange
 
             self._exchange = Exchange.among_all(2, torch.device(torch.cuda.current_device()))
-        rows = self._exchange.follow([self._got_signal(), self._time_is_up()])
+        self.along.start_now()
+        rows = self._exchange.finish() if self._exchange.under_way else []
+        self.along.start(partial(self._exchange.start, [self._got_signal(), self._time_is_up()]))
         return any(row[0] for row in rows), any(row[1] for row in rows)
 
     def _got_signal(self) -> bool:

@@ -6,21 +6,22 @@ import functools
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from evenpipe.delayed.log import StepLog
 from evenpipe.megatron.script.hooks import save_patch, set_up_patch
 from evenpipe.megatron.script.log import say, say_on_last_rank, show_figures
 from evenpipe.megatron.script.two_buffered.exit import ExitDecision
-from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES, Changes, core_patch
-from evenpipe.megatron.training_supported import training_patch
-from evenpipe.upstream import Patch, PatchSet
+from evenpipe.megatron.supported import MEGATRON_CORE, PARALLEL_STATE, RELEASES, Changes, core_patch, expected, members
+from evenpipe.megatron.training_supported import training_expected, training_patch
+from evenpipe.upstream import PRESENT, Patch, PatchSet
+from evenpipe.upstream.ending import end_job
 
 if TYPE_CHECKING:
     from evenpipe.megatron.two_buffered import StreamSchedule, TwoBuffered
     from evenpipe.megatron.two_buffered.expert_losses import ExpertLosses
 
-__all__ = ["TwoBufferedTraining", "two_buffered_patches"]
+__all__ = ["CALLED", "TwoBufferedTraining", "two_buffered_patches"]
 
 _AND = "logical_and_across_model_parallel_group"
 _MAX = "reduce_max_stat_across_model_parallel_group"
@@ -34,10 +35,43 @@ _EXPERTS: Mapping[str, Changes] = {
     },
     f"{_MOE}.moe_logging:MoEMetricsTracker._sync_metrics": {"0.18": "(self, metric_names, pg_collection=None)"},
 }
+CALLED: Final = (
+    *training_expected(
+        "megatron.training:get_signal_handler",
+        "megatron.training.dist_signal_handler:DistributedSignalHandler._signal_received",
+        "megatron.training.training:_TRAIN_START_TIME",
+    ),
+    *expected(
+        {
+            **members(
+                PARALLEL_STATE,
+                (
+                    *("get_pipeline_model_parallel_rank", "get_tensor_model_parallel_rank"),
+                    *("get_expert_model_parallel_rank", "get_expert_tensor_parallel_rank"),
+                ),
+                "()",
+            ),
+            f"{PARALLEL_STATE}:get_data_parallel_rank": PRESENT,
+            f"{PARALLEL_STATE}:get_expert_data_parallel_rank": {
+                "0.14": "(partial_expert_data_parallel=False)",
+                "0.19": "(with_gtp_remat=True, partial_expert_data_parallel=False)",
+            },
+            f"{_TIMERS}:Timer._started": PRESENT,
+            f"{_TIMERS}:Timers._timers": PRESENT,
+        }
+    ),
+    *expected(
+        members(f"{_TIMERS}:Timer", ("_start_time", "_active_time", "_elapsed")),
+        "2bw: a timer is read without the barriers that would join all stages",
+    ),
+)
+"""What is called beside the symbols of `evenpipe.megatron.two_buffered`."""
 
 
 class TwoBufferedTraining:
     """A script's training with 2BW. `args` are Megatron's, `schedule` is the one that its loop is given.
+
+    accepts_one_version: go on from a checkpoint of 2BW whose older weights cannot be had.
 
     Make it once arguments are known, and apply what it patches::
 
@@ -47,8 +81,10 @@ class TwoBufferedTraining:
     What Megatron would re-run after a suspicious result is switched off: a stream of batches cannot be wound back.
     """
 
-    def __init__(self, schedule: StreamSchedule, args: Namespace) -> None:
+    def __init__(self, schedule: StreamSchedule, args: Namespace, accepts_one_version: bool = False) -> None:
         self.args = args
+        self._accepts_one_version = accepts_one_version
+        self._saved_with_2bw: bool | None = None
         self._schedule = schedule
         self._buffers: TwoBuffered | None = None
         self._expert_losses: ExpertLosses | None = None
@@ -67,10 +103,11 @@ class TwoBufferedTraining:
     def patches(self) -> PatchSet:
         """What gives Megatron's training loop two weight versions."""
         series = MEGATRON_CORE.series(RELEASES)
-        return PatchSet("2bw", [patch for patch in two_buffered_patches(self) if series in patch.versions])
+        return PatchSet("2bw", [patch for patch in two_buffered_patches(self) if series in patch.versions], CALLED)
 
     def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
         """Called by all ranks when Megatron has made model and optimizer, and loaded what was to be loaded."""
+        from evenpipe.delayed.side_file import SideFileError
         from evenpipe.megatron.script.two_buffered.checkpoint import resume
         from evenpipe.megatron.two_buffered import TwoBuffered
         from evenpipe.megatron.two_buffered.expert_losses import ExpertLosses
@@ -83,11 +120,27 @@ class TwoBufferedTraining:
                 "--pipeline-model-parallel-layout, or --evenpipe-schedule 1f1b"
             )
         self._buffers = TwoBuffered(model, optimizer)
-        resumed = resume(self.args, model, self._buffers)
+        try:
+            resumed = resume(
+                self.args,
+                model,
+                self._buffers,
+                self._saved_with_2bw,
+                accepts_one_version=self._accepts_one_version,
+            )
+        except SideFileError as error:
+            end_job(str(error))
         if self.args.num_experts is not None:
             self._expert_losses = ExpertLosses()
         self._schedule.attach(self._buffers, self._expert_losses)
         self.steps.begin(self._buffers, self.args.iteration, resumed)
+        self.exit_decision.along.begin(self._buffers)
+
+    def loaded(self, checkpoint_args: Namespace) -> None:
+        """Called by all ranks with the arguments of the run that saved what Megatron goes on from."""
+        from evenpipe.megatron.script.two_buffered.checkpoint import has_two_versions
+
+        self._saved_with_2bw = has_two_versions(checkpoint_args)
 
     def sum_losses_of_experts(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of Megatron's sum of them over all ranks, in every iteration."""
@@ -122,6 +175,12 @@ def two_buffered_patches(training: Any) -> list[Patch]:
             training, "two-versions", "2bw: the first place that has model and optimizer, with what was loaded"
         ),
         save_patch(training, "2bw: both weight versions are saved, when the submitted step is finished"),
+        training_patch(
+            "saved-arguments",
+            "megatron.training.checkpointing:check_checkpoint_args",
+            functools.partial(_tell_of_arguments, training),
+            "2bw: a checkpoint's arguments say whether an older weight version goes with it",
+        ),
         training_patch(
             "exit",
             "megatron.training.training:checkpoint_and_decide_exit",
@@ -194,6 +253,13 @@ def _sum_losses_of_experts(training: Any, original: Callable[..., Any], *args: A
 def _interrupt(training: TwoBufferedTraining, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     training.interrupt()
     return original(*args, **kwargs)
+
+
+def _tell_of_arguments(
+    training: Any, original: Callable[..., Any], checkpoint_args: Namespace, *args: Any, **kwargs: Any
+) -> Any:
+    training.loaded(checkpoint_args)
+    return original(checkpoint_args, *args, **kwargs)
 
 
 def _decide_in_the_background(
