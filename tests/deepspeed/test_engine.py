@@ -50,6 +50,11 @@ _RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]
     "model-parallel": (2, _WHOLE, {"model_parallel": True, "tied": True}, [{"schedule": "kfkb", "group_size": 2}]),
     "one micro-batch": (2, {"gradient_accumulation_steps": 1}, {}, [{"schedule": "1f1b"}]),
 }
+# What one stage is given.
+_ONE_STAGE: list[dict[str, Any]] = [
+    {},
+    {"evenpipe": {"schedule": "kfkb", "group_size": 2, "bpipe": True, "pair_adjacent": True}},
+]
 # What differs little from a case that stays.
 _LONG = {
     "dynamic shapes, replicas",
@@ -82,6 +87,7 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[Any]
     """The runs that are looked at, in one job of four processes: two replicas where there are two stages."""
     names = selected(request, "name", others=_RUNS.keys() - _LONG)
     cases = {name: _cases(name) for name in _RUNS if name in names}
+    cases["one stage"] = [{"stages": 1, "steps": 2, "config": config} for config in _ONE_STAGE]
     found, said = run_cases("train_tiny.py", [case for those in cases.values() for case in those], folder)
     (folder / "said").write_text(said)
     left = iter(found)
@@ -123,6 +129,16 @@ def test_a_timeline_has_what_each_rank_did_in_the_second_iteration(results: dict
     for stage, actions in enumerate(build("1f1b", 4, 8, bpipe=True).actions):
         slices = [event["name"] for event in events if event["ph"] == "X" and event["pid"] == stage]
         assert sorted(slices) == sorted(map(str, actions))
+
+
+def test_one_stage_is_deepspeeds_own(results: dict[str, list[Any]], folder: Path) -> None:
+    stock, ours = results["one stage"]
+    assert {rank["engine"] for rank in ours} == {"PipelineEngine"}
+    assert [rank["losses"] for rank in ours] == [rank["losses"] for rank in stock]
+    assert _weights(ours) == _weights(stock)
+    said = re.findall("evenpipe: PipelineModule has one stage: (.*)\n", (folder / "said").read_text())
+    unused = "schedule, bpipe, group_size, pair_adjacent"
+    assert said == [f"DeepSpeed's own engine trains it, and nothing comes of the section's {unused}"]
 
 
 def _assert_held(ranks: list[dict[str, Any]], stages: int, micro_batches: int, section: dict[str, Any]) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
+from evenpipe.cli.parser import Parser
+from evenpipe.cli.partition import add_to
 from tests.deepspeed.job import run_cases
 from tests.selected import marked, selected
 
 pytest.importorskip("deepspeed")
 
+_ROOT: Final = Path(__file__).parents[2]
 _BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "gradient_clipping": 0.0}
 
 # Stages, what DeepSpeed is told, the model, whether the cut run is held against DeepSpeed's own engine with whole
@@ -37,7 +41,12 @@ _RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[tuple[dict[str,
             ({"schedule": ["1f1b", 8, 1, 1, True], "optimize": "swap+recompute", "share": 0.8}, {}),
         ],
     ),
-    "tied": (4, {}, {"tied": True}, [({"schedule": ["1f1b", 8, 1, 1, True]}, {})]),
+    "tied, weights decay in groups": (
+        4,
+        {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}},
+        {"tied": True, "decay": "function"},
+        [({"schedule": ["1f1b", 8, 1, 1, True]}, {})],
+    ),
     "bf16, ZeRO": (2, _BF16, {}, [({"dtype": "bfloat16"}, {})]),
     "integers beside": (4, {}, {"pair": True}, [({}, {})]),
     "2 stages, 2 replicas": (2, {}, {}, [({}, {})]),
@@ -81,6 +90,14 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"stages": 2},
         "saved.json: is for 4 stages, and PipelineModule has 2: give it as many, or make a plan with --stages 2",
     ),
+    "one stage": (
+        {"stages": 1},
+        "saved.json: is carried out by two stages or more, and PipelineModule has 1: give it as many as the plan, or ",
+    ),
+    "one stage, 2bw": (
+        {"stages": 1, "section": {"partition": None, "schedule": "2bw"}},
+        '"2bw": trains by a rule of its own, for two stages or more, and PipelineModule has 1: give it more, or ',
+    ),
     "schedule": (
         {"section": {"schedule": "gpipe"}},
         'saved.json: is for "schedule": "1f1b", not "schedule": "gpipe": make a plan for that, or leave schedule out',
@@ -105,6 +122,16 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"tied": False},
         "saved.json: the plan knows no '0.weight', which PipelineModule's layers have: make one of this model",
     ),
+    "groups": (
+        {"decay": "list"},
+        "deals layers out anew, after model_parameters was made of them: for groups, give a function as optimizer, "
+        "which is called when layers have been dealt out (lambda parameters: AdamW(groups_of(model)));",
+    ),
+    "an optimizer": (
+        {"decay": "optimizer"},
+        "deals layers out anew, after the optimizer was made of them: give a function as optimizer, "
+        "which is called when layers have been dealt out (lambda parameters: AdamW(groups_of(model)));",
+    ),
     "no plan": ({"section": {"partition": "none.json"}}, "none.json: No such file or directory"),
 }
 
@@ -112,7 +139,8 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def _cases(name: str) -> list[dict[str, Any]]:
     """DeepSpeed's own engine with whole layers, and ours by each plan."""
     stages, config, model, plans = _RUNS[name]
-    cases: list[dict[str, Any]] = [{"stages": stages, "config": config, **model}]
+    whole_layers = {**model, "decay": "list"} if "decay" in model else model
+    cases: list[dict[str, Any]] = [{"stages": stages, "config": config, **whole_layers}]
     for number, (plan, section) in enumerate(plans):
         path = f"{name} {number}.json"
         whole = {**config, "evenpipe": {**section, "partition": path}}
@@ -226,4 +254,20 @@ def test_what_a_plan_is_not_for_ends_the_job_with_one_line(
 ) -> None:
     ranks = results["refused"][list(_REFUSED).index(name)]
     assert ranks == [{"status": 2}] * 4
-    assert f"evenpipe: error: evenpipe.partition: {_REFUSED[name][1]}" in (folder / "said").read_text()
+    line = rf"evenpipe: error: evenpipe\.(partition|schedule): {re.escape(_REFUSED[name][1])}"
+    assert re.search(line, (folder / "said").read_text())
+
+
+def test_the_pages_command_makes_the_plan_that_the_examples_configuration_trains_with() -> None:
+    page = (_ROOT / "docs/deepspeed.md").read_text()
+    [command] = re.findall(r"^evenpipe (partition --module gpt\.py:uncut .*)$", page, re.MULTILINE)
+    parser = Parser()
+    add_to(parser.add_subparsers())
+    asked = parser.parse_args(command.split())
+    config = json.loads((_ROOT / "examples/deepspeed/planned.json").read_text())
+    given = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
+    assert (asked.micro_batch_size, asked.micro_batches) == given
+    assert str(asked.out) == config["evenpipe"]["partition"]
+    for text in page, (_ROOT / "examples/deepspeed/gpt.py").read_text():
+        [default] = re.findall(r"def uncut\(micro_batch_size(?:: int)? ?= ?(\d+)\)", text)
+        assert int(default) == asked.micro_batch_size

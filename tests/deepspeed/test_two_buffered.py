@@ -126,13 +126,10 @@ _NORMS = {
 
 
 _INTERRUPTED = _case(2, {**_FEW, **_ZERO, **_CLIPPED, "fp16": _FP16}, tied=True) | {"steps": 10}
-_SAVED_BEFORE = Path(__file__).parents[1] / "delayed" / "before" / "deepspeed"
-_BEFORE = _case(4, {**_FEW, **_CLIPPED, "fp16": _FP16}, blocks=3)
 # Refusals come late: DeepSpeed's autocast stays on in the process.
 _OTHERS: dict[str, dict[str, Any]] = {
     **{f"norm, {name}": {"case": case, "norm": True} for name, case in _NORMS.items()},
     "interrupted": {"case": _INTERRUPTED, "interrupted": "interrupted"},
-    "before": {"case": _BEFORE, "before": str(_SAVED_BEFORE)},
     **{line: {"case": {"stages": 4, **one}, "refused": True} for line, one in _REFUSED.items()},
     "iterators": {"case": _case(4, _FEW), "iterators": True},
 }
@@ -182,12 +179,6 @@ def test_evaluations_saves_and_resumes_change_nothing_in_fp16(results: dict[str,
     for rank in results["interrupted"]:
         assert rank["interrupted"] == rank["plain"]
         assert 2 <= rank["skipped"] < _INTERRUPTED["steps"] - 2
-
-
-def test_a_checkpoint_of_before_is_gone_on_with(results: dict[str, Any]) -> None:
-    for rank in results["before"]:
-        assert rank["resumed"]
-        assert rank["losses"] == pytest.approx([2.7429256439208984, 2.8532299995422363], rel=1e-3)
 
 
 def test_tied_weights_are_counted_once_wherever_stages_are_placed(results: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import train_tiny  # the launcher puts this folder on the path
@@ -25,10 +26,14 @@ class Breaking(train_tiny.Block):
             print(f"FAILS AT {time.time()}", flush=True)
             if sys.argv[1] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if sys.argv[1] == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
             raise RuntimeError("stage two is broken")
         return super().forward(x)
 
 
 if __name__ == "__main__":
     train_tiny.Block = Breaking
-    train_tiny.work(lambda given: train_tiny.train(train_tiny.Case(**given)), Path(sys.argv[2]), Path(sys.argv[3]))
+    timeout = timedelta(seconds=20 if sys.argv[1] == "stop" else 1800)
+    cases, out = map(Path, sys.argv[2:])
+    train_tiny.work(lambda given: train_tiny.train(train_tiny.Case(**given)), cases, out, timeout)

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -51,6 +52,7 @@ class Case(NamedTuple):
     model_parallel: bool = False  # two processes a stage, which compute the same
     evaluate: bool = False
     measure: bool = False
+    decay: str = ""  # of matrices only: the groups of parameters are a list, an optimizer's or a function's
 
 
 class Embedding(nn.Module):
@@ -173,10 +175,30 @@ def engine_of(case: Case) -> tuple[Any, Any]:
         "gradient_clipping": 0.0,  # in fp32, what DeepSpeed clips to depends on the partition
         **case.config,
     }
-    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(model=net, config=config, **trained_how(case, net))
     return engine, batches(
         engine.grid.data_parallel_id, engine.grid.data_parallel_size, engine.micro_batches, case.dynamic
     )
+
+
+def trained_how(case: Case, net: nn.Module) -> dict[str, Any]:
+    """What `deepspeed.initialize` is given beside model and configuration."""
+
+    def groups_of() -> list[dict[str, Any]]:
+        trained = list(net.parameters())
+        return [
+            {"params": [one for one in trained if one.ndim > 1], "weight_decay": 0.3},
+            {"params": [one for one in trained if one.ndim < 2], "weight_decay": 0.0},
+        ]
+
+    def adamw(_: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups_of(), lr=3e-3)
+
+    if case.decay == "function":
+        return {"optimizer": adamw}
+    if case.decay == "optimizer":
+        return {"optimizer": adamw(None)}
+    return {"model_parameters": groups_of() if case.decay else net.parameters()}
 
 
 def train(case: Case) -> dict[str, Any]:
@@ -236,14 +258,16 @@ def _forked(rank: int, port: int, train: Callable[[dict[str, Any]], Any], cases:
     work(train, cases, out)
 
 
-def work(train: Callable[[dict[str, Any]], Any], cases: Path, out: Path) -> None:
+def work(
+    train: Callable[[dict[str, Any]], Any], cases: Path, out: Path, timeout: timedelta = dist.default_pg_timeout
+) -> None:
     """The part of one rank, which the environment tells."""
     torch.set_num_threads(1)
     # DeepSpeed would compile a shared-memory all-reduce; gloo's does as well.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # DeepSpeed refuses fp16 on CPUs without AVX512-FP16, where torch computes it as well.
     get_accelerator().is_fp16_supported = lambda: True
-    deepspeed.init_distributed(dist_backend="gloo")
+    deepspeed.init_distributed(dist_backend="gloo", timeout=timeout)
     groups._clone_world_group()  # DeepSpeed keeps it
     lasting = set(_groups())
     results = []

@@ -4,9 +4,8 @@ A case is {"case": {..}}, and as wanted "evaluate", "changes" (the micro-batches
 checkpoint goes after `case.steps`; the job then goes on, and a second engine goes on from the checkpoint), "fused" (the
 optimizer that DeepSpeed has for its own Adam), "broken" (a batch that has a loss that is no number), "iterators" (data
 iterators that must not be), "norm" (that of the first batch), "interrupted" (a folder for checkpoints: the batches once
-as they are, and once with an evaluation and a checkpoint after each and new engines on the way), "before" (a checkpoint
-that an older release saved after four batches, to be gone on with) and "refused" (what 2bw cannot do with this
-configuration).
+as they are, and once with an evaluation and a checkpoint after each and new engines on the way) and "refused" (what 2bw
+cannot do with this configuration).
 """
 
 from __future__ import annotations
@@ -64,8 +63,6 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
         return _iterators(case)
     if "interrupted" in given:
         return _interrupted(case, given["interrupted"])
-    if "before" in given:
-        return _gone_on_with(case, given["before"])
     if "norm" in given:
         return {"norm": _first_norm(case)}
     train_tiny.PipelineModule = Net if "others" in given else PipelineModule
@@ -164,23 +161,6 @@ def _interrupted(case: Case, folder: str) -> dict[str, Any]:
     found["interrupted"] = (losses, _weights(engine), engine.optimizer.loss_scale)
     engine.destroy()
     return found
-
-
-def _gone_on_with(case: Case, folder: str) -> dict[str, Any]:
-    """Small layers: so is the checkpoint."""
-    sizes = {name: getattr(train_tiny, name) for name in ("HIDDEN", "HEADS", "SEQUENCE", "VOCABULARY")}
-    vars(train_tiny).update(HIDDEN=8, HEADS=2, SEQUENCE=8, VOCABULARY=16)
-    try:
-        engine, data = engine_of(case)
-        engine.load_checkpoint(folder)
-        resumed = engine._steps.loaded_at == 1
-        for _ in islice(data, case.steps * engine.micro_batches):
-            pass
-        losses = [float(engine.train_batch(data)) for _ in range(MORE)]
-        engine.destroy()
-    finally:
-        vars(train_tiny).update(sizes)
-    return {"losses": losses, "resumed": resumed}
 
 
 def _first_norm(case: Case) -> float:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -16,7 +16,10 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelinePa
 from evenpipe.deepspeed.section import Section, SectionError
 from evenpipe.runtime.placement import NotPlacedError, place
 
-__all__ = ["arrange"]
+__all__ = ["arrange", "can_follow", "is_dual"]
+
+#: How DeepSpeed takes an optimizer that is a function.
+_MAKES: Final = "which is called when layers have been dealt out (lambda parameters: AdamW(groups_of(model)))"
 
 
 def arrange(section: Section, config: Mapping[str, Any], arguments: MutableMapping[str, Any]) -> None:
@@ -26,7 +29,7 @@ def arrange(section: Section, config: Mapping[str, Any], arguments: MutableMappi
     where that cannot be.
     """
     module = arguments.get("model")
-    if not isinstance(module, PipelineModule) or type(module).__name__ == "DualPipeVModule":
+    if not isinstance(module, PipelineModule) or is_dual(type(module)):
         raise SectionError(
             "", f"{type(module).__name__} is no PipelineModule of one part a stage: leave the section out"
         )
@@ -36,13 +39,16 @@ def arrange(section: Section, config: Mapping[str, Any], arguments: MutableMappi
     if isinstance(section.partition, tuple):
         boundaries = list(section.partition)
         _check_boundaries(boundaries, len(module._layer_specs), module.num_stages)
-    if plan is None and boundaries == module.parts and topology is module._topo:
+    layers_stay = plan is None and boundaries == module.parts
+    if layers_stay and (topology is module._topo or (section.pair_adjacent is None and not can_follow(arguments))):
+        # A placement that nobody asked for steps back before an optimizer or groups of parameters that are there.
         return
+    asked_for = "pair_adjacent" if layers_stay else "partition"
     if isinstance(arguments.get("optimizer"), torch.optim.Optimizer):
         raise SectionError(
-            "",
-            "partition and pair_adjacent deal layers out anew, after the optimizer was made of them: give a function "
-            "that makes it, or name it in the configuration",
+            asked_for,
+            f"deals layers out anew, after the optimizer was made of them: give a function as optimizer, {_MAKES}; or "
+            "name an optimizer in the configuration",
         )
     before, given = list(module.parameters()), arguments.get("model_parameters")
     # A generator, such as `model.parameters()`, is to be of the parameters that there are now.
@@ -55,7 +61,28 @@ def arrange(section: Section, config: Mapping[str, Any], arguments: MutableMappi
         from evenpipe.deepspeed.planned.cutting import cut
 
         cut(module, plan, _dtype(config))
-    arguments["model_parameters"] = _parameters_after(given, before, module)
+    arguments["model_parameters"] = _parameters_after(given, before, module, asked_for)
+
+
+def is_dual(kind: type) -> bool:
+    """Return whether modules of this kind have two parts a stage; by name, as not every release has such a class."""
+    return any(base.__name__ == "DualPipeVModule" for base in kind.__mro__)
+
+
+def can_follow(arguments: MutableMapping[str, Any]) -> bool:
+    """Return whether the optimizer's parameters can be exchanged for other ones, by the arguments of ``initialize``.
+
+    They cannot where an optimizer, or groups of parameters, were made before. A generator is replaced by its list.
+    """
+    if isinstance(arguments.get("optimizer"), torch.optim.Optimizer):
+        return False
+    given = arguments.get("model_parameters")
+    if given is None:
+        return True
+    arguments["model_parameters"] = given = list(given)
+    known = {id(one) for one in arguments["model"].parameters()}
+    trained = {id(one) for one in arguments["model"].parameters() if one.requires_grad}
+    return {id(one) for one in given} in (known, trained)
 
 
 def _check_boundaries(boundaries: Sequence[int], layers: int, stages: int) -> None:
@@ -113,10 +140,13 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype:
     return torch.float32
 
 
-def _parameters_after(given: Sequence[Any] | None, before: Sequence[torch.nn.Parameter], module: Any) -> Any:
+def _parameters_after(
+    given: Sequence[Any] | None, before: Sequence[torch.nn.Parameter], module: Any, asked_for: str
+) -> Any:
     """What to give `deepspeed.initialize` as `model_parameters`, where it was given some that were there `before`.
 
-    Raises SectionError where they are neither all of the module's nor all that are trained.
+    Raises SectionError where they are neither all of the module's nor all that are trained. asked_for: the key for
+    which there are others now.
     """
     if given is None:
         return None
@@ -126,9 +156,9 @@ def _parameters_after(given: Sequence[Any] | None, before: Sequence[torch.nn.Par
     if {id(one) for one in given} == trained:
         return [one for one in module.parameters() if one.requires_grad]
     raise SectionError(
-        "",
-        "partition and pair_adjacent deal layers out anew, after model_parameters was made of them: give all of the "
-        "model's, or those that require a gradient, or none",
+        asked_for,
+        "deals layers out anew, after model_parameters was made of them: for groups, give a function as optimizer, "
+        f"{_MAKES}; else give all of the model's, those that require a gradient, or none",
     )
 
 

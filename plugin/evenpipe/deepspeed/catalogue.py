@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from evenpipe.deepspeed.checkpointing import checkpointing_patches
 from evenpipe.deepspeed.start import engine_patches, start_patches
-from evenpipe.deepspeed.supported import DEEPSPEED, RELEASES, expectations
+from evenpipe.deepspeed.supported import DEEPSPEED, RELEASES
 from evenpipe.delayed.ending import ending_patches
 from evenpipe.upstream.findings import Findings, examine_source, find_by_import, find_in_source
-from evenpipe.upstream.items import Item, Purpose, expected_item, patch_items
+from evenpipe.upstream.items import Item, Purpose, items_of
 from evenpipe.upstream.source import literal_in
 
 __all__ = ["MAIN_FILE", "catalogue", "examine", "installed_in", "look"]
@@ -24,10 +24,9 @@ _NO_SECTION: Any = None
 
 
 def catalogue() -> tuple[Item, ...]:
-    """The patches first, then what is relied on; listed without importing DeepSpeed."""
+    """What each feature replaces and calls, in the list that it verifies; made without importing DeepSpeed."""
     sets = (start_patches(), engine_patches(_NO_SECTION), checkpointing_patches(), ending_patches())
-    patches = [item for each in sets for item in patch_items(Purpose.TRAINING, each)]
-    return (*patches, *(expected_item(Purpose.TRAINING, "deepspeed-engine", each) for each in expectations()))
+    return tuple(item for each in sets for item in items_of(Purpose.TRAINING, each))
 
 
 def installed_in() -> Path | None:

@@ -62,7 +62,8 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         self.executor = _executor(self, self._prepare())
         self._programs = self._programs.for_queues(self.executor.connections.queues)
         if self.cut is not None:
-            self.cut.keep_as_planned(self.executor)
+            program, _ = self._schedule(self.micro_batches)
+            self.cut.keep_as_planned(self.executor, program.schedule.actions[self.stage_id])
         #: What a plan predicted, to be said beside what is measured.
         self.truth = Truth(self, self.cut.plan) if self.cut is not None else None
         self._boundary = Boundary(self)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from evenpipe.deepspeed.log import print_once
-from evenpipe.deepspeed.section import SectionError
+from evenpipe.deepspeed.section import Section, SectionError
+from evenpipe.settings.contradictions import one_group
+from evenpipe.settings.spelling import SECTION
 
-__all__ = ["refuse_configuration", "refuse_for_two_buffered", "refuse_unsupported"]
+__all__ = [
+    "refuse_configuration",
+    "refuse_for_one_stage",
+    "refuse_for_two_buffered",
+    "refuse_unsupported",
+    "said_of_one_stage",
+]
 
 
 def refuse_configuration(config: Mapping[str, Any]) -> None:
@@ -17,6 +26,31 @@ def refuse_configuration(config: Mapping[str, Any]) -> None:
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     if stage not in (0, 1):
         raise SectionError("", f"zero_optimization.stage {stage}: DeepSpeed's pipelines work with 0 and 1 only: use 1")
+
+
+def refuse_for_one_stage(section: Section) -> None:
+    """Raise SectionError for the first setting that DeepSpeed's own engine of one stage would train otherwise."""
+    if isinstance(section.partition, Path):
+        raise SectionError(
+            "partition",
+            f"{section.partition}: is carried out by two stages or more, and PipelineModule has 1: give it as many as "
+            "the plan, or leave partition out",
+        )
+    if section.streams:
+        raise SectionError(
+            "schedule",
+            f'"{section.schedule}": trains by a rule of its own, for two stages or more, and PipelineModule has 1: '
+            "give it more, or leave schedule out",
+        )
+
+
+def said_of_one_stage(section: Section) -> None:
+    """Print once, for a section that `refuse_for_one_stage` accepts, what has become of its settings."""
+    unused = ", ".join(section.model_dump(exclude_defaults=True))
+    print_once(
+        "PipelineModule has one stage: DeepSpeed's own engine trains it"
+        + (f", and nothing comes of the section's {unused}" if unused else "")
+    )
 
 
 def refuse_unsupported(engine: Any) -> None:
@@ -28,6 +62,9 @@ def refuse_unsupported(engine: Any) -> None:
 
 
 def _warnings(engine: Any) -> Iterator[str]:
+    section = engine.evenpipe
+    if (line := one_group(section.spec, section.group_size, engine.micro_batches, SECTION)) is not None:
+        yield line
     in_fp32 = not (engine.bfloat16_enabled() or engine.fp16_enabled())
     if in_fp32 and engine.gradient_clipping() > 0:
         yield (
@@ -58,8 +95,6 @@ def _refuse_first(path: str, lines: Iterable[str]) -> None:
 
 
 def _unsupported(engine: Any) -> Iterator[str]:
-    if engine.num_stages < 2:
-        yield "one stage is no pipeline: give PipelineModule at least 2, or leave it out"
     if engine.is_pipe_partitioned or engine.is_grad_partitioned:
         yield (
             "activations that are cut up among the ranks of a model-parallel stage are not available: set "

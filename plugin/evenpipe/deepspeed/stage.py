@@ -154,7 +154,7 @@ class EngineStage:
             engine.loss = self._losses.pop(unit)
         else:
             outputs = engine.pipe_buffers["outputs"]
-            if self._cut is not None:
+            if self._cut is not None and gradients:
                 outputs[buffer] = jointly(_differentiable(outputs[buffer]), gradients)
                 gradients = [torch.ones_like(outputs[buffer])]
             engine.grad_layer = gradients[0] if isinstance(outputs[buffer], Tensor) else gradients

@@ -11,7 +11,7 @@ from evenpipe.deepspeed.section import Section, SectionError, section_of, with_d
 from evenpipe.deepspeed.supported import DEEPSPEED, ENGINE, INITIALIZE, expectations, recorded
 from evenpipe.schedule import ScheduleError
 from evenpipe.upstream import Patch, PatchSet, UpstreamError
-from evenpipe.upstream.ending import apply_or_end, end_job, end_with_the_first_error
+from evenpipe.upstream.ending import apply_or_end, end_job, end_where_torch_is_too_old, end_with_the_first_error
 from evenpipe.upstream.imports import when_imported
 
 __all__ = ["engine_patches", "install", "start_patches"]
@@ -22,6 +22,7 @@ def install() -> None:
 
     A release of DeepSpeed that EvenPipe does not know ends the job with one line when it is imported.
     """
+    end_where_torch_is_too_old()
     when_imported("deepspeed", functools.partial(apply_or_end, start_patches()))
 
 
@@ -74,7 +75,17 @@ def _reading_the_section(original: Callable[..., Any]) -> Callable[..., Any]:
             section = section_of(config)
             if section is None:
                 return original(*args, **kwargs)
-            end_with_the_first_error()
+            if _has_one_stage(call.arguments.get("model")):
+                from evenpipe.deepspeed.refusals import refuse_for_one_stage, said_of_one_stage
+
+                refuse_for_one_stage(section)
+                made = original(*args, **kwargs)
+                said_of_one_stage(section)
+                return made
+            # Imported here, as it imports torch.
+            from evenpipe.runtime.silence import silent_peer
+
+            end_with_the_first_error(silent_peer)
             with engine_patches(section).in_force():
                 # Imported here: it needs DeepSpeed, and to have been found to be as recorded.
                 from evenpipe.deepspeed.arrange import arrange
@@ -89,6 +100,12 @@ def _reading_the_section(original: Callable[..., Any]) -> Callable[..., Any]:
             end_job(with_deepspeeds_names(error))
 
     return initialize
+
+
+def _has_one_stage(model: Any) -> bool:
+    from deepspeed.pipe import PipelineModule
+
+    return isinstance(model, PipelineModule) and model.num_stages == 1
 
 
 def _config(given: Mapping[str, Any]) -> Mapping[str, Any] | None:

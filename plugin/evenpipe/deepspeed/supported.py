@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from evenpipe.upstream import BUILTIN, Distribution, Expectation
+from evenpipe.upstream import BUILTIN, PRESENT, Distribution, Expectation
 
 __all__ = ["CHECKPOINTS", "DEEPSPEED", "ENGINE", "INITIALIZE", "RELEASES", "expectations", "recorded"]
 
-DEEPSPEED = Distribution("deepspeed", version_at="deepspeed:__version__")
+# Releases one by one: 0.18.5 to 0.19.3 scale the gradients of pipelines wrongly.
+RELEASES = ("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")
+DEEPSPEED = Distribution("deepspeed", "deepspeed:__version__", RELEASES)
 INITIALIZE = "deepspeed:initialize"
 ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 
-# Releases one by one: 0.18.5 to 0.19.3 scale the gradients of pipelines wrongly.
-RELEASES = ("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")
-
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
 _TOPOLOGY = "deepspeed.runtime.pipe.topology"
 _SCHEDULE = "deepspeed.runtime.pipe.schedule"
@@ -26,6 +26,13 @@ _OVERFLOW = "deepspeed.runtime.utils:CheckOverflow"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 CHECKPOINTS = (f"{_CHECKPOINTING}:checkpoint", f"{_CHECKPOINTING}:non_reentrant_checkpoint")
+
+
+
+def _present(owner: str, *names: str) -> dict[str, str]:
+    """Names in a module, or of a class in one, that only have to be there."""
+    return {f"{owner}{'.' if ':' in owner else ':'}{name}": PRESENT for name in names}
+
 
 _SIGNATURES: Mapping[str, str] = MappingProxyType(
     {
@@ -66,6 +73,13 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
             "(self, checkpoint, strict=True, custom_load_fn=None, fetch_z3_params=False, z3_params_to_fetch=None, "
             "allowed_missing_keys=None)"
         ),
+        f"{_ENGINE}.steps_per_print": "(self)",
+        f"{_ENGINE}.train_batch_size": "(self)",
+        "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator.device_name": "(self, device_index)",
+        "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine.makedirs": (
+            "(self, path, exist_ok=False)"
+        ),
+        "deepspeed.monitor.monitor:MonitorMaster.write_events": "(self, event_list)",
         f"{_TOPOLOGY}:PipelineParallelGrid": "(topology=None, process_group=None)",
         f"{_TOPOLOGY}:PipeDataParallelTopology": "(num_pp, num_dp)",
         "deepspeed.runtime.tensor_parallel.init_utils:load_ds_config": "(config)",
@@ -73,7 +87,7 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
         f"{_SCHEDULE}:TrainSchedule": "(micro_batches, stages, stage_id)",
         **{
             f"{_SCHEDULE}:{instruction}": "(buffer_id, **kwargs)"
-            for instruction in ("BufferOpInstruction", "LoadMicroBatch", "ForwardPass", "BackwardPass")
+            for instruction in ("LoadMicroBatch", "ForwardPass", "BackwardPass")
         },
         **{
             f"{_SCHEDULE}:{instruction}": "(**kwargs)"
@@ -100,6 +114,67 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
         f"{_ZERO}.check_overflow": "(self, partition_gradients=True)",
         f"{_ZERO}._update_scale": "(self, has_overflow=False)",
         f"{_ZERO}._model_parallel_all_reduce": "(self, tensor, op)",
+        **_present(
+            ENGINE,
+            *("pipe_buffers", "loss", "grad_layer", "next_stage", "prev_stage", "stage_id", "num_stages", "grid"),
+            *("micro_batches", "micro_batch_size", "data_iterator", "is_pipe_parallel", "dp_group_loss"),
+            *("agg_additional_losses", "is_first_stage", "is_last_stage", "is_pipe_partitioned", "is_grad_partitioned"),
+            "is_model_parallel",
+        ),
+        **_present(
+            _ENGINE,
+            *("optimizer", "device", "global_steps", "checkpoint_engine", "_config", "_curr_ckpt_path"),
+            *("gradient_clipping", "fp16_enabled", "bfloat16_enabled", "zero_optimization", "wall_clock_breakdown"),
+            *("torch_autocast_enabled", "monitor", "global_samples", "has_moe_layers"),
+        ),
+        **_present(
+            "deepspeed.runtime.config:DeepSpeedConfig",
+            *("_param_dict", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+            "activation_checkpointing_config",
+        ),
+        **_present(
+            f"{_TOPOLOGY}:PipelineParallelGrid",
+            *("stage_to_global", "data_parallel_size", "data_parallel_id", "get_data_parallel_id"),
+            *("get_pipe_parallel_group", "get_slice_parallel_world_size"),
+        ),
+        **_present(
+            f"{_TOPOLOGY}:ProcessTopology", *("mapping", "ProcessCoord", "get_coord", "get_dim", "world_size")
+        ),
+        **_present(
+            _MODULE,
+            *("forward_funcs", "fwd_map", "tied_modules", "tied_weight_attrs", "is_checkpointable_results"),
+            *("is_checkpointable_results_interval", "parts", "tied_comms", "stage_id", "loss_fn"),
+            *("activation_checkpoint_func", "_topo", "_grid", "_layer_specs", "_local_start", "num_stages"),
+            *("world_group", "world_size", "global_rank", "local_rank", "seed_layers", "seed_fn", "base_seed"),
+            *("dynamic_shape", "_recursive_getattr", "activation_checkpoint_interval", "ds_pipe_replicated"),
+        ),
+        **_present(
+            _BF16,
+            *("using_real_optimizer", "mpu", "bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups"),
+            *("fp32_groups_gradients", "fp32_groups_gradients_flat", "fp32_groups_gradient_flat_partition"),
+            *("fp32_groups_has_gradients", "partition_count"),
+        ),
+        **_present(
+            _FUSED,
+            *("fused_adam_legacy", "fp16_groups_flat", "mpu", "overflow_checker", "_global_grad_norm", "overflow"),
+            "loss_scale",
+        ),
+        **_present(
+            _UNFUSED,
+            *("fused_lamb_legacy", "mpu", "overflow_checker", "_global_grad_norm", "overflow", "loss_scale"),
+        ),
+        **_present(
+            _ZERO,
+            *("cpu_offload", "use_grad_accum_attribute", "bit16_groups_flat", "parallel_partitioned_bit16_groups"),
+            *("averaged_gradients", "gradient_accumulation_dtype", "partition_count", "params_in_partition"),
+            *("first_offset", "overflow", "loss_scale"),
+        ),
+        **_present("deepspeed.accelerator", "get_accelerator"),
+        **_present("deepspeed.pipe", "LayerSpec", "TiedLayerSpec", "PipelineModule"),
+        **_present(f"{_SCHEDULE}", "PipeInstruction"),
+        "deepspeed.checkpoint.utils:clone_tensors_for_torch_save": PRESENT,
+        "deepspeed.runtime.state_dict_factory:SDLoaderFactory.get_sd_loader": PRESENT,
+        "deepspeed.runtime.utils:set_random_seed": "(seed)",
         CHECKPOINTS[0]: "(function, *args, **kwargs)",
         CHECKPOINTS[1]: "(function, *args)",
     }
@@ -112,8 +187,55 @@ def recorded(symbol: str) -> Mapping[str, str]:
 
 
 def expectations() -> list[Expectation]:
-    """All symbols that EvenPipe calls or overrides and does not replace."""
-    return [Expectation(symbol, DEEPSPEED, recorded(symbol)) for symbol in _SIGNATURES if symbol not in _REPLACED]
+    """All symbols that EvenPipe calls, overrides, or sets on single objects, and does not replace everywhere."""
+    called = [symbol for symbol in _SIGNATURES if symbol not in _REPLACED]
+    return [Expectation(symbol, DEEPSPEED, recorded(symbol), _REASONS.get(symbol)) for symbol in called]
 
 
 _REPLACED = frozenset((INITIALIZE, ENGINE, *CHECKPOINTS))
+
+
+def _of(owner: str, reason: str, *names: str) -> dict[str, str]:
+    return {f"{owner}.{name}": reason for name in names}
+
+
+_PLANNED = "layers are dealt out anew, as a partition or a placement says, on the PipelineModule that was given"
+_STEP = "2bw: a step sees the gradients that were kept for it, and the norm that all stages have"
+_SIZES = '"group_size": "auto" cuts batches into micro-batches of another size while a batch runs'
+_PASSES = "forward and backward passes are in EvenPipe's order, of which the engine knows only one at a time"
+
+_REASONS: Mapping[str, str] = {
+    **_of(
+        _MODULE,
+        _PLANNED,
+        *("forward_funcs", "fwd_map", "tied_modules", "tied_weight_attrs", "is_checkpointable_results"),
+        *("is_checkpointable_results_interval", "parts", "tied_comms", "stage_id", "loss_fn", "_topo", "_grid"),
+        "ds_pipe_replicated",
+    ),
+    f"{_MODULE}.activation_checkpoint_func": "keeps inputs of layers where bpipe cannot see them, as torch's does not",
+    **_of(ENGINE, _PASSES, "loss", "grad_layer"),
+    **_of(ENGINE, _SIZES, "micro_batches", "micro_batch_size", "data_iterator"),
+    **_of(
+        "deepspeed.runtime.config:DeepSpeedConfig",
+        _SIZES,
+        *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    ),
+    **_of(ENGINE, "2bw: losses travel with gradients", "is_pipe_parallel", "dp_group_loss", "agg_additional_losses"),
+    **_of(_BF16, _STEP, "mpu", "fp32_groups_gradient_flat_partition", "get_grads_for_norm", "clear_hp_grads"),
+    **{
+        symbol: reason
+        for each in (_FUSED, _UNFUSED)
+        for symbol, reason in _of(
+            each,
+            _STEP,
+            *("unscale_and_clip_grads", "overflow_checker", "mpu", "_global_grad_norm", "_update_scale", "overflow"),
+            "loss_scale",
+        ).items()
+    },
+    **_of(
+        _ZERO,
+        _STEP,
+        *("scaled_global_norm", "check_overflow", "_update_scale", "_model_parallel_all_reduce", "overflow"),
+        "loss_scale",
+    ),
+}

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from evenpipe.deepspeed.section import NAME, SectionError
-from evenpipe.partition.code import Boundary, Draws, Part
+from evenpipe.partition.code import Boundary, Draws, Part, sizes_on_host
 from evenpipe.partition.search.plan import Plan
 from evenpipe.runtime.executor import Executor
+from evenpipe.runtime.host_memory import check_hosts
 from evenpipe.runtime.keep import Keeper
-from evenpipe.schedule import Unit
+from evenpipe.schedule import Action, Unit
 from evenpipe.upstream.ending import end_job
 
 __all__ = ["INPUTS", "LABELS", "CutStage", "is_label", "jointly", "named"]
@@ -81,10 +82,22 @@ class CutStage:
                 "is another in evaluation (dropout, batch norm): load the checkpoint without a plan"
             )
 
-    def keep_as_planned(self, executor: Executor) -> None:
-        """Have the stage recompute and swap what its plan chose, if it chose something."""
+    def keep_as_planned(self, executor: Executor, row: Sequence[Action]) -> None:
+        """Have the stage, which carries out `row`, recompute and swap what its plan chose, if it chose something.
+
+        All ranks call it; ends the job where their hosts lack the memory.
+        """
+        sizes = sizes_on_host([self.part], row)
+        try:
+            check_hosts(sizes, None)
+        except ValueError as error:
+            end_job(f"{NAME}.partition: {self.path}: {error}")
         if self.part.KEEPING.nodes:
             self.keeper = executor.keeper = Keeper(executor.store, executor.device)
+            executor.connections.compare(self.keeper.link.named)
+            self.keeper.link.memory.reserve(sizes)
+            if sizes:
+                executor.observer.remark(self.keeper.link.memory.held_line(executor.stage_index))
 
     @contextmanager
     def training(self, unit: Unit, number: int) -> Iterator[None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from evenpipe.deepspeed.engine import EvenPipeEngine, resumes_training
 from evenpipe.deepspeed.log import print_once, step_log
 from evenpipe.deepspeed.lowering import StreamSchedule
 from evenpipe.deepspeed.refusals import refuse_for_two_buffered
+from evenpipe.deepspeed.section import NAME
 from evenpipe.deepspeed.stage import Boundary, EngineStage
 from evenpipe.deepspeed.two_buffered.gradients import gradients_of
 from evenpipe.deepspeed.two_buffered.steps import EngineSteps
@@ -23,6 +25,7 @@ from evenpipe.delayed.ending import drain_at_the_end, let_go
 from evenpipe.delayed.inputs import InputError
 from evenpipe.delayed.stream import DelayedStream
 from evenpipe.schedule import BACKWARD, Kind, Stream, Unit
+from evenpipe.settings.spelling import SECTION
 from evenpipe.upstream.ending import end_job
 
 __all__ = ["TwoBufferedEngine"]
@@ -82,7 +85,14 @@ class TwoBufferedEngine(EvenPipeEngine):
         self.drain()
         super().reset_activation_shape()
 
-    def save_checkpoint(self, save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def save_checkpoint(
+        self,
+        save_dir: Any,
+        tag: Any = None,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """DeepSpeed's, with the newest weights, and before it the version before them in files of their own.
 
         Raises RuntimeError, with one line, when these cannot be written.
@@ -91,20 +101,22 @@ class TwoBufferedEngine(EvenPipeEngine):
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         # Replicas hold the same weights: one of them writes.
         if save_dir and self.grid.get_data_parallel_id() == 0:
-            side_file.write(self._side_file(Path(save_dir, tag)), tag, self._steps, self._saved_weights)
-        return super().save_checkpoint(save_dir, tag, *args, **kwargs)
+            part = self._part(Path(save_dir, tag))
+            side_file.write(part.paths[0], self.global_steps, tag, self._steps, part)
+        said = {NAME: {"schedule": self.evenpipe.schedule}}
+        return super().save_checkpoint(save_dir, tag, {**client_state, **said}, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's; then both weight versions are as they were saved, or the loaded one, and the log says which."""
         self.drain()
         found = super().load_checkpoint(*args, **kwargs)
         if found[0] is not None:
-            goes_on = resumes_training(self, *args, **kwargs)
-            candidates = [self._side_file(Path(found[0]).parent)] if goes_on else []
-            if side_file.resume(self._steps, candidates, self._saved_weights, self.device):
-                print_once("2bw: both weight versions are as they were saved")
+            said = found[1].pop(NAME, None)
+            if resumes_training(self, *args, **kwargs):
+                self._resume(Path(found[0]).parent, None if said is None else True)
             else:
-                print_once("warning: 2bw: both weight versions are the loaded one: no older one goes with it")
+                self._steps.load_state_dict(None)
+                print_once("2bw: both weight versions are the loaded one")
             self._begin_log()
         return found
 
@@ -124,13 +136,25 @@ class TwoBufferedEngine(EvenPipeEngine):
         self._delayed = None
         super().__del__()
 
-    def _side_file(self, checkpoint: Path) -> Path:
-        return checkpoint / f"evenpipe_2bw_stage_{self.stage_id:02d}.pt"
+    def _part(self, checkpoint: Path) -> side_file.Part:
+        # Of a tied layer DeepSpeed saves the first stage's, whose parameters beside the tied one differ.
+        saved = [one for one in self.module.parameters() if not getattr(one, "ds_pipe_replicated", False)]
+        return side_file.Part([checkpoint / f"evenpipe_2bw_stage_{self.stage_id:02d}.pt"], saved)
 
-    @property
-    def _saved_weights(self) -> list[Tensor]:
-        """Of a tied layer DeepSpeed saves the first stage's, whose parameters beside the tied one differ."""
-        return [one for one in self.module.parameters() if not getattr(one, "ds_pipe_replicated", False)]
+    def _resume(self, checkpoint: Path, saved_with_2bw: bool | None) -> None:
+        try:
+            complete, line = side_file.resume(
+                self._steps,
+                [self._part(checkpoint)],
+                self.global_steps,
+                saved_with_2bw,
+                accepts_one_version=self.evenpipe.one_version,
+                setting=SECTION.mention("one_version", True),
+            )
+        except side_file.SideFileError as error:
+            let_go(self)
+            end_job(str(error))
+        print_once(f"{'' if complete else 'warning: '}2bw: {line}")
 
     def _begin_log(self) -> None:
         self.step_log = self._step_log = step_log(self)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.deepspeed.two_buffered.gradients import Gradients
+from evenpipe.runtime.silence import wait_for
 from evenpipe.runtime.timeout import job_timeout
 
 __all__ = ["Ties"]
@@ -64,7 +65,7 @@ class Ties:
         under_way, self._under_way = self._under_way, []
         for tie, gradient, work in under_way:
             if tie.is_first or not counted:
-                work.wait()
+                wait_for([work], tie.group, "gradients of tied weights", gradient.device)
                 self._gradients.put_back(tie.weight, gradient)
             else:
                 self._under_way.append((tie, gradient, work))
