@@ -75,6 +75,7 @@ class Origin(_Frozen):
     """What a profile is of, which what uses it must be too. `digest`: of the graph, with shapes and parameters.
 
     `sequence_length`, `attention` and `small`: with what a model known by name, or a configuration, was made.
+    `autocast`: the precision of the `torch.autocast` that it was traced under, and is trained under.
     """
 
     model: str
@@ -87,6 +88,7 @@ class Origin(_Frozen):
     sequence_length: int | None = None
     attention: str | None = None
     small: bool = False
+    autocast: str | None = None
 
 
 class Profile(_Frozen):

@@ -101,6 +101,8 @@ def _assembled(counts: Counts, times: Sequence[NodeTimes], source: TimeSource, m
         source=source.name,
         digest=counts.digest,
         versions=_versions(),
+        autocast=counts.autocast,
+        attention=counts.attention,
     )
     return Profile(
         origin=origin,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
+import random
 import re
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -15,8 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from evenpipe.partition.code import Draws, StageCodeError, load_parts, write_stages
-from evenpipe.partition.models import Example
-from evenpipe.partition.trace import trace
+from evenpipe.partition.models import Example, from_config
+from evenpipe.partition.search.plan import Plan
+from evenpipe.partition.search.problem import PartitionError
+from evenpipe.partition.trace import trace, weightless
 from tests.partition.code.cut import batches, drawn_cuts, plan_at, profiled, written
 
 MODEL = """
@@ -140,9 +145,14 @@ def test_code_of_another_plan_or_model_is_refused_in_one_line(words):
     )
     assert f"{code}: the model has no 'words.weight'" in _refusal(path, nn.Linear(2, 2))
     code.write_text(code.read_text() + "\nraise KeyError('edited')\n")
-    assert f"{code}: KeyError: 'edited'" in _refusal(path, example.model)
-    plan_at(found, 2, [0]).write(path)
+    assert f"{code}: it is not as it was written with {path}, and is not executed: " in _refusal(path, example.model)
+    with pytest.raises(StageCodeError, match="KeyError: 'edited'"):
+        load_parts(path, 1, example.model, trust=True)
     write_stages(graph, found, plan_at(found, 2, [1]), path)
+    digests = Plan.read(path).code
+    plan_at(found, 2, [0]).write(path)
+    assert f"{code}: it has no digest in {path}, and is not executed: " in _refusal(path, example.model)
+    plan_at(found, 2, [0]).model_copy(update={"code": digests}).write(path)
     assert f"{code}: it is of another plan than {path} is now" in _refusal(path, example.model)
     code.unlink()
     assert f"{code}: No such file or directory: write it with evenpipe partition" in _refusal(path, example.model)
@@ -162,6 +172,34 @@ def test_a_model_of_other_modules_is_refused(words):
     assert "the model's words is a Known, and the plan's was a Embedding: make a plan" in _refusal(path, example.model)
 
 
+def test_a_configurations_attention_is_transformers_own_and_is_compared(tmp_path):
+    """The code of a stage computes the kind that was traced, whatever the model that it is given has."""
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "architectures": ["LlamaForCausalLM"],
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "vocab_size": 16,
+            }
+        )
+    )
+    example = from_config(file, 1, sequence_length=4)
+    graph = trace(example.model, example.inputs)
+    found = profiled(example, graph)
+    assert found.origin.attention == "sdpa"
+    assert any("scaled_dot_product_attention" in str(node.target) for node in graph.nodes)
+    path = tmp_path / "P.json"
+    written(example, graph, plan_at(found, 2, drawn_cuts(graph, 1, 0)), found, path)
+    eager = from_config(file, 1, sequence_length=4, attention="eager")
+    assert f"{path}: the model has eager attention, and the plan is of sdpa: make" in _refusal(path, eager.model)
+
+
 def test_constants_of_another_plan_are_refused_in_one_line(tmp_path):
     class Masked(nn.Module):
         def __init__(self):
@@ -178,12 +216,43 @@ def test_constants_of_another_plan_are_refused_in_one_line(tmp_path):
     written(example, graph, plan_at(found, 2, [1]), found, path)
     older = constants.read_bytes()
     written(example, graph, plan_at(found, 2, [0]), found, path)
-    constants.write_bytes(older)
-    assert f"{constants}: it is of another plan than {path} is now" in _refusal(path, example.model)
-    constants.write_bytes(b"no such thing")
-    assert f"{constants}: UnpicklingError: no constants of a plan" in _refusal(path, example.model)
+    for content, said in ((older, "it is of another plan than"), (b"no such thing", "UnpicklingError: no constants")):
+        constants.write_bytes(content)
+        assert f"{constants}: it is not as it was written with {path}" in _refusal(path, example.model)
+        with pytest.raises(StageCodeError, match=said):
+            load_parts(path, 1, example.model, trust=True)
     constants.unlink()
     assert f"{constants}: No such file or directory" in _refusal(path, example.model)
+
+
+class Halved(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * torch.tensor(0.5) + torch.tensor(1)
+
+
+@pytest.mark.parametrize("around", [nullcontext, weightless], ids=["with weights", "weightless"])
+def test_constants_that_a_submodule_makes_are_in_the_code(tmp_path, around):
+    """As Falcon and DeBERTa-v2 make them: they are named by the submodule."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(Halved(8, 8), Halved(8, 8))
+
+        def forward(self, x):
+            return self.layers(x).square().sum()
+
+    with around():
+        traced = Example("halved", Model(), {"x": torch.ones(3, 8)})
+        graph = trace(traced.model, traced.inputs)
+        found = profiled(traced, graph)
+    example = Example("halved", Model(), {"x": torch.ones(3, 8)})
+    cut = next(number for number, name in enumerate(graph.names) if name.startswith("layers.1"))
+    received = ()
+    for part in written(example, graph, plan_at(found, 2, [cut - 1]), found, tmp_path / "P.json"):
+        received = part(example.inputs, Draws(0, 0), *received)
+    assert torch.equal(received[0], example.model(**example.inputs))
 
 
 def test_parts_have_no_names_of_their_own_where_the_model_may_have_some(tmp_path):
@@ -205,6 +274,33 @@ def test_parts_have_no_names_of_their_own_where_the_model_may_have_some(tmp_path
     for part in parts:
         received = part(example.inputs, Draws(0, 0), *received)
     assert torch.equal(received[0], example.model(**example.inputs))
+
+
+@pytest.mark.parametrize("name", ["P.stage1.py", "P.json"])
+def test_no_flipped_byte_is_executed(words, name):
+    """Changed white space in a plan, or a changed digest of another stage's file, does no harm."""
+    example, _, _, path, _ = words
+    file, places = path.with_name(name), random.Random(5)
+    whole, plan = file.read_bytes(), Plan.read(path)
+    refused = 0
+    for _ in range(200):
+        at = places.randrange(len(whole))
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << places.randrange(8)]) + whole[at + 1 :])
+        said = _said(path, example.model)
+        assert "\n" not in said
+        assert said or Plan.read(path).model_copy(update={"code": plan.code}) == plan
+        refused += bool(said)
+    assert refused >= (200 if name == "P.stage1.py" else 150)
+    file.write_bytes(whole)
+    load_parts(path, 1, example.model)
+
+
+def _said(path, model):
+    try:
+        load_parts(path, 1, model)
+    except (StageCodeError, PartitionError) as error:
+        return str(error)
+    return ""
 
 
 def _refusal(path, model):

@@ -20,8 +20,9 @@ from tests.partition.code.cut import (
     written,
 )
 
-#: Of sums in another order, relative to a gradient's norm; batch norm of AmoebaNet makes 5e-6 of it in fp32.
-ROUNDING = {"fp32": 1e-5, "bf16": 0.15}
+#: Of sums in another order, relative to a gradient's norm; batch norm of AmoebaNet makes 5e-6 of it in fp32, 0.151 in
+#: bf16.
+ROUNDING = {"fp32": 1e-5, "bf16": 0.2}
 
 
 def trained(small, tmp_path, name, precision, stages, seeds):

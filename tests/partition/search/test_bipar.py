@@ -134,6 +134,9 @@ def test_any_number_of_stages(stages: int, name: str) -> None:
     found, best = bipar(problem), search(problem)
     assert found.part is not None
     assert best is not None
+    assert found.whole
+    assert 1 <= found.widest <= costs.last
+    assert bipar(problem, most_parts=1).whole == (stages == 2)
     assert len(found.part.cuts) == stages + 1
     assert all(before < behind for before, behind in pairwise(found.part.cuts))
     assert best.optimum_ms <= found.part.ms * (1 + 1e-9)

@@ -248,9 +248,9 @@ def test_swapping_too_fits_wherever_recomputing_does() -> None:
             assert whole(profile, loads, "swap+recompute", 0.1, Around(100.0)) is not None
 
 
-@pytest.mark.parametrize("link_gbps", [1e-6, 1e-4, 0.5])
+@pytest.mark.parametrize("host_gbps", [1e-6, 1e-4, 0.5])
 @pytest.mark.parametrize("seed", range(6))
-def test_swapping_too_never_takes_longer_than_recomputing_alone(seed: int, link_gbps: float) -> None:
+def test_swapping_too_never_takes_longer_than_recomputing_alone(seed: int, host_gbps: float) -> None:
     """Though swaps save most bytes a millisecond at first, the room that they need may take more in the end."""
     profile = random_profile(seed, 24) if seed else transformer(2)
     total = Graph(profile).saved(0, len(profile.nodes)).total
@@ -259,6 +259,6 @@ def test_swapping_too_never_takes_longer_than_recomputing_alone(seed: int, link_
             loads = [Load(copies, copies * total * share)]
             alone = whole(profile, loads, "recompute")
             if alone is not None:
-                both = whole(profile, loads, "swap+recompute", link_gbps)
+                both = whole(profile, loads, "swap+recompute", host_gbps)
                 assert both is not None
                 assert both.extra_ms <= alone.extra_ms

@@ -88,6 +88,19 @@ def test_a_plan_is_a_document_that_is_read_again(tmp_path: Path) -> None:
         Plan.read(tmp_path / "other.json")
 
 
+def test_a_document_of_an_older_release_is_read(tmp_path: Path) -> None:
+    """Its `link_gbps` is the link to the host, and it says nothing of links between stages."""
+    document = json.loads(find_plan(transformer(3), Workload("gpipe", 2), 2, 1000 * GIB, "none", 7.0).model_dump_json())
+    for name in ("algorithm", "crossings", "batch_ms", "layers_batch_ms", "front"):
+        del document[name]
+    document["link_gbps"] = document.pop("host_gbps")
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    plan = Plan.read(tmp_path / "old.json")
+    assert plan.host_gbps == 7.0
+    assert not plan.crossings
+    assert not plan.warnings
+
+
 def test_a_plan_of_another_model_is_refused() -> None:
     plan = find_plan(transformer(3), Workload("gpipe", 2), 2, 1000 * GIB)
     plan.check(transformer(3))

@@ -89,6 +89,8 @@ class _Writer:
             if around:
                 self._line(f"with {', '.join(around)}:", indent)
             self._statement(module, node, indent + _INDENT * bool(around))
+            if "output" in node.meta:
+                self._line(f"keep.output({text.value(node.meta['output'], self._name)}, {self._name(node)})", indent)
             self._delete([source for source in done_with[node] if source in self._names], indent)
 
     def _around(self, node: fx.Node) -> list[str]:

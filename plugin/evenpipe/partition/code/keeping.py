@@ -33,7 +33,7 @@ class Kept(NamedTuple):
     given: Mapping[fx.Node, int]
 
 
-def kept(graph: Graph, profile: Profile, part: Stage, link_gbps: float, selected: Selected) -> Kept:
+def kept(graph: Graph, profile: Profile, part: Stage, host_gbps: float, selected: Selected) -> Kept:
     """For the code of one part of a plan of this graph and profile."""
     numbers = {node: number for number, node in enumerate(graph.nodes)}
     own = [node for node in selected.body if node in numbers]
@@ -43,7 +43,7 @@ def kept(graph: Graph, profile: Profile, part: Stage, link_gbps: float, selected
     _check_given(profile, part, set(given.values()), [graph.names[numbers[node]] for node in found if found[node] < 0])
     relayed = frozenset(number for node, number in given.items() if node in selected.sent)
     order = [numbers[node] for node in own]
-    keeping = keeping_of(profile, part, link_gbps, order, ordinals, given.values(), relayed)
+    keeping = keeping_of(profile, part, host_gbps, order, ordinals, given.values(), relayed)
     return Kept(keeping, {node: numbers[node] for node in own if numbers[node] in keeping.nodes}, given)
 
 
@@ -103,7 +103,7 @@ _TABLES = ("made", "ordinals", "out", "gone", "back")
 def keeping_of(
     profile: Profile,
     part: Stage,
-    link_gbps: float,
+    host_gbps: float,
     order: Sequence[int],
     ordinals: Mapping[int, int],
     given: Collection[int] = (),
@@ -111,7 +111,7 @@ def keeping_of(
 ) -> Keeping:
     """What the part of a plan on this profile does in every micro-batch's forward.
 
-    `link_gbps`: the plan's. `order`: of the part's nodes, as they are run. `ordinals`: of random nodes, by which they
+    `host_gbps`: the plan's. `order`: of the part's nodes, as they are run. `ordinals`: of random nodes, by which they
     draw the same numbers when they run again. `given`: storages that the part receives, and swaps; of these `relayed`
     are sent on, and so have to be back before the backward starts with what was sent.
     """
@@ -121,7 +121,7 @@ def keeping_of(
     dropped = _passed_on(profile, again, frozenset(order)).union(part.drop_storages)
     swapped = [one for one in part.swap_storages if ranges.producer[one] >= part.first_node or one in given]
     makers = {ranges.producer[number] for number in dropped.union(swapped)}.intersection(order)
-    out, gone, back, early = _Moves(profile, ranges, swapped, order, link_gbps).found(again, part.drop_storages)
+    out, gone, back, early = _Moves(profile, ranges, swapped, order, host_gbps).found(again, part.drop_storages)
     back = {node: left for node, numbers in back.items() if (left := tuple(n for n in numbers if n not in relayed))}
     early += tuple(number for number in sorted(relayed) if number not in early)
     return Keeping(
@@ -153,7 +153,7 @@ class _Moves:
     """When swapped storages leave and come back, as `search.memory` weighs it, in the order in which nodes are run."""
 
     def __init__(
-        self, profile: Profile, ranges: Ranges, numbers: Sequence[int], order: Sequence[int], link_gbps: float
+        self, profile: Profile, ranges: Ranges, numbers: Sequence[int], order: Sequence[int], host_gbps: float
     ) -> None:
         self._ranges, self._numbers, self._order = ranges, numbers, order
         self._place = {node: place for place, node in enumerate(order)}
@@ -162,7 +162,7 @@ class _Moves:
             np.concatenate([[0.0], np.cumsum([getattr(profile.nodes[node], name) for node in order])])
             for name in ("forward_ms", "backward_ms")
         )
-        self._ms_a_byte = 1 / (link_gbps * 1e6) if link_gbps else 0.0
+        self._ms_a_byte = 1 / (host_gbps * 1e6) if host_gbps else 0.0
 
     def found(self, again: Set[int], drop: Collection[int]) -> tuple[_ByNode, _ByNode, _ByNode, tuple[int, ...]]:
         """`out`, `gone`, `back` and `early` of a `Keeping`."""

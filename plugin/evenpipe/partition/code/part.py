@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import math
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from evenpipe.partition.code.draws import Draws
 from evenpipe.runtime.keep import PLAIN_CALLER, Keeping, NodeCaller
 from evenpipe.runtime.node_call import RerunError
+from evenpipe.schedule import Action, swapped_at_once
 
-__all__ = ["Boundary", "Part", "Scope", "device_of", "users_lines"]
+__all__ = ["Boundary", "Part", "Scope", "device_of", "sizes_on_host", "users_lines"]
 
 
 class Boundary(NamedTuple):
@@ -44,6 +46,7 @@ class Part(Scope):
     Whatever else it has in small letters is the model's.
 
     `INPUTS`: the names of the micro-batch's inputs that it reads, `INPUT_SHAPES` and `INPUT_DTYPES` theirs.
+    `UNREAD`: of the first part, the inputs of the plan's model that no part reads.
     `RECEIVES`: from the part before; `SENDS`: to the next. `RANDOM`: the ordinals of its random operations. `LAST`: it
     returns the loss. `STATE`: the model's parameters and buffers that it uses. `MODULES`: the model's modules that its
     operations are of, by type. `CONSTANTS`: tensors that the code makes; None: they are saved beside. `KEEPING`: what
@@ -53,6 +56,7 @@ class Part(Scope):
     INPUTS: ClassVar[tuple[str, ...]] = ()
     INPUT_SHAPES: ClassVar[tuple[tuple[int, ...], ...]] = ()
     INPUT_DTYPES: ClassVar[tuple[torch.dtype, ...]] = ()
+    UNREAD: ClassVar[tuple[str, ...]] = ()
     RECEIVES: ClassVar[tuple[Boundary, ...]] = ()
     SENDS: ClassVar[tuple[Boundary, ...]] = ()
     RANDOM: ClassVar[tuple[int, ...]] = ()
@@ -72,6 +76,8 @@ class Part(Scope):
         _check(self, inputs, received)
         with users_lines(self):
             result: tuple[Tensor, ...] = super().__call__(inputs, draws, keep, *received)
+        if not self.LAST:
+            _check_boundaries(f"{type(self).__name__} sends", self.SENDS, result)
         return result
 
 
@@ -97,6 +103,15 @@ def device_of(part: Part, inputs: Mapping[str, Tensor], received: Sequence[Tenso
     return next(one.device for held in (received, part.parameters(), part.buffers(), inputs.values()) for one in held)
 
 
+def sizes_on_host(parts: Sequence[Part], row: Sequence[Action]) -> list[int]:
+    """Return the bytes of all that a stage has on its host at once, storage by storage: its parts, and its actions."""
+    sizes, at_once = list[int](), swapped_at_once(row)
+    for chunk, part in enumerate(parts):
+        received = [math.prod(one.shape) * one.dtype.itemsize for one in part.RECEIVES]
+        sizes += at_once.get(chunk, 0) * part.KEEPING.sizes_on_host(received)
+    return sizes
+
+
 def _check(part: Part, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> None:
     for name, shape in zip(part.INPUTS, part.INPUT_SHAPES, strict=True):
         if name not in inputs:
@@ -104,9 +119,20 @@ def _check(part: Part, inputs: Mapping[str, Tensor], received: Sequence[Tensor])
         if tuple(inputs[name].shape) != shape:
             found = tuple(inputs[name].shape)
             raise ValueError(f"input {name!r} is {found}, and the plan was made for {shape}: make one for {found}")
-    expected = [boundary.shape for boundary in part.RECEIVES]
-    if [tuple(tensor.shape) for tensor in received] != expected:
-        raise ValueError(f"{type(part).__name__} receives {expected}, not {[tuple(t.shape) for t in received]}")
+    _check_boundaries(f"{type(part).__name__} receives", part.RECEIVES, received)
+
+
+def _check_boundaries(verb: str, boundaries: Sequence[Boundary], tensors: Sequence[Tensor]) -> None:
+    planned = [(one.shape, one.dtype) for one in boundaries]
+    found = [(tuple(one.shape), one.dtype) for one in tensors]
+    if len(found) != len(planned):
+        raise ValueError(f"{verb} {len(found)} tensors, and the plan has {len(planned)}")
+    for boundary, is_one, was in zip(boundaries, found, planned, strict=True):
+        if is_one != was:
+            raise ValueError(
+                f"{verb} {boundary.name!r} as {is_one[0]}, {is_one[1]}, and the plan has {was[0]}, {was[1]}: make a "
+                "plan under the same torch.autocast, of a model with parameters and inputs of these types"
+            )
 
 
 #: A comment of stage code that names a line of the user's.

@@ -46,7 +46,7 @@ def stage_sources(graph: Graph, profile: Profile, plan: Plan) -> tuple[str, ...]
         classes = []
         for position, part in enumerate(parts):
             if plan.stages[position].stage == stage:
-                through = kept(graph, profile, plan.stages[position], plan.link_gbps, part)
+                through = kept(graph, profile, plan.stages[position], plan.host_gbps, part)
                 body = write_body(graph, part, through, files)
                 files = body.files
                 classes.append(_class(graph, part, position, body, through, len(parts)))
@@ -56,8 +56,8 @@ def stage_sources(graph: Graph, profile: Profile, plan: Plan) -> tuple[str, ...]
 
 
 def digest_of(plan: Plan) -> str:
-    """Which plan code is of."""
-    return hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:16]
+    """Return which plan code is of: the digest of all that the plan says."""
+    return hashlib.sha256(plan.model_dump_json(exclude={"code"}).encode()).hexdigest()[:16]
 
 
 def constants_apart(graph: Graph) -> dict[str, Tensor]:
@@ -69,12 +69,19 @@ def _constants(graph: Graph) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {
         str(node.target): operator.attrgetter(str(node.target))(graph.module)
         for node in graph.module.graph.nodes
-        if node.op == "get_attr" and str(node.target).startswith(_LIFTED)
+        if node.op == "get_attr" and _is_lifted(str(node.target))
     }
     for name, tensor in found.items():
-        if isinstance(tensor, FakeTensor):
+        if isinstance(tensor, FakeTensor) and tensor.constant is not None:
+            found[name] = tensor.constant
+        elif isinstance(tensor, FakeTensor):
             raise StageCodeError(f"{name}: a tensor that the model's code makes has no values: trace it with weights")
     return found
+
+
+def _is_lifted(name: str) -> bool:
+    """Whether the user's code makes it; it is named by the module whose forward does."""
+    return name.rpartition(".")[2].startswith(_LIFTED)
 
 
 def _file(
@@ -108,6 +115,8 @@ def _imports(classes: Sequence[str]) -> str:
 def _class(graph: Graph, part: Selected, position: int, body: Body, through: Kept, count: int) -> str:
     last = position == count - 1
     inputs = list(dict.fromkeys(body.inputs))
+    nodes = {node.target: node for node in graph.module.graph.nodes if node.op == "placeholder"}
+    unread = [name for name in graph.inputs if position == 0 and not nodes[name].users]
     lines = [
         f"class Part{position}(Part):",
         f'    """Nodes {part.first} to {part.last}: from {graph.names[part.first]} to {graph.names[part.last]}."""',
@@ -115,6 +124,7 @@ def _class(graph: Graph, part: Selected, position: int, body: Body, through: Kep
         _table("INPUTS", "(", [text.value(name, str) for name in inputs]),
         _table("INPUT_SHAPES", "(", [text.value(tuple(graph.inputs[name].shape), str) for name in inputs]),
         _table("INPUT_DTYPES", "(", [str(graph.inputs[name].dtype) for name in inputs]),
+        *([_table("UNREAD", "(", [text.value(name, str) for name in unread])] if unread else []),
         _table("RECEIVES", "(", [_boundary(one) for one in boundaries(graph, part.received)]),
         _table("SENDS", "(", [_boundary(one) for one in boundaries(graph, part.sent)]),
         _table("RANDOM", "(", [str(ordinal) for ordinal in body.random]),
@@ -145,7 +155,7 @@ def _boundary(of: Boundary) -> str:
 def _state(graph: Graph, names: Sequence[str]) -> list[str]:
     """What a part takes from the model, by name."""
     found = []
-    for name in sorted({name for name in names if not name.startswith(_LIFTED)}):
+    for name in sorted({name for name in names if not _is_lifted(name)}):
         tensor = graph.unread[name] if name in graph.unread else operator.attrgetter(name)(graph.module)
         found.append(f"{text.value(name, str)}: ({tensor.dtype}, {text.value(tuple(tensor.shape), str)})")
     return found

@@ -15,6 +15,7 @@ from evenpipe.partition.counting.memory import count_memory
 from evenpipe.partition.counting.work import Effort, Work, count_work
 from evenpipe.partition.profile import Parameter, Storage
 from evenpipe.partition.trace import Graph
+from evenpipe.runtime.precisions import precision_name
 
 __all__ = ["Counts", "NodeCounts", "between", "count", "graph_digest"]
 
@@ -34,7 +35,10 @@ class NodeCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """A graph's nodes, storages and parameters. `digest`: of operations and shapes, whatever the micro-batch size."""
+    """A graph's nodes, storages and parameters. `digest`: of operations and shapes, whatever the micro-batch size.
+
+    `autocast`: the precision of the `torch.autocast` that the graph was traced under. `attention`: the model's kind.
+    """
 
     nodes: tuple[NodeCounts, ...]
     storages: tuple[Storage, ...]
@@ -43,6 +47,8 @@ class Counts:
     micro_batch_size: int
     precision: str
     digest: str
+    autocast: str | None = None
+    attention: str | None = None
 
 
 def count(graph: Graph, device_type: str, progress: Callable[[int, int], None] = lambda done, total: None) -> Counts:
@@ -69,6 +75,8 @@ def count(graph: Graph, device_type: str, progress: Callable[[int, int], None] =
         micro_batch_size=graph.micro_batch_size,
         precision=_precision(graph),
         digest=graph_digest(graph),
+        autocast=precision_name(graph.autocast),
+        attention=graph.attention,
     )
 
 
@@ -135,6 +143,8 @@ def _lines(graph: Graph) -> Iterator[object]:
         yield name, tuple(tensor.shape[1:]), tensor.dtype
     for name, parameter in _named(graph.module.named_parameters(), graph.module.named_buffers()):
         yield name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad
+    if graph.autocast is not None:
+        yield "autocast", graph.autocast
     index = {node: number for number, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         values = [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, float | bool | str)]

@@ -64,9 +64,17 @@ def from_function(where: str, micro_batch_size: int | None = None) -> Example:
 
 
 def from_config(
-    path: Path, micro_batch_size: int, *, precision: str = "fp32", attention: str = "eager", sequence_length: int = 512
+    path: Path,
+    micro_batch_size: int,
+    *,
+    precision: str = "fp32",
+    attention: str | None = None,
+    sequence_length: int = 512,
 ) -> Example:
-    """The model of a Hugging Face config.json, without its weights, as its `architectures` say. Raises ModelError."""
+    """The model of a Hugging Face config.json, without its weights, as its `architectures` say. Raises ModelError.
+
+    attention: eager or sdpa; None for transformers' own default, which is sdpa where a model has it.
+    """
     try:
         configuration: Any = json.loads(path.read_text())
     except OSError as error:

@@ -18,12 +18,13 @@ __all__ = ["for_training", "inputs_of"]
 _ATTENTION = ("eager", "sdpa")
 
 
-def for_training(configuration: Mapping[str, Any], attention: str, source: str) -> nn.Module:
+def for_training(configuration: Mapping[str, Any], attention: str | None, source: str) -> nn.Module:
     """The model of the first of the configuration's `architectures`, to be trained with the loss that it computes.
 
-    `source`: where the configuration is from, for messages. Raises ModelError.
+    attention: None for what transformers itself takes. `source`: where the configuration is from, for messages. Raises
+    ModelError.
     """
-    if attention not in _ATTENTION:
+    if attention not in (None, *_ATTENTION):
         raise ModelError(f"no attention {attention!r}: there are {', '.join(_ATTENTION)}")
     try:
         transformers = importlib.import_module("transformers")
@@ -40,7 +41,8 @@ def for_training(configuration: Mapping[str, Any], attention: str, source: str) 
         raise ModelError(f"{source}: transformers {transformers.__version__} has no {architecture}")
     try:
         config = transformers.AutoConfig.for_model(kind, **fields)
-        config._attn_implementation = attention
+        if attention is not None:
+            config._attn_implementation = attention
         config.use_cache = False  # keys and values kept for generation would be outputs that no training reads
         model: nn.Module = build(config)
         if fields.get("tie_word_embeddings") is False and config.tie_word_embeddings:

@@ -22,10 +22,16 @@ class Part(NamedTuple):
 
 
 class Binary(NamedTuple):
-    """What Algorithm 1 finds, None if nothing fits; and how many different nodes it tried to cut behind (φ)."""
+    """The partition that Algorithm 1 finds; None if none that it tries fits.
+
+    nodes_tried: how many different nodes it tried to cut behind, over all ranges. widest: φ, the most places between
+    the compute-balanced and the memory-balanced point of a range. whole: it was followed to its end.
+    """
 
     part: Part | None
     nodes_tried: int
+    widest: int
+    whole: bool
 
 
 def bipar(
@@ -44,7 +50,7 @@ def bipar(
     """
     search = _BiPar(problem, floor_ms, ceiling_ms, most_weighed, most_parts)
     part = search.bipar(0, problem.costs.last, 0, problem.copies.positions - 1)
-    return Binary(part, len(search.tried))
+    return Binary(part, len(search.tried), search.widest, not search.cut_short)
 
 
 class _Bound(NamedTuple):
@@ -63,6 +69,7 @@ class _BiPar:
         self.balance = Balance(problem)
         self.quiet = quiet(problem.costs, problem.copies.positions)
         self.tried = set[int]()
+        self.widest, self.cut_short = 0, False
         self._known: dict[tuple[int, int, int, int], Part | None] = {}
 
     def adjacent_partition(self, first: int, last: int, sid: int) -> Part | None:  # 1
@@ -96,7 +103,8 @@ class _BiPar:
 
     @property
     def _ended(self) -> bool:
-        return self.problem.weighed > self._most_weighed or len(self._known) > self._most_parts
+        self.cut_short |= self.problem.weighed > self._most_weighed or len(self._known) > self._most_parts
+        return self.cut_short
 
     def _cut(self, first: int, last: int, left: int, right: int) -> Part | None:
         if right == left:  # a number of stages that is no power of 2
@@ -140,6 +148,7 @@ class _BiPar:
         moved = self.quiet[from_cut : to_cut + 1]
         inside = moved[(moved >= max(low, from_cut)) & (moved <= min(high, to_cut))]
         cuts: list[int] = np.unique(np.append(inside, [compute_cut, memory_cut])).tolist()
+        self.widest = max(self.widest, len(cuts))
         return cuts if memory_cut <= compute_cut else cuts[::-1]
 
     def _bounds(self, first: int, cuts: list[int], last: int, sid: int) -> dict[int, _Bound]:

@@ -131,7 +131,10 @@ def _windows(problem: Problem, reach: list[tuple[int, int]], most_ms: float) -> 
         elif np.isfinite(most_ms):
             low = max(low, int(np.searchsorted(upto, upto[-1] - (count - number) * most_ms - slack, "left")))
             high = min(high, int(np.searchsorted(upto, number * most_ms + slack, "right")) - 1)
-        windows.append(np.arange(low, high + 1))
+        window = np.arange(low, high + 1)
+        if problem.places is not None and number not in (0, count):
+            window = window[np.isin(window, problem.places)]
+        windows.append(window)
     return windows
 
 

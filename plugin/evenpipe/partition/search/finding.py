@@ -11,9 +11,11 @@ from typing import Final
 
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.bipar import bipar
+from evenpipe.partition.search.choosing import Reached, Way, fastest_batch
 from evenpipe.partition.search.copies import Workload, copies_of
 from evenpipe.partition.search.costs import Costs
 from evenpipe.partition.search.coupled import best_partition
+from evenpipe.partition.search.links import BatchClock, StageLinks
 from evenpipe.partition.search.memory import Optimize
 from evenpipe.partition.search.plan import Plan, fits_of, plan_of
 from evenpipe.partition.search.problem import PartitionError, Problem, check_cuts
@@ -37,10 +39,14 @@ def find_plan(
     stages: int,
     limit_bytes: int,
     optimize: Optimize = "none",
-    link_gbps: float = 0.0,
+    host_gbps: float = 0.0,
     most_weighed: float | None = None,
+    links: StageLinks | None = None,
 ) -> Plan:
-    """The better of the exact search and of BiPar. `link_gbps`: of a stage's link to its host, each way.
+    """The better of the exact search and of BiPar. `host_gbps`: of a stage's link to its host, each way.
+
+    `links`: between stages. With them the plan is the one with which a batch is fastest by the simulator, of these two,
+    of others that send less, and of layer cuts, with boundaries moved as long as that helps. None: messages are free.
 
     `most_weighed`: of how many ranges it weighs what they recompute and swap. Where most of what is saved has to go it
     takes thousands to prove the last hundredth, which `optimum_ms` then leaves open. None: as many as a part of a
@@ -51,10 +57,10 @@ def find_plan(
     """
     began = time.perf_counter()
     with _no_collection():
-        problem = _problem(profile, workload, stages, limit_bytes, optimize, link_gbps)
+        problem = _problem(profile, workload, stages, limit_bytes, optimize, host_gbps)
         if most_weighed is None:
             most_weighed = _MOST_WEIGHED if problem.costs.last > _FEW_CUTS else inf
-        plan = _found_plan(problem, workload, most_weighed)
+        plan = _found_plan(problem, workload, most_weighed, links)
     return plan.model_copy(update={"search_ms": (time.perf_counter() - began) * 1e3})
 
 
@@ -70,24 +76,30 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _found_plan(problem: Problem, workload: Workload, most_weighed: float) -> Plan:
+def _found_plan(problem: Problem, workload: Workload, most_weighed: float, links: StageLinks | None) -> Plan:
     exact = best_partition(problem, most_weighed)
     floor_ms = exact.ms if exact is not None else 0.0
     ceiling_ms = floor_ms * _CEILING or inf
     binary = bipar(problem, floor_ms, ceiling_ms, min(_BINARY_WEIGHED, most_weighed), _BINARY_PARTS)
     part = binary.part if binary.part is not None and _fits(problem, binary.part.cuts) else None
-    found = [(exact.ms, exact.cuts, exact.fits)] if exact is not None else []
-    found += [(part.ms, part.cuts, fits_of(problem, part.cuts))] if part is not None else []
-    if not found:
+    found = [Way("exact", exact.cuts, exact.fits)] if exact is not None else []
+    found += [Way("bipar", part.cuts, fits_of(problem, part.cuts))] if part is not None else []
+    if links is None or problem.copies.positions == 1:
+        chosen, reached = min(found, key=lambda way: way.longest_ms(problem), default=None), Reached()
+    else:
+        chosen, reached = fastest_batch(problem, BatchClock(problem.costs, problem.copies, workload, links), found)
+    if chosen is None:
         raise PartitionError(_too_little(problem))
-    best_ms, cuts, fits = min(found)
-    plan = plan_of(problem, cuts, fits, workload)
-    optimum_ms = min(problem.least_ms if exact is None else exact.optimum_ms, best_ms)
+    plan = plan_of(problem, chosen.cuts, chosen.fits, workload)
+    least_ms = problem.least_ms if exact is None else exact.optimum_ms
     return plan.model_copy(
         update={
             "nodes_tried": binary.nodes_tried,
-            "optimum_ms": optimum_ms,
+            "optimum_ms": min(least_ms, plan.max_stage_ms),
             "binary_ms": None if part is None else part.ms,
+            "binary_whole": binary.whole,
+            "algorithm": chosen.algorithm,
+            **reached._asdict(),
         }
     )
 
@@ -98,19 +110,19 @@ def fits_into(
     stages: int,
     limit_bytes: int,
     optimize: Optimize = "none",
-    link_gbps: float = 0.0,
+    host_gbps: float = 0.0,
 ) -> bool:
     """Whether `find_plan` finds a plan by the exact search. Raises what that does but for the limit."""
-    problem = _problem(profile, workload, stages, limit_bytes, optimize, link_gbps)
+    problem = _problem(profile, workload, stages, limit_bytes, optimize, host_gbps)
     return best_partition(problem, 0) is not None
 
 
 def _problem(
-    profile: Profile, workload: Workload, stages: int, limit_bytes: int, optimize: Optimize, link_gbps: float
+    profile: Profile, workload: Workload, stages: int, limit_bytes: int, optimize: Optimize, host_gbps: float
 ) -> Problem:
     costs = Costs(profile)
     check_cuts(costs, stages, stages * workload.chunks)  # before a schedule of so many is made and verified
-    return Problem(costs, copies_of(workload, stages), limit_bytes, optimize, link_gbps)
+    return Problem(costs, copies_of(workload, stages), limit_bytes, optimize, host_gbps)
 
 
 def _fits(problem: Problem, cuts: Sequence[int]) -> bool:

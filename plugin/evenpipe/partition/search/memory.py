@@ -55,12 +55,12 @@ def fit(
     stop: int,
     loads: Sequence[Load],
     optimize: Optimize = "none",
-    link_gbps: float = 0.0,
+    host_gbps: float = 0.0,
     around: Around = _NO_OTHERS,
 ) -> Fit | None:
     """The cheapest way found to have the nodes from `start` to `stop` − 1 fit into all `loads`; None: there is none.
 
-    `link_gbps`: of the link to host memory, each way (10^9 bytes/s).
+    `host_gbps`: of the link to host memory, each way (10^9 bytes/s).
 
     First what can be swapped for nothing, the longest FreeTime first, as long as it does not fit; then what saves most
     bytes a millisecond (MSPS) of swap and recompute, weighed again after each pick (Capuchin §4.4, Algorithms 1, 2).
@@ -73,7 +73,7 @@ def fit(
         return None
     copies = max(one.copies for one in loads)
     # What is swapped needs room on its way out and in, so that less may be had with the link than without.
-    gbps = [link_gbps, 0.0] if optimize == "swap+recompute" and link_gbps > 0 else [0.0]
+    gbps = [host_gbps, 0.0] if optimize == "swap+recompute" and host_gbps > 0 else [0.0]
     hosts = [HostLink(saved, one, around, copies) for one in gbps]
     best: Fit | None = None
     for host, kept in _ways(hosts, saved, copies, min(one.budget for one in loads if one.own)):

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
+from statistics import fmean
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from evenpipe.partition.profile import Origin, Profile
 from evenpipe.partition.search.copies import PIPEDREAM, Workload
 from evenpipe.partition.search.memory import Fit, Optimize
 from evenpipe.partition.search.problem import PartitionError, Problem
 from evenpipe.report import write_atomically
-from evenpipe.schedule import Program, Size, build
+from evenpipe.schedule import Link, Program, Size, build
+from evenpipe.simulate import Costs, Wire
 
-__all__ = ["Plan", "Stage", "fits_of", "plan_of"]
+__all__ = ["Algorithm", "Alternative", "Crossing", "Plan", "Stage", "fits_of", "plan_of"]
 
 FORMAT: Final = "evenpipe.partition/1"
+
+#: What made a partition: the exact search, Algorithm 1, the exact search among cuts that send little, layer cuts that
+#: the simulator finds fastest, and boundaries moved by the simulator.
+Algorithm = Literal["exact", "bipar", "quiet", "layers", "moved"]
 
 
 class _Frozen(BaseModel):
@@ -54,6 +61,28 @@ class Stage(_Frozen):
     beside_bytes: int | None = None
 
 
+class Crossing(_Frozen):
+    """Bytes that a cut sends for each micro-batch, one way, and the milliseconds they take (0: taken to be free)."""
+
+    nbytes: int
+    transmit_ms: float
+    latency_ms: float
+
+    @property
+    def ms(self) -> float:
+        return self.transmit_ms + self.latency_ms
+
+
+class Alternative(_Frozen):
+    """Another way to cut: the last node of each part but the last, the longest part, bytes sent one way, a batch."""
+
+    algorithm: Algorithm
+    cuts: tuple[int, ...]
+    max_stage_ms: float
+    sent_bytes: int
+    batch_ms: float
+
+
 class Plan(_Frozen):
     """Where a model is cut, and what it is of: another model, shape or schedule has another plan.
 
@@ -61,7 +90,15 @@ class Plan(_Frozen):
     adds; no partition is below `optimum_ms`. With memory optimisation that is said of stages that recompute and swap
     what `memory.fit` picks for them, and takes as given that what it cannot make fit does not fit with more nodes.
     `binary_ms`: what Algorithm 1 alone finds, in as much as is tried for a plan; None if nothing of that fits.
-    `nodes_tried`: how many different cuts Algorithm 1 tried (φ).
+    `nodes_tried`: how many different cuts Algorithm 1 tried; `binary_whole`: whether it was followed to its end.
+    `algorithm`: what made these cuts. `host_gbps`: of a
+    stage's link to its host, each way (older documents: `link_gbps`).
+
+    Where links between stages are known: `crossings`, what each cut sends; `batch_ms`, what a batch takes by the
+    simulator (of a schedule that streams, the mean of several), `layers_batch_ms` with the fastest layer cuts, and
+    `front`, the ways to cut of which none else has both a shorter longest part and fewer bytes to send.
+    `code`: the SHA-256 of each file that was written beside the plan, by name. `model_bytes`: of the uncut model's
+    parameters, each counted once; older documents lack it.
     """
 
     format: Literal["evenpipe.partition/1"] = FORMAT
@@ -80,7 +117,15 @@ class Plan(_Frozen):
     bpipe: bool = False
     limit_bytes: int
     optimize: Optimize
-    link_gbps: float
+    host_gbps: float = Field(validation_alias=AliasChoices("host_gbps", "link_gbps"))
+    algorithm: Algorithm | None = None
+    binary_whole: bool | None = None
+    crossings: tuple[Crossing, ...] = ()
+    batch_ms: float | None = None
+    layers_batch_ms: float | None = None
+    front: tuple[Alternative, ...] = ()
+    code: dict[str, str] = Field(default_factory=dict)
+    model_bytes: int | None = None
 
     @property
     def stage_count(self) -> int:
@@ -98,6 +143,39 @@ class Plan(_Frozen):
         self.check_trained()
         size = Size(self.stage_count, self.micro_batches, self.chunks, self.group_size)
         return build(self.schedule, size, self.bpipe, swaps=self.swaps)
+
+    @property
+    def costs(self) -> Costs:
+        """Return what its stages and its links take, for the simulator. Cuts on one link send the mean of theirs."""
+        stages = range(self.stage_count)
+        forward, backward = [0.0] * len(stages), [0.0] * len(stages)
+        for part in self.stages:
+            forward[part.stage] += part.forward_ms
+            backward[part.stage] += part.backward_ms + part.extra_ms
+        crossing = defaultdict[tuple[int, int], list[Crossing]](list)
+        for one, (before, behind) in zip(self.crossings, pairwise(self.stages), strict=False):
+            if before.stage != behind.stage:
+                crossing[before.stage, behind.stage].append(one)
+        links = dict[Link, Wire]()
+        for ends, over in crossing.items():
+            wire = Wire(over[0].latency_ms, fmean(one.transmit_ms for one in over))
+            links |= {Link("forward", *ends): wire, Link("backward", *reversed(ends)): wire}
+        return Costs(tuple(forward), tuple(backward), links=links)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return a line for each of Theorem 4.1's conditions that is known not to hold: the second is looked at."""
+        slow = [one.ms for one in self.crossings]
+        least = min(self.stages, key=lambda part: part.forward_ms + part.backward_ms + part.extra_ms)
+        least_ms = least.forward_ms + least.backward_ms + least.extra_ms
+        if not slow or 2 * max(slow) < least_ms:
+            return []
+        cut = slow.index(max(slow))
+        return [
+            f"messages are not short (condition 2 of DawnPiper's Theorem 4.1): there and back over cut {cut} they take "
+            f"{2 * slow[cut]:.4g} ms a micro-batch, and stage {least.stage} computes for {least_ms:.4g} ms: fewer "
+            "stages, larger micro-batches or faster links would help more than other cuts"
+        ]
 
     def check_trained(self) -> None:
         """Raises PartitionError where nothing trains its schedule."""
@@ -203,5 +281,6 @@ def plan_of(problem: Problem, cuts: Sequence[int], fits: Sequence[Fit], workload
         bpipe=workload.bpipe,
         limit_bytes=problem.limit_bytes,
         optimize=problem.optimize,
-        link_gbps=problem.link_gbps,
+        host_gbps=problem.host_gbps,
+        model_bytes=sum(one.nbytes for one in costs.profile.parameters),
     )

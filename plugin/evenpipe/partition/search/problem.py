@@ -65,7 +65,9 @@ class _Known:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A profile to cut for a schedule, in `limit_bytes` a stage; `link_gbps`: of each stage's link to its host.
+    """A profile to cut for a schedule, in `limit_bytes` a stage; `host_gbps`: of each stage's link to its host.
+
+    `places`: the boundaries among which the exact search cuts; None: all.
 
     Ranges are pairs of boundaries (see `Costs`). Each position of the model fits if it does so under all its `caps`;
     where stages hold parts of several positions, which caps they share is for `evenpipe.partition.search.coupled`.
@@ -75,8 +77,9 @@ class Problem:
     copies: Copies
     limit_bytes: int
     optimize: Optimize = "none"
-    link_gbps: float = 0.0
+    host_gbps: float = 0.0
     caps: tuple[tuple[Cap, ...], ...] = ()
+    places: Numbers | None = None
     _known: _Known = field(default_factory=_Known)
 
     def __post_init__(self) -> None:
@@ -99,6 +102,12 @@ class Problem:
     def within(self, limit_bytes: int) -> Problem:
         """The same with another limit."""
         return replace(self, limit_bytes=limit_bytes, caps=(), _known=_Known())
+
+    def among(self, places: Numbers) -> Problem:
+        """The same, cut at these boundaries alone; what is known of ranges is shared."""
+        found = replace(self, places=places)
+        found.__dict__["graph"] = self.graph  # as the cached property has it
+        return found
 
     def capped(self, position: int, cap: Cap) -> Problem:
         """The same with one more cap; what is known of other positions stays known."""
@@ -150,7 +159,7 @@ class Problem:
         link once each way, which is waited for beyond a forward and a backward (`memory.HostLink`).
         """
         left = np.maximum(excess, 0.0)
-        swap_ms = 1 / (self.link_gbps * 1e6) if self._swaps else np.inf
+        swap_ms = 1 / (self.host_gbps * 1e6) if self._swaps else np.inf
         if self._swaps:
             left = np.maximum(left - ms / swap_ms, 0.0)
         starts, stops = self.costs.starts[firsts], self.costs.starts[lasts]
@@ -158,7 +167,7 @@ class Problem:
 
     @property
     def _swaps(self) -> bool:
-        return self.optimize == "swap+recompute" and self.link_gbps > 0
+        return self.optimize == "swap+recompute" and self.host_gbps > 0
 
     @cached_property
     def _recomputed(self) -> RecomputedBytes:
@@ -181,7 +190,7 @@ class Problem:
         beside = self.beside(position, first, last)
         loads = [Load(cap.copies, cap.nbytes - cap.own * beside, cap.own) for cap in self.caps[position]]
         start, stop = int(self.costs.starts[first]), int(self.costs.starts[last])
-        found = fit(self.graph, start, stop, loads, self.optimize, self.link_gbps, self.around(position, first, last))
+        found = fit(self.graph, start, stop, loads, self.optimize, self.host_gbps, self.around(position, first, last))
         if found is None:
             return None
         return Cell(float(self.costs.upto_ms[last] - self.costs.upto_ms[first]) + found.extra_ms, found)

@@ -15,6 +15,7 @@ from evenpipe.partition.counting import Work, without_history
 from evenpipe.partition.timing.source import NodeTimes
 from evenpipe.partition.trace import Graph, evaluate
 from evenpipe.runtime.clock import clock_for
+from evenpipe.runtime.precisions import autocasting
 
 __all__ = ["Measured"]
 
@@ -80,7 +81,7 @@ class Measured:
                     Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), result
                 )
 
-            with torch.enable_grad():
+            with torch.enable_grad(), autocasting(self.device_type, graph.autocast):
                 evaluate(graph.module, inputs, call, real.of)
             passes.append([(clock.elapsed_ms(a, b), clock.elapsed_ms(c, d)) for a, b, c, d in marks])
             progress(number + 1, self.warm_up + self.repetitions)

@@ -37,7 +37,8 @@ def allowed_cuts(
 
     What is sent is received as copies. So every tensor sent has memory of its own: of two views of one storage a
     change in place would reach one only, and a view of a parameter (`resident` storages) is no message. Nor is there
-    a cut between the first use of a tensor and the last change to it in place. And something must carry a gradient.
+    a cut between the first use of a tensor and the last change to it in place. Where nothing that is sent carries a
+    gradient, as behind frozen layers, the stages before have no backward.
     """
     order = [node for unit in units for node in unit]
     allowed = [node is unit[-1] for unit in units for node in unit]
@@ -55,7 +56,7 @@ def allowed_cuts(
         allowed[number] = (
             allowed[number]
             and all(seen[node].tensor for node in nodes)
-            and any(value.requires_grad for value in values)
+            and bool(values)
             and len(set(storages)) == len(storages)
             and not any(storage in resident for storage in storages)
         )

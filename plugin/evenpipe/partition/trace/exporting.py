@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
 from evenpipe.partition.trace.drawing import number_draws
+from evenpipe.partition.trace.effects import effect_of
+from evenpipe.partition.trace.state import restored
 
 __all__ = ["TraceError", "export", "weightless", "weightless_copy"]
 
@@ -45,7 +47,9 @@ def export(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[fx.GraphModule,
         raise TraceError(f"{type(model).__name__}.forward has no argument {unknown[0]!r}: it has {', '.join(names)}")
     mode = detect_fake_mode([*model.parameters(), *model.buffers(), *tree_leaves(dict(inputs))])
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    with _quiet(), mode if any(isinstance(p, FakeTensor) for p in model.parameters()) else contextlib.nullcontext():
+    made = mode if any(isinstance(p, FakeTensor) for p in model.parameters()) else contextlib.nullcontext()
+    with _quiet(), restored(model), made:
+        _refuse_effects(model, inputs, mode)
         try:
             # Without run_decompositions, which makes views that hold for one layout of memory only.
             exported = torch.export.export(model, (), dict(inputs), strict=False)
@@ -59,12 +63,33 @@ def export(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[fx.GraphModule,
     fakes = tree_map_only(Tensor, lambda tensor: weightless_copy(mode, tensor), given)
     bound = {node.target: value for node, value in zip(placeholders, fakes, strict=True) if isinstance(value, Tensor)}
     number_draws(module)  # what the loss does not need draws too when the model runs
-    _up_to_the_loss(module, type(model).__name__)
+    _up_to_the_loss(module, type(model).__name__, exported.call_spec.out_spec)
     _refuse_sizes_of_values(module, type(model).__name__)
     for node in placeholders:
         if node.target not in bound:
             module.graph.erase_node(node)  # a constant, which the graph has taken in
     return module, bound, mode
+
+
+def _refuse_effects(model: nn.Module, inputs: Mapping[str, Any], mode: FakeTensorMode) -> None:
+    """Raise TraceError where the model does what its graph would not. What cannot be run is left for export to say."""
+    state: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    state |= dict(model.named_buffers(remove_duplicate=False))
+    fakes = {id(one): weightless_copy(mode, one) for one in state.values()}
+    given = tree_map_only(Tensor, lambda tensor: weightless_copy(mode, tensor), dict(inputs))
+
+    def run() -> None:
+        with mode, torch.enable_grad():
+            copies = {at: one if isinstance(one, nn.Parameter) else one.detach().clone() for at, one in fakes.items()}
+            torch.func.functional_call(model, {name: copies[id(one)] for name, one in state.items()}, (), given)
+
+    try:
+        with restored(model):
+            effect = effect_of(model, run, lambda tensor: weightless_copy(mode, tensor))
+    except Exception:
+        return
+    if effect is not None:
+        raise TraceError(f"{type(model).__name__} cannot be traced: {effect}")
 
 
 def _takes_any(names: Mapping[str, inspect.Parameter]) -> bool:
@@ -124,14 +149,21 @@ def _make_weightless(module: fx.GraphModule, model: nn.Module, mode: FakeTensorM
                     table[name] = fake_of.setdefault(id(tensor), weightless_copy(mode, tensor))
 
 
-def _up_to_the_loss(module: fx.GraphModule, name: str) -> None:
-    """Reduces the output to the loss, and leaves out what neither it needs nor a side effect."""
+def _up_to_the_loss(module: fx.GraphModule, name: str, structure: TreeSpec) -> None:
+    """Reduces the output to the loss, and leaves out what neither it needs nor a side effect.
+
+    What else the model returns, and is computed on the way, has its name there in its meta, as `output`.
+    """
     graph = module.graph
     output = next(node for node in graph.nodes if node.op == "output")
     returned = [node for node in tree_leaves(output.args) if isinstance(node, fx.Node)]
     losses = [node for node in returned if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].numel() == 1]
     if not losses:
         raise TraceError(f"{name} returns no loss: its forward should return a tensor of one element, first if several")
+    places = tree_flatten_with_path(tree_unflatten(list(range(structure.num_leaves)), structure))[0]
+    for (path, _), node in zip(places, tree_leaves(output.args), strict=True):
+        if isinstance(node, fx.Node) and node is not losses[0] and isinstance(node.meta.get("val"), Tensor):
+            node.meta.setdefault("output", ".".join(str(_key(step)) for step in path))
     output.args = (losses[0],)
     seen: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
@@ -145,6 +177,10 @@ def _up_to_the_loss(module: fx.GraphModule, name: str) -> None:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
     graph.eliminate_dead_code(is_impure_node=_has_effect)
+
+
+def _key(step: Any) -> object:
+    return next((getattr(step, kind) for kind in ("key", "idx", "name") if hasattr(step, kind)), step)
 
 
 def _refuse_sizes_of_values(module: fx.GraphModule, name: str) -> None:

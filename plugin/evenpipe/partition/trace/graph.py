@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,10 +15,11 @@ from evenpipe.partition.trace.exporting import TraceError, export, weightless_co
 from evenpipe.partition.trace.layering import ends_of_layers, module_path
 from evenpipe.partition.trace.observing import Evaluate, Observed, evaluate, observe
 from evenpipe.partition.trace.ordering import Unit, ordered, prefix_of
+from evenpipe.runtime.precisions import autocast_dtype, autocasting
 
-__all__ = ["Graph", "trace"]
+__all__ = ["Graph", "attention_of", "trace"]
 
-_KEPT: Final = ("nn_module_stack", "stack_trace", "ordinal")
+_KEPT: Final = ("nn_module_stack", "stack_trace", "ordinal", "output")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Graph:
     in execution order: `prefix`, which every stage computes for itself, then `nodes`. Of each of the latter,
     `cut_allowed` says whether a stage may end with it, and `sent` whose results the next stage then receives.
     `own_order`: prefix and nodes as the model itself executes them. `unread`: parameters and buffers of the
-    model's state that no node reads.
+    model's state that no node reads. `autocast`: the dtype of the `torch.autocast` that the model was traced under.
+    `attention`: the kind that a model of Hugging Face's has.
     """
 
     module: fx.GraphModule
@@ -43,6 +45,8 @@ class Graph:
     layer_ends: tuple[int, ...]
     own_order: tuple[fx.Node, ...]
     unread: Mapping[str, Tensor]
+    autocast: torch.dtype | None = None
+    attention: str | None = None
 
     @property
     def micro_batch_size(self) -> int:
@@ -56,7 +60,7 @@ class Graph:
 
     def evaluate(self, call: Evaluate) -> dict[fx.Node, Any]:
         """Goes through prefix and nodes on weightless tensors; `call(node, args, kwargs)` gives what each returns."""
-        with self.mode, torch.enable_grad():
+        with self.mode, torch.enable_grad(), autocasting(_device_type(self.inputs.values()), self.autocast):
             return evaluate(self.module, self.inputs, call, self.held)
 
     def held(self, value: Any) -> Any:
@@ -72,7 +76,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Any]) -> Graph:
     """The graph of `model(**inputs)`, which returns the loss, or the loss first.
 
     The model may be weightless, and is not changed. The graph holds for these inputs' shapes, and for training if the
-    model is in training mode. Raises TraceError.
+    model is in training mode, under the `torch.autocast` that is on, if any. Raises TraceError.
     """
     module, bound, mode = export(model, inputs)
     with mode:
@@ -101,6 +105,8 @@ def trace(model: nn.Module, inputs: Mapping[str, Any]) -> Graph:
         layer_ends=ends_of_layers(model, nodes, allowed),
         own_order=tuple(copies[node] for node in original if node in copies and node.op == "call_function"),
         unread={name: weightless_copy(mode, tensor) for name, tensor in _unread(model, module).items()},
+        autocast=autocast_dtype(_device_type(bound.values())),
+        attention=attention_of(model),
     )
 
 
@@ -119,6 +125,16 @@ def _reordered(
     assert isinstance(loss, fx.Node)
     graph.output(copies[loss])
     return fx.GraphModule(module, graph, "Forward"), copies
+
+
+def attention_of(model: nn.Module) -> str | None:
+    """Return the kind of attention that a model of Hugging Face's has, such as sdpa; None of other models."""
+    kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return kind if isinstance(kind, str) else None
+
+
+def _device_type(tensors: Iterable[Tensor]) -> str:
+    return next((one.device.type for one in tensors), "cpu")
 
 
 def _unread(model: nn.Module, module: fx.GraphModule) -> dict[str, Tensor]:

@@ -1,0 +1,142 @@
+"""Links between stages, and what a batch takes over them for many ways to cut a model at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from evenpipe.partition.search.copies import PIPEDREAM, Copies, Workload
+from evenpipe.partition.search.costs import Costs, Numbers
+from evenpipe.partition.search.plan import Crossing
+from evenpipe.planner.descriptions import Cluster
+from evenpipe.schedule import Program, Size, build, find
+from evenpipe.simulate import ManyCosts
+
+__all__ = ["BatchClock", "StageLinks"]
+
+#: Batches of a schedule that streams: alone, and so many without a flush.
+_STREAM: Final = 3
+#: Micro-batches × stages beyond which shorter batches are simulated, and counted on.
+_MOST_UNITS: Final = 512
+
+
+class StageLinks(NamedTuple):
+    """The links between stages, which fill nodes of `per_node` one after the other (None: all are in one node).
+
+    gbps: 10^9 bytes/s, one way. latency_ms: of a message. node_gbps, node_latency_ms: between nodes.
+    """
+
+    gbps: float
+    latency_ms: float = 0.0
+    per_node: int | None = None
+    node_gbps: float | None = None
+    node_latency_ms: float = 0.0
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> StageLinks:
+        """Return those of a cluster with one stage on each GPU, in order."""
+        inside_ms, between_ms = cluster.latency_us / 1e3, cluster.node_latency_us / 1e3
+        return cls(cluster.peer_gbps, inside_ms, cluster.gpus_per_node, cluster.node_gbps, between_ms)
+
+    def between(self, one: int, other: int) -> tuple[float, float]:
+        """Return gbps and latency_ms of the link between two stages."""
+        if self.per_node is not None and self.node_gbps is not None and one // self.per_node != other // self.per_node:
+            return self.node_gbps, self.node_latency_ms
+        return self.gbps, self.latency_ms
+
+
+class _View(NamedTuple):
+    """Simulated programs and the weight of each; a batch that is too long is extrapolated from two shorter ones."""
+
+    clocks: tuple[tuple[Program, ManyCosts], ...]
+    weights: tuple[float, ...]
+
+
+class BatchClock:
+    """The simulator's milliseconds of a batch, with messages on links, for rows of cuts of one model.
+
+    A schedule that streams has two views: a batch alone, and the mean of several without a flush.
+    """
+
+    def __init__(self, costs: Costs, copies: Copies, workload: Workload, links: StageLinks) -> None:
+        """Raises ScheduleError where there is no such schedule."""
+        self._costs, self._links, self._owners = costs, links, np.array(copies.owners)
+        self._stages = copies.stages
+        self._views = _views(workload, copies.stages)
+
+    @property
+    def views(self) -> int:
+        return len(self._views)
+
+    def ms(self, cuts: Numbers, extra_ms: Numbers) -> Numbers:
+        """Return rows × views. `cuts`: rows of all boundaries, from 0 to the last; `extra_ms`: rows × positions."""
+        starts = self._costs.starts[cuts]
+        forward = self._of_stages(np.diff(self._costs.forward_upto[starts], axis=1))
+        backward = self._of_stages(np.diff(self._costs.backward_upto[starts], axis=1) + extra_ms)
+        sent = self._costs.cut_bytes[cuts[:, 1:-1]]
+        found = np.zeros((len(cuts), len(self._views)))
+        for view, (clocks, weights) in enumerate(self._views):
+            for (program, clock), weight in zip(clocks, weights, strict=True):
+                found[:, view] += weight * clock.makespans(forward, backward, *self._wires(program, sent))
+        return found
+
+    def crossings(self, cuts: Sequence[int]) -> tuple[Crossing, ...]:
+        """Return what each cut sends, one way."""
+        found = []
+        for cut, before, behind in zip(cuts[1:-1], self._owners[:-1].tolist(), self._owners[1:].tolist(), strict=True):
+            nbytes = int(self._costs.cut_bytes[cut]) if before != behind else 0
+            gbps, latency_ms = self._links.between(before, behind) if before != behind else (inf, 0.0)
+            found.append(Crossing(nbytes=nbytes, transmit_ms=nbytes / (gbps * 1e6), latency_ms=latency_ms))
+        return tuple(found)
+
+    def _of_stages(self, of_positions: Numbers) -> Numbers:
+        """Sum up the positions of each stage."""
+        found = np.zeros((len(of_positions), self._stages))
+        for position, owner in enumerate(self._owners.tolist()):
+            found[:, owner] += of_positions[:, position]
+        return found
+
+    def _wires(self, program: Program, sent: Numbers) -> tuple[Numbers, Numbers]:
+        """Return rows × links of the program: transmission and latency. Cuts on one link send the mean of theirs."""
+        links = program.wiring.links
+        transmit, latency = np.zeros((len(sent), len(links))), np.zeros((len(sent), len(links)))
+        for number, link in enumerate(links):
+            ends = {"forward": (link.source, link.target), "backward": (link.target, link.source)}.get(link.kind)
+            if ends is None:
+                continue
+            over = np.flatnonzero((self._owners[:-1] == ends[0]) & (self._owners[1:] == ends[1]))
+            if len(over):
+                gbps, latency[:, number] = self._links.between(*ends)
+                transmit[:, number] = sent[:, over].mean(axis=1) / (gbps * 1e6)
+        return transmit, latency
+
+
+def _views(workload: Workload, stages: int) -> list[_View]:
+    if workload.schedule == PIPEDREAM:  # 1F1B's order without an end, which is not built
+        size = Size(stages, 4 * stages)
+        return [_View((_clock(build("1f1b", size)),), (1.0,))]
+    batches = (1, _STREAM) if "stream" in find(workload.schedule).needs else (1,)
+    return [_view(workload, stages, count) for count in batches]
+
+
+def _view(workload: Workload, stages: int, batches: int) -> _View:
+    """One batch; one that is too long adds to two shorter ones what the longer of them has added to the other."""
+    asked, period = workload.micro_batches, stages * workload.group_size
+
+    def clock(micro_batches: int) -> tuple[Program, ManyCosts]:
+        size = Size(stages, micro_batches, workload.chunks, workload.group_size, batches)
+        return _clock(build(workload.schedule, size, bpipe=workload.bpipe))
+
+    first = 2 * period + asked % period
+    second = first + 2 * period
+    if asked <= second or asked * stages * workload.chunks * batches <= _MOST_UNITS:
+        return _View((clock(asked),), (1.0 / batches,))
+    more = (asked - second) / (second - first)
+    return _View((clock(first), clock(second)), (-more / batches, (1 + more) / batches))
+
+
+def _clock(program: Program) -> tuple[Program, ManyCosts]:
+    return program, ManyCosts(program)
