@@ -97,6 +97,15 @@ def gradients(modules: list[torch.nn.Module]) -> list[list[str]]:
     ]
 
 
+def outputs(parts: int) -> list[list[float]]:
+    """Of the whole model."""
+    taken: tuple[Tensor, ...] = (inputs(),)
+    for position in range(parts):
+        given = part_of(parts, position)(*taken)
+        taken = given if isinstance(given, tuple) else (given,)
+    return taken[0].tolist()
+
+
 def without_a_pipeline(parts: int) -> tuple[float, list[list[str]]]:
     """The mean loss, and the gradients of each part."""
     modules, losses = [part_of(parts, position) for position in range(parts)], []
@@ -144,7 +153,7 @@ def drained() -> list[int]:
     gc.disable()
     next(stream)
     ahead = len(alive)
-    stream.drain()
+    pipeline.evaluate(inputs(), inputs())  # makes the steps that are due
     left = len(alive)
     gc.enable()
     pipeline.close()
@@ -160,11 +169,25 @@ def run(rank: int, folder: str) -> None:
         parts, places = STAGES * chunks, program.schedule.places
         pipeline = ModulePipeline(lambda position, parts=parts: part_of(parts, position), program, loss, edge)
         mean = pipeline.step(inputs(), inputs())
+        with torch.no_grad():
+            refused = ""
+            try:
+                pipeline.step(inputs(), inputs())
+            except ValueError as error:
+                refused = str(error)
+        evaluation = pipeline.evaluate(inputs(), inputs())
+        some = pipeline.evaluate(inputs(), inputs(), tokens=[1, 1, *[0] * (MICRO_BATCHES - 2)])
+        blind = pipeline.evaluate(inputs())
         positions = [places.position(rank, chunk) for chunk in range(chunks)]
         found[name] = {
             "loss": None if mean is None else mean.item(),
             "gradients": dict(zip(positions, gradients(pipeline.chunks), strict=True)),
             "evicted": pipeline.executor.counter.evicted_bytes,
+            "evaluated": None if evaluation.loss is None else evaluation.loss.item(),
+            "outputs": evaluation.outputs and torch.cat(evaluation.outputs).tolist(),
+            "alike": str(evaluation.outputs) == str(blind.outputs) and blind.loss is None,
+            "refused": refused,
+            "weighed": None if some.loss is None else [some.loss.item(), torch.stack(some.losses[:2]).mean().item()],
         }
         pipeline.close()
     found["drained"] = drained()

@@ -1,5 +1,6 @@
 """Checkpoints on disk: whenever a process dies while writing one, the one before or the new one is found."""
 
+import hashlib
 import json
 import os
 import resource
@@ -11,21 +12,32 @@ from pathlib import Path
 import pytest
 
 from evenpipe.train.checkpoint import Draft, check, find, refuse_misfit
+from evenpipe.train.manifest import FileEntry, Manifest
 from evenpipe.train.options import OptionsError, TrainOptions
+from evenpipe.train.ownership import Disturbed, acquire
 
-OPTIONS = TrainOptions.of(iterations=100)
+OPTIONS = TrainOptions.of(iterations=100, stages=1)
+RUN, OTHER = "1" * 32, "2" * 32
 
 
-def save(directory: Path, iterations: int, contents: bytes = b"weights") -> None:
-    draft = Draft(directory, iterations)
+def drafted(directory: Path, iterations: int, contents: bytes, run: str = RUN) -> tuple[Draft, dict[str, FileEntry]]:
+    directory.mkdir(exist_ok=True)
+    acquire(directory, run, lambda line: None, patience=0)
+    draft = Draft(directory, iterations, run)
     draft.begin()
     draft.write("rank_00000.pt", lambda file: file.write(contents))
-    draft.complete(OPTIONS)
+    return draft, {"rank_00000.pt": FileEntry(bytes=len(contents), sha256=hashlib.sha256(contents).hexdigest())}
+
+
+def save(directory: Path, iterations: int, contents: bytes = b"weights", keep: int = 0) -> None:
+    draft, files = drafted(directory, iterations, contents)
+    draft.complete(OPTIONS.model_copy(update={"keep": keep}), files)
 
 
 def contents_of_latest(directory: Path) -> tuple[int, bytes]:
     checkpoint = find(directory)
-    return checkpoint.iterations, (checkpoint.folder / "rank_00000.pt").read_bytes()
+    with checkpoint.opened("rank_00000.pt") as file:
+        return checkpoint.iterations, file.read()
 
 
 def in_a_process(act: Callable[[], None]) -> int:
@@ -69,7 +81,7 @@ def test_killed_before_any_file_operation_the_old_or_the_new_checkpoint_is_the_l
         save(directory, *old)
         status = killed_at(operation, lambda directory=directory: save(directory, *new))
         seen.append(contents_of_latest(directory))
-        Draft(directory, 4).begin()
+        drafted(directory, 4, b"half")
         assert contents_of_latest(directory) == seen[-1]
         save(directory, 3)
         assert contents_of_latest(directory) == (3, b"weights")
@@ -82,27 +94,23 @@ def test_killed_before_any_file_operation_the_old_or_the_new_checkpoint_is_the_l
 
 
 def test_what_is_half_written_is_not_found_and_makes_way(tmp_path: Path) -> None:
-    draft = Draft(tmp_path, 5)
-    draft.begin()
-    draft.write("rank_00000.pt", lambda file: file.write(b"half"))
+    drafted(tmp_path, 5, b"half")
     with pytest.raises(OptionsError, match="no checkpoint there"):
         find(tmp_path)
     save(tmp_path, 6)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000006", "latest"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000006", "latest", "owner.json"]
 
 
 def test_a_discarded_draft_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    draft = Draft(tmp_path, 6)
-    draft.begin()
+    draft, _ = drafted(tmp_path, 6, b"half")
     draft.discard()
     assert contents_of_latest(tmp_path) == (5, b"weights")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000005", "latest"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000005", "latest", "owner.json"]
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    draft = Draft(tmp_path, 5)
-    draft.begin()
+    draft, _ = drafted(tmp_path, 5, b"")
 
     def act() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
@@ -120,27 +128,83 @@ def test_a_folder_of_a_checkpoint_can_be_named_itself(tmp_path: Path) -> None:
     assert find(tmp_path / "iter_0000005").iterations == 5
 
 
-@pytest.mark.parametrize(
-    ("path", "contents", "said"),
-    [
-        ("iter_0000005/rank_00000.pt", b"weight", "the checkpoint is damaged (rank_00000.pt has another size)"),
-        ("iter_0000005/checkpoint.json", b"{", "the checkpoint is damaged (Expecting"),
-        ("iter_0000005/checkpoint.json", b"{}", "the checkpoint is damaged ('format')"),
-        ("latest", b"iter_0000009", "the checkpoint is damaged ([Errno 2]"),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused_in_one_line(path: str, contents: bytes, said: str, tmp_path: Path) -> None:
+def edited(**fields: object) -> Callable[[Path], None]:
+    """Of a folder's manifest, change fields without sealing it anew."""
+
+    def edit(folder: Path) -> None:
+        path = folder / "iter_0000005" / "checkpoint.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return edit
+
+
+def written(path: str, contents: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / path).write_bytes(contents)
+
+
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (written("iter_0000005/rank_00000.pt", b"weight"), "iter_0000005: * (rank_00000.pt has another size)"),
+    (written("iter_0000005/rank_00000.pt", b"weighty"), "rank_00000.pt: * (its bytes are not those that were saved)"),
+    (written("iter_0000005/checkpoint.json", b"{"), "iter_0000005: * (checkpoint.json: Invalid JSON"),
+    (written("iter_0000005/checkpoint.json", b"\xff"), "iter_0000005: * (checkpoint.json: Invalid JSON"),
+    (written("iter_0000005/checkpoint.json", b"[" * 100_000), "iter_0000005: * (checkpoint.json: Invalid JSON"),
+    (written("iter_0000005/checkpoint.json", b"{}"), "iter_0000005: * (checkpoint.json.format: Field required)"),
+    (edited(iteration=4), "iter_0000005: * (checkpoint.json: its digest is another)"),
+    (edited(files={}), "iter_0000005: * (checkpoint.json: its digest is another)"),
+    (written("latest", b"iter_0000009 " + b"0" * 64), "iter_0000009: * (checkpoint.json: No such file or directory)"),
+    (written("latest", b"iter_0000005 " + b"0" * 64), "latest: * (iter_0000005 is not the checkpoint that it names)"),
+    (written("latest", b"iter_0000005"), "latest: * (it names no checkpoint)"),
+    (written("latest", b"../iter_0000005\n"), "latest: * (it names no checkpoint)"),
+    (written("latest", b"\xff\xfe"), "latest: * (it names no checkpoint)"),
+    (lambda folder: (folder / "iter_0000005/rank_00000.pt").unlink(), "iter_0000005: * (rank_00000.pt is not there)"),
+]
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGES)
+def test_a_damaged_checkpoint_is_refused_in_one_line(
+    damage: Callable[[Path], object], said: str, tmp_path: Path
+) -> None:
     save(tmp_path, 5)
-    (tmp_path / path).write_bytes(contents)
+    damage(tmp_path)
     with pytest.raises(OptionsError) as refusal:
-        find(tmp_path)
-    assert str(refusal.value).startswith(f"--load {tmp_path}/iter_000000")
-    assert said in str(refusal.value)
-    assert "\n" not in str(refusal.value)
+        contents_of_latest(tmp_path)
+    line = str(refusal.value)
+    assert line.startswith(f"--load {tmp_path}/")
+    assert "\n" not in line
+    assert said.replace("*", "the checkpoint is damaged") in line
+
+
+def test_a_checkpoint_of_another_run_of_the_same_size_is_not_mixed_in(tmp_path: Path) -> None:
+    save(tmp_path / "a", 5, b"theirs!")
+    save(tmp_path / "b", 5, b"weights")
+    (tmp_path / "a/iter_0000005/checkpoint.json").replace(tmp_path / "b/iter_0000005/checkpoint.json")
+    with pytest.raises(OptionsError, match="is not the checkpoint that it names"):
+        find(tmp_path / "b")
+
+
+def test_only_so_many_checkpoints_are_kept_the_newest_and_the_latest_always(tmp_path: Path) -> None:
+    for iterations in (2, 9, 4):  # as after a return to an earlier one
+        save(tmp_path, iterations)
+    save(tmp_path, 5, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000004", "iter_0000005", "latest", "owner.json"]
+    save(tmp_path, 6, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000006", "latest", "owner.json"]
+    assert contents_of_latest(tmp_path) == (6, b"weights")
+
+
+def test_a_draft_with_a_file_too_many_or_too_few_is_completed_by_nobody(tmp_path: Path) -> None:
+    draft, files = drafted(tmp_path, 5, b"weights")
+    draft.write("rank_00001.pt", lambda file: file.write(b"of another run"))
+    with pytest.raises(Disturbed, match="other files than this run wrote"):
+        draft.complete(OPTIONS, files)
+    (draft.partial / "rank_00001.pt").unlink()
+    (draft.partial / "rank_00000.pt").unlink()
+    with pytest.raises(Disturbed, match="other files than this run wrote"):
+        draft.complete(OPTIONS, files)
 
 
 MISFITS = [
-    ({"stages": 2}, "--stages 2: {} was saved with --stages 4: use that, or another --load"),
+    ({"stages": 2}, "--stages 2: {} was saved with --stages 1: use that, or another --load"),
     ({"precision": "bf16"}, "--precision bf16: {} was saved with --precision fp32: use that, or another --load"),
     (
         {"untie_embeddings": True},
@@ -155,31 +219,47 @@ def test_a_run_that_does_not_fit_is_refused_with_both_values(
     values: dict[str, object], line: str, tmp_path: Path
 ) -> None:
     save(tmp_path, 5)
-    options = TrainOptions.of(**{"iterations": 100, "load": str(tmp_path), **values})
+    options = TrainOptions.of(**{"iterations": 100, "stages": 1, "load": str(tmp_path), **values})
     with pytest.raises(OptionsError) as refusal:
         check(options)
     assert str(refusal.value) == line.format(tmp_path / "iter_0000005")
 
 
-@pytest.mark.parametrize("values", [{"lr": 0.5}, {"schedule": "gpipe"}, {"engine": "megatron"}, {"dropout": 0.5}])
+@pytest.mark.parametrize("values", [{"lr": 0.5}, {"clip_grad": 0.5}, {"engine": "megatron"}, {"dropout": 0.5}])
 def test_what_changes_no_tensor_may_change(values: dict[str, object], tmp_path: Path) -> None:
     save(tmp_path, 5)
-    refuse_misfit(TrainOptions.of(iterations=100, **values), find(tmp_path))
+    refuse_misfit(TrainOptions.of(**{"iterations": 100, "stages": 1, **values}), find(tmp_path))
 
 
 def test_an_engine_of_another_framework_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 5)
     with pytest.raises(OptionsError, match=r"--engine module: .*/iter_0000005 was saved with --engine evenpipe: use"):
-        refuse_misfit(TrainOptions.of(iterations=100, engine="module"), find(tmp_path))
+        refuse_misfit(TrainOptions.of(iterations=100, stages=1, engine="module"), find(tmp_path))
 
 
-def test_a_checkpoint_of_before_there_were_frameworks_is_of_megatron(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kept", [("iteration", "options", "files"), ("iteration", "framework", "options", "run", "files")]
+)
+def test_a_checkpoint_of_another_format_is_refused_in_one_line(kept: tuple[str, ...], tmp_path: Path) -> None:
     save(tmp_path, 5)
     manifest = tmp_path / "iter_0000005" / "checkpoint.json"
     fields = json.loads(manifest.read_text())
-    assert fields.pop("framework") == "megatron"
-    manifest.write_text(json.dumps(fields))
-    refuse_misfit(OPTIONS, find(tmp_path))
+    manifest.write_text(json.dumps({name: fields[name] for name in kept} | {"format": "evenpipe.checkpoint/1"}))
+    with pytest.raises(OptionsError) as refusal:
+        find(tmp_path)
+    assert str(refusal.value) == (
+        f"--load {tmp_path / 'iter_0000005'}: it is of the format 'evenpipe.checkpoint/1', which this version of "
+        "EvenPipe does not know: name another"
+    )
+
+
+def test_a_manifest_with_an_option_too_many_or_too_few_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    found = find(tmp_path)
+    fewer = {name: value for name, value in found.options.items() if name != "heads"}
+    for options in (fewer, found.options | {"another": 1}):
+        with pytest.raises(ValueError, match="options: they are those of another version of EvenPipe"):
+            Manifest.of(run=RUN, iteration=5, framework="megatron", options=options, files=found.files)
 
 
 def test_a_folder_that_cannot_be_saved_to_is_told_before_the_run(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from edges_cases import SCHEDULES, STAGES, without_a_pipeline
+from edges_cases import SCHEDULES, STAGES, outputs, without_a_pipeline
 
 from tests.reports import reports
 
@@ -31,3 +31,22 @@ def test_loss_and_gradients_are_those_without_a_pipeline(ranks: list[dict[str, A
 
 def test_a_drained_stream_lets_go_of_the_batch_ahead(ranks: list[dict[str, Any]]) -> None:
     assert [rank["drained"] for rank in ranks] == [[3, 0], [2, 0], [1, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_an_evaluation_has_the_models_loss_and_outputs_under_any_schedule(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    parts = STAGES * SCHEDULES[name][0]
+    found = [rank[name] for rank in ranks]
+    assert [one["evaluated"] for one in found if one["evaluated"] is not None] == [without_a_pipeline(parts)[0]]
+    assert [one["outputs"] for one in found if one["outputs"] is not None] == [outputs(parts)]
+    assert all(one["alike"] for one in found)
+    [(weighed, of_two)] = [one["weighed"] for one in found if one["weighed"] is not None]
+    assert weighed == pytest.approx(of_two)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_step_without_gradients_names_what_to_call(ranks: list[dict[str, Any]], name: str) -> None:
+    said = "step under torch.no_grad trains nothing: call evaluate, or step outside of it"
+    assert {rank[name]["refused"] for rank in ranks} == {said}

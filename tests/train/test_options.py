@@ -85,7 +85,10 @@ REFUSED = [
         {"memory_gib": 0.5},
         "--memory-gib 0.5: only --group-size auto makes use of it: use that, or leave --memory-gib out",
     ),
-    ({**KFKB, "memory_gib": "inf"}, "--memory-gib inf: must be a finite number"),
+    ({**KFKB, "memory_gib": "inf"}, "--memory-gib inf: must be less than or equal to 1073741824"),
+    ({**KFKB, "memory_gib": "1e308"}, "--memory-gib 1e308: must be less than or equal to 1073741824"),
+    ({"lr": "inf"}, "--lr inf: must be a finite number"),
+    ({"lr": "1e308"}, "--lr 1e308: must be less than or equal to 1000000"),
     (
         {**KFKB, "group_size": "auto", "memory_gib": 1, "fault_at": "1:B1"},
         "--fault-at 1:B1: --group-size auto may make one micro-batch of a batch: name an action of micro-batch 0",
@@ -128,6 +131,10 @@ REFUSED = [
     ),
     ({"precision": "fp64"}, "--precision fp64: must be 'fp32', 'bf16' or 'fp16'"),
     ({"save_interval": 2}, "--save-interval 2: no folder to save to: give --save DIR"),
+    (
+        {"load": "a folder", "trust": True},
+        "--trust: there are no stage files of a plan: give --partition P.json, or leave --trust out",
+    ),
     ({"load": ""}, "--load: no folder named: give one, or leave --load out"),
     ({"colour": "red"}, "--colour: no such option: see evenpipe train --help"),
 ]

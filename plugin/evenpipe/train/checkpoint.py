@@ -1,48 +1,42 @@
 """Checkpoints on disk: a folder each, complete from the moment it has its name, and a file that names the latest.
 
-DIR/latest                         iter_0000010
-DIR/iter_0000010/checkpoint.json   format, iterations done, framework, options, size of every file
-DIR/iter_0000010/rank_00000.pt     what one process needs to go on
-DIR/iter_0000015.partial/          being written, or left by a process that was killed: never loaded
-DIR/iter_0000010.replaced/         makes room for another of its name, and comes back if that never arrives
+DIR/latest                           iter_0000010 and the digest of its manifest
+DIR/owner.json                       which run saves there; empty when none does
+DIR/iter_0000010/checkpoint.json     the manifest (`evenpipe.train.manifest`)
+DIR/iter_0000010/rank_00000.pt       what one process needs to go on; names run, iteration and rank, too
+DIR/iter_0000015.1f00c3d2.partial/   being written or removed, or left by a process that was killed: never loaded
+DIR/iter_0000010.replaced/           makes room for another of its name, and comes back if that never arrives
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
+import re
+import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
+
+from pydantic import ValidationError
 
 from evenpipe.report.files import check_writable, move_durably, write_durably
 from evenpipe.settings.spelling import command_flag
 from evenpipe.train.engines import ENGINES
+from evenpipe.train.manifest import MUST_AGREE, FileEntry, Manifest
 from evenpipe.train.options import OptionsError, TrainOptions
+from evenpipe.train.ownership import Disturbed, holding
 
-__all__ = ["Checkpoint", "Draft", "check", "find", "rank_file", "refuse_misfit"]
+__all__ = ["Checkpoint", "Draft", "check", "damaged", "find", "refuse_misfit"]
 
-_FORMAT: Final = "evenpipe.checkpoint/1"
 _LATEST: Final = "latest"
 _MANIFEST: Final = "checkpoint.json"
-#: What parameters and optimizer state there are, and which process has them.
-_MUST_AGREE: Final = (
-    "model",
-    "layers",
-    "hidden",
-    "heads",
-    "seq_length",
-    "untie_embeddings",
-    "experts",
-    "expert_parallel",
-    "stages",
-    "data_parallel",
-    "tensor_parallel",
-    "chunks",
-    "precision",
-    "optimizer",
-    "distributed_optimizer",
-)
+_NAME: Final = re.compile(r"iter_\d{7,12}")
+_POINTER: Final = re.compile(rf"({_NAME.pattern}) ([0-9a-f]{{64}})\n?")
+#: More than any manifest or pointer has.
+_MOST_BYTES: Final = 2**24
+_BLOCK_BYTES: Final = 2**20
 
 
 class Checkpoint(NamedTuple):
@@ -51,54 +45,96 @@ class Checkpoint(NamedTuple):
     folder: Path
     iterations: int
     framework: str
-    options: dict[str, object]
+    options: dict[str, bool | int | float | str]
+    files: Mapping[str, FileEntry]
+    run: str
+    digest: str
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[BinaryIO]:
+        """Give a file of it, open at its start, once all its bytes are known to be those that were saved.
+
+        Raises OptionsError where they are not.
+        """
+        path, entry = self.folder / name, self.files[name]
+        try:
+            file = path.open("rb")
+        except OSError as error:
+            raise damaged(path, error.strerror or str(error)) from None
+        with file:
+            found = hashlib.sha256()
+            try:
+                while block := file.read(_BLOCK_BYTES):
+                    found.update(block)
+                size = file.tell()
+                file.seek(0)
+            except OSError as error:
+                raise damaged(path, error.strerror or str(error)) from None
+            if size != entry.bytes:
+                raise damaged(path, f"it has {size} bytes and not {entry.bytes}")
+            if found.hexdigest() != entry.sha256:
+                raise damaged(path, "its bytes are not those that were saved")
+            yield file
 
 
 class Draft:
-    """The checkpoint after `iterations` iterations, while it is being written in `directory`.
+    """The checkpoint after `iterations` iterations, while `run`, which owns `directory`, writes it.
 
-    One process calls `begin` before and `complete` after all have called `write`; `discard` takes the place of
-    `complete` when one of them failed. All raise OSError.
+    One process calls `begin`, which gives the folder that all then `write` to, and `complete` after that; `discard`
+    takes the place of `complete` when one of them failed. All raise OSError; Disturbed if another run interferes.
     """
 
-    def __init__(self, directory: Path, iterations: int) -> None:
+    def __init__(self, directory: Path, iterations: int, run: str) -> None:
         self.final = directory / f"iter_{iterations:07d}"
-        self.partial = self.final.with_suffix(".partial")
+        self.partial = _aside(self.final)
         self._directory = directory
         self._iterations = iterations
+        self._run = run
 
-    def begin(self) -> None:
-        """An empty draft, and nothing else that is half-written."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        for left_over in self._directory.glob("iter_*.partial"):
-            shutil.rmtree(left_over)
-        _settle(self._directory)
-        self.partial.mkdir()
+    def begin(self) -> Path:
+        """Make an empty draft with a name of its own, and remove what dead runs have left half-written."""
+        with holding(self._directory, self._run):
+            for left_over in self._directory.glob("iter_*.partial"):
+                shutil.rmtree(left_over)
+            _settle(self._directory)
+            self.partial.mkdir()
+        return self.partial
 
     def write(self, name: str, fill: Callable[[BinaryIO], object]) -> None:
-        """A file of the checkpoint, safely on disk when this returns."""
+        """Write a file of the checkpoint, safely on disk when this returns; its folder must be there."""
+        if not self.partial.is_dir():
+            raise Disturbed(f"{self.partial}: another run has removed it: end one of them, or save elsewhere")
         write_durably(self.partial / name, fill)
 
     def discard(self) -> None:
-        """As if it had never been begun."""
+        """Remove it, as if it had never been begun."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
-    def complete(self, options: TrainOptions) -> None:
-        """All files are there: the draft becomes a checkpoint, and then the latest."""
-        manifest = {
-            "format": _FORMAT,
-            "iteration": self._iterations,
-            "framework": ENGINES[options.engine].framework,
-            "options": {name: getattr(options, name) for name in _MUST_AGREE},
-            "files": {path.name: path.stat().st_size for path in sorted(self.partial.iterdir())},
-        }
-        self.write(_MANIFEST, lambda file: file.write(json.dumps(manifest, indent=1).encode()))
-        replaced = self.final.with_suffix(".replaced")
-        if self.final.exists():
-            self.final.rename(replaced)
-        move_durably(self.partial, self.final)
-        write_durably(self._directory / _LATEST, lambda file: file.write(f"{self.final.name}\n".encode()))
-        shutil.rmtree(replaced, ignore_errors=True)
+    def complete(self, options: TrainOptions, files: Mapping[str, FileEntry]) -> None:
+        """Make the draft a checkpoint, and then the latest, if it consists of exactly these files.
+
+        Of those before it, the newest remain that --keep asks for.
+        """
+        manifest = Manifest.of(
+            run=self._run,
+            iteration=self._iterations,
+            framework=ENGINES[options.engine].framework,
+            options={name: getattr(options, name) for name in MUST_AGREE},
+            files=dict(files),
+        )
+        with holding(self._directory, self._run):
+            sizes = {path.name: path.stat().st_size for path in self.partial.iterdir()}
+            if sizes != {name: entry.bytes for name, entry in files.items()}:
+                raise Disturbed(f"{self.partial}: it has other files than this run wrote: save elsewhere")
+            self.write(_MANIFEST, lambda file: file.write(manifest.model_dump_json(indent=1).encode()))
+            if self.final.exists():
+                self.final.rename(_replaced(self.final))
+            move_durably(self.partial, self.final)
+            pointer = f"{self.final.name} {manifest.digest}\n"
+            write_durably(self._directory / _LATEST, lambda file: file.write(pointer.encode()))
+            _remove(_replaced(self.final))
+            if options.keep:
+                _keep(self._directory, options.keep, self.final)
 
 
 def check(options: TrainOptions) -> None:
@@ -120,20 +156,35 @@ def check(options: TrainOptions) -> None:
 
 
 def find(directory: Path) -> Checkpoint:
-    """The latest checkpoint in `directory`, or the one that `directory` itself is.
+    """Return the latest checkpoint in `directory`, or the one that `directory` itself is.
 
-    Raises OptionsError, of --load, where there is none or where it is damaged.
+    Its manifest is verified, its files are when they are `opened`. Raises OptionsError, of --load, where there is none,
+    or where it is damaged or of another format.
     """
     if (directory / _MANIFEST).is_file():
         return _read(directory)
+    path = directory / _LATEST
     try:
-        folder = directory / (directory / _LATEST).read_text(encoding="utf-8").strip()
+        named = _POINTER.fullmatch(_bytes_of(path).decode("ascii", "replace"))
     except OSError as error:
         raise OptionsError(
-            f"--load {directory}: no checkpoint there ({_LATEST}: {error.strerror}): "
+            f"--load {directory}: no checkpoint there ({_LATEST}: {error.strerror or error}): "
             "name a folder that --save has written to, or leave --load out"
         ) from None
-    return _read(folder if folder.is_dir() else folder.with_suffix(".replaced"))
+    if named is None:
+        raise damaged(path, "it names no checkpoint", "name one of the folders beside it")
+    folder, digest = directory / named[1], named[2]
+    problems = []
+    for place in (folder, _replaced(folder)):
+        try:
+            checkpoint = _read(place)
+        except OptionsError as error:
+            problems.append(error)
+            continue
+        if checkpoint.digest == digest:
+            return checkpoint
+        problems.append(damaged(path, f"{folder.name} is not the checkpoint that it names", f"name {folder} itself"))
+    raise problems[0]
 
 
 def refuse_misfit(options: TrainOptions, checkpoint: Checkpoint) -> None:
@@ -155,9 +206,9 @@ def refuse_misfit(options: TrainOptions, checkpoint: Checkpoint) -> None:
         )
 
 
-def rank_file(rank: int) -> str:
-    """The name of a process' file."""
-    return f"rank_{rank:05d}.pt"
+def damaged(path: Path, reason: str, remedy: str = "name another") -> OptionsError:
+    """Return the error of --load for a file or a folder that cannot be used."""
+    return OptionsError(f"--load {path}: the checkpoint is damaged ({reason}): {remedy}")
 
 
 def _disagreement(flag: str, mine: object, saved: object, folder: Path) -> str:
@@ -169,26 +220,76 @@ def _disagreement(flag: str, mine: object, saved: object, folder: Path) -> str:
 
 def _read(folder: Path) -> Checkpoint:
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        form, iterations, options, files = (manifest[key] for key in ("format", "iteration", "options", "files"))
-        damaged = [name for name, size in files.items() if (folder / name).stat().st_size != size]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise OptionsError(f"--load {folder}: the checkpoint is damaged ({error}): name another") from None
-    if damaged:
-        raise OptionsError(f"--load {folder}: the checkpoint is damaged ({damaged[0]} has another size): name another")
-    if form != _FORMAT:
-        raise OptionsError(f"--load {folder}: its format is {form}, not {_FORMAT}: use the evenpipe that saved it")
-    # What older checkpoints do not say was as it is without the option.
-    framework = manifest.get("framework", "megatron")
-    agreed = {name: options.get(name, TrainOptions.model_fields[name].default) for name in _MUST_AGREE}
-    return Checkpoint(folder, iterations, framework, agreed)
+        content = _bytes_of(folder / _MANIFEST)
+        sizes = {path.name: path.stat().st_size for path in folder.glob("rank_*.pt")}
+    except OSError as error:
+        raise damaged(folder, f"{_MANIFEST}: {error.strerror or error}") from None
+    try:
+        manifest = Manifest.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        if first["loc"] == ("format",) and isinstance(first["input"], str):
+            raise OptionsError(
+                f"--load {folder}: it is of the format {first['input']!r}, which this version of EvenPipe does not "
+                "know: name another"
+            ) from None
+        where = ".".join(map(str, (_MANIFEST, *first["loc"])))
+        raise damaged(folder, f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
+    for name, entry in manifest.files.items():
+        if sizes.get(name) != entry.bytes:
+            raise damaged(folder, f"{name} {'has another size' if name in sizes else 'is not there'}")
+    return Checkpoint(
+        folder,
+        manifest.iteration,
+        manifest.framework,
+        manifest.options,
+        manifest.files,
+        manifest.run,
+        manifest.digest,
+    )
+
+
+def _bytes_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_MOST_BYTES)
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(f"{final.name}.replaced")
+
+
+def _aside(folder: Path) -> Path:
+    """A name beside it that is never loaded, and that no other run uses."""
+    return folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.partial")
+
+
+def _remove(folder: Path) -> None:
+    """First the name, so that no half of it is taken for a checkpoint."""
+    if folder.exists():
+        aside = _aside(folder)
+        folder.rename(aside)
+        shutil.rmtree(aside)
 
 
 def _settle(directory: Path) -> None:
-    """End replacements that a killed process has left half-done."""
+    """End replacements that a killed process has left half-done, on the side that is the latest."""
     for replaced in directory.glob("iter_*.replaced"):
         final = replaced.with_suffix("")
         if final.exists():
-            shutil.rmtree(replaced)
-        else:
-            replaced.rename(final)
+            try:
+                latest = find(directory).folder
+            except OptionsError:
+                latest = final
+            if latest != replaced:
+                _remove(replaced)
+                continue
+            _remove(final)
+        replaced.rename(final)
+
+
+def _keep(directory: Path, count: int, latest: Path) -> None:
+    """Remove all checkpoints but the latest and those that were completed last, `count` altogether."""
+    every = [path for path in directory.glob("iter_*") if _NAME.fullmatch(path.name) and (path / _MANIFEST).is_file()]
+    others = sorted((path for path in every if path != latest), key=lambda path: (path / _MANIFEST).stat().st_mtime_ns)
+    for old in others[: max(len(others) - (count - 1), 0)]:
+        _remove(old)

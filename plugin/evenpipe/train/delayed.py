@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from evenpipe.delayed.stream import DelayedStream
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import ModuleStage
 from evenpipe.schedule import Kind, Program, Stream, Unit, find, swapping
+from evenpipe.train.evaluation import check_gradients
 from evenpipe.train.plain_steps import PlainSteps
+from evenpipe.train.weighing import mean_loss
 
 __all__ = ["Delayable", "DelayedTraining"]
 
@@ -78,6 +79,7 @@ class DelayedTraining(Iterator[Tensor | None]):
         self._found.clear()
 
     def __next__(self) -> Tensor | None:
+        check_gradients()
         pipeline, count = self._pipeline, self._sizes[1]
         present = self._ahead if self._ahead is not None else self._read()
         if present is None:
@@ -96,7 +98,7 @@ class DelayedTraining(Iterator[Tensor | None]):
         pipeline.losses = [self._found.pop(first + number) for number in range(count)] if pipeline.is_last else []
         self._called += 1
         pipeline.batches += pipeline.stride
-        return torch.stack(pipeline.losses).mean() if pipeline.is_last else None
+        return mean_loss(pipeline.losses, present) if pipeline.is_last else None
 
     def _keep_buffers(self, batch: int) -> None:
         """Before the first forward of the batch ahead: what it does to buffers is undone if it is dropped."""

@@ -72,6 +72,14 @@ class TrainFields(BaseModel):
     iterations: int = Field(5, ge=1, description="optimizer steps, those before a --load among them")
     seed: int = Field(1234, ge=0, lt=2**31, description="of weights, samples and dropout")
 
+    timeout_minutes: float = Field(
+        10.0,
+        gt=0,
+        le=24 * 60,
+        allow_inf_nan=False,
+        description="how long processes wait for each other; then the run ends, and the one that is silent is named",
+    )
+
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="of the model: fp32 | bf16 | fp16; the optimizer's is always fp32"
     )
@@ -81,10 +89,12 @@ class TrainFields(BaseModel):
     optimizer: Literal["adam", "sgd"] = Field("adam", description="adam | sgd")
     momentum: float = Field(0.0, ge=0, lt=1, description="of SGD")
     weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False, description="weight decay")
-    lr: float = Field(1e-3, gt=0, description="learning rate")
+    lr: float = Field(1e-3, gt=0, le=1e6, allow_inf_nan=False, description="learning rate")
     lr_warmup: int = Field(0, ge=0, description="iterations in which the learning rate rises to --lr")
     lr_decay: Literal["none", "cosine"] = Field("none", description="none | cosine (to a tenth in the last iteration)")
-    clip_grad: float = Field(1.0, ge=0, description="clip the gradient to this norm; 0 does not clip")
+    clip_grad: float = Field(
+        1.0, ge=0, allow_inf_nan=False, description="clip the gradient to this norm; 0 does not clip"
+    )
     distributed_optimizer: bool = Field(False, description="share the optimizer's state out between replicas")
 
     schedule: str = Field("1f1b", description=" | ".join((*names(), "file:PATH")))
@@ -99,7 +109,7 @@ class TrainFields(BaseModel):
     memory_gib: float | None = Field(
         None,
         gt=0,
-        allow_inf_nan=False,
+        le=2**30,
         description="what --group-size auto may use on each device; nine tenths of a GPU's, if left out",
     )
     engine: Literal["evenpipe", "megatron", "module", "planned"] = Field(
@@ -113,9 +123,17 @@ class TrainFields(BaseModel):
     )
     overlap_grad_reduce: bool = Field(False, description="reduce gradients between replicas during the last backward")
 
-    save: str | None = Field(None, description="folder for checkpoints: one at the end, and one on SIGTERM")
+    save: str | None = Field(
+        None, description="folder for checkpoints: one at the end, and one on SIGTERM, SIGINT or SIGHUP"
+    )
     save_interval: int = Field(0, ge=0, description="also save whenever so many iterations are done; 0: only then")
+    keep: int = Field(
+        0, ge=0, description="checkpoints that stay in --save, the newest ones; older ones are removed; 0: all stay"
+    )
     load: str | None = Field(None, description="go on from the latest checkpoint in this folder")
+    trust: bool = Field(
+        False, description="execute stage files of the plan in --partition that have changed since it was written"
+    )
     fault_at: str | None = Field(
         None, description="fault drill: fail at STAGE:ACTION (1:B3, 0:E1) in the 2nd iteration, to rehearse a failure"
     )

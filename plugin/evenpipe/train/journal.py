@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-__all__ = ["STOPPED_STATUS", "Entry", "Failure", "Iteration", "JournalReader", "Note", "Saved", "append"]
-
-
-#: The exit status of a process that was asked to stop, and did.
-STOPPED_STATUS: Final = 128 + signal.SIGTERM
+__all__ = ["Entry", "Failure", "Iteration", "JournalReader", "Note", "Saved", "append"]
 
 
 class Iteration(NamedTuple):

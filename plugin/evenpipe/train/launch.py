@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import signal
 import sys
 import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from evenpipe.train.engines import ENGINES
-from evenpipe.train.journal import STOPPED_STATUS, Failure, Iteration, JournalReader, Note, Saved
+from evenpipe.train.journal import Failure, Iteration, JournalReader, Note, Saved
+from evenpipe.train.machine import check_room
 from evenpipe.train.options import OptionsError, TrainOptions, device_type
+from evenpipe.train.ownership import Disturbed, owned
 from evenpipe.train.result import RunResult
+from evenpipe.train.stopping import STOPPING
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -84,15 +89,21 @@ def _run_together(cases: tuple[TrainOptions, ...], progress: Progress) -> list[R
     from evenpipe.train.process import train_cases
 
     world_size = cases[0].world_size
-    kind = device_type(world_size)
-    with tempfile.TemporaryDirectory(prefix="evenpipe-") as folder, _signals_restored(), _quiet():
+    check_room(world_size)
+    kind, run = device_type(world_size), uuid.uuid4().hex
+    with (
+        _owned(cases, run),
+        tempfile.TemporaryDirectory(prefix="evenpipe-") as folder,
+        _signals_restored(),
+        _quiet(),
+    ):
         journal = Path(folder, "journal")
         journal.mkdir()
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=world_size,
-            run_id=uuid.uuid4().hex,
+            run_id=run,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
@@ -103,7 +114,7 @@ def _run_together(cases: tuple[TrainOptions, ...], progress: Progress) -> list[R
         ended: SignalException | ChildFailedError
         with _read_on(journal, progress) as reported:
             try:
-                returned = elastic_launch(config, train_cases)(cases, kind, str(journal))
+                returned = elastic_launch(config, train_cases)(cases, kind, str(journal), run)
             except (SignalException, ChildFailedError) as error:
                 ended = error
             else:
@@ -111,11 +122,43 @@ def _run_together(cases: tuple[TrainOptions, ...], progress: Progress) -> list[R
         raise _why(ended, reported, cases)
 
 
+def _say_of_save(line: str) -> None:
+    print(f"evenpipe: --save {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _owned(cases: Sequence[TrainOptions], run: str) -> Iterator[None]:
+    """Own all folders that the cases save to. Raises OptionsError where another run does."""
+    with ExitStack() as owning:
+        for folder in sorted({Path(options.save).resolve() for options in cases if options.save is not None}):
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                owning.enter_context(owned(folder, run, _say_of_save))
+            except Disturbed as error:
+                raise OptionsError(f"--save {error}") from None
+        yield
+
+
 def _start_method(kind: str, preload: str) -> str:
     """A fork server imports torch and the engine once for all processes; CUDA needs processes of their own."""
-    if kind == "cuda" or "forkserver" not in multiprocessing.get_all_start_methods():
-        return "spawn"
-    multiprocessing.set_forkserver_preload([preload])
+    # A signal to all processes (Ctrl-C, a terminal that closes, a scheduler) reaches the server and the tracker of
+    # resources too. Without the server the agent takes processes that are still saving for dead; both end with their
+    # launcher.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        resource_tracker.ensure_running()
+        if kind == "cuda" or "forkserver" not in multiprocessing.get_all_start_methods():
+            return "spawn"
+        # The tracker's start has unblocked two of them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        multiprocessing.set_forkserver_preload([preload])
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # The first process is there once the server has imported; told to end until then, the agent would leave it behind.
+    first = multiprocessing.get_context("forkserver").Process(target=int)
+    first.start()
+    first.join()
     return "forkserver"
 
 
@@ -137,6 +180,7 @@ def _read_on(journal: Path, progress: Progress) -> Iterator[_Reported]:
         for entry in reader.new_entries():
             if isinstance(entry, Failure):
                 reported.failures.append(entry)
+                _continue_what_was_stopped(journal)
             elif isinstance(entry, Saved):
                 reported.saved.append(Path(entry.folder))
             elif isinstance(entry, Note):
@@ -158,6 +202,13 @@ def _read_on(journal: Path, progress: Progress) -> Iterator[_Reported]:
         thread.join()
 
 
+def _continue_what_was_stopped(journal: Path) -> None:
+    """The run is over: a process that was stopped takes the agent's signal at once, and not half a minute later."""
+    for path in journal.glob("*.pid"):
+        with suppress(ProcessLookupError, ValueError):
+            os.kill(int(path.read_text()), signal.SIGCONT)
+
+
 def _why(
     ended: SignalException | ChildFailedError, reported: _Reported, cases: tuple[TrainOptions, ...]
 ) -> StageFailed | OptionsError | Stopped:
@@ -169,9 +220,10 @@ def _why(
         # A run that saves goes on for a moment, in which it may fail; any other loses processes to the signal itself.
         could_not_save = reported.failures and any(options.save is not None for options in cases)
         return _as_reported(reported.failures) if could_not_save else Stopped(ended.sigval, saved)
-    if not reported.failures and ended.get_first_failure()[1].exitcode == STOPPED_STATUS:
+    status = ended.get_first_failure()[1].exitcode
+    if not reported.failures and status in [128 + number for number in STOPPING]:
         # The signal came to a process rather than to the agent.
-        return Stopped(signal.SIGTERM, saved)
+        return Stopped(status - 128, saved)
     return _first_failure(reported.failures, ended, cases)
 
 

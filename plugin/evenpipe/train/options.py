@@ -148,6 +148,8 @@ def _settings_go_together(options: TrainFields) -> None:
 def _engine_knows_its_settings(options: TrainFields) -> None:
     if (options.engine == "planned") != (options.partition is not None):
         raise ValueError("--engine planned: trains what a plan cuts: give --partition P.json, or leave --engine out")
+    if options.trust and options.partition is None:
+        raise ValueError("--trust: there are no stage files of a plan: give --partition P.json, or leave --trust out")
     if options.engine not in ("module", "planned"):
         return
     for name, known in _PLAIN_TORCH.items():
@@ -179,6 +181,8 @@ def _optimizer_knows_its_settings(options: TrainFields) -> None:
 def _saved_somewhere(options: TrainFields) -> None:
     if options.save_interval and options.save is None:
         raise ValueError(f"--save-interval {options.save_interval}: no folder to save to: give --save DIR")
+    if options.keep and options.save is None:
+        raise ValueError(f"--keep {options.keep}: no folder to keep checkpoints in: give --save DIR")
     for name, folder in (("--save", options.save), ("--load", options.load)):
         if folder == "":
             raise ValueError(f"{name}: no folder named: give one, or leave {name} out")

@@ -18,7 +18,9 @@ from evenpipe.schedule import Program, Spec, check_offers, find, needs_of, verif
 from evenpipe.train.delayed import DelayedTraining
 from evenpipe.train.engine import KeptBytes
 from evenpipe.train.engines import ENGINES
+from evenpipe.train.evaluation import Evaluation, check_gradients, evaluating
 from evenpipe.train.plain_steps import PlainSteps, SharedGradients
+from evenpipe.train.weighing import Tokens, mean_loss, share_of, weights_of
 from evenpipe.tuner.process_memory import static_bytes
 
 __all__ = ["ModulePipeline", "Pipeline", "shares", "stage_in"]
@@ -97,7 +99,7 @@ class Pipeline(ABC):
     ) -> DelayedTraining:
         """Train under a schedule without flushes, 2bw: iterate over what is returned, a batch at a time.
 
-        batches: each what `step` takes (of two arguments a pair); read one ahead. optimizer: of this stage's
+        batches: each what `step` takes (of several arguments a tuple); read one ahead. optimizer: of this stage's
         parameters; stepped, and gradients let go of, by what is returned, and not by the loop. clip_grad: the largest
         norm of the gradients of all stages; 0: any. replicas: the processes with this stage in other pipelines, whose
         gradients' mean is taken. squares: see `PlainSteps`. Another call begins anew, with both versions the newest
@@ -152,8 +154,11 @@ class Pipeline(ABC):
         return found
 
     @abstractmethod
-    def shared(self, batch: Any) -> Sequence[Any]:
-        """What each micro-batch gets of a batch. Raises ValueError where it cannot be shared out."""
+    def shared(self, batch: Any) -> Sequence[tuple[Any, ...]]:
+        """What each micro-batch gets of a batch, and at last its weight in the loss, None where all count the same.
+
+        Raises ValueError where it cannot be shared out.
+        """
 
     @abstractmethod
     def made(self, item: Callable[[int], Any], found: dict[int, Tensor], first: int) -> ModuleStage:
@@ -164,16 +169,25 @@ class Pipeline(ABC):
 
     def carry_out(self, batch: Any) -> Tensor | None:
         """A batch of the program; its mean loss, where the model ends."""
+        check_gradients()
         if self.versions is not None:
             raise ValueError(
                 f"program: {self.program.schedule.name} does not flush between batches: iterate over "
                 "delayed(batches, optimizer) in place of step"
             )
         found = dict[int, Tensor]()
-        self.executor.run(self.program, self.made(self.shared(batch).__getitem__, found, self.batches))
+        items = self.shared(batch)
+        self.executor.run(self.program, self.made(items.__getitem__, found, self.batches))
         self.losses = [loss for _, loss in sorted(found.items())]
         self.batches += self.stride
-        return torch.stack(self.losses).mean() if self.is_last else None
+        return mean_loss(self.losses, items) if self.is_last else None
+
+    def forward_only(self, stage: ModuleStage) -> None:
+        """Forward a batch's micro-batches in evaluation mode, after all steps that are due."""
+        if self._training is not None:
+            self._training.drain()
+        with evaluating(self.chunks):
+            self.executor.forward_only(self.program.schedule, stage)
 
 
 class ModulePipeline(Pipeline):
@@ -185,7 +199,8 @@ class ModulePipeline(Pipeline):
     program: what `evenpipe.schedule.build` returns, for as many stages as `group` has ranks.
     loss: `loss(output, target)` of a micro-batch, a scalar.
     boundary: a tensor like the one that passes from part to part for one micro-batch, or a function that gives those
-    that leave the part at a position; their device is the parts'. Whole numbers travel without gradients.
+    that leave the part at a position; their device is the parts'. Whole numbers travel without gradients, and so do all
+    whose `requires_grad` is false, where it is true of any.
     group: the ranks of the pipeline, stage by stage; all ranks, if left out.
     observer: is told of every action; with `measure`, `executor.counter` knows what this stage saves.
 
@@ -210,12 +225,17 @@ class ModulePipeline(Pipeline):
         positions = [places.position(stage, chunk) for chunk in range(places.chunks)]
         last = len(places.order) - 1
 
+        def given(position: int) -> list[Tensor]:
+            return list(boundary(position)) if callable(boundary) else [boundary]
+
+        marked = any(one.requires_grad for position in range(last) for one in given(position))
+
         def between(position: int) -> list[Tensor]:
             """What leaves the part at `position`."""
             if position == last:
                 return [torch.empty((), requires_grad=True)]
-            like = boundary(position) if callable(boundary) else [boundary]
-            return [one.detach().requires_grad_(one.is_floating_point()) for one in like]
+            floats = [(one, one.is_floating_point()) for one in given(position)]
+            return [one.detach().requires_grad_(one.requires_grad if marked else learns) for one, learns in floats]
 
         edges = Edges(
             [between(position - 1) if position else [] for position in positions],
@@ -224,29 +244,69 @@ class ModulePipeline(Pipeline):
         super().__init__([part(position) for position in positions], edges, program, group, observer, measure)
         self._loss = loss
 
-    def step(self, inputs: Tensor | Sequence[Tensor] = (), targets: Tensor | Sequence[Any] = ()) -> Tensor | None:
+    def step(
+        self,
+        inputs: Tensor | Sequence[Tensor] = (),
+        targets: Tensor | Sequence[Any] = (),
+        *,
+        tokens: Tokens | None = None,
+        total: float | None = None,
+    ) -> Tensor | None:
         """Forward and backward of a batch; gradients of its mean loss are added to `parameter.grad`.
 
         `inputs` are read where the model starts, `targets` where it ends: a tensor of whose first dimension every
-        micro-batch has an equal share, or a sequence with an entry a micro-batch. Returns the mean loss where the model
-        ends, None elsewhere. Raises ValueError where they cannot be shared out.
+        micro-batch has an equal share, or a sequence with an entry a micro-batch. `tokens` weigh micro-batches, of each
+        of which `loss` is a mean over so many, by their share of `total`, or of their sum; without them all count the
+        same. Returns the mean loss where the model ends, None elsewhere. Raises ValueError where they cannot be shared
+        out.
         """
-        return self.carry_out((inputs, targets))
+        return self.carry_out((inputs, targets, tokens, total))
 
-    def shared(self, batch: Any) -> Sequence[Any]:
-        """Pairs of an input and a target, of which only the model's ends have any."""
-        count, (inputs, targets) = self.program.schedule.micro_batches, batch
+    def evaluate(
+        self,
+        inputs: Tensor | Sequence[Any] = (),
+        targets: Tensor | Sequence[Any] | None = None,
+        *,
+        tokens: Tokens | None = None,
+        total: float | None = None,
+    ) -> Evaluation:
+        """Forward a batch without gradients, under any schedule, with modules in evaluation mode.
+
+        Of what `step` takes; without `targets` no loss is computed. `outputs` are what the last part returns for each
+        micro-batch, where the model ends, None elsewhere. Under 2bw all steps that are due are made first. All ranks of
+        the group call it.
+        """
+        count = self.program.schedule.micro_batches
+        items = self.shared((inputs, [None] * count if targets is None else targets, tokens, total))
+        outputs: list[Any] = []
+
+        def loss(micro_batch: int, output: Any) -> Tensor:
+            outputs.append(output)
+            return torch.zeros(()) if targets is None else self._loss(output, items[micro_batch][1])
+
+        stage = ModuleStage(self.chunks, self.edges, lambda one: items[one][0], loss, self.loss_chunk)
+        self.forward_only(stage)
+        if not self.is_last:
+            return Evaluation(None, [], None)
+        losses = [] if targets is None else list(stage.losses.values())
+        return Evaluation(mean_loss(losses, items) if losses else None, losses, outputs)
+
+    def shared(self, batch: Any) -> Sequence[tuple[Any, Any, float | None]]:
+        """An input and a target, of which only the model's ends have any, and a weight."""
+        count = self.program.schedule.micro_batches
+        inputs, targets, tokens, total = (*batch, None, None)[:4]
         first = shares("inputs", inputs, count) if self.is_first else [None] * count
         last = shares("targets", targets, count) if self.is_last else [None] * count
-        return list(zip(first, last, strict=True))
+        return list(zip(first, last, weights_of(tokens, total, count), strict=True))
 
     def made(self, item: Callable[[int], Any], found: dict[int, Tensor], first: int) -> ModuleStage:
         count = self.program.schedule.micro_batches
 
         def share_of_loss(micro_batch: int, output: Any) -> Tensor:
-            loss = self._loss(output, item(micro_batch)[1])
+            _, target, weight = item(micro_batch)
+            loss = self._loss(output, target)
             found[micro_batch] = loss.detach()
-            return loss / count
+            return share_of(loss, weight, count)
 
         return ModuleStage(self.chunks, self.edges, lambda one: item(one)[0], share_of_loss, self.loss_chunk)
 

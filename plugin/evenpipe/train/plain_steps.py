@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from evenpipe.delayed.steps import DelayedSteps, Outcome
 from evenpipe.runtime.exchange import Exchange
+from evenpipe.runtime.silence import wait_for
 from evenpipe.runtime.weight_versions import WeightVersions
 
 __all__ = ["PlainSteps", "SharedGradients", "scaled_to"]
@@ -25,7 +26,7 @@ class SharedGradients(Protocol):
         """Give copies that no gradient came to one of zeros."""
 
     def start(self, gradients: Mapping[int, Tensor]) -> None:
-        """Send this stage's, by the ids of parameters, and wait for nobody."""
+        """Send this stage's, by the ids of parameters, and wait for nobody. At one place of all stages' order."""
 
     def finish(self) -> None:
         """Wait for the others': what `start` was given are the sums. Nothing to do twice."""
@@ -89,25 +90,23 @@ class PlainSteps(DelayedSteps):
                 work = dist.all_reduce(gradient, group=self._replicas, async_op=True)
                 assert work is not None
                 self._works.append(work)
-        if self._ties is not None and self._replicas is None:
-            self._ties.start({id(one): gradient for one, gradient in self._kept})
 
     def _figures(self) -> Tensor:
-        self._finish_reducing()
+        if self._replicas is not None and self._works:
+            wait_for(self._works, self._replicas, "replicas' gradients", self.gradients[0].device)
+            self._works.clear()
+            for gradient in self.gradients:
+                gradient.div_(self._replicas.size())
+        if self._ties is not None:
+            # Here, at one place of all stages' order. Of what the last stage begins when it has submitted, a wait of
+            # its host's for its device would be one for the first stage, whose batch ends by what the last does next.
+            self._ties.start({id(one): gradient for one, gradient in self._kept})
+            self._ties.finish()
         with self._as_gradients():
             return self._squares()
 
     def _finish_reducing(self) -> None:
-        if self._replicas is not None and self._works:
-            for work in self._works:
-                work.wait()
-            self._works.clear()
-            for gradient in self.gradients:
-                gradient.div_(self._replicas.size())
-            if self._ties is not None:
-                self._ties.start({id(one): gradient for one, gradient in self._kept})
-        if self._ties is not None:
-            self._ties.finish()
+        """Sums over stages are among what the figures are of."""
 
     def _outcome(self, rows: list[list[float]]) -> Outcome:
         return Outcome(True, math.sqrt(sum(sum(of_piece) for of_piece in zip(*rows, strict=True))), None)

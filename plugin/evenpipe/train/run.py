@@ -45,21 +45,23 @@ def run_case(
     events: RunEvents,
     host_group: dist.ProcessGroup | None = None,
     stop: StopRequest | None = None,
+    run: str = "",
 ) -> RunResult | None:
     """Train as `options` say; needs torch.distributed initialised with `options.world_size` processes.
 
     Leaves nothing of the engine behind, so that other cases can follow. The result is returned on rank 0, None
     elsewhere. `host_group` holds all ranks and moves host memory; it may be left out where the default group does so.
-    `stop` is needed with --save. Raises OptionsError when the data or the checkpoint cannot be read, and NotSaved.
+    `stop`, and `run`, the owner of its folder, are needed with --save. Raises OptionsError when the data or the
+    checkpoint cannot be read, and NotSaved.
     """
     rank, recorder = dist.get_rank(), Recorder(failure)
     note = events.note if rank == 0 else lambda text: None  # rank 0 notes it
     case = Case(options, data.load(options), device, failure, recorder, note)
     with engine_module(options.engine).opened(case) as engine:
         recorder.watch(lambda: engine.counter)
-        first = load(options, engine, rank, note)
+        first = load(options, engine, host_group, note)
         engine.begin(first)
-        found = iterate(case, engine, first, _ending(case, engine, stop, host_group, events), events)
+        found = iterate(case, engine, first, _ending(case, engine, stop, run, host_group, events), events)
         failure.enter("gathering results")
         share = Share(engine.coordinates, found, engine.weights(), recorder.unit_bytes, recorder.spans, recorder.memory)
         shares = gather(share, host_group)
@@ -117,7 +119,12 @@ def _note_step(steps: dict[int, OptimizerStep], engine: Engine) -> None:
 
 
 def _ending(
-    case: Case, engine: Engine, stop: StopRequest | None, host_group: dist.ProcessGroup | None, events: RunEvents
+    case: Case,
+    engine: Engine,
+    stop: StopRequest | None,
+    run: str,
+    host_group: dist.ProcessGroup | None,
+    events: RunEvents,
 ) -> Callable[[int], bool]:
     """Called with how many iterations are done: saves when it is time to, and says whether the run is to end."""
     if case.options.save is None:
@@ -126,7 +133,7 @@ def _ending(
     exchange = Exchange(dist.new_group(backend="gloo", timeout=job_timeout()), 1, torch.device("cpu"))
     group = host_group if host_group is not None else dist.group.WORLD
     assert group is not None
-    return Saver(case, engine, Agreement(stop, exchange), group, events.saved).ends_after
+    return Saver(case, engine, Agreement(stop, exchange), group, run, events.saved).ends_after
 
 
 def _loss(of_micro_batches: Sequence[float], iteration: int, case: Case) -> float:

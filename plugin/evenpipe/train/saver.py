@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import time
 from collections.abc import Callable
@@ -11,12 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evenpipe.train.checkpoint import Draft, find, rank_file, refuse_misfit
+from evenpipe.report.files import lacks_room
+from evenpipe.train.checkpoint import Checkpoint, Draft, damaged, find, refuse_misfit
 from evenpipe.train.engine import Case, Engine
+from evenpipe.train.manifest import FORMAT, FileEntry, rank_file
 from evenpipe.train.options import OptionsError, TrainOptions
+from evenpipe.train.ownership import Disturbed
 from evenpipe.train.stopping import Agreement
 
-__all__ = ["NotSaved", "Saver", "load"]
+__all__ = ["NotSaved", "Saver", "load", "state_of"]
 
 
 class NotSaved(RuntimeError):
@@ -24,7 +28,10 @@ class NotSaved(RuntimeError):
 
 
 class Saver:
-    """Saves one process' part of a run with --save. `saved` is called with the folder of each checkpoint, on rank 0."""
+    """Saves one process' part of `run`, which owns the folder of --save.
+
+    `saved` is called with the folder of each checkpoint, on rank 0.
+    """
 
     def __init__(
         self,
@@ -32,6 +39,7 @@ class Saver:
         engine: Engine,
         agreement: Agreement,
         group: dist.ProcessGroup,
+        run: str,
         saved: Callable[[Path], None],
     ) -> None:
         assert case.options.save is not None
@@ -40,6 +48,7 @@ class Saver:
         self._engine = engine
         self._agreement = agreement
         self._group = group
+        self._run = run
         self._saved = saved
 
     def ends_after(self, iterations: int) -> bool:
@@ -59,54 +68,100 @@ class Saver:
     def save(self, iterations: int) -> None:
         """All processes save what they need to go on after so many iterations, amid nothing. Raises NotSaved."""
         self._case.failure.enter("saving")
-        draft, rank = Draft(self._directory, iterations), dist.get_rank(self._group)
-        self._together(draft, draft.begin if rank == 0 else None)
+        draft, rank = Draft(self._directory, iterations, self._run), dist.get_rank(self._group)
+        [draft.partial, *_] = self._together(draft, draft.begin if rank == 0 else None)
         contents = io.BytesIO()
-        torch.save(self._engine.state(), contents)
-        self._together(draft, lambda: draft.write(rank_file(rank), lambda file: file.write(contents.getbuffer())))
-        self._together(draft, (lambda: draft.complete(self._case.options)) if rank == 0 else None)
+        identity = {"format": FORMAT, "run": self._run, "iteration": iterations, "rank": rank}
+        torch.save({**identity, "state": self._engine.state()}, contents)
+        entry = FileEntry(bytes=contents.tell(), sha256=hashlib.sha256(contents.getbuffer()).hexdigest())
+
+        def write() -> FileEntry:
+            draft.write(rank_file(rank), lambda file: file.write(contents.getbuffer()))
+            return entry
+
+        files = {rank_file(number): written for number, written in enumerate(self._together(draft, write))}
+        self._together(draft, (lambda: draft.complete(self._case.options, files)) if rank == 0 else None)
         if rank == 0:
             self._saved(draft.final)
 
-    def _together(self, draft: Draft, act: Callable[[], None] | None) -> None:
-        """All processes get here, and go on when each has acted. When one could not, there is no draft any more."""
-        failed: str | None = None
+    def _together(self, draft: Draft, act: Callable[[], Any] | None) -> list[Any]:
+        """Return what each process' act gave, once all have acted. When one could not, there is no draft any more."""
+        failed, given = None, None
         try:
             if act is not None:
-                act()
+                given = act()
+        except Disturbed as error:
+            failed = f"--save {error}"
         except OSError as error:
-            failed = f"{error.filename or draft.partial}: {error.strerror or error}"
-        failures: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(failures, failed, group=self._group)
-        if not any(failures):
-            return
+            reason = f"{error.filename or draft.partial}: {error.strerror or error}"
+            room = "make room, or " if lacks_room(error) else ""
+            failed = f"--save {self._directory}: {reason}: {room}save elsewhere"
+        every: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(every, (failed, given), group=self._group)
+        failures = [failure for failure, _ in every if failure is not None]
+        if not failures:
+            return [one for _, one in every]
         if dist.get_rank(self._group) == 0:
             draft.discard()
         dist.barrier(group=self._group)
         if failed is None:
             # The error of the process that failed is to be the first of the run.
             time.sleep(0.2)
-        raise NotSaved(
-            f"--save {self._directory}: {failed or next(filter(None, failures))}: make room, or save elsewhere"
-        )
+        raise NotSaved(failed or failures[0])
 
 
-def load(options: TrainOptions, engine: Engine, rank: int, note: Callable[[str], None]) -> int:
+def load(options: TrainOptions, engine: Engine, group: dist.ProcessGroup | None, note: Callable[[str], None]) -> int:
     """Restore what --load names, if anything; how many iterations are done then. `note` shows the user a line.
 
-    Raises OptionsError where there is no checkpoint, where it is damaged, or where it does not fit.
+    `group` holds all ranks and moves host memory; None: the default group does. The first finds the checkpoint for all:
+    while another run saves, each by itself might find another. Raises OptionsError where there is no checkpoint, where
+    it is damaged, or where it does not fit.
     """
     if options.load is None:
         return 0
-    checkpoint = find(Path(options.load))
+    found: list[Checkpoint | OptionsError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [find(Path(options.load))]
+        except OptionsError as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=0, group=group)
+    [checkpoint] = found
+    if not isinstance(checkpoint, Checkpoint):
+        raise checkpoint or OptionsError(f"--load {options.load}: nothing was found")
     refuse_misfit(options, checkpoint)
-    path = checkpoint.folder / rank_file(rank)
+    rank = dist.get_rank()
+    state = state_of(checkpoint, rank)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise OptionsError(f"--load {path}: the checkpoint is damaged ({reason}): name another") from None
-    changed = engine.restore(state)
+        changed = engine.restore(state)
+    except OptionsError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = f"the model here cannot take it over, {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise damaged(checkpoint.folder / rank_file(rank), reason) from error
     if changed is not None:
         note(f"--load {checkpoint.folder}: {changed}")
     return checkpoint.iterations
+
+
+def state_of(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
+    """Return what `Engine.state` gave in that process, once it is known to be just that. Raises OptionsError."""
+    name = rank_file(rank)
+    path = checkpoint.folder / name
+    with checkpoint.opened(name) as file:
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch.load raises whatever its parts do
+            raise damaged(path, f"torch.load cannot read it, {type(error).__name__}") from None
+    if not isinstance(content, dict):
+        raise damaged(path, "it holds no state of a run")
+    identity = {"format": FORMAT, "run": checkpoint.run, "iteration": checkpoint.iterations, "rank": rank}
+    for key, expected in identity.items():
+        if content.get(key) != expected:
+            raise damaged(path, f"it is of {key} {content.get(key)}, not {expected}")
+    state = content.get("state")
+    if not isinstance(state, dict):
+        raise damaged(path, "it holds no state of a run")
+    return state

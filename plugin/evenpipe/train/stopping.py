@@ -1,4 +1,4 @@
-"""SIGTERM as a wish to stop after the iteration under way, on which all processes of a run agree."""
+"""SIGTERM, SIGINT and SIGHUP as a wish to stop after the iteration under way, on which all processes of a run agree."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from evenpipe.runtime.exchange import Exchange
+if TYPE_CHECKING:
+    from evenpipe.runtime.exchange import Exchange
 
-__all__ = ["Agreement", "StopRequest"]
+__all__ = ["STOPPING", "Agreement", "StopRequest"]
 
+#: What ends a run politely: a scheduler, Ctrl-C, a terminal that is closed.
+STOPPING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _POLL_SECONDS: Final = 0.1
 
 
 class StopRequest:
-    """From now on SIGTERM does not end this process, it only sets `made`; needs the main thread.
+    """From now on signals of STOPPING do not end this process, the first only sets `made`; needs the main thread.
 
     The agent also sends SIGTERM to the processes that are left when one has failed, which then may wait for it in a
     collective operation for ever. So once asked, a thread ends this process as soon as `peer_gone()`.
@@ -25,22 +28,25 @@ class StopRequest:
 
     def __init__(self, peer_gone: Callable[[], bool]) -> None:
         self._made = threading.Event()
+        self.number = signal.SIGTERM
         self._peer_gone = peer_gone
         self._reader, writer = os.pipe()
         os.set_blocking(writer, False)
         # The descriptor is written to even while the main thread waits in foreign code, where no handler runs.
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        for number in STOPPING:
+            signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._watch, name="evenpipe-stop", daemon=True).start()
 
     @property
     def made(self) -> bool:
-        """Whether SIGTERM has come."""
+        """Whether one has come, which then is `number`."""
         return self._made.is_set()
 
     def _watch(self) -> None:
-        while signal.SIGTERM not in os.read(self._reader, 16):
+        while not (come := [number for number in os.read(self._reader, 16) if number in STOPPING]):
             pass
+        self.number = signal.Signals(come[0])
         self._made.set()
         while not self._peer_gone():
             time.sleep(_POLL_SECONDS)

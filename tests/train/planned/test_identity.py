@@ -36,7 +36,6 @@ MOVING: dict[str, list[Any]] = {
 }
 long = pytest.mark.long
 
-pytestmark = pytest.mark.timeout(600)
 
 
 class Trained:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from evenpipe.partition.models import ModelError, example_of
 from evenpipe.partition.search.plan import Plan
+from evenpipe.runtime.precisions import PRECISIONS, autocasting
 from evenpipe.train.engine import Case
 from evenpipe.train.gather import digest
 from evenpipe.train.options import OptionsError
@@ -46,9 +48,16 @@ class PlannedEngine(PlainEngine[PlannedPipeline]):
         torch.manual_seed(options.seed)
         try:
             example = example_of(Plan.read(path).origin)
-            model = example.model.to(case.device)
             self.pipeline = PlannedPipeline(
-                path, model, seed=options.seed, group=self._pipeline_group, observer=self, measure=True
+                path,
+                example.model,
+                device=case.device,
+                seed=options.seed,
+                group=self._pipeline_group,
+                job=dist.group.WORLD,
+                observer=self,
+                measure=True,
+                trust=options.trust,
             )
         except (ModelError, ValueError) as error:
             raise OptionsError(f"--partition {error}") from error
@@ -60,10 +69,11 @@ class PlannedEngine(PlainEngine[PlannedPipeline]):
 
     def train(self, iteration: int) -> list[float]:
         case, pipeline, options = self._case, self.pipeline, self._case.options
-        if options.streams:
-            return self._train_delayed(iteration)
-        self.optimizer.zero_grad()
-        pipeline.step(self.batch(iteration))
+        with autocasting(case.device.type, PRECISIONS.get(pipeline.plan.origin.autocast or "")):
+            if options.streams:
+                return self._train_delayed(iteration)
+            self.optimizer.zero_grad()
+            pipeline.step(self.batch(iteration))
         case.failure.enter("optimizer step")
         self._reduce()
         self._step(iteration, pipeline.clip_grad_norm(options.clip_grad))

@@ -5,26 +5,42 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evenpipe.partition.code import Boundary, Draws, Part, load_parts, tensors_of, users_lines
+from evenpipe.partition.code import (
+    Boundary,
+    Draws,
+    Part,
+    State,
+    load_parts,
+    sizes_on_host,
+    tensors_of,
+    users_lines,
+)
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.search.problem import PartitionError
 from evenpipe.runtime.executor import Observer
 from evenpipe.runtime.figures import StageFigures, per_stage
+from evenpipe.runtime.host_memory import check_hosts
 from evenpipe.runtime.keep import Keeper
+from evenpipe.runtime.precisions import autocast_dtype, autocasting, precision_name
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Unit
+from evenpipe.train.evaluation import Evaluation, Shown, WithoutDropout
 from evenpipe.train.pipeline import Pipeline, shares, stage_in
 from evenpipe.train.plain_steps import SharedGradients, scaled_to
 from evenpipe.train.planned.ties import Ties
 from evenpipe.train.planned.truth import beside_plan
+from evenpipe.train.weighing import Tokens, mean_loss, share_of, weights_of
 
 __all__ = ["PlannedPipeline"]
+
+#: By which a model of Hugging Face's divides the sum over a micro-batch's tokens.
+_COUNT: Final = "num_items_in_batch"
 
 
 class PlannedPipeline(Pipeline):
@@ -32,10 +48,14 @@ class PlannedPipeline(Pipeline):
 
     plan: what `evenpipe partition --out` wrote, with the code of its stages beside it.
     model: the model that it is of, uncut; this stage takes those parameters and buffers of it that it uses.
+    device: of this stage; where the model is, if left out. What the stage uses is copied there, and nothing else, so
+    that the model may stay on the CPU, or on the meta device with `state`: its state dict, or the path of a
+    safetensors file, of a folder with one, or of the index of several. A stage reads its own tensors alone.
     seed: of random numbers, which depend on it, on the micro-batch and on the operation alone.
     group: the ranks of the pipeline, stage by stage; all ranks, if left out.
+    job: the ranks whose swaps add up on a host, all of which make their pipelines now; those of `group`, if left out.
     observer: is told of every action. With `measure`, `executor.counter` knows what this stage saves, and `truth` what
-    all stages took.
+    all stages took. A plan is code: stage files whose digests are not those in the plan are executed with `trust` only.
 
     Parameters that several stages use have a copy on each, with the same gradient. All ranks of the group make it
     alike. Raises PartitionError or StageCodeError (both ValueError), one line, where the plan cannot be read, is of
@@ -49,8 +69,12 @@ class PlannedPipeline(Pipeline):
         *,
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
+        job: dist.ProcessGroup | None = None,
         observer: Observer | None = None,
         measure: bool = False,
+        trust: bool = False,
+        device: torch.device | str | None = None,
+        state: State | None = None,
     ) -> None:
         path = Path(plan)
         self.plan = Plan.read(path)
@@ -62,48 +86,100 @@ class PlannedPipeline(Pipeline):
             )
         program = self.plan.program
         stage = stage_in(program, group, "planned", "PlannedPipeline")
-        parts = load_parts(path, stage, model)
-        device = next((one.device for one in model.parameters()), torch.device("cpu"))
+        device = next((one.device for one in model.parameters()), torch.device("cpu")) if device is None else device
+        device = torch.empty(0, device=device).device  # cuda is cuda:N
+        if device.type == "meta":
+            raise PartitionError(f"{path}: the model is on the meta device: give device=, and state= for its values")
+        parts = load_parts(path, stage, model, trust, device, state)
         super().__init__(parts, _edges(parts, device), program, group, observer, measure)
         self.parts = parts
+        #: Bytes of what this stage has on its host at once, storage by storage.
+        self.host_sizes = sizes_on_host(parts, self.program.schedule.actions[stage])
+        try:
+            check_hosts(self.host_sizes, group if job is None else job)
+        except ValueError as error:
+            raise PartitionError(f"{path}: {error}") from error
         if any(part.KEEPING.nodes for part in parts):
-            self.executor.keeper = Keeper(self.executor.store, self.device)
+            self.executor.keeper = keeper = Keeper(self.executor.store, self.device)
+            self.executor.connections.compare(keeper.link.named)
+            keeper.link.memory.reserve(self.host_sizes)
+            if self.host_sizes:
+                self.executor.observer.remark(keeper.link.memory.held_line(stage))
         self.seed = seed
         #: Every name that a parameter or a buffer has in the model, and the first of them.
         self._names = _first_names(model)
         of_parts = ((name, one) for part in parts for name, one in tensors_of(part).items())
         self._own = {self._names[name]: one for name, one in of_parts if name in self._names}
         self._parameters = {name: one for name, one in self._own.items() if isinstance(one, nn.Parameter)}
-        held: list[list[str]] = [[] for _ in ranks]
-        dist.all_gather_object(held, list(self._own), group=group)
+        read = [name for part in parts for name in (*part.INPUTS, *part.UNREAD)]
+        gathered: list[tuple[list[str], list[str]]] = [([], []) for _ in ranks]
+        dist.all_gather_object(gathered, (list(self._own), read), group=group)
+        held = [names for names, _ in gathered]
+        #: The arguments that the model was traced with.
+        self._inputs = list(dict.fromkeys(name for _, of_stage in gathered for name in of_stage))
         self._owner = {name: stage for stage, names in reversed(list(enumerate(held))) for name in names}
-        state = model.state_dict()
-        self._unused = {name: one for name, one in state.items() if self._names.get(name) not in self._owner}
+        whole = model.state_dict()
+        unused = {name: one for name, one in whole.items() if self._names.get(name) not in self._owner}
+        self._unused = {name: one for name, one in unused.items() if not one.is_meta}
         parameters = dict(model.named_parameters())
         tied = {name for name, one in parameters.items() if one.requires_grad}
         self._ties = Ties([tied.intersection(names) for names in held], self._parameters, stage, ranks, device)
-        self._saved = list(state)
+        self._saved = list(whole)
         self._learned = [name for name in parameters if name in self._owner]
 
-    def step(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+    def step(
+        self, batch: Mapping[str, Tensor], *, tokens: Tokens | None = None, total: float | None = None
+    ) -> Tensor | None:
         """Forward and backward of a batch; gradients of its mean loss are added to `parameter.grad`.
 
         batch: the arguments of the model's forward, alike on all ranks; every micro-batch gets an equal share of each
-        one's first dimension. Returns the mean loss where the model ends, None elsewhere. Raises ValueError where the
-        batch cannot be shared out, or is not of the shapes that the plan is for.
+        one's first dimension. Returns the mean of the micro-batches' losses where the model ends, None elsewhere: where
+        each is a mean over tokens, and their numbers differ, that is not the mean over all tokens. It is with `tokens`:
+        how many each micro-batch has; they weigh by their share of `total`, or of their sum. Of a model that was traced
+        with `num_items_in_batch`, which divides its loss, losses are added up. Raises ValueError where the batch cannot
+        be shared out, has what the plan's model was not traced with, or is of other shapes.
         """
         with self._ties.summed():
-            return self.carry_out(batch)
+            return self.carry_out((batch, tokens, total))
 
-    def shared(self, batch: Mapping[str, Tensor]) -> Sequence[Mapping[str, Tensor]]:
-        """The arguments of each micro-batch."""
+    def evaluate(
+        self, batch: Mapping[str, Tensor], *, tokens: Tokens | None = None, total: float | None = None
+    ) -> Evaluation:
+        """Forward a batch, as `step` takes it, without gradients, under any schedule.
+
+        Without dropout, and with batch norm's running figures; what else forward does by `self.training` is as it was
+        traced. `outputs` are what the model returns beside its loss, where that is computed on the way to it, such as
+        `logits`: by name, on the stage that computes it. All ranks of the group call it; under 2bw all steps that are
+        due are made first.
+        """
+        items, shown = self.shared((batch, tokens, total)), Shown()
+        stage = _PlannedStage(self, lambda one: items[one][0], lambda one: one, lambda one, output: output[0], shown)
+        self.forward_only(stage)
+        losses = list(stage.losses.values())
+        return Evaluation(mean_loss(losses, items) if self.is_last else None, losses, shown.whole)
+
+    def shared(self, batch: Any) -> Sequence[tuple[Mapping[str, Tensor], float | None]]:
+        """The arguments of each micro-batch, and its weight; `batch` is what `step` takes, a tuple of several."""
         count = self.program.schedule.micro_batches
+        batch, tokens, total = (*batch, None, None)[:3] if isinstance(batch, tuple) else (batch, None, None)
+        weights = weights_of(tokens, total, count)
+        if _COUNT in batch and _COUNT in self._inputs:
+            if tokens is not None:
+                raise ValueError(f"tokens: {_COUNT} of the batch weighs its loss already: give one of them")
+            weights = [1.0] * count
         for name, one in batch.items():
+            if name not in self._inputs:
+                known = ", ".join(self._inputs)
+                raise ValueError(
+                    f"batch[{name!r}]: the plan's model has no such input, it was traced with {known}: leave it out, "
+                    f"or make a plan with it{', or give tokens= in its place' if name == _COUNT else ''}"
+                )
             if not isinstance(one, Tensor):
                 kind = type(one).__name__
                 raise ValueError(f"batch[{name!r}] is a {kind}: give tensors only; anything else is as in the plan")
         of_inputs = {name: shares(name, one, count) if one.dim() else [one] * count for name, one in batch.items()}
-        return [{name: of_all[number] for name, of_all in of_inputs.items()} for number in range(count)]
+        given = [{name: of_all[number] for name, of_all in of_inputs.items()} for number in range(count)]
+        return list(zip(given, weights, strict=True))
 
     def made(self, item: Callable[[int], Any], found: dict[int, Tensor], first: int) -> ModuleStage:
         """Random numbers are those of batch `first`, and of as many after it as there are."""
@@ -112,12 +188,12 @@ class PlannedPipeline(Pipeline):
         def share_of_loss(micro_batch: int, output: tuple[Tensor]) -> Tensor:
             [loss] = output
             found[micro_batch] = loss.detach()
-            return loss / count
+            return share_of(loss, item(micro_batch)[1], count)
 
         def number(micro_batch: int) -> int:
             return (first + micro_batch // count * stride) * count + micro_batch % count
 
-        return _PlannedStage(self, item, number, share_of_loss)
+        return _PlannedStage(self, lambda one: item(one)[0], number, share_of_loss)
 
     @property
     def shared_gradients(self) -> SharedGradients:
@@ -204,7 +280,7 @@ class PlannedPipeline(Pipeline):
 class _PlannedStage(ModuleStage):
     """A batch's forwards and backwards of generated parts, each of which reads the micro-batch's inputs.
 
-    `number`: of a micro-batch among all of the training.
+    `number`: of a micro-batch among all of the training. `shown`: evaluates, and is given what the model returns.
     """
 
     def __init__(
@@ -213,21 +289,39 @@ class _PlannedStage(ModuleStage):
         inputs_of: Callable[[int], Mapping[str, Tensor]],
         number: Callable[[int], int],
         loss: Callable[[int, Any], Tensor],
+        shown: Shown | None = None,
     ) -> None:
         super().__init__(pipeline.chunks, pipeline.edges, _no_input, loss, pipeline.loss_chunk)
         self._inputs_of = inputs_of
         self._parts = pipeline.parts
+        self._shown = shown
         self._keeper = pipeline.executor.keeper
         self._seed = pipeline.seed
         self._number = number
+        self._autocast = pipeline.plan.origin.autocast
+        self._device_type = pipeline.device.type
 
     def compute(self, unit: Unit, inputs: list[Tensor] | None) -> Any:
         draws = Draws(self._seed, self._number(unit.micro_batch))
         part, given = self._parts[unit.chunk], self._inputs_of(unit.micro_batch)
-        if self._keeper is None:
-            return part(given, draws, *(inputs or ()))
-        with self._keeper.forward(unit, part.KEEPING, draws) as keep:
-            return part(given, draws, *(inputs or ()), keep=keep)
+        with autocasting(self._device_type, self._checked_autocast()):
+            if self._shown is not None:
+                with WithoutDropout():
+                    return part(given, draws, *(inputs or ()), keep=self._shown)
+            if self._keeper is None:
+                return part(given, draws, *(inputs or ()))
+            with self._keeper.forward(unit, part.KEEPING, draws) as keep:
+                return part(given, draws, *(inputs or ()), keep=keep)
+
+    def _checked_autocast(self) -> torch.dtype | None:
+        """Return the dtype of the torch.autocast that is on. Raise ValueError where it was another in the trace."""
+        dtype = autocast_dtype(self._device_type)
+        if (found := precision_name(dtype)) != self._autocast:
+            now, was = (f"torch.autocast of {one}" if one else "no torch.autocast" for one in (found, self._autocast))
+            raise ValueError(
+                f"step is called under {now}, and the plan was made under {was}: trace the model and train it alike"
+            )
+        return dtype
 
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         with users_lines(self._parts[unit.chunk]):
