@@ -63,7 +63,7 @@ def planned(of: str, on: str, samples: int, schedules: tuple[str, ...], **asked:
 
 
 def pipedream(stages: int, replicas: int, micro_batch: int, recomputed: bool) -> Run:
-    """A row of PipeDream-2BW's Table 1: 1,024 samples an iteration, in fp16 on GPUs that have no bf16."""
+    """Return a run under 2BW, sizes as a row of its Table 1: 1,024 samples, in fp16 on GPUs that have no bf16."""
     return Run(
         1024,
         stages=stages,
@@ -104,8 +104,8 @@ CATALOGUE = (
         "megatron",
         "torchrun",
         pipedream(2, 8, 8, False),
-        "PipeDream-2BW (Narayanan et al., ICML 2021), Table 1, first group",
-        "Two stages, eight replicas, nothing recomputed: the faster of its two.",
+        "BERT of 24 layers with 2BW on GeForce GTX 1080 Ti",
+        "Two stages, eight replicas, nothing recomputed.",
     ),
     Entry(
         "2bw-bert-24-v100",
@@ -114,8 +114,8 @@ CATALOGUE = (
         "deepspeed",
         "deepspeed",
         pipedream(4, 8, 4, True),
-        "PipeDream-2BW, Table 1, second group",
-        "Recomputation makes micro-batches of 4 fit, which is 2.6 times as fast as 1 without it.",
+        "BERT of 24 layers with 2BW on V100s of 16 GB",
+        "Four stages, eight replicas, micro-batches of 4, all recomputed.",
     ),
     Entry(
         "2bw-bert-48",
@@ -124,8 +124,8 @@ CATALOGUE = (
         "deepspeed",
         "slurm",
         pipedream(8, 8, 1, True),
-        "PipeDream-2BW, Table 1, third group",
-        "Eight stages and eight replicas; neither a deeper nor a wider division is as fast.",
+        "BERT of 48 layers with 2BW on V100s of 16 GB",
+        "Eight stages and eight replicas.",
     ),
     Entry(
         "2bw-bert-192",
@@ -134,8 +134,8 @@ CATALOGUE = (
         "deepspeed",
         "kubernetes",
         pipedream(16, 4, 1, True),
-        "PipeDream-2BW, Table 1, fourth group",
-        "192 layers need sixteen stages.",
+        "BERT of 192 layers with 2BW on V100s of 16 GB",
+        "192 layers on sixteen stages, with four replicas.",
     ),
     Entry(
         "bert-large",
@@ -196,10 +196,11 @@ def catalogue() -> str:
 _HEAD = """\
 # Recipes
 
-Configurations that papers have measured, and some that the planner found, as files that start them. Each is what
+Configurations that BPipe's paper has measured, and others, as files that start them. Each is what
 `evenpipe recipe` writes ([docs/recipes.md](../docs/recipes.md)); `python -m recipes.regenerate` writes all of them,
 and a test compares. Copy a folder, change the first lines of its `train.sh`, and `evenpipe recipe --check` says
-what no longer fits. Numbers are predictions of `evenpipe estimate` for today's frameworks, where no paper is named.
+what no longer fits. Numbers are predictions of `evenpipe estimate` for today's frameworks, where no paper is named;
+how far they may be off, each folder's page says.
 
 Left in each picture: what a GPU of each stage needs, and has (the red line). Right: the schedule, on the simulator's
 clock; long batches are drawn shorter.
@@ -209,13 +210,14 @@ clock; long batches are drawn shorter.
 def _section(entry: Entry) -> str:
     recipe = recipe_of(entry)
     found, gib = recipe.estimate, recipe.cluster.device.memory_gib
+    takes = f"{found.iteration_ms:,.0f} ms an iteration ({found.uncertainty})"
     most = max(stage.bytes.total for stage in found.stages) / 2**30
     return f"""\
 ## [{entry.folder}]({entry.folder}/README.md)
 
 {entry.source}; {recipe.cluster.gpus} GPUs, {FRAMEWORKS[recipe.framework]}, {LAUNCHERS[recipe.launcher]}.
 {entry.says}
-Predicted: {found.iteration_ms:,.0f} ms an iteration, MFU {found.mfu:.1%}, at most {most:.1f} of {gib:g} GiB.
+Predicted: {takes}, MFU {found.mfu:.1%}, at most {most:.1f} of {gib:g} GiB.
 
 ![{entry.folder}]({entry.folder}/{PICTURE})
 """

@@ -12,6 +12,8 @@ DATA=/data/tokens_text_document
 CHECKPOINTS=/data/checkpoints/bert-24
 
 # --- Environment ----------------------------------------------------------------------------------
+# Compute, each link and each group have a stream. With CUDA's 8 queues some would wait for others.
+export CUDA_DEVICE_MAX_CONNECTIONS=32
 # Micro-batches come and go in several sizes: segments that can grow leave fewer gaps.
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 # CPU threads of a process: with one for each core, a node has eight times too many.

@@ -25,6 +25,8 @@ MASTER_ADDR=${MASTER_ADDR:?"name or address of node 0, as the others know it"}
 MASTER_PORT=${MASTER_PORT:-29500}
 
 # --- Environment ----------------------------------------------------------------------------------
+# Compute, each link and each group have a stream. With CUDA's 8 queues some would wait for others.
+export CUDA_DEVICE_MAX_CONNECTIONS=32
 # Micro-batches come and go in several sizes: segments that can grow leave fewer gaps.
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 # CPU threads of a process: with one for each core, a node has eight times too many.
@@ -60,6 +62,7 @@ MEMORY=(
 TRAINING=(
     --train-iters 500000 --seed 1234
     --lr 0.00015 --min-lr 1.5e-05 --lr-decay-style cosine
+    --lr-decay-iters 500000 --override-opt_param-scheduler
     --lr-warmup-iters 2000
     --weight-decay 0.1 --clip-grad 1
     --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.02

@@ -61,6 +61,7 @@ MEMORY=(
 TRAINING=(
     --train-iters 500000 --seed 1234
     --lr 0.00015 --min-lr 1.5e-05 --lr-decay-style cosine
+    --lr-decay-iters 500000 --override-opt_param-scheduler
     --lr-warmup-iters 2000
     --weight-decay 0.1 --clip-grad 1
     --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.02

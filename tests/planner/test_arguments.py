@@ -169,3 +169,13 @@ def test_what_cannot_be_told_is_refused_in_one_line(given: dict[str, Any], said:
     with pytest.raises((FlagError, DescriptionError), match=said) as caught:
         model_of(args(**given), "own")
     assert "\n" not in str(caught.value)
+
+
+def test_virtual_stages_are_estimated_in_megatrons_groups() -> None:
+    flags = {"virtual_pipeline_model_parallel_size": 2, "global_batch_size": 48}
+    assert run(**flags, microbatch_group_size_per_vp_stage=8).group_size == run(**flags).group_size == 1
+    nodes, found = cluster("4x8-a100-80gb"), {}
+    for group in (8, 12):
+        shown = run(**flags, microbatch_group_size_per_vp_stage=group)
+        found[group] = estimate(model("gpt3-96b"), nodes, shown).stages[0].bytes.activations
+    assert found[12] / found[8] == pytest.approx(27 / 23, rel=0.01)  # 2 (p - 1) + (v - 1) k + 1

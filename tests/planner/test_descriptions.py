@@ -116,6 +116,7 @@ def test_a_user_s_own_file_describes_what_the_package_does_not(tmp_path: Path) -
         ("models: {own: {layers: 2, hidden: 64, heads: 5, vocabulary: 9, sequence: 8}}", "hidden=64 does not divide"),
         ("modles: {own: {}}", "has no models"),
         ("models: [1, 2", "is no YAML"),
+        pytest.param("models: " + "[" * 20000, "is nested too deeply", id="deep"),
         ("models: {own: 3}", r"models\.own: is 3: write keys"),
         ("models: {own: {sources: text}}", r"models\.own\.sources: is 'text': write a source under each key"),
         ("defaults: {sources: [1]}\nmodels: {own: {layers: 2}}", r"defaults\.sources: is \[1\]: write a source"),

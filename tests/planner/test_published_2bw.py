@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.published.pipedream import figure_8_gib, figure_11_billion, largest_micro_batch, table_1
+from benchmarks.published.two_buffered import QUALITY, SHARE
 from evenpipe.planner.descriptions import device
+from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS
 
 HAVE = device("v100-16gb").memory_gib
+#: The papers' texts, which are not part of the repository.
+TEXTS = Path(__file__).parents[3] / "shared" / "seeds"
+
+
+@pytest.mark.skipif(not TEXTS.exists(), reason="the papers' texts are not beside this checkout")
+@pytest.mark.parametrize("name", QUALITY)
+def test_a_passage_of_its_quality_is_in_the_paper_s_line(name: str) -> None:
+    [path] = TEXTS.glob("002_*.txt")
+    line = path.read_text(encoding="utf-8").splitlines()[QUALITY[name].line - 1]
+    assert QUALITY[name].text in " ".join(line.split())
+
+
+def test_the_planner_counts_as_many_iterations_as_the_paper_says() -> None:
+    assert pytest.approx(1 / SHARE) == ITERATIONS_WITH_LATE_GRADIENTS
 
 
 @pytest.mark.long

@@ -56,7 +56,21 @@ def test_the_estimate_is_that_of_the_recipe(tmp_path, capsys):
     recipe = written(tmp_path)
     _, said = checked(tmp_path, capsys)
     assert f"{recipe.estimate.iteration_ms:,.0f} ms an iteration, MFU {recipe.estimate.mfu:.1%}" in said
-    assert "not given to Megatron-LM's own parser: no checkout at /opt/Megatron-LM" in said
+    assert "not given to Megatron-LM's own parser, which would execute its code" in said
+
+
+def test_code_that_the_checked_files_name_is_not_executed(tmp_path, capsys):
+    checkout, folder = tmp_path / "checkout", tmp_path / "recipe"
+    (checkout / "megatron" / "training").mkdir(parents=True)
+    executed = tmp_path / "executed"
+    (checkout / "pretrain_gpt.py").write_text(f"open({str(executed)!r}, 'w')")
+    folder.mkdir()
+    written(folder)
+    edit(folder / "train.sh", "MEGATRON_LM=/opt/Megatron-LM", f"MEGATRON_LM={checkout}")
+    status, said = checked(folder, capsys)
+    assert status == 0, said
+    assert f"name a checkout that you trust with --megatron-lm, such as {checkout}" in said
+    assert not executed.exists()
 
 
 EDITED = [
@@ -123,6 +137,40 @@ def test_files_that_say_other_sizes_are_named(launcher, file, old, new, tmp_path
     assert status == 1
     assert file in printed
     assert "train.sh: NODES, GPUS_PER_NODE" in printed
+
+
+@pytest.mark.parametrize(
+    ("launcher", "file", "old", "new", "said"),
+    [
+        ("torchrun", "train.sh", "torchrun ", "torchrum ", "train.sh: torchrum: there is no such program: did you"),
+        ("deepspeed", "launch.sh", "exec deepspeed", "exec deepsped", "launch.sh: deepsped: there is no such program"),
+        ("slurm", "launch.sbatch", "ntasks-per-node=1", "ntasks-per-node=8", "launch.sbatch: --ntasks-per-node=8: "),
+    ],
+)
+def test_what_would_not_start_is_named(launcher, file, old, new, said, tmp_path, capsys):
+    written(tmp_path, launcher)
+    edit(tmp_path / file, old, new)
+    status, printed = checked(tmp_path, capsys)
+    assert status == 1
+    assert said in printed
+    assert "fits" not in printed
+
+
+@pytest.mark.parametrize(
+    ("launcher", "file", "old", "new", "said"),
+    [
+        ("torchrun", "train.sh", "torchrun ", "my-starter ", "note: train.sh: my-starter: starts the run: not looked"),
+        ("slurm", "launch.sbatch", "#SBATCH --exclusive", "#SBATCH --mem=1", "note: launch.sbatch: --mem: not looked"),
+        ("kubernetes", "job.yaml", '"/recipe/train.sh"', '"/other.sh"', "note: job.yaml: command ['bash', '/other"),
+        ("torchrun", "train.sh", "--override-opt_param-scheduler", "", "note: train.sh: Megatron-LM refuses to"),
+    ],
+)
+def test_what_is_not_judged_of_a_start_is_noted(launcher, file, old, new, said, tmp_path, capsys):
+    written(tmp_path, launcher)
+    edit(tmp_path / file, old, new)
+    status, printed = checked(tmp_path, capsys)
+    assert status == 0, printed
+    assert said in printed
 
 
 @pytest.mark.parametrize(

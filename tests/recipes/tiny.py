@@ -57,6 +57,6 @@ def starter(folder: Path, *programs: str) -> dict[str, str]:
 
 def argv_of(command: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None) -> list[str]:
     """What the program that `command` starts at last was given."""
-    done = subprocess.run(command, env=dict(environment), cwd=cwd, capture_output=True, timeout=60)
+    done = subprocess.run(command, env=dict(environment), cwd=cwd, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     return [word.decode() for word in Path(environment["RECORD"]).read_bytes().split(b"\0")[:-1]]

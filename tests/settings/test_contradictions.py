@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.schedule import Size, build
+from evenpipe.schedule import Size, build, choose
 from evenpipe.settings.config import EvenPipeConfig
-from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in
+from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in, one_group
 from evenpipe.settings.spelling import COMMAND, FLAGS, SECTION
 
 TABLE = Path(__file__).with_name("table.txt")
@@ -46,6 +46,13 @@ CASES = [
         {"schedule": "kfkb", "memory_gib": 0.5},
         "--memory-gib 0.5: only --group-size auto makes use of it: use that, or leave --memory-gib out",
         'evenpipe.memory_gib: 0.5: only "group_size": "auto" makes use of it: use that, or leave memory_gib out',
+    ),
+    (
+        {"schedule": "1f1b", "one_version": True},
+        "--evenpipe-one-version: only --evenpipe-schedule 2bw has two weight versions: use that, or leave "
+        "--evenpipe-one-version out",
+        'evenpipe.one_version: true: only "schedule": "2bw" has two weight versions: use that, or leave one_version '
+        "out",
     ),
     (
         {"schedule": "1f1b", "pair_adjacent": True},
@@ -117,3 +124,14 @@ def test_bpipe_goes_with_a_table_that_evicts(tmp_path: Path) -> None:
     table.write_text(str(build("1f1b", Size(4, 8), bpipe=True).schedule))
     config = EvenPipeConfig.of(schedule=f"file:{table}", bpipe=True)
     assert contradiction_in(config, FLAGS, CONTRADICTIONS) is None
+
+
+def test_groups_of_a_whole_batch_are_gpipe_and_said_to_be():
+    gpipe = build("gpipe", Size(4, 8)).schedule.actions
+    kfkb, said = choose("kfkb"), "a batch has 8 micro-batches, which make one group: kfkb then runs as gpipe, and holds"
+    for size in (8, 9):
+        assert build("kfkb", Size(4, 8, group_size=size)).schedule.actions == gpipe
+        assert one_group(kfkb, size, 8, FLAGS).startswith(f"--group-size {size}: {said}")
+    assert one_group(kfkb, 9, 8, SECTION).startswith(f"evenpipe.group_size: 9: {said}")
+    assert [one_group(kfkb, size, 8, FLAGS) for size in (1, 7, "auto")] == [None] * 3
+    assert one_group(kfkb, 1, 1, FLAGS) is one_group(choose("gpipe"), 1, 8, FLAGS) is None

@@ -23,7 +23,7 @@ from evenpipe.planner.time.kernels import Kernels
 from evenpipe.planner.time.stages import PartTime, part_times
 from evenpipe.planner.uncertainty import Uncertainty, uncertainty_of
 from evenpipe.planner.warned import warnings_of
-from evenpipe.schedule import Link, Places, Programs, ScheduleError, Size, partner
+from evenpipe.schedule import Link, Places, Programs, Queues, ScheduleError, Size, partner
 from evenpipe.simulate import Costs, Wire
 
 __all__ = ["Estimate", "Estimator", "StageEstimate", "estimate", "framework_of"]
@@ -104,7 +104,7 @@ class Estimator:
         self.cluster = cluster
         self.framework = of or framework_of(model, cluster)
         self.calibration = calibration
-        self._programs: dict[tuple[str, bool], Programs] = {}
+        self._programs: dict[tuple[str, bool, Queues], Programs] = {}
 
     def __call__(self, run: Run) -> Estimate:
         """Raises EstimateError for a run that cannot be, with the argument and the remedy."""
@@ -166,9 +166,9 @@ class Estimator:
             spec = run.spec
             batches = 3 if "stream" in spec.needs else 1
             size = spec.fitted(Size(run.stages, run.micro_batches, run.chunks, run.group_size, batches))
-            key = spec.name, run.bpipe
+            key = spec.name, run.bpipe, run.queues
             if key not in self._programs:
-                self._programs[key] = Programs(spec, run.bpipe)
+                self._programs[key] = Programs(spec, run.bpipe, run.queues)
             return self._programs[key], size
         except ScheduleError as error:
             raise EstimateError(str(error)) from error

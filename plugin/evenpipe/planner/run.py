@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from evenpipe.planner.descriptions import Cluster, Framework, Model, Precision
 from evenpipe.planner.errors import EstimateError
-from evenpipe.schedule import ScheduleError, Spec, choose
+from evenpipe.schedule import Queues, ScheduleError, Spec, choose
 
-__all__ = ["Attention", "Placement", "Recompute", "Run"]
+__all__ = ["ITERATIONS_WITH_LATE_GRADIENTS", "Attention", "Placement", "Recompute", "Run"]
 
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["unfused", "flash"]
 Placement = Literal["replicas", "pipeline"]
+#: Iterations of 2BW for the loss that one iteration with a flush reaches. PipeDream-2BW §5.1, GPT on Wikitext-103: test
+#: perplexities "match exactly when Vanilla is run for 20% fewer iterations"; `benchmarks/convergence.py` has 20, 27.
+ITERATIONS_WITH_LATE_GRADIENTS: Final = 1 / 0.8
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Run:
     hand_over_us: float | None = None
     blocking: tuple[str, ...] | None = None
     divided_messages: bool | None = None
+    one_queue: bool | None = None
     message_ms: float | None = None
     placement: Placement = "replicas"
     expert_tensor: int | None = None
@@ -99,6 +103,16 @@ class Run:
             return "stream" in self.spec.needs
         except ScheduleError:
             return False
+
+    @property
+    def queues(self) -> Queues:
+        """Return what a recipe of this run exports of CUDA's queues, by which its programs are built."""
+        return "one" if self.one_queue and self.tensor * self.context > 1 else "many"
+
+    @property
+    def iterations(self) -> float:
+        """Return how many iterations reach the loss that a run without late gradients reaches in one."""
+        return ITERATIONS_WITH_LATE_GRADIENTS if self.delayed else 1.0
 
     @property
     def can_be_levelled(self) -> bool:

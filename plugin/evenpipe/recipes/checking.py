@@ -21,6 +21,7 @@ from evenpipe.recipes.reading import UNKNOWN, Script, read_script
 from evenpipe.recipes.recipe import Recipe
 from evenpipe.recipes.refusals import refuse, refuse_before_planning
 from evenpipe.recipes.settings import Settings
+from evenpipe.recipes.starting import not_looked_at, wrong_starts
 from evenpipe.recipes.written import Written
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import in_flags
@@ -55,10 +56,11 @@ def check(written: Written, engine: Engine, section: ReadSection) -> Checked:
         every = nodes_of(written, script)
     except RecipeError as error:
         return Checked((*problems, str(error)), ())
-    problems += _contradictions(every)
+    problems += [*wrong_starts(written, script), *_contradictions(every)]
     nodes = _cluster(written, every)
     unknown, flags = _known(flags)
     notes = [f"{name}: is known only when it runs: not looked at" for name in unknown]
+    notes += not_looked_at(written, script, [*flags, *unknown])
     found: Estimate | None = None
     try:
         of, run, unread = _described(written, flags, nodes, section)

@@ -42,5 +42,5 @@ def _timeline(recipe: Recipe) -> Timeline:
         other, wire = partner(stage, run.stages), Wire(transmit_ms=stages[stage].eviction_ms)
         wires |= {Link("evict", stage, other): wire, Link("load", other, stage): wire}
     forward, backward = (tuple(getattr(stage, field) for stage in stages) for field in ("forward_ms", "backward_ms"))
-    program = Programs(spec, run.bpipe)(size)
+    program = Programs(spec, run.bpipe, run.queues)(size)
     return Timeline.of(simulate(program, Costs(forward, backward, links=wires)), "", micro_batches)

@@ -26,7 +26,7 @@ def environment_of(recipe: Recipe) -> list[Exported]:
 
 def _environment(recipe: Recipe) -> Iterator[Exported]:
     run = recipe.run
-    if recipe.framework == "megatron" and run.tensor * run.context > 1:
+    if run.queues == "one":
         yield Exported(
             "CUDA_DEVICE_MAX_CONNECTIONS",
             "1",
@@ -34,6 +34,12 @@ def _environment(recipe: Recipe) -> Iterator[Exported]:
                 "One queue for kernels: a collective of tensor parallelism starts before the matrix product that hides",
                 "it. Megatron asks for it on all GPUs before Blackwell.",
             ),
+        )
+    elif run.stages > 1:
+        yield Exported(
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+            "32",
+            ("Compute, each link and each group have a stream. With CUDA's 8 queues some would wait for others.",),
         )
     yield Exported(
         "PYTORCH_CUDA_ALLOC_CONF",

@@ -25,6 +25,8 @@ def write_files(folder: Path, files: Mapping[str, str], force: bool = False) -> 
     there = [name for name in files if os.path.lexists(folder / name)]
     if there and not force:
         raise RecipeError(f"--out {folder}: has {', '.join(there)}: name another folder, or write over it with --force")
+    if others := [name for name in there if not (folder / name).is_file()]:
+        raise RecipeError(f"--out {folder}: {', '.join(others)} is no regular file: name another folder")
     made = not folder.exists()
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=".evenpipe-recipe-", dir=folder.parent))

@@ -163,6 +163,8 @@ def _training(recipe: Recipe) -> tuple[Line, ...]:
         [
             [Flag("train-iters", given.train_iters), Flag("seed", given.seed)],
             [Flag("lr", given.lr), Flag("min-lr", given.lr / 10), Flag("lr-decay-style", "cosine")],
+            # A resume compares these: flags hold, also where the number of iterations has been changed.
+            [Flag("lr-decay-iters", given.train_iters), Flag("override-opt_param-scheduler")],
             [given.warmup_iters > 0 and Flag("lr-warmup-iters", given.warmup_iters)],
             [Flag("weight-decay", given.weight_decay), Flag("clip-grad", given.clip_grad)],
             [Flag("adam-beta1", 0.9), Flag("adam-beta2", 0.95), Flag("init-method-std", 0.02)],

@@ -59,7 +59,8 @@ class Recipe:
         filled = run.of(described_framework(planned_for or framework))
         # How messages travel is what today's framework does; EvenPipe's are not waited for.
         today: dict[str, Any] = {"hand_over_us": None, "divided_messages": None, "overlap_collectives": None}
-        filled = replace(filled, **today, blocking=() if run.stages > 1 else None)
+        one_queue = described_framework(framework).one_queue
+        filled = replace(filled, **today, blocking=() if run.stages > 1 else None, one_queue=one_queue)
         if filled.schedule == "2bw":
             filled = replace(filled, overlap_parameters=False)  # refused: the forward runs on the weights before
         if framework == "deepspeed":

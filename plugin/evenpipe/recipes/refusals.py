@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Final
 
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.engine import Engine
 from evenpipe.recipes.errors import RecipeError
-from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, Framework, Recipe, series
+from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, Framework, Launcher, Recipe, series
 from evenpipe.recipes.settings import Settings
 from evenpipe.schedule import ScheduleError
 
@@ -18,6 +21,21 @@ __all__ = ["refuse", "refuse_before_planning", "refuse_divided"]
 _LAST_BERT = (0, 17)
 #: The first and the last series that EvenPipe works with.
 _SERIES = (0, 14), (0, 19)
+#: Settings that only some launchers' files have.
+_SETTINGS_OF: Final[Mapping[str, tuple[Launcher, ...]]] = MappingProxyType(
+    dict.fromkeys(("partition", "account", "time"), ("slurm",))
+    | dict.fromkeys(("image", "namespace", "claim", "mount"), ("kubernetes",))
+    | {"hosts": ("deepspeed",)}
+)
+#: `sbatch --time`: minutes, minutes:seconds, hours:minutes:seconds, and with days-hours before them.
+_SLURM_TIME: Final = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED|INFINITE", re.ASCII | re.I)
+#: `[host[:port]/]path[:tag][@digest]`, as registries have it.
+_IMAGE: Final = re.compile(
+    r"([A-Za-z0-9.-]+(:[0-9]+)?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?"
+    r"(@[a-z0-9]+:[0-9a-f]{32,})?",
+    re.ASCII,
+)
+_EXAMPLE_IMAGE: Final = "nvcr.io/nvidia/pytorch:25.09-py3"
 _NAMED = "abcdefghijklmnopqrstuvwxyz0123456789-"
 
 
@@ -109,8 +127,16 @@ def _of_launcher(recipe: Recipe) -> Iterator[str]:
     given, nodes = recipe.settings, recipe.cluster.nodes
     if given.hosts and len(recipe.hosts) != nodes:
         yield f"--set hosts={given.hosts}: names {len(recipe.hosts)} of {nodes} nodes: name each, separated by commas"
+    for key, launchers in _SETTINGS_OF.items():
+        if key in given.model_fields_set and recipe.launcher not in launchers:
+            whose = " and ".join(LAUNCHERS[launcher] for launcher in launchers)
+            yield f"--set {key}: is of {whose}, and {LAUNCHERS[recipe.launcher]} would not read it: leave it out"
+    if given.time is not None and not _SLURM_TIME.fullmatch(given.time):
+        yield f"--set time={given.time!r}: is no time limit of Slurm: give one such as 90, 24:00:00, 2-12 or UNLIMITED"
     if recipe.launcher != "kubernetes":
         return
+    if not _IMAGE.fullmatch(given.image):
+        yield f"--set image={given.image!r}: is no name of an image: give one such as {_EXAMPLE_IMAGE}"
     for key, name in (("name", recipe.name), ("namespace", given.namespace), ("claim", given.claim)):
         if name is not None and not _is_label(name):
             yield (

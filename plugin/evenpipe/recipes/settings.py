@@ -35,7 +35,10 @@ def _encodes(value: str) -> bool:
 
 
 def _hosts(value: str) -> str:
-    for host in value.split(","):
+    hosts = value.split(",")
+    for host in hosts:
+        if hosts.count(host) > 1:
+            raise ValueError(f"{host!r} is named {hosts.count(host)} times: name each node once")
         if not _HOST.fullmatch(host):
             raise ValueError(f"{host!r} is no host name: give names or addresses, separated by commas")
     return value

@@ -73,6 +73,8 @@ def read_folder(folder: Path) -> Written:
 def _in_a_job(about: About, text: str, needed: list[str]) -> Written:
     try:
         documents = [one for one in yaml.safe_load_all(text) if isinstance(one, dict)]
+    except RecursionError:
+        raise RecipeError(f"{_JOB}: is nested too deeply: correct it") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""

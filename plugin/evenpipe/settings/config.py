@@ -61,6 +61,12 @@ class EvenPipeConfig(BaseModel):
         description="memory that --group-size auto may use on each device (default: nine tenths of a GPU's)",
         json_schema_extra={"flag": "--memory-gib", "metavar": "GIB"},
     )
+    one_version: bool = Field(
+        False,
+        description="2bw: go on from a checkpoint that was saved with 2bw though its older weight version is missing, "
+        "damaged or of other parallel sizes: both versions are then the loaded one (default: an error)",
+        json_schema_extra={"flag": "--evenpipe-one-version"},
+    )
     pair_adjacent: bool | None = Field(
         None,
         description="put the two stages of a pair on one node, next to each other (default: with --bpipe, where a "

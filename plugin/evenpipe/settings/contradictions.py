@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
+from evenpipe.schedule import Spec
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import Spelling
 
-__all__ = ["CONTRADICTIONS", "CONTRADICTIONS_ON_CPU", "Contradiction", "contradiction_in", "only_tuned"]
+__all__ = ["CONTRADICTIONS", "CONTRADICTIONS_ON_CPU", "Contradiction", "contradiction_in", "one_group", "only_tuned"]
 
 
 class Contradiction(NamedTuple):
@@ -32,6 +33,18 @@ def contradiction_in(config: EvenPipeConfig, spelling: Spelling, rows: Sequence[
             head = spelling.head(setting, getattr(config, setting))
             return f"{head}: {wrong.format(**names)}: {remedy.format(**names)}"
     return None
+
+
+def one_group(spec: Spec, group_size: int | Literal["auto"], micro_batches: int, spelling: Spelling) -> str | None:
+    """Return one line where all micro-batches of a batch are one group, so that kFkB is GPipe; else None."""
+    if "groups" not in spec.needs or spec.table is not None or group_size == "auto":
+        return None
+    if group_size < max(micro_batches, 2):
+        return None
+    return (
+        f"{spelling.head('group_size', group_size)}: a batch has {micro_batches} micro-batches, which make one group: "
+        f"{spec.name} then runs as gpipe, and holds as much: give less to have groups"
+    )
 
 
 class _Mention(NamedTuple):
@@ -83,6 +96,12 @@ CONTRADICTIONS: Final = (
     ),
     only_tuned("retune_interval"),
     only_tuned("memory_gib"),
+    Contradiction(
+        "one_version",
+        lambda config: config.one_version and not config.streams,
+        "only {schedule:2bw} has two weight versions",
+        "use that, or leave {one_version} out",
+    ),
     Contradiction(
         "pair_adjacent",
         lambda config: bool(config.pair_adjacent) and not config.bpipe,

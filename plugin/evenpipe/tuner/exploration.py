@@ -22,8 +22,6 @@ from evenpipe.tuner.tuner import Tuner, thinned_out
 __all__ = ["Conditions", "Explored", "explore"]
 
 _FORMAT: Final = "evenpipe.tuner/1"
-#: The schedule of states that do not say which.
-_FIRST: Final = "kfkb"
 #: Memory that differs by less is the same.
 _SAME: Final = 0.01
 
@@ -60,7 +58,7 @@ class Conditions(NamedTuple):
         """Before `iteration`, what a run goes on with that gave `state`; None if that one's conditions were others."""
         memory = tuple(StageMemory(*stage) for stage in state.get("memory", ()))
         alike = _alike(memory, self.memory, static_only=self.differ)
-        if not self._named().items() <= ({"schedule": _FIRST} | dict(state)).items() or not alike:
+        if not self._named().items() <= state.items() or not alike:
             return None
         tuner = Tuner(self.schedule, (), {}, interval)
         tuner.load_state_dict(state["tuner"], iteration)

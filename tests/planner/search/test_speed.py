@@ -13,6 +13,7 @@ from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.search import search
 from evenpipe.schedule.known import own
 
+# A core of a shared machine is at times half as fast as it is at others.
 _TRIES = 3
 
 
@@ -20,12 +21,12 @@ _TRIES = 3
 @pytest.mark.parametrize(
     ("name", "nodes", "samples", "limit_s"),
     [
-        ("gpt3-175b", "128x8-a100-80gb", 1536, 10),
-        ("llama3-405b", "128x8-h100", 1024, 10),
+        ("gpt3-175b", "128x8-a100-80gb", 1536, 15),
+        ("llama3-405b", "128x8-h100", 1024, 15),
         ("llama3-405b", "1280x8-h100", 2560, 60),
         ("gpt3-175b", "1280x8-a100-80gb", 10240, 60),
-        ("mixtral-8x7b", "128x8-h100", 1024, 10),
-        ("deepseek-v3", "128x8-h100", 2048, 10),
+        ("mixtral-8x7b", "128x8-h100", 1024, 15),
+        ("deepseek-v3", "128x8-h100", 2048, 15),
         ("deepseek-v3", "1280x8-h100", 15360, 60),
     ],
 )

@@ -27,6 +27,7 @@ _SWITCHES: Final = (
     *("overlap-param-gather", "use-flash-attn", "moe-grouped-gemm", "no-async-tensor-model-parallel-allreduce"),
     *("use-rotary-position-embeddings", "use-mcore-models", "no-masked-softmax-fusion", "no-rope-fusion"),
     *("no-gradient-accumulation-fusion", "no-bias-swiglu-fusion", "attention-softmax-in-fp32", "log-throughput"),
+    *("override-opt_param-scheduler", "override-opt-param-scheduler"),
     *("multi-latent-attention", "accumulate-allreduce-grads-in-fp32", "use-tp-pp-dp-mapping", "legacy-tokenizer"),
 )
 _WORDS: Final = (

@@ -28,6 +28,7 @@ def run_of(args: Namespace, pipelined: Pipelined, layout: Sequence[Sequence[str]
     """
     value = Values(args)
     stages, chunks = value("pipeline_model_parallel_size", 1), value("virtual_pipeline_model_parallel_size", None) or 1
+    in_groups = value("microbatch_group_size_per_vp_stage", None) if chunks > 1 else None
     ours = pipelined.schedule is not None or pipelined.bpipe
     waits = () if ours else ("1f1b",) if value("overlap_p2p_comm", False) else ("1f1b", "interleaved")
     further = [n for n, kinds in enumerate(layout or ()) if "mtp" in kinds]
@@ -47,7 +48,7 @@ def run_of(args: Namespace, pipelined: Pipelined, layout: Sequence[Sequence[str]
         recomputed_layers=_recomputed_layers(value),
         schedule=pipelined.schedule or ("interleaved" if chunks > 1 else "1f1b"),
         bpipe=pipelined.bpipe,
-        group_size=pipelined.group_size,
+        group_size=pipelined.group_size if in_groups in (None, stages) else in_groups,
         layout=_by_hand(value, stages * chunks)
         if layout is None
         else tuple(kinds.count("decoder") for kinds in layout),

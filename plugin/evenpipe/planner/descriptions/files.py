@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -35,13 +35,20 @@ def entries(room: str) -> Mapping[str, Entries]:
     return {file.name: _parsed(file.read_text(encoding="utf-8"), file.name, room) for file in sorted(found, key=str)}
 
 
+#: Of a user's own file.
+_MOST_CHARACTERS: Final = 2**22
+
+
 def read_file(path: Path, room: str) -> Entries:
     """What a user's own file describes. Raises DescriptionError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
     except (OSError, UnicodeError) as error:
         said = error.strerror if isinstance(error, OSError) else "is no text"
         raise DescriptionError(f"{path}: {said}: name a YAML file of {room}") from None
+    if len(text) > _MOST_CHARACTERS:
+        raise DescriptionError(f"{path}: has more than {_MOST_CHARACTERS:,} characters: name a YAML file of {room}")
     return _parsed(text, str(path), room)
 
 
@@ -49,6 +56,8 @@ def _parsed(text: str, where: str, room: str) -> Entries:
     """``room:`` in it has the descriptions by name; ``defaults:`` what all of them have that do not say otherwise."""
     try:
         document = yaml.safe_load(text)
+    except RecursionError:
+        raise DescriptionError(f"{where}: is nested too deeply: correct it") from None
     except yaml.YAMLError as error:
         raise DescriptionError(f"{where}: is no YAML ({' '.join(str(error).split())}): correct it") from None
     if not isinstance(document, dict) or not isinstance(document.get(room), dict) or not document[room]:

@@ -21,7 +21,8 @@ class Framework(Described):
     products. overlap_gradients, overlap_parameters: the reduction of gradients and the gathering of parameters run
     beside compute. hand_over_us: what a stage waits for the host in a hand-over to a neighbour. blocking: schedules
     in which a stage computes nothing during a hand-over; in others, messages travel beside compute. divided_messages:
-    each tensor-parallel rank sends its part of a hand-over, also without sequence parallelism.
+    each tensor-parallel rank sends its part of a hand-over, also without sequence parallelism. one_queue: it demands
+    CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or context parallelism.
     """
 
     precision: Precision
@@ -35,3 +36,4 @@ class Framework(Described):
     hand_over_us: float = Field(ge=0)
     blocking: tuple[str, ...] = Field(strict=False)
     divided_messages: bool
+    one_queue: bool = False

@@ -21,8 +21,9 @@ __all__ = ["Candidate", "candidates"]
 
 
 class Candidate(NamedTuple):
-    """``ms``: of a sample, at least, as ``nbytes`` of the fullest stage; 0 where that is too much already.
+    """``ms``: of a sample, at least, times the iterations that the same loss takes; ``nbytes``: of the fullest stage.
 
+    ms is 0 where that is too much already.
     order: of equals, what comes first: without BPipe, with fewer parts. allowed: a plan may have it.
     """
 
@@ -71,7 +72,7 @@ def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candida
             over = hand_over(question.model, tried, kernels.links)
             ms = least_ms(parts, where, tried, over, split, stream) + least_end_ms(parts, where, tried, kernels)
         yield Candidate(
-            ms / run.global_batch,
+            ms / run.global_batch * tried.iterations,
             (way.bpipe, run.stages * run.chunks, way.size.group_size, number),
             nbytes,
             tried,

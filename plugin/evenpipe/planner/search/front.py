@@ -29,6 +29,11 @@ class Planned(NamedTuple):
         return 1e3 / self.estimate.samples_per_second
 
     @property
+    def ms_to_loss(self) -> float:
+        """Return the milliseconds that rank runs: of a sample, times the iterations that the same loss takes."""
+        return self.ms_a_sample * self.run.iterations
+
+    @property
     def computing_ms(self) -> float:
         """Of a sample, what a stage computes, on the mean."""
         each = fmean(stage.forward_ms + stage.backward_ms for stage in self.estimate.stages)
@@ -53,21 +58,21 @@ class ParetoFront:
         self._slowest = slowest
 
     def least(self, ms: float) -> float:
-        """The least memory of those that are as fast as ``ms`` for a sample."""
-        at = bisect.bisect_right(self.points, ms, key=lambda one: one.ms_a_sample)
+        """Return the least memory of those whose `Planned.ms_to_loss` is at most ``ms``."""
+        at = bisect.bisect_right(self.points, ms, key=lambda one: one.ms_to_loss)
         return self.points[at - 1].most_bytes if at else math.inf
 
     def takes(self, ms: float, nbytes: int) -> bool:
         """Whether such a run would be of the front."""
-        if self.points and ms >= self._slowest * self.points[0].ms_a_sample:
+        if self.points and ms >= self._slowest * self.points[0].ms_to_loss:
             return False
         return nbytes < self.least(ms) - self._close
 
     def enter(self, planned: Planned) -> None:
         """Add it, unless it is not of the front, and leave out what then is not."""
-        if not self.takes(planned.ms_a_sample, planned.most_bytes):
+        if not self.takes(planned.ms_to_loss, planned.most_bytes):
             return
         most = planned.most_bytes - self._close
-        kept = [one for one in self.points if one.ms_a_sample < planned.ms_a_sample or one.most_bytes < most]
-        bisect.insort(kept, planned, key=lambda one: one.ms_a_sample)
+        kept = [one for one in self.points if one.ms_to_loss < planned.ms_to_loss or one.most_bytes < most]
+        bisect.insort(kept, planned, key=lambda one: one.ms_to_loss)
         self.points = kept

@@ -31,7 +31,8 @@ class PlannedRun(_Part):
     """A run that fits. ``micro_batches``: of a replica, m; ``accumulation``: m / p, the g of PipeDream-2BW §4.3.
 
     layout: layers of each part of the pipeline, where they are not even. bubble: share of an iteration in which a stage
-    does not compute, on the mean. flags: those of ``evenpipe estimate``, beside
+    does not compute, on the mean. iterations_to_same_loss: times those of a run without late gradients (2bw), by which
+    runs are compared; samples_per_second does not count them. flags: those of ``evenpipe estimate``, beside
     model, cluster and framework.
     """
 
@@ -55,7 +56,8 @@ class PlannedRun(_Part):
     bubble: float
     iteration_ms: float
     samples_per_second: float
-    uncertainty: dict[str, float | str]
+    iterations_to_same_loss: float = 1.0
+    uncertainty: dict[str, float | str | None]
     memory_gib: float
     each_stage: list[StagePlan]
     warnings: list[str]
@@ -132,6 +134,7 @@ def _planned(one: Planned, asked: Run) -> PlannedRun:
         bubble=one.bubble,
         iteration_ms=estimate.iteration_ms,
         samples_per_second=estimate.samples_per_second,
+        iterations_to_same_loss=run.iterations,
         uncertainty=estimate.uncertainty._asdict(),
         memory_gib=one.most_bytes / 2**30,
         each_stage=[StagePlan.model_validate(stage) for stage in estimate.to_json()["stages"]],

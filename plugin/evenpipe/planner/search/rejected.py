@@ -50,9 +50,11 @@ def _reason(question: Question, found: Found, family: Family, best: Planned) -> 
     one = found.best.get(family)
     if one is None:
         return "; ".join([*([refused] if refused else []), _unfit(question, found, family)])
-    faster = best.ms_a_sample / one.ms_a_sample - 1
+    faster = best.ms_to_loss / one.ms_to_loss - 1
     if refused:
-        return f"{refused}; it would be about {abs(faster):.1%} {'faster' if faster > 0 else 'slower'}: {brief(one)}"
+        to_loss = f" to the same loss ({one.run.iterations - 1:.0%} more iterations)" if one.run.delayed else ""
+        way = "faster" if faster > 0 else "slower"
+        return f"{refused}; it would be about {abs(faster):.1%} {way}{to_loss}: {brief(one)}"
     if family.value == "with BPipe" and faster >= -_SAME:
         free = (best.most_bytes - one.most_bytes) / _GIB
         return f"not needed, the best run fits without it: it would leave {max(0.0, free):.1f} GiB more, no time less"
@@ -77,9 +79,11 @@ def _unfit(question: Question, found: Found, family: Family) -> str:
 
 
 def _why(one: Planned, best: Planned) -> str:
-    """What most of the difference is: computing itself, or waiting."""
+    """Return the largest part of the difference: further iterations, computing itself, or waiting."""
     computing = one.computing_ms - best.computing_ms
     waiting = (one.ms_a_sample - one.computing_ms) - (best.ms_a_sample - best.computing_ms)
+    if one.ms_a_sample < best.ms_a_sample:
+        return f"its late gradients need {one.run.iterations - 1:.0%} more iterations for the same loss"
     if waiting > computing:
         return f"stages idle for {one.bubble:.1%} of the time instead of {best.bubble:.1%}"
     return f"computes {one.computing_ms / best.computing_ms - 1:.1%} longer"

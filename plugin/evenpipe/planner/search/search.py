@@ -50,6 +50,8 @@ class Found:
 def search(question: Question, top: int = 1) -> Found:
     """The fastest runs, the front of memory against speed, and the best of each family.
 
+    Runs are compared by the time to the same loss: a run with late gradients needs more iterations (`Run.iterations`).
+
     No run that a bound leaves out could be among them: by memory, as it would not fit; by time, as what is simulated
     already is at least as fast as it could be, for each of its families, for the ``top``, and with as little memory.
     Of schedules that a plan may not have, the first that fits is taken for the best, which is so but for messages;
@@ -83,7 +85,7 @@ def search(question: Question, top: int = 1) -> Found:
         except EstimateError:
             continue
         if not run.bpipe:
-            plain[run] = planned.ms_a_sample
+            plain[run] = planned.ms_to_loss
             if planned.estimate.fits:
                 fitting.add(replace(run, placement="replicas"))
         if candidate.allowed:
@@ -117,21 +119,21 @@ def _may_count(candidate: Candidate, found: Found, front: ParetoFront, top: int)
         return True
     if not candidate.allowed:
         return False
-    if any(candidate.ms < found.best[family].ms_a_sample for family in candidate.families):
+    if any(candidate.ms < found.best[family].ms_to_loss for family in candidate.families):
         return True
-    among = len(found.plans) < top or (top > 0 and candidate.ms < found.plans[-1].ms_a_sample)
+    among = len(found.plans) < top or (top > 0 and candidate.ms < found.plans[-1].ms_to_loss)
     return among or front.takes(candidate.ms, candidate.nbytes)
 
 
 def _enter(planned: Planned, candidate: Candidate, found: Found, front: ParetoFront, top: int) -> None:
     for family in candidate.families:
         best = found.best.get(family)
-        if best is None or planned.ms_a_sample < best.ms_a_sample:
+        if best is None or planned.ms_to_loss < best.ms_to_loss:
             found.best[family] = planned
     if candidate.allowed:
         front.enter(planned)
         if top:
-            bisect.insort(found.plans, planned, key=lambda one: one.ms_a_sample)
+            bisect.insort(found.plans, planned, key=lambda one: one.ms_to_loss)
             del found.plans[top:]
 
 
