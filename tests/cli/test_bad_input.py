@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -39,6 +42,8 @@ def test_what_would_steer_a_terminal_is_shown(capsys: pytest.CaptureFixture[str]
         ({"--schedule": "zigzag"}, [], ["--schedule zigzag", "1f1b, gpipe, "]),
         ({"--stages": "0"}, [], ["--stages 0", "at least 1"]),
         ({"--micro-batches": "-3"}, [], ["--micro-batches -3", "at least 1"]),
+        ({"--stages": "99999999999999999999"}, [], ["--stages 99999999999999999999", "at most 1,000,000 can be"]),
+        ({"--micro-batches": "9999999"}, [], ["--micro-batches 9999999", "at most 1,000,000 can be", "give less"]),
         ({"--stages": "four"}, [], ["--stages", "'four'"]),
         ({"--schedule": "gpipe", "--chunks": "2"}, [], ["--chunks 2", "one model chunk", "interleaved"]),
         ({"--chunks": "0"}, [], ["--chunks 0", "at least 1"]),
@@ -58,6 +63,7 @@ def test_what_would_steer_a_terminal_is_shown(capsys: pytest.CaptureFixture[str]
         ({"--picture": "/nowhere/p.png"}, [], ["--picture", "no folder /nowhere"]),
         ({"--picture": "p.svg"}, [], ["--picture", ".png"]),
         ({"--trace": "/"}, [], ["--trace", "is a folder"]),
+        ({"--schedule": "file:/dev/zero"}, [], ["--schedule file:/dev/zero", "more than 67,108,864 characters"]),
         ({"--schedule": "file:/nowhere/S.txt"}, [], ["--schedule file:/nowhere/S.txt", "No such file", "--out"]),
         ({}, ["--colour"], ["--colour", "--help"]),
     ],
@@ -88,6 +94,18 @@ def test_times(option: str, value: str, said: str, capsys: pytest.CaptureFixture
     assert said in line
 
 
+def test_a_transfer_time_needs_transfers(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, "simulate", *options({"--transfer-ms": "1"}))
+    assert "--transfer-ms 1: nothing is evicted or loaded: add --bpipe, or leave it out" in line
+
+
+@pytest.mark.parametrize("command", ["plan", "candidates", "estimate", "recipe"])
+def test_a_batch_has_a_limit(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beyond it a search would not end while anybody waits."""
+    line = refusal(capsys, command, "--global-batch-size", "100001")
+    assert "100001 is more than 100,000: give less" in line
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -112,3 +130,24 @@ def test_a_disk_error_while_writing_is_one_line(
     line = refusal(capsys, "schedule", *options({"--trace": str(tmp_path / "t.json")}, "--json"))
     assert "--trace" in line
     assert "No space left on device" in line
+
+
+WITHOUT_FILES = """
+import resource, socket, sys
+from evenpipe.cli import main, schedule
+def out_of_files(*_):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4, 4))
+    [socket.socket() for _ in range(5)]
+schedule.Console = out_of_files
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+def test_only_a_write_of_output_is_said_to_be_one() -> None:
+    command = ["schedule", *options({})]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-m", "evenpipe", *command], stdout=full, stderr=PIPE, text=True)
+    said = "cannot write the output: No space left on device; free some space, or write elsewhere"
+    assert (done.returncode, done.stderr) == (2, f"evenpipe schedule: error: {said}\n")
+    done = subprocess.run([sys.executable, "-c", WITHOUT_FILES, *command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "evenpipe schedule: error: Too many open files\n")

@@ -26,7 +26,6 @@ def _refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(120)
 def test_the_memory_that_is_asked_for_is_what_the_first_candidate_takes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

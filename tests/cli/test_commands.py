@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from evenpipe import __version__
+from evenpipe.cli.commands import COMMANDS
 from evenpipe.cli.main import main
+from evenpipe.cli.parser import Parser
 
 BPIPE = ["--schedule", "1f1b", "--stages", "4", "--micro-batches", "8", "--bpipe"]
 TWO_BUFFERED = ["--schedule", "2bw", "--stages", "4", "--micro-batches", "4"]
@@ -208,3 +216,86 @@ def test_what_an_environment_costs_is_told(
     document = json_of(capsys, *arguments, *options)
     assert document["on_devices_ms"] >= document["makespan_ms"]
     assert "on_devices_ms" not in json_of(capsys, *arguments)
+
+
+_SMALL = (sys.executable, "-m", "evenpipe", "schedule", "--schedule", "1f1b", "--stages", "2", "--micro-batches", "2")
+
+
+@pytest.mark.parametrize("target", ["-", "/dev/stdout"])
+def test_an_output_on_standard_output_is_there_alone(target: str, tmp_path: Path) -> None:
+    """Also where that is a file, which stays the same one; the text goes to standard error for `-`."""
+    out = tmp_path / "out"
+    with out.open("wb") as file:
+        done = subprocess.run([*_SMALL, "--out", target], stdout=file, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0
+    assert out.read_text().startswith("format=evenpipe.schedule/1 ")
+    assert out.read_text().endswith("\nF0 B0 F1 B1\n")
+    assert "peak live" in done.stderr
+
+
+def test_two_documents_on_standard_output_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*_SMALL[3:], "--out", "-", "--json"])
+    assert "--out -: --json is written to standard output too" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds a process's children in /proc")
+@pytest.mark.parametrize(
+    ("words", "later"),
+    [
+        (("schedule", "--schedule", "1f1b", "--stages", "8", "--micro-batches", "100000", "--json"), 0.0),
+        (("plan", "--model", "llama3-405b", "--cluster", "128x8-h100", "--global-batch-size", "1024"), 0.0),
+        (("partition", "--model", "gpt2-large", "--stages", "4", "--micro-batch-size", "8"), 0.0),
+        (("train", "--stages", "2", "--layers", "2", "--iterations", "100000"), 0.0),
+        (("train", "--stages", "2", "--layers", "2", "--iterations", "100000"), 1.0),
+    ],
+    ids=["schedule", "plan", "partition", "train", "train, while processes start"],
+)
+def test_ctrl_c_is_one_line(words: tuple[str, ...], later: float, tmp_path: Path) -> None:
+    """The whole group of processes gets it, as from a terminal: amid the work, or, where that is in other processes,
+    `later` seconds after the second one is there."""
+    command = [sys.executable, "-m", "evenpipe", *words]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=tmp_path,
+        # What a shell starts in the background ignores it, as do its children, unless they are told not to.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    there = Path(f"/proc/{process.pid}")
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (
+        len((there / f"task/{process.pid}/children").read_text().split()) == 2
+        if words[0] == "train"
+        else int((there / "stat").read_text().rpartition(")")[2].split()[11]) >= os.sysconf("SC_CLK_TCK")
+    ):
+        time.sleep(0.02)
+    time.sleep(later)
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert (process.returncode, out, err) == (130, "", f"evenpipe {words[0]}: stopped by SIGINT\n")
+
+
+def test_the_readme_names_the_commands_that_have_an_option() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    commands = Parser("evenpipe").add_subparsers()
+    for name in COMMANDS:
+        import_module(f"evenpipe.cli.{name}").add_to(commands)
+
+    def having(option: str) -> set[str]:
+        return {name for name, parser in commands.choices.items() if option in parser._option_string_actions}
+
+    said = r"^All but (`recipe.*?) take `--json`; (.*?) take `--picture P.png`.*?; (.*?) take `--trace"
+    sentence = re.search(said, readme, re.MULTILINE | re.DOTALL)
+    assert sentence is not None
+    lacking_json, with_picture, with_trace = (set(re.findall(r"`([a-z]+)`", part)) for part in sentence.groups())
+    assert set(COMMANDS) - having("--json") == lacking_json
+    assert having("--picture") == with_picture
+    assert having("--trace") == with_trace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -41,7 +42,7 @@ def run(*options: str, **others: str) -> tuple[int, dict[str, Any]]:
         env=environ(**others),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
     assert done.stderr == ""
     return done.returncode, json.loads(done.stdout)
@@ -196,7 +197,7 @@ def test_a_rank_that_stops_amid_the_looks_is_named() -> None:
     ranks = [start(rank, 2, port, "--limit-s", "4", before=stop if rank == 1 else "") for rank in range(2)]
     started = time.monotonic()
     try:
-        printed, _ = ranks[0].communicate(timeout=60)
+        printed, _ = ranks[0].communicate(timeout=300)
     finally:
         for rank in ranks:
             rank.send_signal(signal.SIGCONT)
@@ -215,7 +216,10 @@ def test_a_clock_that_is_wrong_is_named() -> None:
     assert status == 1
     [clock] = [each for each in json.loads(printed)["findings"] if each["check"] == "clocks"]
     assert clock["verdict"] == "problem"
-    assert clock["said"].startswith("the clock of rank 1 is +30,0")
+    # How long an answer took bounds how exact the offset is: some milliseconds where the cores are busy.
+    found = re.match(r"the clock of rank 1 is ([+-][\d,.]+) ms off", clock["said"])
+    assert found
+    assert abs(float(found[1].replace(",", "")) - 30_000) < 500
 
 
 @pytest.mark.long

@@ -100,6 +100,19 @@ REFUSED = {
     "an empty path": (["gpt", *SMALL, *FEW, *MEGATRON, "-s", "data="], "is empty"),
     "a port that is none": (["gpt", *SMALL, *FEW, *MEGATRON, "-s", "master_port=80"], "--set master_port='80'"),
     "hosts that are none": (["gpt", *SMALL, *FEW, *MEGATRON, "-s", "hosts=a;b"], "no host name"),
+    "a host twice": (["gpt", *SMALL, *FEW, *MEGATRON, "-s", "hosts=a,a"], "'a' is named 2 times: name each node once"),
+    "a time that is none": (
+        ["gpt", *SMALL, *FEW, "--framework", "megatron", "--launcher", "slurm", "-s", "time=forever"],
+        "--set time='forever': is no time limit of Slurm",
+    ),
+    "an image that is none": (
+        ["gpt", *SMALL, *FEW, "--framework", "megatron", "--launcher", "kubernetes", "-s", "image=a b"],
+        "--set image='a b': is no name of an image",
+    ),
+    "an image under Slurm": (
+        ["gpt", *SMALL, *FEW, "--framework", "megatron", "--launcher", "slurm", "-s", "image=a"],
+        "--set image: is of Kubernetes, and Slurm would not read it: leave it out",
+    ),
     "too many hosts": (["gpt", *SMALL, *FEW, *MEGATRON, "-s", "hosts=a,b"], "names 2 of 1 nodes"),
     "no plan": (["gpt", *SMALL, *MEGATRON], "--global-batch-size: how many"),
     "a plan that is none": (["gpt", *SMALL[:4], *MEGATRON, "--plan", "/none"], "--plan /none: cannot be read"),

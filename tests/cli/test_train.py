@@ -91,7 +91,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_line_before_any_process_starts(
     assert main(words("--json", save=str(tmp_path))) == 0
     capsys.readouterr()
     saved = tmp_path / "iter_0000002"
-    assert json.loads((saved / "checkpoint.json").read_text())["format"] == "evenpipe.checkpoint/1"
+    assert json.loads((saved / "checkpoint.json").read_text())["format"] == "evenpipe.checkpoint/2"
     refused = {
         ("--hidden", "32"): f"--hidden 32: {saved} was saved with --hidden 16: use that, or another --load",
         (): f"--iterations 2: {saved} has 2 behind it: use more, or leave --load out",
@@ -104,3 +104,23 @@ def test_a_checkpoint_that_does_not_fit_is_one_line_before_any_process_starts(
         assert caught.value.code == 2
         assert captured.err.startswith(f"evenpipe train: error: {said}")
         assert captured.err.count("\n") == 1
+
+
+def test_a_run_that_this_host_cannot_hold_is_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words(hidden="1048576", schedule="kfkb", group_size="9"))
+    warning, refusal = capsys.readouterr().err.splitlines()
+    assert warning.startswith("evenpipe train: warning: --group-size 9: a batch has 3 micro-batches, which make one ")
+    assert "this run holds at least " in refusal
+    plan = tmp_path / "P.json"
+    main(["partition", "--model", "bert-large", "--small", "--stages", "2", "--out", str(plan)])
+    document = json.loads(plan.read_text())
+    for stage in document["stages"]:
+        stage["peak_bytes"] = stage["peak_bytes_before"] = 2**50
+    document["limit_bytes"] = 2**51
+    plan.write_text(json.dumps(document))
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--partition", str(plan), "--iterations", "1"])
+    line = capsys.readouterr().err
+    assert f"--partition {plan}: this run holds at least 2,097,152.0 GiB in 2 processes, and this host" in line

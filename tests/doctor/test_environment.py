@@ -68,6 +68,8 @@ def test_one_queue_is_right_with_tensor_parallelism_and_wrong_without() -> None:
     assert found(one)[name].verdict is Verdict.NOTE
     assert name not in found(one, tensor=8)
     assert found({name: "8"}, tensor=8)[name].verdict is Verdict.NOTE
+    assert found({name: "8"})[name].remedy == found({name: "2"}, tensor=1)[name].remedy == "set it to 32"
+    assert name not in found({name: "32"})
 
 
 @pytest.mark.parametrize(

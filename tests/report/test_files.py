@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,44 @@ def test_a_folder_that_takes_no_files() -> None:
     line = check_writable(Path("/proc/self/file"))
     assert line is not None
     assert line.startswith(f"nothing can be written to the folder /proc/{os.getpid()} (")
+
+
+def test_a_mode_is_kept(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    target.write_text("old")
+    target.chmod(0o640)
+    write_atomically(target, "new")
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    assert target.read_text() == "new"
+
+
+def test_every_name_of_a_file_has_the_new_content(tmp_path: Path) -> None:
+    (tmp_path / "one").write_text("old and longer")
+    os.link(tmp_path / "one", tmp_path / "other")
+    write_atomically(tmp_path / "one", "new")
+    assert (tmp_path / "other").read_text() == "new"
+    assert (tmp_path / "one").stat().st_nlink == 2
+
+
+def test_a_fifo_is_written_and_stays(tmp_path: Path) -> None:
+    fifo, read = tmp_path / "fifo", list[str]()
+    os.mkfifo(fifo)
+    assert check_writable(fifo) is None
+    reader = threading.Thread(target=lambda: read.append(fifo.read_text()), daemon=True)
+    reader.start()
+    write_atomically(fifo, "new")
+    reader.join(10)
+    assert read == ["new"]
+    assert stat.S_ISFIFO(fifo.lstat().st_mode)
+    assert os.listdir(tmp_path) == ["fifo"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices")
+def test_a_device_is_written_and_stays(tmp_path: Path) -> None:
+    device = tmp_path / "null"
+    try:
+        os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("no devices can be made here")
+    write_atomically(device, "new")
+    assert stat.S_ISCHR(device.lstat().st_mode)

@@ -19,8 +19,8 @@ def test_scalars_are_named_by_stage_and_unit() -> None:
     assert (named["evenpipe/peak-live/stage-0"], named["evenpipe/evicted-MiB/stage-1"]) == (3, 0.0)
 
 
-def test_what_is_kept_is_named() -> None:
-    names = {"MXFP8Tensor": 2, "Float8Tensor": 24}
-    assert kept_line(1, names) == (
-        "stage 1 keeps what is saved in special tensors, and evicts the rest: Float8Tensor, MXFP8Tensor"
+def test_what_stays_is_named_in_bytes() -> None:
+    assert kept_line(1, {"Marked": 3 << 19, "Banded": 1 << 20}) == (
+        "stage 1, of a micro-batch: saved in types that cannot be taken apart, not counted nor moved: "
+        "Banded 1.0 MiB, Marked 1.5 MiB"
     )

@@ -12,10 +12,11 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
+from evenpipe.cli.commands import add_command
 from evenpipe.cli.options import write
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.training import add_fields, options_from
-from evenpipe.cli.values import gibibytes, picture_file, positive
+from evenpipe.cli.values import gibibytes, picture_file, sample_count
 from evenpipe.planner.candidates import PlanError, candidates, divisors
 from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.planner.memory import StageMemory, peak_bytes
@@ -37,16 +38,19 @@ _MODEL: Final = (
 
 def add_to(commands: Commands) -> None:
     """Add the sub-command."""
-    text = "show which group sizes k and micro-batch sizes b of kfkb fit into memory"
     document = (
         "For each k: the largest b that fits on every stage. --json prints a document evenpipe.candidates/1: "
         "the candidates with k, b, m (micro-batches of a replica's batch) and peak_bytes of one process of each stage."
     )
-    parser = commands.add_parser("candidates", help=text, description=f"{text.capitalize()}.", epilog=document)
+    parser = add_command(commands, "candidates", epilog=document)
     group = parser.add_argument_group("plan")
     group.add_argument("--stages", required=True, metavar="P", help="pipeline stages")
     group.add_argument(
-        "--global-batch-size", required=True, type=positive, metavar="G", help="samples of all replicas in an iteration"
+        "--global-batch-size",
+        required=True,
+        type=sample_count,
+        metavar="G",
+        help="samples of all replicas in an iteration",
     )
     group.add_argument("--memory-gib", required=True, type=gibibytes, metavar="X", help="what one process may hold")
     group.add_argument(

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from evenpipe.cli.commands import add_command
 from evenpipe.cli.parser import Commands
 from evenpipe.cli.report import demo_views, write_page
 from evenpipe.cli.training import run_training
@@ -21,7 +22,6 @@ from evenpipe.cli.values import output_file, picture_file
 from evenpipe.report import StageMemory, Timeline
 from evenpipe.report.page.comparison import DIFFERENT, SAME, busy, compared
 from evenpipe.report.page.documents import RunDocument
-from evenpipe.report.picture import draw_comparison
 from evenpipe.simulate import Simulation
 from evenpipe.train.document import run_document
 from evenpipe.train.options import TrainOptions
@@ -51,8 +51,7 @@ _COLOURED = {SAME: f"[green]{SAME}[/]", DIFFERENT: f"[red]{DIFFERENT}[/]"}
 
 def add_to(commands: Commands) -> None:
     """Add the sub-command."""
-    text = "train a small GPT on four stages three ways, and compare losses, weights, memory and time"
-    parser = commands.add_parser("demo", help=text, description=f"{text.capitalize()}.")
+    parser = add_command(commands, "demo")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     parser.add_argument(
         "--picture", type=picture_file, default=Path("demo.png"), metavar="P.png", help="default: demo.png"
@@ -95,6 +94,8 @@ def _run(arguments: Namespace) -> None:
 
 def _draw(path: Path, results: Sequence[RunResult], predictions: Sequence[Simulation]) -> None:
     """The measured timelines, and per stage the predicted next to the measured peak."""
+    from evenpipe.report.picture import draw_comparison
+
     timelines, memory = [], []
     for name, result, prediction in zip(_CASES, results, predictions, strict=True):
         timelines.append(Timeline(name, result.spans))

@@ -14,6 +14,7 @@ from typing import Any, Final, get_args
 
 from rich.console import Console
 
+from evenpipe.cli.commands import add_command, sentence
 from evenpipe.cli.doctor_shown import Said, document, gathered, show
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import gibibytes, positive
@@ -39,11 +40,10 @@ _LATE_SECONDS: Final = 150.0
 
 def add_to(commands: Commands) -> None:
     """Add the sub-command."""
-    text = "look at this machine, or with torchrun at all of a job's, and say what would keep a run from going well"
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "doctor",
-        help=text,
-        description=f"{text.capitalize()}. Exit status 1 if there is a problem; each has its remedy.",
+        description=f"{sentence('doctor')} Exit status 1 if there is a problem; each has its remedy.",
         usage="[torchrun ... -m] evenpipe doctor [OPTIONS]",
         epilog="--json prints a document evenpipe.doctor/1: ok, ranks, missing (ranks), findings (check, verdict: "
         "fine, note, problem or not looked at, said, remedy, ranks) and pairs (stages, ranks, crosses_nodes, gbps, "

@@ -6,10 +6,11 @@ import argparse
 from argparse import BooleanOptionalAction, Namespace
 from typing import Final, get_args
 
+from evenpipe.cli.commands import add_command
 from evenpipe.cli.described import add_what_and_where, framework_named, known_names, model_and_cluster
 from evenpipe.cli.estimate_shown import show
 from evenpipe.cli.parser import Commands, UsageError
-from evenpipe.cli.values import duration_ms, positive
+from evenpipe.cli.values import duration_ms, positive, sample_count
 from evenpipe.planner.descriptions import Cluster, DescriptionError, Precision
 from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import Estimator
@@ -28,14 +29,13 @@ _RECOMPUTE: Final[dict[str, Recompute]] = {
 
 def add_to(commands: Commands) -> None:
     """Add the sub-command."""
-    text = "estimate memory, time and MFU of a run from descriptions of model and cluster"
     document = (
         "--json prints a document evenpipe.estimate/1: fits, the reason if it does not, mfu (a fraction), "
         "iteration_ms, samples_per_second, uncertainty (of iteration_ms), per stage bytes, forward_ms and "
         "backward_ms (of a micro-batch), and warnings. "
         f"{known_names()}"
     )
-    parser = commands.add_parser("estimate", help=text, description=f"{text.capitalize()}.", epilog=document)
+    parser = add_command(commands, "estimate", epilog=document)
     add_what_and_where(parser)
     group = parser.add_argument_group("how it is divided")
     group.add_argument("--tensor-parallel", "--tensor", type=positive, default=1, metavar="T")
@@ -46,7 +46,7 @@ def add_to(commands: Commands) -> None:
     group.add_argument("--chunks", type=positive, default=1, metavar="V", help="model chunks a stage")
     group.add_argument("--layout", type=_layout, metavar="N,N,..", help="layers of each part, in the model's order")
     group.add_argument("--micro-batch-size", "--micro-batch", type=positive, default=1, metavar="B")
-    group.add_argument("--global-batch-size", "--global-batch", type=positive, required=True, metavar="G")
+    group.add_argument("--global-batch-size", "--global-batch", type=sample_count, required=True, metavar="G")
     group = parser.add_argument_group("how it is run")
     group.add_argument("--schedule", default="1f1b", metavar="NAME")
     group.add_argument("--group-size", type=positive, default=1, metavar="K", help="micro-batches in a row, of kfkb")

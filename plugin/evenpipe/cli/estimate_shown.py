@@ -51,8 +51,8 @@ def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None
     console.print(table)
     sure = shown.uncertainty
     console.print(
-        f"{'fits' if shown.fits else 'does not fit'}; iteration {shown.iteration_ms:,.0f} ms ({sure.low:+.1%} to "
-        f"{sure.high:+.1%}: {sure.meaning}), {shown.samples_per_second:.2f} samples/s, MFU {shown.mfu:.1%}",
+        f"{'fits' if shown.fits else 'does not fit'}; iteration {shown.iteration_ms:,.0f} ms ({sure}: "
+        f"{sure.meaning}), {shown.samples_per_second:.2f} samples/s, MFU {shown.mfu:.1%}",
         highlight=False,
     )
     for line in lines:

@@ -2,40 +2,55 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from importlib import import_module
 
 from evenpipe import __version__
+from evenpipe.cli.commands import COMMANDS, list_commands
 from evenpipe.cli.parser import Parser, UsageError
 
 __all__ = ["main"]
 
-#: Modules of this room; each has ``add_to(commands)``, which adds a parser whose default ``run`` takes the arguments
-#: and returns the exit status, if it is not 0.
-_COMMANDS = (
-    *("schedule", "simulate", "candidates", "estimate", "plan", "recipe", "partition", "train", "demo", "report"),
-    *("run", "patches", "doctor"),
-)
+#: What goes wrong with a write, and with hardly anything else. Room for processes is looked at before they start.
+_OF_WRITING = (errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's) and return its exit status.
 
-    Raises SystemExit with status 2 on bad input, after one line on standard error.
+    Raises SystemExit with status 2 on bad input, after one line on standard error; after Ctrl-C the status is 130.
     """
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return _run(words)
+    except KeyboardInterrupt:
+        # A second one must not interrupt what is being put away.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        print(" ".join(("evenpipe", *words[:1])) + ": stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _run(words: list[str]) -> int:
     parser = Parser("evenpipe", description="Pipeline parallelism with level memory and fewer bubbles.")
     parser.add_argument("--version", action="version", version=f"evenpipe {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    words = sys.argv[1:] if argv is None else list(argv)
     # `run` is started in every process of a job: it must not wait for what other commands import.
-    for name in words[:1] if words[:1] and words[0] in _COMMANDS else _COMMANDS:
+    name = next((word for word in words if not word.startswith("-")), None)
+    if name in COMMANDS:
         import_module(f"evenpipe.cli.{name}").add_to(commands)
+    else:
+        list_commands(commands)
     arguments = parser.parse_args(words)
     status = None
     try:
-        status = arguments.run(arguments)
+        with _text_beside(arguments):
+            status = arguments.run(arguments)
         sys.stdout.flush()
     except UsageError as error:
         arguments.parser.fail(str(error))
@@ -43,8 +58,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever reads our output has seen enough (``| head``); the interpreter must not try to flush the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        arguments.parser.fail(
-            f"cannot write the output: {error.strerror or error}; free some space, or write elsewhere"
-        )
+        said = error.strerror or str(error)
+        if error.filename is None and error.errno in _OF_WRITING:  # to standard output, which has no name
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            arguments.parser.fail(f"cannot write the output: {said}; free some space, or write elsewhere")
+        arguments.parser.fail(said if error.filename is None else f"{error.filename}: {said}")
     return status or 0
+
+
+def _text_beside(arguments: Namespace) -> AbstractContextManager[object]:
+    """Send the command's text to standard error where an output is written to standard output.
+
+    Raises UsageError where two documents would be written there.
+    """
+    taken = arguments.parser.written_to_standard_output(arguments)
+    if not taken:
+        return nullcontext()
+    if len(taken) > 1 or getattr(arguments, "json", False):
+        other = taken[1] if len(taken) > 1 else "--json"
+        raise UsageError(f"{taken[0]} -: {other} is written to standard output too: name a file for one of them")
+    return redirect_stdout(sys.stderr)

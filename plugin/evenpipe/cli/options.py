@@ -10,7 +10,6 @@ from pathlib import Path
 from evenpipe.cli.parser import Parser, UsageError
 from evenpipe.cli.values import group_size, output_file, picture_file
 from evenpipe.report import StageMemory, Timeline, perfetto_trace, write_atomically
-from evenpipe.report.picture import draw_comparison
 from evenpipe.schedule import Program, Programs, Queues, Schedule, ScheduleError, Size, choose, names
 from evenpipe.settings.spelling import in_flags
 from evenpipe.simulate import Simulation
@@ -83,7 +82,13 @@ def write_reports(arguments: Namespace, timelines: Sequence[Timeline], peaks: St
 
     UsageError where one cannot be written.
     """
-    write("--picture", arguments.picture, lambda path: draw_comparison(path, timelines, [peaks]))
+
+    def draw(path: Path) -> None:
+        from evenpipe.report.picture import draw_comparison
+
+        draw_comparison(path, timelines, [peaks])
+
+    write("--picture", arguments.picture, draw)
     write("--trace", arguments.trace, lambda path: write_atomically(path, json.dumps(perfetto_trace(timelines[-1]))))
 
 

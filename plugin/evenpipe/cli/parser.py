@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, NoReturn, TypeAlias
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeAlias
 
-__all__ = ["Commands", "Parser", "UsageError"]
+__all__ = ["STANDARD_OUTPUT", "Commands", "Parser", "UsageError"]
+
+#: The value of an option of an output that is `-`.
+STANDARD_OUTPUT: Final = Path("/dev/stdout")
 
 
 class UsageError(Exception):
@@ -22,6 +26,14 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
         self.set_defaults(parser=self)
+
+    def written_to_standard_output(self, arguments: argparse.Namespace) -> list[str]:
+        """Return the options whose value is ``-``, which stands for standard output, as they are spelt."""
+        return [
+            action.option_strings[0]
+            for action in self._actions
+            if action.option_strings and getattr(arguments, action.dest, None) == STANDARD_OUTPUT
+        ]
 
     def error(self, message: str) -> NoReturn:
         self.fail(f"{message} (see {self.prog} --help)")

@@ -6,14 +6,16 @@ import json
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from rich.console import Console
 
+from evenpipe.cli.commands import add_command
 from evenpipe.cli.options import write
 from evenpipe.cli.parser import Commands, Parser, UsageError
 from evenpipe.cli.partition_layout import show_layout
-from evenpipe.cli.partition_shown import plan_table, ways_to_cut
+from evenpipe.cli.partition_shown import front_table, plan_table, ways_to_cut
 from evenpipe.cli.partition_sources import Source
 from evenpipe.cli.values import bandwidth_gbps, gibibytes, output_file, picture_file, positive
 from evenpipe.partition.code import StageCodeError, write_stages
@@ -25,6 +27,7 @@ from evenpipe.partition.search.largest import largest_batch
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.search.problem import PartitionError
 from evenpipe.planner.descriptions import names
+from evenpipe.report import is_special
 from evenpipe.report.divisions import draw_divisions
 from evenpipe.schedule import ScheduleError
 from evenpipe.settings.spelling import in_flags
@@ -40,13 +43,13 @@ _OUT: Final = (
 
 def add_to(commands: Commands) -> None:
     """Add the sub-command."""
-    text = "find where to cut a model into stages, node by node, and what to swap or recompute"
     document = (
         "--json prints a document evenpipe.partition/1: cuts (the last node of each stage but the last), and of each "
-        "stage its nodes, times, peak memory, and what it recomputes and swaps; with --max-batch, max_batch too. "
+        "stage its nodes, times, peak memory, and what it recomputes and swaps; what each cut sends (crossings), a "
+        "batch by the simulator (batch_ms, layers_batch_ms with layer cuts); with --max-batch, max_batch too. "
         "With --megatron, evenpipe.layout/1: the best --pipeline-model-parallel-layout."
     )
-    parser = commands.add_parser("partition", help=text, description=f"{text.capitalize()}.", epilog=document)
+    parser = add_command(commands, "partition", epilog=document)
     _add_model(parser)
     _add_pipeline(parser)
     group = parser.add_argument_group("output")
@@ -82,7 +85,11 @@ def _add_model(parser: Parser) -> None:
     group.add_argument("--sequence-length", type=positive, default=512, metavar="S", help="tokens (default 512)")
     group.add_argument("--precision", metavar="TYPE", help="fp32 | bf16 | fp16 (default fp32)")
     group.add_argument("--small", action="store_true", help="a few narrow layers of --model, of the same structure")
-    group.add_argument("--attention", default="eager", metavar="KIND", help="eager | sdpa (default eager)")
+    group.add_argument(
+        "--attention",
+        metavar="KIND",
+        help="eager | sdpa (default: transformers' own with --hf, eager with --model, as the paper)",
+    )
     group.add_argument(
         "--device",
         metavar="NAME",
@@ -105,7 +112,18 @@ def _add_pipeline(parser: Parser) -> None:
     group.add_argument("--group-size", type=positive, default=1, metavar="K", help="micro-batches in a row (default 1)")
     group.add_argument("--bpipe", action="store_true", help="with activations evicted to partner stages")
     group.add_argument(
-        "--link-gbps", type=bandwidth_gbps, metavar="X", help="of a stage's link to its host (default: the device's)"
+        "--cluster",
+        metavar="NAME",
+        help="NODESxGPUS-NAME, or PATH.yaml[:NAME], with a stage on each GPU: links between stages (default: the "
+        "device's link to others of its node; of cpu and cuda: 25 GB/s)",
+    )
+    group.add_argument("--stage-gbps", type=bandwidth_gbps, metavar="X", help="of the links between stages, one way")
+    group.add_argument(
+        "--host-gbps",
+        "--link-gbps",
+        type=bandwidth_gbps,
+        metavar="X",
+        help="of a stage's link to its host (default: the device's; --link-gbps is its older name)",
     )
     group.add_argument(
         "--optimize",
@@ -126,6 +144,11 @@ def _run(arguments: Namespace) -> None:
         raise UsageError(f"{arguments.flags[0]}: flags are for --megatron: leave them out")
     if arguments.stages is None:
         raise UsageError("--stages: how many? Give at least 2")
+    if arguments.out is not None and arguments.profile is None and is_special(arguments.out):
+        raise UsageError(
+            f"--out {arguments.out}: is no regular file, and the code of every stage goes beside the plan: name a "
+            "file, or give --json for the plan alone"
+        )
     source = Source(arguments)
     limit_bytes = int(source.memory_gib * _GIB)
     workload = _workload(arguments)
@@ -135,10 +158,12 @@ def _run(arguments: Namespace) -> None:
             profile = source.at(_largest(source, lambda profile: fits_into(profile, *options)))
         else:
             profile = source.profile()
-        plan = find_plan(profile, *options)
+        plan = find_plan(profile, *options, links=source.links)
     except (PartitionError, ScheduleError) as error:
         raise UsageError(in_flags(error)) from error
     _write(arguments, source, profile, plan)
+    for warning in plan.warnings:
+        Console(stderr=True).print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
     if arguments.json:
         batch = {"max_batch": plan.origin.micro_batch_size} if arguments.max_batch else {}
         print(json.dumps(plan.model_dump(mode="json") | batch))
@@ -146,6 +171,8 @@ def _run(arguments: Namespace) -> None:
     console = Console()
     console.print(_title(plan), style="bold", highlight=False)
     console.print(plan_table(plan))
+    if plan.front:
+        console.print(front_table(plan))
 
 
 def _largest(source: Source, fits: Callable[[Profile], bool]) -> int:
@@ -184,10 +211,18 @@ def _write_plan(path: Path, source: Source, profile: Profile, plan: Plan) -> Non
     graph = source.graph(plan.origin.micro_batch_size)
     if graph is not None:
         try:
+            with TemporaryDirectory() as folder:  # what is not the model's is not written
+                draft = Path(folder, path.name)
+                write_stages(graph, profile, plan, draft)
+                reason = source.compare(draft, graph)
+            if reason is not None:
+                said = f"note: the stages were not compared with the uncut model: {reason}"
+                Console(stderr=True).print(said, highlight=False, soft_wrap=True)
             write_stages(graph, profile, plan, path)
         except StageCodeError as error:
             raise UsageError(f"--out {path}: {error}") from error
-    plan.write(path)
+    else:
+        plan.write(path)
 
 
 def _title(plan: Plan) -> str:

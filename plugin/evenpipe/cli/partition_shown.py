@@ -15,14 +15,23 @@ from evenpipe.partition.search.plan import Plan, Stage, fits_of, plan_of
 from evenpipe.partition.search.problem import Problem
 from evenpipe.report.divisions import Division
 
-__all__ = ["division", "plan_table", "ways_to_cut"]
+__all__ = ["division", "front_table", "plan_table", "ways_to_cut"]
 
 _GIB: Final = 2**30
+_MIB: Final = 2**20
+_MADE_BY: Final = {
+    "exact": "exact search",
+    "bipar": "BiPar",
+    "quiet": "exact search, cuts that send little",
+    "layers": "layers",
+    "moved": "boundaries moved by the simulator",
+}
 
 
 def plan_table(plan: Plan) -> Table:
     """A row for each part of the model: its nodes, ms a micro-batch, peak, and how many nodes run again or swap."""
-    binary = "" if plan.binary_ms is None else f", binary partitioning {plan.binary_ms:,.4g} ms"
+    short = " cut short" if plan.binary_whole is False else ""
+    binary = "" if plan.binary_ms is None else f", BiPar{short} {plan.binary_ms:,.4g} ms"
     caption = (
         f"slowest {plan.max_stage_ms:,.4g} ms, optimum {plan.optimum_ms:,.4g} ms{binary} "
         f"({plan.nodes_tried} cuts tried); searched {plan.search_ms:,.0f} ms"
@@ -37,6 +46,19 @@ def plan_table(plan: Plan) -> Table:
             *(f"{nbytes / _GIB:.4g}" for nbytes in (part.peak_bytes, part.peak_bytes_before)),
             *(str(len(nodes) or "") for nodes in (part.recompute, part.swap)),
         )
+    return table
+
+
+def front_table(plan: Plan) -> Table:
+    """A row for each way to cut of which none else has both a shorter longest part and fewer bytes to send."""
+    layers = "" if plan.layers_batch_ms is None else f", with the fastest layer cuts {plan.layers_batch_ms:,.4g} ms"
+    made_by = "" if plan.algorithm is None else f" ({_MADE_BY[plan.algorithm]})"
+    chosen = "" if plan.batch_ms is None else f"chosen{made_by}: {plan.batch_ms:,.4g} ms a batch{layers}"
+    columns = ("cut by", "slowest ms", "MiB sent", "batch ms")
+    table = Table(*(Column(name, no_wrap=True) for name in columns), caption=chosen)
+    for one in plan.front:
+        sent = f"{one.sent_bytes / _MIB:,.4g}"
+        table.add_row(_MADE_BY[one.algorithm], f"{one.max_stage_ms:,.4g}", sent, f"{one.batch_ms:,.4g}")
     return table
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,17 +14,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from evenpipe.cli.parser import UsageError
+from evenpipe.partition.code import compare_stages, too_large
 from evenpipe.partition.models import Example, ModelError, build, from_config, from_function
 from evenpipe.partition.profile import Profile, ProfileError
 from evenpipe.partition.profiling import Profiles, profile
+from evenpipe.partition.search.links import StageLinks
 from evenpipe.partition.timing import Measured, Roofline, RooflineError, TimeSource
 from evenpipe.partition.trace import Graph, TraceError, trace, weightless
-from evenpipe.planner.descriptions import DescriptionError, device
+from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster, device
 
 __all__ = ["Source"]
 
 _HERE = ("cpu", "cuda")
 _DEVICE, _PRECISION = "a100-40gb", "fp32"  # what the paper has
+#: Of a measured device's links nothing is known: PCIe 4 ×16, as the paper's server has it, and the clusters' latency.
+_UNKNOWN_GBPS, _LATENCY_MS = 25.0, 0.025
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,44 @@ class Source:
     @property
     def host_gbps(self) -> float:
         """Of the link between a stage and its host's memory, each way."""
-        asked: float | None = self.arguments.link_gbps
+        asked: float | None = self.arguments.host_gbps
         if asked is not None:
             return asked
         named = self._device_name
         with _one_line():  # of a measured device's link nothing is known: the paper's (§5.1)
             return device(_DEVICE if named in _HERE else named).host_gbps
+
+    @property
+    def links(self) -> StageLinks:
+        """Between stages: of `--cluster`, else of the device in its node, at `--stage-gbps` if that is given."""
+        found, asked = self._links, self.arguments.stage_gbps
+        return found if asked is None else found._replace(gbps=asked, node_gbps=asked)
+
+    @cached_property
+    def _links(self) -> StageLinks:
+        name = self._device_name
+        if self._cluster is not None:
+            if name not in (*_HERE, self._cluster.device.name):
+                raise UsageError(
+                    f"--cluster {self.arguments.cluster}: has {self._cluster.device.name}, and times are of {name}: "
+                    "give that --device, or leave it out"
+                )
+            if self.arguments.stages > self._cluster.gpus:
+                raise UsageError(
+                    f"--cluster {self.arguments.cluster}: has {self._cluster.gpus} GPUs, too few for "
+                    f"{self.arguments.stages} stages"
+                )
+            return StageLinks.of(self._cluster)
+        with _one_line():
+            return StageLinks(_UNKNOWN_GBPS if name in _HERE else device(name).peer_gbps, _LATENCY_MS)
+
+    @cached_property
+    def _cluster(self) -> Cluster | None:
+        name = self.arguments.cluster
+        try:
+            return None if name is None else cluster(name)
+        except DescriptionError as error:
+            raise UsageError(f"--cluster {error}") from error
 
     def profile(self) -> Profile:
         """Of micro-batches of `--micro-batch-size`; from the file, where one is named."""
@@ -77,6 +113,19 @@ class Source:
             show("tracing", 0, 0)
             return self._graph(micro_batch_size)
 
+    def compare(self, plan: Path, graph: Graph) -> str | None:
+        """Hold the stages beside `plan` against the model, with values, on a micro-batch; why not, if it is too large.
+
+        Raises StageCodeError where they differ.
+        """
+        if (reason := too_large(graph)) is not None:
+            return reason
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            example = self._example(graph.micro_batch_size, nullcontext())
+            compare_stages(plan, example.model, example.inputs)
+        return None
+
     @cached_property
     def _traced(self) -> tuple[str, Graph]:
         """The model's name, and its graph for micro-batches of `--micro-batch-size`."""
@@ -92,7 +141,7 @@ class Source:
         asked = self.arguments
         made = {"small": True} if asked.model is not None and asked.small else {}
         if asked.module is None:
-            made |= {"sequence_length": asked.sequence_length, "attention": asked.attention}
+            made |= {"sequence_length": asked.sequence_length}
         return found.model_copy(update={"origin": found.origin.model_copy(update=made)})
 
     @cached_property
@@ -117,20 +166,21 @@ class Source:
         example = self._example(micro_batch_size)
         return trace(example.model, example.inputs)
 
-    def _example(self, micro_batch_size: int) -> Example:
+    def _example(self, micro_batch_size: int, made: AbstractContextManager[object] | None = None) -> Example:
+        """Made inside `made`, weightless if that is None."""
         asked = self.arguments
         options = {
             "precision": asked.precision or _PRECISION,
-            "attention": asked.attention,
             "sequence_length": asked.sequence_length,
         }
-        with _one_line(), weightless():
+        with _one_line(), weightless() if made is None else made:
             if asked.module is not None:
                 return from_function(asked.module, asked.micro_batch_size)
             if asked.hf is not None:
-                return from_config(asked.hf, micro_batch_size, **options)
+                return from_config(asked.hf, micro_batch_size, attention=asked.attention, **options)
             if asked.model is not None:
-                return build(asked.model, micro_batch_size, small=asked.small, **options)
+                attention = asked.attention or "eager"
+                return build(asked.model, micro_batch_size, small=asked.small, attention=attention, **options)
         raise UsageError("a model: name one of --model, --module, --hf, --megatron or --profile")
 
     @cached_property
@@ -143,7 +193,10 @@ class Source:
 
     @property
     def _device_name(self) -> str:
-        return (self.arguments.device or _DEVICE) if self._read is None else self._read.origin.device
+        if self._read is not None:
+            return self._read.origin.device
+        of_cluster = None if self._cluster is None else self._cluster.device.name
+        return self.arguments.device or of_cluster or _DEVICE
 
     @cached_property
     def _read(self) -> Profile | None:

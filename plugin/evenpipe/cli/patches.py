@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from evenpipe.cli.commands import add_command
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.patches_shown import markdown, show
 from evenpipe.upstream.apex import wrong_apex
@@ -27,8 +28,7 @@ class _Found(NamedTuple):
 
 def add_to(commands: Commands) -> None:
     """Add the sub-command."""
-    text = "show what EvenPipe replaces in Megatron, DeepSpeed and torch, and whether that fits what is installed"
-    parser = commands.add_parser("patches", help=text, description=f"{text.capitalize()}.")
+    parser = add_command(commands, "patches")
     parser.add_argument(
         "--check",
         type=Path,
@@ -92,7 +92,7 @@ def _part(findings: Findings) -> dict[str, Any]:
         "version": findings.version,
         "series": findings.series,
         "supported": findings.supported,
-        "problems": list(findings.problems(Purpose.TRAINING)),
+        "problems": list(findings.problems()),
         "symbols": [
             {
                 "needed_for": item.purpose.value,

@@ -88,6 +88,7 @@ def markdown() -> Iterator[str]:
     items = (*of_megatron(), *of_deepspeed())
     replaced, called = ([item for item in items if item.is_replaced is wanted] for wanted in (True, False))
     yield from ("# What EvenPipe replaces at run time", "", "Printed by `evenpipe patches --markdown`.", "")
+    yield from ("Attributes that objects get when they are made are set on single ones, such as a run's optimizer.", "")
     yield from _rows("needed for", "set", "symbol", "releases", "why it is replaced")
     for item in replaced:
         yield from _rows(*_cells(item), item.reason or "", head=False)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 from argparse import Namespace
 
+from evenpipe.cli.commands import add_command
 from evenpipe.cli.described import add_what_and_where, framework_named, known_names, model_and_cluster
 from evenpipe.cli.options import write
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.plan_shown import drawn, show
 from evenpipe.cli.searched import add_search_options, question_from
-from evenpipe.cli.values import output_file, picture_file, positive
+from evenpipe.cli.values import output_file, picture_file, positive, sample_count
 from evenpipe.planner.descriptions import DescriptionError
 from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import framework_of
@@ -26,17 +27,16 @@ __all__ = ["add_to"]
 
 def add_to(commands: Commands) -> None:
     """Add the sub-command."""
-    text = "find the fastest runs of a model that fit a cluster"
     document = (
         "--json prints a document evenpipe.plan/1: plans, the fastest first, the Pareto front of memory against speed, "
         "and why families of runs are rejected. "
         f"{known_names()}"
     )
-    parser = commands.add_parser("plan", help=text, description=f"{text.capitalize()}.", epilog=document)
+    parser = add_command(commands, "plan", epilog=document)
     group = add_what_and_where(parser)
     group.add_argument(
         *("--global-batch-size", "--global-batch"),
-        type=positive,
+        type=sample_count,
         required=True,
         metavar="G",
         help="samples of an iteration; where replicas do not divide them, as many as do: never more",

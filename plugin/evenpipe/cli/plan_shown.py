@@ -10,10 +10,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS
 from evenpipe.planner.search.plan import Plan, PlannedRun
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.rejected import brief
 from evenpipe.planner.search.search import Found
+from evenpipe.planner.uncertainty import Uncertainty
 from evenpipe.report.front import Front, Point
 
 __all__ = ["drawn", "show"]
@@ -29,9 +31,10 @@ def show(plan: Plan, command: str) -> None:
         style="bold",
         highlight=False,
     )
+    late = any(one.iterations_to_same_loss != 1 for one in plan.plans)
     table = Table(
         *("", "t", "p", "d", "b", "schedule", "recompute"),
-        *("GiB", "bubble", "MFU", "samples/s"),
+        *("GiB", "bubble", "MFU", "samples/s", *["to the same loss"] * late),
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
@@ -46,8 +49,16 @@ def show(plan: Plan, command: str) -> None:
             f"{one.bubble:.1%}",
             f"{one.mfu:.1%}",
         ]
-        table.add_row(*map(str, row), f"{one.samples_per_second:.2f}")
+        to_loss = one.samples_per_second / one.iterations_to_same_loss
+        table.add_row(*map(str, row), f"{one.samples_per_second:.2f}", *[f"{to_loss:.2f}"] * late)
     console.print(table)
+    if late:
+        console.print(
+            f"to the same loss: 2bw needs {ITERATIONS_WITH_LATE_GRADIENTS - 1:.0%} more iterations (PipeDream-2BW "
+            "§5.1), which the order of plans counts",
+            highlight=False,
+            soft_wrap=True,
+        )
     console.print(
         f"GiB of each stage, of {plan.device_gib:g} (×: so many stages in a row)", style="bold", highlight=False
     )
@@ -58,8 +69,8 @@ def show(plan: Plan, command: str) -> None:
         console.print(
             f"batch: {best.global_batch_size} samples, the most that {best.data_parallel} replicas share alike"
         )
-    low, high = best.uncertainty["low"], best.uncertainty["high"]
-    console.print(f"an iteration takes {best.iteration_ms:,.0f} ms ({low:+.1%} to {high:+.1%})", highlight=False)
+    sure = Uncertainty(**best.uncertainty)  # type: ignore[arg-type]
+    console.print(f"an iteration takes {best.iteration_ms:,.0f} ms ({sure}: {sure.meaning})", highlight=False)
     console.print(f"{command} {best.flags}", soft_wrap=True, highlight=False)
     for line in best.warnings:
         console.print(line, highlight=False, soft_wrap=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from argparse import REMAINDER, Namespace
 from pathlib import Path
 
+from evenpipe.cli.commands import add_command, sentence
 from evenpipe.cli.described import model_and_cluster
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.plan_engine import engine_of
 from evenpipe.cli.searched import SEARCHED, add_search_options, question_from
-from evenpipe.cli.values import positive
+from evenpipe.cli.values import sample_count
 from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, framework
 from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import framework_of
@@ -29,19 +30,18 @@ __all__ = ["add_to"]
 
 def add_to(commands: Commands) -> None:
     """Add the sub-command."""
-    text = "write a planned run as files that start it: scripts, configuration, job"
     settings = "; ".join(
         f"{name}{f' ({field.description})' if field.description else ''}"
         for name, field in Settings.model_fields.items()
     )
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "recipe",
-        help=text,
         usage="evenpipe recipe gpt|bert --model NAME --cluster NAME --framework NAME --launcher NAME --out DIR "
         "(--plan PLAN.json | --global-batch-size G) [--set KEY=VALUE ...] [--force]\n"
         "       evenpipe recipe --check DIR [--megatron-lm PATH]\n"
         "       evenpipe recipe [--cluster NAME] --from-flags torchrun ... pretrain_gpt.py [FLAGS ...]",
-        description=f"{text.capitalize()}. A README beside them says what is predicted.",
+        description=f"{sentence('recipe')} A README beside them says what is predicted.",
         epilog=f"Settings: {settings}.",
     )
     parser.add_argument("kind", nargs="?", choices=("gpt", "bert"), help="what is trained")
@@ -52,7 +52,7 @@ def add_to(commands: Commands) -> None:
     group.add_argument("--launcher", choices=tuple(LAUNCHERS))
     group = parser.add_argument_group("how: a plan, or a search")
     group.add_argument("--plan", type=Path, metavar="PLAN.json", help="the first of what `evenpipe plan --out` wrote")
-    group.add_argument("--global-batch-size", "--global-batch", type=positive, metavar="G", help="samples, at most")
+    group.add_argument("--global-batch-size", "--global-batch", type=sample_count, metavar="G", help="samples, at most")
     add_search_options(parser, "what a search may choose of, without a plan")
     group = parser.add_argument_group("files")
     group.add_argument("--out", type=Path, metavar="DIR", help="a folder, which is made")
@@ -66,7 +66,7 @@ def add_to(commands: Commands) -> None:
         "--megatron-lm",
         type=Path,
         metavar="PATH",
-        help="--check: the checkout whose parser is asked (default: train.sh's)",
+        help="--check: the checkout whose parser is asked, which executes its code",
     )
     group.add_argument(
         "--from-flags", nargs=REMAINDER, metavar="LINE", help="the line that starts a run today, with EvenPipe in it"
@@ -112,9 +112,8 @@ def _write(arguments: Namespace) -> None:
     found = recipe.estimate
     most = max(stage.bytes.total for stage in found.stages) / 2**30
     needs = f"{most:.1f} of {recipe.cluster.device.memory_gib:g} GiB" if found.fits else f"does not fit: {found.reason}"
-    between = f"{found.uncertainty.low:+.1%} to {found.uncertainty.high:+.1%}"
     print(f"{arguments.out}: {', '.join(files)}")
-    print(f"an iteration takes {found.iteration_ms:,.0f} ms ({between}), MFU {found.mfu:.1%}; {needs}")
+    print(f"an iteration takes {found.iteration_ms:,.0f} ms ({found.uncertainty}), MFU {found.mfu:.1%}; {needs}")
 
 
 def _recipe(arguments: Namespace) -> Recipe:

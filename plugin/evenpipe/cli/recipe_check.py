@@ -59,14 +59,17 @@ def _section(configuration: Mapping[str, Any]) -> EvenPipeConfig | None:
 
 
 def _by_megatron(written: Written, found: Checked, checkout: Path | None) -> tuple[list[str], list[str]]:
-    """Problems that its own parser and `validate_args` find, of the checkout that there is; and what to say if none."""
+    """Problems that its own parser and `validate_args` find, and what to say if they were not asked.
+
+    They are code of the checkout, so that only one is asked that the user has named, never the one in what is checked.
+    """
     script = Path(found.script)
-    path = script if checkout is None else checkout / script.name
+    if checkout is None:
+        named = f"name a checkout that you trust with --megatron-lm, such as {script.parent}"
+        return [], [f"flags were not given to Megatron-LM's own parser, which would execute its code: {named}"]
+    path = checkout / script.name
     if not (path.is_file() and (path.parent / "megatron" / "training").is_dir()):
-        if checkout is not None:
-            raise UsageError(f"--megatron-lm {checkout}: has no {script.name} and megatron/training: name a checkout")
-        where = f"no checkout at {script.parent}: name one with --megatron-lm"
-        return [], [f"flags were not given to Megatron-LM's own parser: {where}"]
+        raise UsageError(f"--megatron-lm {checkout}: has no {script.name} and megatron/training: name a checkout")
     nodes = found.cluster or written.about.cluster
     flags = list(found.flags)
     if not any(word.partition("=")[0] == "--vocab-size" for word in flags):

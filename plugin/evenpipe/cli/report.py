@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from evenpipe.cli.commands import add_command
 from evenpipe.cli.options import write
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import output_file
@@ -27,8 +28,7 @@ __all__ = ["add_to", "demo_views", "write_page"]
 
 def add_to(commands: Commands) -> None:
     """Add the sub-command."""
-    text = "make one HTML page of a run, a simulation, a partition or a plan, which opens without a network"
-    parser = commands.add_parser("report", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser = add_command(commands, "report")
     parser.add_argument(
         "document",
         type=Path,

@@ -49,10 +49,8 @@ def partition_view(document: dict[str, Any]) -> View:
     )
     if plan.schedule == PIPEDREAM:
         return View(title, facts, (), stages, tables=[_parts(plan)], settings=settings)
-    backward_ms = [both + extra for both, extra in zip(way.backward_ms, way.extra_ms, strict=True)]
-    costs = Costs(tuple(way.forward_ms), tuple(backward_ms))
     unit_bytes = _kept(plan)
-    simulated = _simulated(plan.program, costs, unit_bytes)
+    simulated = _simulated(plan.program, plan.costs, unit_bytes)
     if unit_bytes is None:
         view = chosen_view(title, simulated, facts, stages, settings)
         said = "What else would be faster, and fits, cannot be told: the document is of an older release."

@@ -12,7 +12,9 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+from evenpipe.cli.commands import add_command
 from evenpipe.cli.parser import Commands, UsageError
+from evenpipe.upstream.ending import end_job
 
 __all__ = ["add_to"]
 
@@ -21,9 +23,9 @@ _SPAWNED = "evenpipe.cli.spawned"
 
 def add_to(commands: Commands) -> None:
     """Add the sub-command."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "run",
-        help="run a training script of Megatron-LM or DeepSpeed, unmodified, with EvenPipe in it",
         usage="torchrun ... -m evenpipe run [-h] [--cpu | --deepspeed | --estimate [--cluster NAME] [--json]] SCRIPT "
         "[FLAGS...]",
         description="Run a training script of Megatron-LM, unmodified. Its flags are Megatron's own, and those of the "
@@ -67,12 +69,22 @@ def _run(arguments: Namespace) -> None:
         os.environ["EVENPIPE_CPU"] = "1"
     try:
         _run_script(arguments, source)
-    except Exception:
+    except Exception as error:
+        if not (arguments.cpu or arguments.deepspeed) and _misses_a_gpu(error):
+            end_job(f"{error}: this machine has no GPU: put --cpu before {script}, to try it on CPU")
         # Here, since an error of the script is none of the command's.
         try:
             sys.excepthook(*sys.exc_info())
         finally:
             raise SystemExit(1) from None
+
+
+def _misses_a_gpu(error: Exception) -> bool:
+    """Whether it is what Megatron raises without one: it imports triton, which CPU builds of torch lack, or asks."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch.cuda.is_available():
+        return False
+    return str(error) == "Megatron requires CUDA." or getattr(error, "name", None) == "triton"
 
 
 def _run_script(arguments: Namespace, source: bytes, listener: Callable[..., None] | None = None) -> None:

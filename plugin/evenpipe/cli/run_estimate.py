@@ -61,7 +61,7 @@ def estimated(arguments: Namespace, run: Callable[[Callable[..., None]], None]) 
         raise UsageError(f"--cluster {error}") from error
     world = {"WORLD_SIZE": nodes.gpus, "LOCAL_WORLD_SIZE": nodes.gpus_per_node, "RANK": 0, "LOCAL_RANK": 0}
     os.environ.update({name: str(value) for name, value in world.items()})
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # which Megatron asks for, and estimates do not depend on
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # which Megatron asks for; estimates go by flags
     told: list[tuple[Namespace, EvenPipeConfig, Sequence[Sequence[str]] | None]] = []
     with _one_line(arguments.script):
         run(lambda *known: told.append(known))

@@ -11,6 +11,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from evenpipe.cli.commands import add_command
 from evenpipe.cli.options import (
     add_output_options,
     add_schedule_options,
@@ -38,13 +39,12 @@ _FORWARD_MS, _BACKWARD_MS, _TRANSFER_MS = 1.0, 2.0, 0.5
 
 def add_to(commands: Commands) -> None:
     """Add the sub-command."""
-    text = "show which actions every stage carries out, in which order"
     document = (
         "--json prints a document evenpipe.schedule/1: the actions of each stage (F3, B3: forward and backward of "
         "micro-batch 3; D3, W3: the latter's halves; E, L, A, R: transfers of bpipe; U0: the update of batch 0, 2bw "
         "only), the bound, and each stage's peak_live and evictions."
     )
-    parser = commands.add_parser("schedule", help=text, description=f"{text.capitalize()}.", epilog=document)
+    parser = add_command(commands, "schedule", epilog=document)
     add_schedule_options(parser)
     parser.add_argument("--out", type=output_file, metavar="S.txt", help="write it: --schedule file:S.txt runs it")
     parser.add_argument(

@@ -25,7 +25,8 @@ def add_search_options(parser: ArgumentParser, title: str, description: str | No
     group = parser.add_argument_group(title, description)
     group.add_argument("--schedules", type=_names, metavar="NAME,NAME", help=" | ".join(own()))
     group.add_argument("--no-bpipe", dest="bpipe", action="store_false", help="no run with BPipe")
-    group.add_argument("--delayed", action="store_true", help="also schedules whose gradients are a batch late (2bw)")
+    late = "also schedules whose gradients are a batch late (2bw), compared by the time to the same loss"
+    group.add_argument("--delayed", action="store_true", help=late)
     group.add_argument("--tensor-parallel", "--tensor", type=positive, metavar="T")
     group.add_argument("--context-parallel", "--context", type=positive, metavar="C")
     group.add_argument("--stages", "--pipeline", type=positive, metavar="P")

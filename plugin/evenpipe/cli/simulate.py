@@ -8,6 +8,7 @@ from argparse import Namespace
 from rich.console import Console
 from rich.table import Table
 
+from evenpipe.cli.commands import add_command
 from evenpipe.cli.options import add_output_options, add_schedule_options, program_from, title_of, write_simulated
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import duration_ms, durations_ms
@@ -19,14 +20,13 @@ __all__ = ["add_to"]
 
 def add_to(commands: Commands) -> None:
     """Add the sub-command."""
-    text = "show the time, bubbles and peaks of a schedule"
     document = (
         "--json prints a document evenpipe.simulation/1: makespan_ms, of all batches, bubble_fraction, each stage's "
         "busy_ms, idle_ms and peak_live, the timeline: when each action starts and ends, the memory: [at_ms, live "
         "units, bytes], and the schedule and costs of it all. on_devices_ms: the makespan in the environment that is "
         "asked for, if one is."
     )
-    parser = commands.add_parser("simulate", help=text, description=f"{text.capitalize()}.", epilog=document)
+    parser = add_command(commands, "simulate", epilog=document)
     add_schedule_options(parser)
     group = parser.add_argument_group("costs", "times of one micro-batch through one stage, all its chunks together")
     group.add_argument(
@@ -42,7 +42,7 @@ def add_to(commands: Commands) -> None:
         help="the part of --backward-ms that weight gradients take, where backwards are split (default half of it)",
     )
     group.add_argument("--link-ms", type=duration_ms, default=0.0, metavar="T", help="neighbour transfer (default 0)")
-    group.add_argument("--transfer-ms", type=duration_ms, default=0.0, metavar="T", help="evict or load (default 0)")
+    group.add_argument("--transfer-ms", type=duration_ms, metavar="T", help="evict or load, with --bpipe (default 0)")
     group.add_argument("--synchronous-transfers", action="store_true", help="evictors wait for evictions and loads")
     group = parser.add_argument_group("devices", "what GPUs would make of it: prints the makespan on a model of them")
     group.add_argument(
@@ -60,7 +60,11 @@ def _run(arguments: Namespace) -> None:
     environment = Environment(arguments.one_queue, arguments.synchronised)
     program = program_from(arguments, environment.queues)
     schedule = program.schedule
-    link, transfer = Wire(transmit_ms=arguments.link_ms), Wire(transmit_ms=arguments.transfer_ms)
+    if arguments.transfer_ms is not None and not any(schedule.evictions):
+        raise UsageError(
+            f"--transfer-ms {arguments.transfer_ms:g}: nothing is evicted or loaded: add --bpipe, or leave it out"
+        )
+    link, transfer = Wire(transmit_ms=arguments.link_ms), Wire(transmit_ms=arguments.transfer_ms or 0.0)
     weights = arguments.weight_gradient_ms
     if weights is not None:
         weights = _per_stage("--weight-gradient-ms", weights, schedule.stages)

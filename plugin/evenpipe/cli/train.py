@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
 
+from evenpipe.cli.commands import add_command
 from evenpipe.cli.options import add_output_options, title_of, write, write_reports
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.train_planned import compared
@@ -16,6 +18,9 @@ from evenpipe.cli.training import add_fields, options_from, run_training
 from evenpipe.cli.values import output_file
 from evenpipe.report import StageMemory, Timeline, write_atomically
 from evenpipe.report.typical import median_ms
+from evenpipe.schedule import choose
+from evenpipe.settings.contradictions import one_group
+from evenpipe.settings.spelling import COMMAND
 from evenpipe.simulate import Simulation
 from evenpipe.train import checkpoint, data
 from evenpipe.train.document import run_document
@@ -30,8 +35,7 @@ _MIB = 2**20
 
 def add_to(commands: Commands) -> None:
     """Add the sub-command: a flag for every field of TrainOptions."""
-    text = "train a GPT or BERT, of megatron-core or in plain PyTorch, or what a plan cuts, under a schedule"
-    parser = commands.add_parser("train", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser = add_command(commands, "train")
     add_fields(parser.add_argument_group("run"), TrainOptions.model_fields)
     add_output_options(parser)
     parser.add_argument(
@@ -47,6 +51,8 @@ def _run(arguments: Namespace) -> None:
         checkpoint.check(options)
     except OptionsError as error:
         raise UsageError(str(error)) from error
+    if (line := one_group(choose(options.schedule), options.group_size, options.micro_batches, COMMAND)) is not None:
+        print(f"evenpipe train: warning: {line}", file=sys.stderr)
     [result] = run_training("train", [options], [f"{options.engine}, {options.schedule}"])
     program = last_program(options, result)
     prediction = predict(program, result)

@@ -16,8 +16,10 @@ from evenpipe.settings.spelling import command_flag
 from evenpipe.train.engines import ENGINES
 from evenpipe.train.journal import Iteration
 from evenpipe.train.launch import StageFailed, Stopped, run_cases
+from evenpipe.train.machine import check_memory
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.result import RunResult
+from evenpipe.upstream.torch_version import too_old_torch
 
 __all__ = ["add_fields", "options_from", "run_training"]
 
@@ -51,7 +53,11 @@ def run_training(command: str, cases: Sequence[TrainOptions], names: Sequence[st
     for required in {ENGINES[options.engine].requires for options in cases}:
         if required is not None and find_spec(required[0]) is None:
             raise UsageError(required[1])
+    if (said := too_old_torch()) is not None:
+        raise UsageError(said)
     try:
+        for options in cases:
+            check_memory(options)
         with _progress(names, cases[0].iterations) as show:
             return run_cases(cases, show)
     except OptionsError as error:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from pathlib import Path
+from typing import Final
+
+from evenpipe.cli.parser import STANDARD_OUTPUT
+from evenpipe.report.files import check_writable, is_special
 
 __all__ = [
     "bandwidth_gbps",
@@ -16,7 +19,11 @@ __all__ = [
     "output_file",
     "picture_file",
     "positive",
+    "sample_count",
 ]
+
+_MOST: Final = 10**9
+_MOST_SAMPLES: Final = 100_000
 
 
 def duration_ms(text: str) -> float:
@@ -36,9 +43,20 @@ def durations_ms(text: str) -> tuple[float, ...]:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
+    """Return a whole number of at least 1, and at most 10⁹, beyond which nothing here is meant."""
+    return _whole(text, _MOST)
+
+
+def sample_count(text: str) -> int:
+    """Return the samples of an iteration, at most 100,000: more would take a search minutes, and no run has so many."""
+    return _whole(text, _MOST_SAMPLES)
+
+
+def _whole(text: str, most: int) -> int:
+    if not text.isdecimal() or not text.strip("0"):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    if len(text.lstrip("0")) > 10 or int(text) > most:
+        raise argparse.ArgumentTypeError(f"{text} is more than {most:,}: give less")
     return int(text)
 
 
@@ -53,8 +71,11 @@ def group_size(text: str) -> int:
 
 
 def gibibytes(text: str) -> float:
-    """A finite number of GiB above 0."""
-    return _above_zero(text, "amount of memory", "GiB", "79.5")
+    """A number of GiB above 0, up to 2**30, which is more than any machine has."""
+    value = _above_zero(text, "amount of memory", "GiB", "79.5")
+    if value > 2**30:
+        raise argparse.ArgumentTypeError(f"{text} is no amount of memory; give GiB, such as 79.5")
+    return value
 
 
 def bandwidth_gbps(text: str) -> float:
@@ -73,20 +94,16 @@ def _above_zero(text: str, what: str, unit: str, example: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """A path at which a file can be written, found out before any work is done."""
-    path = Path(text)
-    folder = path.resolve().parent
-    if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {folder}; create it first")
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder; give the name of a file in it")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise argparse.ArgumentTypeError(f"{text}: folder {folder} cannot be written; choose another")
+    """Return the path of a file that can be written; ``-`` is standard output."""
+    path = STANDARD_OUTPUT if text == "-" else Path(text)
+    if (obstacle := check_writable(path)) is not None:
+        raise argparse.ArgumentTypeError(f"{text}: {obstacle}")
     return path
 
 
 def picture_file(text: str) -> Path:
-    """An output file whose name says that it is a PNG."""
-    if not text.lower().endswith(".png"):
+    """Return an output file whose name says that it is a PNG, or one that is no regular file."""
+    path = output_file(text)
+    if not text.lower().endswith(".png") and not is_special(path):
         raise argparse.ArgumentTypeError(f"{text}: pictures are PNG; give a name that ends with .png")
-    return output_file(text)
+    return path

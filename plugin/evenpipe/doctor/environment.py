@@ -177,6 +177,13 @@ def _connections(environ: Mapping[str, str], tensor_parallel: int | None) -> Ite
             f"{name}: with tensor parallelism Megatron refuses it on GPUs before Blackwell",
             "set it to 1 on these",
         )
+    elif value is not None and value.isdecimal() and 1 < int(value) <= 8:
+        yield noted(
+            "environment",
+            f"{name}: a rank has streams for compute, each link and each group, and those that share a queue hold each "
+            f"other up; EvenPipe counts them at start ({_CUDA})",
+            "set it to 32",
+        )
 
 
 def _allocator(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -13,11 +12,11 @@ from evenpipe.doctor.finding import Finding, fine, noted, problem
 from evenpipe.upstream.apex import wrong_apex
 from evenpipe.upstream.findings import Findings, State
 from evenpipe.upstream.items import Purpose
+from evenpipe.upstream.torch_version import too_old_torch
 
 __all__ = ["apex", "framework", "python_and_torch"]
 
 _PYTHON: Final = (3, 10)
-_TORCH: Final = (2, 6)
 
 
 def python_and_torch() -> Iterator[Finding]:
@@ -32,11 +31,9 @@ def python_and_torch() -> Iterator[Finding]:
     except metadata.PackageNotFoundError:
         yield problem("torch", "not installed", "pip install torch")
         return
-    number = re.match(r"(\d+)\.(\d+)", version)
-    if number is None or (int(number[1]), int(number[2])) < _TORCH:
-        yield problem(
-            "torch", f"{version} is older than what EvenPipe works with", f"use {_TORCH[0]}.{_TORCH[1]} or newer"
-        )
+    if (too_old := too_old_torch()) is not None:
+        said, _, remedy = too_old.removeprefix("torch ").rpartition(": ")
+        yield problem("torch", said, remedy)
     else:
         yield fine("torch", version)
 
@@ -48,7 +45,7 @@ def framework(name: str, look: Callable[[], Findings | None]) -> Iterator[Findin
         yield noted(name, "not installed here")
         return
     version = f"{found.version or 'unknown version'} in {found.root}"
-    if problems := found.problems(Purpose.TRAINING):
+    if problems := found.problems():
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         yield problem(
             name, f"{version}: not supported: {problems[0]}{more}", "install a supported release; evenpipe patches"
@@ -58,7 +55,7 @@ def framework(name: str, look: Callable[[], Findings | None]) -> Iterator[Findin
     fit = sum(each.state in (State.FITS, State.APPLIED) for each in replaced)
     absent = sum(each.state is State.ABSENT for each in replaced)
     without = f", {absent} are for scripts that are not installed" if absent else ""
-    yield fine(name, f"{version}: supported; {fit} of {len(replaced)} patches fit{without} (evenpipe patches)")
+    yield fine(name, f"{version}: supported; {fit} of {len(replaced)} replaced symbols fit{without} (evenpipe patches)")
 
 
 def apex() -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 The picture is not imported here: it takes matplotlib, for which a training job should not wait.
 """
 
-from evenpipe.report.files import check_writable, write_atomically
+from evenpipe.report.files import check_writable, is_special, write_atomically
 from evenpipe.report.grid import timeline_grid
 from evenpipe.report.timeline import StageMemory, Timeline
 from evenpipe.report.trace import perfetto_trace
@@ -12,6 +12,7 @@ __all__ = [
     "StageMemory",
     "Timeline",
     "check_writable",
+    "is_special",
     "perfetto_trace",
     "timeline_grid",
     "write_atomically",

@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from typing import TYPE_CHECKING, NamedTuple
 
 from evenpipe.report.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["Division", "draw_divisions"]
 
@@ -49,6 +48,8 @@ def draw_divisions(
 
     OSError when ``path`` cannot be written.
     """
+    from matplotlib.figure import Figure  # what may draw does not wait for it
+
     figure = Figure(figsize=(3.4 * len(divisions) + 0.6, 5.6), dpi=150, facecolor="white", layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, color=_TEXT)
     rows = figure.subplots(2, len(divisions), sharey="row", squeeze=False)
@@ -95,6 +96,8 @@ def _peaks(axes: Axes, division: Division, limit_gib: float | None) -> None:
 
 def _finish(axes: Axes, tops: Sequence[float], inside: bool = False) -> None:
     """Each bar's number above its top, or inside of it, where a line or another bar may be above."""
+    from matplotlib.ticker import MaxNLocator
+
     if len(tops) <= _NUMBERED:
         colour, offset = ("white", -9) if inside else (_TEXT, 1)
         for stage, top in enumerate(tops):

@@ -1,28 +1,86 @@
-"""Write a file as a whole or not at all."""
+"""Write a file as a whole or not at all, and into a device as it is."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import secrets
+import stat
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
-__all__ = ["check_writable", "move_durably", "write_atomically", "write_durably"]
+__all__ = ["check_writable", "is_special", "lacks_room", "move_durably", "write_atomically", "write_durably"]
+
+_STDOUT: Final = 1
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Put ``content`` (text as UTF-8) at ``path``; a reader sees the old file or the new one, never a part.
 
-    Raises OSError when the folder cannot be written; then nothing is left behind.
+    The new file has the old one's mode and owner. Three targets are opened and written instead, without that promise:
+    a target that is no regular file (a device, a FIFO, ``/dev/stdout``), one that is this process's standard output,
+    and one with several hard links, all of which then have the new content.
+    Raises OSError when it cannot be written; then nothing is left beside it.
     """
+    data = content.encode() if isinstance(content, str) else content
+    there = _status(path)
+    if there is not None and (opened := _to_open(path, there)) is not None:
+        sys.stdout.flush()
+        with open(opened, "wb", closefd=not isinstance(opened, int)) as file:
+            file.write(data)
+        return
+    if there is not None and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     target = Path(path).resolve()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary = target.with_name(f".evenpipe-{secrets.token_hex(8)}")
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        temporary.write_bytes(data)
+        if there is not None:
+            # Only root may give a file away; to everybody else it stays their own.
+            with contextlib.suppress(PermissionError):
+                os.chown(temporary, there.st_uid, there.st_gid)
+            temporary.chmod(stat.S_IMODE(there.st_mode))
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def lacks_room(error: BaseException) -> bool:
+    """Return whether a write has failed for want of space, on the device or within the user's share of it."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_special(path: str | os.PathLike[str]) -> bool:
+    """Return whether ``path`` exists as neither a regular file nor a folder: a device, a FIFO or standard output."""
+    there = _status(path)
+    return there is not None and not stat.S_ISDIR(there.st_mode) and (
+        not stat.S_ISREG(there.st_mode) or _is_standard_output(there)
+    )
+
+
+def _to_open(path: str | os.PathLike[str], there: os.stat_result) -> str | int | None:
+    """Return what to open for writing in place, a path or a descriptor; None for what a new file can replace."""
+    if _is_standard_output(there):
+        return _STDOUT
+    return os.fspath(path) if not stat.S_ISREG(there.st_mode) or there.st_nlink > 1 else None
+
+
+def _is_standard_output(there: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(there, os.fstat(_STDOUT))
+    except OSError:  # it is closed
+        return False
+
+
+def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except OSError:
+        return None
 
 
 def write_durably(path: Path, fill: Callable[[BinaryIO], object]) -> None:
@@ -63,10 +121,15 @@ def _sync_folder(folder: Path) -> None:
 
 
 def check_writable(path: Path) -> str | None:
-    """Why this process could not write a file at ``path``, and what to do, in one line; None if it could."""
-    folder = path.resolve().parent
-    if path.is_dir():
+    """Return why this process could not write a file at ``path``, and what to do, in one line; None if it could."""
+    there = _status(path)
+    if there is not None and stat.S_ISDIR(there.st_mode):
         return "is a folder: name a file in it"
+    if there is not None and not os.access(path, os.W_OK):
+        return "cannot be written (Permission denied): name another"
+    if there is not None and _to_open(path, there) is not None:
+        return None
+    folder = path.resolve().parent
     if not folder.is_dir():
         return f"there is no folder {folder}: make it, or name another"
     try:

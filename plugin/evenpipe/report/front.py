@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from matplotlib.figure import Figure
-
 from evenpipe.report.files import write_atomically
 
 __all__ = ["Front", "Point", "draw_front"]
@@ -42,6 +40,8 @@ def draw_front(path: str | os.PathLike[str], shown: Front) -> None:
 
     OSError when ``path`` cannot be written.
     """
+    from matplotlib.figure import Figure  # what may draw does not wait for it
+
     named = shown.front[:_NAMED]
     figure = Figure(figsize=(9, 4.6 + 0.24 * len(named)), dpi=150, facecolor="white", layout="constrained")
     axes = figure.add_subplot()

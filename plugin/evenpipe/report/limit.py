@@ -6,12 +6,12 @@ import io
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator
+from typing import TYPE_CHECKING
 
 from evenpipe.report.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["Limit", "draw_limit"]
 
@@ -58,6 +58,8 @@ def draw_limit(path: str | os.PathLike[str], limit: Limit) -> None:
 
     OSError when ``path`` cannot be written.
     """
+    from matplotlib.figure import Figure  # what may draw does not wait for it
+
     figure = Figure(figsize=(9, 5.4), dpi=150, facecolor="white", layout="constrained")
     axes = figure.add_subplot()
     _frame(axes, limit)
@@ -71,6 +73,8 @@ def draw_limit(path: str | os.PathLike[str], limit: Limit) -> None:
 
 
 def _frame(axes: Axes, limit: Limit) -> None:
+    from matplotlib.ticker import MaxNLocator, NullLocator
+
     sizes = sorted({b for _, b in limit.peaks})
     axes.set_title(limit.title, loc="left", fontsize=10, color=_TEXT)
     axes.set_xlabel("k: micro-batches in a group", fontsize=9, color=_TEXT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 __all__ = ["Figures", "kept_line", "log_line", "scalars", "write_scalars"]
@@ -68,7 +68,7 @@ def write_scalars(stages: Sequence[Figures], iteration: int, tensorboard: Any | 
         wandb.log(found, iteration)
 
 
-def kept_line(stage: int, types: Iterable[str]) -> str:
-    """What an evicting stage keeps of what was saved, since it cannot be moved: the names of the tensors' `types`."""
-    names = ", ".join(sorted(types))
-    return f"stage {stage} keeps what is saved in special tensors, and evicts the rest: {names}"
+def kept_line(stage: int, nbytes: Mapping[str, int]) -> str:
+    """What a micro-batch saves in tensors that cannot be taken apart, by their types: it stays, and is not counted."""
+    each = ", ".join(f"{name} {size / _MIB:.1f} MiB" for name, size in sorted(nbytes.items()))
+    return f"stage {stage}, of a micro-batch: saved in types that cannot be taken apart, not counted nor moved: {each}"
