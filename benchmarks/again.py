@@ -36,6 +36,8 @@ AGAIN: Final = {
     ),
     "figures_ada_grouper": Again(lambda script, of: script.tables(of), lambda script, path, of: script.draw(path, of)),
     "scale": Again(lambda script, of: script.table(of), lambda script, path, of: script.draw(path, of)),
+    "max_batch": Again(lambda script, of: script.tables_of(of)),
+    "search_times": Again(lambda script, of: script.table(of)),
     "overhead": Again(lambda script, of: script.table(of[0])),
     "megatron_lm": Again(lambda script, of: script.table(of[0])),
     "peers": Again(lambda script, of: script.table(of), lambda script, path, of: script.draw(path, of)),

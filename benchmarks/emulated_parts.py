@@ -86,14 +86,14 @@ def _mark(storage: int, micro_batch: int) -> int:
 class EmulatedPart(torch.nn.Module):
     """A part of a plan on this profile. Nodes of which the runtime need know nothing are computed as one.
 
-    `link_gbps`: of the profile's bytes and milliseconds.
+    `host_gbps`: of the profile's bytes and milliseconds.
     """
 
-    def __init__(self, profile: Profile, part: Stage, link_gbps: float, accelerator: Accelerator) -> None:
+    def __init__(self, profile: Profile, part: Stage, host_gbps: float, accelerator: Accelerator) -> None:
         super().__init__()
         order = range(part.first_node, part.last_node + 1)
         given = [one for one in part.swap_storages if profile.storages[one].producer < part.first_node]
-        self.keeping: Keeping = keeping_of(profile, part, link_gbps, order, {}, given)
+        self.keeping: Keeping = keeping_of(profile, part, host_gbps, order, {}, given)
         chosen = self.keeping.swapped | self.keeping.dropped
         alone = set(self.keeping.nodes)
         alone.update(node for number in chosen for node in profile.storages[number].savers)

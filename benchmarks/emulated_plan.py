@@ -20,7 +20,7 @@ from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.keep import Keeper
 from evenpipe.schedule import Action, Program, Size, build, links, loop
-from evenpipe.simulate import Costs, Simulation, simulate
+from evenpipe.simulate import Costs, Simulation, Wire, simulate
 
 __all__ = ["BYTES", "Batch", "Case", "case_of", "measure", "period_ms", "simulated"]
 
@@ -36,7 +36,7 @@ class Case(NamedTuple):
     profile: Profile
     parts: tuple[Stage, ...]
     program: Program
-    link_gbps: float
+    host_gbps: float
 
 
 class Batch(NamedTuple):
@@ -57,14 +57,15 @@ def case_of(profile: Profile, plan: Plan, time: float, micro_batches: int) -> Ca
     asynchronous = plan.schedule == PIPEDREAM
     size = Size(plan.stage_count, micro_batches)
     program = build("1f1b", size, swaps=plan.swaps) if asynchronous else plan.program
-    return Case(scaled(profile, time, BYTES), plan.stages, program, plan.link_gbps * BYTES / time)
+    return Case(scaled(profile, time, BYTES), plan.stages, program, plan.host_gbps * BYTES / time)
 
 
 def simulated(plan: Plan, case: Case, time: float) -> Simulation:
-    """What the plan's own times come to, with free links between stages."""
-    forward_ms = tuple(time * part.forward_ms for part in plan.stages)
-    backward_ms = tuple(time * (part.backward_ms + part.extra_ms) for part in plan.stages)
-    return simulate(case.program, Costs(forward_ms, backward_ms))
+    """Return the batch time by the plan's own times; links between stages that it does not know are free."""
+    costs = plan.costs
+    forward_ms, backward_ms = (tuple(time * ms for ms in of) for of in (costs.forward_ms, costs.backward_ms))
+    links = {link: Wire(time * wire.latency_ms, time * wire.transmit_ms) for link, wire in costs.links.items()}
+    return simulate(case.program, Costs(forward_ms, backward_ms, links=links))
 
 
 def period_ms(ends_ms: Sequence[Sequence[float]]) -> float:
@@ -106,8 +107,8 @@ def measure(rank: int, cases: Mapping[str, Case], repeats: int, tick: Tick) -> d
     host_links = []
 
     def stage_of(case: Case) -> tuple[EmulatedPart, EmulatedHostLink]:
-        part = EmulatedPart(case.profile, case.parts[rank], case.link_gbps, accelerator)
-        host_links.append(EmulatedHostLink(accelerator, 1 / (case.link_gbps * 1e6)))
+        part = EmulatedPart(case.profile, case.parts[rank], case.host_gbps, accelerator)
+        host_links.append(EmulatedHostLink(accelerator, 1 / (case.host_gbps * 1e6)))
         return part, host_links[-1]
 
     made = {name: stage_of(case) for name, case in cases.items()}

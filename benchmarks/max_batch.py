@@ -1,14 +1,17 @@
 """The largest batches that fit into 40 GB, by method, beside DawnPiper's Tables 1 and 2.
 
-All methods see the same profiles: fp32, sequence length 512, times by the roofline of an A100 of 40 GB on PCIe 4 ×16.
-Table 1 counts mini-batches with as many micro-batches as stages, Table 2 micro-batches. As in the paper (§5.2), memory
-alone is the limit, for all methods. What vPipe swaps and recomputes is weighed as ours is, in bytes and in time.
+Two rows stand beside the paper's DPiper: "EvenPipe" is EvenPipe's own exact search, with its picks of what to swap and
+recompute, and "BiPar" the paper's Algorithm 1 followed to its end, with the same picks. All methods see the same
+profiles: fp32, sequence length 512, times by the roofline of an A100 of 40 GB on PCIe 4 ×16. Table 1 counts
+mini-batches with as many micro-batches as stages, Table 2 micro-batches. As in the paper (§5.2), memory alone is the
+limit, for all methods. What vPipe swaps and recomputes is weighed as ours is, in bytes and in time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +26,7 @@ from rivals.vpipe import vpipe
 from rivals.zero import zero_fits
 
 from evenpipe.partition.profile import Profile
+from evenpipe.partition.search.bipar import bipar
 from evenpipe.partition.search.copies import Workload, copies_of
 from evenpipe.partition.search.costs import Costs
 from evenpipe.partition.search.coupled import best_partition
@@ -42,6 +46,10 @@ class Method(NamedTuple):
     fits: Callable[[int], Fits]
     paper: dict[int, tuple[int, ...]]
 
+    @property
+    def algorithm(self) -> str:
+        return ALGORITHMS[self.name]
+
 
 def _layered(fits: Callable[..., bool], stages: int, *more: Any) -> Fits:
     return lambda profile: fits(Layers(profile), stages, LIMIT_BYTES, *more)
@@ -60,31 +68,65 @@ def _ours(mode: str, optimize: Optimize, stages: int) -> Fits:
     return lambda profile: best_partition(_problem(profile, mode, optimize, stages), 0) is not None
 
 
+def _bipar(mode: str, optimize: Optimize, stages: int) -> Fits:
+    """Whether Algorithm 1, to its end, finds anything: the first that it finds is enough."""
+
+    def fits(profile: Profile) -> bool:
+        problem = _problem(profile, mode, optimize, stages)
+        part = bipar(problem, floor_ms=inf).part
+        peaks = None if part is None else problem.peaks(part.cuts)
+        return peaks is not None and max(peaks) <= LIMIT_BYTES
+
+    return fits
+
+
 def _zero(stage: int, replicas: int) -> Fits:
     return _layered(zero_fits, replicas, stage)
 
 
 BOTH: Final[Optimize] = "swap+recompute"
+#: What made a row's partitions.
+ALGORITHMS: Final = {
+    "ZeRO-2": "no pipeline: data parallel, optimizer state and gradients divided",
+    "ZeRO-3": "no pipeline: data parallel, parameters divided too",
+    "GPipe": "layers, by time as torchgpipe balances them",
+    "PipeDream": "layers, by time",
+    "vPipe": "layers, moved between neighbours",
+    "layers by memory": "layers, moved between neighbours where memory is too little",
+    "EvenPipe": "EvenPipe's exact search over nodes",
+    "BiPar": "DawnPiper's Algorithm 1 over nodes, to its end",
+}
+#: The paper's rows DPiper-S and DPiper-AS, by table and what is optimised.
+DPIPER: Final[dict[tuple[int, str], dict[int, tuple[int, ...]]]] = {
+    (1, "none"): {4: (72, 8, 160, 360), 8: (136, 16, 320, 560)},
+    (1, "S+R"): {4: (160, 32, 424, 1220), 8: (280, 60, 800, 2180)},
+    (2, "none"): {4: (32, 3, 78, 150), 8: (40, 5, 84, 128)},
+    (2, "S+R"): {4: (84, 10, 192, 480), 8: (100, 22, 248, 528)},
+}
 METHODS: Final = (
     Method(1, "none", "ZeRO-2", partial(_zero, 2), {4: (64, 8, 140, 412), 8: (128, 16, 224, 824)}),
     Method(1, "none", "ZeRO-3", partial(_zero, 3), {4: (64, 8, 132, 404), 8: (128, 16, 208, 808)}),
     Method(1, "none", "GPipe", lambda p: _layered(gpipe_fits, p, False), {4: (52, 8, 144, 280), 8: (88, 16, 256, 480)}),
     Method(1, "none", "vPipe", partial(_vpipe, "sync", "none", False), {4: (60, 8, 144, 188), 8: (88, 16, 256, 264)}),
     Method(1, "none", "layers by memory", partial(_vpipe, "sync", "none", True), {}),
-    Method(1, "none", "DawnPiper", partial(_ours, "sync", "none"), {4: (72, 8, 160, 360), 8: (136, 16, 320, 560)}),
+    Method(1, "none", "EvenPipe", partial(_ours, "sync", "none"), DPIPER[1, "none"]),
+    Method(1, "none", "BiPar", partial(_bipar, "sync", "none"), DPIPER[1, "none"]),
     Method(1, "R", "GPipe", lambda p: _layered(gpipe_fits, p, True), {4: (120, 28, 348, 644), 8: (208, 48, 664, 1384)}),
     Method(1, "S+R", "vPipe", partial(_vpipe, "sync", BOTH, True), {4: (128, 28, 348, 720), 8: (208, 56, 664, 1424)}),
-    Method(1, "S+R", "DawnPiper", partial(_ours, "sync", BOTH), {4: (160, 32, 424, 1220), 8: (280, 60, 800, 2180)}),
+    Method(1, "S+R", "EvenPipe", partial(_ours, "sync", BOTH), DPIPER[1, "S+R"]),
+    Method(1, "S+R", "BiPar", partial(_bipar, "sync", BOTH), DPIPER[1, "S+R"]),
     Method(2, "none", "PipeDream", partial(_layered, pipedream_fits), {4: (16, 2, 40, 70), 8: (16, 2, 44, 64)}),
     Method(2, "none", "vPipe", partial(_vpipe, "async", "none", False), {4: (16, 2, 40, 48), 8: (16, 2, 44, 32)}),
     Method(2, "none", "layers by memory", partial(_vpipe, "async", "none", True), {}),
-    Method(2, "none", "DawnPiper", partial(_ours, "async", "none"), {4: (32, 3, 78, 150), 8: (40, 5, 84, 128)}),
+    Method(2, "none", "EvenPipe", partial(_ours, "async", "none"), DPIPER[2, "none"]),
+    Method(2, "none", "BiPar", partial(_bipar, "async", "none"), DPIPER[2, "none"]),
     Method(2, "S+R", "vPipe", partial(_vpipe, "async", BOTH, True), {4: (46, 8, 110, 300), 8: (58, 16, 144, 214)}),
-    Method(2, "S+R", "DawnPiper", partial(_ours, "async", BOTH), {4: (84, 10, 192, 480), 8: (100, 22, 248, 528)}),
+    Method(2, "S+R", "EvenPipe", partial(_ours, "async", BOTH), DPIPER[2, "S+R"]),
+    Method(2, "S+R", "BiPar", partial(_bipar, "async", BOTH), DPIPER[2, "S+R"]),
 )
 #: Nothing, recomputation, swap and recomputation.
 OPTIMIZED: Final = ("none", "R", "S+R")
-#: DawnPiper over a rival: table, what is optimised, the rival with what, and the mean to be reached, by stages.
+#: EvenPipe over a rival: table, what is optimised, the rival with what, and the mean to be reached, by stages.
 RATIOS: Final[tuple[tuple[int, str, str, str, dict[int, float]], ...]] = (
     (2, "none", "vPipe", "none", {4: 2.0, 8: 2.5}),
     (2, "S+R", "vPipe", "S+R", {4: 1.6, 8: 1.8}),
@@ -101,6 +143,7 @@ def measure(title: str, stages: int, method: Method) -> dict[str, Any]:
         "table": method.table,
         "optimized": method.optimized,
         "method": method.name,
+        "algorithm": method.algorithm,
         "model": title,
         "stages": stages,
         "batch": batches * largest_batch(profiles_of(title), method.fits(stages)),
@@ -109,14 +152,14 @@ def measure(title: str, stages: int, method: Method) -> dict[str, Any]:
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """DawnPiper over each rival, by model and on average, ours beside the paper's."""
+    """EvenPipe over each rival, by model and on average, ours beside the paper's."""
     batch = {(r["table"], r["optimized"], r["method"], r["stages"], r["model"]): (r["batch"], r["paper"]) for r in rows}
     found = []
     for table, optimized, rival, rivals, wanted in RATIOS:
         for count in sorted({row["stages"] for row in rows}):
             by_model = {}
             for model in dict.fromkeys(row["model"] for row in rows):
-                keys = (table, optimized, "DawnPiper", count, model), (table, rivals, rival, count, model)
+                keys = (table, optimized, "EvenPipe", count, model), (table, rivals, rival, count, model)
                 if not all(key in batch for key in keys):
                     continue
                 ours, other = (batch[key] for key in keys)
@@ -141,11 +184,11 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def doubling(rows: list[dict[str, Any]]) -> float | None:
-    """How DawnPiper's mini-batches of Table 1 with memory optimisation grow from 4 stages to 8, on average."""
+    """How EvenPipe's mini-batches of Table 1 with memory optimisation grow from 4 stages to 8, on average."""
     ours = {
         (r["stages"], r["model"]): r["batch"]
         for r in rows
-        if (r["table"], r["optimized"], r["method"]) == (1, "S+R", "DawnPiper")
+        if (r["table"], r["optimized"], r["method"]) == (1, "S+R", "EvenPipe")
     }
     pairs = [(ours[8, model], four) for (stages, model), four in ours.items() if stages == 4 and (8, model) in ours]
     return fmean(eight / four for eight, four in pairs) if pairs else None
@@ -175,9 +218,15 @@ def main() -> None:
     found = ratios(rows)
     grown = doubling(rows)
     settings = {"limit_bytes": LIMIT_BYTES, "device": DEVICE.name, "stages_doubled": grown}
-    tables = [_batches(number, rows, arguments.models) for number in (1, 2)]
+    benchmark.report(settings, [*rows, *found], tables_of([*rows, *found]))
+
+
+def tables_of(results: list[dict[str, Any]]) -> Group:
+    """The same for people; `results`: rows, and what `ratios` makes of them."""
+    rows, found = ([one for one in results if (key in one)] for key in ("method", "over"))
+    models, grown = list(dict.fromkeys(row["model"] for row in rows)), doubling(rows)
     said = "" if grown is None else f"twice the stages: {grown:.2f} times the mini-batch with S+R (paper: 1.84)"
-    benchmark.report(settings, [*rows, *found], Group(*tables, _ratios(found), said))
+    return Group(*(_batches(number, rows, models) for number in (1, 2)), _ratios(found), said)
 
 
 def _batches(number: int, rows: list[dict[str, Any]], models: list[str]) -> Table:
@@ -186,7 +235,7 @@ def _batches(number: int, rows: list[dict[str, Any]], models: list[str]) -> Tabl
     for key in sorted({(r["stages"], METHOD_ORDER[r["optimized"], r["method"], number]) for r in mine}):
         row = [r for r in mine if (r["stages"], METHOD_ORDER[r["optimized"], r["method"], number]) == key]
         cells = (f"{r['batch']} ({r['paper'] if r['paper'] is not None else '–'})" for r in row)
-        table.add_row(str(key[0]), row[0]["optimized"], row[0]["method"], *cells)
+        table.add_row(str(key[0]), row[0]["optimized"], f"{row[0]['method']}: {ALGORITHMS[row[0]['method']]}", *cells)
     return table
 
 
@@ -198,7 +247,7 @@ def _shown(ratio: float | None) -> str:
 
 
 def _ratios(found: list[dict[str, Any]]) -> Table:
-    table = Table("table", "stages", "DawnPiper", "over", "by model", "mean", "paper", "to reach")
+    table = Table("table", "stages", "EvenPipe", "over", "by model", "mean", "paper", "to reach")
     for one in found:
         by_model = ", ".join(f"{_shown(ours)} ({_shown(paper)})" for ours, paper in one["by_model"].values())
         wanted = "" if one["to_reach"] is None else f"≥ {one['to_reach']}"

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jobs import JOBS, ROOT
+from published.two_buffered import QUALITY, SHARE
 
 __all__ = ["RESULTS", "pages", "stored"]
 
@@ -39,7 +40,7 @@ def pages(results: dict[str, dict[str, Any]]) -> dict[Path, str]:
     )
     environment.filters |= {"at_least": _at_least, "number": _number, "change": _change, "percent": _percent}
     environment.globals |= {"origin": _origin, "table": _table, "results": results, "row": partial(_row, results)}
-    environment.globals |= {"jobs": JOBS}
+    environment.globals |= {"jobs": JOBS, "paper": QUALITY, "share": SHARE}
     found = dict[Path, str]()
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = path.read_text()
@@ -53,13 +54,18 @@ def _made(environment: Environment, name: str) -> str:
 
 
 def _origin(document: dict[str, Any]) -> str:
-    """By which command, when, on what, with which versions; and whether times were taken on a busy machine."""
+    """Return the command, the day, the machine and the versions; and what makes the result less than it could be.
+
+    That is a tree with changes that were not committed, and times that were taken on a busy machine.
+    """
     machine = document["machine"]
     what = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     where = f"{machine['cpus']} cores ({machine['processor']}), load {machine['load_before']} before"
     busy = machine["load_before"] > machine["cpus"] and document["name"] in _TIMED
+    base, dirty, _ = document["versions"]["evenpipe"].partition("-dirty")
+    changed = f" **Not of a commit**: the tree was {base} with changes that were not committed." if dirty else ""
     warning = " **Timed on a busy machine**: the load before was above its cores." if busy else ""
-    return f"`{document['command']}`, {document['date']}, {where}; {what}.{warning}"
+    return f"`{document['command']}`, {document['date']}, {where}; {what}.{changed}{warning}"
 
 
 def _row(results: dict[str, dict[str, Any]], name: str, **keys: Any) -> dict[str, Any]:

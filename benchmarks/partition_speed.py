@@ -4,14 +4,15 @@ Both cut the same profiles of the four models (fp32, sequence length 512, roofli
 and swap and recompute to fit into its memory. Every stage is a process: nodes sleep as long as the profile says, copies
 to the host as long as its link takes, and what is kept, computed again, swapped, sent and scheduled goes through the
 runtime that trains real models. Milliseconds are stretched, alike for both, so that the host keeps up; bytes are there
-to 1/4096. Neighbours exchange 4 KiB: messages cost next to nothing on either side.
+to 1/4096. Neighbours exchange 4 KiB: emulated messages cost next to nothing on either side.
 
 Batches, as the paper's figures 6 and 7 have them (§5.3: the same batch size for both; "as the batch size increases,
 other methods must implement memory optimization"): from the largest that vPipe trains without memory optimisation, in
 even steps, to as many times that as vPipe gets with it in the paper's Tables 1 and 2, or to what it gets here, if that
 is less. `async` is PipeDream's schedule, from one micro-batch to the next; `sync` GPipe's, a whole batch of as many
 micro-batches as stages. What is simulated beside has each plan's own times. `at most`: vPipe's time over that of
-stages that are perfectly even and save memory for nothing, which no plan can exceed.
+stages that are perfectly even and save memory for nothing, which no plan can exceed. With `--simulated`, messages of
+both take the time of links between stages (25 GB/s, the paper's PCIe 4 ×16), and ours are planned for these.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from evenpipe.partition.search.copies import Workload, copies_of
 from evenpipe.partition.search.costs import Costs
 from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.search.largest import largest_batch
+from evenpipe.partition.search.links import BatchClock, StageLinks
 from evenpipe.partition.search.memory import Optimize
 from evenpipe.partition.search.plan import Plan, plan_of
 from evenpipe.partition.search.problem import Problem
@@ -52,6 +54,8 @@ PAPER_MEANS: Final = {
 PAPER_BEST: Final = {("sync", 4): {"T5": 1.5}}
 #: What is chosen of a plan is called node by node; at less than this for each the host could not keep up.
 _LEAST_NODE_MS: Final = 0.5
+#: Of a message between two GPUs of a node.
+LATENCY_MS: Final = 0.025
 
 
 class Pair(NamedTuple):
@@ -89,19 +93,18 @@ def batches(title: str, mode: str, stages: int, points: int) -> list[int]:
     return sorted({round(least + (most - least) * point / max(1, points - 1)) for point in range(points)})
 
 
-def pair_of(title: str, mode: str, stages: int, size: int, period: float) -> Pair:
+def pair_of(title: str, mode: str, stages: int, size: int, period: float, links: StageLinks | None) -> Pair:
     """Both plans for micro-batches of this size; `period`: at least what the slower one's longest stage shall take."""
     profile, workload = profiles_of(title)(size), Workload.of_mode(mode, stages)
     problem = problem_of(profile, mode, stages, "swap+recompute")
     division, layers = vpipes(profile, mode, stages, "swap+recompute"), Layers(profile)
     assert division is not None, "it is among the sizes that vPipe trains"
-    rival = plan_of(
-        problem,
-        [layers.boundaries[boundary] for boundary in division.boundaries],
-        [stage.fit for stage in division.stages],
-        workload,
-    )
-    ours = find_plan(profile, workload, stages, LIMIT_BYTES, "swap+recompute", DEVICE.host_gbps)
+    cuts = [layers.boundaries[boundary] for boundary in division.boundaries]
+    rival = plan_of(problem, cuts, [stage.fit for stage in division.stages], workload)
+    if links is not None:
+        clock = BatchClock(problem.costs, problem.copies, workload, links)
+        rival = rival.model_copy(update={"crossings": clock.crossings(cuts)})
+    ours = find_plan(profile, workload, stages, LIMIT_BYTES, "swap+recompute", DEVICE.host_gbps, links=links)
     plans = {"vpipe": rival, "evenpipe": ours}
     chosen = max(sum(len(p.recompute) + 2 * len(p.swap_storages) for p in plan.stages) for plan in plans.values())
     longest_ms = max(period, _LEAST_NODE_MS * chosen)
@@ -187,12 +190,13 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def pairs(arguments: Any) -> Iterator[Pair]:
     """All that is compared, one after the other."""
+    links = StageLinks(arguments.stage_gbps, LATENCY_MS) if arguments.simulated else None
     for mode in arguments.modes:
         for stages in arguments.stages:
             for title in PAPER_REACH[mode, stages]:
                 if title in arguments.models:
                     for size in batches(title, mode, stages, arguments.points):
-                        yield pair_of(title, mode, stages, size, arguments.period_ms)
+                        yield pair_of(title, mode, stages, size, arguments.period_ms, links)
 
 
 def main() -> None:
@@ -203,7 +207,8 @@ def main() -> None:
     add("--stages", nargs="+", type=int, choices=(4, 8), default=[4, 8], help="(default 4 8)")
     add("--points", type=positive, default=3, help="batch sizes for each model (default 3)")
     add("--period-ms", type=float, default=100.0, help="that the longest stage takes at least (default 100)")
-    add("--simulated", action="store_true", help="emulate nothing")
+    add("--simulated", action="store_true", help="emulate nothing; messages take time")
+    add("--stage-gbps", type=float, default=25.0, help="with --simulated: of links between stages (default 25)")
     arguments = benchmark.parser.parse_args()
     rows = []
     for pair in pairs(arguments):
@@ -214,6 +219,7 @@ def main() -> None:
                 measured = run_in_processes(pair.stages, measure, cases_of(pair), arguments.repeats, tick=tick)
         rows.append(result(pair, measured))
     settings = {"repeats": arguments.repeats, "limit_bytes": LIMIT_BYTES, "device": DEVICE.name}
+    settings |= {"stage_gbps": arguments.stage_gbps} if arguments.simulated else {}
     found = summary(rows)
     benchmark.report(settings, [*rows, *found], Group(table(rows), summary_table(found)))
 

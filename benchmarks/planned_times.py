@@ -76,6 +76,10 @@ def result(setting: Setting, plan: Plan, time: float, found: dict[str, list[Batc
         median(one.forward_ms[stage] + one.backward_ms[stage] for one in found["planned"]) / time
         for stage in range(STAGES)
     ]
+    fastest = [
+        min(one.forward_ms[stage] + one.backward_ms[stage] for one in found["planned"]) / time
+        for stage in range(STAGES)
+    ]
     batch_ms = {name: median(one.ms for one in batches) / time for name, batches in found.items()}
     simulated_ms = simulated(plan, cases_of(setting, plan, time)["planned"], time).makespan_ms / time
     entry: dict[str, Any] = {
@@ -86,6 +90,7 @@ def result(setting: Setting, plan: Plan, time: float, found: dict[str, list[Batc
         "planned_stage_ms": planned,
         "stage_ms": taken,
         "worst_stage_error": max((abs(run / one - 1) for run, one in zip(taken, planned, strict=True))),
+        "fastest_worst_stage_error": max((abs(run / one - 1) for run, one in zip(fastest, planned, strict=True))),
         "planned_batch_ms": simulated_ms,
         "batch_ms": batch_ms["planned"],
     }

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from harness import Benchmark
 from published.bpipe import best, breakdown, figure_3_gib, figure_8_gib, verdicts
+from published.coverage import without_each
 from published.fit import errors, fitted, left_out, unseen
 from published.korthikanti import activation_errors, relative_errors
 from published.megatron import golden_runs
@@ -140,12 +141,13 @@ def _coverage(programs: estimators) -> dict[str, Any]:
     """Of iterations of sources that a fit has not seen, how many are as far from the estimate as it says."""
     found = unseen(programs)
     every = [one for source in found.values() for one in source]
-    within = [WITHIN.low <= one <= WITHIN.high for one in every]
+    within = [WITHIN.has(one) for one in every]
     return {
         "within": sum(within),
         "of": len(within),
         "largest": {source: max(map(abs, errors)) for source, errors in found.items()},
         "production": longer(),
+        "left_out": {source: one._asdict() for source, one in without_each().items()},
     }
 
 
@@ -199,6 +201,9 @@ def _shown(found: dict[str, Any]) -> Table:
     )
     for source, largest in sure["largest"].items():
         shown.add_row(f"  {source}", "largest error", f"{largest:.1%}", "")
+    for source, one in sure["left_out"].items():
+        interval = f"  {source}, within {one['low']:+.1%} to {one['high']:+.1%} of the other sources"
+        shown.add_row(interval, f"{one['of']} iterations", f"{one['inside']}", "")
     for name, (ratio, covered) in sure["production"].items():
         shown.add_row(name, "longer than estimated", f"{ratio:+.0%}{'' if covered else ', outside'}", "")
     return shown
@@ -220,6 +225,9 @@ def _show_pipedream(shown: Table, found: dict[str, Any]) -> None:
     shown.add_row(
         "2BW Table 1: order", f"{len(groups)} groups", f"{sum(one['ordered'] for one in groups)} right", "all"
     )
+    for one in groups:
+        ratios = ", ".join(f"{estimated / published:.1f}" for _, published, estimated in one["rows"])
+        shown.add_row(f"2BW Table 1: {one['model']}, size assumed", "estimated over published samples/s", ratios, "")
     for name, systems in found["figure_8_gib"].items():
         each = ", ".join(f"{system} {gib:.1f}" for system, gib in systems.items())
         limit = "only gpipe over" if name.startswith("gpt") else "none over"

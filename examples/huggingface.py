@@ -33,8 +33,7 @@ if dist.get_rank() == 0:  # once; another run of the same model needs the files 
     graph = trace(model, {"input_ids": tokens[:2], "labels": tokens[:2]})
     nodes = profile(graph, Measured(torch.device("cpu")), name)
     plan = find_plan(nodes, Workload("1f1b", micro_batches=8), stages=dist.get_world_size(), limit_bytes=40 << 30)
-    plan.write(path)
-    write_stages(graph, nodes, plan, path)
+    write_stages(graph, nodes, plan, path)  # and the plan, with digests of their code
 dist.barrier()
 pipeline = PlannedPipeline(path, model, measure=True)
 optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""The parts, and how one is carried out: its ranks are processes of their own, with a time limit."""
+"""How a part is carried out: its ranks are processes of their own, with a time limit."""
 
 from __future__ import annotations
 
@@ -10,54 +10,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from .rank import ENDED, UNDER_WAY
+from .registry import ROOT, Part, lacking
 
-__all__ = ["PARTS", "ROOT", "Part", "carry_out"]
+__all__ = ["carry_out", "not_reached"]
 
-ROOT: Final = Path(__file__).resolve().parents[2]
 _START_SECONDS: Final = 40  # for imports, a device's context and links, before anything can hang
 _CPU_PATIENCE: Final = 5  # what a GPU does at once may take a busy processor long
-
-
-class Part(NamedTuple):
-    """`module` of this package, called with `argument`, on every stage's rank, or on one that is `alone`."""
-
-    name: str
-    module: str
-    argument: str
-    seconds: float
-    environment: tuple[tuple[str, str], ...] = ()
-    alone: bool = False
-    needs: str = ""
-    #: Whether it does is to be found out: it may take `seconds` for each row.
-    may_hang: bool = False
-    #: The control of those: what ended in them says something only if this does not end.
-    must_hang: bool = False
-
-
-def _synchronised(name: str, argument: str, *environment: tuple[str, str]) -> Part:
-    return Part(name, "synchronised", argument, 40, environment, may_hang=True)
-
-
-#: What matters most comes first, should time run out.
-PARTS: Final = (
-    Part("bit-identity", "identity", "module", 140),
-    Part("bit-identity in Megatron", "identity", "evenpipe", 160, needs="megatron"),
-    _synchronised("torch.cuda.synchronize around every action", "device"),
-    _synchronised("the same with one hardware queue", "device", ("CUDA_DEVICE_MAX_CONNECTIONS", "1")),
-    _synchronised("the same with CUDA_LAUNCH_BLOCKING", "device", ("CUDA_LAUNCH_BLOCKING", "1")),
-    _synchronised("one hardware queue alone", "nothing", ("CUDA_DEVICE_MAX_CONNECTIONS", "1")),
-    _synchronised("retries of the caching allocator", "allocator"),
-    _synchronised("receives posted ahead, which must hang", "posted-ahead")._replace(seconds=20, must_hang=True),
-    Part("BPipe", "bpipe", "module", 60),
-    Part("BPipe in Megatron", "bpipe", "evenpipe", 90, needs="megatron"),
-    Part("links", "links", "", 30),
-    Part("device", "device", "", 40, alone=True),
-)
 
 
 def carry_out(part: Part, place: str, ranks: int, limit: float, show: Callable[[str], None]) -> dict[str, Any]:
@@ -65,8 +27,8 @@ def carry_out(part: Part, place: str, ranks: int, limit: float, show: Callable[[
 
     Waits for the ranks for `limit` seconds at most, or as long as the part may take, and leaves none behind.
     """
-    if part.needs and find_spec(part.needs) is None:
-        return _entry(part, "skipped", f"{part.needs} is not installed")
+    if (why_not := lacking(part, place)) is not None:
+        return _entry(part, "skipped", why_not)
     if limit < 1:
         return _entry(part, "skipped", "no time was left")
     began = time.monotonic()
@@ -102,6 +64,11 @@ def carry_out(part: Part, place: str, ranks: int, limit: float, show: Callable[[
     return _entry(part, status, why, time.monotonic() - began, rows, unchecked)
 
 
+def not_reached(part: Part) -> dict[str, Any]:
+    """The part's entry of the document as long as it has not been carried out."""
+    return _entry(part, "skipped", "the run ended before it")
+
+
 def _entry(
     part: Part,
     status: str,
@@ -110,6 +77,7 @@ def _entry(
     rows: Sequence[dict[str, Any]] = (),
     unchecked: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
+    unchecked = [*unchecked, *([{"unchecked": part.checks, "why": why}] if status == "skipped" else [])]
     found = {"status": status, "why": why, "seconds": round(seconds, 1), "rows": rows, "unchecked": unchecked}
     return {"part": part.name, "environment": dict(part.environment), **found}
 
@@ -141,12 +109,17 @@ def _run(
 
 
 def _start(part: Part, place: str, rank: int, count: int, folder: Path) -> subprocess.Popen[bytes]:
+    environment = dict(part.environment)
+    if place == "cpu":
+        environment.pop("TORCH_CUDA_SANITIZER", None)
+    elif place == "shared" and part.over_nccl:
+        place, environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "nccl-shared", "1"
     words = (part.module, part.argument, place, str(rank), str(count), str(folder))
     path = os.pathsep.join([str(ROOT), str(ROOT / "plugin"), os.environ.get("PYTHONPATH", "")])
     with open(folder / f"rank-{rank}.log", "wb") as log:
         return subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.rank", *words],
-            env={**os.environ, "PYTHONPATH": path, **dict(part.environment)},
+            env={**os.environ, "PYTHONPATH": path, **environment},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

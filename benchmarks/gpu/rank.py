@@ -34,12 +34,13 @@ _T = TypeVar("_T")
 class Rank:
     """Rank `number` of `ranks`.
 
-    At place "nccl" each has a GPU; at "shared" all share one, at "cpu" there is none, and messages are staged.
+    At place "nccl" each has a GPU; at "nccl-shared" all share one, over NCCL; at "shared" all share one, and at "cpu"
+    there is none: there messages are staged.
     """
 
     def __init__(self, place: str, number: int, ranks: int, folder: Path) -> None:
         self.place, self.number, self.ranks = place, number, ranks
-        self._folder, self._worlds = folder, Counter[int]()
+        self.folder, self._worlds = folder, Counter[int]()
         self._store = dist.FileStore(str(folder / "store"), ranks)
         self.device = torch.device("cpu")
         if place == "cpu":
@@ -47,7 +48,7 @@ class Rank:
         else:
             self.device = torch.device("cuda", number if place == "nccl" else 0)
             torch.cuda.set_device(self.device)
-        staged = torch.cuda.synchronize if place == "nccl" else stage_messages(self.device)
+        staged = torch.cuda.synchronize if place.startswith("nccl") else stage_messages(self.device)
         #: Wait for all that the device has been given, messages that have been posted as well.
         self.synchronise = staged if place == "cpu" else torch.cuda.synchronize
 
@@ -77,15 +78,23 @@ class Rank:
             self._write({"expected": [*cases]})
 
     def _write(self, entry: dict[str, object]) -> None:
-        with open(self._folder / f"rows-{self.number}.jsonl", "a", encoding="utf-8") as file:
+        with open(self.folder / f"rows-{self.number}.jsonl", "a", encoding="utf-8") as file:
             print(json.dumps(entry), file=file)
+
+    def tell(self, key: str, value: str) -> None:
+        """Have `heard` give the value on any rank."""
+        self._store.set(key, value)
+
+    def heard(self, key: str) -> str:
+        """What a rank has told, waited for."""
+        return self._store.get(key).decode()
 
     @contextmanager
     def world(self, size: int) -> Iterator[None]:
         """torch.distributed between the first `size` ranks; each world is a new one. All of these enter it."""
         self._worlds[size] += 1
         store = PrefixStore(f"world {self._worlds[size]} of {size}", self._store)
-        backend = "cpu:gloo,cuda:nccl" if self.place == "nccl" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if self.place.startswith("nccl") else "gloo"
         dist.init_process_group(backend, store=store, rank=self.number, world_size=size, timeout=_TIMEOUT)
         yield
         self.meet()
@@ -99,7 +108,7 @@ class Rank:
 def _main() -> None:
     module, argument, place, number, ranks, folder = sys.argv[1:]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if place == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

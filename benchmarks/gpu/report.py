@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import platform
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -12,11 +16,15 @@ from typing import Any, Final
 
 import torch
 
-from .parts import ROOT
+from evenpipe.report.files import check_writable, write_atomically
 
-__all__ = ["document", "place_table", "said", "table"]
+from .registry import ROOT
+
+__all__ = ["document", "said", "table", "unchecked", "why_not_writable", "write"]
 
 _BEGIN, _END = "<!-- what `make gpu` found -->", "<!-- end of what `make gpu` found -->"
+#: Both files are smaller by far; logs and data of parts are in the folder for temporary files.
+_ROOM, _ROOM_FOR_LOGS = 1 << 20, 1 << 28
 _PLACES: Final = {
     "shared": "all stages on one GPU, messages through the host's memory",
     "nccl": "a GPU for each stage, messages over NCCL",
@@ -39,12 +47,13 @@ def document(place: str, seconds: float, parts: Sequence[dict[str, Any]]) -> dic
             "CUDA": torch.version.cuda,
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if found else None,
             "torch": torch.__version__,
-            "megatron-core": _version("megatron-core"),
+            **{name: _version(name) for name in ("megatron-core", "deepspeed", "transformer-engine")},
             "python": platform.python_version(),
         },
         "place": place,
         "seconds": round(seconds, 1),
         "parts": parts,
+        "unchecked": unchecked(parts),
     }
 
 
@@ -60,7 +69,6 @@ def table(found: dict[str, Any]) -> str:
         "| part | what | found | predicted |",
         "|---|---|---|---|",
     ]
-    left: dict[str, list[str]] = {}
     for part in found["parts"]:
         groups: dict[tuple[str, str], list[str]] = {}
         for row in part["rows"]:
@@ -69,18 +77,51 @@ def table(found: dict[str, Any]) -> str:
         lines += [f"| {part['part']} | {'; '.join(of)} | {value} | {other} |" for (value, other), of in groups.items()]
         if part["why"]:
             lines.append(f"| {part['part']} | | {part['status']}: {part['why'].replace('|', '/')} | |")
+    return "\n".join([*lines, "", "Not checked:", "", *(f"- {line}" for line in unchecked(found["parts"]))])
+
+
+def unchecked(parts: Sequence[dict[str, Any]]) -> list[str]:
+    """What was not checked, and why, with the part that would have; a line for each reason."""
+    left: dict[str, list[str]] = {}
+    for part in parts:
         for one in part["unchecked"]:
             left.setdefault(f"{one['why']} ({part['part']})", []).append(one["unchecked"])
-    return "\n".join([*lines, "", "Not checked:", "", *(f"- {'; '.join(of)}: {why}" for why, of in left.items())])
+    return [f"{'; '.join(of)}: {why}" for why, of in left.items()]
 
 
-def place_table(page: Path, text: str) -> None:
-    """Put `text` between the two comments of `page`. Raises ValueError where it has none."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
+def why_not_writable(folder: Path) -> str | None:
+    """Why the results could not be written into `folder`, and what to do, in one line; None if they can be."""
+    for path in (folder / "gpu.json", folder / "gpu.md"):
+        if (said := check_writable(path)) is not None:
+            return f"{path} {said}"
+    try:
+        _placed(folder / "gpu.md", "")
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            os.posix_fallocate(probe.fileno(), 0, _ROOM)
+        at = tempfile.gettempdir()
+        if shutil.disk_usage(at).free < _ROOM_FOR_LOGS:
+            return f"{at}, for temporary files, has less than 256 MiB left: free some, or name another by TMPDIR"
+    except ValueError as error:
+        return str(error)
+    except OSError as error:
+        return f"{folder}: there is no room for a MiB ({error.strerror}): free some, or name another by --into"
+    return None
+
+
+def write(folder: Path, found: dict[str, Any]) -> None:
+    """Put a document into `folder`, and its table into the page that is there."""
+    write_atomically(folder / "gpu.json", json.dumps(found, indent=1) + "\n")
+    write_atomically(folder / "gpu.md", _placed(folder / "gpu.md", table(found)))
+
+
+def _placed(page: Path, text: str) -> str:
+    """`page`, if there is one, with `text` between its two comments. Raises ValueError where it has none."""
+    old = page.read_text(encoding="utf-8") if page.exists() else f"# On GPUs\n\n{_BEGIN}{_END}\n"
+    before, begin, rest = old.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not (begin and end):
         raise ValueError(f"{page}: has no {_BEGIN} and {_END} to put the table between")
-    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+    return f"{before}{begin}\n{text}\n{end}{after}"
 
 
 def _text(value: float | str | Sequence[float]) -> str:

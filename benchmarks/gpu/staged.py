@@ -42,6 +42,7 @@ def stage_messages(device: torch.device) -> Callable[[], None]:
         for group in list(groups):
             group.stream.mark().synchronize()
 
+    open_group.__wrapped__ = opened  # type: ignore[attr-defined]
     channel._open_group = open_group
     dist.ProcessGroup.allreduce_coalesced = _one_by_one  # type: ignore[method-assign, assignment]
     return synchronise

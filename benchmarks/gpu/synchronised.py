@@ -29,7 +29,12 @@ _BLOCK: Final = 64 << 20
 
 
 def run(rank: Rank, waiting: str) -> None:
-    waits = {"allocator": _retry, "nothing": lambda: None}.get(waiting, rank.synchronise)
+    waits = {
+        "device": rank.synchronise,
+        "posted-ahead": rank.synchronise,
+        "allocator": _retry,
+        "nothing": lambda: None,
+    }[waiting]
     k = evicting_group(rank.ranks)
     cases: dict[str, dict[str, Any]] = {
         "1f1b": {},

@@ -34,7 +34,7 @@ def golden_runs() -> list[GoldenRun]:
         gib = (held.weights + held.gradients + held.optimizer + comes_and_goes) / 2**30
         longer = row["seconds"] / (shown.iteration_ms / 1e3) - 1
         name = f"7B t={row['t']} p={row['p']} v={row['v']} on {row['cluster']}"
-        covered = shown.uncertainty.low <= longer <= shown.uncertainty.high
+        covered = shown.uncertainty.has(longer)
         found.append(GoldenRun(name, row["allocated"] / 2**30, gib, longer, covered))
     return found
 

@@ -20,7 +20,7 @@ def longer() -> dict[str, tuple[float, bool]]:
         shown = estimate(model(row["model"]), cluster(row["cluster"]), _run(row))
         seconds = row.get("seconds") or shown.iteration_ms / 1e3 * shown.mfu / row["mfu"]
         ratio = seconds / (shown.iteration_ms / 1e3) - 1
-        found[f"{row['model']} on {row['cluster']}"] = ratio, shown.uncertainty.low <= ratio <= shown.uncertainty.high
+        found[f"{row['model']} on {row['cluster']}"] = ratio, shown.uncertainty.has(ratio)
     return found
 
 

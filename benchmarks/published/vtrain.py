@@ -31,7 +31,7 @@ def iterations() -> list[Iteration]:
     for row in csv.DictReader(line for line in lines if not line.startswith("#")):
         shown = estimate(_model(row), cluster(f"{int(row['gpus']) // 8}x8-a100-80gb"), _run(row))
         ratio, sure = float(row["ms"]) / shown.iteration_ms, shown.uncertainty
-        covered = sure.low <= ratio - 1 <= sure.high
+        covered = sure.has(ratio - 1)
         found.append(Iteration(f"{row['billion']}B", 1 / ratio - 1, covered))
     return found
 

@@ -131,7 +131,7 @@ class _Layered:
         )
         ends = layers.boundaries[first], layers.boundaries[stop]
         around, copies = problem.around(stage, *ends), problem.copies.own[stage]
-        self.link = HostLink(self.saved, problem.link_gbps, around, copies)
+        self.link = HostLink(self.saved, problem.host_gbps, around, copies)
         self.movable = np.isfinite(self.link.transfer_ms)  # what is there before the forward is not
         self.nodes = [range(*ends) for ends in itertools.pairwise(bounds)]
 
