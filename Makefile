@@ -21,16 +21,28 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 test: prepare ## run the tests; ARGS="-k bpipe" narrows them down
 	@$(PYTEST) -m "not benchmarks and not megatron_lm and not releases and not long" $(ARGS)
 
-test-rest: ## the others: what takes long, older megatron-core releases, Megatron-LM's scripts (MEGATRON_LM), benchmarks
+# The runtime is run on the oldest torch that is declared, too, unless OLDEST_TORCH is empty: where pip finds no build of
+# it for CPUs, that is some GB.
+OLDEST_TORCH ?= 1
+
+# $(1): which tests, with what they need beside .venv; then those on the oldest torch, and benchmarks.
+define with_all
 	@releases=$$(.ci/prepare --releases) && \
 	export EVENPIPE_MEGATRON_RELEASES="$$releases" && \
-	{ $(PYTEST) --durations=25 $(ARGS) -m "(megatron_lm or releases or long) and not benchmarks" || [ $$? = $(NONE_LEFT) ]; } && \
+	{ $(PYTEST) --durations=25 $(ARGS) -m $(1) || [ $$? = $(NONE_LEFT) ]; } && \
+	{ $(if $(OLDEST_TORCH),oldest=$$(.ci/prepare --oldest-torch) && PYTHONPATH="$$oldest" $(PYTEST) $(ARGS) tests/runtime || [ $$? = $(NONE_LEFT) ],echo "tests/runtime on the oldest torch: not run, as OLDEST_TORCH is empty"); } && \
 	{ $(BIN)/python -m pytest $(ARGS) -m benchmarks || [ $$? = $(NONE_LEFT) ]; }
+endef
 
-test-all: test test-rest ## all of them
+test-rest: prepare ## the others: what takes long, older megatron-core releases, Megatron-LM's scripts (MEGATRON_LM), benchmarks, and the runtime on the oldest torch (OLDEST_TORCH=: not that)
+	$(call with_all,"(megatron_lm or releases or long) and not benchmarks")
 
-gpu: prepare ## measure what only GPUs can tell, in ten minutes; writes docs/gpu.json and the table in docs/gpu.md
-	@$(BIN)/python -m benchmarks.gpu $(ARGS)
+test-all: prepare ## all of them; what both need is started once
+	$(call with_all,"not benchmarks")
+
+# A container's or a module's torch is its interpreter's, or on PYTHONPATH; .venv is not to see another's packages.
+gpu: $(if $(SYSTEM),,prepare) ## measure what only GPUs can tell, in ten minutes, into docs/gpu.json and docs/gpu.md; SYSTEM=1: with the torch of PYTHON
+	@$(if $(SYSTEM),beside=$$(.ci/prepare --system) && PYTHONPATH="$${PYTHONPATH:+$$PYTHONPATH:}$(CURDIR)/plugin:$$beside" $(PYTHON),env -u PYTHONPATH $(BIN)/python) -m benchmarks.gpu $(ARGS)
 
 check: lint types boundaries ## what pre-commit runs: the three below
 

@@ -18,7 +18,7 @@ setup(
             "report/page/templates/*",
         ]
     },
-    install_requires=["torch>=2.6", "numpy", "pydantic>=2", "pyyaml", "jinja2", "rich", "matplotlib"],
+    install_requires=["torch>=2.10", "numpy", "pydantic>=2", "pyyaml", "jinja2", "rich", "matplotlib"],
     extras_require={
         "megatron": ["megatron-core>=0.14,<0.20"],
         "deepspeed": ["deepspeed>=0.19.4,<=0.19.8"],

@@ -2,7 +2,8 @@
 
 A virtual environment cannot be built aside and moved, so it is built in place and trusted only once its stamp stands,
 which is written last. Progress goes to standard error; with --releases the folders of the other megatron-core releases
-go to standard output, joined by the path separator.
+go to standard output, joined by the path separator. With --system there is no .venv: what this Python lacks is put into
+folders, which go to standard output, and its own packages stay as they are.
 """
 
 import argparse
@@ -10,6 +11,8 @@ import contextlib
 import csv
 import fcntl
 import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -21,7 +24,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -39,8 +42,17 @@ FIRST = ("pip", "setuptools")  # they install the rest: an old pip has other mes
 SCRIPTED = ("deepspeed",)  # have no wheel anywhere and nothing to compile when they are installed
 HEARTBEAT_S = 15.0
 
-# Settings that would send packages elsewhere or make pip silent.
+# What `make gpu` needs beside the torch of a container or a module, and then what some of its parts need.
+BESIDE_TORCH = (
+    "numpy rich markdown-it-py mdurl Pygments "
+    "pydantic pydantic_core annotated-types typing_extensions typing-inspection",
+    "megatron-core einops packaging protobuf PyYAML Jinja2 MarkupSafe",
+    "deepspeed einops hjson msgpack ninja packaging psutil py-cpuinfo tqdm",
+)
+
+# Settings that would send packages elsewhere, make pip silent, or hold versions down (containers pin their own torch).
 DISTURBING = ("PYTHONHOME", "PYTHONPATH", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_QUIET", "PIP_LOG", "PIP_REPORT")
+DISTURBING += ("PIP_CONSTRAINT", "PIP_REQUIRE_VIRTUALENV")
 
 FETCHED = re.compile(r"\s*(?:Collecting|Processing|Downloading|Using cached) (\S+)")
 SOURCE_ARCHIVE = re.compile(r"(.+)\.(?:tar\.gz|zip)")
@@ -156,10 +168,10 @@ def fail(what: str, output: list[str]) -> NoReturn:
     raise Failure(f"cannot install {culprit}: {reason}; the full log is {LOG}")
 
 
-def attempt(arguments: list[str]) -> tuple[int, str, list[str]]:
-    """Runs pip once; returns its exit status, what it was working on last, and its output."""
+def attempt(python: str, arguments: list[str]) -> tuple[int, str, list[str]]:
+    """Runs a Python's pip once; returns its exit status, what it was working on last, and its output."""
     environment = {name: value for name, value in os.environ.items() if name not in DISTURBING}
-    command = [str(PYTHON), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
+    command = [python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
     current, output = ["pip"], []
     with (
         LOG.open("a") as log,
@@ -200,13 +212,13 @@ def attempt(arguments: list[str]) -> tuple[int, str, list[str]]:
     return process.returncode, current[-1], output
 
 
-def install(what: str, *arguments: str) -> None:
+def install(what: str, *arguments: str, python: str = str(PYTHON)) -> None:
     """Installs with pip, saying on the way which package is at work; raises Failure."""
     say(f"installing {what}")
-    status, last, output = attempt(list(arguments))
+    status, last, output = attempt(python, list(arguments))
     if status and BROKEN_OFF.search("".join(output)):
         say("the download broke off; once more")
-        status, last, output = attempt(list(arguments))
+        status, last, output = attempt(python, list(arguments))
     if status:
         fail(last, output)
 
@@ -222,13 +234,17 @@ def create() -> None:
         raise Failure(f"{base} cannot create a virtual environment ({remedy}); the full log is {LOG}")
 
 
+def pins_of(names: Iterable[str]) -> list[str]:
+    """The lines of these packages; some have one for each Python."""
+    lines = PINS.read_text().splitlines()
+    return [line.strip() for line in lines if re.split(r"[^\w.\-]", line)[0] in set(names)]
+
+
 def fill() -> None:
-    pins = [line.strip() for line in PINS.read_text().splitlines() if re.match(r"\w", line)]
-    named = {re.split(r"[^\w.\-]", pin)[0]: pin for pin in pins}
-    if first := [named[name] for name in FIRST if name in named]:
+    if first := pins_of(FIRST):
         install("pip's own tools", *first)
-    if "torch" in named:  # its builds differ in what else they need, so this one resolves dependencies, within the pins
-        install("torch", named["torch"], "-c", str(PINS))
+    if torch := pins_of(["torch"]):  # its builds differ in what else they need: it resolves them, within the pins
+        install("torch", *torch, "-c", str(PINS))
     install(f"the pins of {PINS.relative_to(ROOT)}", "--no-deps", "-r", str(PINS))
 
 
@@ -265,17 +281,59 @@ def prepare() -> None:
         say(".venv is ready")
 
 
+def installed(name: str) -> bool:
+    try:
+        return bool(importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def placed(folder: Path, what: str, *arguments: str, python: str = str(PYTHON)) -> Path:
+    """`folder`, with these packages in it, whole; to be put on the import path."""
+    partial = folder.with_suffix(".partial")
+    remove(partial)
+    remove(folder)
+    install(what, "--target", str(partial), *arguments, python=python)
+    partial.replace(folder)
+    return folder
+
+
+def system() -> list[Path]:
+    """Folders of what this Python, which has a torch of its own, lacks; what only parts need may be out of reach."""
+    if importlib.util.find_spec("torch") is None:
+        raise Failure(f"{sys.executable} has no torch: name a Python that has: make gpu SYSTEM=1 PYTHON=...")
+    folders = []
+    for names in BESIDE_TORCH:
+        if not (pins := pins_of([name for name in names.split() if not installed(name)])):
+            continue
+        folder = ROOT / "build" / "beside-torch" / key(sys.version, *pins)[:16]
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            what = f"what {sys.executable} lacks: {', '.join(pins)}"
+            there = folder.is_dir()
+            folders.append(folder if there else placed(folder, what, "--no-deps", *pins, python=sys.executable))
+        except Failure as error:
+            if names == BESIDE_TORCH[0]:
+                raise
+            say(f"{error}; parts that need it are skipped")
+    return folders
+
+
 def release(version: str) -> Path:
-    """The folder that holds one more megatron-core release, to be put in front of the import path."""
+    """The folder that holds one more megatron-core release."""
     pin = f"megatron-core=={version}"
     folder = VENV / "releases" / f"megatron-core-{version}"
-    if f"megatron_core-{version}" not in intact(folder):
-        partial = folder.with_suffix(".partial")
-        remove(partial)
-        remove(folder)
-        install(f"{pin} for the tests", "--no-deps", "--target", str(partial), pin)
-        partial.replace(folder)
-    return folder
+    there = f"megatron_core-{version}" in intact(folder)
+    return folder if there else placed(folder, f"{pin} for the tests", "--no-deps", pin)
+
+
+def oldest_torch() -> Path:
+    """The folder that holds the oldest torch that setup.py declares, and what it needs."""
+    declared = re.search(r"torch>=([\d.]+)", (ROOT / "setup.py").read_text())
+    assert declared is not None, "setup.py says which torch the package needs"
+    pin = f"torch=={declared[1]}.0"
+    folder = VENV / "releases" / pin.replace("==", "-")
+    return folder if folder.is_dir() else placed(folder, f"{pin} for the tests", pin)
 
 
 def releases() -> tuple[str, ...]:
@@ -287,11 +345,17 @@ def releases() -> tuple[str, ...]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--releases", action="store_true", help="install other megatron-core releases too; print where")
+    parser.add_argument("--oldest-torch", action="store_true", help="install the oldest torch too; print where")
+    parser.add_argument("--system", action="store_true", help="no .venv: install what this Python lacks; print where")
     arguments = parser.parse_args()
     try:
         with alone():
-            prepare()
-            folders = [str(release(version)) for version in releases()] if arguments.releases else []
+            if arguments.system:
+                folders = system()
+            else:
+                prepare()
+                folders = [release(version) for version in releases()] if arguments.releases else []
+                folders += [oldest_torch()] if arguments.oldest_torch else []
     except (Failure, OSError) as error:
         say(str(error))
         return 1
@@ -299,7 +363,7 @@ def main() -> int:
         say("interrupted; the next run starts over where needed")
         return 130
     if folders:
-        print(os.pathsep.join(folders))
+        print(os.pathsep.join(map(str, folders)))
     return 0
 
 

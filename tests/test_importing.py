@@ -107,3 +107,35 @@ def test_looking_at_a_schedule_needs_neither_a_framework_nor_torch(command: str)
         found = {{"torch", "evenpipe.megatron", "evenpipe.deepspeed", "evenpipe.train"}} & set(sys.modules)
         assert not found, found
     """)
+
+
+@pytest.mark.parametrize(("words", "status"), [("--version", 0), ("--help", 0), ("", 2), ("frobnicate", 2)])
+def test_what_names_no_command_answers_without_any_package(words: str, status: int) -> None:
+    run(f"""
+        import sys
+        before = set(sys.modules)
+        from evenpipe.cli.main import main
+        try:
+            main({words.split()})
+        except SystemExit as ended:
+            assert ended.code == {status}
+        packages = {{name.partition(".")[0] for name in set(sys.modules) - before}} - set(sys.stdlib_module_names)
+        assert packages == {{"evenpipe"}}, packages
+        assert not [name for name in sys.modules if name.startswith("evenpipe.") and ".cli" not in name]
+    """)
+
+
+@pytest.mark.parametrize(
+    "command", ["schedule", "simulate", "candidates", "estimate", "plan", "recipe", "train", "report", "doctor", "run"]
+)
+def test_the_help_of_a_command_waits_for_neither_torch_nor_matplotlib(command: str) -> None:
+    run(f"""
+        import sys
+        from evenpipe.cli.main import main
+        try:
+            main([{command!r}, "--help"])
+        except SystemExit as ended:
+            assert ended.code == 0
+        found = {{"torch", "matplotlib", "megatron", "deepspeed"}} & set(sys.modules)
+        assert not found, found
+    """)

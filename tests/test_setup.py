@@ -82,7 +82,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     for name in ("prepare", "prepare.py"):
         shutil.copy(ROOT / ".ci" / name, root / ".ci")
     (root / ".ci" / "requirements.txt").write_text("# pins\nprobe==1.0\n")
-    (root / "setup.py").touch()
+    (root / "setup.py").write_text('# "torch>=2.10"\n')
     (root / "pyproject.toml").write_text(
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
         '[project]\nname = "evenpipe"\nversion = "0.1.0"\n'
@@ -244,3 +244,66 @@ def test_a_package_that_must_be_compiled_without_a_compiler(checkout: Checkout, 
     line = complaint(checkout.prepare("--releases", PATH=str(tools), CXX="", PIP_FIND_LINKS=str(tmp_path)))
     assert line.startswith("evenpipe: cannot install megatron_core-0.14.0: it has no wheel for Python 3.")
     assert "no C++ compiler was found" in line
+
+
+@pytest.fixture
+def with_torch(checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A Python of a cluster's module: it has a torch and a numpy, found by PYTHONPATH, and pip, and nothing else."""
+    python = tmp_path / "python"
+    subprocess.run([sys.executable, "-m", "venv", python], check=True)
+    module = tmp_path / "module"
+    for name, version in (("torch", "2.10.0a0+nv"), ("numpy", "1.26")):
+        zipfile.ZipFile(tmp_path / write_wheel(tmp_path, name, version)).extractall(module)
+    for name in ("numpy", "rich", "megatron_core", "einops"):
+        write_wheel(checkout.packages, name, "9.0")
+    pins = checkout.root / ".ci" / "requirements.txt"
+    before = pins.read_text()
+    pins.write_text(
+        'numpy==9.0\nrich==8.0; python_version < "3"\nrich==9.0; python_version >= "3"\n'
+        "torch==9.0\nmegatron-core==9.0\neinops==9.0\ndeepspeed==9.0\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(module))
+    yield python / "bin" / "python"
+    pins.write_text(before)
+
+
+def test_what_a_python_with_its_own_torch_lacks_is_put_beside_it(checkout: Checkout, with_torch: Path) -> None:
+    """The constraint is one of a container's; deepspeed has no release here, and only a part needs it."""
+    constraint = with_torch.with_name("constraint.txt")
+    constraint.write_text("rich==7.0\n")
+    before = sorted(with_torch.parents[1].rglob("*.dist-info"))
+    given = {"PYTHON": str(with_torch), "PIP_CONSTRAINT": str(constraint), "PIP_REQUIRE_VIRTUALENV": "1"}
+    done = checkout.prepare("--system", **given)
+    assert done.returncode == 0, done.stderr
+    assert "cannot install deepspeed==9.0" in done.stderr.splitlines()[-1]
+    assert "parts that need it are skipped" in done.stderr.splitlines()[-1]
+    found = {path.name for folder in done.stdout.strip().split(os.pathsep) for path in Path(folder).glob("*.py")}
+    assert found == {"rich.py", "megatron_core.py", "einops.py"}
+    assert sorted(with_torch.parents[1].rglob("*.dist-info")) == before
+    again = checkout.prepare("--system", **given)
+    assert again.stdout == done.stdout
+    assert "rich" not in again.stderr
+
+
+def test_a_python_without_torch_is_named(checkout: Checkout, with_torch: Path) -> None:
+    line = complaint(checkout.prepare("--system", PYTHON=str(with_torch), PYTHONPATH=""))
+    assert line == f"evenpipe: {with_torch} has no torch: name a Python that has: make gpu SYSTEM=1 PYTHON=..."
+
+
+def test_a_containers_constraint_does_not_bind_the_pins(checkout: Checkout, put_back: None, tmp_path: Path) -> None:
+    constraint = tmp_path / "constraint.txt"
+    constraint.write_text("probe==2.0\n")
+    (checkout.root / ".venv/evenpipe-stamp.json").unlink()
+    done = checkout.prepare(PIP_CONSTRAINT=str(constraint))
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_oldest_torch_is_the_one_that_is_declared(checkout: Checkout, tmp_path: Path) -> None:
+    for name, version in (("torch", "2.10.0"), ("torch", "2.10.1")):
+        write_wheel(tmp_path, name, version)
+    done = checkout.prepare("--oldest-torch", PIP_FIND_LINKS=str(tmp_path))
+    folder = checkout.root / ".venv/releases/torch-2.10.0"
+    assert (done.returncode, done.stdout) == (0, f"{folder}\n"), done.stderr
+    assert [path.name for path in folder.glob("torch*.dist-info")] == ["torch-2.10.0.dist-info"]
+    again = checkout.prepare("--oldest-torch", PIP_FIND_LINKS=str(tmp_path / "nothing"))
+    assert (again.returncode, again.stdout, again.stderr) == (0, done.stdout, "")

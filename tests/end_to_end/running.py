@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import gettempdir
 from typing import NamedTuple
 
 __all__ = ["Ending", "Run"]
@@ -84,10 +85,16 @@ class Run:
         processes = self.processes()
         return sorted(pid for pid, parent in processes.items() if processes.get(parent) == self.process.pid)
 
-    def ending(self) -> Ending:
-        """How it ended, once nothing is left; within SECONDS from now, or what its start took where that is more."""
+    def stop(self, stage: int) -> None:
+        """Have the process of that stage stand still."""
+        of_runs = [int(path.read_text()) for path in Path(gettempdir()).glob(f"evenpipe-*/journal/{stage}.pid")]
+        [process] = set(of_runs) & set(self.training())
+        os.kill(process, signal.SIGSTOP)
+
+    def ending(self, patience: float = SECONDS) -> Ending:
+        """How it ended, once nothing is left; within `patience` from now, or what its start took where that is more."""
         now = time.monotonic()
-        patience = max(SECONDS, now - self._started)
+        patience = max(patience, now - self._started)
         deadline = now + patience
         _, said = self.process.communicate(timeout=patience)
         while self.processes():

@@ -126,7 +126,6 @@ def results(request):
     return dict(zip(runs, run_cases([options(*run) for run in runs]), strict=True))
 
 
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize(("setting", "engine"), marked([run for run in (*RUNS, *TUNED) if run[1] != "megatron"], LONG))
 def test_same_losses_and_weights_as_megatron(setting, engine, results):
     reference, result = results[setting, "megatron"], results[setting, engine]

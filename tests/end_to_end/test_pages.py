@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from jobs import JOBS  # noqa: E402
 from pages import RESULTS, pages, stored  # noqa: E402
+from published.two_buffered import QUALITY  # noqa: E402
 
 FRONT = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 STORED = sorted(RESULTS.glob("*.json"))
@@ -31,6 +32,18 @@ def test_a_number_that_is_changed_is_noticed():
     assert pages(found)[ROOT / "README.md"] != (ROOT / "README.md").read_text()
 
 
+def test_figures_that_pages_quote_of_2bw_s_paper_are_those_of_the_data(monkeypatch):
+    for number, (name, passage) in enumerate(QUALITY.items()):
+        other = tuple(f"{number}{at}.777" for at in range(len(passage.figures)))
+        monkeypatch.setitem(QUALITY, name, passage._replace(figures=other))
+    made = pages(stored())
+    for name, passage in QUALITY.items():
+        assert all(figure in made[ROOT / "docs" / "2bw.md"] for figure in passage.figures), name
+    assert all(
+        figure in made[ROOT / "README.md"] for name in ("perplexities", "fewer") for figure in QUALITY[name].figures
+    )
+
+
 def test_times_of_a_busy_machine_are_told_and_what_no_load_changes_is_not():
     found, page = stored(), ROOT / "docs" / "benchmarks.md"
     said = "**Timed on a busy machine**"
@@ -40,6 +53,17 @@ def test_times_of_a_busy_machine_are_told_and_what_no_load_changes_is_not():
     for name, times in (("figures_2bw", 0), ("overhead", 1), ("bubbles_in_a_script", 2)):
         found[name]["machine"]["load_before"] = 2.01
         assert pages(found)[page].count(said) == times
+
+
+def test_a_result_of_a_tree_that_was_not_committed_is_told():
+    found, page, said = stored(), ROOT / "docs" / "benchmarks.md", "**Not of a commit**: the tree was 1234567 with"
+    for document in found.values():
+        document["versions"]["evenpipe"] = "1234567"
+    assert said not in pages(found)[page]
+    found["memory"]["versions"]["evenpipe"] += "-dirty"
+    made = pages(found)[page]
+    assert made.count(said) == 1
+    assert "nobody can check that tree out (memory)." in made
 
 
 def test_results_are_those_of_the_jobs_that_make_them_again():

@@ -154,6 +154,8 @@ def out_of_room(folder: Path) -> Ending | None:
 STOPPED: dict[str, Callable[[Path], Any]] = {
     "killed twice": killed_twice,
     "terminated": lambda folder: told_to_end(folder, lambda run: os.kill(run.process.pid, signal.SIGTERM)),
+    "interrupted": lambda folder: told_to_end(folder, lambda run: os.kill(run.process.pid, signal.SIGINT)),
+    "hung up": lambda folder: told_to_end(folder, lambda run: os.killpg(run.process.pid, signal.SIGHUP)),
     "all terminated": lambda folder: told_to_end(folder, lambda run: os.killpg(run.process.pid, signal.SIGTERM)),
     "out of room": out_of_room,
 }
@@ -167,12 +169,16 @@ class Stopped(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Stopped]]:
+def stopped(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[dict[str, Stopped]]:
     """Runs of STOPPED. A few are under way at a time: they mostly import and wait."""
-    folders = {name: tmp_path_factory.mktemp("stopped") for name in STOPPED}
+    names = selected(request, "name", others=STOPPED.keys() - {"interrupted", "hung up"})
+    folders = {name: tmp_path_factory.mktemp("stopped") for name in STOPPED if name in names}
     with ThreadPoolExecutor(3) as pool:
-        yield {name: Stopped(pool.submit(stop, folders[name]), folders[name]) for name, stop in STOPPED.items()}
-    subprocess.run(["umount", folders["out of room"]], capture_output=True)
+        yield {name: Stopped(pool.submit(STOPPED[name], folder), folder) for name, folder in folders.items()}
+    if "out of room" in folders:
+        subprocess.run(["umount", folders["out of room"]], capture_output=True)
 
 
 @pytest.mark.long
@@ -189,8 +195,22 @@ def test_sigterm_saves_after_the_same_iteration_everywhere(stopped: dict[str, St
 def test_sigterm_to_all_processes_at_once_does_too(stopped: dict[str, Stopped]) -> None:
     ending, folder = stopped["all terminated"]
     status, line = ending.result()
+    assert ": stopped by SIGTERM: saved " in line
     assert f"saved {find(folder).folder}" in line
     assert status == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("interrupted", signal.SIGINT), pytest.param("hung up", signal.SIGHUP, marks=pytest.mark.long)],
+)
+def test_sigint_and_sighup_save_too(name: str, number: signal.Signals, stopped: dict[str, Stopped]) -> None:
+    ending, folder = stopped[name]
+    status, line = ending.result()
+    assert f": stopped by {number.name}: saved " in line
+    saved = find(folder)
+    assert line == f"evenpipe train: stopped by {number.name}: saved {saved.folder}: go on with --load {folder}"
+    assert status == 128 + number
 
 
 @pytest.mark.long
@@ -210,9 +230,10 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(stopped: dict
         pytest.skip("mounting a small file system needs root")
     assert re.fullmatch(
         rf"evenpipe train: stage \d failed at saving: NotSaved: --save {folder}: "
-        rf"{folder}/iter_0000004.partial/rank_0000\d.pt: No space left on device: make room, or save elsewhere",
+        rf"{folder}/iter_0000004\.[0-9a-f]{{8}}\.partial/rank_0000\d.pt: No space left on device: "
+        r"make room, or save elsewhere",
         ending.line,
     )
     assert ending.status == 1
-    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000002", "latest"]
+    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000002", "latest", "owner.json"]
     assert find(folder).iterations == 2

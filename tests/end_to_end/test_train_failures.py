@@ -140,3 +140,15 @@ def test_in_fp16_a_loss_that_is_no_number_costs_one_step() -> None:
         document = spoilt.to_json()
         assert [norm is None for norm in document["grad_norms"]] == [False, True, False, False]
         assert [loss is None for loss in document["losses"]] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_that_is_stopped_under_2bw_is_named_within_the_timeout(stage: int) -> None:
+    """Its embedding is tied: the other stage waits for a gradient, or for figures, and not for a link."""
+    with Run(schedule="2bw", timeout_minutes="0.2") as run:
+        run.stop(stage)
+        ending = run.ending(patience=40.0)
+    assert ending.status == 1
+    silent = rf"rank {stage} \(stage {stage}\) has given no sign of life for \d+ s"
+    waited = rf"rank {1 - stage} .* waited 12 s for .* the timeout \(--timeout-minutes\)"
+    assert re.search(f": {silent}: {waited}$", ending.line), ending.line

@@ -62,7 +62,7 @@ def planned(folder: Path, function: str, workload: Workload, name: str = "P") ->
 
 def trained(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "evenpipe", "train", "--partition", str(path), "--iterations", "3", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.fixture(scope="module")
