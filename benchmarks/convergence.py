@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from harness import Benchmark, Tick, positive, prepare_to_fork, progress_bar, run_in_processes
 from matplotlib.figure import Figure
-from published.two_buffered import QUALITY
+from published.two_bw import QUALITY
 from rich.table import Table
 
 with warnings.catch_warnings():

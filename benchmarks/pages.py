@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jobs import JOBS, ROOT
-from published.two_buffered import QUALITY, SHARE
+from published.two_bw import QUALITY, SHARE
 
 __all__ = ["RESULTS", "pages", "stored"]
 

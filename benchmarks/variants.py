@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
 from evenpipe.megatron.train_engine.step import Learner
-from evenpipe.megatron.two_buffered import StreamSchedule, TwoBuffered
+from evenpipe.megatron.two_bw import StreamSchedule, TwoBWOptimizer
 from evenpipe.upstream import PatchSet
 
 __all__ = ["installed", "patches_for"]
@@ -18,7 +18,7 @@ def patches_for(schedule: str, learner: Learner) -> PatchSet:
     if schedule != "2bw":
         return in_place_of_megatron(PipelineSchedule(schedule))
     stream = StreamSchedule()
-    stream.attach(TwoBuffered(learner.replica.chunks, learner.optimizer))
+    stream.attach(TwoBWOptimizer(learner.replica.chunks, learner.optimizer))
     return in_place_of_megatron(stream)
 
 

@@ -31,7 +31,7 @@ def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
 
 
 batches = [(inputs, inputs.roll(1, dims=1))] * 5
-losses = pipeline.delayed(batches, optimizer) if schedule.name == "2bw" else (step(*batch) for batch in batches)
+losses = pipeline.two_bw(batches, optimizer) if schedule.name == "2bw" else (step(*batch) for batch in batches)
 for iteration, loss in enumerate(losses):
     if loss is not None:  # where the model ends
         print(f"iteration {iteration}: loss {loss.item():.6f}")

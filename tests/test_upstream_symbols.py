@@ -27,9 +27,9 @@ from evenpipe.upstream.parsed import path_of
 
 SOURCE: Final = Path(evenpipe.__file__).parent
 #: What holds objects of other packages, and what only reads files, draws or computes.
-ROOMS: Final = ("megatron", "deepspeed", "delayed", "runtime", "train")
+ROOMS: Final = ("megatron", "deepspeed", "two_bw", "runtime", "train")
 PACKAGES: Final = ("megatron", "deepspeed")
-LISTS: Final = ("symbols.py", "two_buffered_symbols.py", "supported.py", "training_supported.py")
+LISTS: Final = ("symbols.py", "two_bw_symbols.py", "supported.py", "training_supported.py")
 
 #: An instance or class in its own methods; `ctx` of an autograd function, which is made to be written to.
 OWN: Final = frozenset(("self", "cls", "ctx"))
@@ -39,8 +39,8 @@ OURS: Final = {
     "deepspeed/engine.py": ("cut",),
     "deepspeed/log.py": ("executor",),
     "deepspeed/planned/stage.py": ("executor",),
-    "delayed/ending.py": ("destroy_process_group",),
-    "delayed/stream.py": ("steps",),
+    "two_bw/ending.py": ("destroy_process_group",),
+    "two_bw/stream.py": ("steps",),
     "megatron/adaptive/schedule.py": ("executor",),
     "megatron/bridge.py": ("schedule",),
     "megatron/cpu_mode/core.py": ("logger",),
@@ -49,14 +49,14 @@ OURS: Final = {
     "megatron/script/adaptive.py": ("schedule",),
     "megatron/script/log.py": ("_schedule", "schedule"),
     "megatron/train_engine/engine.py": ("adaptive",),
-    "megatron/two_buffered/stream_schedule.py": ("_delayed",),
+    "megatron/two_bw/stream_schedule.py": ("_batches",),
     "runtime/executor.py": ("_stream",),
     "runtime/host_link.py": ("block",),
     "runtime/locations.py": ("column", "console"),
     "runtime/pool.py": ("slot",),
     "runtime/pulse.py": ("_life",),
     "runtime/store.py": ("recording", "saved"),
-    "train/delayed.py": ("_delayed", "pipeline"),
+    "train/two_bw.py": ("_two_bw", "pipeline"),
     "train/launch.py": ("logger",),
     "train/planned/engine.py": ("pipeline",),
     "train/planned/pipeline.py": ("executor",),

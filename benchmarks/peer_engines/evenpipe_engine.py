@@ -8,8 +8,8 @@ import torch
 
 from evenpipe.runtime.figures import StageFigures
 from evenpipe.schedule import Size, build, find
-from evenpipe.train.delayed import DelayedTraining
 from evenpipe.train.pipeline import ModulePipeline
+from evenpipe.train.two_bw import TwoBWTraining
 from peer_engines.engine import Bench, Peer, Ran
 from peer_engines.part import Part, boundary
 
@@ -31,10 +31,10 @@ class _Ran(Ran):
             measure=True,
         )
         self._batch = [boundary()] * setting.micro_batches, [None] * setting.micro_batches
-        self._stream: DelayedTraining | None = None
+        self._stream: TwoBWTraining | None = None
         if self._pipeline.versions is not None:
             optimizer = torch.optim.SGD(self._pipeline.parameters(), lr=0.1)
-            self._stream, self.around = self._pipeline.delayed(itertools.repeat(self._batch), optimizer), 1
+            self._stream, self.around = self._pipeline.two_bw(itertools.repeat(self._batch), optimizer), 1
 
     def batch(self) -> None:
         if self._stream is not None:

@@ -22,7 +22,7 @@ from evenpipe.cli.main import main
 from evenpipe.cli.parser import Parser
 
 BPIPE = ["--schedule", "1f1b", "--stages", "4", "--micro-batches", "8", "--bpipe"]
-TWO_BUFFERED = ["--schedule", "2bw", "--stages", "4", "--micro-batches", "4"]
+TWO_BW = ["--schedule", "2bw", "--stages", "4", "--micro-batches", "4"]
 KFKB = ["--schedule", "kfkb", "--group-size", "2", "--stages", "2", "--micro-batches", "5"]
 INTERLEAVED = ["--schedule", "interleaved", "--stages", "4", "--micro-batches", "8", "--chunks", "2"]
 
@@ -54,11 +54,11 @@ def test_an_interleaved_schedule_as_json(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_stream_of_batches_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    document = json_of(capsys, "schedule", *TWO_BUFFERED, "--batches", "2")
+    document = json_of(capsys, "schedule", *TWO_BW, "--batches", "2")
     assert (document["name"], document["batches"], document["micro_batches"]) == ("2bw", 2, 4)
     assert " ".join(document["actions"][3]) == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 U0 B7 U1"
     assert document["peak_live"] == [4, 3, 2, 1]
-    levelled = json_of(capsys, "schedule", *TWO_BUFFERED, "--bpipe")
+    levelled = json_of(capsys, "schedule", *TWO_BW, "--bpipe")
     assert (levelled["batches"], levelled["bound"], levelled["peak_live"]) == (3, 3, [3, 3, 2, 3])
 
 
@@ -74,7 +74,7 @@ def test_groups_of_micro_batches_as_json(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_stream_takes_the_time_of_its_compute_and_fills_and_drains_once(
     batches: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = json_of(capsys, "simulate", *TWO_BUFFERED, "--batches", str(batches))
+    document = json_of(capsys, "simulate", *TWO_BW, "--batches", str(batches))
     assert document["makespan_ms"] == (4 * batches + 4 - 1) * 3.0
     updates = [span for span in document["timeline"][0] if span["action"].startswith("U")]
     assert [span["action"] for span in updates] == [f"U{batch}" for batch in range(batches)]
@@ -134,7 +134,7 @@ def test_what_is_too_large_to_draw_is_not_drawn(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("command", ["schedule", "simulate"])
-@pytest.mark.parametrize("options", [BPIPE, INTERLEAVED, [*TWO_BUFFERED, "--batches", "4"]])
+@pytest.mark.parametrize("options", [BPIPE, INTERLEAVED, [*TWO_BW, "--batches", "4"]])
 def test_picture_and_trace(
     command: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,7 +153,7 @@ def test_text_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *BPIPE]) == 0
     text = capsys.readouterr().out
     assert "makespan 33 ms, bubble 27.3%" in text
-    assert main(["schedule", *TWO_BUFFERED]) == 0
+    assert main(["schedule", *TWO_BW]) == 0
     text = capsys.readouterr().out
     assert "2bw, 4 stages, 4 micro-batches × 3 batches" in text
     assert "U update" in text

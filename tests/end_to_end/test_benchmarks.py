@@ -194,15 +194,15 @@ def test_convergence(tmp_path):
     )  # fmt: skip
     assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "convergence")
     (entry,) = shown["results"]
-    flush, two_buffered = entry["curves"]["flush"], entry["curves"]["2bw"]
-    for curve in (flush, two_buffered):
+    flush, two_bw = entry["curves"]["flush"], entry["curves"]["2bw"]
+    for curve in (flush, two_bw):
         assert len(curve["training"]) == 40
         assert [done for done, _ in curve["validation"]] == [0, 20, 40]
         assert curve["validation"][-1][1] < curve["validation"][0][1] - 1
     # The same weights and samples at first; then each batch of one runs on weights that the other has left behind.
-    assert flush["training"][0] == two_buffered["training"][0]
-    assert flush["validation"][0] == two_buffered["validation"][0]
-    assert flush["training"][2] != two_buffered["training"][2]
+    assert flush["training"][0] == two_bw["training"][0]
+    assert flush["validation"][0] == two_bw["validation"][0]
+    assert flush["training"][2] != two_bw["training"][2]
     assert abs(entry["difference"]) < 0.1
     ahead = "flush" if entry["difference"] > 0 else "2bw"
     assert 0.5 < entry[f"{ahead}_share"] <= 1

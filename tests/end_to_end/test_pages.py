@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from jobs import JOBS  # noqa: E402
 from pages import RESULTS, pages, stored  # noqa: E402
-from published.two_buffered import QUALITY  # noqa: E402
+from published.two_bw import QUALITY  # noqa: E402
 
 FRONT = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 STORED = sorted(RESULTS.glob("*.json"))

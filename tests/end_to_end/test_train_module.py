@@ -19,7 +19,7 @@ from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.plain import learning_rate, make_optimizer
 from evenpipe.train.predict import predict
 from evenpipe.train.result import RunResult
-from tests.oracle.recurrence import DelayedUpdates
+from tests.oracle.recurrence import TwoBWUpdates
 
 MODEL: dict[str, Any] = {
     "engine": "module",
@@ -85,7 +85,7 @@ def train_in_one_process(options: TrainOptions) -> tuple[tuple[float, ...], str]
         zip((id(one) for piece in newest for one in piece.parameters()), range(len(parameters)), strict=True)
     )
     order = [gradient_of[id(one)] for one in stepped]
-    updates = DelayedUpdates(optimizer, 1 if options.streams else 0)
+    updates = TwoBWUpdates(optimizer, 1 if options.streams else 0)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     losses = []
     for iteration in range(options.iterations):

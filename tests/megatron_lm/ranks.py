@@ -7,7 +7,7 @@ shares with the job's other ranks, and with jobs before it, the hashes of string
 Megatron-LM and EvenPipe themselves. What torchrun's agent does for a job is done here: one rank that fails ends the
 others.
 
-Jobs of torchrun itself are in `test_vendored.py` (with every release), `test_failures.py` and `test_two_buffered.py`,
+Jobs of torchrun itself are in `test_vendored.py` (with every release), `test_failures.py` and `test_two_bw.py`,
 where a forked run goes on from what such a job has saved, to the bits of one that did not stop.
 """
 

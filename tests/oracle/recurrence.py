@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["DelayedUpdates", "descend"]
+__all__ = ["TwoBWUpdates", "descend"]
 
 
-class DelayedUpdates:
+class TwoBWUpdates:
     """The newest weights, which are the parameters of `optimizer`, and the older versions that `delay` asks for.
 
     The optimizer's state advances once a batch, with gradients taken at the old weights; its step is applied to the
@@ -49,7 +49,7 @@ class DelayedUpdates:
 
 
 def descend(
-    updates: DelayedUpdates,
+    updates: TwoBWUpdates,
     gradients: Callable[[int, list[Tensor]], Sequence[Tensor]],
     learning_rates: Sequence[float],
 ) -> list[Tensor]:

@@ -13,7 +13,7 @@ from evenpipe.train import data
 from evenpipe.train.gather import digest
 from evenpipe.train.options import TrainOptions
 from tests.oracle.clipping import clip, global_norm
-from tests.oracle.recurrence import DelayedUpdates, descend
+from tests.oracle.recurrence import TwoBWUpdates, descend
 from tests.oracle.result import Trained
 from tests.oracle.stages import Stage, build_stages, forward_backward
 
@@ -46,7 +46,7 @@ def train(options: TrainOptions, delay: int, norms_added_in: torch.dtype = torch
             clip(together, norms[-1], options.clip_grad)
         return together
 
-    updates = DelayedUpdates(_optimizer(stages, options), delay)
+    updates = TwoBWUpdates(_optimizer(stages, options), delay)
     last = descend(updates, gradients, [_learning_rate(options, batch) for batch in range(options.iterations)])
     with torch.no_grad():
         for parameter, value in zip(parameters, last, strict=True):

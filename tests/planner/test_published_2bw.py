@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published.pipedream import figure_8_gib, figure_11_billion, largest_micro_batch, table_1
-from benchmarks.published.two_buffered import QUALITY, SHARE
+from benchmarks.published.two_bw import QUALITY, SHARE
 from evenpipe.planner.descriptions import device
 from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS
 

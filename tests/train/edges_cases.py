@@ -148,7 +148,7 @@ def drained() -> list[int]:
         return made
 
     pipeline = ModulePipeline(part, build("2bw", Size(STAGES, MICRO_BATCHES)), loss, edge)
-    stream = pipeline.delayed(itertools.repeat((inputs(), inputs())), torch.optim.SGD(pipeline.parameters(), lr=0.1))
+    stream = pipeline.two_bw(itertools.repeat((inputs(), inputs())), torch.optim.SGD(pipeline.parameters(), lr=0.1))
     gc.collect()
     gc.disable()
     next(stream)

@@ -59,9 +59,9 @@ def test_what_cannot_be_shared_out_is_refused(pipeline: ModulePipeline) -> None:
 def test_a_schedule_without_flushes_is_iterated_over_and_others_are_not(pipeline: ModulePipeline) -> None:
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="program: 1f1b flushes after every batch: call step"):
-        pipeline.delayed([], optimizer)
+        pipeline.two_bw([], optimizer)
     streamed, inputs = made(1, "2bw"), torch.ones(6, 4)
-    with pytest.raises(ValueError, match=r"program: 2bw does not flush .*: iterate over delayed\(batches, optimizer\)"):
+    with pytest.raises(ValueError, match=r"program: 2bw does not flush .*: iterate over two_bw\(batches, optimizer\)"):
         streamed.step(inputs, inputs)
 
 
@@ -77,7 +77,7 @@ def weights_after(*rows: list[int], rate: float | torch.Tensor = 0.1) -> list[to
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     for batches, trained in rows:
         inputs = [torch.full((6, 4), float(number)) for number in range(1, batches + 1)]
-        training = streamed.delayed([(one, 1 - one) for one in inputs], optimizer)
+        training = streamed.two_bw([(one, 1 - one) for one in inputs], optimizer)
         for number, _ in enumerate(training, 1):
             scheduler.step()
             if number == trained:

@@ -20,12 +20,12 @@ from evenpipe.deepspeed.planned.truth import Truth
 from evenpipe.deepspeed.refusals import refuse_unsupported
 from evenpipe.deepspeed.section import Section, SectionError, section_of, with_deepspeeds_names
 from evenpipe.deepspeed.stage import Boundary, EngineStage
-from evenpipe.delayed.log import StepLog
 from evenpipe.report import check_writable
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Program, Programs, Queues, ScheduleError, Size, Step, Unit, links, loop
 from evenpipe.tracing.iteration import IterationTrace, Place, TracedJob
+from evenpipe.two_bw.log import StepLog
 from evenpipe.upstream.ending import end_job
 
 __all__ = ["EvenPipeEngine", "resumes_training", "trace_of"]

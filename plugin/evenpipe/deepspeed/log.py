@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from evenpipe.delayed.log import StepLog
 from evenpipe.report.log_line import log_line, scalars
 from evenpipe.runtime.figures import StageFigures, per_stage
+from evenpipe.two_bw.log import StepLog
 
 __all__ = ["log_batch", "print_line", "print_once", "step_log"]
 

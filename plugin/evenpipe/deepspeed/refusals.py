@@ -14,7 +14,7 @@ from evenpipe.settings.spelling import SECTION
 __all__ = [
     "refuse_configuration",
     "refuse_for_one_stage",
-    "refuse_for_two_buffered",
+    "refuse_for_two_bw",
     "refuse_unsupported",
     "said_of_one_stage",
 ]
@@ -78,7 +78,7 @@ def _warnings(engine: Any) -> Iterator[str]:
         )
 
 
-def refuse_for_two_buffered(engine: Any, gradients: object | None) -> None:
+def refuse_for_two_bw(engine: Any, gradients: object | None) -> None:
     """Raise SectionError for the first setting of an initialized engine that 2bw cannot honour.
 
     `gradients` are those of its optimizer; None for a kind that is not known.

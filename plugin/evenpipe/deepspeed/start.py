@@ -55,7 +55,7 @@ def engine_patches(section: Section) -> PatchSet:
 
 def _evenpipe_engine(section: Section, original: Any) -> Any:
     if section.streams:
-        from evenpipe.deepspeed.two_buffered.engine import TwoBufferedEngine as Engine
+        from evenpipe.deepspeed.two_bw.engine import TwoBWEngine as Engine
     elif section.group_size == "auto":
         from evenpipe.deepspeed.adaptive import AdaptiveEngine as Engine
     else:

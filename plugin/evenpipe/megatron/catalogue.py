@@ -18,11 +18,11 @@ from evenpipe.megatron.script.adaptive import adaptive_patches
 from evenpipe.megatron.script.install import script_patches
 from evenpipe.megatron.script.log import log_patches
 from evenpipe.megatron.script.truth import truth_patches
-from evenpipe.megatron.script.two_buffered.training import CALLED, two_buffered_patches
+from evenpipe.megatron.script.two_bw.training import CALLED, two_bw_patches
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
 from evenpipe.megatron.train_engine.stock import reporting_to
 from evenpipe.megatron.train_engine.symbols import layer_kinds, without_processes
-from evenpipe.megatron.two_buffered_symbols import TWO_BUFFERED
+from evenpipe.megatron.two_bw_symbols import TWO_BW
 from evenpipe.upstream import ANY, PatchSet, UpstreamError
 from evenpipe.upstream.findings import Finding, Findings, State, examine_source, find_by_import, find_in_source
 from evenpipe.upstream.items import Item, Purpose, items_of
@@ -52,7 +52,7 @@ def _sets() -> dict[Purpose, list[PatchSet]]:
             *script_patches(),
             in_place_of_megatron(_NOTHING),
             log_patches(_NOTHING),
-            PatchSet("2bw", two_buffered_patches(_NOTHING), [*TWO_BUFFERED, *CALLED]),
+            PatchSet("2bw", two_bw_patches(_NOTHING), [*TWO_BW, *CALLED]),
             adaptive_patches(_NOTHING),
             truth_patches(_NOTHING),
             half_layers(_NOTHING),

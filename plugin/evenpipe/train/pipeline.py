@@ -15,11 +15,11 @@ from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.schedule import Program, Spec, check_offers, find, needs_of, verify
-from evenpipe.train.delayed import DelayedTraining
 from evenpipe.train.engine import KeptBytes
 from evenpipe.train.engines import ENGINES
 from evenpipe.train.evaluation import Evaluation, check_gradients, evaluating
 from evenpipe.train.plain_steps import PlainSteps, SharedGradients
+from evenpipe.train.two_bw import TwoBWTraining
 from evenpipe.train.weighing import Tokens, mean_loss, share_of, weights_of
 from evenpipe.tuner.process_memory import static_bytes
 
@@ -68,7 +68,7 @@ class Pipeline(ABC):
         #: The number of the next batch, and how much larger that of the one after it is: replicas take turns.
         self.batches, self.stride = 0, 1
         self._group = group
-        self._training: DelayedTraining | None = None
+        self._training: TwoBWTraining | None = None
         held = (one for like in (*edges.taken, *edges.given) for one in like)
         self.device = device = next((one.device for one in (*self.parameters(), *held)), torch.device("cpu"))
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -88,7 +88,7 @@ class Pipeline(ABC):
         """Destroy the links, once no batch is under way."""
         self.executor.connections.close()
 
-    def delayed(
+    def two_bw(
         self,
         batches: Iterable[Any],
         optimizer: torch.optim.Optimizer,
@@ -96,7 +96,7 @@ class Pipeline(ABC):
         clip_grad: float = 0.0,
         replicas: dist.ProcessGroup | None = None,
         squares: Callable[[], Tensor] | None = None,
-    ) -> DelayedTraining:
+    ) -> TwoBWTraining:
         """Train under a schedule without flushes, 2bw: iterate over what is returned, a batch at a time.
 
         batches: each what `step` takes (of several arguments a tuple); read one ahead. optimizer: of this stage's
@@ -114,7 +114,7 @@ class Pipeline(ABC):
         steps = PlainSteps(
             self.versions, optimizer, squares or self.squares, group, clip_grad, replicas, self.shared_gradients
         )
-        self._training = DelayedTraining(self, batches, steps)
+        self._training = TwoBWTraining(self, batches, steps)
         return self._training
 
     @property
@@ -173,7 +173,7 @@ class Pipeline(ABC):
         if self.versions is not None:
             raise ValueError(
                 f"program: {self.program.schedule.name} does not flush between batches: iterate over "
-                "delayed(batches, optimizer) in place of step"
+                "two_bw(batches, optimizer) in place of step"
             )
         found = dict[int, Tensor]()
         items = self.shared(batch)

@@ -16,10 +16,10 @@ from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.executor import Observer
 from evenpipe.runtime.timeout import job_timeout
 from evenpipe.schedule import FORWARD, Action
-from evenpipe.train.delayed import DelayedTraining
 from evenpipe.train.engine import Case, Coordinates, KeptBytes, OptimizerStep, Tuned
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.pipeline import Pipeline
+from evenpipe.train.two_bw import TwoBWTraining
 
 __all__ = ["PlainEngine", "learning_rate", "make_optimizer"]
 
@@ -40,7 +40,7 @@ class PlainEngine(Observer, ABC, Generic[PipelineT]):
     pipeline: PipelineT
     optimizer: torch.optim.Optimizer
     #: Under a schedule without flushes, once training has begun.
-    _training: DelayedTraining | None = None
+    _training: TwoBWTraining | None = None
     #: Of its steps, what a checkpoint had.
     _saved_steps: dict[str, Any] | None = None
 
@@ -76,7 +76,7 @@ class PlainEngine(Observer, ABC, Generic[PipelineT]):
         self._first = iteration
         options = self._case.options
         if options.streams:
-            self._training = self.pipeline.delayed(
+            self._training = self.pipeline.two_bw(
                 map(self.batch, itertools.count(iteration)),
                 self.optimizer,
                 clip_grad=options.clip_grad,
@@ -113,7 +113,7 @@ class PlainEngine(Observer, ABC, Generic[PipelineT]):
     def versions_peak(self) -> int:
         return 1 if self.pipeline.versions is None else self.pipeline.versions.peak
 
-    def _train_delayed(self, iteration: int) -> list[float]:
+    def _train_two_bw(self, iteration: int) -> list[float]:
         """An iteration of a schedule without flushes."""
         assert self._training is not None, "training has begun"
         self._set_rate(iteration)

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evenpipe.delayed.steps import DelayedSteps, Outcome
 from evenpipe.runtime.exchange import Exchange
 from evenpipe.runtime.silence import wait_for
 from evenpipe.runtime.weight_versions import WeightVersions
+from evenpipe.two_bw.steps import Outcome, TwoBWSteps
 
 __all__ = ["PlainSteps", "SharedGradients", "scaled_to"]
 
@@ -35,7 +35,7 @@ class SharedGradients(Protocol):
         """Whether this stage shares any."""
 
 
-class PlainSteps(DelayedSteps):
+class PlainSteps(TwoBWSteps):
     """The optimizer of one stage of a pipeline of plain modules.
 
     squares: this stage's sums of squares of `parameter.grad`, in fp64, by piece of the model, zero for pieces on other

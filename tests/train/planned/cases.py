@@ -29,7 +29,7 @@ from evenpipe.partition.trace import trace
 from evenpipe.train.planned import PlannedPipeline
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
-from tests.oracle.recurrence import DelayedUpdates
+from tests.oracle.recurrence import TwoBWUpdates
 
 SEED, STEPS, SIZE, RATE = 3, 5, 2, 0.05
 
@@ -86,7 +86,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def train_uncut(example: Example, micro_batches: int, delay: int = 0) -> dict[str, Any]:
     """A loop in one process; with a delay of 1, 2bw's rule."""
     optimizer, losses, first = optimizer_of(example.model.parameters()), [], {}
-    updates, model = DelayedUpdates(optimizer, delay), copy.deepcopy(example.model)
+    updates, model = TwoBWUpdates(optimizer, delay), copy.deepcopy(example.model)
     for step in range(STEPS):
         batch, found = batch_of(example, micro_batches, step), []
         with torch.no_grad():
@@ -114,7 +114,7 @@ def train_cut(plan: Path, example: Example, rank: int) -> dict[str, Any]:
     optimizer, losses, first = optimizer_of(pipeline.parameters()), [], {}
     if pipeline.versions is not None:
         batches = (batch_of(example, pipeline.plan.micro_batches, step) for step in range(STEPS))
-        losses += pipeline.delayed(batches, optimizer)
+        losses += pipeline.two_bw(batches, optimizer)
     for step in range(STEPS if pipeline.versions is None else 0):
         optimizer.zero_grad()
         losses.append(pipeline.step(batch_of(example, pipeline.plan.micro_batches, step)))

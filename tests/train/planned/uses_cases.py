@@ -138,7 +138,7 @@ def frozen_and_cut(folder: Path, schedule: str) -> dict[str, Any]:
     pipeline = PlannedPipeline(path, Frozen())
     learned = [one for one in pipeline.parameters() if one.requires_grad]
     optimizer = torch.optim.SGD(learned or [nn.Parameter(torch.zeros(()))], lr=0.5)
-    losses = [one and one.item() for one in pipeline.delayed([batch()] * 3, optimizer, clip_grad=1.0)]
+    losses = [one and one.item() for one in pipeline.two_bw([batch()] * 3, optimizer, clip_grad=1.0)]
     pipeline.close()
     return {"losses": losses, "learned": len(learned)}
 
@@ -274,7 +274,7 @@ def evaluated(folder: Path, name: str) -> dict[str, Any]:
         pipeline.step(batch())
         optimizer.step()
     else:
-        next(pipeline.delayed([batch()] * 3, optimizer))
+        next(pipeline.two_bw([batch()] * 3, optimizer))
     second = pipeline.evaluate(batch())
     model.load_state_dict(pipeline.full_state_dict() or model.state_dict())
     pipeline.close()

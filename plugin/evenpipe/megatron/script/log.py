@@ -15,8 +15,8 @@ from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.upstream import PatchSet
 
 if TYPE_CHECKING:
-    from evenpipe.delayed.log import StepLog
     from evenpipe.megatron.schedule import PipelineSchedule
+    from evenpipe.two_bw.log import StepLog
 
 __all__ = ["TrainingLog", "log_patches", "say", "say_on_last_rank", "show_figures"]
 

@@ -99,11 +99,11 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
     called: Callable[..., Any] | None = None
     steps, more = None, []
     if config.streams:
-        from evenpipe.megatron.script.two_buffered.training import TwoBufferedTraining
-        from evenpipe.megatron.two_buffered import StreamSchedule
+        from evenpipe.megatron.script.two_bw.training import TwoBWLoop
+        from evenpipe.megatron.two_bw import StreamSchedule
 
         schedule = stream = StreamSchedule(config.bpipe, observer, connected=report, schedule=config.spec)
-        training = TwoBufferedTraining(stream, args, config.one_version)
+        training = TwoBWLoop(stream, args, config.one_version)
         steps, more = training.steps, [training.patches()]
     elif config.group_size == "auto":
         from evenpipe.megatron.script.adaptive import AdaptiveTraining, adaptive_patches

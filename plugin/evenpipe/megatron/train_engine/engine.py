@@ -15,7 +15,7 @@ from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.train_engine.schedules import InstalledSchedule, installed_schedule
 from evenpipe.megatron.train_engine.state import capture, restore
 from evenpipe.megatron.train_engine.step import Learner, Tensors, make_learner, micro_batches, train_step
-from evenpipe.megatron.two_buffered.expert_losses import forget_model
+from evenpipe.megatron.two_bw.expert_losses import forget_model
 from evenpipe.planner.candidates import PlanError
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.train.engine import Case, Coordinates, KeptBytes, OptimizerStep, Tuned

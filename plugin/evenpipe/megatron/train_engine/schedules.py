@@ -12,7 +12,7 @@ from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
 from evenpipe.megatron.train_engine.step import Learner
 from evenpipe.megatron.train_engine.stock import StockSchedule, reporting_to
 from evenpipe.megatron.train_engine.symbols import TRAINED
-from evenpipe.megatron.two_buffered import StreamSchedule, TwoBuffered
+from evenpipe.megatron.two_bw import StreamSchedule, TwoBWOptimizer
 from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import FORWARD, UPDATE, Action
@@ -57,16 +57,16 @@ class _EvenPipeSchedule(Observer):
 
     def __init__(self, learner: Learner, recorder: Recorder, note: Callable[[str], None]) -> None:
         options = learner.options
-        self.extra: TwoBuffered | None = None
+        self.extra: TwoBWOptimizer | None = None
         self.schedule: PipelineSchedule
         self.adaptive: AdaptiveSchedule | None = None
         self._stream: StreamSchedule | None = None
         self._micro_batches = options.micro_batches
         spec = options.programs.spec
         if options.streams:
-            self.extra = two_buffered = TwoBuffered(learner.replica.chunks, learner.optimizer)
+            self.extra = two_bw = TwoBWOptimizer(learner.replica.chunks, learner.optimizer)
             self.schedule = self._stream = StreamSchedule(options.bpipe, observer=self, measure=True, schedule=spec)
-            self._stream.attach(two_buffered)
+            self._stream.attach(two_bw)
         elif options.group_size == "auto":
             self.schedule = self.adaptive = AdaptiveSchedule(
                 _tuning(learner, note), options.bpipe, observer=self, measure=True, schedule=spec

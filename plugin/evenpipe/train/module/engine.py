@@ -62,7 +62,7 @@ class ModuleEngine(PlainEngine[ModulePipeline]):
     def train(self, iteration: int) -> list[float]:
         case = self._case
         if case.options.streams:
-            return self._train_delayed(iteration)
+            return self._train_two_bw(iteration)
         self.optimizer.zero_grad()
         self.pipeline.step(*self.batch(iteration))
         case.failure.enter("optimizer step")

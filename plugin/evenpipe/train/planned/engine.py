@@ -71,7 +71,7 @@ class PlannedEngine(PlainEngine[PlannedPipeline]):
         case, pipeline, options = self._case, self.pipeline, self._case.options
         with autocasting(case.device.type, PRECISIONS.get(pipeline.plan.origin.autocast or "")):
             if options.streams:
-                return self._train_delayed(iteration)
+                return self._train_two_bw(iteration)
             self.optimizer.zero_grad()
             pipeline.step(self.batch(iteration))
         case.failure.enter("optimizer step")

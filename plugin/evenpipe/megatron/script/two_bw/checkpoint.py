@@ -1,0 +1,140 @@
+"""The side file of 2BW beside, and then in, a checkpoint of Megatron's."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+
+from evenpipe.megatron.script.flags import destination
+from evenpipe.megatron.script.hooks import folders_loaded_from
+from evenpipe.megatron.script.log import say
+from evenpipe.report.files import move_durably
+from evenpipe.settings.config import ConfigError, EvenPipeConfig
+from evenpipe.settings.spelling import flag
+from evenpipe.two_bw import side_file
+
+if TYPE_CHECKING:
+    from evenpipe.two_bw.steps import TwoBWSteps
+
+__all__ = ["has_two_versions", "resume", "save"]
+
+_NAME: Final = "evenpipe_2bw"
+
+
+class _Share(NamedTuple):
+    """What of this process' weights the same others hold: those that are `dense`, or experts that are shared out.
+
+    `places` are those of the trainable ones among all of the process.
+    """
+
+    dense: bool
+    weights: Sequence[torch.Tensor]
+    places: Sequence[int]
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        if self.dense:
+            return f"stage_{stage:02d}_shard_{parallel_state.get_tensor_model_parallel_rank():02d}"
+        experts, shard = (
+            parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+        return f"stage_{stage:02d}_experts_{experts:02d}_shard_{shard:02d}"
+
+    @property
+    def is_written_here(self) -> bool:
+        """Replicas hold the same: one of them writes."""
+        if self.dense:
+            return int(parallel_state.get_data_parallel_rank(with_context_parallel=True)) == 0
+        return int(parallel_state.get_expert_data_parallel_rank()) == 0
+
+    def part(self, paths: Sequence[Path]) -> side_file.Part:
+        """With the places where its file may lie."""
+        return side_file.Part(paths, self.weights, self.places)
+
+
+def save(iteration: int, model: Sequence[Any], steps: TwoBWSteps, folder: str, write: Callable[[], Any]) -> Any:
+    """Let `write` save what is Megatron's, once the state of `steps`, which have been drained, is safe on disk.
+
+    Megatron's tracker moves on within `write` (or later, for an asynchronous save), so a checkpoint that can be loaded
+    has both. It wants its own folder empty, so ours stay beside it until it is done. Raises RuntimeError, with one
+    line, when a file cannot be written.
+    """
+    written = [share for share in _shares(model) if share.is_written_here]
+    for share in written:
+        _, beside = _paths(folder, iteration, share.name)
+        side_file.write(beside, iteration, f"of iteration {iteration}", steps, share.part([beside]))
+    result = write()
+    for share in written:
+        inside, beside = _paths(folder, iteration, share.name)
+        move_durably(beside, inside)
+    return result
+
+
+def resume(
+    args: Namespace,
+    model: Sequence[Any],
+    steps: TwoBWSteps,
+    saved_with_2bw: bool | None,
+    *,
+    accepts_one_version: bool,
+) -> bool:
+    """Give `steps` what was saved with the weights that Megatron has loaded, and say whether; all ranks call it.
+
+    `saved_with_2bw` and `accepts_one_version` are those of :func:`side_file.resume`, whose SideFileError this raises.
+    """
+    if args.load is None or not args.iteration:
+        return False
+    folders = folders_loaded_from(args)
+    parts = [
+        # Beside, where the job was killed after Megatron's tracker had moved on.
+        share.part([path for folder in folders for path in _paths(folder, args.iteration, share.name)])
+        for share in _shares(model)
+    ]
+    complete, line = side_file.resume(
+        steps,
+        parts,
+        args.iteration,
+        saved_with_2bw,
+        accepts_one_version=accepts_one_version,
+        setting=flag("one_version"),
+    )
+    if args.rank == 0:
+        say(f"2bw: checkpoint of iteration {args.iteration}: {line}")
+    return complete
+
+
+def has_two_versions(checkpoint_args: Namespace) -> bool | None:
+    """Return whether a checkpoint with these arguments of Megatron's was saved with 2bw; None: they do not tell."""
+    try:
+        return EvenPipeConfig.of(schedule=getattr(checkpoint_args, destination("schedule"), None)).streams
+    except ConfigError:  # a table that is no longer there, or another package's schedule
+        return None
+
+
+def _shares(model: Sequence[Any]) -> list[_Share]:
+    """The dense weights, of which there may be none, and the experts, if there are some that are shared out."""
+    parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    each = [
+        _Share(
+            dense,
+            [parameter for parameter in parameters if getattr(parameter, "allreduce", True) == dense],
+            [place for place, parameter in enumerate(trainable) if getattr(parameter, "allreduce", True) == dense],
+        )
+        for dense in (True, False)
+    ]
+    return [share for share in each if share.dense or share.weights]
+
+
+def _paths(folder: str, iteration: int, name: str) -> tuple[Path, Path]:
+    """Inside the checkpoint's own folder, and beside it."""
+    inside = Path(folder, f"iter_{iteration:07d}", _NAME, f"{name}.pt")
+    return inside, Path(folder, f".{_NAME}", f"{iteration:07d}_{name}.pt")

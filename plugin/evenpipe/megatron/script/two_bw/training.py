@@ -1,0 +1,294 @@
+"""2BW in Megatron-LM's scripts: where the two weight versions come in, are saved and are taken up again."""
+
+from __future__ import annotations
+
+import functools
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from evenpipe.megatron.script.hooks import save_patch, set_up_patch
+from evenpipe.megatron.script.log import say, say_on_last_rank, show_figures
+from evenpipe.megatron.script.two_bw.exit import ExitDecision
+from evenpipe.megatron.supported import MEGATRON_CORE, PARALLEL_STATE, RELEASES, Changes, core_patch, expected, members
+from evenpipe.megatron.training_supported import training_expected, training_patch
+from evenpipe.two_bw.log import StepLog
+from evenpipe.upstream import PRESENT, Patch, PatchSet
+from evenpipe.upstream.ending import end_job
+
+if TYPE_CHECKING:
+    from evenpipe.megatron.two_bw import StreamSchedule, TwoBWOptimizer
+    from evenpipe.megatron.two_bw.expert_losses import ExpertLosses
+
+__all__ = ["CALLED", "TwoBWLoop", "two_bw_patches"]
+
+_AND = "logical_and_across_model_parallel_group"
+_MAX = "reduce_max_stat_across_model_parallel_group"
+_TIMERS = "megatron.core.timers"
+_MOE = "megatron.core.transformer.moe"
+_EXPERTS: Mapping[str, Changes] = {
+    f"{_MOE}.moe_utils:reduce_aux_losses_tracker_across_ranks": {
+        "0.14": "(track_names=None)",
+        "0.16": "(track_names=None, pg_collection=None)",
+        "0.18": None,
+    },
+    f"{_MOE}.moe_logging:MoEMetricsTracker._sync_metrics": {"0.18": "(self, metric_names, pg_collection=None)"},
+}
+CALLED: Final = (
+    *training_expected(
+        "megatron.training:get_signal_handler",
+        "megatron.training.dist_signal_handler:DistributedSignalHandler._signal_received",
+        "megatron.training.training:_TRAIN_START_TIME",
+    ),
+    *expected(
+        {
+            **members(
+                PARALLEL_STATE,
+                (
+                    *("get_pipeline_model_parallel_rank", "get_tensor_model_parallel_rank"),
+                    *("get_expert_model_parallel_rank", "get_expert_tensor_parallel_rank"),
+                ),
+                "()",
+            ),
+            f"{PARALLEL_STATE}:get_data_parallel_rank": PRESENT,
+            f"{PARALLEL_STATE}:get_expert_data_parallel_rank": {
+                "0.14": "(partial_expert_data_parallel=False)",
+                "0.19": "(with_gtp_remat=True, partial_expert_data_parallel=False)",
+            },
+            f"{_TIMERS}:Timer._started": PRESENT,
+            f"{_TIMERS}:Timers._timers": PRESENT,
+        }
+    ),
+    *expected(
+        members(f"{_TIMERS}:Timer", ("_start_time", "_active_time", "_elapsed")),
+        "2bw: a timer is read without the barriers that would join all stages",
+    ),
+)
+"""What is called beside the symbols of `evenpipe.megatron.two_bw`."""
+
+
+class TwoBWLoop:
+    """A script's training with 2BW. `args` are Megatron's, `schedule` is the one that its loop is given.
+
+    accepts_one_version: go on from a checkpoint of 2BW whose older weights cannot be had.
+
+    Make it once arguments are known, and apply what it patches::
+
+        training = TwoBWLoop(schedule, args)
+        training.patches().apply()
+
+    What Megatron would re-run after a suspicious result is switched off: a stream of batches cannot be wound back.
+    """
+
+    def __init__(self, schedule: StreamSchedule, args: Namespace, accepts_one_version: bool = False) -> None:
+        self.args = args
+        self._accepts_one_version = accepts_one_version
+        self._saved_with_2bw: bool | None = None
+        self._schedule = schedule
+        self._buffers: TwoBWOptimizer | None = None
+        self._expert_losses: ExpertLosses | None = None
+        self.steps = StepLog(say_on_last_rank, say, show_figures, means=True)
+        self.exit_decision = ExitDecision(args, self.steps.close)
+        # Its barriers would join all stages in every iteration.
+        args.barrier_with_L1_time = False
+        if args.rerun_mode != "disabled":
+            if args.rank == 0:
+                say(
+                    f"2bw: --rerun-mode {args.rerun_mode} is disabled, as a stream of batches cannot be run again; "
+                    "a loss that is no number still ends the run"
+                )
+            args.rerun_mode = "disabled"
+
+    def patches(self) -> PatchSet:
+        """What gives Megatron's training loop two weight versions."""
+        series = MEGATRON_CORE.series(RELEASES)
+        return PatchSet("2bw", [patch for patch in two_bw_patches(self) if series in patch.versions], CALLED)
+
+    def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
+        """Called by all ranks when Megatron has made model and optimizer, and loaded what was to be loaded."""
+        from evenpipe.megatron.script.two_bw.checkpoint import resume
+        from evenpipe.megatron.two_bw import TwoBWOptimizer
+        from evenpipe.megatron.two_bw.expert_losses import ExpertLosses
+        from evenpipe.two_bw.side_file import SideFileError
+
+        if optimizer is None:
+            return  # --skip-train
+        if optimizer.is_stub_optimizer:
+            raise ValueError(
+                "--evenpipe-schedule 2bw: this stage has no parameters to train: choose another "
+                "--pipeline-model-parallel-layout, or --evenpipe-schedule 1f1b"
+            )
+        self._buffers = TwoBWOptimizer(model, optimizer)
+        try:
+            resumed = resume(
+                self.args,
+                model,
+                self._buffers,
+                self._saved_with_2bw,
+                accepts_one_version=self._accepts_one_version,
+            )
+        except SideFileError as error:
+            end_job(str(error))
+        if self.args.num_experts is not None:
+            self._expert_losses = ExpertLosses()
+        self._schedule.attach(self._buffers, self._expert_losses)
+        self.steps.begin(self._buffers, self.args.iteration, resumed)
+        self.exit_decision.along.begin(self._buffers)
+
+    def loaded(self, checkpoint_args: Namespace) -> None:
+        """Called by all ranks with the arguments of the run that saved what Megatron goes on from."""
+        from evenpipe.megatron.script.two_bw.checkpoint import has_two_versions
+
+        self._saved_with_2bw = has_two_versions(checkpoint_args)
+
+    def sum_losses_of_experts(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of Megatron's sum of them over all ranks, in every iteration."""
+        if self._expert_losses is None:
+            return original(*args, **kwargs)
+        return self._expert_losses.summed(original, *args, **kwargs)
+
+    def interrupt(self) -> None:
+        """Called by all ranks before they wait for each other: finish the step, and let go of what is under way.
+
+        A stage that evicts may be amid transfers that its partner would take part in only in its next iteration.
+        """
+        if self._buffers is not None:
+            self._buffers.drain()
+
+    def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
+        """Called by all ranks in the place of Megatron's saving, which is `write`."""
+        from evenpipe.megatron.script.two_bw.checkpoint import save
+
+        if self._buffers is None:
+            return write()
+        self.interrupt()
+        with self.exit_decision.with_users_flags():
+            return save(iteration, model, self._buffers, folder, write)
+
+
+def two_bw_patches(training: Any) -> list[Patch]:
+    """What :class:`TwoBWLoop` applies; made without looking at what is installed."""
+    interrupt, sum_losses = functools.partial(_interrupt, training), functools.partial(_sum_losses_of_experts, training)
+    return [
+        set_up_patch(
+            training, "two-versions", "2bw: the first place that has model and optimizer, with what was loaded"
+        ),
+        save_patch(training, "2bw: both weight versions are saved, when the submitted step is finished"),
+        training_patch(
+            "saved-arguments",
+            "megatron.training.checkpointing:check_checkpoint_args",
+            functools.partial(_tell_of_arguments, training),
+            "2bw: a checkpoint's arguments say whether an older weight version goes with it",
+        ),
+        training_patch(
+            "exit",
+            "megatron.training.training:checkpoint_and_decide_exit",
+            functools.partial(_decide_in_the_background, training),
+            "2bw: all ranks are asked in every iteration whether to stop, which joins all stages",
+        ),
+        training_patch(
+            "date",
+            "megatron.training.training:print_datetime",
+            interrupt,
+            "2bw: a barrier before Megatron exits, at which nothing may be under way",
+        ),
+        *(
+            core_patch(
+                f"timer-{name}",
+                f"{_TIMERS}:Timer.{name}",
+                interrupt,
+                "2bw: timers stop, with barriers, before Megatron evaluates or saves; nothing may be under way then",
+                "(self, barrier=False)",
+            )
+            for name in ("start", "stop")
+        ),
+        *(
+            core_patch(
+                "experts",
+                symbol,
+                sum_losses,
+                "2bw: auxiliary losses of experts are summed over all stages in every iteration, which joins them",
+                signatures,
+            )
+            for symbol, signatures in _EXPERTS.items()
+        ),
+        # A rank itself says at once what Megatron-LM reduces over all stages in every iteration. The finished step's
+        # success, norm and count of zeros come out of one exchange, and the learning rate is the same on all stages (a
+        # stage without parameters is refused).
+        *(
+            training_patch(
+                name,
+                f"{module}:{function}",
+                lambda original, value, group=None: value,
+                f"2bw: {what} of the finished step is known on all stages, and asking joins them (0.19 asks the "
+                "model's pg_collection.mp: of whatever group, the host waits for the device's answer)",
+            )
+            # The functions moved when utils became a package.
+            for module in ("megatron.training.utils", "megatron.training.utils.common_utils")
+            for name, function, what in (("success", _AND, "success"), ("norm", _MAX, "the norm"))
+        ),
+        core_patch(
+            "interval",
+            f"{_TIMERS}:Timer.elapsed",
+            _without_barrier,
+            "2bw: two barriers and a wait for the whole device at each log interval join all stages",
+            "(self, reset=True, barrier=False)",
+        ),
+        core_patch(
+            "timers",
+            f"{_TIMERS}:Timers.log",
+            _of_running_timers,
+            "2bw: older releases gather the times of timers that were never started from all ranks, at each log "
+            "interval",
+            "(self, names, rank=None, normalizer=1.0, reset=True, barrier=False)",
+        ),
+    ]
+
+
+def _sum_losses_of_experts(training: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return training.sum_losses_of_experts(original, *args, **kwargs)
+
+
+def _interrupt(training: TwoBWLoop, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    training.interrupt()
+    return original(*args, **kwargs)
+
+
+def _tell_of_arguments(
+    training: Any, original: Callable[..., Any], checkpoint_args: Namespace, *args: Any, **kwargs: Any
+) -> Any:
+    training.loaded(checkpoint_args)
+    return original(checkpoint_args, *args, **kwargs)
+
+
+def _decide_in_the_background(
+    training: TwoBWLoop, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> bool:
+    return training.exit_decision.made_by(functools.partial(original, *args, **kwargs))
+
+
+def _of_running_timers(
+    original: Callable[..., None], timers: Any, names: Sequence[str], *args: Any, **kwargs: Any
+) -> None:
+    started = [name for name in names if name in timers._timers]
+    if started:
+        original(timers, started, *args, **kwargs)
+
+
+def _without_barrier(original: Callable[..., float], timer: Any, reset: bool = True, barrier: bool = False) -> float:
+    """A reading that is not to be aligned over ranks is Megatron's own."""
+    if not (barrier and timer._started):
+        return original(timer, reset, barrier)
+    import torch
+
+    if torch.cuda.is_available():
+        # Not the device: what this stage waits to receive is on streams of its own.
+        torch.cuda.current_stream().synchronize()
+    now = time.time()
+    passed = now - timer._start_time
+    timer._start_time = now
+    timer._active_time += passed
+    total = timer._elapsed + passed
+    timer._elapsed = 0.0 if reset else total
+    return float(total)

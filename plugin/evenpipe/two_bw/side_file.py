@@ -1,0 +1,162 @@
+"""What a framework's checkpoint lacks of 2BW, such as the older weight version: a file for each stage and shard."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evenpipe.report.digests import DamagedFile, check_seal, sealed
+from evenpipe.report.files import lacks_room, write_durably
+from evenpipe.two_bw.steps import TwoBWSteps
+
+__all__ = ["Part", "SideFileError", "resume", "write"]
+
+_FORMAT: Final = "evenpipe.two_bw/2"
+
+
+class SideFileError(RuntimeError):
+    """A checkpoint was saved with 2bw, and its older weight version cannot be had; one line, the same on all ranks."""
+
+
+class Part(NamedTuple):
+    """Weights of a process that have a file of their own: where it may lie, and the `newest` it is used with only.
+
+    `places` are those of the trainable ones among all of the process; None: all.
+    """
+
+    paths: Sequence[Path]
+    newest: Sequence[Tensor]
+    places: Sequence[int] | None = None
+
+
+class _Unusable(Exception):
+    """A file is there, but is not the one that goes with these weights."""
+
+
+def write(path: Path, iteration: int, checkpoint: str, steps: TwoBWSteps, part: Part) -> None:
+    """Put the state of `steps`, which have been drained, at `path`: safe on disk as a whole when this returns, or not.
+
+    It ends in its own digest. Raises RuntimeError, with one line that names `checkpoint`, when it cannot be written.
+    """
+    content = {
+        "format": _FORMAT,
+        "iteration": iteration,
+        "newest": _fingerprint(part.newest),
+        "state": steps.state_dict(part.places),
+    }
+    try:
+        write_durably(path, sealed(lambda file: torch.save(content, file)))
+    except (OSError, RuntimeError) as error:
+        said = getattr(error, "strerror", None) or " ".join(str(error).split())
+        # Of torch's own errors the system's are not known.
+        room = "" if isinstance(error, OSError) and not lacks_room(error) else "make room, and "
+        raise RuntimeError(
+            f"the checkpoint {checkpoint} could not be saved: {path}: {said}: "
+            f"{room}go on from the one before, which is whole"
+        ) from error
+
+
+def resume(
+    steps: TwoBWSteps,
+    parts: Sequence[Part],
+    iteration: int,
+    saved_with_2bw: bool | None,
+    *,
+    accepts_one_version: bool,
+    setting: str,
+) -> tuple[bool, str]:
+    """Give `steps` the older weights of each of the `parts`, which are all of this process: all ranks call it.
+
+    `saved_with_2bw` is what the checkpoint says of itself. None: it says nothing, and any rank's file says that it was.
+    Both versions are the loaded one after a save without 2bw, and, if `accepts_one_version`, where a rank has no usable
+    file. Otherwise that raises SideFileError, which names the `setting` that accepts it. Returns whether the older
+    weights were given, and a line for the log.
+    """
+    state, obstacle = None, None
+    try:
+        state = _together(parts, [_first(part, iteration) for part in parts])
+    except (_Unusable, FileNotFoundError) as error:
+        obstacle = str(error)
+    exists = any(path.exists() for part in parts for path in part.paths)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (obstacle, exists))
+    if saved_with_2bw is None:
+        saved_with_2bw = any(one for _, one in ranks)
+    found = next((one for one, _ in ranks if one is not None), None)
+    if saved_with_2bw and found is not None and not accepts_one_version:
+        raise SideFileError(
+            f"2bw: the checkpoint of iteration {iteration} was saved with 2bw, but {found}: put its file there, load "
+            f"another checkpoint, or add {setting}, with which both weight versions are the loaded one"
+        )
+    steps.load_state_dict(state if saved_with_2bw and found is None else None)
+    if not saved_with_2bw:
+        return False, "it was saved without 2bw: both weight versions are the loaded one"
+    if found is None:
+        return True, "both weight versions are as they were saved"
+    return False, f"both weight versions are the loaded one, as {found}"
+
+
+def _first(part: Part, iteration: int) -> Mapping[str, Any]:
+    """The state in the first usable file. Raises FileNotFoundError, or _Unusable."""
+    wrong: str | None = None
+    for path in part.paths:
+        try:
+            return _read(path, part.newest, iteration)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            wrong = wrong or f"{path} cannot be read ({error.strerror})"
+        except (_Unusable, DamagedFile) as error:
+            wrong = wrong or str(error)
+    if wrong is None:
+        raise FileNotFoundError(f"there is no file {part.paths[0]}")
+    raise _Unusable(wrong)
+
+
+def _together(parts: Sequence[Part], states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """One state of those of all parts, which agree in all but the weights."""
+    before = [state["before"] for state in states]
+    if len(parts) == 1 or None in before:
+        return states[0]
+    placed = {
+        place: tensor
+        for part, some in zip(parts, before, strict=True)
+        for place, tensor in zip(part.places or (), some, strict=False)
+    }
+    return {**states[0], "before": [placed[place] for place in sorted(placed)]}
+
+
+def _read(path: Path, newest: Sequence[Tensor], iteration: int) -> Mapping[str, Any]:
+    """The state in a file, of which nothing is used before its digest is found right. Raises as `_first` catches."""
+    check_seal(path)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        form = found["format"]
+    except (OSError, MemoryError):
+        raise
+    except Exception:  # torch raises whatever damaged bytes lead it to
+        raise DamagedFile(f"{path} is damaged") from None
+    if form != _FORMAT:
+        raise _Unusable(f"{path} is of the format {form}, which this version of EvenPipe does not know")
+    if found["iteration"] != iteration:
+        raise _Unusable(f"{path} is of iteration {found['iteration']}")
+    if found["newest"] != _fingerprint(newest):
+        raise _Unusable(
+            f"{path} goes with other weights, as of another iteration or of other parallel sizes (tensor, pipeline, "
+            "expert)"
+        )
+    state: Mapping[str, Any] = found["state"]
+    return state
+
+
+def _fingerprint(tensors: Iterable[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,78 @@
+"""Whether to stop is asked in the background, and acted on one iteration later."""
+
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from evenpipe.megatron.script.two_bw.exit import ExitDecision
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """A job of one rank on CPU."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Megatron:
+    """Its decision, which looks at the arguments: what it was let to ask, and what it found."""
+
+    def __init__(self, args):
+        self.args = args
+        self.asked = []
+
+    def decide(self):
+        self.asked.append((self.args.exit_signal_handler, self.args.exit_duration_in_mins))
+        return self.args.exit_signal_handler or self.args.exit_duration_in_mins is not None
+
+
+@pytest.mark.parametrize("cause", ["signal", "duration"])
+def test_a_yes_is_heard_one_iteration_later(cause, alone, monkeypatch):
+    args = Namespace(exit_signal_handler=cause == "signal", exit_duration_in_mins=5 if cause == "duration" else None)
+    said, ended = [False, False, True, True], []
+    monkeypatch.setattr(ExitDecision, "_got_signal" if cause == "signal" else "_time_is_up", lambda self: said.pop(0))
+    decision, megatron = ExitDecision(args, lambda: ended.append(len(megatron.asked))), Megatron(args)
+    answers = [decision.made_by(megatron.decide) for _ in range(4)]
+    assert answers == [False, False, False, True]
+    quiet = (False, None)
+    assert megatron.asked == [quiet, quiet, quiet, (cause == "signal", 5 if cause == "duration" else None)]
+    # Before Megatron's own question, at which all ranks wait, and before the loop is left.
+    assert ended == [3, 4]
+    assert vars(args) == {
+        "exit_signal_handler": cause == "signal",
+        "exit_duration_in_mins": 5 if cause == "duration" else None,
+    }
+
+
+def test_answers_travel_with_the_figures_of_the_step(alone, monkeypatch):
+    """The last stage ends an iteration long before the first: what it begins then may not wait for that."""
+    args = Namespace(exit_signal_handler=True, exit_duration_in_mins=None)
+    said, steps = [False, True, False], SimpleNamespace(gather_too=[], owes_figures=True)
+    monkeypatch.setattr(ExitDecision, "_got_signal", lambda self: said.pop(0))
+    decision = ExitDecision(args, lambda: None)
+    decision.along.begin(steps)
+    [gather] = steps.gather_too
+    gather()  # of an iteration before, there is nothing
+    found = []
+    for _ in range(3):
+        found.append(decision.made_by(lambda: args.exit_signal_handler))
+        assert not decision._exchange.under_way
+        gather()
+        assert decision._exchange.under_way
+    assert found == [False, False, True]
+
+
+def test_without_the_flags_nobody_is_asked():
+    """There is no process group that anybody could be asked in."""
+    args = Namespace(exit_signal_handler=False, exit_duration_in_mins=None)
+    ended = []
+    decision = ExitDecision(args, lambda: ended.append(True))
+    assert not decision.made_by(lambda: False)
+    assert not ended
+    assert decision.made_by(lambda: True)  # --exit-interval
+    assert ended
