@@ -51,7 +51,7 @@ def test_it_goes_with_its_own_weights(tmp_path, dtype):
     weights = [torch.arange(6, dtype=dtype).view(2, 3).t(), torch.tensor(2.0, dtype=dtype)]
     part = side_file.Part([tmp_path / "none.pt", tmp_path / "folder" / "side.pt"], weights)
     write(part, {"before": [torch.ones(2)]})
-    assert torch.load(part.paths[1])["format"] == "evenpipe.two_bw/2"
+    assert torch.load(part.paths[1])["format"] == "evenpipe.delayed/2"
     steps = Steps()
     assert resume(steps, [part], 3, None) == (True, "both weight versions are as they were saved")
     assert steps.state["before"][0].tolist() == [1, 1]
@@ -99,9 +99,9 @@ def test_a_file_that_is_missing_or_of_another_iteration_or_format_is_an_error_un
     write(part, iteration=2)
     assert f"{part.paths[0]} is of iteration 2" in refused([part])
     with monkeypatch.context() as patch:
-        patch.setattr(side_file, "_FORMAT", "evenpipe.two_bw/9")
+        patch.setattr(side_file, "_FORMAT", "evenpipe.delayed/9")
         write(part)
-    assert "is of the format evenpipe.two_bw/9, which this version" in refused([part])
+    assert "is of the format evenpipe.delayed/9, which this version" in refused([part])
     steps = Steps()
     resumed, line = resume(steps, [part], 3, True, accepts_one_version=True)
     assert not resumed
@@ -122,7 +122,7 @@ def test_a_file_without_a_digest_is_never_used(tmp_path):
     part = side_file.Part([tmp_path / "side.pt"], [torch.ones(2)])
     write(part)
     content = torch.load(part.paths[0])
-    for form in ("evenpipe.two_bw/1", "evenpipe.two_bw/2"):
+    for form in ("evenpipe.delayed/1", "evenpipe.two_bw/2"):
         torch.save({**content, "format": form}, part.paths[0])
         assert f"{part.paths[0]} is damaged, or of another format: it does not end in its digest" in refused([part])
 

@@ -17,7 +17,7 @@ from evenpipe.two_bw.steps import TwoBWSteps
 
 __all__ = ["Part", "SideFileError", "resume", "write"]
 
-_FORMAT: Final = "evenpipe.two_bw/2"
+_FORMAT: Final = "evenpipe.delayed/2"
 
 
 class SideFileError(RuntimeError):
