@@ -13,7 +13,7 @@ from evenpipe.partition.search.copies import Workload
 from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.timing import Measured
 from evenpipe.partition.trace import trace
-from evenpipe.train.planned import PlannedPipeline
+from evenpipe.torch.planned import PlannedPipeline
 
 SIZE = {"vocab_size": 256, "use_cache": False, "attn_implementation": "eager"}
 BERT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from evenpipe.schedule import Size, build, choose
-from evenpipe.train.pipeline import ModulePipeline
+from evenpipe.torch.pipeline import ModulePipeline
 
 
 def part(position: int) -> torch.nn.Module:

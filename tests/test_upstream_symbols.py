@@ -27,7 +27,7 @@ from evenpipe.upstream.parsed import path_of
 
 SOURCE: Final = Path(evenpipe.__file__).parent
 #: What holds objects of other packages, and what only reads files, draws or computes.
-ROOMS: Final = ("megatron", "deepspeed", "two_bw", "runtime", "train")
+ROOMS: Final = ("megatron", "deepspeed", "two_bw", "runtime", "torch", "train")
 PACKAGES: Final = ("megatron", "deepspeed")
 LISTS: Final = ("symbols.py", "two_bw_symbols.py", "supported.py", "training_supported.py")
 
@@ -56,10 +56,10 @@ OURS: Final = {
     "runtime/pool.py": ("slot",),
     "runtime/pulse.py": ("_life",),
     "runtime/store.py": ("recording", "saved"),
-    "train/two_bw.py": ("_two_bw", "pipeline"),
+    "torch/two_bw.py": ("_two_bw", "pipeline"),
     "train/launch.py": ("logger",),
     "train/planned/engine.py": ("pipeline",),
-    "train/planned/pipeline.py": ("executor",),
+    "torch/planned.py": ("executor",),
     "train/saver.py": ("draft",),
 }
 #: Settings as a script's parser has made them, which have no class that could be looked at.

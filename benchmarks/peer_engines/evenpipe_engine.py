@@ -8,8 +8,8 @@ import torch
 
 from evenpipe.runtime.figures import StageFigures
 from evenpipe.schedule import Size, build, find
-from evenpipe.train.pipeline import ModulePipeline
-from evenpipe.train.two_bw import TwoBWTraining
+from evenpipe.torch.pipeline import ModulePipeline
+from evenpipe.torch.two_bw import TwoBWTraining
 from peer_engines.engine import Bench, Peer, Ran
 from peer_engines.part import Part, boundary
 

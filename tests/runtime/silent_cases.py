@@ -27,7 +27,7 @@ from evenpipe.runtime import channel, connections, pulse
 from evenpipe.runtime.exchange import Exchange
 from evenpipe.runtime.silence import silent_peer
 from evenpipe.schedule import Size, build
-from evenpipe.train.pipeline import ModulePipeline
+from evenpipe.torch.pipeline import ModulePipeline
 from evenpipe.upstream.ending import end_with_the_first_error
 
 STAGES, SILENT, TIMEOUT = 4, 2, timedelta(seconds=12)

@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from evenpipe.schedule import Size, build
-from evenpipe.train.pipeline import ModulePipeline
+from evenpipe.torch.pipeline import ModulePipeline
 
 STAGES, MICRO_BATCHES, ROWS, KINDS = 4, 8, 4, 5
 SCHEDULES = {

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from evenpipe.schedule import Size, build
-from evenpipe.train.pipeline import ModulePipeline
+from evenpipe.torch.pipeline import ModulePipeline
 
 MICRO_BATCHES = 3
 

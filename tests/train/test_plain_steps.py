@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.runtime.weight_versions import WeightVersions
-from evenpipe.train.plain_steps import PlainSteps
+from evenpipe.torch.plain_steps import PlainSteps
 
 
 @pytest.fixture

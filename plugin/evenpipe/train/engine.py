@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from evenpipe.train.data import Corpus
     from evenpipe.train.options import TrainOptions
     from evenpipe.train.recorder import FailureContext, Recorder
+    from evenpipe.tuner.process_memory import KeptBytes
     from evenpipe.tuner.tuner import Retune
 
-__all__ = ["Case", "Coordinates", "Engine", "EngineModule", "KeptBytes", "OptimizerStep", "Tuned", "engine_module"]
+__all__ = ["Case", "Coordinates", "Engine", "EngineModule", "OptimizerStep", "Tuned", "engine_module"]
 
 
 class Case(NamedTuple):
@@ -47,16 +48,6 @@ class OptimizerStep(NamedTuple):
     iteration: int
     updated: bool
     grad_norm: float | None
-
-
-class KeptBytes(NamedTuple):
-    """What one process keeps from batch to batch, as in `StageMeasurement`."""
-
-    parameter_bytes: int
-    weight_version_bytes: int
-    held_gradient_bytes: int
-    static_bytes: int
-    message_bytes: int = 0
 
 
 class Tuned(NamedTuple):

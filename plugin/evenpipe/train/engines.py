@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from evenpipe.schedule import Need
+from evenpipe.torch.offers import MODULE_OFFERS, PLANNED_OFFERS
 
 __all__ = ["ENGINES", "EnginePackage"]
 
@@ -31,7 +32,6 @@ class EnginePackage(NamedTuple):
 
 _MEGATRON: Final = "evenpipe.megatron.train_engine"
 _MEGATRON_CORE: Final = ("megatron", "megatron-core is not installed: pip install 'evenpipe[megatron]'")
-_PLAIN: Final[frozenset[Need]] = frozenset(["chunks", "groups", "split", "stream", "vee"])
 #: By the value of --engine.
 ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType(
     {
@@ -39,7 +39,7 @@ ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType(
             "megatron", _MEGATRON, "megatron-core", frozenset(["chunks", "groups", "stream"]), _MEGATRON_CORE
         ),
         "megatron": EnginePackage("megatron", _MEGATRON, "--engine megatron", frozenset(["chunks"]), _MEGATRON_CORE),
-        "module": EnginePackage("module", "evenpipe.train.module", "--engine module", _PLAIN),
-        "planned": EnginePackage("planned", "evenpipe.train.planned", "a plan of a plain model", _PLAIN | {"swap"}),
+        "module": EnginePackage("module", "evenpipe.train.module", "--engine module", MODULE_OFFERS),
+        "planned": EnginePackage("planned", "evenpipe.train.planned", "a plan of a plain model", PLANNED_OFFERS),
     }
 )

@@ -16,10 +16,11 @@ from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.executor import Observer
 from evenpipe.runtime.timeout import job_timeout
 from evenpipe.schedule import FORWARD, Action
-from evenpipe.train.engine import Case, Coordinates, KeptBytes, OptimizerStep, Tuned
+from evenpipe.torch.pipeline import Pipeline
+from evenpipe.torch.two_bw import TwoBWTraining
+from evenpipe.train.engine import Case, Coordinates, OptimizerStep, Tuned
 from evenpipe.train.options import OptionsError, TrainOptions
-from evenpipe.train.pipeline import Pipeline
-from evenpipe.train.two_bw import TwoBWTraining
+from evenpipe.tuner.process_memory import KeptBytes
 
 __all__ = ["PlainEngine", "learning_rate", "make_optimizer"]
 

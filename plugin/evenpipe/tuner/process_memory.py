@@ -1,18 +1,28 @@
-"""The memory of one process of a tuned run: what it may use, and what it holds from batch to batch."""
+"""The memory of one process of a run: what it may use, and what it holds from batch to batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["limit_bytes", "reachable_tensors", "static_bytes", "storage_bytes"]
+__all__ = ["KeptBytes", "limit_bytes", "reachable_tensors", "static_bytes", "storage_bytes"]
 
 #: Of a GPU's memory; the rest goes to CUDA, to communicators, to workspaces, and to gaps between tensors.
 _FOR_TENSORS: Final = 0.9
+
+
+class KeptBytes(NamedTuple):
+    """Bytes that one process of a pipeline holds between two batches."""
+
+    parameter_bytes: int
+    weight_version_bytes: int
+    held_gradient_bytes: int
+    static_bytes: int
+    message_bytes: int = 0
 
 
 def limit_bytes(gib: float | None, device: torch.device) -> int:

@@ -26,7 +26,7 @@ from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.timing import NodeTimes
 from evenpipe.partition.trace import trace
-from evenpipe.train.planned import PlannedPipeline
+from evenpipe.torch.planned import PlannedPipeline
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.oracle.recurrence import TwoBWUpdates

@@ -26,13 +26,13 @@ from evenpipe.partition.trace import trace
 from evenpipe.runtime import host_memory
 from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import Size, build
+from evenpipe.torch import planned as planned_pipeline
+from evenpipe.torch.evaluation import Evaluation
+from evenpipe.torch.pipeline import ModulePipeline
+from evenpipe.torch.planned import PlannedPipeline
 from evenpipe.train.data import load
 from evenpipe.train.engine import Case
-from evenpipe.train.evaluation import Evaluation
 from evenpipe.train.options import TrainOptions
-from evenpipe.train.pipeline import ModulePipeline
-from evenpipe.train.planned import PlannedPipeline
-from evenpipe.train.planned import pipeline as planned_pipeline
 from evenpipe.train.planned.engine import PlannedEngine
 from evenpipe.train.recorder import FailureContext, Recorder
 

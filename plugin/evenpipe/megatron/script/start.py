@@ -115,9 +115,9 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
     compare = None
     if plan is not None:
         from evenpipe.megatron.planned_layout import half_layers
-        from evenpipe.megatron.script.truth import Truth, truth_patches
+        from evenpipe.megatron.script.predicted_vs_measured import Comparison, truth_patches
 
-        truth = Truth(plan, args)
+        truth = Comparison(plan, args)
         compare, more = truth.tell, [*more, truth_patches(truth), half_layers(plan)]
     log = TrainingLog(schedule, args, steps, compare)
     for patches in (in_place_of_megatron(called or schedule), log_patches(log), *more):

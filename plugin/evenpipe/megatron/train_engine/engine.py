@@ -18,10 +18,11 @@ from evenpipe.megatron.train_engine.step import Learner, Tensors, make_learner, 
 from evenpipe.megatron.two_bw.expert_losses import forget_model
 from evenpipe.planner.candidates import PlanError
 from evenpipe.runtime.counters import MemoryCounter
-from evenpipe.train.engine import Case, Coordinates, KeptBytes, OptimizerStep, Tuned
+from evenpipe.train.engine import Case, Coordinates, OptimizerStep, Tuned
 from evenpipe.train.gather import digest
 from evenpipe.train.options import OptionsError
 from evenpipe.train.recorder import FailureContext
+from evenpipe.tuner.process_memory import KeptBytes
 
 __all__ = ["MegatronEngine", "opened", "prepare"]
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evenpipe.runtime.precisions import PRECISIONS
+from evenpipe.torch.pipeline import ModulePipeline
+from evenpipe.torch.plain_steps import scaled_to
 from evenpipe.train.data import MicroBatch
 from evenpipe.train.engine import Case
 from evenpipe.train.gather import digest
 from evenpipe.train.module.model import Part, initialised_piece, pieces_of
-from evenpipe.train.pipeline import ModulePipeline
 from evenpipe.train.plain import PlainEngine, make_optimizer
-from evenpipe.train.plain_steps import scaled_to
 
 __all__ = ["ModuleEngine", "clip", "loss_of", "opened", "prepare", "squares"]
 

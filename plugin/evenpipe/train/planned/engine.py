@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from evenpipe.partition.models import ModelError, example_of
 from evenpipe.partition.search.plan import Plan
 from evenpipe.runtime.precisions import PRECISIONS, autocasting
+from evenpipe.torch.planned import PlannedPipeline
 from evenpipe.train.engine import Case
 from evenpipe.train.gather import digest
 from evenpipe.train.options import OptionsError
 from evenpipe.train.plain import PlainEngine, make_optimizer
 from evenpipe.train.planned.data import random_batch
-from evenpipe.train.planned.pipeline import PlannedPipeline
 
 __all__ = ["PlannedEngine", "opened", "prepare"]
 

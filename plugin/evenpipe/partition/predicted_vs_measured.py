@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evenpipe.partition.search.plan import Plan
-from evenpipe.report.truth import Taken, truth_lines
+from evenpipe.report.predicted_vs_measured import Taken, comparison_lines
 from evenpipe.runtime.figures import StageFigures
 
-__all__ = ["beside_plan"]
+__all__ = ["compare_with_plan"]
 
 
-def beside_plan(plan: Plan, figures: Sequence[StageFigures]) -> list[str]:
+def compare_with_plan(plan: Plan, figures: Sequence[StageFigures]) -> list[str]:
     """A line a stage. `figures` are of one batch of the plan's; their `peak_bytes` are to be all that a stage holds.
 
     Stages with several parts take the time of all of them; their peaks are of the whole stage.
@@ -23,4 +23,4 @@ def beside_plan(plan: Plan, figures: Sequence[StageFigures]) -> list[str]:
         for parts in of_stage
     ]
     measured = [Taken(one.computed_ms / plan.micro_batches, one.peak_bytes) for one in figures]
-    return truth_lines(names, predicted, measured)
+    return comparison_lines(names, predicted, measured)

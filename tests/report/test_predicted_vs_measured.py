@@ -1,6 +1,6 @@
 """What was predicted of each stage beside what was measured."""
 
-from evenpipe.report.truth import Taken, truth_lines
+from evenpipe.report.predicted_vs_measured import Taken, comparison_lines
 
 
 def test_a_line_a_stage():
@@ -8,7 +8,7 @@ def test_a_line_a_stage():
         [Taken(12.3, 3 << 20), Taken(10, 5 << 19)],
         [Taken(12.345, 3 << 20), Taken(9.5, (2 << 20) + 1)],
     )
-    assert truth_lines(["Ett", "tL"], predicted, measured) == [
+    assert comparison_lines(["Ett", "tL"], predicted, measured) == [
         "stage 0 (Ett) | ms a micro-batch: 12.30 predicted, 12.35 measured | peak MiB: 3.0 predicted, 3.0 measured |",
         "stage 1 (tL) | ms a micro-batch: 10.00 predicted, 9.50 measured | peak MiB: 2.5 predicted, 2.0 measured |",
     ]

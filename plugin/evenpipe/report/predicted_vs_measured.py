@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["Taken", "truth_lines"]
+__all__ = ["Taken", "comparison_lines"]
 
 _MIB: Final = 1 << 20
 
@@ -17,7 +17,7 @@ class Taken(NamedTuple):
     peak_bytes: int
 
 
-def truth_lines(names: Sequence[str], predicted: Sequence[Taken], measured: Sequence[Taken]) -> list[str]:
+def comparison_lines(names: Sequence[str], predicted: Sequence[Taken], measured: Sequence[Taken]) -> list[str]:
     """A line a stage; `names`: what each has of the model."""
     return [
         f"stage {stage} ({name}) | ms a micro-batch: {plan.ms:.2f} predicted, {run.ms:.2f} measured | "

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import ModuleStage
 from evenpipe.schedule import Kind, Program, Stream, Unit, find, swapping
-from evenpipe.train.evaluation import check_gradients
-from evenpipe.train.plain_steps import PlainSteps
-from evenpipe.train.weighing import mean_loss
+from evenpipe.torch.evaluation import check_gradients
+from evenpipe.torch.plain_steps import PlainSteps
+from evenpipe.torch.weighing import mean_loss
 from evenpipe.two_bw.stream import TwoBWStream
 
 __all__ = ["Delayable", "TwoBWTraining"]

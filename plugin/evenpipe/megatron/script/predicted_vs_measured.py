@@ -12,14 +12,14 @@ from evenpipe.megatron.adaptive.symbols import STATIC_MEMORY
 from evenpipe.megatron.script.hooks import set_up_patch
 from evenpipe.megatron.script.log import say_on_last_rank
 from evenpipe.partition.layouts.written import WrittenLayout
-from evenpipe.report.truth import Taken, truth_lines
+from evenpipe.report.predicted_vs_measured import Taken, comparison_lines
 from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.upstream import PatchSet
 
-__all__ = ["Truth", "truth_patches"]
+__all__ = ["Comparison", "truth_patches"]
 
 
-class Truth:
+class Comparison:
     """Of a run of `plan`; `args` are Megatron's. Apply `truth_patches` before the model is made."""
 
     def __init__(self, plan: WrittenLayout, args: Namespace) -> None:
@@ -45,7 +45,7 @@ class Truth:
             for figures in per_stage(held, stage, len(stages), device)
         ]
         predicted = [Taken(one.forward_ms + one.backward_ms, one.peak_bytes) for one in stages]
-        for line in truth_lines([", ".join(one.layers) for one in stages], predicted, measured):
+        for line in comparison_lines([", ".join(one.layers) for one in stages], predicted, measured):
             say_on_last_rank(line)
 
 

@@ -14,22 +14,21 @@ from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
-from evenpipe.schedule import Program, Spec, check_offers, find, needs_of, verify
-from evenpipe.train.engine import KeptBytes
-from evenpipe.train.engines import ENGINES
-from evenpipe.train.evaluation import Evaluation, check_gradients, evaluating
-from evenpipe.train.plain_steps import PlainSteps, SharedGradients
-from evenpipe.train.two_bw import TwoBWTraining
-from evenpipe.train.weighing import Tokens, mean_loss, share_of, weights_of
-from evenpipe.tuner.process_memory import static_bytes
+from evenpipe.schedule import Need, Program, Spec, check_offers, find, needs_of, verify
+from evenpipe.torch.evaluation import Evaluation, check_gradients, evaluating
+from evenpipe.torch.offers import MODULE_OFFERS
+from evenpipe.torch.plain_steps import PlainSteps, SharedGradients
+from evenpipe.torch.two_bw import TwoBWTraining
+from evenpipe.torch.weighing import Tokens, mean_loss, share_of, weights_of
+from evenpipe.tuner.process_memory import KeptBytes, static_bytes
 
 __all__ = ["ModulePipeline", "Pipeline", "shares", "stage_in"]
 
 
-def stage_in(program: Program, group: dist.ProcessGroup | None, engine: str, called: str) -> int:
+def stage_in(program: Program, group: dist.ProcessGroup | None, offers: frozenset[Need], called: str) -> int:
     """Which stage of `program` this rank of `group` is.
 
-    Raises ValueError where `program` is not for such a group, or needs what `engine`, to be called `called`, lacks.
+    Raises ValueError where `program` is not for such a group, or needs more than `called` offers.
     """
     schedule, ranks = program.schedule, dist.get_process_group_ranks(group)
     if len(ranks) != schedule.stages:
@@ -37,7 +36,7 @@ def stage_in(program: Program, group: dist.ProcessGroup | None, engine: str, cal
     needs = needs_of(schedule)
     # One without flushes goes on behind its last batch, as only its name can tell.
     spec = find(schedule.name) if "stream" in needs else Spec.of(schedule, needs)
-    check_offers(spec, ENGINES[engine].offers, called)
+    check_offers(spec, offers, called)
     return ranks.index(dist.get_rank())
 
 
@@ -221,7 +220,7 @@ class ModulePipeline(Pipeline):
         observer: Observer | None = None,
         measure: bool = False,
     ) -> None:
-        stage, places = stage_in(program, group, "module", "ModulePipeline"), program.schedule.places
+        stage, places = stage_in(program, group, MODULE_OFFERS, "ModulePipeline"), program.schedule.places
         positions = [places.position(stage, chunk) for chunk in range(places.chunks)]
         last = len(places.order) - 1
 

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from evenpipe.deepspeed.static_memory import static_bytes
+from evenpipe.partition.predicted_vs_measured import compare_with_plan
 from evenpipe.partition.search.plan import Plan
 from evenpipe.runtime.figures import StageFigures
-from evenpipe.train.planned.truth import beside_plan
 
-__all__ = ["Truth"]
+__all__ = ["Comparison"]
 
 
-class Truth:
+class Comparison:
     """Of `engine`, whose stages are those of `plan`; all ranks make it, when model and optimizer are there."""
 
     def __init__(self, engine: Any, plan: Plan) -> None:
@@ -30,4 +30,4 @@ class Truth:
     def lines(self, stages: Sequence[StageFigures]) -> list[str]:
         """A line a stage, of a batch that was measured."""
         held = zip(stages, self._static_bytes, strict=True)
-        return beside_plan(self._plan, [one._replace(peak_bytes=one.peak_bytes + static) for one, static in held])
+        return compare_with_plan(self._plan, [one._replace(peak_bytes=one.peak_bytes + static) for one, static in held])

@@ -21,6 +21,7 @@ from evenpipe.partition.code import (
     tensors_of,
     users_lines,
 )
+from evenpipe.partition.predicted_vs_measured import compare_with_plan
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.search.problem import PartitionError
 from evenpipe.runtime.executor import Observer
@@ -30,12 +31,12 @@ from evenpipe.runtime.keep import Keeper
 from evenpipe.runtime.precisions import autocast_dtype, autocasting, precision_name
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Unit
-from evenpipe.train.evaluation import Evaluation, Shown, WithoutDropout
-from evenpipe.train.pipeline import Pipeline, shares, stage_in
-from evenpipe.train.plain_steps import SharedGradients, scaled_to
-from evenpipe.train.planned.ties import Ties
-from evenpipe.train.planned.truth import beside_plan
-from evenpipe.train.weighing import Tokens, mean_loss, share_of, weights_of
+from evenpipe.torch.evaluation import Evaluation, Shown, WithoutDropout
+from evenpipe.torch.offers import PLANNED_OFFERS
+from evenpipe.torch.pipeline import Pipeline, shares, stage_in
+from evenpipe.torch.plain_steps import SharedGradients, scaled_to
+from evenpipe.torch.ties import Ties
+from evenpipe.torch.weighing import Tokens, mean_loss, share_of, weights_of
 
 __all__ = ["PlannedPipeline"]
 
@@ -85,7 +86,7 @@ class PlannedPipeline(Pipeline):
                 f"or make a plan with --stages {len(ranks)}"
             )
         program = self.plan.program
-        stage = stage_in(program, group, "planned", "PlannedPipeline")
+        stage = stage_in(program, group, PLANNED_OFFERS, "PlannedPipeline")
         device = next((one.device for one in model.parameters()), torch.device("cpu")) if device is None else device
         device = torch.empty(0, device=device).device  # cuda is cuda:N
         if device.type == "meta":
@@ -236,7 +237,7 @@ class PlannedPipeline(Pipeline):
         kept, mine = self.kept_bytes(optimizer), StageFigures.of(self.executor)
         held = mine.peak_bytes + kept.static_bytes + kept.weight_version_bytes + kept.message_bytes
         figures = per_stage(mine._replace(peak_bytes=held), self.stage, self.plan.stage_count, self.device, self._group)
-        return beside_plan(self.plan, figures) if self.stage == 0 else []
+        return compare_with_plan(self.plan, figures) if self.stage == 0 else []
 
     def state_dict(self) -> dict[str, Tensor]:
         """This stage's parameters and buffers, by the names that they have in the model."""

@@ -1,0 +1,1 @@
+"""Pipelines of plain torch: `ModulePipeline` of modules of your own, `PlannedPipeline` of a model that a plan cuts."""
