@@ -54,7 +54,7 @@ OURS: Final = {
     "runtime/host_link.py": ("block",),
     "runtime/locations.py": ("column", "console"),
     "runtime/pool.py": ("slot",),
-    "runtime/pulse.py": ("_life",),
+    "runtime/heartbeat.py": ("_life",),
     "runtime/store.py": ("recording", "saved"),
     "torch/two_bw.py": ("_two_bw", "pipeline"),
     "train/launch.py": ("logger",),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from training import text, train
 from transformer import BLOCKS, HIDDEN, SEQUENCE, Block, Embedding, loss, projected
 
-from evenpipe.deepspeed.planned import Uncut
+from evenpipe.deepspeed.planned import WholeModel
 
 VOCABULARY = 256
 
@@ -31,7 +31,7 @@ def batches(micro_batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
 def uncut(micro_batch_size: int = 4) -> tuple[nn.Module, dict[str, Tensor]]:
     """What is cut where a plan is asked for."""
     tokens, labels = next(batches(micro_batch_size, seed=0))
-    return Uncut(layers, loss), {"inputs": tokens, "labels": labels}
+    return WholeModel(layers, loss), {"inputs": tokens, "labels": labels}
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from evenpipe.deepspeed.refusals import refuse_for_two_bw
 from evenpipe.deepspeed.section import SectionError
+from evenpipe.deepspeed.unsupported import refuse_for_two_bw
 from tests.deepspeed.job import run_cases
 from tests.selected import marked, selected
 

@@ -14,7 +14,7 @@ import torch
 import train_tiny
 from train_tiny import Case, digest, engine_of, layers, loss_of, run
 
-from evenpipe.deepspeed.planned import Uncut
+from evenpipe.deepspeed.planned import WholeModel
 from evenpipe.partition.code import write_stages
 from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.copies import Workload
@@ -50,7 +50,7 @@ class Alike:
 def write_plan(case: Case, cut: Cut) -> None:
     """The plan and its code."""
     torch.manual_seed(0)
-    model = Uncut(layers(case), loss_of, getattr(torch, cut.dtype)).train()
+    model = WholeModel(layers(case), loss_of, getattr(torch, cut.dtype)).train()
     tokens, labels = next(train_tiny.batches(0, 1, 1))
     graph = trace(model, {"inputs": tokens, "labels": labels})
     nodes, workload = profile(graph, Alike(), "tiny"), Workload(*cut.schedule)

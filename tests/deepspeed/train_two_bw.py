@@ -126,9 +126,9 @@ def _broken(source: Iterator[Any], given: dict[str, Any], micro_batches: int) ->
 
 def _refused(case: Case) -> dict[str, Any]:
     """What is said of an engine that was made for another schedule."""
-    from evenpipe.deepspeed.refusals import refuse_for_two_bw
     from evenpipe.deepspeed.section import SectionError
     from evenpipe.deepspeed.two_bw.gradients import gradients_of
+    from evenpipe.deepspeed.unsupported import refuse_for_two_bw
 
     engine, _ = engine_of(case)
     try:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from evenpipe.doctor import Finding, Verdict
+from evenpipe.doctor.checks import Check, run_checks
 from evenpipe.doctor.devices import topology
 from evenpipe.doctor.finding import fine
-from evenpipe.doctor.looks import Look, look_at
 from evenpipe.doctor.machine import clock, shared_memory
 from evenpipe.doctor.ports import ports
 from evenpipe.doctor.storage import storage
@@ -220,11 +220,11 @@ def test_a_look_that_never_ends_or_fails_holds_up_no_other() -> None:
         raise OSError(5, "Input/output error")
 
     started = time.monotonic()
-    found, waiting = look_at(
+    found, waiting = run_checks(
         [
-            Look("slow", hangs, seconds=0.2, waits_for="a dead file server", remedy="remount it"),
-            Look("broken", fails, remedy="repair it"),
-            Look("good", lambda: [fine("good", "yes")]),
+            Check("slow", hangs, seconds=0.2, waits_for="a dead file server", remedy="remount it"),
+            Check("broken", fails, remedy="repair it"),
+            Check("good", lambda: [fine("good", "yes")]),
         ]
     )
     assert time.monotonic() - started < 5

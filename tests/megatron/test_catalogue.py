@@ -115,7 +115,7 @@ def test_a_lost_rebinding_is_named(copy: Callable[..., Path]) -> None:
 
 
 def test_renamed_sums_of_the_log_are_named(copy: Callable[..., Path]) -> None:
-    """A rehearsal puts them back, and would find nothing to put back."""
+    """A dry run puts them back, and would find nothing to put back."""
     found = examine(copy("transformer/multi_token_prediction.py", "    tracker = {}\n", "    sums = {}\n"))
     [line] = found.problems(Purpose.TRAINING)
     assert line.startswith("megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.tracker: ")

@@ -75,7 +75,7 @@ def test_masked_tokens_leave_micro_batches_as_they_are(megatron_lm, bert_data):
 
 
 def test_what_deepseek_v3_trains_with_is_tuned_and_logged_as_stock(megatron_lm):
-    """A rehearsal's losses are not among those of the log, its tokens not those that the experts' bias goes by."""
+    """A dry run's losses are not among those of the log, its tokens not those that the experts' bias goes by."""
     processes, parallel = LAYOUTS["PP2"]
     flags = [*gpt_flags(3), *parallel, "--mtp-num-layers", "1", "--position-embedding-type", "rope", *EXPERTS]
     stock = launch(megatron_lm, "pretrain_gpt.py", processes, flags)

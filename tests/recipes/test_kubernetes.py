@@ -14,7 +14,7 @@ from evenpipe.cli.plan_engine import engine_of
 from evenpipe.planner.descriptions import framework as described
 from evenpipe.recipes import RecipeError
 from evenpipe.recipes.emit import files_of
-from evenpipe.recipes.refusals import refuse
+from evenpipe.recipes.unsupported import refuse
 from tests.recipes.tiny import FOUR_GPUS, TWO_NODES, bert, gpt, recipe_of
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from evenpipe.runtime import channel, connections, pulse
+from evenpipe.runtime import channel, connections, heartbeat
 from evenpipe.runtime.exchange import Exchange
 from evenpipe.runtime.silence import silent_peer
 from evenpipe.schedule import Size, build
@@ -65,7 +65,7 @@ def train(rank: int, case: str, bpipe: bool, store: TCPStore) -> None:
     if case in ("opening", "one connection"):
         channel._open_group = stopping(channel._open_group)
     if case == "one connection":
-        pulse.apart = lambda store: None
+        heartbeat.apart = lambda store: None
     if case == "watched":  # as where links are NCCL's
         watched = connections.watched
         connections.watched = lambda device, channels: watched("cuda", channels)

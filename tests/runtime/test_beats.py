@@ -15,9 +15,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
-from evenpipe.runtime import pulse
+from evenpipe.runtime import heartbeat
 from evenpipe.runtime.beats import Beat, answered, apart, beats_of
-from evenpipe.runtime.pulse import Pulse, _beat, _Life
+from evenpipe.runtime.heartbeat import Heartbeat, _beat, _Life
 from evenpipe.runtime.silence import SilentPeer
 
 BEAT = 0.02  # seconds
@@ -149,7 +149,7 @@ def test_a_store_that_fails_is_told_of_once_while_somebody_is_watched(
     how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One that only stands still may go on; then others look for this rank's beats again."""
-    monkeypatch.setattr(pulse.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(heartbeat.dist, "is_initialized", lambda: True)
     store = Failing(how)
     lived(store, _Life(watched={1: "rank 1"}))
     assert capsys.readouterr().err == (
@@ -161,7 +161,7 @@ def test_a_store_that_fails_is_told_of_once_while_somebody_is_watched(
     lived(Failing(how), ended)
     lived(Failing(how), _Life())
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(pulse.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(heartbeat.dist, "is_initialized", lambda: False)
     lived(Failing(how), _Life(watched={1: "rank 1"}))
     assert capsys.readouterr().err == ""
 
@@ -196,13 +196,13 @@ def test_who_is_named_where_waits_have_timed_out(
 ) -> None:
     """Whoever is missing but waits for others itself is not to blame; nor is who has closed its links elsewhere."""
     store = HashStore()
-    monkeypatch.setattr(pulse, "_get_default_store", lambda: store)
-    monkeypatch.setattr(pulse, "apart", lambda store: None)
-    monkeypatch.setattr(pulse.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(pulse.dist, "get_world_size", lambda: 9)
+    monkeypatch.setattr(heartbeat, "_get_default_store", lambda: store)
+    monkeypatch.setattr(heartbeat, "apart", lambda store: None)
+    monkeypatch.setattr(heartbeat.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(heartbeat.dist, "get_world_size", lambda: 9)
     for rank, (ago, *others) in beats.items():
-        Beat(time.time() + ago, *others).tell(PrefixStore("evenpipe/pulse/", store), rank)
-    asking = Pulse(range(4), timedelta(minutes=1))
+        Beat(time.time() + ago, *others).tell(PrefixStore("evenpipe/heartbeat/", store), rank)
+    asking = Heartbeat(range(4), timedelta(minutes=1))
     line = rf"^{named}: rank 0 \(stage 0\) waited 60 s for it: look after "
     with pytest.raises(SilentPeer, match=line), asking.naming(lambda: missing, "it"):
         raise Unanswered
@@ -210,13 +210,13 @@ def test_who_is_named_where_waits_have_timed_out(
 
 def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the process that keeps it stands still, or has ended."""
-    monkeypatch.setattr(pulse, "_get_default_store", HashStore)
-    monkeypatch.setattr(pulse.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(heartbeat, "_get_default_store", HashStore)
+    monkeypatch.setattr(heartbeat.dist, "get_rank", lambda: 0)
 
     def missing() -> list[int]:
         raise RuntimeError("Connection reset by peer")
 
     line = r"^the host on which the ranks met does not answer: rank 0 .* waited 60 s for it"
-    asking = Pulse(range(4), timedelta(minutes=1))
+    asking = Heartbeat(range(4), timedelta(minutes=1))
     with pytest.raises(SilentPeer, match=line), asking.naming(missing, "it"):
         raise RuntimeError("wait timeout after 60000ms")

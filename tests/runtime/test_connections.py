@@ -1,4 +1,4 @@
-"""Whom a host has its pulse watch, and which streams links have: of NCCL's a stand-in, as torch for CPUs has none."""
+"""Whom a host's heartbeat watches, and which streams links have: of NCCL's a stand-in, as torch for CPUs has none."""
 
 from datetime import timedelta
 from pathlib import Path

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from evenpipe.runtime.device_queues import groups_over, queues_line, queues_of
-from evenpipe.runtime.pulse import Pulse
+from evenpipe.runtime.heartbeat import Heartbeat
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -22,19 +22,19 @@ def ask(rank, store_path, results):
     dist.init_process_group("gloo", store=dist.FileStore(store_path, 3), rank=rank, world_size=3)
     job, pipeline = range(3), [[0, 1], [2]][rank == 2]
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if rank == 2 else "8"
-    pulse = Pulse(job, timedelta(minutes=1))
-    found = [queues_of(ranks, GPU, "many", pulse) for ranks in (job, pipeline)]
-    found.append(queues_of(job, CPU, "many", pulse))  # which has none
+    heartbeat = Heartbeat(job, timedelta(minutes=1))
+    found = [queues_of(ranks, GPU, "many", heartbeat) for ranks in (job, pipeline)]
+    found.append(queues_of(job, CPU, "many", heartbeat))  # which has none
     os.environ["CUDA_LAUNCH_BLOCKING"] = "1" if rank == 1 else "0"
-    found.append(queues_of(job, GPU, "many", pulse))
+    found.append(queues_of(job, GPU, "many", heartbeat))
     os.environ["CUDA_LAUNCH_BLOCKING"] = "0"
-    found.append(queues_of(job, CPU, "synchronised" if rank == 0 else "many", pulse))
+    found.append(queues_of(job, CPU, "synchronised" if rank == 0 else "many", heartbeat))
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     assert (groups_over("gloo"), groups_over("nccl")) == (1, 0)  # the job's
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2], [0, 1, 2])]
     assert len(groups) == 3
     assert groups_over("gloo") == (2 if rank == 2 else 3), "a group of one rank has no communicator"
-    results.put((rank, [*found, queues_of(job, GPU, "many", pulse)]))
+    results.put((rank, [*found, queues_of(job, GPU, "many", heartbeat)]))
     dist.barrier()
     dist.destroy_process_group()
 

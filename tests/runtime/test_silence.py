@@ -1,4 +1,4 @@
-"""A wait that no pulse is told of names the rank that is silent, and what the job's timeout is set with."""
+"""A wait that no heartbeat is told of names the rank that is silent, and what the job's timeout is set with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def beats(monkeypatch: pytest.MonkeyPatch) -> Iterator[PrefixStore]:
     store = HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=SECONDS))
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    yield PrefixStore("evenpipe/pulse/", dist.distributed_c10d._get_default_store())
+    yield PrefixStore("evenpipe/heartbeat/", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
 
 

@@ -18,12 +18,12 @@ from evenpipe.cli.commands import add_command, sentence
 from evenpipe.cli.doctor_shown import Said, document, gathered, show
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import gibibytes, positive
+from evenpipe.doctor.checks import Check, run_checks
 from evenpipe.doctor.devices import gpus, topology
 from evenpipe.doctor.environment import environment
 from evenpipe.doctor.finding import Finding, Verdict, problem, unseen
 from evenpipe.doctor.job import Job, Launched, NoMeetingError, meet
 from evenpipe.doctor.links import Measured, Pipelines, Wanted, clocks, measure, named, pairs, start_group, verdicts
-from evenpipe.doctor.looks import Look, look_at
 from evenpipe.doctor.machine import clock, open_files, shared_memory
 from evenpipe.doctor.ports import ports
 from evenpipe.doctor.storage import storage
@@ -77,8 +77,8 @@ def _run(arguments: Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     together = _Together(arguments, launched, wanted)
-    of_the_job, waiting = look_at(together.looks()) if launched.world > 1 else ([], False)
-    found, late = look_at(_looks(arguments, launched))
+    of_the_job, waiting = run_checks(together.checks()) if launched.world > 1 else ([], False)
+    found, late = run_checks(_checks(arguments, launched))
     job, missing = together.job, [] if together.job is None else together.job.missing
     said = gathered({launched.rank: [*found, *of_the_job]})
     if job is not None:
@@ -113,11 +113,11 @@ def _shape(name: str | None) -> ModelShape | None:
     return None if found is None else ModelShape(found.layers, found.heads, found.hidden, found.sequence)
 
 
-def _looks(arguments: Namespace, launched: Launched) -> list[Look]:
+def _checks(arguments: Namespace, launched: Launched) -> list[Check]:
     several_nodes = launched.world > launched.per_node
     of_each_rank = [
-        Look("environment", lambda: environment(os.environ, several_nodes, arguments.tensor_parallel)),
-        Look("open files", lambda: open_files(launched.world)),
+        Check("environment", lambda: environment(os.environ, several_nodes, arguments.tensor_parallel)),
+        Check("open files", lambda: open_files(launched.world)),
     ]
     if launched.local_rank != 0:
         return of_each_rank
@@ -125,17 +125,17 @@ def _looks(arguments: Namespace, launched: Launched) -> list[Look]:
     size = None if arguments.checkpoint_gib is None else arguments.checkpoint_gib * 2**30
     folder = arguments.checkpoint_dir
     return [
-        Look("python", python_and_torch),
-        Look("megatron-core", lambda: framework("megatron-core", _megatron), _IMPORT_SECONDS, "its import", slow),
-        Look("deepspeed", lambda: framework("deepspeed", _deepspeed), _IMPORT_SECONDS, "its files", slow),
-        Look("apex", apex),
-        Look("GPUs", gpus, _IMPORT_SECONDS, "torch.cuda", "a GPU or the driver is stuck (dmesg: Xid): drain the node"),
-        Look("GPU links", topology),
+        Check("python", python_and_torch),
+        Check("megatron-core", lambda: framework("megatron-core", _megatron), _IMPORT_SECONDS, "its import", slow),
+        Check("deepspeed", lambda: framework("deepspeed", _deepspeed), _IMPORT_SECONDS, "its files", slow),
+        Check("apex", apex),
+        Check("GPUs", gpus, _IMPORT_SECONDS, "torch.cuda", "a GPU or the driver is stuck (dmesg: Xid): drain the node"),
+        Check("GPU links", topology),
         *of_each_rank,
-        Look("shared memory", shared_memory),
-        Look("ports", lambda: ports(os.environ, launched.world > 1 or "TORCHELASTIC_RUN_ID" in os.environ)),
-        Look("clock", clock),
-        Look("checkpoints", lambda: storage(folder, several_nodes, size), waits_for=f"the file system of {folder}"),
+        Check("shared memory", shared_memory),
+        Check("ports", lambda: ports(os.environ, launched.world > 1 or "TORCHELASTIC_RUN_ID" in os.environ)),
+        Check("clock", clock),
+        Check("checkpoints", lambda: storage(folder, several_nodes, size), waits_for=f"the file system of {folder}"),
     ]
 
 
@@ -162,9 +162,9 @@ class _Together:
         self.job: Job | None = None
         self.rows: list[dict[str, Any]] = []
 
-    def looks(self) -> list[Look]:
+    def checks(self) -> list[Check]:
         """Each waits for other ranks, and has its own limit within the last one's."""
-        return [Look("ranks", self._meet, _IMPORT_SECONDS + 5 * self._limit, "torch and the job's store")]
+        return [Check("ranks", self._meet, _IMPORT_SECONDS + 5 * self._limit, "torch and the job's store")]
 
     def _meet(self) -> Iterator[Finding]:
         launched, limit = self._launched, self._limit
@@ -193,7 +193,7 @@ class _Together:
             return
         if job.reports:
             yield from pairs(pipelines, job.present)
-        look = Look(
+        check = Check(
             "links",
             lambda: self._links(job, pipelines),
             2 * self._limit,
@@ -201,7 +201,7 @@ class _Together:
             "see that no firewall is between nodes, and that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the "
             "network they share",
         )
-        found, _ = look_at([look])
+        found, _ = run_checks([check])
         yield from found
 
     def _links(self, job: Job, pipelines: Pipelines) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ _OLDER: Final = ("megatron-v3", "pipedream-2bw")
 
 def engine_of(framework: Framework) -> Engine:
     """DeepSpeed recomputes whole layers, its topology has replicas before stages, and 2bw's must not divide layers
-    (`deepspeed/refusals.py`); the others are Megatron-LM's.
+    (`deepspeed/unsupported.py`); the others are Megatron-LM's.
     """
     if framework.name == "deepspeed":
         return Engine("DeepSpeed", OFFERS, ("none", "full"), ("replicas",), context=False, delayed_sharded=False)

@@ -22,7 +22,7 @@ from evenpipe.recipes.emit import files_of
 from evenpipe.recipes.files import write_files
 from evenpipe.recipes.planning import read_plan, run_of_plan
 from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS
-from evenpipe.recipes.refusals import refuse, refuse_before_planning, refuse_divided
+from evenpipe.recipes.unsupported import refuse, refuse_before_planning, refuse_divided
 from evenpipe.settings.spelling import in_flags
 
 __all__ = ["add_to"]

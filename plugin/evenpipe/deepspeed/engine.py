@@ -17,9 +17,9 @@ from evenpipe.deepspeed.lowering import ACTIONS, ProgramSchedule
 from evenpipe.deepspeed.planned.checkpoint import load_layers, save_layers
 from evenpipe.deepspeed.planned.predicted_vs_measured import Comparison
 from evenpipe.deepspeed.planned.stage import CutStage
-from evenpipe.deepspeed.refusals import refuse_unsupported
 from evenpipe.deepspeed.section import Section, SectionError, section_of, with_deepspeeds_names
 from evenpipe.deepspeed.stage import Boundary, EngineStage
+from evenpipe.deepspeed.unsupported import refuse_unsupported
 from evenpipe.report import check_writable
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor

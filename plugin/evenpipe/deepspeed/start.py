@@ -76,7 +76,7 @@ def _reading_the_section(original: Callable[..., Any]) -> Callable[..., Any]:
             if section is None:
                 return original(*args, **kwargs)
             if _has_one_stage(call.arguments.get("model")):
-                from evenpipe.deepspeed.refusals import refuse_for_one_stage, said_of_one_stage
+                from evenpipe.deepspeed.unsupported import refuse_for_one_stage, said_of_one_stage
 
                 refuse_for_one_stage(section)
                 made = original(*args, **kwargs)
@@ -89,7 +89,7 @@ def _reading_the_section(original: Callable[..., Any]) -> Callable[..., Any]:
             with engine_patches(section).in_force():
                 # Imported here: it needs DeepSpeed, and to have been found to be as recorded.
                 from evenpipe.deepspeed.arrange import arrange
-                from evenpipe.deepspeed.refusals import refuse_configuration
+                from evenpipe.deepspeed.unsupported import refuse_configuration
 
                 refuse_configuration(config)
                 arrange(section, config, call.arguments)

@@ -1,6 +1,6 @@
 """Looks at the machines of a job before it starts: what is installed, configured and connected, and what hurts.
 
-Every look has a time limit and changes nothing that stays. Works without torch, without a GPU and without a job.
+Every check has a time limit and changes nothing that stays. Works without torch, without a GPU and without a job.
 """
 
 from evenpipe.doctor.finding import Finding, Verdict

@@ -1,4 +1,4 @@
-"""What a look has found."""
+"""What a check has found."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from evenpipe.megatron.refusals import refused_settings
 from evenpipe.megatron.schedule_patches import in_place_of_megatron
+from evenpipe.megatron.unsupported import refused_settings
 from evenpipe.report.log_line import log_line, write_scalars
 from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.settings.config import EvenPipeConfig

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
-from evenpipe.megatron.refusals import Refusal
+from evenpipe.megatron.unsupported import Refusal
 from evenpipe.schedule import COMPUTE, Action, Schedule, Unit
 from evenpipe.schedule.orders import alternate
 

@@ -15,10 +15,10 @@ from megatron.core.utils import get_model_config
 from evenpipe.megatron.captured import refused_capture
 from evenpipe.megatron.grouping import group_size
 from evenpipe.megatron.process_groups import process_groups
-from evenpipe.megatron.refusals import refuse_unsupported
 from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import CoreRelease, installed_release
+from evenpipe.megatron.unsupported import refuse_unsupported
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.schedule import Message, Need, Program, Programs, Queues, Size, Spec, check_offers, choose, links, loop

@@ -19,9 +19,9 @@ from evenpipe.recipes.errors import RecipeError
 from evenpipe.recipes.nodes import Nodes, nodes_of
 from evenpipe.recipes.reading import UNKNOWN, Script, read_script
 from evenpipe.recipes.recipe import Recipe
-from evenpipe.recipes.refusals import refuse, refuse_before_planning
 from evenpipe.recipes.settings import Settings
 from evenpipe.recipes.starting import not_looked_at, wrong_starts
+from evenpipe.recipes.unsupported import refuse, refuse_before_planning
 from evenpipe.recipes.written import Written
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import in_flags

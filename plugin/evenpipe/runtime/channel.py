@@ -20,7 +20,7 @@ from torch.utils import dlpack
 
 from evenpipe.runtime import streams
 from evenpipe.runtime.communicators import ctas
-from evenpipe.runtime.pulse import Pulse
+from evenpipe.runtime.heartbeat import Heartbeat
 from evenpipe.runtime.rounds import LinkT, rounds
 from evenpipe.runtime.silence import hearing
 from evenpipe.runtime.timeout import job_timeout
@@ -237,15 +237,15 @@ def open_channels(
     backend: str,
     device: torch.device | str,
     timeout: timedelta | None = None,
-    pulse: Pulse | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> dict[LinkT, Channel]:
     """Open a channel for every link (kind, source rank, target rank) that this rank is an end of, keyed by the link.
 
     All ranks of a pipeline call it with the same list; other pipelines may open theirs at the same time. Every channel
     has carried one message when this returns: NCCL makes a pair's communicator at its first operation and blocks both
     ends in it, so the first operations happen here, in the one order of :func:`rounds`. `timeout` (default: the job's)
-    is how long a rank waits for another, now and later. One that the host waited for in vain is named; with a `pulse`,
-    others know meanwhile for whom.
+    is how long a rank waits for another, now and later. One that the host waited for in vain is named;
+    others know meanwhile for whom, with a `heartbeat`.
     Raises ValueError for a link from a rank to itself and for a backend other than "gloo" and "nccl".
     """
     for kind, source, target in links:
@@ -261,8 +261,8 @@ def open_channels(
             continue
         peer, name = target if rank == source else source, f"link {kind} {source} -> {target}"
         awaiting: _Awaiting = functools.partial(hearing, [peer], name)
-        if pulse is not None:
-            awaiting = functools.partial(pulse.awaiting, peer, name)
+        if heartbeat is not None:
+            awaiting = functools.partial(heartbeat.awaiting, peer, name)
         with awaiting():
             group = _open_group(kind, source, target, backend, timeout)
             channels[link] = channel = Channel(source, target, group, device, awaiting)

@@ -15,7 +15,7 @@ from evenpipe.runtime.channel import Channel, open_channels
 from evenpipe.runtime.communicators import communicator_bytes, links_line, most_links
 from evenpipe.runtime.device_queues import groups_over, queues_line, queues_of
 from evenpipe.runtime.ending import rest_at_exit
-from evenpipe.runtime.pulse import Pulse
+from evenpipe.runtime.heartbeat import Heartbeat
 from evenpipe.runtime.timeout import job_timeout
 from evenpipe.schedule import Link, Queues
 
@@ -27,14 +27,14 @@ class Connections:
     """This rank's ends: `channels` by the link between stages; `layouts`, between hosts, beside those whose messages
     vary: of evictions, and of forward links if shapes do.
 
-    `queues`: of the pipeline's devices, which its order goes by. `pulse` names a rank that is silent.
+    `queues`: of the pipeline's devices, which its order goes by. `heartbeat` names a rank that is silent.
     `line` says what the pipeline's links are, and take. `named`: this rank's streams, which `compare` adds to.
     """
 
     channels: Mapping[Link, Channel]
     layouts: Mapping[Link, Channel]
     queues: Queues = "many"
-    pulse: Pulse | None = None
+    heartbeat: Heartbeat | None = None
     line: str = ""
     named: dict[str, streams.Stream] = field(default_factory=dict)
 
@@ -55,15 +55,15 @@ class Connections:
         """A batch has failed: nobody waits for what is under way any more."""
         for channel in (*self.channels.values(), *self.layouts.values()):
             channel.give_up()
-        if self.pulse is not None:
-            self.pulse.give_up()
+        if self.heartbeat is not None:
+            self.heartbeat.give_up()
 
     def close(self) -> None:
         """Destroy every group, once nothing is under way."""
         for channel in (*self.channels.values(), *self.layouts.values()):
             channel.close()
-        if self.pulse is not None:
-            self.pulse.stop()
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
 
 
 def connect(
@@ -84,11 +84,11 @@ def connect(
     timeout = job_timeout()
     kinds = {"evict", "forward"} if shapes_vary else {"evict"}
     varying = [link for link in links if link.kind in kinds]
-    pulse = Pulse(ranks, timeout)
+    heartbeat = Heartbeat(ranks, timeout)
 
     def opened(those: Sequence[Link], what: str, backend: str, device: torch.device) -> dict[Link, Channel]:
         named = {link: (f"{link.kind}{what}", ranks[link.source], ranks[link.target]) for link in those}
-        found = open_channels(list(named.values()), backend, device, timeout, pulse)
+        found = open_channels(list(named.values()), backend, device, timeout, heartbeat)
         return {link: found[name] for link, name in named.items() if name in found}
 
     channels = opened(links, "", backend, device)
@@ -99,10 +99,10 @@ def connect(
         if said := queues_line(counts, os.environ):
             print(f"evenpipe: {said}", file=sys.stderr, flush=True)
     layouts = opened(varying, " layout", "gloo", torch.device("cpu"))
-    queues = queues_of(ranks, device, held_up, pulse)
-    pulse.watch(watched(device.type, channels.values()))
-    pulse.start()
-    connections = Connections(channels, layouts, queues, pulse, links_line(links, varying, device.type))
+    queues = queues_of(ranks, device, held_up, heartbeat)
+    heartbeat.watch(watched(device.type, channels.values()))
+    heartbeat.start()
+    connections = Connections(channels, layouts, queues, heartbeat, links_line(links, varying, device.type))
     connections.compare(streams_of(channels, rank, device))
     return connections
 

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from evenpipe.runtime.beats import ANSWER_SECONDS, answered, present
-from evenpipe.runtime.pulse import Pulse
+from evenpipe.runtime.heartbeat import Heartbeat
 from evenpipe.runtime.timeout import job_timeout
 from evenpipe.schedule import Queues, strictest
 
@@ -29,13 +29,13 @@ _SETTINGS: Final[tuple[tuple[str, Queues], ...]] = (
 )
 
 
-def queues_of(ranks: Sequence[int], device: torch.device, held_up: Queues, pulse: Pulse) -> Queues:
+def queues_of(ranks: Sequence[int], device: torch.device, held_up: Queues, heartbeat: Heartbeat) -> Queues:
     """What holds up the devices of `ranks`, all of which call it alike.
 
     `held_up`: what holds this one's up whatever its environment says, such as timers that synchronise. All get the same
     answer, the strictest of what holds for any. They tell each other through the store in which
-    they once found each other, as a collective would open one more communicator. Raises SilentPeer, with what `pulse`
-    knows of those missing, when one has not called it within the job's timeout.
+    they once found each other, as a collective would open one more communicator. Raises SilentPeer, with what
+    `heartbeat` knows of those missing, when one has not called it within the job's timeout.
     """
     settings = _SETTINGS if device.type == "cuda" else ()
     own = [held_up, *(kind for setting, kind in settings if os.environ.get(setting) == "1")]
@@ -49,7 +49,7 @@ def queues_of(ranks: Sequence[int], device: torch.device, held_up: Queues, pulse
         come = present(store, keys)
         return [int(key) for key in keys if key not in come]
 
-    with pulse.naming(missing, "what devices of the pipeline are like"):
+    with heartbeat.naming(missing, "what devices of the pipeline are like"):
         # A store that does not answer does not time out either.
         answered(lambda: store.wait(keys, timeout), timeout.total_seconds() + ANSWER_SECONDS)
     return strictest(cast(Queues, kind.decode()) for kind in store.multi_get(keys))

@@ -170,11 +170,11 @@ def silent_peer(error: BaseException) -> SilentPeer | None:
 
 
 def _of_this_job(ask: Callable[[Silence], str | None]) -> str | None:
-    """What is found without a pulse at hand; None where this rank has none, or the store does not answer."""
+    """What is found without a heartbeat at hand; None where this rank has none, or the store does not answer."""
     rank, timeout = dist.get_rank(), job_timeout()
 
     def found() -> str | None:
-        shared = PrefixStore("evenpipe/pulse/", _get_default_store())
+        shared = PrefixStore("evenpipe/heartbeat/", _get_default_store())
         store = apart(shared) or shared
         return ask(Silence(store, rank, (), timeout)) if beats_of(store, [rank]) else None
 

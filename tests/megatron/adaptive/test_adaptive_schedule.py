@@ -36,7 +36,7 @@ def mean_losses(ranks: list[dict[str, Any]], case: str) -> list[float]:
 
 
 def test_with_the_loaders_size_nothing_changes(ranks):
-    """Bit for bit, and with dropout: a rehearsal leaves no trace, and neither does another k."""
+    """Bit for bit, and with dropout: a dry run leaves no trace, and neither does another k."""
     for report in ranks:
         assert report["same size, dropout"]["losses"] == report["1f1b, dropout"]["losses"]
         assert report["same size, dropout"]["weights"] == report["1f1b, dropout"]["weights"]
@@ -115,7 +115,7 @@ def test_a_state_of_another_run_is_not_gone_on_with(ranks):
 
 
 def test_micro_batches_of_lengths_of_their_own_change_nothing(ranks):
-    """Bit for bit: shapes are told in a rehearsal as in a batch, of which it leaves no trace."""
+    """Bit for bit: shapes are told in a dry run as in a batch, of which it leaves no trace."""
     for report in ranks:
         found = report["lengths"]
         assert found["kfkb"]["losses"] == found["1f1b"]["losses"]

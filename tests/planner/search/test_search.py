@@ -209,7 +209,7 @@ def test_long_sequences_are_divided_among_context_parallel_ranks() -> None:
 
 
 def test_deepspeed_does_not_run_2bw_with_tensor_parallelism() -> None:
-    """As `deepspeed/refusals.py` has it."""
+    """As `deepspeed/unsupported.py` has it."""
     of, where = model("gpt3-13b"), cluster("2x8-a100-80gb")
     question = Question(
         of, where, 64, engine_of(framework("deepspeed")), ("2bw",), framework("deepspeed"), delayed=True

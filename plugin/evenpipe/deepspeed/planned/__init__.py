@@ -1,5 +1,5 @@
 """A PipelineModule in the parts into which a plan of `evenpipe partition` cuts it, inside layers too."""
 
-from evenpipe.deepspeed.planned.uncut import Uncut
+from evenpipe.deepspeed.planned.whole_model import WholeModel
 
-__all__ = ["Uncut"]
+__all__ = ["WholeModel"]

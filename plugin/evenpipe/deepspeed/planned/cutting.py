@@ -16,7 +16,7 @@ from torch import nn
 
 from evenpipe.deepspeed.log import print_once
 from evenpipe.deepspeed.planned.stage import CutStage, is_label
-from evenpipe.deepspeed.planned.uncut import LOSS, TIED, add_layer, cast_parameters
+from evenpipe.deepspeed.planned.whole_model import LOSS, TIED, add_layer, cast_parameters
 from evenpipe.deepspeed.section import SectionError
 from evenpipe.partition.code import Part, StageCodeError, load_parts, part_types, tensors_of
 from evenpipe.partition.search.plan import Plan

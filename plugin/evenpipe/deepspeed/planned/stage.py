@@ -21,7 +21,7 @@ from evenpipe.upstream.ending import end_job
 
 __all__ = ["INPUTS", "LABELS", "CutStage", "is_label", "jointly", "named"]
 
-#: What an engine's data iterator gives, by the names of `Uncut.forward`'s arguments.
+#: What an engine's data iterator gives, by the names of `WholeModel.forward`'s arguments.
 INPUTS: Final = "inputs"
 LABELS: Final = "labels"
 _WHOLE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

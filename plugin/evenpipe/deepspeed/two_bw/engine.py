@@ -15,11 +15,11 @@ from torch import Tensor
 from evenpipe.deepspeed.engine import EvenPipeEngine, resumes_training
 from evenpipe.deepspeed.log import print_once, step_log
 from evenpipe.deepspeed.lowering import StreamSchedule
-from evenpipe.deepspeed.refusals import refuse_for_two_bw
 from evenpipe.deepspeed.section import NAME
 from evenpipe.deepspeed.stage import Boundary, EngineStage
 from evenpipe.deepspeed.two_bw.gradients import gradients_of
 from evenpipe.deepspeed.two_bw.steps import EngineSteps
+from evenpipe.deepspeed.unsupported import refuse_for_two_bw
 from evenpipe.schedule import BACKWARD, Kind, Stream, Unit
 from evenpipe.settings.spelling import SECTION
 from evenpipe.two_bw import side_file

@@ -17,17 +17,17 @@ from evenpipe.megatron.adaptive.static_memory import workspace_bytes
 from evenpipe.megatron.adaptive.symbols import LOGGED_LOSSES
 from evenpipe.megatron.grad_sync import without_sync
 from evenpipe.megatron.random_numbers import random_numbers_kept
-from evenpipe.megatron.refusals import refuse_unsupported
 from evenpipe.megatron.schedule import Call, PipelineSchedule
 from evenpipe.megatron.stage import Batch, MegatronStage
+from evenpipe.megatron.unsupported import refuse_unsupported
 from evenpipe.planner.candidates import divisors
 from evenpipe.planner.grouped import GroupedSchedule
 from evenpipe.planner.memory import Measured
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.schedule import Need, Schedule, Spec
 from evenpipe.tuner.collective import fits_on_all
+from evenpipe.tuner.dry_run import DryRun
 from evenpipe.tuner.loop import AdaptiveLoop
-from evenpipe.tuner.rehearsal import Rehearsal
 from evenpipe.tuner.samples import loader_of, micro_batches_of
 from evenpipe.upstream.symbols import locate, module_of
 
@@ -140,7 +140,7 @@ class AdaptiveSchedule(PipelineSchedule):
         loaded = [] if source is None else list(itertools.islice(source, arguments["num_microbatches"]))
         rehearsed = arguments | {"data_iterator": None if source is None else itertools.cycle(loaded)}
         self._sizes = self._sizes_of(loaded, arguments, call.batch.config)
-        rehearsal = Rehearsal(
+        dry_run = DryRun(
             executor,
             call.pipeline.size(),
             self._weights(list(call.batch.model)),
@@ -152,16 +152,16 @@ class AdaptiveSchedule(PipelineSchedule):
             self.loop.start(schedule, _samples(arguments), self._sizes, limit_bytes, differ)
             while (size := self.loop.wanted) is not None:
                 with self.tuning.around_batch(size):
-                    measured = self._rehearsed(rehearsal, self._call(**_in_micro_batches_of(size, rehearsed)), executor)
+                    measured = self._rehearsed(dry_run, self._call(**_in_micro_batches_of(size, rehearsed)), executor)
                 self.loop.take(measured._replace(static_bytes=static_bytes), executor, self.iteration)
         return arguments if source is None else arguments | {"data_iterator": itertools.chain(loaded, source)}
 
-    def _rehearsed(self, rehearsal: Rehearsal, call: Call, executor: Executor) -> Measured:
+    def _rehearsed(self, dry_run: DryRun, call: Call, executor: Executor) -> Measured:
         def stage(schedule: Schedule) -> MegatronStage:
             return MegatronStage(call.batch, schedule, call.pipeline.rank(), executor.device, self._release)
 
         different = call.batch.num_microbatches if self._sizes_differ(call.batch.config) else 0
-        return rehearsal.measured(stage, workspace_bytes, different)
+        return dry_run.measured(stage, workspace_bytes, different)
 
 
 @contextmanager

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from evenpipe.megatron.adaptive.symbols import ADAPTIVE
-from evenpipe.megatron.refusals import packs, why_one_size
 from evenpipe.megatron.script.hooks import folders_loaded_from, save_patch, set_up_patch, with_values
 from evenpipe.megatron.script.log import say, say_on_last_rank
+from evenpipe.megatron.unsupported import packs, why_one_size
 from evenpipe.planner.candidates import PlanError
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.tuner.loss_weights import LossWeights

@@ -9,8 +9,8 @@ from typing import Final
 import torch
 
 from evenpipe.megatron.grouping import group_size
-from evenpipe.megatron.refusals import Refusal, refused_arguments, refused_settings, refused_with_tuning
 from evenpipe.megatron.script.flags import ArgumentError
+from evenpipe.megatron.unsupported import Refusal, refused_arguments, refused_settings, refused_with_tuning
 from evenpipe.report import check_writable
 from evenpipe.schedule import Programs, ScheduleError, Size, Spec, check_offers
 from evenpipe.settings.config import EvenPipeConfig

@@ -11,7 +11,6 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from evenpipe.megatron.refusals import refused_with_two_versions
 from evenpipe.megatron.two_bw.gradients import (
     OwnGradients,
     Reduction,
@@ -21,6 +20,7 @@ from evenpipe.megatron.two_bw.gradients import (
     stepping_with_own,
     tied_embedding,
 )
+from evenpipe.megatron.unsupported import refused_with_two_versions
 from evenpipe.runtime.exchange import JointExchange
 from evenpipe.runtime.weight_versions import Alias, WeightVersions
 from evenpipe.two_bw.steps import LossScale, Outcome, TwoBWSteps

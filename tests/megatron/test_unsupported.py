@@ -12,8 +12,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from evenpipe.megatron.refusals import refuse_unsupported, refused_settings, refused_with_two_versions
 from evenpipe.megatron.supported import installed_release
+from evenpipe.megatron.unsupported import refuse_unsupported, refused_settings, refused_with_two_versions
 from evenpipe.upstream import PatchSet
 from evenpipe.upstream.saved_leaves import keeping_identity
 

@@ -17,14 +17,14 @@ from evenpipe.runtime.stage import Stage, VaryingStage
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import BACKWARD, FORWARD, Link, Schedule, Size, Unit, build
 
-__all__ = ["Rehearsal"]
+__all__ = ["DryRun"]
 
 #: Micro-batches that are timed, after those that load kernels and fill caches, which are weighed.
 _WEIGHED: Final = 2
 _TIMED: Final = 4
 
 
-class Rehearsal:
+class DryRun:
     """One stage forwards and backwards micro-batches alone: no neighbour is waited for or sent to.
 
     What it computes with is made up where a neighbour would give it, so all it leaves behind is of no use. Only shapes,

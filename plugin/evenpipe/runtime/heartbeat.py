@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from evenpipe.runtime.beats import Beat, answered, apart, beats_of
 from evenpipe.runtime.silence import BEATS, UNANSWERED, Silence, SilentPeer, has_timed_out, remedy
 
-__all__ = ["Pulse"]
+__all__ = ["Heartbeat"]
 
 _TOLD_AFTER: Final = 16  # beats without which a watched process is told of, before the timeout ends those that wait
 _LAST_BEAT_SECONDS: Final = 1.0
@@ -28,7 +28,7 @@ _LAST_BEAT_SECONDS: Final = 1.0
 
 @dataclass
 class _Life:
-    """What a pulse and its thread share. The thread must not hold the pulse, with whose end it ends."""
+    """What a heartbeat and its thread share. The thread must not hold the heartbeat, with whose end it ends."""
 
     awaited: int | None = None
     stage: int | None = None
@@ -42,7 +42,7 @@ class _Life:
         return not self.failed and getattr(sys, "last_value", None) is None
 
 
-class Pulse:
+class Heartbeat:
     """Lets all ranks know, through the store in which they found each other, that this one lives and whom it awaits.
 
     `ranks` are those of its pipeline, by stage; `timeout` is how long they may wait for each other, in which there are
@@ -56,7 +56,7 @@ class Pulse:
         self._rank = dist.get_rank()
         self._life = _Life(stage=list(ranks).index(self._rank) if self._rank in ranks else None)
         self._thread: threading.Thread | None = None
-        shared = PrefixStore("evenpipe/pulse/", _get_default_store())
+        shared = PrefixStore("evenpipe/heartbeat/", _get_default_store())
         own = apart(shared)
         self._store = shared if own is None else own
         self._silence = Silence(self._store, self._rank, ranks, timeout)
@@ -67,7 +67,7 @@ class Pulse:
         """Beat from here on, until `stop`, the end of this object, or that of the interpreter."""
         if self._thread is None:
             beats = (self._store, self._rank, self._life, self._seconds / BEATS)
-            self._thread = threading.Thread(target=_beat, args=beats, name="evenpipe-pulse", daemon=True)
+            self._thread = threading.Thread(target=_beat, args=beats, name="evenpipe-heartbeat", daemon=True)
             self._thread.start()
             weakref.finalize(self, _stop, self._thread, self._life)
 

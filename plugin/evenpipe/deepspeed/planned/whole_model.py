@@ -10,14 +10,14 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-__all__ = ["LOSS", "TIED", "Uncut", "add_layer", "cast_parameters"]
+__all__ = ["LOSS", "TIED", "WholeModel", "add_layer", "cast_parameters"]
 
 #: Where a PipelineModule has its tied modules, and its loss function if that is a module.
 TIED: Final = "tied_modules"
 LOSS: Final = "loss_fn"
 
 
-class Uncut(nn.Module):
+class WholeModel(nn.Module):
     """The layers of a PipelineModule one after the other, and its loss: what `evenpipe partition --module` cuts.
 
     layers, loss_fn: as PipelineModule takes them.
@@ -27,7 +27,7 @@ class Uncut(nn.Module):
 
         def uncut(micro_batch_size=2):
             tokens, labels = next(batches(micro_batch_size))
-            return Uncut(layers, loss), {"inputs": tokens, "labels": labels}
+            return WholeModel(layers, loss), {"inputs": tokens, "labels": labels}
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from evenpipe.planner.memory import Measured
 from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import FORWARD, Kind, Schedule, Unit
-from evenpipe.tuner.rehearsal import Rehearsal
+from evenpipe.tuner.dry_run import DryRun
 
 STAGES = 3
 CPU = torch.device("cpu")
@@ -43,19 +43,19 @@ class Masked:
         return []
 
 
-def rehearsal(*stages: Masked, index: int = 1, fits: Callable[[int], bool] = lambda nbytes: True) -> Rehearsal:
+def dry_run(*stages: Masked, index: int = 1, fits: Callable[[int], bool] = lambda nbytes: True) -> DryRun:
     """Of one stage, whose micro-batches are of a size, then of another."""
     weights = [stage.weight for stage in stages]
-    return Rehearsal(Executor(index, Connections({}, {}), CPU), STAGES, weights, fits)
+    return DryRun(Executor(index, Connections({}, {}), CPU), STAGES, weights, fits)
 
 
-def measured(of: Rehearsal, stage: Masked, different: int = 0) -> Measured:
+def measured(of: DryRun, stage: Masked, different: int = 0) -> Measured:
     return of.measured(lambda schedule: stage, workspace=lambda: 7, different=different)
 
 
 def test_two_at_a_time_show_what_all_share() -> None:
     stage = Masked(lambda unit: 2)
-    found = measured(rehearsal(stage), stage)
+    found = measured(dry_run(stage), stage)
     assert (found.each_bytes, found.shared_bytes) == (2 * 2 * 8 * 4, MASK.nbytes)
     assert (found.message_bytes, found.workspace_bytes, found.static_bytes) == (64, 7, 0)
     assert found.forward_ms > 0
@@ -70,7 +70,7 @@ def test_where_two_do_not_fit_nothing_is_taken_to_be_shared() -> None:
         asked.append(nbytes)
         return False
 
-    found = measured(rehearsal(stage, fits=fits), stage)
+    found = measured(dry_run(stage, fits=fits), stage)
     assert (found.each_bytes, found.shared_bytes) == (2 * 2 * 8 * 4 + MASK.nbytes, 0)
     assert asked == [2 * found.each_bytes]
     assert [kind for kind, *_ in stage.log] == [*"FB", *"FB" * 4]
@@ -78,7 +78,7 @@ def test_where_two_do_not_fit_nothing_is_taken_to_be_shared() -> None:
 
 def test_another_size_needs_one_and_shares_as_much() -> None:
     small, large = Masked(lambda unit: 1), Masked(lambda unit: 4)
-    of = rehearsal(small, large)
+    of = dry_run(small, large)
     first, second = measured(of, small), measured(of, large)
     assert second.shared_bytes == first.shared_bytes == MASK.nbytes
     assert second.each_bytes == 4 * first.each_bytes
@@ -88,7 +88,7 @@ def test_another_size_needs_one_and_shares_as_much() -> None:
 def test_of_micro_batches_that_differ_the_largest_counts() -> None:
     """All of a batch are weighed, and as many timed."""
     stage = Masked(lambda unit: 1 + unit.micro_batch % 5)
-    found = measured(rehearsal(stage), stage, different=5)
+    found = measured(dry_run(stage), stage, different=5)
     assert (found.each_bytes, found.shared_bytes) == (2 * 5 * 8 * 4 + MASK.nbytes, 0)
     assert found.message_bytes == 5 * 8 * 4
     assert [kind for kind, *_ in stage.log] == [*"FB" * 10]
@@ -104,7 +104,7 @@ def test_nothing_is_made_up_for_the_ends_of_the_model(index: int) -> None:
         made.append(schedule)
         return stage
 
-    rehearsal(stage, index=index).measured(make, lambda: 0)
+    dry_run(stage, index=index).measured(make, lambda: 0)
     assert {alone for kind, _, alone in stage.log if kind == "F"} == {index == 0}
     assert {alone for kind, _, alone in stage.log if kind == "B"} == {index == STAGES - 1}
     assert max(unit.micro_batch for _, unit, _ in stage.log) == made[0].micro_batches - 2

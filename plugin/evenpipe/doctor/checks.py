@@ -1,4 +1,4 @@
-"""Carries looks out, each within a time limit: none of them can hold up the others."""
+"""Run checks, each within a time limit, so that none holds up the others."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from dataclasses import dataclass
 
 from evenpipe.doctor.finding import Finding, problem
 
-__all__ = ["Look", "look_at"]
+__all__ = ["Check", "run_checks"]
 
 
 @dataclass(frozen=True)
-class Look:
+class Check:
     """One check; ``find`` may block, in which case what it waits for is the finding: ``waits_for``, and ``remedy``."""
 
-    check: str
+    name: str
     find: Callable[[], Iterable[Finding]]
     seconds: float = 10.0
     waits_for: str = "the system"
     remedy: str = "find out why it does not answer (dmesg, the machine's own monitoring)"
 
 
-def look_at(looks: Sequence[Look]) -> tuple[list[Finding], bool]:
+def run_checks(checks: Sequence[Check]) -> tuple[list[Finding], bool]:
     """The findings of all, in order; and whether one is still waiting, in a thread that only the process' end ends."""
     found: list[Finding] = []
     waiting = False
-    for look in looks:
-        those = _within(look)
+    for check in checks:
+        those = _within(check)
         waiting |= those is None
-        late = f"no answer from {look.waits_for} within {look.seconds:g} s"
-        found += [problem(look.check, late, look.remedy)] if those is None else those
+        late = f"no answer from {check.waits_for} within {check.seconds:g} s"
+        found += [problem(check.name, late, check.remedy)] if those is None else those
     return found, waiting
 
 
-def _within(look: Look) -> list[Finding] | None:
+def _within(check: Check) -> list[Finding] | None:
     found: list[Finding] = []
     done = threading.Event()
 
     def run() -> None:
         try:
-            found.extend(look.find())
+            found.extend(check.find())
         except Exception as error:
             said = " ".join(f"{type(error).__name__}: {error}".split())
-            found.append(problem(look.check, f"cannot be looked at: {said}", look.remedy))
+            found.append(problem(check.name, f"cannot be looked at: {said}", check.remedy))
         done.set()
 
-    threading.Thread(target=run, daemon=True, name=f"doctor {look.check}").start()
-    return found if done.wait(look.seconds) else None
+    threading.Thread(target=run, daemon=True, name=f"doctor {check.name}").start()
+    return found if done.wait(check.seconds) else None

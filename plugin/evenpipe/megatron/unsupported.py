@@ -154,7 +154,7 @@ _ARGUMENTS_WITH_BPIPE_TOO: Mapping[str, str] = {
 _UNKNOWN = "so that the memory of a stage is not known"
 _RESIZED = "changes the samples of a batch, which are shared out among micro-batches once"
 _BY_PLACE = (
-    "recomputes a micro-batch or not by its place among those that a stage holds, which a rehearsal of single ones "
+    "recomputes a micro-batch or not by its place among those that a stage holds, which a dry run of single ones "
     "does not show, so that the memory of groups is not known"
 )
 _UNCOUNTED = "keeps activations where they are not counted, so that the memory of groups is not known"
@@ -175,8 +175,8 @@ _WITH_TUNING: Mapping[str, str] = {
     "use_torch_fsdp2": f"gathers and frees parameters, {_UNKNOWN}",
     "hybrid_context_parallel": "has a scheduler of Megatron's own, which chooses the micro-batches of every batch",
     "perform_rl_step": "packs what was sampled into another number of micro-batches in every batch",
-    "check_for_spiky_loss": "compares losses with the largest so far, a rehearsal's too",
-    "te_rng_tracker": "draws random numbers that a rehearsal cannot put back",
+    "check_for_spiky_loss": "compares losses with the largest so far, a dry run's too",
+    "te_rng_tracker": "draws random numbers that a dry run cannot put back",
     "export_kd_teacher_load": "gives micro-batches shapes of its own",
     "rerun_mode=report_determinism_stats": "compares iterations call by call, and the first is rehearsed",
 }
