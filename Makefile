@@ -3,7 +3,7 @@ PYTHON ?= python3
 export PYTHON
 BIN := .venv/bin
 
-.PHONY: help prepare demo test test-rest test-all gpu check lint types boundaries clean
+.PHONY: help prepare demo test test-gate test-all gpu check lint types boundaries clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -17,28 +17,23 @@ demo: prepare ## train a GPT on four pipeline stages, three ways; prints a table
 # Several tests at a time, those of a file by one worker in their order; benchmarks measure times, so they are alone.
 NONE_LEFT := 5# what pytest ends with when ARGS leave no tests
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+WITH_RELEASES = releases=$$(.ci/prepare --releases) && export EVENPIPE_MEGATRON_RELEASES="$$releases"
 
 test: prepare ## run the tests; ARGS="-k bpipe" narrows them down
-	@$(PYTEST) -m "not benchmarks and not megatron_lm and not releases and not long" $(ARGS)
+	@$(PYTEST) -m "not (benchmarks or gate or long or megatron_lm or releases)" $(ARGS)
 
-# The runtime is run on the oldest torch that is declared, too, unless OLDEST_TORCH is empty: where pip finds no build of
-# it for CPUs, that is some GB.
+test-gate: prepare ## these, Megatron-LM's scripts (MEGATRON_LM names checkouts), older megatron-core releases, examples, failures
+	@$(WITH_RELEASES) && $(PYTEST) --durations=25 -m "not (benchmarks or long)" $(ARGS)
+
+# OLDEST_TORCH=: not the runtime on the oldest torch that is declared. Pip does not find a build of it for CPUs
+# everywhere, and the others are some GB.
 OLDEST_TORCH ?= 1
 
-# $(1): which tests, with what they need beside .venv; then those on the oldest torch, and benchmarks.
-define with_all
-	@releases=$$(.ci/prepare --releases) && \
-	export EVENPIPE_MEGATRON_RELEASES="$$releases" && \
-	{ $(PYTEST) --durations=25 $(ARGS) -m $(1) || [ $$? = $(NONE_LEFT) ]; } && \
+test-all: prepare ## all, before a release: more sizes and models, the runtime on the oldest torch, and benchmarks
+	@$(WITH_RELEASES) && \
+	{ $(PYTEST) --durations=25 $(ARGS) -m "not benchmarks" || [ $$? = $(NONE_LEFT) ]; } && \
 	{ $(if $(OLDEST_TORCH),oldest=$$(.ci/prepare --oldest-torch) && PYTHONPATH="$$oldest" $(PYTEST) $(ARGS) tests/runtime || [ $$? = $(NONE_LEFT) ],echo "tests/runtime on the oldest torch: not run, as OLDEST_TORCH is empty"); } && \
 	{ $(BIN)/python -m pytest $(ARGS) -m benchmarks || [ $$? = $(NONE_LEFT) ]; }
-endef
-
-test-rest: prepare ## the others: what takes long, older megatron-core releases, Megatron-LM's scripts (MEGATRON_LM), benchmarks, and the runtime on the oldest torch (OLDEST_TORCH=: not that)
-	$(call with_all,"(megatron_lm or releases or long) and not benchmarks")
-
-test-all: prepare ## all of them; what both need is started once
-	$(call with_all,"not benchmarks")
 
 # A container's or a module's torch is its interpreter's, or on PYTHONPATH; .venv is not to see another's packages.
 gpu: $(if $(SYSTEM),,prepare) ## measure what only GPUs can tell, in ten minutes, into docs/gpu.json and docs/gpu.md; SYSTEM=1: with the torch of PYTHON

@@ -54,7 +54,7 @@ def run(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.gate
 def test_importing_every_module_leaves_finders_and_frameworks_as_they_were() -> None:
     run(IMPORTS_EVERYTHING.replace("{preloads!r}", repr(PRELOADS)))
 

@@ -69,7 +69,7 @@ def test_what_is_installed_fits_and_nothing_is_started_or_replaced() -> None:
         assert states(document["deepspeed"], "deepspeed.runtime") == {"fits"}
 
 
-@pytest.mark.long
+@pytest.mark.gate
 def test_a_megatron_that_cannot_be_imported_is_a_state(tmp_path: Path) -> None:
     """Whatever it raises; and an apex that is not NVIDIA's is named."""
     for name in ("megatron", "apex"):

@@ -17,7 +17,7 @@ from tests.forked import command
 from tests.ports import free_port
 
 pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.gate
 
 
 def _launcher(name: str) -> list[str]:

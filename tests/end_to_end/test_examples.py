@@ -11,7 +11,7 @@ import pytest
 from tests import forked
 from tests.ports import free_port
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.gate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -41,5 +41,5 @@ def test_a_release_trains_to_the_same_bits(folder, runs):
 def test_releases_are_given_or_the_way_to_give_them_is_told():
     if not FOLDERS:
         pytest.skip(
-            "set EVENPIPE_MEGATRON_RELEASES to folders that hold other megatron-core releases (make test-all does)"
+            "set EVENPIPE_MEGATRON_RELEASES to folders that hold other megatron-core releases (make test-gate does)"
         )

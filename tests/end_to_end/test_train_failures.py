@@ -17,7 +17,7 @@ from tests.end_to_end.running import Ending, Run
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds a session's processes in /proc"),
-    pytest.mark.long,
+    pytest.mark.gate,
 ]
 
 

@@ -29,7 +29,7 @@ SAID = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.gate
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGSTOP, and fork")
 @pytest.mark.parametrize(("case", "shape"), SAID)
 def test_a_silent_rank_is_named_by_all_that_wait(case: str, shape: str, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def all_are_whole(folder: Path) -> None:
     used(folder)
 
 
-@pytest.mark.long
+@pytest.mark.gate
 def test_of_pairs_of_jobs_in_one_folder_one_saves_and_the_other_is_told_who(tmp_path: Path) -> None:
     for pair in range(20):
         folder = tmp_path / str(pair)
@@ -151,7 +151,7 @@ def test_of_pairs_of_jobs_in_one_folder_one_saves_and_the_other_is_told_who(tmp_
         all_are_whole(folder)
 
 
-@pytest.mark.long
+@pytest.mark.gate
 def test_of_fifty_kills_while_saving_none_loses_or_mixes_anything(tmp_path: Path) -> None:
     moments, behind, folder = random.Random(11), 0, tmp_path / "saved"
     folder.mkdir()

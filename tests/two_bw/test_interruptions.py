@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 SCRIPT = Path(__file__).with_name("interrupted_megatron.py")
 
 
-@pytest.mark.long
+@pytest.mark.gate
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA")
 def test_they_change_nothing_with_megatron(tmp_path: Path) -> None:
     for plain, interrupted in reports(SCRIPT, tmp_path, 2):

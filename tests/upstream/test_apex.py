@@ -82,7 +82,7 @@ print(json.dumps([LNImpl.__name__, Adam.__module__.partition(".")[0], error]))
 """
 
 
-@pytest.mark.long
+@pytest.mark.gate
 def test_megatron_takes_a_mere_folder_for_apex(tmp_path: Path) -> None:
     """What the line says of it."""
     pytest.importorskip("megatron.core")
