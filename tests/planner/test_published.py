@@ -49,14 +49,14 @@ def test_mfu(programs: estimators) -> None:
     assert points(errors(every, UNFITTED, programs))[0] <= 2.5
 
 
-@pytest.mark.long
+@pytest.mark.gate
 def test_the_constants_are_those_of_a_fit_to_rows_without_bpipe(programs: estimators) -> None:
     again = fitted([row for row in taken() if not row.bpipe], programs)
     for name in ("gemm", "unfused", "peer"):
         assert getattr(again, name) == pytest.approx(getattr(FITTED, name), rel=0.02)
 
 
-@pytest.mark.long
+@pytest.mark.gate
 @pytest.mark.parametrize("model", ["gpt3-96b", "gpt3-134b"])
 def test_fitted_on_one_model_it_shows_the_other(programs: estimators, model: str) -> None:
     fit = fitted([row for row in taken() if row.model == model and not row.bpipe], programs)
@@ -121,7 +121,7 @@ def test_korthikanti_s_iterations() -> None:
     assert max(found) <= 0.05
 
 
-@pytest.mark.long
+@pytest.mark.gate
 def test_iterations_of_sources_that_were_not_fitted_are_within_the_uncertainty(programs: estimators) -> None:
     found = unseen(programs)
     assert [len(source) for source in found.values()] == [13, 16, 8]

@@ -15,7 +15,7 @@ from tests.ports import free_port
 from tests.recipes.cluster import here, trained
 from tests.recipes.tiny import bert, gpt, recipe_of
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.gate
 
 SHORT = {"train_iters": "3", "log_interval": "1", "lr": "3e-3"}
 STARTED = {"torchrun": "train.sh", "deepspeed": "launch.sh", "slurm": "launch.sbatch"}
