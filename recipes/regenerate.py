@@ -22,7 +22,7 @@ from evenpipe.recipes.drawing import draw
 from evenpipe.recipes.emit import files_of
 from evenpipe.recipes.files import write_files
 from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, Framework, Launcher
-from evenpipe.recipes.refusals import refuse
+from evenpipe.recipes.unsupported import refuse
 
 HERE = Path(__file__).resolve().parent
 PICTURE = "picture.png"
