@@ -1,4 +1,4 @@
-"""The scripts in examples/ run as their users run them."""
+"""The scripts in examples/ run: by torchrun, by DeepSpeed's launcher, and the others by ranks that share imports."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def forked_deepspeed(script):
     ("start", "script", "configuration", "peaks"),
     [
         (deepspeed_launcher, "gpt", "bpipe", [3, 3, 2, 3]),
-        (forked_deepspeed, "bert", "kfkb", [8, 6, 4, 2]),
+        pytest.param(forked_deepspeed, "bert", "kfkb", [8, 6, 4, 2], marks=pytest.mark.long),
         (forked_deepspeed, "gpt", "2bw", [3, 3, 2, 3]),
     ],
 )
@@ -90,11 +90,9 @@ def test_plain_modules_of_a_users_own():
     """Any schedule gives the same losses, to the last digit shown; the script is short."""
     script = EXAMPLES / "plain_torch.py"
     assert len(script.read_text().splitlines()) <= 40
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", script]
-    commands = ([*torchrun, "1f1b"], forked.command(4, "torch._dynamo,torch.optim", script, "zb-h1"))
-    commands = (*commands, forked.command(4, "torch._dynamo,torch.optim", script, "2bw"))
     printed = []
-    for command in commands:
+    for schedule in ("1f1b", "zb-h1", "2bw"):
+        command = forked.command(4, "torch._dynamo,torch.optim", script, schedule)
         run = subprocess.run(command, timeout=600, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         printed.append(run.stdout)
@@ -105,7 +103,7 @@ def test_plain_modules_of_a_users_own():
     assert printed[1] == printed[0] != printed[2]  # without flushes steps are a batch late
 
 
-@pytest.mark.parametrize("model", ["gpt2", "bert", "t5"])
+@pytest.mark.parametrize("model", ["gpt2", *(pytest.param(name, marks=pytest.mark.long) for name in ("bert", "t5"))])
 def test_models_of_hugging_faces(tmp_path, model):
     """Cut into four as they are; the script is short, and says what its stages took beside what was planned."""
     script = EXAMPLES / "huggingface.py"
