@@ -67,7 +67,7 @@ class Executor(Resources):
         with self._batch():
             if self._stream is None:
                 self._stream = Flow(self, program, stage)
-            self._stream.stage, self._stream.update, self._stream.gather = stage, stage.update, stage.gather
+            self._stream.go_on_with(stage)
             yield self._stream.take
 
     def forget_sizes(self) -> None:

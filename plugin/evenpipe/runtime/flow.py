@@ -11,7 +11,7 @@ from torch import Tensor, UntypedStorage
 from evenpipe.runtime.channel import Transfer
 from evenpipe.runtime.pool import Slot, aligned_bytes
 from evenpipe.runtime.resources import Resources
-from evenpipe.runtime.stage import SplitStage, Stage, VaryingStage
+from evenpipe.runtime.stage import SplitStage, Stage, SteppingStage, VaryingStage
 from evenpipe.runtime.stopwatch import Stopwatch
 from evenpipe.schedule import (
     ACCEPT,
@@ -89,6 +89,10 @@ class Flow:
         self.received: dict[Message, list[Tensor]] = {}
         self.followed: dict[Message, list[_Departed]] = {}
         self.guests: dict[Unit, _Guest] = {}
+
+    def go_on_with(self, stage: SteppingStage) -> None:
+        """Carry out what follows in the stream by `stage`, which also gathers figures and updates weights."""
+        self.stage, self.update, self.gather = stage, stage.update, stage.gather
 
     def take(self, step: Step) -> None:
         """Post, complete, transfer, compute or update, post what comes before the send, send."""

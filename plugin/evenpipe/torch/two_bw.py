@@ -13,7 +13,7 @@ from evenpipe.schedule import Kind, Program, Stream, Unit, find, swapping
 from evenpipe.torch.evaluation import check_gradients
 from evenpipe.torch.plain_steps import PlainSteps
 from evenpipe.torch.weighing import mean_loss
-from evenpipe.two_bw.stream import TwoBWStream
+from evenpipe.two_bw.stream import BatchState, TwoBWStream
 
 __all__ = ["Delayable", "TwoBWTraining"]
 
@@ -52,13 +52,12 @@ class TwoBWTraining(Iterator[Tensor | None]):
         self._batches = iter(batches)
         self._sizes = schedule.stages, schedule.micro_batches
         paired, swaps = bool(pipeline.program.pairs), swapping(schedule)
-        self._two_bw = TwoBWStream(steps, find(schedule.name), paired, swaps)
+        self._buffers = _Buffers(pipeline.chunks, steps)
+        self._two_bw = TwoBWStream(steps, find(schedule.name), paired, swaps, self._buffers)
         self._ahead: Sequence[Any] | None = None
         self._found: dict[int, Tensor] = {}
         self._items: dict[int, Sequence[Any]] = {}  # of the present batch and the next, along the stream
         self._called = 0  # batches of the stream
-        self._before: list[tuple[Tensor, Tensor]] = []  # buffers, and what they were before the batch ahead
-        self._two_bw.start_unit, self._two_bw.drop_units = self._keep_buffers, self._restore_buffers
         steps.load_state_dict(None)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -86,7 +85,7 @@ class TwoBWTraining(Iterator[Tensor | None]):
             self.drain()
             raise StopIteration
         self._ahead = self._read()
-        self._before = []
+        self._buffers.keep()
         # The last batch stands in for the one after it, whose forwards are dropped.
         self._items[self._called], self._items[self._called + 1] = present, self._ahead or present
         with self._two_bw.call(pipeline.executor, self._sizes, None, self._stage) as called:
@@ -99,17 +98,6 @@ class TwoBWTraining(Iterator[Tensor | None]):
         self._called += 1
         pipeline.batches += pipeline.stride
         return mean_loss(pipeline.losses, present) if pipeline.is_last else None
-
-    def _keep_buffers(self, batch: int) -> None:
-        """Before the first forward of the batch ahead: what it does to buffers is undone if it is dropped."""
-        if batch > self.steps.batch and not self._before:
-            every = (one for part in self._pipeline.chunks for one in part.buffers())
-            self._before = [(one, one.clone()) for one in every]
-
-    def _restore_buffers(self, batch: int) -> None:
-        for buffer, before in self._before:
-            buffer.copy_(before)
-        self._before = []
 
     def _read(self) -> Sequence[Any] | None:
         for batch in self._batches:
@@ -124,6 +112,29 @@ class TwoBWTraining(Iterator[Tensor | None]):
 
         made = self._pipeline.made(item, self._found, self._pipeline.batches)
         return _TwoBWStage(made, self._two_bw, self.steps)
+
+
+class _Buffers(BatchState):
+    """The buffers of `chunks`, which are put back where forwards of the batch ahead of `steps` are dropped."""
+
+    def __init__(self, chunks: Sequence[nn.Module], steps: PlainSteps) -> None:
+        self._chunks = chunks
+        self._steps = steps
+        self._before: list[tuple[Tensor, Tensor]] = []  # and what they were before the batch ahead
+
+    def keep(self) -> None:
+        """Keep what the forwards so far have made of them."""
+        self._before = []
+
+    def use(self, batch: int) -> None:
+        if batch > self._steps.batch and not self._before:
+            every = (one for part in self._chunks for one in part.buffers())
+            self._before = [(one, one.clone()) for one in every]
+
+    def drop(self, first: int) -> None:
+        for buffer, before in self._before:
+            buffer.copy_(before)
+        self.keep()
 
 
 class _TwoBWStage:

@@ -12,7 +12,7 @@ from evenpipe.schedule import Spec, Step, Stream, Unit, required_version
 from evenpipe.two_bw.inputs import ReadAhead
 from evenpipe.two_bw.steps import TwoBWSteps
 
-__all__ = ["Call", "StreamStage", "TwoBWStream"]
+__all__ = ["BatchState", "Call", "StreamStage", "TwoBWStream"]
 
 
 class StreamStage(SteppingStage, Protocol):
@@ -20,6 +20,16 @@ class StreamStage(SteppingStage, Protocol):
 
     def forget(self) -> None:
         """Let go of what has been forwarded and not backwarded."""
+
+
+class BatchState(Protocol):
+    """What forwards leave in a model beside their outputs, such as buffers and sums of losses; of each batch apart."""
+
+    def use(self, batch: int) -> None:
+        """A unit of `batch`, as the steps count, is about to be computed."""
+
+    def drop(self, first: int) -> None:
+        """The forwards of `first` and later batches are dropped, and will be computed again."""
 
 
 class Call(NamedTuple):
@@ -37,12 +47,15 @@ class TwoBWStream:
     of the calls, by up to p - 1 micro-batches on the first stage.
     """
 
-    def __init__(self, steps: TwoBWSteps, spec: Spec, bpipe: bool, swaps: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        steps: TwoBWSteps,
+        spec: Spec,
+        bpipe: bool,
+        swaps: Collection[int] = (),
+        state: BatchState | None = None,
+    ) -> None:
         self.inputs = ReadAhead()
-        #: Given the batch, as `steps` count, that a unit is of which is about to be computed.
-        self.start_unit: Callable[[int], None] = lambda batch: None
-        #: Given the first batch of which what has been computed is dropped.
-        self.drop_units: Callable[[int], None] = lambda batch: None
         #: The batch with which the present stream began, as `steps` count.
         self.first = 0
         #: What `make_stage` made for the present stream.
@@ -51,6 +64,7 @@ class TwoBWStream:
         self._spec = spec
         self._bpipe = bpipe
         self._swaps = swaps
+        self._state = state
         self._stream: Stream | None = None
         self._executor: Executor | None = None
         self._called = 0  # batches of the stream
@@ -92,7 +106,8 @@ class TwoBWStream:
         assert self._stream is not None, "a call is being carried out"
         batch = self.first + unit.micro_batch // self._stream.micro_batches
         self._steps.versions.use(required_version(batch))
-        self.start_unit(batch)
+        if self._state is not None:
+            self._state.use(batch)
 
     def break_off(self) -> None:
         """Settle what other stages are owed, and drop what has been forwarded; the last step stays to be made.
@@ -103,6 +118,7 @@ class TwoBWStream:
             return
         self._executor.break_off(self._stream.owed(self._executor.stage_index, self._called - 1))
         self.stage.forget()
-        self.drop_units(self._steps.batch)
+        if self._state is not None:
+            self._state.drop(self._steps.batch)
         self.inputs.rewind()
         self._stream = self.stage = self._executor = None

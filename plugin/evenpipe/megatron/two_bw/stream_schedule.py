@@ -49,9 +49,8 @@ class StreamSchedule(PipelineSchedule):
     def attach(self, two_bw: TwoBWOptimizer, losses: ExpertLosses | None = None) -> None:
         """Whose optimizer steps; each batch has its own sums of auxiliary `losses`, where there are some."""
         self.two_bw = two_bw
-        self._batches = TwoBWStream(two_bw, self.programs.spec, self.bpipe)
+        self._batches = TwoBWStream(two_bw, self.programs.spec, self.bpipe, state=losses)
         if losses is not None:
-            self._batches.start_unit, self._batches.drop_units = losses.use, losses.drop
             two_bw.gather_too.append(lambda: losses.gather(two_bw.batch - 1))
 
     @property
