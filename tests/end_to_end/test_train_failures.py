@@ -4,8 +4,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,83 +50,67 @@ CASES = {
     "SIGINT": _Case({}, done=_signal_to_the_command(signal.SIGINT)),
     "the command is killed": _Case({}, done=_kill_the_command),
     "no number": _Case({"precision": "bf16", "model": "bert", "fault_at": "0:F2", "fault_kind": "nan"}),
-    "a stage of a run that saves dies": _Case({"fault_at": "1:B3", "fault_kind": "kill", "save": "saved"}),
+    "a stage of a run that saves dies": _Case({"fault_at": "1:B3", "fault_kind": "kill"}),
 }
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the run that saves would."""
-    return tmp_path_factory.mktemp("saved")
-
-
-@pytest.fixture(scope="module")
-def endings(saved: Path) -> Iterator[dict[str, Future[Ending]]]:
-    """How each of CASES ended. A few are under way at a time: they mostly import and wait."""
-
-    def ending(case: _Case) -> Ending:
-        changes = {**case.changes, **({"save": str(saved)} if "save" in case.changes else {})}
-        with Run(*case.flags, **changes) as run:
-            case.done(run)
-            return run.ending()
-
-    with ThreadPoolExecutor(3) as pool:
-        yield {name: pool.submit(ending, case) for name, case in CASES.items()}
+def ending_of(name: str, **changes: str) -> Ending:
+    """How the run of that name in CASES ends."""
+    case = CASES[name]
+    with Run(*case.flags, **{**case.changes, **changes}) as run:
+        case.done(run)
+        return run.ending()
 
 
 @pytest.mark.parametrize(("engine", "stage", "action"), [("megatron", 0, "F2"), ("evenpipe", 1, "B3")])
 def test_a_stage_that_raises_ends_the_run_with_its_error_as_the_last_line(
-    endings: dict[str, Future[Ending]], engine: str, stage: int, action: str
+    engine: str, stage: int, action: str
 ) -> None:
-    status, line = endings[f"raises, {engine}"].result()
+    status, line = ending_of(f"raises, {engine}")
     assert line == (
         f"evenpipe train: stage {stage} failed at {action}: RuntimeError: rehearsed failure, asked for by --fault-at"
     )
     assert status == 1
 
 
-def test_a_stage_that_raises_during_a_transfer_does_too(endings: dict[str, Future[Ending]]) -> None:
+def test_a_stage_that_raises_during_a_transfer_does_too() -> None:
     """Its partner has the other end of the transfer under way."""
-    status, line = endings["raises during a transfer"].result()
+    status, line = ending_of("raises during a transfer")
     assert line.startswith("evenpipe train: stage 3 failed at A1@0: RuntimeError: rehearsed failure")
     assert status == 1
 
 
-def test_a_process_that_dies_without_a_word_is_named_rather_than_the_peers_that_lost_it(
-    endings: dict[str, Future[Ending]],
-) -> None:
-    status, line = endings["a stage is killed"].result()
+def test_a_process_that_dies_without_a_word_is_named_rather_than_the_peers_that_lost_it() -> None:
+    status, line = ending_of("a stage is killed")
     assert re.fullmatch(r"evenpipe train: stage \d failed: its process was killed by SIGKILL", line)
     assert status == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_command_ends_all_processes(endings: dict[str, Future[Ending]], number: signal.Signals) -> None:
-    status, line = endings[number.name].result()
+def test_a_signal_to_the_command_ends_all_processes(number: signal.Signals) -> None:
+    status, line = ending_of(number.name)
     assert line == f"evenpipe train: stopped by {number.name}"
     assert status == 128 + number
 
 
-def test_no_process_outlives_a_command_that_was_killed(endings: dict[str, Future[Ending]]) -> None:
-    status, _ = endings["the command is killed"].result()
+def test_no_process_outlives_a_command_that_was_killed() -> None:
+    status, _ = ending_of("the command is killed")
     assert status == -signal.SIGKILL
 
 
-def test_a_loss_that_is_no_number_is_told_with_iteration_stage_and_micro_batch(
-    endings: dict[str, Future[Ending]],
-) -> None:
-    status, line = endings["no number"].result()
+def test_a_loss_that_is_no_number_is_told_with_iteration_stage_and_micro_batch() -> None:
+    status, line = ending_of("no number")
     assert line.startswith(
         "evenpipe train: stage 1 failed at F2: FloatingPointError: loss is nan in iteration 2, micro-batch 2: use a"
     )
     assert status == 1
 
 
-def test_a_stage_that_dies_ends_a_run_that_saves_just_as_soon(endings: dict[str, Future[Ending]], saved: Path) -> None:
-    status, line = endings["a stage of a run that saves dies"].result()
+def test_a_stage_that_dies_ends_a_run_that_saves_just_as_soon(tmp_path: Path) -> None:
+    status, line = ending_of("a stage of a run that saves dies", save=str(tmp_path))
     assert re.fullmatch(r"evenpipe train: stage \d failed: its process was killed by SIGKILL", line)
     assert status == 1
-    assert not (saved / "latest").exists()
+    assert not (tmp_path / "latest").exists()
 
 
 def test_in_fp16_a_loss_that_is_no_number_costs_one_step() -> None:
