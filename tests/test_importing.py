@@ -97,6 +97,22 @@ def test_training_in_plain_torch_imports_no_framework() -> None:
     """)
 
 
+def test_a_script_with_bpipe_imports_what_bpipe_needs() -> None:
+    """Nothing of plans, simulations, steps of 2BW or tuning."""
+    pytest.importorskip("megatron.core")
+    run("""
+        import sys
+        import evenpipe.megatron.script.install, evenpipe.megatron.script.start
+        import evenpipe.megatron.script.link_table, evenpipe.megatron.script.log, evenpipe.megatron.script.placing
+        from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
+        in_place_of_megatron(PipelineSchedule("1f1b", bpipe=True))
+        loaded = [name for name in sys.modules if name.startswith("evenpipe.")]
+        rooms = {name.split(".")[1] for name in loaded}
+        assert rooms == {"megatron", "report", "runtime", "schedule", "settings", "torch", "train", "upstream"}, rooms
+        assert len(loaded) <= 115, len(loaded)
+    """)
+
+
 @pytest.mark.parametrize("command", ["schedule", "simulate"])
 def test_looking_at_a_schedule_needs_neither_a_framework_nor_torch(command: str) -> None:
     costs = ["--forward-ms", "1", "--backward-ms", "2"] if command == "simulate" else []

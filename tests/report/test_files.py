@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.report import check_writable, write_atomically
+from evenpipe.report.files import check_writable, write_atomically
 
 
 @pytest.mark.parametrize(("content", "written"), [("h\u00e9", "h\u00e9".encode()), (b"\x00\xff", b"\x00\xff")])

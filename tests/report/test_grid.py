@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textwrap import dedent
 
-from evenpipe.report import timeline_grid
+from evenpipe.report.grid import timeline_grid
 from evenpipe.schedule import KINDS
 from tests.schedules import program
 

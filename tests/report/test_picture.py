@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from evenpipe.report import StageMemory, Timeline
 from evenpipe.report.boxes import shade
 from evenpipe.report.picture import draw_comparison
+from evenpipe.report.timeline import StageMemory, Timeline
 from evenpipe.schedule import KINDS, lower
 from evenpipe.simulate import Costs, Wire, simulate
 from tests.schedules import build

@@ -19,9 +19,9 @@ from evenpipe.cli.parser import Commands
 from evenpipe.cli.report import demo_views, write_page
 from evenpipe.cli.training import run_training
 from evenpipe.cli.values import output_file, picture_file
-from evenpipe.report import StageMemory, Timeline
 from evenpipe.report.page.comparison import DIFFERENT, SAME, busy, compared
 from evenpipe.report.page.documents import RunDocument
+from evenpipe.report.timeline import StageMemory, Timeline
 from evenpipe.simulate import Simulation
 from evenpipe.train.document import run_document
 from evenpipe.train.options import TrainOptions

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from evenpipe.cli.parser import Parser, UsageError
 from evenpipe.cli.values import group_size, output_file, picture_file
-from evenpipe.report import StageMemory, Timeline, perfetto_trace, write_atomically
+from evenpipe.report.files import write_atomically
+from evenpipe.report.timeline import StageMemory, Timeline
+from evenpipe.report.trace import perfetto_trace
 from evenpipe.schedule import Program, Programs, Queues, Schedule, ScheduleError, Size, choose, names
 from evenpipe.settings.spelling import in_flags
 from evenpipe.simulate import Simulation

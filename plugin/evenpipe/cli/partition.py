@@ -27,8 +27,8 @@ from evenpipe.partition.search.largest import largest_batch
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.search.problem import PartitionError
 from evenpipe.planner.descriptions import names
-from evenpipe.report import is_special
 from evenpipe.report.divisions import draw_divisions
+from evenpipe.report.files import is_special
 from evenpipe.schedule import ScheduleError
 from evenpipe.settings.spelling import in_flags
 

@@ -18,8 +18,8 @@ from evenpipe.partition.layouts import LayoutError, LayoutPlan, Split
 from evenpipe.partition.layouts.best import best_layout
 from evenpipe.partition.timing import RooflineError
 from evenpipe.planner.descriptions import DescriptionError, device
-from evenpipe.report import write_atomically
 from evenpipe.report.divisions import Division, draw_divisions
+from evenpipe.report.files import write_atomically
 
 __all__ = ["show_layout"]
 

@@ -18,7 +18,7 @@ from evenpipe.planner.estimate import framework_of
 from evenpipe.planner.search.plan import plan_of
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.search import search
-from evenpipe.report import write_atomically
+from evenpipe.report.files import write_atomically
 from evenpipe.report.front import draw_front
 from evenpipe.settings.spelling import in_flags
 

@@ -15,7 +15,7 @@ from evenpipe.cli.commands import add_command
 from evenpipe.cli.options import write
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import output_file
-from evenpipe.report import write_atomically
+from evenpipe.report.files import write_atomically
 from evenpipe.report.page.comparison import comparison_view
 from evenpipe.report.page.content import View
 from evenpipe.report.page.documents import RunDocument, SimulationDocument

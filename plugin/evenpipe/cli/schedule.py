@@ -22,7 +22,8 @@ from evenpipe.cli.options import (
 )
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import output_file
-from evenpipe.report import timeline_grid, write_atomically
+from evenpipe.report.files import write_atomically
+from evenpipe.report.grid import timeline_grid
 from evenpipe.schedule import Schedule, ScheduleError, torch_csv
 from evenpipe.simulate import Costs, Wire, simulate
 

@@ -16,7 +16,8 @@ from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.train_planned import compared
 from evenpipe.cli.training import add_fields, options_from, run_training
 from evenpipe.cli.values import output_file
-from evenpipe.report import StageMemory, Timeline, write_atomically
+from evenpipe.report.files import write_atomically
+from evenpipe.report.timeline import StageMemory, Timeline
 from evenpipe.report.typical import median_ms
 from evenpipe.schedule import choose
 from evenpipe.settings.contradictions import one_group

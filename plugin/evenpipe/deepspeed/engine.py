@@ -20,7 +20,7 @@ from evenpipe.deepspeed.planned.stage import CutStage
 from evenpipe.deepspeed.section import Section, SectionError, section_of, with_deepspeeds_names
 from evenpipe.deepspeed.stage import Boundary, EngineStage
 from evenpipe.deepspeed.unsupported import refuse_unsupported
-from evenpipe.report import check_writable
+from evenpipe.report.files import check_writable
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Program, Programs, Queues, ScheduleError, Size, Step, Unit, links, loop

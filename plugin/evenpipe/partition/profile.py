@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from evenpipe.report import write_atomically
+from evenpipe.report.files import write_atomically
 
 __all__ = ["Node", "Origin", "Parameter", "Profile", "ProfileError", "Storage"]
 

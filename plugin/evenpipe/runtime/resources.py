@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,12 +12,14 @@ from torch import Tensor
 from evenpipe.runtime.clock import Clock, clock_for
 from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.counters import MemoryCounter
-from evenpipe.runtime.keep import Keeper
 from evenpipe.runtime.layout import Layouts
 from evenpipe.runtime.pool import SlotPool
 from evenpipe.runtime.stopwatch import Stopwatch
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import Action, Message
+
+if TYPE_CHECKING:
+    from evenpipe.runtime.keep import Keeper
 
 __all__ = ["Observer", "Resources", "Waited"]
 

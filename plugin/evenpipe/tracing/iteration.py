@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from evenpipe.report import Timeline, perfetto_trace, write_atomically
+from evenpipe.report.files import write_atomically
+from evenpipe.report.timeline import Timeline
+from evenpipe.report.trace import perfetto_trace
 from evenpipe.runtime.clock import Clock
 from evenpipe.runtime.executor import Observer
 from evenpipe.runtime.gather import gather

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from evenpipe.report import write_atomically
+from evenpipe.report.files import write_atomically
 
 __all__ = ["read_state", "save_with"]
 

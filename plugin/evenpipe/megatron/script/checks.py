@@ -11,7 +11,7 @@ import torch
 from evenpipe.megatron.grouping import group_size
 from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.megatron.unsupported import Refusal, refused_arguments, refused_settings, refused_with_tuning
-from evenpipe.report import check_writable
+from evenpipe.report.files import check_writable
 from evenpipe.schedule import Programs, ScheduleError, Size, Spec, check_offers
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in, one_group

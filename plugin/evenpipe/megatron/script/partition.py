@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evenpipe.megatron.script.flags import ArgumentError, config_from
-from evenpipe.partition.layouts.shape import LayoutError
-from evenpipe.partition.layouts.written import WrittenLayout
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import flag
+
+if TYPE_CHECKING:
+    from evenpipe.partition.layouts.written import WrittenLayout
 
 __all__ = ["check_vocabulary", "lay_out", "planned"]
 
@@ -50,6 +52,10 @@ def _read(config: EvenPipeConfig) -> WrittenLayout | None:
     if config.partition is None:
         return None
     assert isinstance(config.partition, Path)
+    # Imported here: a run without a plan does not pay for it.
+    from evenpipe.partition.layouts.shape import LayoutError
+    from evenpipe.partition.layouts.written import WrittenLayout
+
     try:
         return WrittenLayout.read(config.partition)
     except LayoutError as error:

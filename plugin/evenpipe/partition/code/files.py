@@ -19,7 +19,7 @@ from evenpipe.partition.code.writing import constants_apart, digest_of, stage_so
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.trace import Graph, attention_of
-from evenpipe.report import write_atomically
+from evenpipe.report.files import write_atomically
 
 __all__ = ["load_parts", "part_types", "tensors_of", "write_stages"]
 

@@ -16,7 +16,7 @@ from evenpipe.partition.profile import Origin, Profile
 from evenpipe.partition.search.copies import PIPEDREAM, Workload
 from evenpipe.partition.search.memory import Fit, Optimize
 from evenpipe.partition.search.problem import PartitionError, Problem
-from evenpipe.report import write_atomically
+from evenpipe.report.files import write_atomically
 from evenpipe.schedule import Link, Program, Size, build
 from evenpipe.simulate import Costs, Wire
 
