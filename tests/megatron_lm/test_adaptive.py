@@ -60,6 +60,7 @@ def test_gpt_is_cut_to_fit_trains_as_stock_and_goes_on_tuning_after_a_stop(megat
     assert found == pytest.approx(wanted, rel=1e-3)  # of a perplexity, whose exponent is summed otherwise
 
 
+@pytest.mark.long
 def test_masked_tokens_leave_micro_batches_as_they_are(megatron_lm, bert_data):
     script, (processes, parallel) = "pretrain_bert.py", LAYOUTS["PP2"]
     if not (megatron_lm / script).exists():

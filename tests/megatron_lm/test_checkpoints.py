@@ -11,9 +11,9 @@ STOPS, ENDS = 2, 4
 @pytest.mark.parametrize(
     ("format_", "layout"),
     [
-        ("torch", "PP4"),
+        pytest.param("torch", "PP4", marks=pytest.mark.long),
         pytest.param("torch_dist", "PP4", marks=pytest.mark.every_release),
-        ("torch_dist", "DP2xPP4 distributed optimizer"),
+        pytest.param("torch_dist", "DP2xPP4 distributed optimizer", marks=pytest.mark.long),
     ],
 )
 def test_saved_by_one_and_resumed_by_the_other(megatron_lm, format_, layout, tmp_path):

@@ -24,7 +24,7 @@ def balancing(run):
     return [sum(map(float, re.findall(r"load_balancing_loss: (\S+)", line))) for line in run.lines]
 
 
-@pytest.mark.parametrize("lengths", SCRIPTS)
+@pytest.mark.parametrize("lengths", [pytest.param("one length", marks=pytest.mark.long), "lengths that vary"])
 def test_a_mixture_of_experts_trains_to_the_same_bits(megatron_lm, lengths, tmp_path):
     script = SCRIPTS[lengths]
     processes, parallel = LAYOUTS["PP4"]

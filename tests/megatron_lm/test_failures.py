@@ -52,7 +52,7 @@ DIFFERS = """
     ("how", "command"),
     [
         pytest.param("raise RuntimeError('stage two is broken')", RUN, id="raises, run"),
-        pytest.param("raise RuntimeError('stage two is broken')", (), id="raises, import"),
+        pytest.param("raise RuntimeError('stage two is broken')", (), id="raises, import", marks=pytest.mark.long),
         pytest.param("os.kill(os.getpid(), 9)", RUN, id="killed, run"),  # nothing of Python sees it
     ],
 )
@@ -85,7 +85,7 @@ def test_a_stage_that_dies_ends_the_job_within_15_seconds(megatron_lm, how, comm
 @pytest.mark.parametrize(
     ("left_out", "said"),
     [
-        (["--evenpipe-schedule", "kfkb"], "was started without EvenPipe's flags"),
+        pytest.param(["--evenpipe-schedule", "kfkb"], "was started without EvenPipe's flags", marks=pytest.mark.long),
         (["--group-size", "2", "--bf16"], "was started differently from rank 0"),
     ],
 )
