@@ -29,9 +29,12 @@ SAID = {
 }
 
 
-@pytest.mark.gate
+IN_THE_GATE = [("watched", "bpipe"), ("figures", "plain")]
+CASES = [pytest.param(*one, marks=pytest.mark.gate if one in IN_THE_GATE else pytest.mark.long) for one in SAID]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGSTOP, and fork")
-@pytest.mark.parametrize(("case", "shape"), SAID)
+@pytest.mark.parametrize(("case", "shape"), CASES)
 def test_a_silent_rank_is_named_by_all_that_wait(case: str, shape: str, tmp_path: Path) -> None:
     """Its neighbours wait for it, and the others for them; all began to at about the same time."""
     run = subprocess.run([sys.executable, SCRIPT, tmp_path, case, shape], timeout=800, capture_output=True, text=True)

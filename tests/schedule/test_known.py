@@ -68,11 +68,6 @@ def test_each_is_found_by_its_name() -> None:
         assert find(name) is spec
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_each_is_one_file_of_60_lines_at_most(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 60
-
-
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_each_is_drawn(spec: Spec) -> None:
     assert spec.drawings
