@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.gate
 
 ROOT = Path(__file__).resolve().parent.parent
 OLD_PYTHONS = [

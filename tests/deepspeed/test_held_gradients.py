@@ -11,7 +11,7 @@ from evenpipe.two_bw.held import held_gradient_bytes
 from tests.deepspeed.job import run_cases
 
 pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.gate
 
 VOCABULARY, HIDDEN = 64, 32  # of train_tiny's layers
 

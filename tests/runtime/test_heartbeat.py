@@ -30,6 +30,7 @@ SAID = {
 
 
 IN_THE_GATE = [("watched", "bpipe"), ("figures", "plain")]
+assert {*IN_THE_GATE} <= {*SAID}
 CASES = [pytest.param(*one, marks=pytest.mark.gate if one in IN_THE_GATE else pytest.mark.long) for one in SAID]
 
 

@@ -1,4 +1,4 @@
-"""Every known schedule is in one short file, as drawn, within its bound, and says what it needs."""
+"""Every known schedule is as drawn, within its bound, and says what it needs."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_a_file_without_a_digest_is_never_used(tmp_path):
     part = side_file.Part([tmp_path / "side.pt"], [torch.ones(2)])
     write(part)
     content = torch.load(part.paths[0])
-    for form in ("evenpipe.delayed/1", "evenpipe.two_bw/2"):
+    for form in ("evenpipe.delayed/1", "evenpipe.delayed/2"):
         torch.save({**content, "format": form}, part.paths[0])
         assert f"{part.paths[0]} is damaged, or of another format: it does not end in its digest" in refused([part])
 

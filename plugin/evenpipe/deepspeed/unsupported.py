@@ -83,7 +83,7 @@ def refuse_for_two_bw(engine: Any, gradients: object | None) -> None:
 
     `gradients` are those of its optimizer; None for a kind that is not known.
     """
-    missing = _not_with_two_buffers(engine, gradients)
+    missing = _not_with_two_bw(engine, gradients)
     _refuse_first(
         "schedule", (f"{what} not available with 2bw, which {why}: {remedy}" for what, why, remedy in missing)
     )
@@ -120,7 +120,7 @@ def _not_with_a_plan(engine: Any) -> Iterator[str]:
         yield f"partition {path}: the plan's operations have types of their own: leave torch_autocast out"
 
 
-def _not_with_two_buffers(engine: Any, gradients: object | None) -> Iterator[tuple[str, str, str]]:
+def _not_with_two_bw(engine: Any, gradients: object | None) -> Iterator[tuple[str, str, str]]:
     """What, what it is about 2bw, and what to do."""
     if engine.is_model_parallel:
         yield (

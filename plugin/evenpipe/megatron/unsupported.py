@@ -178,7 +178,7 @@ _WITH_TUNING: Mapping[str, str] = {
     "check_for_spiky_loss": "compares losses with the largest so far, a dry run's too",
     "te_rng_tracker": "draws random numbers that a dry run cannot put back",
     "export_kd_teacher_load": "gives micro-batches shapes of its own",
-    "rerun_mode=report_determinism_stats": "compares iterations call by call, and the first is rehearsed",
+    "rerun_mode=report_determinism_stats": "compares iterations call by call, and a dry run comes before the first",
 }
 _PACKS: Final = ("sft", "dataloader_inter_document_masking")
 _LOGGED = "has losses in the log that Megatron divides by its own number of micro-batches"

@@ -12,7 +12,7 @@ from evenpipe.planner.flops import model_flops
 from evenpipe.planner.memory.stages import Chunk, StageBytes, chunks_of, stage_bytes
 from evenpipe.planner.operations.operation import summed
 from evenpipe.planner.operations.parts import Blocks, parts_of
-from evenpipe.planner.placement import placement
+from evenpipe.planner.positions import positions_of
 from evenpipe.planner.reasons import reason_of
 from evenpipe.planner.run import Run
 from evenpipe.planner.time.batch_end import Beside, batch_end
@@ -199,7 +199,7 @@ class Estimator:
     ) -> tuple[Costs, list[tuple[float, float]]]:
         """What the simulator is told, and per stage what it computes alone, forward and backward."""
         own, busy, weights = [], [], []
-        where = placement(places)
+        where = positions_of(places)
         for positions, sends, returns in zip(where.at, where.sends, where.returns, strict=True):
             forward, backward, late = (_MS * sum(times[n][field] for n in positions) for field in range(3))
             own.append((forward, backward))

@@ -15,10 +15,10 @@ from evenpipe.torch.plain_steps import PlainSteps
 from evenpipe.torch.weighing import mean_loss
 from evenpipe.two_bw.stream import BatchState, TwoBWStream
 
-__all__ = ["Delayable", "TwoBWTraining"]
+__all__ = ["TwoBWPipeline", "TwoBWTraining"]
 
 
-class Delayable(Protocol):
+class TwoBWPipeline(Protocol):
     """What `TwoBWTraining` asks of a pipeline."""
 
     program: Program
@@ -45,7 +45,7 @@ class TwoBWTraining(Iterator[Tensor | None]):
     called (by all ranks alike), all steps are made.
     """
 
-    def __init__(self, pipeline: Delayable, batches: Iterable[Any], steps: PlainSteps) -> None:
+    def __init__(self, pipeline: TwoBWPipeline, batches: Iterable[Any], steps: PlainSteps) -> None:
         schedule = pipeline.program.schedule
         self.steps = steps
         self._pipeline = pipeline

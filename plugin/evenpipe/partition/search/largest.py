@@ -18,7 +18,7 @@ def largest_batch(
     """The largest multiple of `step`, up to `most`, of whose profile `fits` holds; 0 if there is none.
 
     `profile_at` gives the profile of micro-batches of so many samples; `fits` cuts it in its own way, as
-    `evenpipe.partition.search.plan.fits_into` does in ours. It is asked for twice as many each time, and then for
+    `evenpipe.partition.search.finding.fits_into` does in ours. It is asked for twice as many each time, and then for
     halfway between what fits and what does not. What needs no memory optimisation and does not fit with some samples
     does not with more. With it a few may find no picks where more do: so some larger ones are asked for at the end, and
     if any fits, it goes on from there.

@@ -9,7 +9,7 @@ from typing import Final
 from evenpipe.planner.descriptions import Device
 from evenpipe.planner.memory.stages import Chunk, stage_bytes
 from evenpipe.planner.operations.operation import Parameters, summed
-from evenpipe.planner.placement import Placement
+from evenpipe.planner.positions import Positions
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.blocks import PartCost
 from evenpipe.planner.time.batch_end import Beside, batch_end
@@ -29,7 +29,7 @@ __all__ = [
 _MS: Final = 1e3
 
 
-def least_ms(parts: Sequence[PartCost], where: Placement, run: Run, over: HandOver, split: bool, stream: bool) -> float:
+def least_ms(parts: Sequence[PartCost], where: Positions, run: Run, over: HandOver, split: bool, stream: bool) -> float:
     """Of a batch, without its end: by the work of its slowest stage, and what that has to wait for.
 
     Stage s carries out m forwards and m backwards, one at a time: m (f_s + b_s). Its first forward waits for those of
@@ -95,7 +95,7 @@ def _counted(spec: Spec, size: Size) -> Sequence[int]:
 
 def least_bytes(
     parts: Sequence[PartCost],
-    where: Placement,
+    where: Positions,
     stage: int,
     live: int,
     versions: int,
@@ -112,7 +112,7 @@ def least_bytes(
     return held.total
 
 
-def unlike(parts: Sequence[PartCost], where: Placement) -> Sequence[int]:
+def unlike(parts: Sequence[PartCost], where: Positions) -> Sequence[int]:
     """Of stages with the same blocks the first, which holds the most micro-batches; and the last, which has guests."""
     first: dict[tuple[int, ...], int] = {}
     for stage, own in enumerate(where.at):
@@ -135,7 +135,7 @@ def _alone(chunks: int) -> Places:
     return loop(1, chunks)
 
 
-def least_end_ms(parts: Sequence[PartCost], where: Placement, run: Run, kernels: Kernels) -> float:
+def least_end_ms(parts: Sequence[PartCost], where: Positions, run: Run, kernels: Kernels) -> float:
     """Of a batch, at least: the longest of all stages' ends is no shorter than those of the first and the last."""
     most = 0.0
     for stage in {0, len(where.at) - 1}:

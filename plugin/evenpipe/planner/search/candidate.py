@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from evenpipe.planner.placement import placement
+from evenpipe.planner.positions import positions_of
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.blocks import Divided
 from evenpipe.planner.search.bounds import least_bytes, least_end_ms, least_live, least_ms, unlike
@@ -56,7 +56,7 @@ def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candida
         allowed = not question.refused(way.spec) and not sharded
         if way.bpipe and not allowed:
             continue
-        where = placement(way.places)
+        where = positions_of(way.places)
         nbytes = shape.nbytes
         for stage in unlike(parts, where) if parts else ():
             if nbytes <= have:
