@@ -81,7 +81,7 @@ def _schedules(rank: Rank, compared: _Compared) -> None:
 
 
 def _communicators(rank: Rank, loops: Loops) -> None:
-    """What one takes, and that what has been sent is the allocator's again at once."""
+    """Measure the time of one, and check that its memory returns to the allocator at once."""
     what = "memory, thread blocks and priority of a communicator; when memory that was sent is handed out again"
     if rank.place == "cpu":
         rank.unchecked(what, "there is no GPU")

@@ -56,7 +56,7 @@ class Turns:
 
 class _Carrier(Protocol):
     def posted(self) -> Any:
-        """What one end's current stream has been given so far."""
+        """Return a mark after all work that this end's current stream has so far."""
 
     def carry(self, posted: Sequence[Any], sources: Sequence[Tensor], targets: Sequence[Tensor]) -> _Wait:
         """Start a message; what is returned has the current stream wait for it, or the host."""
@@ -106,7 +106,7 @@ class _NcclCarrier:
 
 
 class _Half:
-    """What one end has posted; the message starts with the other's."""
+    """One end of a message, posted; the message starts once the other end is posted too."""
 
     def __init__(self, name: str, tensors: Sequence[Tensor], posted: Any, turns: Turns, asynchronous: bool) -> None:
         self.tensors, self.posted = tensors, posted
@@ -220,7 +220,7 @@ class Loops:
             group.shutdown()
 
     def connected(self, program: Program, turns: Turns) -> list[Connections]:
-        """Of each stage, its ends of the links of `program`; and of layouts, between hosts."""
+        """Return each stage's ends of the links of `program`, and of the links between hosts that carry layouts."""
         stages = range(program.schedule.stages)
         every: list[tuple[dict[Link, Channel], dict[Link, Channel]]] = [({}, {}) for _ in stages]
         for link in program.links:

@@ -86,7 +86,7 @@ class Rank:
         self._store.set(key, value)
 
     def heard(self, key: str) -> str:
-        """What a rank has told, waited for."""
+        """Wait for what a rank has sent, and return it."""
         return self._store.get(key).decode()
 
     @contextmanager

@@ -81,7 +81,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def unchecked(parts: Sequence[dict[str, Any]]) -> list[str]:
-    """What was not checked, and why, with the part that would have; a line for each reason."""
+    """Return a line for each reason why something was not checked: what, the reason, and the part that checks it."""
     left: dict[str, list[str]] = {}
     for part in parts:
         for one in part["unchecked"]:

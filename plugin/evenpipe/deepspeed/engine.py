@@ -15,7 +15,7 @@ from evenpipe.deepspeed.checkpointing import show_saved_tensors
 from evenpipe.deepspeed.log import log_batch, print_line, print_once
 from evenpipe.deepspeed.lowering import ACTIONS, ProgramSchedule
 from evenpipe.deepspeed.planned.checkpoint import load_layers, save_layers
-from evenpipe.deepspeed.planned.predicted_vs_measured import Comparison
+from evenpipe.deepspeed.planned.predicted_vs_measured import PlanComparison
 from evenpipe.deepspeed.planned.stage import CutStage
 from evenpipe.deepspeed.section import Section, SectionError, section_of, with_deepspeeds_names
 from evenpipe.deepspeed.stage import Boundary, EngineStage
@@ -65,7 +65,7 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
             program, _ = self._schedule(self.micro_batches)
             self.cut.keep_as_planned(self.executor, program.schedule.actions[self.stage_id])
         #: What a plan predicted, to be said beside what is measured.
-        self.truth = Comparison(self, self.cut.plan) if self.cut is not None else None
+        self.truth = PlanComparison(self, self.cut.plan) if self.cut is not None else None
         self._boundary = Boundary(self)
         self._take: Callable[[Step], None] | None = None
 

@@ -17,7 +17,7 @@ from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.script.adaptive import adaptive_patches
 from evenpipe.megatron.script.install import script_patches
 from evenpipe.megatron.script.log import log_patches
-from evenpipe.megatron.script.predicted_vs_measured import truth_patches
+from evenpipe.megatron.script.predicted_vs_measured import comparison_patches
 from evenpipe.megatron.script.two_bw.training import CALLED, two_bw_patches
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
 from evenpipe.megatron.train_engine.stock import reporting_to
@@ -54,7 +54,7 @@ def _sets() -> dict[Purpose, list[PatchSet]]:
             log_patches(_NOTHING),
             PatchSet("2bw", two_bw_patches(_NOTHING), [*TWO_BW, *CALLED]),
             adaptive_patches(_NOTHING),
-            truth_patches(_NOTHING),
+            comparison_patches(_NOTHING),
             half_layers(_NOTHING),
         ],
         Purpose.CPU_MODE: [cpu_mode(), *cpu_script_patches().values()],

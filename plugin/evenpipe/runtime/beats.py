@@ -1,4 +1,4 @@
-"""Signs of life, kept in the store in which a job's ranks found each other."""
+"""Signs of life, kept in the store in which a job's ranks found each other, under `PREFIX`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Final, NamedTuple, TypeVar, cast
 
 from torch._C._distributed_c10d import Store
 
-__all__ = ["ANSWER_SECONDS", "Beat", "answered", "apart", "beats_of", "present"]
+__all__ = ["ANSWER_SECONDS", "PREFIX", "Beat", "answered", "apart", "beats_of", "present"]
 
+PREFIX: Final = "evenpipe/heartbeat/"
 ANSWER_SECONDS: Final = 5.0  # within which a store answers, unless the process that keeps it stands still
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
-from evenpipe.runtime.beats import Beat, answered, apart, beats_of
+from evenpipe.runtime.beats import PREFIX, Beat, answered, apart, beats_of
 from evenpipe.runtime.silence import BEATS, UNANSWERED, Silence, SilentPeer, has_timed_out, remedy
 
 __all__ = ["Heartbeat"]
@@ -56,7 +56,7 @@ class Heartbeat:
         self._rank = dist.get_rank()
         self._life = _Life(stage=list(ranks).index(self._rank) if self._rank in ranks else None)
         self._thread: threading.Thread | None = None
-        shared = PrefixStore("evenpipe/heartbeat/", _get_default_store())
+        shared = PrefixStore(PREFIX, _get_default_store())
         own = apart(shared)
         self._store = shared if own is None else own
         self._silence = Silence(self._store, self._rank, ranks, timeout)

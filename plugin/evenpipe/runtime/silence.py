@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
-from evenpipe.runtime.beats import ANSWER_SECONDS, Beat, answered, apart, beats_of
+from evenpipe.runtime.beats import ANSWER_SECONDS, PREFIX, Beat, answered, apart, beats_of
 from evenpipe.runtime.timeout import how_to_raise, job_timeout
 
 __all__ = [
@@ -174,7 +174,7 @@ def _of_this_job(ask: Callable[[Silence], str | None]) -> str | None:
     rank, timeout = dist.get_rank(), job_timeout()
 
     def found() -> str | None:
-        shared = PrefixStore("evenpipe/heartbeat/", _get_default_store())
+        shared = PrefixStore(PREFIX, _get_default_store())
         store = apart(shared) or shared
         return ask(Silence(store, rank, (), timeout)) if beats_of(store, [rank]) else None
 

@@ -13,10 +13,10 @@ from evenpipe.partition.predicted_vs_measured import compare_with_plan
 from evenpipe.partition.search.plan import Plan
 from evenpipe.runtime.figures import StageFigures
 
-__all__ = ["Comparison"]
+__all__ = ["PlanComparison"]
 
 
-class Comparison:
+class PlanComparison:
     """Of `engine`, whose stages are those of `plan`; all ranks make it, when model and optimizer are there."""
 
     def __init__(self, engine: Any, plan: Plan) -> None:

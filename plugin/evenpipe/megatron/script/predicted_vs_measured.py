@@ -16,11 +16,11 @@ from evenpipe.report.predicted_vs_measured import Taken, comparison_lines
 from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.upstream import PatchSet
 
-__all__ = ["Comparison", "truth_patches"]
+__all__ = ["LayoutComparison", "comparison_patches"]
 
 
-class Comparison:
-    """Of a run of `plan`; `args` are Megatron's. Apply `truth_patches` before the model is made."""
+class LayoutComparison:
+    """Of a run of `plan`; `args` are Megatron's. Apply `comparison_patches` before the model is made."""
 
     def __init__(self, plan: WrittenLayout, args: Namespace) -> None:
         self._plan = plan
@@ -49,7 +49,7 @@ class Comparison:
             say_on_last_rank(line)
 
 
-def truth_patches(truth: Any) -> PatchSet:
-    """What calls `truth` with Megatron's model and optimizer."""
+def comparison_patches(comparison: Any) -> PatchSet:
+    """What calls `comparison` with Megatron's model and optimizer."""
     reason = "what model and optimizer hold counts in what a plan says of memory"
-    return PatchSet("truth", [set_up_patch(truth, "planned", reason)], STATIC_MEMORY)
+    return PatchSet("truth", [set_up_patch(comparison, "planned", reason)], STATIC_MEMORY)

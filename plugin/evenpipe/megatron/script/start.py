@@ -115,10 +115,10 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
     compare = None
     if plan is not None:
         from evenpipe.megatron.planned_layout import half_layers
-        from evenpipe.megatron.script.predicted_vs_measured import Comparison, truth_patches
+        from evenpipe.megatron.script.predicted_vs_measured import LayoutComparison, comparison_patches
 
-        truth = Comparison(plan, args)
-        compare, more = truth.tell, [*more, truth_patches(truth), half_layers(plan)]
+        comparison = LayoutComparison(plan, args)
+        compare, more = comparison.tell, [*more, comparison_patches(comparison), half_layers(plan)]
     log = TrainingLog(schedule, args, steps, compare)
     for patches in (in_place_of_megatron(called or schedule), log_patches(log), *more):
         patches.apply()
