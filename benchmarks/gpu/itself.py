@@ -81,7 +81,7 @@ def _schedules(rank: Rank, compared: _Compared) -> None:
 
 
 def _communicators(rank: Rank, loops: Loops) -> None:
-    """Measure the time of one, and check that its memory returns to the allocator at once."""
+    """Record what a communicator takes, and when the allocator reuses memory that was sent."""
     what = "memory, thread blocks and priority of a communicator; when memory that was sent is handed out again"
     if rank.place == "cpu":
         rank.unchecked(what, "there is no GPU")
