@@ -39,7 +39,8 @@ def pages(results: dict[str, dict[str, Any]]) -> dict[Path, str]:
         keep_trailing_newline=True,
     )
     environment.filters |= {"at_least": _at_least, "number": _number, "change": _change, "percent": _percent}
-    environment.globals |= {"origin": _origin, "table": _table, "results": results, "row": partial(_row, results)}
+    environment.globals |= {"origin": _origin, "table": _table, "pivot": _pivot, "some": _some}
+    environment.globals |= {"results": results, "row": partial(_row, results)}
     environment.globals |= {"jobs": JOBS, "paper": QUALITY, "share": SHARE}
     found = dict[Path, str]()
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
@@ -82,6 +83,32 @@ def _table(table: dict[str, Any]) -> str:
     lines = ("| " + " | ".join(cell.replace("\n", " ").replace("|", "\\|") for cell in row) + " |" for row in rows)
     title = [] if table["title"] is None else [f"{table['title']}:", ""]
     return "\n".join([*title, *lines, ""])
+
+
+def _pivot(table: dict[str, Any], down: list[str], across: list[str], cell: str, at: str = "{}") -> str:
+    """Return the table in Markdown with a line for each value of `down` and a column for each of `across`.
+
+    `cell` is a format with the other columns' names; rows that meet in a cell stand one after another. An empty value
+    in `down` or `across` is the one above it. `at` formats the values of `across` as a column's title.
+    """
+    above: dict[str, str] = {}
+    cells: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    titles: dict[str, None] = {}
+    for values in table["rows"]:
+        row = dict(zip(table["columns"], values, strict=True))
+        above = {key: row[key] or above.get(key, "") for key in (*down, *across)}
+        title = at.format(*(above[key] for key in across))
+        titles[title] = None
+        line = cells.setdefault(tuple(above[key] for key in down), {})
+        line.setdefault(title, []).append(cell.format_map(row).strip())
+    rows = [[*keys, *(", ".join(line.get(title, ["–"])) for title in titles)] for keys, line in cells.items()]
+    return _table({"title": table["title"], "columns": [*down, *titles], "rows": rows})
+
+
+def _some(table: dict[str, Any], column: str, values: list[str]) -> dict[str, Any]:
+    """Return the table's rows with one of these values in a column."""
+    at = table["columns"].index(column)
+    return table | {"rows": [row for row in table["rows"] if row[at] in values]}
 
 
 def _number(value: float, digits: int = 0) -> str:

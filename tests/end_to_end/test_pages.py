@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from jobs import JOBS  # noqa: E402
-from pages import RESULTS, pages, stored  # noqa: E402
+from pages import RESULTS, _pivot, pages, stored  # noqa: E402
 from published.two_bw import QUALITY  # noqa: E402
 
 FRONT = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
@@ -30,6 +30,17 @@ def test_a_number_that_is_changed_is_noticed():
     found = stored()
     found["memory"]["results"][-1]["bpipe_peak_bytes"][0] += 2**30
     assert pages(found)[ROOT / "README.md"] != (ROOT / "README.md").read_text()
+
+
+def test_a_pivot_has_every_row_of_its_table_once():
+    rows = [["4", "a", "1"], ["", "b", "2"], ["8", "a", "3"], ["", "a", "4"]]
+    table = {"title": None, "columns": ["p", "by", "ms"], "rows": rows}
+    assert _pivot(table, ["p"], ["by"], "{ms} ms", "by {}").splitlines() == [
+        "| p | by a | by b |",
+        "| --- | --- | --- |",
+        "| 4 | 1 ms | 2 ms |",
+        "| 8 | 3 ms, 4 ms | – |",
+    ]
 
 
 def test_figures_that_pages_quote_of_2bw_s_paper_are_those_of_the_data(monkeypatch):
