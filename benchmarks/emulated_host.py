@@ -8,8 +8,7 @@ import torch
 from emulation import Accelerator, sleep_until
 from torch import Tensor
 
-from evenpipe.runtime.host_link import HostLink, Passage
-from evenpipe.runtime.host_memory import Block
+from evenpipe.runtime.host_memory import Block, HostLink, Passage
 
 __all__ = ["EmulatedHostLink"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from evenpipe.partition.code.keeping import keeping_of
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.plan import Stage
-from evenpipe.runtime.keep import PLAIN_CALLER, Keeper, Keeping, NodeCaller
+from evenpipe.runtime.recompute_swap import PLAIN_CALLER, Keeper, Keeping, NodeCaller
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Unit
 

@@ -18,7 +18,7 @@ from evenpipe.partition.search.copies import PIPEDREAM
 from evenpipe.partition.search.plan import Plan, Stage
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
-from evenpipe.runtime.keep import Keeper
+from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.schedule import Action, Program, Size, build, links, loop
 from evenpipe.simulate import Costs, Simulation, Wire, simulate
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from emulation import Accelerator, clock_ms
 from torch import Tensor
 
-from evenpipe.runtime.layout import Layouts
+from evenpipe.runtime.channel import Layouts
 
 __all__ = ["follow_waits", "slow_down"]
 

@@ -14,8 +14,7 @@ from typing import Final
 import torch
 
 from evenpipe.runtime.bandwidth import ModelShape, forward_flops
-from evenpipe.runtime.clock import clock_for
-from evenpipe.runtime.compute_speed import matrix_flops
+from evenpipe.runtime.timing import clock_for, matrix_flops
 from evenpipe.train.module.model import initialised_piece
 from evenpipe.train.options import TrainOptions
 

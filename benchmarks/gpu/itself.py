@@ -283,5 +283,3 @@ class _Checkpointed(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         return cast(Tensor, checkpoint(self.layer, value, use_reentrant=self._reentrant))
-
-

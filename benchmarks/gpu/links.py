@@ -11,10 +11,9 @@ from typing import Final
 
 import torch
 
-from evenpipe.runtime.clock import clock_for
 from evenpipe.runtime.communicators import communicator_bytes, ctas
 from evenpipe.runtime.connections import Connections, connect
-from evenpipe.runtime.link_speed import sending_gbps
+from evenpipe.runtime.timing import clock_for, sending_gbps
 from evenpipe.schedule import links, loop
 
 from .rank import Rank

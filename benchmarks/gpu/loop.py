@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenpipe.runtime import channel
+from evenpipe.runtime import connections
 from evenpipe.runtime.channel import Channel
 from evenpipe.runtime.connections import Connections
 from evenpipe.schedule import Link, Program
@@ -201,7 +201,7 @@ class Loops:
     def group(self, kind: str, source: int, target: int) -> Any:
         """A group of NCCL with the options of the link's."""
         if (kind, source, target) not in self._groups:
-            real, opened = dist.ProcessGroupNCCL, inspect.unwrap(channel._open_group)
+            real, opened = dist.ProcessGroupNCCL, inspect.unwrap(connections._open_group)
 
             def alone(store: Any, rank: int, size: int, options: Any) -> Any:
                 options.global_ranks_in_group = [0]

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.flow import Flow
-from evenpipe.runtime.host_link import HostLink, Passage
-from evenpipe.runtime.host_memory import Block
-from evenpipe.runtime.keep import Keeper
+from evenpipe.runtime.host_memory import Block, HostLink, Passage
+from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import EVICT, RETURN, Action, Program

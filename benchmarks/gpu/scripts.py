@@ -73,9 +73,15 @@ def _losses(rank: Rank, number: int, job: _Job, whose: str) -> list[str]:
     local = rank.number if rank.place in ("cpu", "nccl") else 0
     environment = {
         **os.environ,
-        "RANK": str(rank.number), "WORLD_SIZE": str(rank.ranks), "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": str(rank.ranks), "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": rank.heard(f"port {number}"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
+        "RANK": str(rank.number),
+        "WORLD_SIZE": str(rank.ranks),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(rank.ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": rank.heard(f"port {number}"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
     }
     if rank.place == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"

@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenpipe.runtime import channel
+from evenpipe.runtime import connections
 
 __all__ = ["stage_messages"]
 
 
 def stage_messages(device: torch.device) -> Callable[[], None]:
     """From here on this process' channels are staged. Returns what waits for all that their streams have been given."""
-    opened, groups = channel._open_group, WeakSet[Staged]()
+    opened, groups = connections._open_group, WeakSet[Staged]()
 
     def open_group(kind: str, source: int, target: int, backend: str, timeout: Any) -> Any:
         group = opened(kind, source, target, "gloo", timeout)
@@ -43,7 +43,7 @@ def stage_messages(device: torch.device) -> Callable[[], None]:
             group.stream.mark().synchronize()
 
     open_group.__wrapped__ = opened  # type: ignore[attr-defined]
-    channel._open_group = open_group
+    connections._open_group = open_group
     dist.ProcessGroup.allreduce_coalesced = _one_by_one  # type: ignore[method-assign, assignment]
     return synchronise
 

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from evenpipe.runtime.figures import StageFigures
+from evenpipe.runtime.resources import StageFigures
 from evenpipe.schedule import Size, build, find
 from evenpipe.torch.pipeline import ModulePipeline
 from evenpipe.torch.two_bw import TwoBWTraining

@@ -169,9 +169,7 @@ class Stopped(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def stopped(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[dict[str, Stopped]]:
+def stopped(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[dict[str, Stopped]]:
     """Runs of STOPPED. A few are under way at a time: they mostly import and wait."""
     names = selected(request, "name", others=STOPPED.keys() - {"interrupted", "hung up"})
     folders = {name: tmp_path_factory.mktemp("stopped") for name in STOPPED if name in names}

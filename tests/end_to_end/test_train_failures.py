@@ -63,9 +63,7 @@ def ending_of(name: str, **changes: str) -> Ending:
 
 
 @pytest.mark.parametrize(("engine", "stage", "action"), [("megatron", 0, "F2"), ("evenpipe", 1, "B3")])
-def test_a_stage_that_raises_ends_the_run_with_its_error_as_the_last_line(
-    engine: str, stage: int, action: str
-) -> None:
+def test_a_stage_that_raises_ends_the_run_with_its_error_as_the_last_line(engine: str, stage: int, action: str) -> None:
     status, line = ending_of(f"raises, {engine}")
     assert line == (
         f"evenpipe train: stage {stage} failed at {action}: RuntimeError: rehearsed failure, asked for by --fault-at"

@@ -63,7 +63,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-
 def options_of(**changes: Any) -> TrainOptions:
     return TrainOptions.of(**MODEL | changes)
 

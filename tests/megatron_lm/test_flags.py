@@ -112,9 +112,7 @@ def test_what_only_a_gpu_computes_is_turned_off_on_cpu_and_said(megatron_lm):
     fused = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te", "--fp8-format", "hybrid")
     run = launch(megatron_lm, SCRIPT, 2, [*gpt_flags(1), *layout, *experts, *fused])
     [said] = [line for line in run.output.splitlines() if line.startswith("evenpipe: CPU mode: ")]
-    assert said.endswith(
-        "--cross-entropy-fusion-impl native, without --moe-grouped-gemm, without --fp8-format"
-    ), said
+    assert said.endswith("--cross-entropy-fusion-impl native, without --moe-grouped-gemm, without --fp8-format"), said
     assert len(run.lines) == 1
     # An estimate is of the flags as they are, and needs no GPU either.
     command = [sys.executable, "-m", "evenpipe", "run", "--estimate", SCRIPT, *gpt_flags(1), *layout, *experts]

@@ -1,7 +1,7 @@
 """What each stage held, moved and waited for, as a line and as scalars."""
 
 from evenpipe.report.log_line import kept_line, log_line, scalars
-from evenpipe.runtime.figures import StageFigures
+from evenpipe.runtime.resources import StageFigures
 
 STAGES = (StageFigures(3, 3 << 20, 1 << 19, 0.26), StageFigures(2, 2 << 20, 0, 0.0))
 

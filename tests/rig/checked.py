@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evenpipe.runtime import channel, exchange, layout, streams
+from evenpipe.runtime import channel, connections, exchange, streams
 from tests.rig.backward import BackwardStreams
 from tests.rig.clocks import Event, Stream
 from tests.rig.nccl import CheckedGathers, CheckedGroup, HostGroup
@@ -62,7 +62,7 @@ def checking(memory: Memory) -> Iterator[Memory]:
 
     What hosts tell each other of layouts stays between hosts.
     """
-    open_group: Any = channel._open_group
+    open_group: Any = connections._open_group
 
     def opened(kind: str, source: int, target: int, backend: str, timeout: Any) -> CheckedGroup | HostGroup:
         group = open_group(kind, source, target, backend, timeout)
@@ -70,10 +70,10 @@ def checking(memory: Memory) -> Iterator[Memory]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(streams.KINDS, "cpu", CheckedStreams(memory))
-        patch.setattr(channel, "_open_group", opened)
+        patch.setattr(connections, "_open_group", opened)
         patch.setattr(exchange.dist, "all_gather_into_tensor", CheckedGathers(memory))
         for name in ("tell", "next"):
-            patch.setattr(layout.Layouts, name, _on_host(getattr(layout.Layouts, name)))
+            patch.setattr(channel.Layouts, name, _on_host(getattr(channel.Layouts, name)))
         with Operations(memory), Crossings(memory), BackwardStreams(memory):
             yield memory
 

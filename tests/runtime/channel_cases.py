@@ -17,7 +17,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from evenpipe.runtime.channel import Channel, open_channels
+from evenpipe.runtime.channel import Channel
+from evenpipe.runtime.connections import open_channels
 
 WORLD = 4
 LIMIT = timedelta(seconds=30)

@@ -23,12 +23,12 @@ from evenpipe.runtime import executor as executor_module
 from evenpipe.runtime import streams
 from evenpipe.runtime.channel import Channel, Transfer
 from evenpipe.runtime.connections import Connections, connect
+from evenpipe.runtime.exchange import gather
 from evenpipe.runtime.executor import Executor, Observer
-from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.runtime.flow import Flow
-from evenpipe.runtime.gather import gather
-from evenpipe.runtime.parcel import SMALL_BYTES
+from evenpipe.runtime.resources import StageFigures, per_stage
 from evenpipe.runtime.stage import Edges, ModuleStage
+from evenpipe.runtime.store import SMALL_BYTES
 from evenpipe.schedule import Schedule, verify
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
-from evenpipe.runtime.host_link import HostLink, Passage
-from evenpipe.runtime.keep import PLAIN_CALLER, Keeper, Keeping, NodeCaller
+from evenpipe.runtime.host_memory import HostLink, Passage
+from evenpipe.runtime.recompute_swap import PLAIN_CALLER, Keeper, Keeping, NodeCaller
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Schedule, Unit, swapped_at_once, verify
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from evenpipe.runtime.connections import connect
-from evenpipe.runtime.link_speed import sending_gbps
+from evenpipe.runtime.timing import sending_gbps
 from evenpipe.schedule import Link, links, loop
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

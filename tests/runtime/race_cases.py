@@ -30,13 +30,11 @@ from stream_cases import SteppedModule
 from torch import Tensor
 
 from evenpipe.runtime import streams
-from evenpipe.runtime.channel import open_channels
-from evenpipe.runtime.chosen import SwappedStorage
-from evenpipe.runtime.connections import connect
-from evenpipe.runtime.counters import MemoryCounter
+from evenpipe.runtime.connections import connect, open_channels
 from evenpipe.runtime.exchange import Exchange
-from evenpipe.runtime.host_link import HostLink
-from evenpipe.runtime.keep import PLAIN_CALLER
+from evenpipe.runtime.host_memory import HostLink
+from evenpipe.runtime.memory import MemoryCounter
+from evenpipe.runtime.recompute_swap import PLAIN_CALLER, SwappedStorage
 from evenpipe.runtime.saved import Geometry
 from evenpipe.schedule import Unit, links, loop
 from tests.rig.checked import checking

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from evenpipe.runtime import channel, connections, heartbeat
+from evenpipe.runtime import connections, heartbeat
 from evenpipe.runtime.exchange import Exchange
-from evenpipe.runtime.silence import silent_peer
+from evenpipe.runtime.heartbeat import silent_peer
 from evenpipe.schedule import Size, build
 from evenpipe.torch.pipeline import ModulePipeline
 from evenpipe.upstream.ending import end_with_the_first_error
@@ -63,7 +63,7 @@ def train(rank: int, case: str, bpipe: bool, store: TCPStore) -> None:
     if case == "before" and rank == SILENT:
         os.kill(os.getpid(), signal.SIGSTOP)
     if case in ("opening", "one connection"):
-        channel._open_group = stopping(channel._open_group)
+        connections._open_group = stopping(connections._open_group)
     if case == "one connection":
         heartbeat.apart = lambda store: None
     if case == "watched":  # as where links are NCCL's

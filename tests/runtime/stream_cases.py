@@ -16,7 +16,7 @@ from executor_cases import ROWS, WIDTH, chunk_module, loss, sample
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.exchange import Exchange
 from evenpipe.runtime.executor import Executor, Observer
-from evenpipe.runtime.keep import Keeper
+from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.schedule import Action, Stream, find, links, loop, required_version

@@ -16,9 +16,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from evenpipe.runtime import heartbeat
-from evenpipe.runtime.beats import Beat, answered, apart, beats_of
-from evenpipe.runtime.heartbeat import Heartbeat, _beat, _Life
-from evenpipe.runtime.silence import SilentPeer
+from evenpipe.runtime.heartbeat import Beat, Heartbeat, SilentPeer, _beat, _Life, answered, apart, beats_of
 
 BEAT = 0.02  # seconds
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from evenpipe.runtime import channel as channels
-from evenpipe.runtime.channel import Channel, open_channels, unrecorded
+from evenpipe.runtime import connections
+from evenpipe.runtime.channel import Channel, unrecorded
+from evenpipe.runtime.connections import open_channels
 from tests.reports import reports
 
 SCRIPT = Path(__file__).with_name("channel_cases.py")
@@ -114,8 +115,8 @@ def test_a_group_is_aborted_where_an_error_ends_the_process(monkeypatch: pytest.
 def test_a_link_whose_first_message_never_comes_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by who catches the error and goes on."""
     group = NotedGroup()
-    monkeypatch.setattr(channels, "_open_group", lambda *link: group)
-    monkeypatch.setattr(channels.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(connections, "_open_group", lambda *link: group)
+    monkeypatch.setattr(connections.dist, "get_rank", lambda: 0)
     with pytest.raises(RuntimeError, match="Timed out"):
         open_channels([("forward", 0, 1)], "gloo", "cpu", timedelta(seconds=1))
     gc.collect()

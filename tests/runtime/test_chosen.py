@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from evenpipe.runtime.chosen import SwappedStorage
-from evenpipe.runtime.counters import MemoryCounter
-from evenpipe.runtime.host_link import Passage
+from evenpipe.runtime.host_memory import Passage
+from evenpipe.runtime.memory import MemoryCounter
+from evenpipe.runtime.recompute_swap import SwappedStorage
 
 
 class NotedLink:

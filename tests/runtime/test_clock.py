@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from evenpipe.runtime.channel import Transfer
-from evenpipe.runtime.clock import HostClock, clock_for
-from evenpipe.runtime.stopwatch import Stopwatch
+from evenpipe.runtime.timing import HostClock, Stopwatch, clock_for
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

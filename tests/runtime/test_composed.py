@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenpipe.runtime.keep import Keeper, Keeping
+from evenpipe.runtime.recompute_swap import Keeper, Keeping
 from evenpipe.runtime.store import ActivationStore
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenpipe.runtime.counters import MemoryCounter, MemorySnapshot
+from evenpipe.runtime.memory import MemoryCounter, MemorySnapshot
 
 
 def test_a_peak_is_of_the_sum_not_the_sum_of_peaks() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from evenpipe.runtime.device_queues import groups_over, queues_line, queues_of
+from evenpipe.runtime.connections import groups_over, queues_line, queues_of
 from evenpipe.runtime.heartbeat import Heartbeat
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")

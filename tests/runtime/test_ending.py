@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("exit_at_once.py")
-RUN = "import runpy, sys; from evenpipe.runtime.ending import rest_at_exit; rest_at_exit(); runpy.run_path(sys.argv[1])"
+RUN = """
+import runpy, sys
+from evenpipe.runtime.processes import rest_at_exit
+rest_at_exit()
+runpy.run_path(sys.argv[1])
+"""
 
 
 @pytest.mark.parametrize("command", [("-c", RUN), ("-m", "evenpipe", "run", "--cpu")], ids=["alone", "in CPU mode"])

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evenpipe.runtime import free_memory, streams
-from evenpipe.runtime.host_link import HostLink
-from evenpipe.runtime.host_memory import HostMemory, check_hosts
+from evenpipe.runtime import processes, streams
+from evenpipe.runtime.host_memory import HostLink, HostMemory, check_hosts
 from evenpipe.schedule import Size, build, swapped_at_once
 
 HOST = torch.device("cpu")
@@ -93,8 +92,8 @@ def test_shared_memory_of_a_container_is_not_free(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 200\nfile 500\nshmem 400\n")
-    monkeypatch.setattr(free_memory, "_CGROUP", tmp_path)
-    assert free_memory.free_bytes() == 1000 - 200 - 400
+    monkeypatch.setattr(processes, "_CGROUP", tmp_path)
+    assert processes.free_bytes() == 1000 - 200 - 400
 
 
 def test_as_many_units_are_on_the_host_as_are_between_forward_and_last_backward() -> None:

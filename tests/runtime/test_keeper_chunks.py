@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.executor import Executor
-from evenpipe.runtime.keep import PLAIN_CALLER, Keeper, Keeping, NodeCaller
+from evenpipe.runtime.recompute_swap import PLAIN_CALLER, Keeper, Keeping, NodeCaller
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Size, Unit, build
 

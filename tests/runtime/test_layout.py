@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from evenpipe.runtime.channel import open_channels
-from evenpipe.runtime.layout import Layouts, shapes_heard, shapes_told
+from evenpipe.runtime.channel import Layouts, shapes_heard, shapes_told
+from evenpipe.runtime.connections import open_channels
 
 SHAPES = [[(3, 1, 16), ()], [], [(5,)]]
 TOLD = [(8, 16, 1 << 40), (), (3,), *[(n,) * (n % 7) for n in range(40)]]

@@ -2,8 +2,7 @@
 
 import pytest
 
-from evenpipe.runtime.bandwidth import MeasuredPair
-from evenpipe.runtime.locations import JobLayout, ProcessLocation
+from evenpipe.runtime.bandwidth import JobLayout, MeasuredPair, ProcessLocation
 from evenpipe.runtime.placement import place
 from tests.runtime.locations import printed, processes
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evenpipe.runtime.keep import Keeper, Keeping, KeepingCaller
+from evenpipe.runtime.recompute_swap import Keeper, Keeping, KeepingCaller
 from evenpipe.runtime.store import ActivationStore
 
 aten = torch.ops.aten

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from evenpipe.runtime.parcel import PIECE_BYTES, SMALL_BYTES, grouped
 from evenpipe.runtime.saved import SavedStorage
-from evenpipe.runtime.store import ActivationStore
+from evenpipe.runtime.store import PIECE_BYTES, SMALL_BYTES, ActivationStore, grouped
 
 sys.path.insert(0, str(Path(__file__).parent))
 from stores import load, shippable

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evenpipe.runtime.counters import MemoryCounter
-from evenpipe.runtime.pool import ALIGNMENT, Slot, SlotPool, aligned_bytes
+from evenpipe.runtime.memory import ALIGNMENT, MemoryCounter, Slot, SlotPool, aligned_bytes
 
 SIZES = st.lists(st.integers(0, 3000), max_size=8)
 

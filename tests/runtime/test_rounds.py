@@ -7,8 +7,7 @@ from collections import Counter
 
 import pytest
 
-from evenpipe.runtime.communicators import communicator_bytes, ctas, link_bytes, links_line
-from evenpipe.runtime.rounds import rounds
+from evenpipe.runtime.communicators import communicator_bytes, ctas, link_bytes, links_line, rounds
 from evenpipe.schedule import Link, links, loop
 from evenpipe.schedule.places import vee
 

@@ -11,9 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 
-from evenpipe.runtime.beats import Beat
-from evenpipe.runtime.silence import SilentPeer, hearing, silent_peer
-from evenpipe.runtime.timeout import how_to_raise
+from evenpipe.runtime.heartbeat import Beat, SilentPeer, hearing, how_to_raise, silent_peer
 
 SECONDS = 60.0
 NOW, LONG_AGO = 0.0, -100.0

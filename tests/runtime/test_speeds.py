@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from evenpipe.runtime.compute_speed import matrix_flops
+from evenpipe.runtime.timing import matrix_flops
 from tests.reports import reports
 
 SLOW_GBPS = 0.01

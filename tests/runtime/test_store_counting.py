@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from evenpipe.runtime.counters import MemoryCounter
+from evenpipe.runtime.memory import MemoryCounter
 from evenpipe.runtime.store import ActivationStore
 
 sys.path.insert(0, str(Path(__file__).parent))

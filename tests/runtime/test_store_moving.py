@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from evenpipe.runtime.parcel import SMALL_BYTES
-from evenpipe.runtime.store import ActivationStore
+from evenpipe.runtime.store import SMALL_BYTES, ActivationStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from stores import evict, load, shippable

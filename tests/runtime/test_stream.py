@@ -16,7 +16,6 @@ from tests.reports import reports
 SCRIPT = Path(__file__).with_name("stream_cases.py")
 
 
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process wrote down."""

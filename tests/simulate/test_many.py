@@ -28,9 +28,7 @@ def test_each_row_is_a_simulation(name: str, size: Size, bpipe: bool) -> None:
     transmit, latency = draw.random((2, rows, len(links))) * draw.choice([0.0, 0.1, 3.0], (rows, 1))
     found = ManyCosts(program).makespans(forward, backward, transmit, latency)
     for row, ms in enumerate(found.tolist()):
-        wires = {
-            link: Wire(latency[row, number], transmit[row, number]) for number, link in enumerate(links)
-        }
+        wires = {link: Wire(latency[row, number], transmit[row, number]) for number, link in enumerate(links)}
         costs = Costs(tuple(forward[row].tolist()), tuple(backward[row].tolist()), links=wires)
         assert ms == simulate(program, costs).makespan_ms
 

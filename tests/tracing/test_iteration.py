@@ -20,7 +20,7 @@ def test_ranks_are_aligned_by_what_most_barriers_say() -> None:
 def test_a_run_that_ends_before_says_so_on_rank_0(tmp_path: Path) -> None:
     program = """
 from pathlib import Path
-from evenpipe.runtime.clock import HostClock
+from evenpipe.runtime.timing import HostClock
 from evenpipe.tracing.iteration import IterationTrace, TracedJob
 def say(line):
     print(line)

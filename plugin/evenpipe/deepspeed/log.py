@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from evenpipe.report.log_line import log_line, scalars
-from evenpipe.runtime.figures import StageFigures, per_stage
+from evenpipe.runtime.resources import StageFigures, per_stage
 from evenpipe.two_bw.log import StepLog
 
 __all__ = ["log_batch", "print_line", "print_once", "step_log"]

@@ -83,7 +83,7 @@ def _reading_the_section(original: Callable[..., Any]) -> Callable[..., Any]:
                 said_of_one_stage(section)
                 return made
             # Imported here, as it imports torch.
-            from evenpipe.runtime.silence import silent_peer
+            from evenpipe.runtime.heartbeat import silent_peer
 
             end_with_the_first_error(silent_peer)
             with engine_patches(section).in_force():

@@ -28,7 +28,6 @@ _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 CHECKPOINTS = (f"{_CHECKPOINTING}:checkpoint", f"{_CHECKPOINTING}:non_reentrant_checkpoint")
 
 
-
 def _present(owner: str, *names: str) -> dict[str, str]:
     """Names in a module, or of a class in one, that only have to be there."""
     return {f"{owner}{'.' if ':' in owner else ':'}{name}": PRESENT for name in names}
@@ -137,9 +136,7 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
             *("stage_to_global", "data_parallel_size", "data_parallel_id", "get_data_parallel_id"),
             *("get_pipe_parallel_group", "get_slice_parallel_world_size"),
         ),
-        **_present(
-            f"{_TOPOLOGY}:ProcessTopology", *("mapping", "ProcessCoord", "get_coord", "get_dim", "world_size")
-        ),
+        **_present(f"{_TOPOLOGY}:ProcessTopology", *("mapping", "ProcessCoord", "get_coord", "get_dim", "world_size")),
         **_present(
             _MODULE,
             *("forward_funcs", "fwd_map", "tied_modules", "tied_weight_attrs", "is_checkpointable_results"),

@@ -151,9 +151,8 @@ def measure(rank: int, pipelines: Pipelines, wanted: Wanted) -> Measured:
     """All ranks alike, once torch.distributed has been started; opens links, and closes them again."""
     import torch
 
-    from evenpipe.runtime.compute_speed import matrix_flops
     from evenpipe.runtime.connections import connect
-    from evenpipe.runtime.link_speed import sending_gbps
+    from evenpipe.runtime.timing import matrix_flops, sending_gbps
     from evenpipe.schedule import links, loop
 
     on_gpu = torch.cuda.is_available()

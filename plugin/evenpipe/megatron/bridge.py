@@ -9,7 +9,7 @@ import torch.distributed as dist
 from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.unsupported import refused_settings
 from evenpipe.report.log_line import log_line, write_scalars
-from evenpipe.runtime.figures import StageFigures, per_stage
+from evenpipe.runtime.resources import StageFigures, per_stage
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.upstream import UpstreamError
 

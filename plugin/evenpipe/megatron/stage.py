@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evenpipe.megatron.grad_sync import GradSync, Sync
 from evenpipe.megatron.supported import CoreRelease
-from evenpipe.runtime.layout import shapes_heard, shapes_told
+from evenpipe.runtime.channel import shapes_heard, shapes_told
 from evenpipe.runtime.stage import check_sent
 from evenpipe.schedule import BACKWARD, FORWARD, Kind, Schedule, Unit
 

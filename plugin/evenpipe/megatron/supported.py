@@ -217,4 +217,3 @@ def core_patch(
     """The patch of a symbol of megatron-core: one recorded here, or of that `signature`; `call` goes :func:`around`."""
     versions = recorded(symbol) if signature is None else since(signature)
     return Patch(name, (symbol,), MEGATRON_CORE, versions, around(call), reason)
-

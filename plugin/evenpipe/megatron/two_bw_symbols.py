@@ -31,9 +31,7 @@ _CALLED: Final[Mapping[str, Changes]] = {
     **members(_PLAIN, ("param_groups", "config")),
     **members(_CHAINED, ("chained_optimizers", "is_stub_optimizer")),
     **members(f"{_OPTIMIZER}:FP32Optimizer", ("prepare_grads", "step_with_ready_grads"), "(self)"),
-    **members(
-        f"{_OPTIMIZER}:MixedPrecisionOptimizer", ("prepare_grads", "step_with_ready_grads"), "(self)"
-    ),
+    **members(f"{_OPTIMIZER}:MixedPrecisionOptimizer", ("prepare_grads", "step_with_ready_grads"), "(self)"),
     f"{_OPTIMIZER}:MixedPrecisionOptimizer.grad_scaler": PRESENT,
     f"{_SCALER}.scale": PRESENT,
     f"{_SCALER}.update": "(self, found_inf)",

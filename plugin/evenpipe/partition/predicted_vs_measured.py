@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from evenpipe.partition.search.plan import Plan
 from evenpipe.report.predicted_vs_measured import Taken, comparison_lines
-from evenpipe.runtime.figures import StageFigures
+from evenpipe.runtime.resources import StageFigures
 
 __all__ = ["compare_with_plan"]
 

@@ -53,11 +53,16 @@ def not_looked_at(written: Written, script: Script, flags: list[str]) -> Iterato
         if command != _STARTED:
             yield f"job.yaml: command {command}: starts the run: not looked at"
     given = {word.partition("=")[0] for word in flags}
-    if written.about.framework == "megatron" and {"--load", "--train-iters"} <= given and not given & {
-        "--override-opt_param-scheduler",
-        "--override-opt-param-scheduler",
-        "--use-checkpoint-opt-param-scheduler",
-    }:
+    if (
+        written.about.framework == "megatron"
+        and {"--load", "--train-iters"} <= given
+        and not given
+        & {
+            "--override-opt_param-scheduler",
+            "--override-opt-param-scheduler",
+            "--use-checkpoint-opt-param-scheduler",
+        }
+    ):
         yield (
             "train.sh: Megatron-LM refuses to resume once --train-iters or --global-batch-size is another: then give "
             "--lr-decay-iters and --override-opt_param-scheduler"

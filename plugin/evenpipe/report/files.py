@@ -57,8 +57,10 @@ def lacks_room(error: BaseException) -> bool:
 def is_special(path: str | os.PathLike[str]) -> bool:
     """Return whether ``path`` exists as neither a regular file nor a folder: a device, a FIFO or standard output."""
     there = _status(path)
-    return there is not None and not stat.S_ISDIR(there.st_mode) and (
-        not stat.S_ISREG(there.st_mode) or _is_standard_output(there)
+    return (
+        there is not None
+        and not stat.S_ISDIR(there.st_mode)
+        and (not stat.S_ISREG(there.st_mode) or _is_standard_output(there))
     )
 
 

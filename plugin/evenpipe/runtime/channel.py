@@ -1,38 +1,31 @@
-"""Channel: one directed first-in-first-out link between two ranks, with a group of its own."""
+"""Channel: one directed first-in-first-out link between two ranks, with a group of its own; Layouts of messages."""
+
+from __future__ import annotations
 
 import functools
-import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
-from itertools import chain
+from itertools import islice
 from threading import Lock, Thread
-from typing import Any, Protocol, cast
+from typing import Final, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils import dlpack
 
 from evenpipe.runtime import streams
-from evenpipe.runtime.communicators import ctas
-from evenpipe.runtime.heartbeat import Heartbeat
-from evenpipe.runtime.rounds import LinkT, rounds
-from evenpipe.runtime.silence import hearing
-from evenpipe.runtime.timeout import job_timeout
 
-__all__ = ["Channel", "Transfer", "open_channels", "unrecorded"]
+__all__ = ["Awaiting", "Channel", "Group", "Layouts", "Transfer", "shapes_heard", "shapes_told", "unrecorded"]
 
 
 class _Work(Protocol):
     def wait(self) -> object: ...
 
 
-class _Group(Protocol):
+class Group(Protocol):
     """What a channel uses of `ProcessGroupGloo` and `ProcessGroupNCCL`."""
 
     def rank(self) -> int: ...
@@ -44,7 +37,7 @@ class _Group(Protocol):
     def _end_coalescing(self) -> _Work: ...
 
 
-_Awaiting = Callable[[], AbstractContextManager[object]]
+Awaiting = Callable[[], AbstractContextManager[object]]
 
 
 class Transfer:
@@ -52,7 +45,7 @@ class Transfer:
 
     __slots__ = ("_awaiting", "_lock", "_tensors", "_works")
 
-    def __init__(self, works: Sequence[_Work], tensors: Sequence[Tensor], awaiting: _Awaiting = nullcontext) -> None:
+    def __init__(self, works: Sequence[_Work], tensors: Sequence[Tensor], awaiting: Awaiting = nullcontext) -> None:
         self._works = works
         self._tensors = tensors
         self._awaiting = awaiting  # is entered while the host waits
@@ -92,9 +85,9 @@ class Channel:
         self,
         source: int,
         target: int,
-        group: _Group,
+        group: Group,
         device: torch.device | str,
-        awaiting: _Awaiting = nullcontext,
+        awaiting: Awaiting = nullcontext,
     ) -> None:
         self.source = source
         self.target = target
@@ -164,7 +157,7 @@ class Channel:
         """Destroy the group, once every transfer has been waited for or given up. The channel is of no use then."""
         self._end()
 
-    def _start(self, operation: "_Operation", peer: int, tensors: list[Tensor]) -> Transfer:
+    def _start(self, operation: _Operation, peer: int, tensors: list[Tensor]) -> Transfer:
         if not tensors:
             return Transfer((), ())
         if not streams.is_asynchronous(self.device):
@@ -232,51 +225,7 @@ class _Operation(Protocol):
     def __call__(self, tensors: list[Tensor], peer: int, tag: int, /) -> _Work: ...
 
 
-def open_channels(
-    links: Sequence[LinkT],
-    backend: str,
-    device: torch.device | str,
-    timeout: timedelta | None = None,
-    heartbeat: Heartbeat | None = None,
-) -> dict[LinkT, Channel]:
-    """Open a channel for every link (kind, source rank, target rank) that this rank is an end of, keyed by the link.
-
-    All ranks of a pipeline call it with the same list; other pipelines may open theirs at the same time. Every channel
-    has carried one message when this returns: NCCL makes a pair's communicator at its first operation and blocks both
-    ends in it, so the first operations happen here, in the one order of :func:`rounds`. `timeout` (default: the job's)
-    is how long a rank waits for another, now and later. One that the host waited for in vain is named;
-    others know meanwhile for whom, with a `heartbeat`.
-    Raises ValueError for a link from a rank to itself and for a backend other than "gloo" and "nccl".
-    """
-    for kind, source, target in links:
-        if source == target:
-            raise ValueError(f"link {kind} {source} -> {target} joins a rank to itself: leave it out")
-    if backend not in ("gloo", "nccl"):  # told before an end counts what it has opened: both go by that
-        raise ValueError(f"channels run over gloo or nccl, not {backend!r}: choose one of these as the backend")
-    rank, timeout = dist.get_rank(), timeout or job_timeout()
-    channels: dict[LinkT, Channel] = {}
-    for link in chain.from_iterable(rounds(links)):
-        kind, source, target = link
-        if rank not in (source, target):
-            continue
-        peer, name = target if rank == source else source, f"link {kind} {source} -> {target}"
-        awaiting: _Awaiting = functools.partial(hearing, [peer], name)
-        if heartbeat is not None:
-            awaiting = functools.partial(heartbeat.awaiting, peer, name)
-        with awaiting():
-            group = _open_group(kind, source, target, backend, timeout)
-            channels[link] = channel = Channel(source, target, group, device, awaiting)
-            try:
-                byte = torch.zeros(1, dtype=torch.uint8, device=device)
-                transfer = channel.send([byte]) if rank == source else channel.receive([byte])
-                transfer.wait()
-            except BaseException:
-                channel.give_up()
-                raise
-    return channels
-
-
-def _end(group: _Group) -> None:
+def _end(group: Group) -> None:
     """Destroy `group`; where an error ends the process, without a wait for what never comes."""
     if getattr(sys, "last_value", None) is None:
         group.shutdown()
@@ -284,24 +233,47 @@ def _end(group: _Group) -> None:
         group.abort()
 
 
-def _open_group(kind: str, source: int, target: int, backend: str, timeout: timedelta) -> _Group:
-    """Join source (rank 0) and target (rank 1) in a group of their own.
+_UNDER_WAY: Final = 4
 
-    `new_group(use_local_synchronization=True)` cannot do this: it names a group after the number of groups that the
-    process has, so two ends that are in different numbers of groups never find each other; and without that option
-    every rank of every pipeline would have to make every group. Here both ends name the group after the link and the
-    number of times they opened it.
+
+class Layouts:
+    """Sizes in bytes of the tensors as which an evicted micro-batch travels, one micro-batch after the other; or what
+    the tensors are like that one stage gives the next, in whole numbers of its own.
+
+    No two need be alike: who holds a storage for a moment, and what a router or a packed sequence made of the data,
+    differs from one to the next. They travel between the hosts, and no device waits for them. The sender tells them
+    when it starts to send, where the receiver starts to receive, which has one place in the order of both.
     """
-    rank = int(dist.get_rank() == target)
-    root = PrefixStore(f"evenpipe/{kind}/{source}-{target}/", _get_default_store())
-    opened = root.add(f"opened/{rank}", 1)
-    store = PrefixStore(f"{opened}/", root)
-    if backend == "gloo":
-        return cast(_Group, dist.ProcessGroupGloo(store, rank, 2, timeout))
-    # Its stream is then of a pool that layers and a framework's own groups do not draw from.
-    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # after which NCCL's watchdog ends the process, with the group's name
-    options.config.max_ctas = ctas(os.environ)
-    options.global_ranks_in_group = [source, target]
-    options.group_name = f"evenpipe-{kind}-{source}-{target}-{opened}"
-    return cast(_Group, dist.ProcessGroupNCCL(store, rank, 2, options))
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._sending: deque[Transfer] = deque()
+
+    def tell(self, sizes: Sequence[int]) -> None:
+        """At the sender: what it is about to send consists of."""
+        # The receiver has taken those of a few messages ago, and little is kept alive for it.
+        if len(self._sending) >= _UNDER_WAY:
+            self._sending.popleft().wait()
+        told = [torch.tensor([len(sizes)]), torch.tensor(sizes, dtype=torch.int64)]
+        self._sending.append(self._channel.send(told))
+
+    def next(self) -> tuple[int, ...]:
+        """At the receiver: what the next message consists of, waited for."""
+        count = torch.empty(1, dtype=torch.int64)
+        self._channel.receive([count]).wait()
+        sizes = torch.empty(int(count), dtype=torch.int64)
+        self._channel.receive([sizes]).wait()
+        return tuple(sizes.tolist())
+
+
+def shapes_told(tensors: Sequence[Tensor]) -> list[int]:
+    """The shapes of `tensors` as `shapes_heard` takes them."""
+    return [number for tensor in tensors for number in (tensor.dim(), *tensor.shape)]
+
+
+def shapes_heard(numbers: Sequence[int]) -> list[tuple[int, ...]]:
+    """The shapes that `shapes_told` gave as `numbers`."""
+    rest, shapes = iter(numbers), []
+    for dimensions in rest:
+        shapes.append(tuple(islice(rest, dimensions)))
+    return shapes

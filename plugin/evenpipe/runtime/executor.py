@@ -8,7 +8,7 @@ from typing import Final
 
 from evenpipe.runtime.flow import Flow
 from evenpipe.runtime.forward_only import forward_only
-from evenpipe.runtime.pool import SlotPool
+from evenpipe.runtime.memory import SlotPool
 from evenpipe.runtime.resources import Observer, Resources
 from evenpipe.runtime.stage import Stage, SteppingStage
 from evenpipe.schedule import Program, Schedule, Step

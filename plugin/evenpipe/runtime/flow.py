@@ -9,10 +9,10 @@ from typing import Final, NamedTuple, cast
 from torch import Tensor, UntypedStorage
 
 from evenpipe.runtime.channel import Transfer
-from evenpipe.runtime.pool import Slot, aligned_bytes
+from evenpipe.runtime.memory import Slot, aligned_bytes
 from evenpipe.runtime.resources import Resources
 from evenpipe.runtime.stage import SplitStage, Stage, SteppingStage, VaryingStage
-from evenpipe.runtime.stopwatch import Stopwatch
+from evenpipe.runtime.timing import Stopwatch
 from evenpipe.schedule import (
     ACCEPT,
     BACKWARD,

@@ -1,10 +1,10 @@
-"""Memory of the host that swaps go to: pinned in one piece at the start, and lent block by block."""
+"""Memory of the host that swaps go to, pinned and lent block by block, and the copies there and back."""
 
 from __future__ import annotations
 
 import socket
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.runtime import streams
-from evenpipe.runtime.free_memory import free_bytes
-from evenpipe.runtime.pool import Slot, aligned_bytes
+from evenpipe.runtime.memory import Slot, aligned_bytes
+from evenpipe.runtime.processes import free_bytes
 
-__all__ = ["Block", "HostMemory", "check_hosts"]
+__all__ = ["Block", "HostLink", "HostMemory", "Passage", "check_hosts"]
 
 _GIB: Final = 2**30
 
@@ -80,3 +80,58 @@ def check_hosts(sizes: Iterable[int], group: dist.ProcessGroup | None) -> None:
                 f"swaps take {needed / _GIB:,.1f} GiB of memory of the host {host}, which has {free / _GIB:,.1f} GiB "
                 "free: make a plan with --optimize recompute, or have fewer processes on a host"
             )
+
+
+class Passage:
+    """A copy under way; `target` is what it is copied into: of one to the host, what `HostLink.back` takes."""
+
+    __slots__ = ("_wait", "target")
+
+    def __init__(self, target: Any, wait: Callable[[], None]) -> None:
+        self.target = target
+        self._wait = wait
+
+    def wait(self) -> None:
+        """Have what comes next find it complete: the host waits, or on CUDA the current stream."""
+        self._wait()
+
+
+class HostLink:
+    """Copies of contiguous uint8 tensors. Each direction is first in, first out, and runs beside compute.
+
+    A stream for each direction, so that they also run beside one another. `memory`: of the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._out, self._back = streams.opened(device), streams.opened(device)
+        self._device = device
+        self.memory = HostMemory(device)
+
+    @property
+    def named(self) -> dict[str, streams.Stream]:
+        """The streams of copies out and back, by name."""
+        return {"swaps to the host": self._out, "swaps from the host": self._back}
+
+    def out(self, memory: Tensor) -> Passage:
+        """Start to copy `memory`, as it is when all that has been given to the device so far is done, to the host.
+
+        `memory` has to be kept until the copy has been waited for.
+        """
+        block = self.memory.lend(memory.numel())
+        if block.through is not None:  # a copy back may still read it
+            self._out.wait_event(block.through)
+        return Passage(block, self._start(self._out, memory, block.memory, block))
+
+    def back(self, host: Block, memory: Tensor) -> Passage:
+        """Start to copy what `out` has brought to the `host` into `memory`, which has to be kept as there."""
+        self._back.wait_event(host.through)
+        return Passage(memory, self._start(self._back, host.memory, memory, host))
+
+    def _start(self, stream: streams.Stream, source: Tensor, target: Tensor, block: Block) -> Callable[[], None]:
+        # What is copied has been computed by then; and memory that is copied into may have been used by others before.
+        stream.wait_stream(streams.current(self._device))
+        with streams.on(stream):
+            target.copy_(source, non_blocking=True)
+            event = stream.record_event()
+        block.through = event
+        return lambda: streams.current(self._device).wait_event(event)

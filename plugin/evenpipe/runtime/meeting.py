@@ -75,9 +75,7 @@ class Meeting:
     def _store(self, timeout: timedelta) -> Store:
         holds = self._rank == 0 and not self._of_agent
         try:
-            store = TCPStore(
-                *self._address, None, holds, timeout=timeout, wait_for_workers=False, multi_tenant=holds
-            )
+            store = TCPStore(*self._address, None, holds, timeout=timeout, wait_for_workers=False, multi_tenant=holds)
         except (RuntimeError, ValueError) as error:
             said = " ".join(str(error).split())[:160]
             raise NotMet(f"rank {self._rank} meets nobody at {':'.join(map(str, self._address))} ({said})") from None

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
-from evenpipe.runtime.composed import plain_parts, storages_of, unpacked
 from evenpipe.runtime.precisions import autocast_dtype, autocasting
-from evenpipe.runtime.saved import SavedStorage
+from evenpipe.runtime.saved import SavedStorage, plain_parts, storages_of, unpacked
 
 __all__ = ["NodeCall", "Pack", "RerunError", "call_noting"]
 

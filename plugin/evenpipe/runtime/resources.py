@@ -1,27 +1,24 @@
-"""What a stage keeps from batch to batch, and whom it tells what it does."""
+"""What a stage keeps from batch to batch, whom it tells what it does, and what a batch has cost."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from evenpipe.runtime.clock import Clock, clock_for
+from evenpipe.runtime.channel import Layouts
 from evenpipe.runtime.connections import Connections
-from evenpipe.runtime.counters import MemoryCounter
-from evenpipe.runtime.layout import Layouts
-from evenpipe.runtime.pool import SlotPool
-from evenpipe.runtime.stopwatch import Stopwatch
+from evenpipe.runtime.memory import MemoryCounter, SlotPool
+from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.runtime.store import ActivationStore
+from evenpipe.runtime.timing import Clock, Stopwatch, clock_for
 from evenpipe.schedule import Action, Message
 
-if TYPE_CHECKING:
-    from evenpipe.runtime.keep import Keeper
-
-__all__ = ["Observer", "Resources", "Waited"]
+__all__ = ["Observer", "Resources", "StageFigures", "Waited", "per_stage"]
 
 #: Is told of a wait for a neighbour's message: whether this stage receives it, and how many milliseconds that took.
 Waited = Callable[[Message, bool, float], None]
@@ -82,3 +79,45 @@ class Resources:
         self.clock = clock_for(device)
         self.exposed = Stopwatch(self.clock)
         self.computed = Stopwatch(self.clock)
+
+
+class StageFigures(NamedTuple):
+    """One stage, or one of its processes.
+
+    `peak_live`: micro-batches (times model chunks), own plus accepted; `peak_bytes`: what these save; `evicted_bytes`:
+    given to the partner, all since the last `reset_peak`. `exposed_ms`: how long compute waited for evictions and
+    loads, on either side, and `computed_ms`: how long it lasted, in the last measured batch.
+    """
+
+    peak_live: int
+    peak_bytes: int
+    evicted_bytes: int
+    exposed_ms: float
+    computed_ms: float = 0.0
+
+    @classmethod
+    def of(cls, resources: Resources) -> StageFigures:
+        """This process, after a batch that was measured."""
+        held = resources.counter.snapshot()
+        times = resources.exposed.total_ms(), resources.computed.total_ms()
+        return cls(held.peak_units, held.peak_bytes, held.evicted_bytes, *times)
+
+    @classmethod
+    def of_row(cls, row: Sequence[float]) -> StageFigures:
+        """From numbers as they were exchanged."""
+        live, peak, evicted, *times = row
+        return cls(int(live), int(peak), int(evicted), *times)
+
+
+def per_stage(
+    mine: StageFigures, stage: int, stages: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> tuple[StageFigures, ...]:
+    """The largest of each figure, per stage; all ranks of `group` call it, in one all-reduce of doubles on `device`.
+
+    These are exact for all bytes that a machine can hold.
+    """
+    table = torch.zeros(stages, len(mine), dtype=torch.float64)
+    table[stage] = torch.tensor(mine, dtype=torch.float64)
+    table = table.to(device)
+    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    return tuple(map(StageFigures.of_row, table.tolist()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from evenpipe.runtime.keep import NodeCaller
+from evenpipe.runtime.recompute_swap import NodeCaller
 
 __all__ = ["Evaluation", "Shown", "WithoutDropout", "check_gradients", "evaluating"]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evenpipe.runtime.exchange import Exchange
-from evenpipe.runtime.silence import wait_for
+from evenpipe.runtime.heartbeat import wait_for
 from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.two_bw.steps import Outcome, TwoBWSteps
 

@@ -25,10 +25,10 @@ from evenpipe.partition.predicted_vs_measured import compare_with_plan
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.search.problem import PartitionError
 from evenpipe.runtime.executor import Observer
-from evenpipe.runtime.figures import StageFigures, per_stage
 from evenpipe.runtime.host_memory import check_hosts
-from evenpipe.runtime.keep import Keeper
 from evenpipe.runtime.precisions import autocast_dtype, autocasting, precision_name
+from evenpipe.runtime.recompute_swap import Keeper
+from evenpipe.runtime.resources import StageFigures, per_stage
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Unit
 from evenpipe.torch.evaluation import Evaluation, Shown, WithoutDropout

@@ -9,7 +9,8 @@ from itertools import permutations
 import torch
 from torch import Tensor, nn
 
-from evenpipe.runtime.channel import Transfer, open_channels
+from evenpipe.runtime.channel import Transfer
+from evenpipe.runtime.connections import open_channels
 
 __all__ = ["Ties"]
 

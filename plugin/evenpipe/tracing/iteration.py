@@ -14,10 +14,9 @@ import torch.distributed as dist
 from evenpipe.report.files import write_atomically
 from evenpipe.report.timeline import Timeline
 from evenpipe.report.trace import perfetto_trace
-from evenpipe.runtime.clock import Clock
+from evenpipe.runtime.exchange import gather
 from evenpipe.runtime.executor import Observer
-from evenpipe.runtime.gather import gather
-from evenpipe.runtime.spans import SpanRecorder
+from evenpipe.runtime.timing import Clock, SpanRecorder
 from evenpipe.schedule import Action, parse
 from evenpipe.simulate import Span
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from evenpipe.runtime.counters import MemoryCounter
+    from evenpipe.runtime.memory import MemoryCounter
     from evenpipe.train.data import Corpus
     from evenpipe.train.options import TrainOptions
     from evenpipe.train.recorder import FailureContext, Recorder

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from evenpipe.runtime.counters import MemoryCounter
+from evenpipe.runtime.memory import MemoryCounter
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import FORWARD, Action, Kind
 from evenpipe.train.recorder import Recorder

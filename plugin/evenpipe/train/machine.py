@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from evenpipe.runtime.free_memory import free_bytes
+from evenpipe.runtime.processes import free_bytes
 from evenpipe.train.options import OptionsError, TrainOptions, device_type
 
 __all__ = ["check_memory", "check_room", "least_bytes"]

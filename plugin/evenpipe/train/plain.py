@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.executor import Observer
-from evenpipe.runtime.timeout import job_timeout
+from evenpipe.runtime.heartbeat import job_timeout
+from evenpipe.runtime.memory import MemoryCounter
 from evenpipe.schedule import FORWARD, Action
 from evenpipe.torch.pipeline import Pipeline
 from evenpipe.torch.two_bw import TwoBWTraining

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from evenpipe.runtime.silence import silent_peer
+from evenpipe.runtime.heartbeat import silent_peer
 from evenpipe.train.engine import engine_module
 from evenpipe.train.journal import Failure, Iteration, Note, Saved, append
 from evenpipe.train.options import OptionsError, TrainOptions

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evenpipe.planner.memory import StageMemory
-from evenpipe.runtime.child import ChildFailed, answer_of
 from evenpipe.runtime.communicators import link_bytes
+from evenpipe.runtime.processes import ChildFailed, answer_of
 from evenpipe.schedule import links, loop
 from evenpipe.train.engines import ENGINES
 from evenpipe.train.options import RULES, TrainOptions, device_type, fits_this_machine

@@ -6,9 +6,8 @@ import os
 import signal
 from collections.abc import Callable
 
-from evenpipe.runtime.clock import HostClock
-from evenpipe.runtime.counters import MemoryCounter
-from evenpipe.runtime.spans import SpanRecorder
+from evenpipe.runtime.memory import MemoryCounter
+from evenpipe.runtime.timing import HostClock, SpanRecorder
 from evenpipe.schedule import Action
 from evenpipe.simulate import MemoryPoint, Span
 from evenpipe.train.fields import Fault

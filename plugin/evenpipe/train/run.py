@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from evenpipe.runtime.exchange import Exchange
-from evenpipe.runtime.timeout import job_timeout
+from evenpipe.runtime.heartbeat import job_timeout
 from evenpipe.schedule import FORWARD, Action
 from evenpipe.train import data
 from evenpipe.train.engine import Case, Engine, OptimizerStep, engine_module

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from evenpipe.planner.grouped import Candidate
 from evenpipe.planner.memory import Measured
 from evenpipe.runtime.connections import Connections
-from evenpipe.runtime.link_speed import sending_gbps
+from evenpipe.runtime.timing import sending_gbps
 from evenpipe.schedule import Link, links, loop
 from evenpipe.tuner.links import Burst, measure_links
 from evenpipe.tuner.tuner import Retune, Tuner

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from evenpipe.planner.grouped import average_ms
 from evenpipe.planner.memory import Measured
+from evenpipe.runtime.channel import Layouts
 from evenpipe.runtime.executor import Executor
-from evenpipe.runtime.layout import Layouts
 from evenpipe.runtime.stage import Stage, VaryingStage
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import BACKWARD, FORWARD, Link, Schedule, Size, Unit, build

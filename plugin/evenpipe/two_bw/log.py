@@ -7,9 +7,8 @@ from typing import Any, Final
 
 import torch
 
-from evenpipe.runtime.exchange import Exchange
-from evenpipe.runtime.figures import StageFigures
-from evenpipe.runtime.gather import gather
+from evenpipe.runtime.exchange import Exchange, gather
+from evenpipe.runtime.resources import StageFigures
 from evenpipe.two_bw.along import AlongFigures
 from evenpipe.two_bw.steps import Outcome, TwoBWSteps
 

@@ -59,9 +59,7 @@ def end_with_the_first_error(cause: Callable[[BaseException], BaseException | No
         sys.excepthook = functools.partial(_end_soon, sys.excepthook, cause)
 
 
-def _end_soon(
-    tell: Callable[..., Any], cause: Callable[[BaseException], BaseException | None], *error: Any
-) -> None:
+def _end_soon(tell: Callable[..., Any], cause: Callable[[BaseException], BaseException | None], *error: Any) -> None:
     """Tell of an uncaught error as ever, and see to it that the process ends, as its peers wait for it.
 
     Links and process groups can wait for peers when they are torn down, where no Python runs any more. An error that is

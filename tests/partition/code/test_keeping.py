@@ -23,7 +23,7 @@ from evenpipe.partition.search.ranges import Saved
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph
 from evenpipe.planner.descriptions import device
-from evenpipe.runtime.keep import PLAIN_CALLER, Keeper, Keeping, NodeCaller
+from evenpipe.runtime.recompute_swap import PLAIN_CALLER, Keeper, Keeping, NodeCaller
 from evenpipe.runtime.store import ActivationStore
 
 MODELS = ["bert-large", "gpt2-large", "t5-large", "amoebanet-d"]

@@ -23,7 +23,7 @@ from evenpipe.partition.search.plan import plan_of
 from evenpipe.partition.search.problem import Problem
 from evenpipe.partition.trace import Graph, trace
 from evenpipe.planner.descriptions import device
-from evenpipe.runtime.keep import Keeper
+from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.runtime.store import ActivationStore
 from tests.partition.code.cut import SEED, batches, drawn_cuts, written
 from tests.partition.code.test_keeping import HOST, OnCpu

@@ -37,7 +37,6 @@ MOVING: dict[str, list[Any]] = {
 long = pytest.mark.long
 
 
-
 class Trained:
     """What a job of `cases.py` left in its folder."""
 

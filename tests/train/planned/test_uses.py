@@ -77,9 +77,7 @@ def test_swaps_of_all_replicas_on_a_host_add_up(ranks: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("case", ["frozen", "partly"])
-def test_floats_without_gradient_travel_and_train_as_without_a_pipeline(
-    ranks: list[dict[str, Any]], case: str
-) -> None:
+def test_floats_without_gradient_travel_and_train_as_without_a_pipeline(ranks: list[dict[str, Any]], case: str) -> None:
     assert together(ranks, case) == ranks[0][case]["uncut"]
 
 

@@ -21,7 +21,7 @@ from evenpipe.deepspeed.section import SectionError
 from evenpipe.partition.code import Part, StageCodeError, load_parts, part_types, tensors_of
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.search.problem import PartitionError
-from evenpipe.runtime.timeout import job_timeout
+from evenpipe.runtime.heartbeat import job_timeout
 
 __all__ = ["cut", "layer_of", "layers_of"]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from evenpipe.deepspeed.static_memory import static_bytes
 from evenpipe.partition.predicted_vs_measured import compare_with_plan
 from evenpipe.partition.search.plan import Plan
-from evenpipe.runtime.figures import StageFigures
+from evenpipe.runtime.resources import StageFigures
 
 __all__ = ["PlanComparison"]
 

@@ -15,7 +15,7 @@ from evenpipe.partition.code import Boundary, Draws, Part, sizes_on_host
 from evenpipe.partition.search.plan import Plan
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.host_memory import check_hosts
-from evenpipe.runtime.keep import Keeper
+from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.schedule import Action, Unit
 from evenpipe.upstream.ending import end_job
 

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.deepspeed.two_bw.gradients import Gradients
-from evenpipe.runtime.silence import wait_for
-from evenpipe.runtime.timeout import job_timeout
+from evenpipe.runtime.heartbeat import job_timeout, wait_for
 
 __all__ = ["Ties"]
 

@@ -16,7 +16,7 @@ from evenpipe.megatron.cpu_mode.modules import (
     without_transformer_engine,
 )
 from evenpipe.megatron.cpu_mode.scripts import script_patches
-from evenpipe.runtime.ending import rest_at_exit
+from evenpipe.runtime.processes import rest_at_exit
 from evenpipe.upstream.ending import apply_or_end
 from evenpipe.upstream.imports import when_imported
 

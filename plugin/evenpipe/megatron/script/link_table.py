@@ -15,12 +15,18 @@ from rich.console import Group
 
 from evenpipe.megatron.schedule import PipelineSchedule
 from evenpipe.megatron.script.log import say
-from evenpipe.runtime.bandwidth import ModelShape, Need, Recompute, estimated_need
-from evenpipe.runtime.compute_speed import matrix_flops
-from evenpipe.runtime.gather import gather
-from evenpipe.runtime.link_speed import sending_gbps
-from evenpipe.runtime.locations import JobLayout, ProcessLocation, print_for_a_log
+from evenpipe.runtime.bandwidth import (
+    JobLayout,
+    ModelShape,
+    Need,
+    ProcessLocation,
+    Recompute,
+    estimated_need,
+    print_for_a_log,
+)
+from evenpipe.runtime.exchange import gather
 from evenpipe.runtime.placement import NotPlacedError, Placement
+from evenpipe.runtime.timing import matrix_flops, sending_gbps
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import flag
 
@@ -58,7 +64,7 @@ class LinkTable:
         pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
         flops = compute_flops(self._args, executor.device)
         gbps = sending_gbps(executor.connections, executor.stage_index, executor.device)
-        processes = gather(ProcessLocation.of_this(pipeline[0], executor.stage_index, gbps, flops))
+        processes = gather(ProcessLocation.of_this(dist.get_rank(), pipeline[0], executor.stage_index, gbps, flops))
         if processes is not None:
             chunks = self._args.virtual_pipeline_model_parallel_size or 1
             program = schedule.program(len(pipeline), get_num_microbatches(), chunks, self._args)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from evenpipe.megatron.supported import PARALLEL_STATE, Changes, expected, members
 from evenpipe.megatron.training_supported import training_expected, training_patch
 from evenpipe.report.log_line import kept_line, log_line, write_scalars
-from evenpipe.runtime.figures import StageFigures, per_stage
+from evenpipe.runtime.resources import StageFigures, per_stage
 from evenpipe.upstream import PatchSet
 
 if TYPE_CHECKING:

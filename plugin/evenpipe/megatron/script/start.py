@@ -122,7 +122,7 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
     log = TrainingLog(schedule, args, steps, compare)
     for patches in (in_place_of_megatron(called or schedule), log_patches(log), *more):
         patches.apply()
-    from evenpipe.runtime.silence import silent_peer
+    from evenpipe.runtime.heartbeat import silent_peer
 
     end_with_the_first_error(silent_peer)
     if args.rank == 0:

@@ -17,7 +17,7 @@ from evenpipe.megatron.train_engine.state import capture, restore
 from evenpipe.megatron.train_engine.step import Learner, Tensors, make_learner, micro_batches, train_step
 from evenpipe.megatron.two_bw.expert_losses import forget_model
 from evenpipe.planner.candidates import PlanError
-from evenpipe.runtime.counters import MemoryCounter
+from evenpipe.runtime.memory import MemoryCounter
 from evenpipe.train.engine import Case, Coordinates, OptimizerStep, Tuned
 from evenpipe.train.gather import digest
 from evenpipe.train.options import OptionsError

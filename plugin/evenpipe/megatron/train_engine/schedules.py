@@ -13,8 +13,8 @@ from evenpipe.megatron.train_engine.step import Learner
 from evenpipe.megatron.train_engine.stock import StockSchedule, reporting_to
 from evenpipe.megatron.train_engine.symbols import TRAINED
 from evenpipe.megatron.two_bw import StreamSchedule, TwoBWOptimizer
-from evenpipe.runtime.counters import MemoryCounter
 from evenpipe.runtime.executor import Observer
+from evenpipe.runtime.memory import MemoryCounter
 from evenpipe.schedule import FORWARD, UPDATE, Action
 from evenpipe.train.recorder import Recorder
 from evenpipe.tuner.process_memory import limit_bytes

@@ -14,8 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
-from evenpipe.runtime.silence import wait_for
-from evenpipe.runtime.timeout import job_timeout
+from evenpipe.runtime.heartbeat import job_timeout, wait_for
 
 __all__ = ["ExpertLosses", "forget_model"]
 

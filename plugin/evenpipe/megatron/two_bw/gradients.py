@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from evenpipe.runtime.silence import hearing, wait_for
+from evenpipe.runtime.heartbeat import hearing, wait_for
 from evenpipe.two_bw.held import held_gradient_bytes
 
 __all__ = [

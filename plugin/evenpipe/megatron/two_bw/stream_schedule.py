@@ -88,9 +88,7 @@ class StreamSchedule(PipelineSchedule):
 
         def start(stream: Stream) -> _StreamStage:
             two_bw.start_stream(stage, finalized, call.groups)
-            return _StreamStage(
-                batch, stream.program.schedule, stage, executor.device, self._release, two_bw, batches
-            )
+            return _StreamStage(batch, stream.program.schedule, stage, executor.device, self._release, two_bw, batches)
 
         with batches.call(executor, (stages, batch.num_microbatches), batch.data_iterators[0], start) as called:
             begun = batches.stage

@@ -7,7 +7,7 @@ from evenpipe.partition.code.files import load_parts, part_types, tensors_of, wr
 from evenpipe.partition.code.part import Boundary, Part, device_of, sizes_on_host, users_lines
 from evenpipe.partition.code.placing import State
 from evenpipe.partition.code.writing import stage_sources
-from evenpipe.runtime.keep import Keeping
+from evenpipe.runtime.recompute_swap import Keeping
 
 __all__ = [
     "Boundary",

@@ -104,9 +104,7 @@ def _parts(plan_path: Path, model: nn.Module) -> list[Part]:
 def _by_stages(parts: Sequence[Part], inputs: Mapping[str, Tensor], draws: Draws) -> Tensor:
     passed: tuple[Tensor, ...] = ()
     for part in parts:
-        received = [
-            one if like.gradient else one.detach() for one, like in zip(passed, part.RECEIVES, strict=True)
-        ]
+        received = [one if like.gradient else one.detach() for one, like in zip(passed, part.RECEIVES, strict=True)]
         passed = part(inputs, draws, *received)
     return passed[0]
 

@@ -18,7 +18,7 @@ from evenpipe.partition.search.host_link import queued
 from evenpipe.partition.search.plan import Stage
 from evenpipe.partition.search.ranges import Graph as Ranges
 from evenpipe.partition.trace import Graph
-from evenpipe.runtime.keep import Keeping
+from evenpipe.runtime.recompute_swap import Keeping
 
 __all__ = ["Kept", "keeping_of", "keeping_text", "kept"]
 

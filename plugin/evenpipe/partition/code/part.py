@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.partition.code.draws import Draws
-from evenpipe.runtime.keep import PLAIN_CALLER, Keeping, NodeCaller
 from evenpipe.runtime.node_call import RerunError
+from evenpipe.runtime.recompute_swap import PLAIN_CALLER, Keeping, NodeCaller
 from evenpipe.schedule import Action, swapped_at_once
 
 __all__ = ["Boundary", "Part", "Scope", "device_of", "sizes_on_host", "users_lines"]

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from evenpipe.runtime.composed import plain_parts
+from evenpipe.runtime.saved import plain_parts
 
 __all__ = ["on_saved"]
 

@@ -19,7 +19,7 @@ from evenpipe.partition.layouts import (
 )
 from evenpipe.partition.profile import Profile
 from evenpipe.planner.descriptions import Device
-from evenpipe.runtime.child import ChildFailed, answer_of
+from evenpipe.runtime.processes import ChildFailed, answer_of
 
 __all__ = ["best_layout"]
 

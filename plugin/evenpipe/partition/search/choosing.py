@@ -280,9 +280,7 @@ def fastest_batch(problem: Problem, clock: BatchClock, ways: Sequence[Way]) -> t
     """
     most = inf if problem.optimize == "none" else _MOST_WEIGHED
     chooser = Chooser(problem, clock, most)
-    found: list[tuple[Algorithm, Choice | None]] = [
-        (way.algorithm, chooser.of(way.cuts, way.fits)) for way in ways
-    ]
+    found: list[tuple[Algorithm, Choice | None]] = [(way.algorithm, chooser.of(way.cuts, way.fits)) for way in ways]
     for ratio in _RATIOS[:-1] if problem.optimize == "none" and problem.copies.separable else _RATIOS[:1]:
         places = places_within(problem, ratio)
         quiet = best_partition(problem.among(places), problem.weighed + most) if len(places) else None

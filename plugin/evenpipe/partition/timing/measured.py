@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from evenpipe.partition.counting import Work, without_history
 from evenpipe.partition.timing.source import NodeTimes
 from evenpipe.partition.trace import Graph, evaluate
-from evenpipe.runtime.clock import clock_for
 from evenpipe.runtime.precisions import autocasting
+from evenpipe.runtime.timing import clock_for
 
 __all__ = ["Measured"]
 

@@ -262,9 +262,7 @@ def _tell_of_arguments(
     return original(checkpoint_args, *args, **kwargs)
 
 
-def _decide_in_the_background(
-    training: TwoBWLoop, original: Callable[..., Any], *args: Any, **kwargs: Any
-) -> bool:
+def _decide_in_the_background(training: TwoBWLoop, original: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     return training.exit_decision.made_by(functools.partial(original, *args, **kwargs))
 
 
