@@ -21,11 +21,9 @@ from evenpipe.partition.search.problem import PartitionError
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph, trace, weightless
 from evenpipe.planner.descriptions import Cluster, cluster, device, model
-from evenpipe.planner.errors import EstimateError
-from evenpipe.planner.estimate import Estimate, Estimator
-from evenpipe.planner.flops import model_flops
+from evenpipe.planner.estimate import Estimate, Estimator, model_flops
 from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes, estimate_ms
-from evenpipe.planner.run import Run
+from evenpipe.planner.run import EstimateError, Run
 from evenpipe.schedule import Link, Programs
 from evenpipe.tuner.tuner import Tuner
 

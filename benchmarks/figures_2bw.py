@@ -25,9 +25,8 @@ from rich.console import Group
 from rich.table import Table
 
 from evenpipe.planner.descriptions import cluster, model
-from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import Estimate, Estimator
-from evenpipe.planner.run import Placement, Recompute, Run
+from evenpipe.planner.run import EstimateError, Placement, Recompute, Run
 
 SYSTEMS: Final = {"inter-layer": "1f1b", "gpipe": "gpipe", "1f1b": "1f1b", "2bw": "2bw"}
 RECOMPUTED: Final[tuple[Recompute, ...]] = ("full", "none")

@@ -24,8 +24,8 @@ from published.vtrain import iterations
 from rich.table import Table
 
 from evenpipe.planner.descriptions import device
-from evenpipe.planner.memory.stages import ALLOCATOR_SLACK
-from evenpipe.planner.time.calibration import FITTED, UNFITTED, Calibration
+from evenpipe.planner.kernels import FITTED, UNFITTED, Calibration
+from evenpipe.planner.stage_bytes import ALLOCATOR_SLACK
 from evenpipe.planner.uncertainty import WITHIN
 
 __all__ = ["measures"]

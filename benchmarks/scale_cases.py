@@ -18,8 +18,7 @@ from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.search.memory import Optimize
 from evenpipe.partition.trace import trace, weightless
 from evenpipe.planner.descriptions import cluster, model
-from evenpipe.planner.search.engine import Engine
-from evenpipe.planner.search.question import Question
+from evenpipe.planner.search.question import Engine, Question
 from evenpipe.planner.search.search import search
 from evenpipe.schedule import LinkKind, Size, build, verify
 from evenpipe.schedule.needs import NEEDS

@@ -7,10 +7,8 @@ from typing import Any, Final, NamedTuple, get_args
 from evenpipe.planner.descriptions import cluster, model
 from evenpipe.planner.estimate import Estimate
 from evenpipe.planner.run import Recompute, Run
-from evenpipe.planner.search.engine import Engine
-from evenpipe.planner.search.front import Planned
-from evenpipe.planner.search.question import Question
-from evenpipe.planner.search.search import search
+from evenpipe.planner.search.question import Engine, Question
+from evenpipe.planner.search.search import Planned, search
 
 from .tables import GPUS, Row, estimators, rows, table
 

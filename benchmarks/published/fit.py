@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from evenpipe.planner.time.calibration import FITTED, UNFITTED, Calibration
+from evenpipe.planner.kernels import FITTED, UNFITTED, Calibration
 
 from .korthikanti import relative_errors
 from .tables import Row, estimators, taken

@@ -6,10 +6,10 @@ from typing import Any, Final
 
 from evenpipe.planner.descriptions import cluster, model
 from evenpipe.planner.estimate import estimate
-from evenpipe.planner.memory.stages import chunks_of
+from evenpipe.planner.kernels import FITTED, Calibration
 from evenpipe.planner.operations.parts import Blocks
 from evenpipe.planner.run import Run
-from evenpipe.planner.time.calibration import FITTED, Calibration
+from evenpipe.planner.stage_bytes import chunks_of
 
 from .tables import table
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from evenpipe.planner.descriptions import Model, cluster
 from evenpipe.planner.estimate import estimate
-from evenpipe.planner.memory.stages import ALLOCATOR_SLACK
 from evenpipe.planner.run import Run
+from evenpipe.planner.stage_bytes import ALLOCATOR_SLACK
 
 from .tables import table
 

@@ -11,8 +11,8 @@ import yaml
 
 from evenpipe.planner.descriptions import cluster, model
 from evenpipe.planner.estimate import Estimate, Estimator
+from evenpipe.planner.kernels import FITTED, Calibration
 from evenpipe.planner.run import Recompute, Run
-from evenpipe.planner.time.calibration import FITTED, Calibration
 
 __all__ = ["GPUS", "Row", "estimators", "rows", "run_of", "table", "taken"]
 

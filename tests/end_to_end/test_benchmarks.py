@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.planner.time.iteration import simulated
+from evenpipe.planner.iteration import simulated
 from evenpipe.schedule import Programs, Size
 from evenpipe.simulate import Costs
 

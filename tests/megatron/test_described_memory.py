@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from evenpipe.planner.descriptions import Model
-from evenpipe.planner.memory.stages import chunks_of, stage_memory_of
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import Recompute, Run
+from evenpipe.planner.stage_bytes import chunks_of, stage_memory_of
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.schedule import links, loop
 from evenpipe.train.profile import PlannedRun, stage_memories

@@ -10,9 +10,9 @@ import pytest
 from evenpipe.planner.arguments import FlagError, Pipelined, model_of, run_of
 from evenpipe.planner.descriptions import DescriptionError, cluster, model
 from evenpipe.planner.estimate import estimate
-from evenpipe.planner.memory.stages import parameters_of
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import Run
+from evenpipe.planner.stage_bytes import parameters_of
 
 GPT3: dict[str, Any] = {
     "num_layers": 80,

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.planner.candidates import PlanError, candidates
 from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes, estimate_ms
-from evenpipe.planner.memory import StageMemory, peak_bytes
+from evenpipe.planner.memory import PlanError, StageMemory, candidates, peak_bytes
 from evenpipe.schedule import Programs, reordered
 
 GIB = 2**30

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenpipe.planner.descriptions import DescriptionError, cluster, device, framework, model, names
-from evenpipe.planner.memory.stages import parameters_of
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import Run
+from evenpipe.planner.stage_bytes import parameters_of
 
 KEYS = ["layers", "hidden", "heads", "sources", "experts", "own", "defaults", "vocabulary", "sequence"]
 READ = {"models": model, "devices": device, "clusters": cluster, "frameworks": framework}

@@ -10,18 +10,13 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from evenpipe.planner.descriptions import Model, cluster, model
-from evenpipe.planner.errors import EstimateError
-from evenpipe.planner.estimate import Estimate, Estimator, estimate
-from evenpipe.planner.flops import model_flops
-from evenpipe.planner.memory.stages import chunks_of, parameters_of
-from evenpipe.planner.memory.states import states
+from evenpipe.planner.estimate import Estimate, Estimator, estimate, model_flops
+from evenpipe.planner.iteration import Beside, batch_end
+from evenpipe.planner.kernels import FITTED, Kernels, Links
 from evenpipe.planner.operations.operation import Collective, Parameters
 from evenpipe.planner.operations.parts import Blocks, parts_of
-from evenpipe.planner.run import Run
-from evenpipe.planner.time.batch_end import Beside, batch_end
-from evenpipe.planner.time.calibration import FITTED
-from evenpipe.planner.time.kernels import Kernels
-from evenpipe.planner.time.links import Links
+from evenpipe.planner.run import EstimateError, Run
+from evenpipe.planner.stage_bytes import chunks_of, parameters_of, states
 from evenpipe.schedule.known import find, own
 
 GPT = model("gpt3-13b")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.planner.time.iteration import simulated
+from evenpipe.planner.iteration import simulated
 from evenpipe.schedule import Program, Programs, Size, find
 from evenpipe.simulate import Costs, Wire, simulate
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from evenpipe.planner.descriptions import cluster
+from evenpipe.planner.kernels import FITTED, Links
 from evenpipe.planner.run import Run
-from evenpipe.planner.time.calibration import FITTED
-from evenpipe.planner.time.links import Links
 
 NODES = cluster("4x8-a100-80gb-25gbit")
 INSIDE = NODES.peer_gbps * 1e9 * FITTED.peer

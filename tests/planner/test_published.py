@@ -18,8 +18,8 @@ from benchmarks.published.tables import estimators, rows, run_of, table, taken
 from benchmarks.published.vtrain import iterations
 from evenpipe.planner.descriptions import cluster, device, model
 from evenpipe.planner.estimate import estimate
+from evenpipe.planner.kernels import FITTED, UNFITTED
 from evenpipe.planner.run import Run
-from evenpipe.planner.time.calibration import FITTED, UNFITTED
 from evenpipe.planner.uncertainty import BEYOND, WITHIN, Uncertainty
 
 

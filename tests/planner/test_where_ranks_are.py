@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 
 from evenpipe.planner.descriptions import cluster, model
-from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import estimate
-from evenpipe.planner.run import Run
-from evenpipe.planner.time.calibration import FITTED
-from evenpipe.planner.time.links import Links
+from evenpipe.planner.kernels import FITTED, Links
+from evenpipe.planner.run import EstimateError, Run
 
 
 def test_tied_embeddings_are_summed_where_their_stages_are() -> None:

@@ -17,9 +17,8 @@ from evenpipe.cli.options import write
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.training import add_fields, options_from
 from evenpipe.cli.values import gibibytes, picture_file, sample_count
-from evenpipe.planner.candidates import PlanError, candidates, divisors
 from evenpipe.planner.grouped import Candidate, GroupedSchedule
-from evenpipe.planner.memory import StageMemory, peak_bytes
+from evenpipe.planner.memory import PlanError, StageMemory, candidates, divisors, peak_bytes
 from evenpipe.report.limit import Limit, draw_limit
 from evenpipe.schedule import Programs
 from evenpipe.train.options import TrainOptions

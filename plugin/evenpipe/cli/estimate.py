@@ -12,9 +12,8 @@ from evenpipe.cli.estimate_shown import show
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.values import duration_ms, positive, sample_count
 from evenpipe.planner.descriptions import Cluster, DescriptionError, Precision
-from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import Estimator
-from evenpipe.planner.run import Attention, Placement, Recompute, Run
+from evenpipe.planner.run import Attention, EstimateError, Placement, Recompute, Run
 from evenpipe.settings.spelling import in_flags
 
 __all__ = ["add_to"]

@@ -13,8 +13,8 @@ from evenpipe.cli.plan_shown import drawn, show
 from evenpipe.cli.searched import add_search_options, question_from
 from evenpipe.cli.values import output_file, picture_file, positive, sample_count
 from evenpipe.planner.descriptions import DescriptionError
-from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import framework_of
+from evenpipe.planner.run import EstimateError
 from evenpipe.planner.search.plan import plan_of
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.search import search

@@ -6,7 +6,7 @@ from typing import Final
 
 from evenpipe.deepspeed.section import OFFERS
 from evenpipe.planner.descriptions import Framework
-from evenpipe.planner.search.engine import Engine
+from evenpipe.planner.search.question import Engine
 from evenpipe.train.engines import ENGINES
 
 __all__ = ["engine_of"]

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS
-from evenpipe.planner.search.plan import Plan, PlannedRun
+from evenpipe.planner.search.plan import Plan, PlannedRun, brief
 from evenpipe.planner.search.question import Question
-from evenpipe.planner.search.rejected import brief
 from evenpipe.planner.search.search import Found
 from evenpipe.planner.uncertainty import Uncertainty
 from evenpipe.report.front import Front, Point

@@ -12,9 +12,8 @@ from evenpipe.cli.plan_engine import engine_of
 from evenpipe.cli.searched import SEARCHED, add_search_options, question_from
 from evenpipe.cli.values import sample_count
 from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, framework
-from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import framework_of
-from evenpipe.planner.run import Run
+from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.search import search
 from evenpipe.recipes import Recipe, RecipeError, Settings

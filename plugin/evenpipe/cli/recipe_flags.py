@@ -9,8 +9,8 @@ from evenpipe.cli.parser import UsageError
 from evenpipe.cli.run_estimate import in_megatron, least_gpus
 from evenpipe.planner.arguments import FlagError
 from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster
-from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import Estimate
+from evenpipe.planner.run import EstimateError
 from evenpipe.recipes import RecipeError
 from evenpipe.recipes.from_flags import convert, read_line
 from evenpipe.settings.spelling import in_flags

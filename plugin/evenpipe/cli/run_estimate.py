@@ -17,8 +17,8 @@ from evenpipe.cli.estimate_shown import show
 from evenpipe.cli.parser import UsageError
 from evenpipe.planner.arguments import FlagError, Pipelined, model_of, run_of
 from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster, framework
-from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import Estimator
+from evenpipe.planner.run import EstimateError
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import in_flags
 

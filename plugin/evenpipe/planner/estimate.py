@@ -1,32 +1,89 @@
-"""What a run will need and how fast it will be, before it is run: the document ``evenpipe.estimate/1``."""
+"""The estimate of a run before it runs: time, memory, warnings; the document ``evenpipe.estimate/1``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Final, NamedTuple
 
+from evenpipe.planner.advice import reason_of, warnings_of
 from evenpipe.planner.descriptions import Cluster, Framework, Model, framework
-from evenpipe.planner.errors import EstimateError
-from evenpipe.planner.flops import model_flops
-from evenpipe.planner.memory.stages import Chunk, StageBytes, chunks_of, stage_bytes
-from evenpipe.planner.operations.operation import summed
+from evenpipe.planner.iteration import (
+    Beside,
+    HandOver,
+    PartTime,
+    batch_end,
+    hand_over,
+    message_bytes_of,
+    part_times,
+    simulated,
+)
+from evenpipe.planner.kernels import FITTED, Calibration, Kernels
+from evenpipe.planner.operations.operation import Gemm, summed
 from evenpipe.planner.operations.parts import Blocks, parts_of
-from evenpipe.planner.positions import positions_of
-from evenpipe.planner.reasons import reason_of
-from evenpipe.planner.run import Run
-from evenpipe.planner.time.batch_end import Beside, batch_end
-from evenpipe.planner.time.calibration import FITTED, Calibration
-from evenpipe.planner.time.hand_over import HandOver, hand_over, message_bytes_of
-from evenpipe.planner.time.iteration import simulated
-from evenpipe.planner.time.kernels import Kernels
-from evenpipe.planner.time.stages import PartTime, part_times
+from evenpipe.planner.run import EstimateError, Run
+from evenpipe.planner.stage_bytes import Chunk, StageBytes, chunks_of, stage_bytes
 from evenpipe.planner.uncertainty import Uncertainty, uncertainty_of
-from evenpipe.planner.warned import warnings_of
 from evenpipe.schedule import Link, Places, Programs, Queues, ScheduleError, Size, partner
 from evenpipe.simulate import Costs, Wire
 
-__all__ = ["Estimate", "Estimator", "StageEstimate", "estimate", "framework_of"]
+__all__ = [
+    "Estimate",
+    "Estimator",
+    "Positions",
+    "StageEstimate",
+    "estimate",
+    "framework_of",
+    "model_flops",
+    "positions_of",
+]
+
+
+class Positions(NamedTuple):
+    """Where the parts of a pipeline are, and what its stages hand over.
+
+    at: the positions of each stage's parts. stages: of each position, its stage. sends, returns: of each stage, how
+    many of its forwards and backwards hand over to another.
+    """
+
+    at: Sequence[Sequence[int]]
+    stages: Sequence[int]
+    sends: Sequence[int]
+    returns: Sequence[int]
+
+
+@cache
+def positions_of(places: Places) -> Positions:
+    """Of one kind of places the same, however many micro-batches go through them."""
+    stages = [place.stage for place in places.order]
+    at = [[places.position(stage, chunk) for chunk in range(places.chunks)] for stage in range(places.stages)]
+    sends = [sum(n + 1 < len(stages) and stages[n + 1] != stage for n in own) for stage, own in enumerate(at)]
+    returns = [sum(n > 0 and stages[n - 1] != stage for n in own) for stage, own in enumerate(at)]
+    return Positions(at, stages, sends, returns)
+
+
+#: A backward has two matrix products where a forward has one.
+_PASSES = 3
+
+
+def model_flops(model: Model, run: Run) -> float:
+    """Of an iteration: matrix products forward and backward, once each, attention as if nothing were masked.
+
+    For GPT this is 72 B s L h² (1 + s/6h + V/12Lh) (Korthikanti et al. 2022, Appendix A).
+    """
+    alone = Run(global_batch=run.global_batch, precision=run.precision, attention="unfused")
+    blocks = Blocks(model, alone)
+    sample = sum(
+        count * work.flops
+        for part in parts_of(model, alone)
+        for block, count in part.items()
+        for operation in blocks.operations[block]
+        for work in operation.forward
+        if isinstance(work, Gemm)
+    )
+    return _PASSES * sample * run.global_batch
+
 
 _MS: Final = 1e3
 

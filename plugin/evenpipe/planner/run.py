@@ -8,10 +8,14 @@ from math import lcm
 from typing import Final, Literal, get_args
 
 from evenpipe.planner.descriptions import Cluster, Framework, Model, Precision
-from evenpipe.planner.errors import EstimateError
 from evenpipe.schedule import Queues, ScheduleError, Spec, choose
 
-__all__ = ["ITERATIONS_WITH_LATE_GRADIENTS", "Attention", "Placement", "Recompute", "Run"]
+__all__ = ["ITERATIONS_WITH_LATE_GRADIENTS", "Attention", "EstimateError", "Placement", "Recompute", "Run"]
+
+
+class EstimateError(ValueError):
+    """The run cannot be: its sizes do not divide, or the cluster or the framework has not what it asks for."""
+
 
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["unfused", "flash"]

@@ -10,10 +10,9 @@ from typing import Any
 
 from evenpipe.planner.arguments import FlagError
 from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, framework
-from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import Estimate, Estimator
-from evenpipe.planner.run import Run
-from evenpipe.planner.search.engine import Engine
+from evenpipe.planner.run import EstimateError, Run
+from evenpipe.planner.search.question import Engine
 from evenpipe.recipes import deepspeed_run, megatron_run
 from evenpipe.recipes.errors import RecipeError
 from evenpipe.recipes.nodes import Nodes, nodes_of

@@ -11,9 +11,8 @@ from pathlib import PurePath
 from typing import Final
 
 from evenpipe.planner.descriptions import Cluster, framework
-from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import Estimate, Estimator
-from evenpipe.planner.run import Run
+from evenpipe.planner.run import EstimateError, Run
 from evenpipe.recipes.errors import RecipeError
 from evenpipe.recipes.megatron_run import described_by
 from evenpipe.schedule import choose

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple, get_args
 
-from evenpipe.planner.errors import EstimateError
-from evenpipe.planner.run import Recompute, Run
+from evenpipe.planner.run import EstimateError, Recompute, Run
 from evenpipe.recipes.recipe import Recipe
 from evenpipe.schedule import ScheduleError, choose
 

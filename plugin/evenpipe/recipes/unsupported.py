@@ -9,7 +9,7 @@ from typing import Final
 
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.run import Run
-from evenpipe.planner.search.engine import Engine
+from evenpipe.planner.search.question import Engine
 from evenpipe.recipes.errors import RecipeError
 from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, Framework, Launcher, Recipe, series
 from evenpipe.recipes.settings import Settings

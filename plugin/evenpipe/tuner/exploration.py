@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from evenpipe.planner.candidates import PlanError, candidates
 from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.planner.memory import (
     Measured,
+    PlanError,
     StageMemory,
+    candidates,
     peak_bytes,
     saved_peaks,
     stage_memory,

@@ -10,8 +10,8 @@ import pytest
 from evenpipe.partition.layouts import Shape, kinds, profile_of, roofline
 from evenpipe.planner.arguments import Pipelined, model_of, run_of
 from evenpipe.planner.descriptions import device
-from evenpipe.planner.memory.stages import chunks_of, stage_memory_of
 from evenpipe.planner.operations.parts import Block, Blocks, Part
+from evenpipe.planner.stage_bytes import chunks_of, stage_memory_of
 
 GPT: dict[str, Any] = {
     "num_layers": 4,

@@ -9,12 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from evenpipe.planner.descriptions import cluster, framework, model
-from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import Estimator
+from evenpipe.planner.run import EstimateError
 from evenpipe.planner.search.bounds import least_live
-from evenpipe.planner.search.candidate import Candidate, candidates
-from evenpipe.planner.search.engine import Engine
-from evenpipe.planner.search.question import Question
+from evenpipe.planner.search.candidates import Candidate, candidates
+from evenpipe.planner.search.question import Engine, Question
 from evenpipe.schedule import Programs, Size, find
 from evenpipe.schedule.known import own
 

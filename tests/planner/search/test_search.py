@@ -9,13 +9,11 @@ import pytest
 
 from evenpipe.cli.plan_engine import engine_of
 from evenpipe.planner.descriptions import Model, cluster, framework, model
-from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import Estimate, Estimator
-from evenpipe.planner.run import Run
-from evenpipe.planner.search.candidate import candidates
-from evenpipe.planner.search.engine import Engine
-from evenpipe.planner.search.question import Question
-from evenpipe.planner.search.rejected import rejected
+from evenpipe.planner.run import EstimateError, Run
+from evenpipe.planner.search.candidates import candidates
+from evenpipe.planner.search.plan import rejected
+from evenpipe.planner.search.question import Engine, Question
 from evenpipe.planner.search.search import Found, search
 from evenpipe.schedule.known import own
 

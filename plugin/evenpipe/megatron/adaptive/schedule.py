@@ -20,9 +20,8 @@ from evenpipe.megatron.random_numbers import random_numbers_kept
 from evenpipe.megatron.schedule import Call, PipelineSchedule
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.unsupported import refuse_unsupported
-from evenpipe.planner.candidates import divisors
 from evenpipe.planner.grouped import GroupedSchedule
-from evenpipe.planner.memory import Measured
+from evenpipe.planner.memory import Measured, divisors
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.schedule import Need, Schedule, Spec
 from evenpipe.tuner.collective import fits_on_all

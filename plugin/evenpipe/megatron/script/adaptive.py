@@ -14,7 +14,7 @@ from evenpipe.megatron.adaptive.symbols import ADAPTIVE
 from evenpipe.megatron.script.hooks import folders_loaded_from, save_patch, set_up_patch, with_values
 from evenpipe.megatron.script.log import say, say_on_last_rank
 from evenpipe.megatron.unsupported import packs, why_one_size
-from evenpipe.planner.candidates import PlanError
+from evenpipe.planner.memory import PlanError
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.tuner.loss_weights import LossWeights
 from evenpipe.tuner.process_memory import limit_bytes

@@ -16,7 +16,7 @@ from evenpipe.megatron.train_engine.schedules import InstalledSchedule, installe
 from evenpipe.megatron.train_engine.state import capture, restore
 from evenpipe.megatron.train_engine.step import Learner, Tensors, make_learner, micro_batches, train_step
 from evenpipe.megatron.two_bw.expert_losses import forget_model
-from evenpipe.planner.candidates import PlanError
+from evenpipe.planner.memory import PlanError
 from evenpipe.runtime.memory import MemoryCounter
 from evenpipe.train.engine import Case, Coordinates, OptimizerStep, Tuned
 from evenpipe.train.gather import digest

@@ -7,8 +7,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Final
 
-from evenpipe.planner.arguments import FlagError
-from evenpipe.planner.arguments.values import Values, expert_layers, padded_vocabulary
+from evenpipe.planner.arguments import FlagError, Values, expert_layers, padded_vocabulary
 
 __all__ = ["LayoutError", "Pipeline", "Shape", "laid_out_by"]
 

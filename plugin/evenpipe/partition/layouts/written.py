@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evenpipe.partition.layouts.plan import FORMAT, StagePlan
 from evenpipe.partition.layouts.shape import LayoutError, Pipeline, Shape, laid_out_by
-from evenpipe.planner.arguments.values import expert_layers
+from evenpipe.planner.arguments import expert_layers
 
 __all__ = ["WrittenLayout"]
 

@@ -1,12 +1,16 @@
 """Descriptions: models, devices, clusters and frameworks, in YAML files, every constant with its source."""
 
-from evenpipe.planner.descriptions.catalog import cluster, device, framework, model, names
-from evenpipe.planner.descriptions.clusters import Cluster
-from evenpipe.planner.descriptions.devices import Device, Precision
-from evenpipe.planner.descriptions.errors import DescriptionError
-from evenpipe.planner.descriptions.files import described
-from evenpipe.planner.descriptions.frameworks import Framework
-from evenpipe.planner.descriptions.models import Experts, Latent, Model
+from evenpipe.planner.descriptions.catalog import cluster, described, device, framework, model, names
+from evenpipe.planner.descriptions.kinds import (
+    Cluster,
+    DescriptionError,
+    Device,
+    Experts,
+    Framework,
+    Latent,
+    Model,
+    Precision,
+)
 
 __all__ = [
     "Cluster",

@@ -1,10 +1,13 @@
-"""What a part of a model consists of: operations, as one GPU carries them out, and what each of them keeps."""
+"""Operations as one GPU carries them out: their works, their parameters, and the bytes that they keep."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
+
+from evenpipe.planner.descriptions import Model
+from evenpipe.planner.run import Run
 
 __all__ = [
     "Collective",
@@ -14,6 +17,8 @@ __all__ = [
     "Moved",
     "Operation",
     "Parameters",
+    "Shard",
+    "Split",
     "Work",
     "summed",
     "total",
@@ -99,3 +104,101 @@ def summed(parameters: Iterable[Parameters]) -> Parameters:
 def total(operations: Iterable[Operation]) -> Parameters:
     """The parameters of all of them."""
     return summed(one.parameters for one in operations)
+
+
+Split = Literal["column", "row"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A micro-batch of ``run`` of ``model`` on one GPU."""
+
+    model: Model
+    run: Run
+
+    @property
+    def tokens(self) -> float:
+        """Of a tensor-parallel group."""
+        return self.model.sequence * self.run.micro_batch / self.run.context
+
+    @property
+    def hidden(self) -> float:
+        """Elements of the residual stream that a tensor-parallel group has."""
+        return self.tokens * self.model.hidden
+
+    @property
+    def residual(self) -> float:
+        """Those of one rank: a part of them under sequence parallelism, else all."""
+        return self.hidden / (self.run.tensor if self.run.sequence_parallel else 1)
+
+    def linear(
+        self,
+        name: str,
+        outputs: float,
+        inputs: float,
+        split: Split | None = None,
+        *,
+        kept: float | None = None,
+        tokens: float | None = None,
+    ) -> Operation:
+        """y = x W: ``outputs`` and ``inputs`` are this rank's part of W.
+
+        split: "column" takes the whole input, "row" gives a sum over ranks. ``kept``: elements of its input that it
+        keeps; all, if left out.
+        """
+        m, e = self.tokens if tokens is None else tokens, self.run.element_bytes
+        of_input, of_weight = Gemm(m, inputs, outputs), Gemm(inputs, outputs, m)
+        forward, backward = self.collectives(split, of_input, of_weight)
+        biases = self.model.hidden if split == "row" else outputs
+        return Operation(
+            name,
+            (Gemm(m, outputs, inputs), *forward),
+            (of_input, *backward),
+            (of_weight,),
+            Parameters(outputs * inputs + (biases if self.model.biases else 0)),
+            saved_bytes=e * (m * inputs if kept is None else kept),
+        )
+
+    def collectives(
+        self, split: Split | None, of_input: Gemm | None = None, of_weight: Gemm | None = None
+    ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+        """Those of forward and backward, the latter beside the products for the gradients of input and weight.
+
+        A ring moves (t − 1)/t of a tensor for a gathering or a reduce-scatter, twice that for an all-reduce; sequence
+        parallelism makes two halves of an all-reduce, and gathers a column-parallel layer's input again for the
+        gradient of its weights (Korthikanti et al. 2022 §4.2.2).
+        """
+        t = self.run.tensor
+        if split is None or t == 1:
+            return (), ()
+        half = Collective((t - 1) / t * self.run.element_bytes * self.hidden, "tensor")
+        whole = half._replace(nbytes=2 * half.nbytes)
+        if split == "row":
+            return ((half,), (half,)) if self.run.sequence_parallel else ((whole,), ())
+        beside = self.run.overlap_collectives
+        if not self.run.sequence_parallel:
+            return (), (whole._replace(behind=of_weight if beside else None),)
+        hidden = [half._replace(behind=work if beside else None) for work in (of_input, of_weight)]
+        return (half,), tuple(hidden)
+
+    def reduced_rows(self, count: int) -> tuple[Collective, ...]:
+        """All-reduces of so many fp32 numbers a token, one after the other."""
+        t = self.run.tensor
+        return (Collective(2 * (t - 1) / t * 4 * self.tokens, "tensor"),) * count if t > 1 else ()
+
+    def norm(self, name: str, elements: float | None = None, width: float | None = None) -> Operation:
+        """Reads and writes all elements; backward also reads the input and adds to the residual's gradient.
+
+        Of each row it keeps the deviation, and the mean, where that is taken off, in fp32.
+        """
+        n, e = self.residual if elements is None else elements, self.run.element_bytes
+        width = self.model.hidden if width is None else width
+        numbers = 2 if self.model.norm == "layer" else 1
+        kept = e * n + 4 * numbers * n / width
+        return Operation(name, (Moved(2 * e * n),), (Moved(4 * e * n, 2),), (), Parameters(numbers * width), kept)
+
+    def residual_add(self, name: str) -> Operation:
+        """Bias, dropout and the residual: input and residual are read, the sum and the dropout's mask written."""
+        n, e, mask = self.residual, self.run.element_bytes, int(self.model.dropout)
+        moved = Moved((3 * e + mask) * n)
+        return Operation(name, (moved,), (moved, Moved(3 * e * n)), saved_bytes=mask * n)

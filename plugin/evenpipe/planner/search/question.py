@@ -1,19 +1,42 @@
-"""What a search is asked: a model, a cluster, the most samples of an iteration, and what is fixed."""
+"""The question of a search: a model, a cluster, the most samples of an iteration, an engine, and what is fixed."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final
+from typing import Final, get_args
 
 from evenpipe.planner.descriptions import Cluster, Framework, Model
-from evenpipe.planner.errors import EstimateError
 from evenpipe.planner.estimate import framework_of
-from evenpipe.planner.run import Run
-from evenpipe.planner.search.engine import Engine
-from evenpipe.schedule import Spec, find, offered
+from evenpipe.planner.run import EstimateError, Placement, Recompute, Run
+from evenpipe.schedule import Need, Spec, find, offered
+from evenpipe.schedule.needs import NEEDS
 
-__all__ = ["Question", "divisors"]
+__all__ = ["Engine", "Question", "divisors", "nothing_fits"]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """``called`` is its name in a line; ``offers``: what schedules may need of it.
+
+    scopes: what it can recompute. placements: in which orders it numbers ranks. uneven: its stages may have different
+    numbers of layers. context: it divides the sequence. delayed_sharded: schedules without flushes go together with
+    tensor and expert parallelism.
+    """
+
+    called: str
+    offers: frozenset[Need]
+    scopes: tuple[Recompute, ...] = get_args(Recompute)
+    placements: tuple[Placement, ...] = get_args(Placement)
+    uneven: bool = True
+    context: bool = True
+    delayed_sharded: bool = True
+
+    def lacks(self, spec: Spec) -> str:
+        """What it does not offer of what the schedule needs, in words; empty where it runs it."""
+        return " and ".join(NEEDS[need] for need in NEEDS if need in spec.needs - self.offers)
+
 
 #: Of a context-parallel rank, where no number of them was asked for: it is for sequences that are long.
 _LEAST_TOKENS: Final = 8192
@@ -128,3 +151,49 @@ def divisors(n: int) -> list[int]:
     """In ascending order."""
     small = [k for k in range(1, int(n**0.5) + 1) if n % k == 0]
     return sorted({*small, *(n // k for k in small)})
+
+
+_GIB: Final = 2**30
+
+
+def nothing_fits(question: Question, allowed: int, nearest: float) -> str:
+    """One line. ``allowed``: how many runs might have been planned; ``nearest``: bytes of the smallest's fullest stage.
+
+    With the option that is wrong at its head, by how much, and what would do.
+    """
+    model, cluster = question.model.name, question.cluster
+    if allowed:
+        have, need = cluster.device.memory_gib, nearest / _GIB
+        where = f"fullest GPU needs {need:.1f} GiB and has {have:.1f}: {need - have:.1f} too few"
+        return (
+            f"cluster={cluster.name}: is smaller than {model}: of its smallest run the {where}: take about "
+            f"{math.ceil(cluster.nodes * need / have)} such nodes, or GPUs with more memory"
+        )
+    any_depth = question.engine.uneven or question.stages is not None
+    ways = [(t * c, p) for t in question.tensors for c, p in question.divisions(t)]
+    replicas = [cluster.gpus // (ranks * p) for ranks, p in ways if any_depth or question.model.layers % p == 0]
+    if not replicas:
+        return (
+            f"stages={question.stages}: {cluster.gpus} GPUs do not divide by so many, or {model} has fewer layers "
+            f"({question.model.layers}): choose a smaller divisor"
+        )
+    if question.samples < min(replicas):
+        return (
+            f"global_batch_size={question.samples}: nothing reaches it: a run on {cluster.gpus} GPUs has at least "
+            f"{min(replicas)} replicas, each with a sample: give at least {min(replicas)}, or a smaller cluster"
+        )
+    shares = [question.samples // each for each in replicas]
+    if not any(question.micro_batches(each) for each in shares if each):
+        return (
+            f"micro_batch_size={question.micro_batch}: does not divide the samples of any number of replicas: choose a "
+            f"divisor of {question.samples}"
+        )
+    if question.stages is not None and not question.engine.uneven and question.model.layers % question.stages:
+        return (
+            f"stages={question.stages}: {model}'s {question.model.layers} layers do not divide by so many, and "
+            f"{question.of.name} has even stages only: choose a divisor, or another --framework"
+        )
+    return (
+        f"schedules={','.join(question.schedules)}: no size of them divides {model}'s {question.model.layers} layers, "
+        f"{question.samples} samples and {cluster.gpus} GPUs: allow others, or give another --global-batch-size"
+    )

@@ -1,4 +1,4 @@
-"""Which runs there are: the constraints of BPipe §4.2, over (t, c, p, d, e, v, b, recompute, layout, placement)."""
+"""The runs of a question, by the constraints of BPipe §4.2, each with bounds on its time and memory."""
 
 from __future__ import annotations
 
@@ -6,15 +6,49 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import product
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
+from evenpipe.planner.estimate import positions_of
+from evenpipe.planner.iteration import hand_over, message_bytes_of
+from evenpipe.planner.kernels import FITTED, Kernels
 from evenpipe.planner.run import Placement, Run
-from evenpipe.planner.search.blocks import Divided, Profile
-from evenpipe.planner.search.bounds import least_bytes_of_any_layout
+from evenpipe.planner.search.bounds import (
+    Divided,
+    Profile,
+    least_bytes,
+    least_bytes_of_any_layout,
+    least_end_ms,
+    least_live,
+    least_ms,
+    unlike,
+)
 from evenpipe.planner.search.question import Question
 from evenpipe.schedule import Places, ScheduleError, Size, Spec, find
 
-__all__ = ["Shape", "Way", "shapes", "ways"]
+__all__ = ["Candidate", "Family", "Shape", "Way", "candidates", "families_of", "shapes", "ways"]
+
+Kind = Literal["schedule", "bpipe", "recompute", "placement", "layout"]
+
+
+class Family(NamedTuple):
+    """``value`` says which of its kind, in words."""
+
+    kind: Kind
+    value: str
+
+
+def families_of(run: Run, allowed: bool) -> Iterator[Family]:
+    """Those that a run belongs to; one whose schedule a plan may not have counts for that schedule only."""
+    yield Family("schedule", run.schedule if run.stages > 1 else "no pipeline")
+    if not allowed:
+        return
+    yield Family("bpipe", "with BPipe" if run.bpipe else "without BPipe")
+    yield Family("recompute", f"recompute {run.recompute}")
+    if run.stages > 1:
+        if run.data > 1 and not run.bpipe:  # whose pairs come before replicas, whatever is asked for
+            yield Family("placement", f"{run.placement} in one node")
+        yield Family("layout", "even stages" if run.layout is None else "uneven stages")
+
 
 #: Micro-batches in a row that kFkB is tried with; more of them hide slower links and hold as many times as much.
 _GROUPS: Final = (2, 4)
@@ -145,3 +179,64 @@ def _possible(spec: Spec, size: Size) -> bool:
     except ScheduleError:
         return False
     return True
+
+
+class Candidate(NamedTuple):
+    """``ms``: of a sample, at least, times the iterations that the same loss takes; ``nbytes``: of the fullest stage.
+
+    ms is 0 where that is too much already.
+    order: of equals, what comes first: without BPipe, with fewer parts. allowed: a plan may have it.
+    """
+
+    ms: float
+    order: tuple[int, ...]
+    nbytes: int
+    run: Run
+    families: tuple[Family, ...]
+    allowed: bool
+
+
+def candidates(question: Question) -> Iterator[Candidate]:
+    """All of them, what does not fit too."""
+    divided = Divided(question.model, question.cluster)
+    before = 0
+    for shape in shapes(question, divided):
+        for candidate in _of_shape(question, shape, before):
+            before += 1
+            yield candidate
+
+
+def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candidate]:
+    run, device, cluster = shape.run, question.cluster.device, question.cluster
+    have = device.memory_gib * 2**30
+    message_bytes = message_bytes_of(question.model, run)
+    parts = shape.profile.parts(run.stages, run.chunks, run.layout) if shape.nbytes <= have else []
+    for number, way in enumerate(ways(run, question.schedules, question.bpipe), before):
+        split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
+        sharded = stream and max(run.tensor, run.expert) > 1 and not question.engine.delayed_sharded
+        allowed = not question.refused(way.spec) and not sharded
+        if way.bpipe and not allowed:
+            continue
+        where = positions_of(way.places)
+        nbytes = shape.nbytes
+        for stage in unlike(parts, where) if parts else ():
+            if nbytes <= have:
+                live = least_live(way.spec, way.size, way.bpipe)
+                least = least_bytes(parts, where, stage, live[stage], 2 if stream else 1, run, message_bytes, device)
+                nbytes = max(nbytes, least)
+        tried = replace(run, schedule=way.spec.name, bpipe=way.bpipe, group_size=way.size.group_size)
+        if stream:
+            tried = replace(tried, overlap_parameters=False)
+        ms = 0.0
+        if nbytes <= have:
+            kernels = Kernels(tried, cluster, FITTED)
+            over = hand_over(question.model, tried, kernels.links)
+            ms = least_ms(parts, where, tried, over, split, stream) + least_end_ms(parts, where, tried, kernels)
+        yield Candidate(
+            ms / run.global_batch * tried.iterations,
+            (way.bpipe, run.stages * run.chunks, way.size.group_size, number),
+            nbytes,
+            tried,
+            tuple(families_of(tried, allowed)),
+            allowed,
+        )

@@ -1,4 +1,4 @@
-"""Cliffs: what makes a run slower or larger than its neighbours, in one line each, with what to change."""
+"""Advice on a run, one line each: why it does not fit, what makes it slow, and which flag to change."""
 
 from __future__ import annotations
 
@@ -6,15 +6,45 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Final
 
-from evenpipe.planner.descriptions import Cluster, Model
-from evenpipe.planner.memory.stages import StageBytes
-from evenpipe.planner.operations.attention import softmax_is_fused
-from evenpipe.planner.operations.shard import Shard
+from evenpipe.planner.descriptions import Cluster, Device, Model
+from evenpipe.planner.operations.layer import softmax_is_fused
+from evenpipe.planner.operations.operation import Shard
 from evenpipe.planner.run import Run
+from evenpipe.planner.stage_bytes import StageBytes
 
-__all__ = ["warnings_of"]
+__all__ = ["reason_of", "warnings_of"]
 
 _GIB: Final = 2**30
+
+
+def reason_of(held: Sequence[StageBytes], device: Device, run: Run) -> str | None:
+    """One line, or None if all stages fit."""
+    most = max(range(len(held)), key=lambda stage: held[stage].total)
+    need, have = held[most].total / _GIB, device.memory_gib
+    if need <= have:
+        return None
+    name, nbytes = max(held[most]._asdict().items(), key=lambda item: int(item[1]))
+    return (
+        f"stage {most} needs {need:.1f} GiB and has {have:.1f}: {need - have:.1f} too few; {nbytes / _GIB:.1f} GiB are "
+        f"{name}: {_remedy(held, most, device, run)}"
+    )
+
+
+def _remedy(held: Sequence[StageBytes], most: int, device: Device, run: Run) -> str:
+    """The flag that changes most of what is too much."""
+    stage = held[most]
+    if stage.weights + stage.gradients + stage.optimizer + stage.communicators > device.memory_gib * _GIB:
+        sharded = "" if run.sharded_optimizer or run.data == 1 else "shard the optimizer (--sharded-optimizer), or "
+        return f"{sharded}give more --stages or --tensor-parallel"
+    scope = "selective" if run.recompute == "none" and run.attention == "unfused" else "full"
+    level = sum(one.total for one in held) / len(held) < device.memory_gib * _GIB
+    if run.can_be_levelled and level:
+        return f"level the stages with --bpipe{'' if run.recompute == 'full' else f', or give --recompute {scope}'}"
+    if run.recompute != "full":
+        return f"give --recompute {scope}"
+    return "give a smaller --micro-batch-size" if run.micro_batch > 1 else "give more --stages or --tensor-parallel"
+
+
 #: From here on what comes and goes with a micro-batch is "high memory pressure": BPipe's rows that PyTorch slowed down
 #: by emptying its cache (Appendix B) take 2.7 to 5.4 GiB of 80.
 _COMES_AND_GOES: Final = 0.03

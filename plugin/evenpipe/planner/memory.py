@@ -1,15 +1,19 @@
-"""What every stage holds at most in groups of k: live micro-batches, weighed as one or two sizes were measured."""
+"""Memory in groups of k micro-batches: measured stages, their peaks, and the sizes that fit (Ada-Grouper §4.2)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from decimal import ROUND_CEILING, Context, Decimal
 from typing import NamedTuple
 
 from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes
 
 __all__ = [
     "Measured",
+    "PlanError",
     "StageMemory",
+    "candidates",
+    "divisors",
     "growth",
     "peak_bytes",
     "saved_peaks",
@@ -111,3 +115,62 @@ def saved_peaks(memory: Sequence[StageMemory], candidate: Candidate, schedule: G
     """Per stage, the most that one of its processes has saved for backwards in a batch under ``candidate``."""
     saved = schedule.saved_bytes([unit_bytes(stage, candidate.b) for stage in memory], candidate)
     return tuple(stage.shared_bytes + held for stage, held in zip(memory, saved, strict=True))
+
+
+class PlanError(ValueError):
+    """There is no candidate; the message is one line that says what would do."""
+
+
+def candidates(
+    memory: Sequence[StageMemory],
+    samples: int,
+    limit_bytes: int,
+    schedule: GroupedSchedule,
+    sizes: Sequence[int] | None = None,
+) -> tuple[Candidate, ...]:
+    """For k = 1, 2, ..: the largest b whose peak is within ``limit_bytes`` on every stage, up to the last k that fits.
+
+    b divides ``samples``, those of a replica's batch, and is one of ``sizes`` if they are given. It never grows with k,
+    and a group is never larger than the batch: k ≤ m. Smaller b for the same k lie under the curve and are pruned.
+
+    Raises PlanError where nothing fits, with the least memory that would do, and for a size that does not divide.
+    """
+    if sizes is None:
+        sizes = divisors(samples)
+    for size in sizes:
+        if size < 1 or samples % size:
+            raise PlanError(f"micro-batches of {size} samples: do not divide the {samples} of a batch: use a divisor")
+    left = sorted(set(sizes), reverse=True)
+    found: list[Candidate] = []
+    while left:
+        tried = Candidate(len(found) + 1, left[0], samples // left[0])
+        if tried.k <= tried.m and max(peak_bytes(memory, tried, schedule)) <= limit_bytes:
+            found.append(tried)
+        else:
+            # What does not fit now does not fit larger groups either.
+            del left[0]
+    if not found:
+        raise PlanError(_least(memory, [Candidate(1, size, samples // size) for size in sizes], schedule))
+    return tuple(found)
+
+
+def divisors(samples: int) -> list[int]:
+    """The sizes that micro-batches of so many samples together may have."""
+    return [size for size in range(1, samples + 1) if samples % size == 0]
+
+
+def _least(memory: Sequence[StageMemory], tried: Sequence[Candidate], schedule: GroupedSchedule) -> str:
+    """What to say where none of ``tried`` fits."""
+    peaks = {candidate: peak_bytes(memory, candidate, schedule) for candidate in tried}
+    best = min(peaks, key=lambda candidate: max(peaks[candidate]))
+    needed = max(peaks[best])
+    stage = peaks[best].index(needed)
+    return (
+        f"no micro-batch size fits: stage {stage} needs {_rounded(needed)} GiB for micro-batches of {best.b}, "
+        f"not grouped: give at least {_rounded(needed)} GiB, or cut the model into more stages"
+    )
+
+
+def _rounded(nbytes: int) -> str:
+    """GiB with four digits, rounded up, so that what is given according to it is enough."""
+    return f"{Context(prec=4, rounding=ROUND_CEILING).divide(Decimal(nbytes), Decimal(2**30)):f}"

@@ -1,0 +1,230 @@
+"""Models, devices, clusters and frameworks: frozen, typed, without unknown keys, with the source of every constant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import Self
+
+__all__ = [
+    "Cluster",
+    "Described",
+    "DescriptionError",
+    "Device",
+    "Experts",
+    "Framework",
+    "Latent",
+    "Model",
+    "Precision",
+    "Values",
+]
+
+
+class DescriptionError(ValueError):
+    """There is no such description, or it does not say what it must; the message is one line with the remedy."""
+
+
+_ALL = "all"
+
+
+class Values(BaseModel):
+    """A part of a description."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Described(Values):
+    """A whole description. ``sources``: by key, where its value is from; ``all`` stands for every key without one."""
+
+    name: str = Field(min_length=1)
+    sources: Mapping[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _sources_are_of_keys(self) -> Self:
+        for key in self.sources:
+            if key not in (_ALL, *type(self).model_fields):
+                raise ValueError(f"sources.{key}: is no key of it: correct its name")
+        return self
+
+    def unsourced(self) -> list[str]:
+        """The keys that are given and have no source."""
+        given = self.model_fields_set - {"name", "sources"}
+        return [] if _ALL in self.sources else sorted(given - set(self.sources))
+
+
+Precision = Literal["fp32", "fp16", "bf16"]
+_Rate = Annotated[float, Field(gt=0)]
+_Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Device(Described):
+    """What a GPU can do, by its maker, and what of its memory PyTorch is left with.
+
+    tflops: 10^12 operations/s by precision, dense. matmul: share of them that the fastest matrix product has been
+    measured to reach; an A100's, if left out. memory_gib: what ``torch.cuda.mem_get_info`` has as total. reserve_gib:
+    CUDA's context, libraries and NCCL's communicators. memory_gbps, host_gbps: 10^9 bytes/s to its own
+    memory and, one way, to the host's. peer_gbps: to other GPUs of its node, one way. launch_us: a kernel, at least.
+    attention: share of ``tflops`` that fused attention reaches forward and backward. framework: the oldest that is
+    run on it, where that is newer than what a model was trained with.
+    """
+
+    tflops: Mapping[Precision, _Rate] = Field(min_length=1)
+    matmul: _Share = 0.869
+    multiprocessors: int = Field(ge=1)
+    memory_gib: float = Field(gt=0)
+    reserve_gib: float = Field(ge=0)
+    memory_gbps: float = Field(gt=0)
+    peer_gbps: float = Field(gt=0)
+    host_gbps: float = Field(gt=0)
+    launch_us: float = Field(ge=0)
+    attention: tuple[_Share, _Share] = Field(strict=False)
+    framework: str | None = None
+
+
+class Cluster(Described):
+    """``nodes`` of ``gpus_per_node`` GPUs.
+
+    peer_gbps: 10^9 bytes/s of a GPU to others in its node, one way; the device's own, if left out. node_gbps: of a GPU
+    to other nodes, one way: its share of what leaves the node. latency_us: of a message or a step of a collective
+    between GPUs of a node, node_latency_us: between nodes.
+    """
+
+    nodes: int = Field(ge=1)
+    gpus_per_node: int = Field(ge=1)
+    device: Device
+    peer_gbps: float = Field(gt=0)
+    node_gbps: float = Field(gt=0)
+    latency_us: float = Field(ge=0)
+    node_latency_us: float = Field(ge=0)
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def of_size(self, nodes: int, gpus_per_node: int) -> Cluster:
+        """So many of its nodes with so many GPUs each, among which what leaves a node is shared."""
+        share = self.node_gbps
+        if gpus_per_node != self.gpus_per_node:
+            share = min(share * self.gpus_per_node / gpus_per_node, max(share, self.device.host_gbps))
+        return self.model_copy(update={"nodes": nodes, "gpus_per_node": gpus_per_node, "node_gbps": share})
+
+
+class Framework(Described):
+    """Defaults of a training framework; a run's own flags come before them.
+
+    attention: ``unfused`` keeps all scores, with a fused softmax where the shape allows; ``flash`` keeps none.
+    gradients_in_fp32: gradients are accumulated in 4 bytes. sharded_optimizer: ZeRO-1. sequence_parallel: where there
+    is tensor parallelism. overlap_collectives: those of column-parallel layers run beside the backward's matrix
+    products. overlap_gradients, overlap_parameters: the reduction of gradients and the gathering of parameters run
+    beside compute. hand_over_us: what a stage waits for the host in a hand-over to a neighbour. blocking: schedules
+    in which a stage computes nothing during a hand-over; in others, messages travel beside compute. divided_messages:
+    each tensor-parallel rank sends its part of a hand-over, also without sequence parallelism. one_queue: it demands
+    CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or context parallelism.
+    """
+
+    precision: Precision
+    attention: Literal["unfused", "flash"]
+    gradients_in_fp32: bool
+    sharded_optimizer: bool
+    sequence_parallel: bool
+    overlap_collectives: bool
+    overlap_gradients: bool
+    overlap_parameters: bool
+    hand_over_us: float = Field(ge=0)
+    blocking: tuple[str, ...] = Field(strict=False)
+    divided_messages: bool
+    one_queue: bool = False
+
+
+class Experts(Values):
+    """A mixture of experts in place of the MLP.
+
+    ``count`` experts with an inner size of ``ffn``, of which each token takes ``chosen``, and ``shared_ffn`` of experts
+    that all tokens take. The first ``dense_layers`` layers have the model's own MLP; where these are others, ``layers``
+    says of each layer whether it has experts.
+    """
+
+    count: int = Field(ge=2)
+    chosen: int = Field(ge=1)
+    ffn: int = Field(ge=1)
+    shared_ffn: int = Field(default=0, ge=0)
+    dense_layers: int = Field(default=0, ge=0)
+    layers: tuple[bool, ...] = Field(default=(), strict=False)
+
+
+class Latent(Values):
+    """Multi-head latent attention (DeepSeek-V2 §2.1): ranks of what queries, and keys and values, are made from.
+
+    A head's query and key have ``plain_dim`` + ``rotary_dim`` elements, its value ``value_dim``.
+    """
+
+    query_rank: int = Field(ge=1)
+    key_value_rank: int = Field(ge=1)
+    plain_dim: int = Field(ge=1)
+    rotary_dim: int = Field(ge=1)
+    value_dim: int = Field(ge=1)
+
+
+class Model(Described):
+    """A Transformer of equal layers between an embedding and a head.
+
+    key_value_heads: of grouped-query attention; as many as heads, if left out. head_dim: hidden / heads, if left out.
+    ffn: inner size of the MLP, 4 × hidden, if left out; gated: two projections in, as SwiGLU. biases: of all linear
+    layers. dropout: of embedding, attention and residuals. causal: each token sees those before it; without it, the
+    head is BERT's. tied: head and embedding are one matrix. mtp_layers: extra layers that predict further tokens
+    (DeepSeek-V3 §2.2). framework: what it was trained with, as published.
+    """
+
+    layers: int = Field(ge=1)
+    hidden: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    key_value_heads: int = Field(default=0, ge=0)
+    head_dim: int = Field(default=0, ge=0)
+    ffn: int = Field(default=0, ge=0)
+    gated: bool = False
+    norm: Literal["layer", "rms"] = "layer"
+    biases: bool = True
+    dropout: bool = True
+    positions: Literal["learned", "rotary"] = "learned"
+    vocabulary: int = Field(ge=1)
+    sequence: int = Field(ge=1)
+    causal: bool = True
+    tied: bool = True
+    experts: Experts | None = None
+    latent: Latent | None = None
+    mtp_layers: int = Field(default=0, ge=0)
+    framework: str = "megatron"
+
+    @model_validator(mode="after")
+    def _fill_in(self) -> Self:
+        if not self.head_dim and self.hidden % self.heads:
+            raise ValueError(
+                f"hidden={self.hidden} does not divide by heads={self.heads}: correct one, or add head_dim"
+            )
+        defaults = {
+            "key_value_heads": self.heads,
+            "head_dim": self.hidden // self.heads,
+            "ffn": 4 * self.hidden,
+        }
+        for key, value in defaults.items():
+            if not getattr(self, key):
+                object.__setattr__(self, key, value)
+        if self.heads % self.key_value_heads:
+            raise ValueError(
+                f"heads={self.heads}: not divisible by key_value_heads={self.key_value_heads}: correct one"
+            )
+        if self.experts and self.experts.chosen > self.experts.count:
+            raise ValueError(f"experts.chosen={self.experts.chosen}: there are {self.experts.count}: choose fewer")
+        if self.experts and self.experts.layers and len(self.experts.layers) != self.layers:
+            raise ValueError(f"experts.layers: has {len(self.experts.layers)} entries: give one a layer, {self.layers}")
+        return self
+
+    def expert_layers(self, first: int, end: int) -> int:
+        """How many of the layers from ``first`` to before ``end`` have experts."""
+        if self.experts is None:
+            return 0
+        if self.experts.layers:
+            return sum(self.experts.layers[first:end])
+        return max(0, end - max(first, self.experts.dense_layers))

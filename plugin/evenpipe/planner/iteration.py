@@ -1,0 +1,193 @@
+"""Seconds of an iteration: stages, hand-overs, the program on the simulator's clock, and the end of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Final, NamedTuple
+
+from evenpipe.planner.descriptions import Model
+from evenpipe.planner.kernels import Kernels, Links
+from evenpipe.planner.operations.operation import Parameters
+from evenpipe.planner.operations.parts import Block, Blocks, Part
+from evenpipe.planner.run import Run
+from evenpipe.schedule import Programs, Size
+from evenpipe.simulate import Costs, simulate
+
+__all__ = [
+    "Beside",
+    "HandOver",
+    "PartTime",
+    "Simulated",
+    "batch_end",
+    "hand_over",
+    "message_bytes_of",
+    "part_times",
+    "simulated",
+]
+
+
+class PartTime(NamedTuple):
+    """Seconds of one part of the pipeline for one micro-batch; ``weights`` is the part of backward nobody waits for."""
+
+    forward: float
+    backward: float
+    weights: float
+
+
+def part_times(parts: Sequence[Part], blocks: Blocks, kernels: Kernels) -> list[PartTime]:
+    """One of each part; backward has in it what is recomputed."""
+
+    @cache
+    def of(block: Block) -> PartTime:
+        operations = blocks.operations[block]
+        forward = kernels.seconds(work for one in operations for work in one.forward)
+        weights = kernels.seconds(work for one in operations for work in one.weight_gradient)
+        backward = kernels.seconds(work for one in operations for work in one.backward)
+        again = kernels.seconds(work for one in blocks.recomputed(block).operations for work in one.forward)
+        return PartTime(forward, backward + weights + again, weights)
+
+    return [
+        PartTime(*(sum(of(block)[field] * count for block, count in part.items()) for field in range(3)))
+        for part in parts
+    ]
+
+
+_MS: Final = 1e3
+
+
+class HandOver(NamedTuple):
+    """Milliseconds. A message is on its way for the first two beside compute, or ``wait_ms`` in its sender's way."""
+
+    latency_ms: float
+    transmit_ms: float
+    wait_ms: float
+
+
+def message_bytes_of(model: Model, run: Run) -> float:
+    """The activations of a micro-batch between two layers, of one tensor-parallel group."""
+    return run.element_bytes * model.sequence // run.context * run.micro_batch * model.hidden
+
+
+def hand_over(model: Model, run: Run, links: Links) -> HandOver:
+    """Of ``run``'s schedule: where the framework blocks, the sender waits for all of it, and the link is free."""
+    sent = message_bytes_of(model, run) / (run.tensor if run.sequence_parallel or run.divided_messages else 1)
+    latency, transmit = (_MS * seconds for seconds in links.message(sent))
+    if run.message_ms is not None:
+        transmit, latency = run.message_ms, 0.0
+    if run.spec.name not in (run.blocking or ()):
+        return HandOver(latency, transmit, 0.0)
+    return HandOver(0.0, 0.0, transmit + latency + (run.hand_over_us or 0.0) / _MS)
+
+
+_BATCHES: Final = 3  # of a stream: its start, its end, and one between
+#: Micro-batches times parts that are walked to the end where the pace is not the slowest stage's: half a second.
+_WALKED: Final = 30_000
+#: Rounds of a long batch of that kind by which its pace is taken, which goes up and down by less than one micro-batch.
+_ROUNDS: Final = 16
+_SPAN_OF_STREAM: Final = 32  # micro-batches instead: it is not flushed, and has reached its pace
+_ROUNDING: Final = 1e-9
+
+
+class Simulated(NamedTuple):
+    """Milliseconds of an iteration, the stages' peaks of saved bytes, and how many weight versions they hold."""
+
+    makespan_ms: float
+    saved_bytes: tuple[int, ...]
+    weight_versions: int
+
+
+def simulated(programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence[Sequence[int]]) -> Simulated:
+    """A batch of ``size``, or of a stream the time by which one more batch makes it longer.
+
+    A long batch is not walked to its end, as long as its stages hold no more than those of a shorter one. Where
+    messages are free, and each further period of the schedule adds what the slowest stage takes for it, more of them do
+    too: a way through the batch that adds more there is not. Else the pace swings around its mean, or is not reached
+    yet, and only batches beyond thousands of micro-batches are cut short: to a thousandth.
+    """
+    stream = "stream" in programs.spec.needs
+    walk = partial(_added if stream else _run, programs, costs=costs, unit_bytes=unit_bytes)
+    period = max(size.group_size, size.stages if size.chunks > 1 else 1)
+    free = not any(any(wire) for wire in (*costs.wires.values(), *costs.links.values()))
+    if free and (steady := _counted_on(programs, size, walk, period)) is not None:
+        pace = period * max(map(sum, zip(costs.forward_ms, costs.backward_ms, strict=True)))
+        if all(abs(step - pace) <= _ROUNDING * pace for step in steady.steps):
+            return steady.found
+    batches, span = (2 * _BATCHES + 1, max(size.stages, _SPAN_OF_STREAM)) if stream else (1, _ROUNDS * size.stages)
+    if size.micro_batches * size.stages * size.chunks * batches > _WALKED:
+        mean = _counted_on(programs, size, walk, period * span)
+        if mean is not None:
+            return mean.found
+    return walk(size)
+
+
+class _CountedOn(NamedTuple):
+    """A batch that adds to shorter ones what two periods more have added to them, one by one: the `steps`."""
+
+    found: Simulated
+    steps: tuple[float, float]
+
+
+def _counted_on(programs: Programs, size: Size, walk: Callable[[Size], Simulated], period: int) -> _CountedOn | None:
+    """None where the batch is not longer than these, or its stages hold more."""
+    settled = 0 if programs.spec.settled is None else programs.spec.settled(size)
+    least = max(2 * size.stages, 2 * period, settled)
+    first = least + (size.micro_batches - least) % period
+    short = [size._replace(micro_batches=first + n * period) for n in range(3)]
+    if short[2].micro_batches >= size.micro_batches or programs.spec.bound(short[0]) != programs.spec.bound(size):
+        return None
+    runs = [walk(one) for one in short]
+    steps = (runs[1].makespan_ms - runs[0].makespan_ms, runs[2].makespan_ms - runs[1].makespan_ms)
+    more = (size.micro_batches - short[2].micro_batches) // period
+    return _CountedOn(runs[2]._replace(makespan_ms=runs[2].makespan_ms + more * sum(steps) / 2), steps)
+
+
+def _added(programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence[Sequence[int]]) -> Simulated:
+    """What one more batch of a stream adds."""
+    few, many = (_run(programs, size._replace(batches=n), costs, unit_bytes) for n in (_BATCHES, _BATCHES + 1))
+    return many._replace(makespan_ms=many.makespan_ms - few.makespan_ms)
+
+
+def _run(programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence[Sequence[int]]) -> Simulated:
+    program = programs(size)
+    found = simulate(program, costs, unit_bytes)
+    saved = tuple(stage.peak_bytes for stage in found.stages)
+    return Simulated(found.makespan_ms, saved, program.schedule.weight_versions)
+
+
+#: What Adam in mixed precision reads and writes a parameter: gradient, copy, norm, clipping, moments, both weights.
+_STEP_BYTES = 58
+
+
+class Beside(NamedTuple):
+    """Seconds of a micro-batch's forward and backward, behind which what is overlapped may hide."""
+
+    forward: float
+    backward: float
+
+
+def batch_end(parameters: Parameters, run: Run, kernels: Kernels, beside: Beside, embedding: float = 0) -> float:
+    """Of one stage. ``embedding``: parameters of it that another stage has a copy of, whose gradients are summed.
+
+    Reductions hide behind the last micro-batch's backward, gatherings behind the first one's forward: those of experts
+    and of all else behind the same.
+    """
+    gradient = 4 if run.gradients_in_fp32 else 2
+    reduced = gathered = stepped = 0.0
+    for count, size, experts in zip(parameters, (run.replicas, run.expert_replicas), (False, True), strict=True):
+        if not count:
+            continue
+        ring = (size - 1) / size * count
+        # An all-reduce is a reduce-scatter and a gathering; ZeRO-1 gathers parameters instead of gradients.
+        again = run.element_bytes if run.sharded_optimizer else gradient
+        reduced += kernels.links.reduction(ring * gradient, experts)
+        if run.sharded_optimizer:
+            gathered += kernels.links.reduction(ring * again, experts)
+        else:
+            reduced += kernels.links.reduction(ring * again, experts)
+        stepped += kernels.moved(_STEP_BYTES * count / (size if run.sharded_optimizer else 1))
+    if run.overlap_gradients:
+        reduced = max(0.0, reduced - beside.backward)
+    if run.overlap_parameters:
+        gathered = max(0.0, gathered - beside.forward)
+    return reduced + gathered + stepped + kernels.links.between_ends(embedding * gradient)

@@ -1,0 +1,197 @@
+"""Seconds of matrix products, element-wise kernels, collectives and messages on one device of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+from typing import Final
+
+from evenpipe.planner.descriptions import Cluster
+from evenpipe.planner.operations.operation import Collective, FusedAttention, Gemm, Group, Moved, Work
+from evenpipe.planner.run import Run
+
+__all__ = ["FITTED", "UNFITTED", "Calibration", "Kernels", "Links"]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """gemm: share of a device's fastest matrix product that large ones reach in training. unfused: time of a softmax
+    that is not fused, relative to its counted bytes. peer: share of a node's links that a collective reaches.
+
+    depth: the inner dimension at which a matrix product reaches half of its rate, that of a tile's start and end.
+    memory: share of the memory's rate that element-wise kernels reach. copy, node: share of a node's links that plain
+    copies reach, and of what leaves it. hidden: what a collective costs the matrix product that it hides behind.
+    """
+
+    gemm: float
+    unfused: float
+    peer: float
+    depth: float = 128.0  # a prologue and an epilogue of four steps of 32, by CUTLASS's tiles
+    memory: float = 0.80  # element-wise kernels of PyTorch on A100 and H100 reach 75 to 90 %
+    copy: float = 0.83  # BPipe Tables 3 and 4 with Eq. 4 to 6: 222 to 266 GB/s of 300
+    node: float = 0.90  # nccl-tests over InfiniBand: 22 to 23 of 25 GB/s
+    hidden: float = 0.15  # Calculon's `processor_usage` of NVLink's collectives (Isaev et al. 2023)
+
+
+#: gemm, unfused and peer by least squares on the 26 rows of BPipe Table 7 that Megatron ran alone and that are taken
+#: (`benchmarks/planner_truth.py` fits them again).
+FITTED: Final = Calibration(gemm=0.886, unfused=1.233, peer=0.751)
+
+#: Without any fit. gemm: 8192³ on random data, about 250 TFLOP/s on an A100, of 271 at the shape that is best;
+#: unfused: the counted bytes; peer: nccl-tests on a node of 8 A100, about 230 of 300 GB/s.
+UNFITTED: Final = Calibration(gemm=0.92, unfused=1.0, peer=0.77)
+
+
+class Links:
+    """Ranks are placed as Megatron does: tensor, then context, then data, then pipeline; pipeline before data where the
+    run's ``placement`` has it, and with BPipe, partner stages next to each other, where a node has room for two (BPipe
+    §3.5).
+    """
+
+    def __init__(self, run: Run, cluster: Cluster, calibration: Calibration) -> None:
+        self._run = run
+        self._cluster = cluster
+        self._calibration = calibration
+        self._node = cluster.node_gbps * 1e9 * calibration.node
+
+    def collective(self, nbytes: float, group: Group) -> float:
+        """Seconds of a collective in which each rank sends so many bytes."""
+        t, c = self._run.tensor, self._run.context
+        if group == "expert":
+            return self._all_to_all(nbytes)
+        size, stride = (t, 1) if group == "tensor" else (c, t)
+        return nbytes / self._ring(size, stride) + self._latency(size * stride) * 1e-6
+
+    def reduction(self, nbytes: float, experts: bool = False) -> float:
+        """Seconds of a ring over the ranks that have the same parameters, in which each sends so many bytes."""
+        run = self._run
+        size, stride = run.replicas, run.tensor
+        if experts:
+            size, stride = run.expert_replicas, run.expert_ways * run.expert
+        if self._pipelines_first:
+            stride *= run.stages
+        return nbytes / self._ring(size, stride) if size > 1 else 0.0
+
+    def between_ends(self, nbytes: float) -> float:
+        """Seconds in which the first stage and the last sum so many bytes that each of them has."""
+        run = self._run
+        if self._in_pairs or self._span <= self._cluster.gpus_per_node:  # the first and the last are a pair of BPipe's
+            return nbytes / self._peer
+        return nbytes / self._ring(2, self._span // run.stages * (run.stages - 1)) if nbytes else 0.0
+
+    def message(self, nbytes: float) -> tuple[float, float]:
+        """Latency of a hand-over between neighbours, and seconds on the link; at the slowest boundary."""
+        rate = self._node if self._span > self._cluster.gpus_per_node else self._peer
+        return self._latency(self._span) * 1e-6, nbytes / rate
+
+    @property
+    def _pipelines_first(self) -> bool:
+        """Whether a pipeline is placed before the next one, rather than replicas of a stage next to each other."""
+        return self._in_pairs or self._run.placement == "pipeline"
+
+    @property
+    def _in_pairs(self) -> bool:
+        return self._run.bpipe and 2 * self._run.together <= self._cluster.gpus_per_node
+
+    @property
+    def _span(self) -> int:
+        """Ranks from a pipeline's first to its last."""
+        return self._run.gpus // self._run.data if self._pipelines_first else self._run.gpus
+
+    def eviction(self, nbytes: float) -> tuple[float, float]:
+        """Latency and seconds on the link between partner stages, which are in one node if it has room for both."""
+        both = 2 * self._run.together
+        inside = both <= self._cluster.gpus_per_node
+        rate = self._cluster.peer_gbps * 1e9 * self._calibration.copy if inside else self._node
+        return self._latency(both) * 1e-6, nbytes / rate
+
+    @property
+    def _peer(self) -> float:
+        return self._cluster.peer_gbps * 1e9 * self._calibration.peer
+
+    def _latency(self, span: int) -> float:
+        return self._cluster.latency_us if span <= self._cluster.gpus_per_node else self._cluster.node_latency_us
+
+    def _ring(self, size: int, stride: int) -> float:
+        """Bytes/s of a ring. What leaves a node is shared by the rings that do so together; one alone has it all."""
+        gpus = self._cluster.gpus_per_node
+        if size * stride <= gpus:
+            return self._peer
+        return min(self._peer, self._node * gpus / min(stride, gpus))
+
+    def _all_to_all(self, nbytes: float) -> float:
+        """Each rank sends to the others of its node over its links, to those of other nodes by its own part of them."""
+        run, gpus = self._run, self._cluster.gpus_per_node
+        stride = run.expert_ways
+        near = max(1, min(run.expert, gpus // stride))
+        far = (run.expert - near) / max(1, run.expert - 1)
+        takes = max(nbytes * (1 - far) / self._peer, nbytes * far / self._node)
+        return takes + self._latency(run.expert * stride) * 1e-6
+
+
+#: Tiles that a matrix product is cut into, and what each reaches of the best (CUTLASS's shapes for tensor cores).
+_TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.65))
+_SPLITS: Final = (1, 2, 4, 8)
+_LEAST_SPLIT: Final = 4096  # inner dimension from which cuBLAS splits it
+
+
+class Kernels:
+    """How long each work takes under ``run`` on ``cluster``."""
+
+    def __init__(self, run: Run, cluster: Cluster, calibration: Calibration) -> None:
+        assert run.precision is not None
+        device = cluster.device
+        self.links = Links(run, cluster, calibration)
+        self._calibration = calibration
+        self._flops = device.tflops[run.precision] * 1e12
+        self._device = device
+        self._bytes = device.memory_gbps * 1e9 * calibration.memory
+        self._launch = device.launch_us * 1e-6
+        self._element = run.element_bytes
+        self._product = cache(self._gemm)
+
+    def seconds(self, works: Iterable[Work]) -> float:
+        """All of them, one after the other; a collective that runs behind a matrix product takes what is left."""
+        return sum(map(self._of, works))
+
+    def moved(self, nbytes: float) -> float:
+        """Element-wise kernels that read and write so many bytes."""
+        return nbytes / self._bytes
+
+    def _of(self, work: Work) -> float:
+        match work:
+            case Gemm():
+                return self._product(work)
+            case Moved():
+                slow = self._calibration.unfused if work.unfused else 1.0
+                return self.moved(work.nbytes * slow) + work.kernels * self._launch
+            case FusedAttention():
+                return work.flops / (self._flops * self._device.attention[work.backward]) + self._launch
+            case Collective():
+                takes = self.links.collective(work.nbytes, work.group)
+                if work.behind is None:
+                    return takes
+                beside = self._product(work.behind)
+                return max(takes - beside, 0.0) + self._calibration.hidden * min(takes, beside)
+
+    def _gemm(self, work: Gemm) -> float:
+        """Whole waves of tiles over all multiprocessors, the best of the tiles; never faster than its bytes."""
+        rate = self._flops * self._device.matmul / self._device.multiprocessors * self._calibration.gemm
+        best = min(
+            self._waves(work, rows, columns, split)
+            * 2
+            * rows
+            * columns
+            * (work.k / split + self._calibration.depth)
+            / reached
+            for rows, columns, reached in _TILES
+            for split in (_SPLITS if work.batch == 1 and work.k >= _LEAST_SPLIT else (1,))
+        )
+        nbytes = self._element * work.batch * (work.m * work.k + work.k * work.n + work.m * work.n)
+        return max(best / rate, self.moved(nbytes)) + self._launch
+
+    def _waves(self, work: Gemm, rows: int, columns: int, split: int) -> int:
+        tiles = ceil(work.m / rows) * ceil(work.n / columns) * ceil(work.batch) * split
+        return ceil(tiles / self._device.multiprocessors)
