@@ -19,8 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from evenpipe.runtime.executor import Executor
-from evenpipe.runtime.flow import Flow
+from evenpipe.runtime.executor import Executor, Flow
 from evenpipe.runtime.host_memory import Block, HostLink, Passage
 from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.runtime.stage import Edges, ModuleStage

@@ -131,7 +131,9 @@ def train(rank: int, case: Case, kind: type[SteppedModule] = SteppedModule, swap
     steps_of = Stream(find("2bw"), case.stages, case.micro_batches, case.bpipe, swaps=swapping)
     losses, called = [], 0
     for batch in range(BATCHES):
-        executor.advance(steps_of.program, steps_of.call(rank, called, case.update_early), stage)
+        with executor.stretch(steps_of.program, stage) as take:
+            for step in steps_of.call(rank, called, case.update_early):
+                take(step)
         stage.submit()
         first = called * case.micro_batches
         called += 1

@@ -104,12 +104,12 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
             operation([tensor], peer, 0)
         return Transfer([through], tensors)""",
     ),
-    "`after` is dropped": ("wide", "flow", ".receive(buffers, after)", ".receive(buffers)"),
-    "a message is taken before it is through": ("wide", "flow", "transfer.wait()\n            return", "return"),
-    "a load is unpacked before it is through": ("wide", "flow", "self.wait(transfer)\n        for", "for"),
+    "`after` is dropped": ("wide", "executor", ".receive(buffers, after)", ".receive(buffers)"),
+    "a message is taken before it is through": ("wide", "executor", "transfer.wait()\n            return", "return"),
+    "a load is unpacked before it is through": ("wide", "executor", "self.wait(transfer)\n        for", "for"),
     "a load is unpacked before it is through, where nothing is measured": (
         "wide",
-        "flow",
+        "executor",
         "        else:\n            transfer.wait()",
         "        else:\n            pass",
     ),

@@ -1,19 +1,40 @@
-"""Carries out one stage's lowered program: compute, messages, evictions."""
+"""Carries out one stage's lowered program: compute, messages to neighbours, evictions to the partner and loads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Final
+from contextlib import contextmanager, nullcontext
+from typing import Final, NamedTuple, cast
 
-from evenpipe.runtime.flow import Flow
+from torch import Tensor, UntypedStorage
+
+from evenpipe.runtime.channel import Transfer
 from evenpipe.runtime.forward_only import forward_only
-from evenpipe.runtime.memory import SlotPool
+from evenpipe.runtime.memory import Slot, SlotPool, aligned_bytes
 from evenpipe.runtime.resources import Observer, Resources
-from evenpipe.runtime.stage import Stage, SteppingStage
-from evenpipe.schedule import Program, Schedule, Step
+from evenpipe.runtime.stage import SplitStage, Stage, SteppingStage, VaryingStage
+from evenpipe.runtime.timing import Stopwatch
+from evenpipe.schedule import (
+    ACCEPT,
+    BACKWARD,
+    EVICT,
+    FORWARD,
+    INPUT_GRADIENT,
+    LOAD,
+    RETURN,
+    SWAP_OUT,
+    WEIGHT_GRADIENT,
+    Action,
+    Gathering,
+    Kind,
+    Message,
+    Program,
+    Schedule,
+    Step,
+    Unit,
+)
 
-__all__ = ["Executor", "Observer"]
+__all__ = ["Executor", "Flow", "Observer"]
 
 _MIB: Final = 1 << 20
 
@@ -21,12 +42,12 @@ _MIB: Final = 1 << 20
 class Executor(Resources):
     """One stage's side of a pipeline, for any number of batches, each on its own or all in one stream."""
 
-    _aside_told = False
+    _aside_reported = False
     _broken = False
     _stream: Flow | None = None
 
     def run(self, program: Program, stage: Stage) -> None:
-        """Carry out one batch. Returns when nothing of it is under way and nothing evicted or accepted is left.
+        """Carry out one batch. Return when nothing of it is under way and nothing evicted or accepted is left.
 
         Raises what the stage raises; the links then hold half of a batch, so every later run raises RuntimeError.
         """
@@ -36,7 +57,7 @@ class Executor(Resources):
 
     @contextmanager
     def batch(self, program: Program, stage: Stage) -> Iterator[Callable[[Step], None]]:
-        """The same for a caller who walks the steps of this stage: gives what carries out the next of them."""
+        """Give the function that carries out one step of this batch; the caller passes each of this stage's in turn."""
         with self._batch():
             flow = Flow(self, program, stage)
             yield flow.take
@@ -44,36 +65,17 @@ class Executor(Resources):
                 flow.complete(message)
             self._assert_no_guests()
 
-    def forward_only(self, schedule: Schedule, stage: Stage) -> None:
-        """Carry out the forwards of one batch, under no order but their own: whatever the schedule, without backwards.
-
-        Nothing of a batch or stream may be under way. Raises as `run` does.
-        """
-        with self._whole():
-            forward_only(self.connections.channels, schedule, self.stage_index, stage)
-
-    def advance(self, program: Program, steps: Iterable[Step], stage: SteppingStage) -> None:
-        """Carry out the next `steps` of a stream, such as those of one batch; what is under way stays so.
+    @contextmanager
+    def stretch(self, program: Program, stage: SteppingStage) -> Iterator[Callable[[Step], None]]:
+        """Give the function that carries out one step of a stream; transfers under way at the end stay so.
 
         `program` is a stretch of the same stream, and says what a stage evicts and accepts. Raises as `run` does.
         """
-        with self.stretch(program, stage) as take:
-            for step in steps:
-                take(step)
-
-    @contextmanager
-    def stretch(self, program: Program, stage: SteppingStage) -> Iterator[Callable[[Step], None]]:
-        """The same for a caller who walks the steps of this stage: gives what carries out the next of them."""
         with self._batch():
             if self._stream is None:
                 self._stream = Flow(self, program, stage)
             self._stream.go_on_with(stage)
             yield self._stream.take
-
-    def forget_sizes(self) -> None:
-        """Between batches, on all stages alike: the micro-batches that follow have other sizes than those so far."""
-        self.pool = SlotPool(self.device, self.counter)
-        self.counter.forget_largest()
 
     def break_off(self, owed: Iterable[Step]) -> None:
         """End the stream, at the same point on all stages, and forget what has been forwarded and not backwarded.
@@ -89,6 +91,19 @@ class Executor(Resources):
                     self.keeper.forget()
                 self._assert_no_guests()
 
+    def forward_only(self, schedule: Schedule, stage: Stage) -> None:
+        """Carry out the forwards of one batch, under no order but their own: whatever the schedule, without backwards.
+
+        Nothing of a batch or stream may be under way. Raises as `run` does.
+        """
+        with self._whole():
+            forward_only(self.connections.channels, schedule, self.stage_index, stage)
+
+    def forget_sizes(self) -> None:
+        """Between batches, on all stages alike: the micro-batches that follow have other sizes than those so far."""
+        self.pool = SlotPool(self.device, self.counter)
+        self.counter.forget_largest()
+
     @contextmanager
     def _batch(self) -> Iterator[None]:
         with self._whole():
@@ -98,8 +113,7 @@ class Executor(Resources):
                 self.computed.restart()
             before = self.pool.allocated_bytes
             yield
-            self._tell_if_grown(before)
-            self._tell_what_stays()
+            self._report_memory(before)
             self.observer.batch_ended()
 
     @contextmanager
@@ -115,17 +129,15 @@ class Executor(Resources):
             raise
         self._broken = False
 
-    def _tell_if_grown(self, before: int) -> None:
-        """The pool is as large as the first batch needs, and then as later ones do."""
+    def _report_memory(self, before: int) -> None:
+        """Report a pool that has grown from `before`, its size since the first batch, and once what cannot leave."""
         if before and (now := self.pool.allocated_bytes) > before:
             self.observer.remark(
                 f"stage {self.stage_index} keeps {now / _MIB:.1f} MiB for what its partner evicts, not "
                 f"{before / _MIB:.1f} MiB as before: larger micro-batches, or more of them, than so far"
             )
-
-    def _tell_what_stays(self) -> None:
-        if not self._aside_told and (aside := self.store.aside_bytes):
-            self._aside_told = True
+        if not self._aside_reported and (aside := self.store.aside_bytes):
+            self._aside_reported = True
             self.observer.remark(
                 f"stage {self.stage_index} keeps what layers save on streams of their own, up to {aside:,} bytes of a "
                 "micro-batch, and evicts the rest"
@@ -134,3 +146,249 @@ class Executor(Resources):
     def _assert_no_guests(self) -> None:
         if self.pool.in_use:
             raise RuntimeError(f"stage {self.stage_index} still holds {self.pool.in_use} accepted micro-batches")
+
+
+class _Guest(NamedTuple):
+    """An accepted micro-batch: its slot, and the message there."""
+
+    slot: Slot
+    tensors: list[Tensor]
+
+
+class _Departed(NamedTuple):
+    """A departure that another transfer follows: it is through when that starts, and has been let go of."""
+
+    transfer: Transfer
+    action: Action
+    vacated: list[UntypedStorage]
+
+
+class Flow:
+    """The transfers and results under way on one stage, in a batch or in a stream of batches."""
+
+    def __init__(self, resources: Resources, program: Program, stage: Stage) -> None:
+        self.resources = resources
+        self.stage = stage
+        self.stepping: SteppingStage | None = None
+        self.channels = resources.connections.channels
+        self.layouts = resources.layouts
+        self.evicts = program.schedule.evictions[resources.stage_index] > 0
+        self.keeper = resources.keeper
+        self.records = self.evicts or resources.measure or self.keeper is not None
+        self.slots_needed = _most_accepted(program.steps[resources.stage_index])
+        self.under_way: dict[Message, Transfer] = {}
+        self.actions: dict[Message, Action] = {}
+        self.received: dict[Message, list[Tensor]] = {}
+        self.followed: dict[Message, list[_Departed]] = {}
+        self.guests: dict[Unit, _Guest] = {}
+
+    def go_on_with(self, stage: SteppingStage) -> None:
+        """Carry out what follows in the stream by `stage`, which also gathers figures and updates weights."""
+        self.stage = self.stepping = stage
+
+    def take(self, step: Step) -> None:
+        """Post receives, wait, compute or start a transfer, post what comes before the send, send."""
+        action = step.action
+        self.post(step.post)
+        for message in step.complete:
+            self.complete(message)
+        if step.transfer is not None:
+            self.start(step.transfer, step)
+            self.post(step.then_post)
+            return
+        inputs = None if step.takes is None else self.received.pop(step.takes)
+        self.resources.observer.started(action)
+        with self.resources.computed.running() if self.resources.measure else nullcontext():
+            results = self.compute(action, inputs)
+        self.resources.observer.ended(action)
+        self.post(step.then_post)
+        if step.send is not None:
+            self.send_results(step.send, action.unit, results)
+
+    def post(self, items: Iterable[Message | Gathering]) -> None:
+        """Post the receives of what neighbours send; start what all stages exchange."""
+        for item in items:
+            if isinstance(item, Gathering):
+                self.stepping_for(item.batch).gather(item.batch)
+                continue
+            unit = Unit(item.micro_batch, item.chunk)
+            if item.link in self.layouts:
+                description = self.layouts[item.link].next()
+                self.received[item] = cast(VaryingStage, self.stage).buffers_like(unit, description)
+            else:
+                kind: Kind = FORWARD if item.link.kind == "forward" else BACKWARD
+                self.received[item] = self.stage.receive_buffers(kind, unit)
+            self.receive(item, self.received[item])
+
+    def compute(self, action: Action, inputs: list[Tensor] | None) -> list[Tensor]:
+        """Compute `action` from inputs or gradients; return its outputs or gradients, if it has any."""
+        if action.kind == FORWARD:
+            return self.forward(action.unit, inputs)
+        if action.kind == BACKWARD:
+            return self.stage.backward(action.unit, inputs)
+        if action.kind == INPUT_GRADIENT:
+            return cast(SplitStage, self.stage).backward_input(action.unit, inputs)
+        if action.kind == WEIGHT_GRADIENT:
+            cast(SplitStage, self.stage).backward_weight(action.unit)
+        else:  # an update, whose number is its batch
+            self.stepping_for(action.micro_batch).update(action.micro_batch)
+        return []
+
+    def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
+        """Forward `unit`, recording what it saves where that is evicted, measured, swapped or computed again."""
+        store = self.resources.store
+        if not self.records:
+            return self.stage.forward(unit, inputs)
+        with store.recording(unit):
+            outputs = self.stage.forward(unit, inputs)
+            for tensor in inputs or ():
+                store.attach(unit, tensor)
+        if self.resources.measure:
+            self.resources.counter.note_saved(store.nbytes(unit))
+        if self.evicts:
+            store.seal(unit, like=unit.chunk)
+        return outputs
+
+    def stepping_for(self, batch: int) -> SteppingStage:
+        """Return the stage of the stream. Raises RuntimeError in a batch on its own."""
+        if self.stepping is None:
+            raise RuntimeError(f"nobody steps batch {batch}: schedules with updates are carried out stretch by stretch")
+        return self.stepping
+
+    def send_results(self, message: Message, unit: Unit, results: list[Tensor]) -> None:
+        """Send the `results` of `unit`, or keep them for the next part of the model, where that is on this stage."""
+        if not message.is_local:
+            if self.resources.measure:
+                self.resources.counter.note_sent(sum(result.nbytes for result in results))
+            if message.link in self.layouts:
+                self.layouts[message.link].tell(cast(VaryingStage, self.stage).description(unit, results))
+            self.send(message, results)
+        elif message.link.kind == "forward":  # leaves, like inputs that were received: the next part's graph begins
+            self.received[message] = [result.detach().requires_grad_(result.requires_grad) for result in results]
+        else:
+            self.received[message] = results
+
+    def start(self, message: Message, step: Step) -> None:
+        """Start what `step` moves to or from the partner, in the room of what it follows."""
+        action = step.action
+        self.followed[message] = [self.departed(follows) for follows in step.follows]
+        self.actions[message] = action
+        if action.kind == EVICT:
+            self.evict(message, action.unit)
+        elif action.kind == LOAD:
+            self.load(message, action.unit)
+        elif action.kind == ACCEPT:
+            self.accept(message, action.unit)
+        elif action.kind == RETURN:
+            self.send(message, self.guests[action.unit].tensors)
+        else:  # a swap goes beside compute, which waits for it where it needs it: no message is under way
+            self.under_way[message] = Transfer((), ())
+            if self.keeper is not None and action.kind == SWAP_OUT:
+                self.keeper.swap_out(action.unit)
+            elif self.keeper is not None:
+                self.keeper.swap_in(action.unit)
+        self.resources.observer.started(action)
+
+    def evict(self, message: Message, unit: Unit) -> None:
+        tensors = self.resources.store.ship(unit)
+        self.layouts[message.link].tell([tensor.numel() for tensor in tensors])
+        self.send(message, tensors)
+
+    def load(self, message: Message, unit: Unit) -> None:
+        followed, store = self.followed[message], self.resources.store
+        vacated = [storage for one in followed for storage in one.vacated]
+        for one in followed:
+            one.vacated.clear()  # what the load leaves is free with the transfer
+        if not store.fits(unit, vacated):  # new memory beside what still leaves would be beyond the bound
+            vacated.clear()
+            for one in followed:
+                self.wait(one.transfer)
+        self.receive(message, store.refill(unit, vacated))
+
+    def accept(self, message: Message, unit: Unit) -> None:
+        sizes = self.layouts[message.link].next()
+        self.resources.pool.reserve(self.slots_needed, aligned_bytes(sizes))
+        slot = self.resources.pool.acquire(aligned_bytes(sizes))
+        self.guests[unit] = _Guest(slot, slot.parts(sizes))
+        self.receive(message, self.guests[unit].tensors)
+
+    def receive(self, message: Message, buffers: list[Tensor]) -> None:
+        after = [one.transfer for one in self.followed.get(message, ())]
+        self.under_way[message] = self.channels[message.link].receive(buffers, after)
+
+    def send(self, message: Message, tensors: list[Tensor]) -> None:
+        self.under_way[message] = self.channels[message.link].send(tensors)
+
+    def departed(self, message: Message) -> _Departed:
+        """Let go of what leaves this stage with `message`, which may still be under way."""
+        action = self.actions.pop(message)
+        return _Departed(self.under_way.pop(message), action, self.let_go(action))
+
+    def let_go(self, action: Action) -> list[UntypedStorage]:
+        """Give up what a transfer has moved from this stage; the memory, where that was the micro-batch's own."""
+        if action.kind == EVICT:
+            return self.resources.store.release(action.unit)
+        if action.kind == RETURN:
+            self.resources.pool.release(self.guests.pop(action.unit).slot)
+        return []
+
+    def complete(self, message: Message) -> None:
+        """Wait for `message`; put what it brought where it belongs, and let go of what has left this stage with it."""
+        transfer = self.under_way.pop(message)
+        action = self.actions.pop(message, None)
+        if action is None:
+            self.wait_for_neighbour(message, transfer)
+            return
+        self.wait(transfer)
+        for one in self.followed.pop(message, ()):
+            one.transfer.wait()
+            self.resources.observer.ended(one.action)
+        if action.kind == LOAD:
+            self.resources.store.unpack(action.unit)
+            if self.keeper is not None:
+                self.keeper.swap_in(action.unit)
+        self.let_go(action)
+        self.resources.observer.ended(action)
+
+    def wait_for_neighbour(self, message: Message, transfer: Transfer) -> None:
+        """Wait for what a neighbour sends or takes; report how long to whoever asked for it."""
+        waited = self.resources.waited
+        if waited is None:
+            transfer.wait()
+            return
+        watch = Stopwatch(self.resources.clock)
+        watch.wait(transfer)
+        waited(message, message in self.received, watch.total_ms())
+
+    def wait(self, transfer: Transfer) -> None:
+        """Wait for what is moved between partners; the time counts where it is measured."""
+        if self.resources.measure:
+            self.resources.exposed.wait(transfer)
+        else:
+            transfer.wait()
+
+    def break_off(self, owed: Iterable[Step]) -> None:
+        """Take part in what partners have started, see everything through, and let go of it."""
+        for step in owed:
+            self.post(step.post)
+            if step.transfer is None:
+                continue
+            for message in step.complete:
+                if message in self.under_way:
+                    self.complete(message)
+            started = tuple(message for message in step.follows if message in self.under_way)
+            self.start(step.transfer, step._replace(follows=started))
+        for message in list(self.under_way):
+            self.complete(message)
+        for guest in self.guests.values():
+            self.resources.pool.release(guest.slot)
+
+
+def _most_accepted(steps: Iterable[Step]) -> int:
+    """Return how many slots an acceptor's pool needs: a slot is held until its return is known to be complete."""
+    held = most = 0
+    for step in steps:
+        held -= sum(message.link.kind == "load" for message in (*step.complete, *step.follows))
+        held += step.action.kind == ACCEPT
+        most = max(most, held)
+    return most
