@@ -23,7 +23,7 @@ import torch.distributed as dist
 import evenpipe
 from evenpipe.deepspeed.catalogue import catalogue as of_deepspeed
 from evenpipe.megatron.catalogue import catalogue as of_megatron
-from evenpipe.upstream.parsed import path_of
+from evenpipe.upstream.source import path_of
 
 SOURCE: Final = Path(evenpipe.__file__).parent
 #: What holds objects of other packages, and what only reads files, draws or computes.

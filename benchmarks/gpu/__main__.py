@@ -16,7 +16,7 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from evenpipe.upstream.torch_version import too_old_torch
+from evenpipe.upstream.installed import too_old_torch
 
 from .gpus import usable, why_none
 from .parts import carry_out, not_reached

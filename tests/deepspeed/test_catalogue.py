@@ -12,8 +12,7 @@ import pytest
 import evenpipe
 from evenpipe.deepspeed.catalogue import catalogue, examine, installed_in, look
 from evenpipe.deepspeed.supported import RELEASES
-from evenpipe.upstream.findings import State
-from evenpipe.upstream.items import Purpose
+from evenpipe.upstream.findings import Purpose, State
 
 ENGINE = "runtime/pipe/engine.py"
 

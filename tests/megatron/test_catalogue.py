@@ -14,8 +14,7 @@ import evenpipe
 from evenpipe.megatron.catalogue import catalogue, examine, version_in
 from evenpipe.megatron.supported import RELEASES
 from evenpipe.upstream import PRESENT, UpstreamError, signature_of
-from evenpipe.upstream.findings import State
-from evenpipe.upstream.items import Item, Purpose
+from evenpipe.upstream.findings import Item, Purpose, State
 from evenpipe.upstream.source import signature_in
 from evenpipe.upstream.symbols import locate, original_of
 

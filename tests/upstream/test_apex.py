@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.upstream.apex import wrong_apex
+from evenpipe.upstream.installed import wrong_apex
 
 #: The files of each package, as far as they tell them apart: of apex 0.9.10.dev0 on PyPI, of NVIDIA Apex built without
 #: its extensions, and of a checkout of NVIDIA Apex seen from the folder above it.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.upstream.torch_version import OLDEST_TORCH, too_old_torch
+from evenpipe.upstream.installed import OLDEST_TORCH, too_old_torch
 
 ROOT = Path(__file__).parents[2]
 OLDEST = ".".join(map(str, OLDEST_TORCH))

@@ -12,9 +12,8 @@ from rich.console import Console
 from evenpipe.cli.commands import add_command
 from evenpipe.cli.parser import Commands, UsageError
 from evenpipe.cli.patches_shown import markdown, show
-from evenpipe.upstream.apex import wrong_apex
-from evenpipe.upstream.findings import Findings
-from evenpipe.upstream.items import Purpose
+from evenpipe.upstream.findings import Findings, Purpose
+from evenpipe.upstream.installed import wrong_apex
 
 __all__ = ["add_to"]
 

@@ -9,9 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from evenpipe.upstream import ANY
-from evenpipe.upstream.apex import wrong_apex
-from evenpipe.upstream.findings import Finding, Findings, State
-from evenpipe.upstream.items import Item, Purpose
+from evenpipe.upstream.findings import Finding, Findings, Item, Purpose, State
+from evenpipe.upstream.installed import wrong_apex
 
 __all__ = ["markdown", "show"]
 

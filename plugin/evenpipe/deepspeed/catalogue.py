@@ -11,8 +11,7 @@ from evenpipe.deepspeed.checkpointing import checkpointing_patches
 from evenpipe.deepspeed.start import engine_patches, start_patches
 from evenpipe.deepspeed.supported import DEEPSPEED, RELEASES
 from evenpipe.two_bw.ending import ending_patches
-from evenpipe.upstream.findings import Findings, examine_source, find_by_import, find_in_source
-from evenpipe.upstream.items import Item, Purpose, items_of
+from evenpipe.upstream.findings import Findings, Item, Purpose, examine_source, find_by_import, find_in_source, items_of
 from evenpipe.upstream.source import literal_in
 
 __all__ = ["MAIN_FILE", "catalogue", "examine", "installed_in", "look"]

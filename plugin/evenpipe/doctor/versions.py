@@ -9,10 +9,8 @@ from importlib import metadata
 from typing import Final
 
 from evenpipe.doctor.finding import Finding, fine, noted, problem
-from evenpipe.upstream.apex import wrong_apex
-from evenpipe.upstream.findings import Findings, State
-from evenpipe.upstream.items import Purpose
-from evenpipe.upstream.torch_version import too_old_torch
+from evenpipe.upstream.findings import Findings, Purpose, State
+from evenpipe.upstream.installed import too_old_torch, wrong_apex
 
 __all__ = ["apex", "framework", "python_and_torch"]
 

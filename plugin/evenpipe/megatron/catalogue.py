@@ -24,8 +24,17 @@ from evenpipe.megatron.train_engine.stock import reporting_to
 from evenpipe.megatron.train_engine.symbols import layer_kinds, without_processes
 from evenpipe.megatron.two_bw_symbols import TWO_BW
 from evenpipe.upstream import ANY, PatchSet, UpstreamError
-from evenpipe.upstream.findings import Finding, Findings, State, examine_source, find_by_import, find_in_source
-from evenpipe.upstream.items import Item, Purpose, items_of
+from evenpipe.upstream.findings import (
+    Finding,
+    Findings,
+    Item,
+    Purpose,
+    State,
+    examine_source,
+    find_by_import,
+    find_in_source,
+    items_of,
+)
 from evenpipe.upstream.source import Read, literal_in
 from evenpipe.upstream.symbols import module_of
 

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
+from evenpipe.upstream.installed import too_old_torch
 from evenpipe.upstream.patches import PatchSet
 from evenpipe.upstream.symbols import UpstreamError
-from evenpipe.upstream.torch_version import too_old_torch
 
 __all__ = ["apply_or_end", "end_job", "end_where_torch_is_too_old", "end_with_the_first_error"]
 

@@ -7,8 +7,7 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from evenpipe.upstream.parsed import path_of
-from evenpipe.upstream.source import Read, found_in
+from evenpipe.upstream.source import Read, found_in, path_of
 from evenpipe.upstream.symbols import PRESENT, UpstreamError, is_bound, locate, module_of, original_of, signature_of
 
 __all__ = ["ANY", "Distribution", "Expectation", "match_signature", "verify"]

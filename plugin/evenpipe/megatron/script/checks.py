@@ -17,7 +17,7 @@ from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in, one_group
 from evenpipe.settings.spelling import FLAGS, flag
 from evenpipe.train.engines import ENGINES
-from evenpipe.upstream.apex import wrong_apex
+from evenpipe.upstream.installed import wrong_apex
 
 __all__ = ["check", "warnings"]
 

@@ -18,7 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from evenpipe.megatron.cpu_mode.modules import without_transformer_engine
+from evenpipe.megatron.cpu_mode.core import without_transformer_engine
 from evenpipe.runtime.precisions import PRECISIONS
 from evenpipe.train.fields import EXPERTS_OF_A_TOKEN
 from evenpipe.train.options import TrainOptions
