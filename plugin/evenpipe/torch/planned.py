@@ -16,12 +16,12 @@ from evenpipe.partition.code import (
     Draws,
     Part,
     State,
+    compare_with_plan,
     load_parts,
     sizes_on_host,
     tensors_of,
     users_lines,
 )
-from evenpipe.partition.predicted_vs_measured import compare_with_plan
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.search.problem import PartitionError
 from evenpipe.runtime.executor import Observer

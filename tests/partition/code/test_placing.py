@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from evenpipe.partition.code import StageCodeError, State
-from evenpipe.partition.code.placing import place
+from evenpipe.partition.code.loading import place
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from evenpipe.deepspeed.static_memory import static_bytes
-from evenpipe.partition.predicted_vs_measured import compare_with_plan
+from evenpipe.partition.code import compare_with_plan
 from evenpipe.partition.search.plan import Plan
 from evenpipe.runtime.resources import StageFigures
 

@@ -1,11 +1,13 @@
-"""The statements of a part's forward."""
+"""The statements of a part's forward, and values and calls as Python text."""
 
 from __future__ import annotations
 
+import json
 import keyword
+import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -13,22 +15,25 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from evenpipe.partition.code import text
-from evenpipe.partition.code.errors import StageCodeError
 from evenpipe.partition.code.keeping import Kept
-from evenpipe.partition.code.selecting import Selected
-from evenpipe.partition.trace import Graph
+from evenpipe.partition.code.part import StageCodeError
+from evenpipe.partition.trace import Graph, PartNodes, users_frame
 
-__all__ = ["Body", "write_body"]
+__all__ = ["WIDTH", "Body", "bracketed", "value_text", "write_body"]
 
-_TAKEN: Final = ("self", "inputs", "draws", "received", "keep", "device", "device_of", "aten", "torch", *keyword.kwlist)
-_FRAME: Final = re.compile(r'File "(.+)", line (\d+).*\n *(.*)')
-_TORCH: Final = str(Path(torch.__file__).parent)
+WIDTH: Final = 120
 _INDENT: Final = 4
-_WIDTH: Final = text.WIDTH - 2 * _INDENT  # of a method's statements
+_STATEMENT_WIDTH: Final = WIDTH - 2 * _INDENT  # of a method
+_RESERVED: Final = (
+    *("self", "inputs", "draws", "received", "keep", "device", "device_of", "aten", "torch"),
+    *keyword.kwlist,
+)
 _DEVICE: Final = re.compile(r"^ *[^# ].*\bdevice\b")
 _grad_enabled: Final = torch.ops.higher_order.wrap_with_set_grad_enabled
 _autocast: Final = torch.ops.higher_order.wrap_with_autocast
+
+#: Names what a node returns.
+Name = Callable[[fx.Node], str]
 
 
 @dataclass
@@ -42,124 +47,112 @@ class Body:
     files: dict[str, str] = field(default_factory=dict)
 
 
-def write_body(graph: Graph, part: Selected, kept: Kept, files: Mapping[str, str]) -> Body:
+def write_body(graph: Graph, part: PartNodes, kept: Kept, files: Mapping[str, str]) -> Body:
     """`kept`: what is called through `keep`. `files`: names that other parts' comments gave to files of the user's."""
     return _Writer(graph, part, kept, Body(files=dict(files))).write()
 
 
 class _Writer:
-    def __init__(self, graph: Graph, part: Selected, kept: Kept, body: Body) -> None:
+    def __init__(self, graph: Graph, part: PartNodes, kept: Kept, body: Body) -> None:
         self._graph = graph
         self._part = part
         self._kept = kept
         self._body = body
         self._names: dict[fx.Node, str] = {}
-        self._used: set[str] = set(_TAKEN)
+        self._used: set[str] = set(_RESERVED)
         self._module = ""
         self._place = ""
 
     def write(self) -> Body:
         part, body = self._part, self._body
-        loss = next(node for node in self._graph.module.graph.nodes if node.op == "output").args[0]
-        kept = {*part.sent} or {loss}
+        loss = self._graph.module.graph.output_node().args[0]
         if part.received:
             names = [self._new(node) for node in part.received]
             line = f"{', '.join(names)}{',' * (len(names) == 1)} = received"
-            self._line(line if len(line) <= _WIDTH else text.bracketed("(", names, ") = received", 0))
+            self._line(line if len(line) <= _STATEMENT_WIDTH else bracketed("(", names, ") = received", 0))
         for node, number in self._kept.given.items():
             self._line(f"{self._name(node)} = keep.given({number}, {self._name(node)})")
-        self._block(self._graph.module, part.body, kept, 0)
-        sent = [f"{self._name(node)}.contiguous()" for node in part.sent] or [f"{self._name(loss)}"]
+        self._block(self._graph.module, part.body, {*part.sent} or {loss}, 0)
+        sent = [f"{self._name(node)}.contiguous()" for node in part.sent] or [self._name(loss)]
         self._line("")
-        self._line(text.bracketed("return (", sent, ",)" if len(sent) == 1 else ")", _WIDTH))
+        self._line(bracketed("return (", sent, ",)" if len(sent) == 1 else ")", _STATEMENT_WIDTH))
         if any(_DEVICE.search(line) for line in body.lines):
             body.lines.insert(0, "device = device_of(self, inputs, received)")
         return body
 
-    def _block(self, module: nn.Module, nodes: Sequence[fx.Node], kept: set[Any], indent: int) -> None:
-        """Statements of nodes; each value is deleted behind the last that uses it, lest it lives on.
+    def _block(self, module: nn.Module, nodes: Sequence[fx.Node], returned: set[Any], indent: int) -> None:
+        """Write the statements of nodes; each value is deleted behind its last use, lest it lives on.
 
-        `module`: what they are in, which holds the graphs that some of them run.
+        `module` holds the nodes, and the graphs that some of them run; `returned` values are needed afterwards.
         """
-        done_with = _last_uses(nodes, kept)
+        done_with = _last_uses(nodes, returned)
         for node in nodes:
             self._comments(node, indent)
             self._load(node, indent)
-            around = self._around(node)
-            if around:
-                self._line(f"with {', '.join(around)}:", indent)
-            self._statement(module, node, indent + _INDENT * bool(around))
+            inner = indent
+            if "ordinal" in node.meta:
+                self._body.random.append(node.meta["ordinal"])
+                self._line(f"with draws({node.meta['ordinal']}):", indent)
+                inner += _INDENT
+            if node.target in (_grad_enabled, _autocast):
+                self._region(module, node, inner)
+            else:
+                self._statement(node, inner)
             if "output" in node.meta:
-                self._line(f"keep.output({text.value(node.meta['output'], self._name)}, {self._name(node)})", indent)
+                self._line(f"keep.output({value_text(node.meta['output'], self._name)}, {self._name(node)})", indent)
             self._delete([source for source in done_with[node] if source in self._names], indent)
 
-    def _around(self, node: fx.Node) -> list[str]:
-        """The context managers that a node runs in: the place for whatever is to happen around one."""
-        if "ordinal" not in node.meta:
-            return []
-        self._body.random.append(node.meta["ordinal"])
-        return [f"draws({node.meta['ordinal']})"]
-
-    def _statement(self, module: nn.Module, node: fx.Node, indent: int) -> None:
-        if node.target in (_grad_enabled, _autocast):
-            self._region(module, node, indent)
-        elif node in self._kept.nodes:
-            self._kept_statement(node, indent)
-        elif node.target is operator.getitem:
+    def _statement(self, node: fx.Node, indent: int) -> None:
+        kept, takes = node in self._kept.nodes, node.target is operator.getitem
+        if takes and not kept:
             source, key = node.args
-            taken = f"{self._name(source)}[{text.value(key, self._name)}]"
-            self._line(f"{self._new(node)} = {taken}", indent)
-        else:
-            called = text.function(node.target, self._short_place(node) or node.name)
-            parts = text.arguments(node.args, node.kwargs, self._name)
-            result = f"{self._new(node)} = " if node.users else ""
-            self._line(text.bracketed(f"{result}{called}(", parts, ")", _WIDTH - indent), indent)
-
-    def _kept_statement(self, node: fx.Node, indent: int) -> None:
-        taken = node.target is operator.getitem
-        called = "operator.getitem" if taken else text.function(node.target, self._short_place(node) or node.name)
-        parts = [str(self._kept.nodes[node]), called, *text.arguments(node.args, node.kwargs, self._name)]
+            self._line(f"{self._new(node)} = {self._name(source)}[{value_text(key, self._name)}]", indent)
+            return
+        called = "operator.getitem" if takes else _function_text(node.target, self._users_place(node))
+        arguments = _argument_texts(node.args, node.kwargs, self._name)
         result = f"{self._new(node)} = " if node.users else ""
-        self._line(text.bracketed(f"{result}keep(", parts, ")", _WIDTH - indent), indent)
+        if kept:
+            called, arguments = "keep", [str(self._kept.nodes[node]), called, *arguments]
+        self._line(bracketed(f"{result}{called}(", arguments, ")", _STATEMENT_WIDTH - indent), indent)
 
     def _region(self, module: nn.Module, node: fx.Node, indent: int) -> None:
-        """An operation that runs a graph of its own, with gradients or precision switched, as `with` and its nodes."""
+        """Write an operation that runs a graph with gradients or precision switched as `with` and the graph's nodes."""
         if node in self._kept.nodes:
             raise StageCodeError(
-                f"{self._short_place(node) or node.name}: what is computed with gradients or precision switched is not "
-                "recomputed or swapped in part: make a plan with --optimize none"
+                f"{self._users_place(node)}: what is computed with gradients or precision switched is not recomputed "
+                "or swapped in part: make a plan with --optimize none"
             )
         at = node.args.index(_graph_of(node))
-        switches = [text.value(of, self._name) for of in node.args[:at]]
+        switches = [value_text(switch, self._name) for switch in node.args[:at]]
         held, *given = node.args[at:]
         if node.target is _grad_enabled:
             self._line(f"with torch.set_grad_enabled({switches[0]}):", indent)
         else:
             self._line(f"with torch.autocast({', '.join(['device.type', *switches[1:]])}):", indent)
         inner = getattr(module, str(held.target))  # type: ignore[union-attr]
-        placeholders = [one for one in inner.graph.nodes if one.op == "placeholder"]
-        for placeholder, of in zip(placeholders, given, strict=True):
-            self._names[placeholder] = text.value(of, self._name)
-        nodes = [one for one in inner.graph.nodes if one.op == "call_function"]
-        outputs = list(next(one for one in inner.graph.nodes if one.op == "output").args[0])
+        placeholders = inner.graph.find_nodes(op="placeholder")
+        for placeholder, value in zip(placeholders, given, strict=True):
+            self._names[placeholder] = value_text(value, self._name)
+        nodes = [of_inner for of_inner in inner.graph.nodes if of_inner.op == "call_function"]
+        outputs = list(inner.graph.output_node().args[0])
         self._block(inner, nodes, {*outputs, *placeholders}, indent + _INDENT)
-        self._line(f"{self._new(node)} = {text.value(tuple(outputs), self._name)}", indent + _INDENT)
-        self._delete([one for one in dict.fromkeys(outputs) if one in nodes], indent + _INDENT)
+        self._line(f"{self._new(node)} = {value_text(tuple(outputs), self._name)}", indent + _INDENT)
+        self._delete([output for output in dict.fromkeys(outputs) if output in nodes], indent + _INDENT)
 
     def _load(self, node: fx.Node, indent: int) -> None:
-        """Inputs that no statement has read yet; parameters have their own names wherever they are used."""
+        """Write inputs that no statement has read yet; parameters have their own names wherever they are used."""
         for source in node.all_input_nodes:
             if source in self._names:
                 continue
             if source.op == "placeholder":
                 self._body.inputs.append(str(source.target))
-                self._line(f"{self._new(source)} = inputs[{text.value(source.target, self._name)}]", indent)
+                self._line(f"{self._new(source)} = inputs[{value_text(source.target, self._name)}]", indent)
             elif source.op == "get_attr" and source is not _graph_of(node):
                 self._body.held.append(str(source.target))
-                self._names[source] = text.path(str(source.target))
+                self._names[source] = "self" + "".join(map(_step_text, str(source.target).split(".")))
 
     def _comments(self, node: fx.Node, indent: int) -> None:
-        """The module and the user's line, where they are others than those of the statement before."""
+        """Write the module and the user's line, where they are others than those of the statement before."""
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         if stack:
             name, kind = stack[-1]
@@ -168,31 +161,29 @@ class _Writer:
             if module != self._module:
                 self._module, self._place = module, ""
                 self._body.lines += [*([""] if not indent else []), f"{' ' * indent}# {module}"]
-        place = self._short_place(node)
-        if place and place != self._place:
+        place = self._users_place(node)
+        if place not in (node.name, self._place):
             self._place = place
             self._line(f"# {place}", indent)
 
-    def _short_place(self, node: fx.Node) -> str:
-        place = _place(node)
-        if place is None:
-            return ""
-        file, line, code = place
-        files = self._body.files
+    def _users_place(self, node: fx.Node) -> str:
+        """Return `FILE:LINE: code` of the user's, with as little of the path as is unique; else the node's name."""
+        frame = users_frame(node)
+        if frame is None:
+            return node.name
+        file, line, code = frame
         parts = Path(file).parts
-        for count in range(1, len(parts) + 1):
-            name = "/".join(parts[-count:])
-            if files.setdefault(name, file) == file:
-                return f"{name}:{line}: {code}"
-        raise AssertionError(file)  # a path names itself
+        names = ("/".join(parts[-count:]) for count in range(1, len(parts) + 1))
+        name = next(name for name in names if self._body.files.setdefault(name, file) == file)  # a path names itself
+        return f"{name}:{line}: {code}"
 
     def _delete(self, nodes: Sequence[fx.Node], indent: int) -> None:
         names = [self._names[node] for node in nodes if node.op != "get_attr"]
         if names:
             self._line(f"del {', '.join(names)}", indent)
 
-    def _line(self, line: str, indent: int = 0) -> None:
-        self._body.lines += [" " * indent + one for one in line.split("\n")]
+    def _line(self, lines: str, indent: int = 0) -> None:
+        self._body.lines += [" " * indent + line for line in lines.split("\n")]
 
     def _name(self, node: Any) -> str:
         return self._names[node]
@@ -207,14 +198,14 @@ class _Writer:
 
 
 def _graph_of(node: fx.Node) -> Any:
-    """What holds the graph that it runs: the first of its arguments that is none of its switches; None for others."""
+    """Return what holds the graph that the node runs: its first argument that is no switch; None of other nodes."""
     if node.target not in (_grad_enabled, _autocast):
         return None
-    return next(of for of in node.args if isinstance(of, fx.Node))
+    return next(argument for argument in node.args if isinstance(argument, fx.Node))
 
 
-def _last_uses(nodes: Sequence[fx.Node], kept: set[Any]) -> dict[fx.Node, list[fx.Node]]:
-    """What each node is the last to use, itself if none does."""
+def _last_uses(nodes: Sequence[fx.Node], returned: set[Any]) -> dict[fx.Node, list[fx.Node]]:
+    """Return what each node is the last to use, itself if none does."""
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         for source in node.all_input_nodes:
@@ -223,12 +214,72 @@ def _last_uses(nodes: Sequence[fx.Node], kept: set[Any]) -> dict[fx.Node, list[f
             last[node] = node
     done: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
     for source, node in last.items():
-        if source not in kept:
+        if source not in returned:
             done[node].append(source)
     return done
 
 
-def _place(node: fx.Node) -> tuple[str, str, str] | None:
-    """File, line and source of the innermost call outside torch that the node comes from."""
-    frames: list[tuple[str, str, str]] = _FRAME.findall(node.meta.get("stack_trace") or "")
-    return next((frame for frame in reversed(frames) if not frame[0].startswith(_TORCH)), None)
+def value_text(value: Any, name: Name) -> str:
+    """Return an argument as Python text; a device is the part's, wherever the model was traced."""
+
+    def text(part: Any) -> str:
+        return value_text(part, name)
+
+    match value:
+        case fx.Node():
+            return name(value)
+        case torch.device():
+            return "device"
+        case str():
+            return json.dumps(value, ensure_ascii=False)
+        case float():
+            return repr(value).replace("e+", "e") if math.isfinite(value) else f'float("{value}")'
+        case torch.dtype() | torch.memory_format() | torch.layout():
+            return str(value)
+        case slice():
+            return f"slice({text(value.start)}, {text(value.stop)}, {text(value.step)})"
+        case tuple():
+            return bracketed("(", [*map(text, value)], ",)" if len(value) == 1 else ")")
+        case list():
+            return bracketed("[", [*map(text, value)], "]")
+        case None | bool() | int() | complex():
+            return repr(value)
+    if value is ...:
+        return "..."
+    raise StageCodeError(f"an argument of type {type(value).__name__} has no text: leave it out of the model's forward")
+
+
+def bracketed(opening: str, parts: Sequence[str], closing: str, width: int | None = None) -> str:
+    """On one line; where it would be longer than `width`, the parts on one of their own, or on one each."""
+    inner = ", ".join(parts)
+    line = f"{opening}{inner}{closing}"
+    if width is None or len(line) <= width:
+        return line
+    if 4 + len(inner) <= width:
+        return f"{opening}\n    {inner}\n{closing}"
+    return "\n".join([opening, *(f"    {part}," for part in parts), closing.lstrip(",")])
+
+
+def _function_text(target: Any, where: str) -> str:
+    """`where`: the operation's place in the user's code, for the error about one that has no name."""
+    if isinstance(target, torch._ops.OpOverload):
+        name = str(target)
+        return name if target.namespace == "aten" else f"torch.ops.{name}"
+    raise StageCodeError(f"{where}: {target} cannot be written as code of a stage")
+
+
+def _argument_texts(args: Sequence[Any], kwargs: Mapping[str, Any], name: Name) -> list[str]:
+    """Return the arguments without those that say what is so anyway."""
+    named = {
+        key: value
+        for key, value in kwargs.items()
+        if not (key == "pin_memory" and value is False) and value is not torch.strided
+    }
+    return [*(value_text(value, name) for value in args), *(f"{k}={value_text(v, name)}" for k, v in named.items())]
+
+
+def _step_text(step: str) -> str:
+    """Return how a part goes to a child of the model: `transformer.h.0` is `self.transformer.h[0]`."""
+    if step.isdecimal() and str(int(step)) == step:
+        return f"[{step}]"
+    return f".{step}" if step.isidentifier() and not keyword.iskeyword(step) else f"[{json.dumps(step)}]"

@@ -1,4 +1,4 @@
-"""The stages that were written, held against the model that they are of: losses and gradients of two micro-batches."""
+"""A plan held against its model: losses and gradients of its stages; and against a run: predicted and measured."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from evenpipe.partition.code.draws import Draws, drawing
-from evenpipe.partition.code.errors import StageCodeError
-from evenpipe.partition.code.files import load_parts
-from evenpipe.partition.code.part import Part
+from evenpipe.partition.code.loading import load_parts
+from evenpipe.partition.code.part import Draws, Part, StageCodeError, drawing
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.trace import Graph
+from evenpipe.report.predicted_vs_measured import Taken, comparison_lines
+from evenpipe.runtime.resources import StageFigures
 
-__all__ = ["compare_stages", "too_large"]
+__all__ = ["compare_stages", "compare_with_plan", "too_large"]
 
-#: Of what is compared: seconds on a host of a few cores.
+#: Limits of the comparison: seconds on a host of a few cores.
 _MOST_BYTES: Final = 2 << 30
 _MOST_FLOPS: Final = 100e9
 
-#: One does not tell state that changes with every forward.
+#: One micro-batch does not show state that changes with every forward.
 _MICRO_BATCHES: Final = 2
 
-#: By which they may differ, of their norm: additions in another order, in fp32 and in less.
+#: Share of their norm by which they may differ: additions in another order, in fp32 and in less.
 _ROUNDING: Final = 1e-3
 _COARSE: Final = 0.25
 _FINE: Final = {torch.float64, torch.float32}
@@ -60,25 +60,25 @@ def compare_stages(plan_path: Path, model: nn.Module, inputs: Mapping[str, Any])
     for number in range(_MICRO_BATCHES):
         with torch.enable_grad():
             loss = _by_stages(parts, tensors, Draws(0, number))
-            found = _gradients(loss, learned)
+            gradients = _gradients(loss, learned)
             _exchange(buffers, of_model)
             with drawing(0, number):
                 returned = tree_leaves(model(**inputs))
-            wanted = next(one for one in returned if isinstance(one, Tensor) and one.numel() == 1)
-            gradients = _gradients(wanted, learned)
+            models_loss = next(leaf for leaf in returned if isinstance(leaf, Tensor) and leaf.numel() == 1)
+            models_gradients = _gradients(models_loss, learned)
             _exchange(buffers, of_model)
-        _compare({"the loss": loss.detach(), **found}, {"the loss": wanted.detach(), **gradients})
+        _compare({"the loss": loss.detach(), **gradients}, {"the loss": models_loss.detach(), **models_gradients})
 
 
-def _compare(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+def _compare(by_stages: Mapping[str, Tensor], by_model: Mapping[str, Tensor]) -> None:
     """Raise StageCodeError where a loss or gradients, by their names, differ by more than rounding."""
-    tolerance = _ROUNDING if {one.dtype for one in wanted.values()} <= _FINE else _COARSE
-    whole = torch.stack([one.float().norm() for what, one in wanted.items() if what != "the loss"]).norm()
+    tolerance = _ROUNDING if {tensor.dtype for tensor in by_model.values()} <= _FINE else _COARSE
+    whole = torch.stack([tensor.float().norm() for what, tensor in by_model.items() if what != "the loss"]).norm()
     if not bool(torch.isfinite(whole)):
-        return  # of what is no number there is nothing to compare
-    for what, other in wanted.items():
-        differs, norm = (found[what].float() - other.float()).norm(), other.float().norm()
-        # Of a key's bias it is zero but for noise.
+        return  # infinite or undefined gradients cannot be compared
+    for what, other in by_model.items():
+        differs, norm = (by_stages[what].float() - other.float()).norm(), other.float().norm()
+        # The gradient of an attention key's bias is zero but for noise.
         if not bool(differs <= tolerance * (norm + (tolerance * whole if what != "the loss" else 0.0))):
             raise StageCodeError(
                 f"{what} by the plan's stages differs from the model's own by {float(differs / norm):.1%}: "
@@ -116,3 +116,18 @@ def _gradients(loss: Tensor, learned: Mapping[str, nn.Parameter]) -> dict[str, T
         f"the gradient of {name}": torch.zeros_like(one) if gradient is None else gradient
         for (name, one), gradient in zip(learned.items(), given, strict=True)
     }
+
+
+def compare_with_plan(plan: Plan, figures: Sequence[StageFigures]) -> list[str]:
+    """Return a line a stage. `figures`: of one batch of the plan's, with `peak_bytes` of all that a stage holds.
+
+    Stages with several parts take the time of all of them; their peaks are of the whole stage.
+    """
+    of_stage = [[part for part in plan.stages if part.stage == stage] for stage in range(plan.stage_count)]
+    names = ["nodes " + ", ".join(f"{part.first_node}–{part.last_node}" for part in parts) for parts in of_stage]
+    predicted = [
+        Taken(sum(part.forward_ms + part.backward_ms + part.extra_ms for part in parts), parts[0].peak_bytes)
+        for parts in of_stage
+    ]
+    measured = [Taken(one.computed_ms / plan.micro_batches, one.peak_bytes) for one in figures]
+    return comparison_lines(names, predicted, measured)

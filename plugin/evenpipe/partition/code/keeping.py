@@ -10,17 +10,15 @@ from typing import NamedTuple
 import numpy as np
 from torch import fx
 
-from evenpipe.partition.code import text
-from evenpipe.partition.code.errors import StageCodeError
-from evenpipe.partition.code.selecting import Selected
+from evenpipe.partition.code.part import StageCodeError
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.host_link import queued
 from evenpipe.partition.search.plan import Stage
 from evenpipe.partition.search.ranges import Graph as Ranges
-from evenpipe.partition.trace import Graph
+from evenpipe.partition.trace import Graph, PartNodes
 from evenpipe.runtime.recompute_swap import Keeping
 
-__all__ = ["Kept", "keeping_of", "keeping_text", "kept"]
+__all__ = ["Kept", "keeping_of", "kept"]
 
 _ByNode = dict[int, tuple[int, ...]]
 
@@ -33,7 +31,7 @@ class Kept(NamedTuple):
     given: Mapping[fx.Node, int]
 
 
-def kept(graph: Graph, profile: Profile, part: Stage, host_gbps: float, selected: Selected) -> Kept:
+def kept(graph: Graph, profile: Profile, part: Stage, host_gbps: float, selected: PartNodes) -> Kept:
     """For the code of one part of a plan of this graph and profile."""
     numbers = {node: number for number, node in enumerate(graph.nodes)}
     own = [node for node in selected.body if node in numbers]
@@ -78,26 +76,6 @@ def _storage_of(graph: Graph, profile: Profile, numbers: Mapping[fx.Node, int], 
 def _reads(node: fx.Node) -> bool:
     """Taking one of several results out reads nothing."""
     return node.target is not operator.getitem
-
-
-def keeping_text(keeping: Keeping) -> list[str]:
-    """The table of a part's class, line by line; nothing where autograd keeps all."""
-    fields = [
-        *((name, "{", "}", [str(number) for number in sorted(getattr(keeping, name))]) for name in _SETS),
-        *((name, "{", "}", [f"{key}: {value}" for key, value in getattr(keeping, name).items()]) for name in _TABLES),
-        ("early", "(", ",)" if len(keeping.early) == 1 else ")", [str(number) for number in keeping.early]),
-    ]
-    entries = [
-        text.bracketed(f"{name}={opening}", parts, f"{closing},", text.WIDTH - 8)
-        for name, opening, closing, parts in fields
-        if parts
-    ]
-    lines = [f"    {line}" for entry in entries for line in entry.split("\n")]
-    return ["KEEPING = Keeping(", *lines, ")"] if keeping.nodes else []
-
-
-_SETS = ("again", "dropped", "swapped")
-_TABLES = ("made", "ordinals", "out", "gone", "back")
 
 
 def keeping_of(

@@ -1,25 +1,42 @@
-"""What the classes of stage code have in common."""
+"""The base class of stage code: its inputs, random numbers and errors."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import inspect
 import linecache
 import math
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from evenpipe.partition.code.draws import Draws
+from evenpipe.partition.trace import is_random
 from evenpipe.runtime.node_call import RerunError
 from evenpipe.runtime.recompute_swap import PLAIN_CALLER, Keeping, NodeCaller
 from evenpipe.schedule import Action, swapped_at_once
 
-__all__ = ["Boundary", "Part", "Scope", "device_of", "sizes_on_host", "users_lines"]
+__all__ = [
+    "Boundary",
+    "Draws",
+    "Part",
+    "Scope",
+    "StageCodeError",
+    "device_of",
+    "drawing",
+    "sizes_on_host",
+    "users_lines",
+]
+
+
+class StageCodeError(ValueError):
+    """A stage's code cannot be written or read; the message is one line that names the file and what to do."""
 
 
 class Boundary(NamedTuple):
@@ -69,11 +86,16 @@ class Part(Scope):
     def __call__(
         self, inputs: Mapping[str, Tensor], draws: Draws, *received: Tensor, keep: NodeCaller = PLAIN_CALLER
     ) -> tuple[Tensor, ...]:
-        """Runs it; with a `keep` of `KEEPING` (`Keeper.forward`), it recomputes and swaps what was planned.
+        """Run it; with a `keep` of `KEEPING` (`Keeper.forward`), it recomputes and swaps what was planned.
 
         Raises what `users_lines` does, and ValueError for what it is not made for.
         """
-        _check(self, inputs, received)
+        for name, shape in zip(self.INPUTS, self.INPUT_SHAPES, strict=True):
+            if name not in inputs:
+                raise ValueError(f"inputs have no {name!r}: the plan was made with {', '.join(self.INPUTS)}")
+            if (now := tuple(inputs[name].shape)) != shape:
+                raise ValueError(f"input {name!r} is {now}, and the plan was made for {shape}: make one for {now}")
+        _check_boundaries(f"{type(self).__name__} receives", self.RECEIVES, received)
         with users_lines(self):
             result: tuple[Tensor, ...] = super().__call__(inputs, draws, keep, *received)
         if not self.LAST:
@@ -81,7 +103,7 @@ class Part(Scope):
         return result
 
 
-@contextmanager
+@contextlib.contextmanager
 def users_lines(part: Part) -> Iterator[None]:
     """An error of the part's operations, also where they run again in a backward, names the user's own file and line.
 
@@ -99,39 +121,28 @@ def users_lines(part: Part) -> Iterator[None]:
 
 
 def device_of(part: Part, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> torch.device:
-    """Where a part runs."""
-    return next(one.device for held in (received, part.parameters(), part.buffers(), inputs.values()) for one in held)
+    """Return where a part runs."""
+    return next(tensor.device for tensor in chain(received, part.parameters(), part.buffers(), inputs.values()))
 
 
 def sizes_on_host(parts: Sequence[Part], row: Sequence[Action]) -> list[int]:
     """Return the bytes of all that a stage has on its host at once, storage by storage: its parts, and its actions."""
     sizes, at_once = list[int](), swapped_at_once(row)
     for chunk, part in enumerate(parts):
-        received = [math.prod(one.shape) * one.dtype.itemsize for one in part.RECEIVES]
+        received = [math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in part.RECEIVES]
         sizes += at_once.get(chunk, 0) * part.KEEPING.sizes_on_host(received)
     return sizes
 
 
-def _check(part: Part, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> None:
-    for name, shape in zip(part.INPUTS, part.INPUT_SHAPES, strict=True):
-        if name not in inputs:
-            raise ValueError(f"inputs have no {name!r}: the plan was made with {', '.join(part.INPUTS)}")
-        if tuple(inputs[name].shape) != shape:
-            found = tuple(inputs[name].shape)
-            raise ValueError(f"input {name!r} is {found}, and the plan was made for {shape}: make one for {found}")
-    _check_boundaries(f"{type(part).__name__} receives", part.RECEIVES, received)
-
-
 def _check_boundaries(verb: str, boundaries: Sequence[Boundary], tensors: Sequence[Tensor]) -> None:
-    planned = [(one.shape, one.dtype) for one in boundaries]
-    found = [(tuple(one.shape), one.dtype) for one in tensors]
-    if len(found) != len(planned):
-        raise ValueError(f"{verb} {len(found)} tensors, and the plan has {len(planned)}")
-    for boundary, is_one, was in zip(boundaries, found, planned, strict=True):
-        if is_one != was:
+    if len(tensors) != len(boundaries):
+        raise ValueError(f"{verb} {len(tensors)} tensors, and the plan has {len(boundaries)}")
+    for planned, tensor in zip(boundaries, tensors, strict=True):
+        if (tuple(tensor.shape), tensor.dtype) != (planned.shape, planned.dtype):
             raise ValueError(
-                f"{verb} {boundary.name!r} as {is_one[0]}, {is_one[1]}, and the plan has {was[0]}, {was[1]}: make a "
-                "plan under the same torch.autocast, of a model with parameters and inputs of these types"
+                f"{verb} {planned.name!r} as {tuple(tensor.shape)}, {tensor.dtype}, and the plan has {planned.shape}, "
+                f"{planned.dtype}: make a plan under the same torch.autocast, of a model with parameters and inputs of "
+                "these types"
             )
 
 
@@ -140,7 +151,7 @@ _PLACE: Final = re.compile(r"\s*# (\S.*):(\d+): (.*)")
 
 
 def _users_line(error: BaseException, part: type[Part]) -> str | None:
-    """`FILE:LINE: \\`code\\``, which the comment before the statement that raised names."""
+    """Return `FILE:LINE: \\`code\\``, which the comment before the statement that raised names."""
     file = inspect.unwrap(part.forward).__code__.co_filename
     for number in range(_line_in(file, error), 0, -1):
         if place := _PLACE.fullmatch(linecache.getline(file, number).rstrip("\n")):
@@ -150,11 +161,11 @@ def _users_line(error: BaseException, part: type[Part]) -> str | None:
 
 
 def _line_in(file: str, error: BaseException) -> int:
-    """The line of the stage code in which it was raised, or that called what runs again; 0: of another file."""
+    """Return the line of the stage code that raised it, or that called what runs again; 0: of another file."""
     if isinstance(error, RerunError):
         code = "".join(linecache.getlines(file))
-        found = re.search(rf"\bkeep\(\s*{error.node},", code)
-        return code.count("\n", 0, found.end()) + 1 if found else 0
+        call = re.search(rf"\bkeep\(\s*{error.node},", code)
+        return code.count("\n", 0, call.end()) + 1 if call else 0
     frames = traceback.extract_tb(error.__traceback__)
     return next((frame.lineno or 0 for frame in frames if frame.filename == file), 0)
 
@@ -165,3 +176,58 @@ def _like(error: Exception, where: str) -> Exception:
         return type(error)(f"{where}: {reason or type(error).__name__}")
     except Exception:  # its type takes other arguments
         return RuntimeError(f"{where}: {type(error).__name__}: {reason}")
+
+
+class Draws:
+    """The random numbers of one micro-batch; `with draws(ordinal):` those of the model's ordinal-th random operation.
+
+    They depend on the micro-batch and the operation alone: not on cuts, schedule or recomputation. Ordinals count from
+    0 in the order of the model's own execution.
+    """
+
+    def __init__(self, seed: int, micro_batch: int) -> None:
+        """`seed`: of the run; `micro_batch`: its number in the run, so that no two draw the same."""
+        self.seed = seed
+        self.micro_batch = micro_batch
+
+    @contextlib.contextmanager
+    def __call__(self, ordinal: int) -> Iterator[None]:
+        """Restore the default generators, of the CPU and of the current GPU, afterwards."""
+        generators = _generators()
+        before = [generator.get_state() for generator in generators]
+        name = f"{self.seed}/{self.micro_batch}/{ordinal}".encode()
+        number = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
+        try:
+            for generator in generators:
+                generator.manual_seed(number)
+            yield
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
+
+
+def drawing(seed: int, micro_batch: int) -> TorchDispatchMode:
+    """Inside, a model that is not cut draws the numbers that its parts draw for that micro-batch."""
+    return _Drawing(Draws(seed, micro_batch))
+
+
+class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, of: Draws) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = of
+        self._ordinal = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not is_random(function, args, kwargs):
+            return function(*args, **kwargs)
+        with self._draws(self._ordinal):
+            self._ordinal += 1
+            return function(*args, **kwargs)
+
+
+def _generators() -> list[torch.Generator]:
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.default_generator, *([torch.cuda.default_generators[torch.cuda.current_device()]] if on_gpu else [])]

@@ -10,8 +10,9 @@ import logging
 import re
 import traceback
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,11 +20,17 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
-from evenpipe.partition.trace.drawing import number_draws
 from evenpipe.partition.trace.effects import effect_of
+from evenpipe.partition.trace.observing import number_draws
 from evenpipe.partition.trace.state import restored
 
-__all__ = ["TraceError", "export", "weightless", "weightless_copy"]
+__all__ = ["TraceError", "export", "tensors_of", "users_frame", "weightless", "weightless_copy"]
+
+_TORCH: Final = str(Path(torch.__file__).parent)
+_PARTITION: Final = str(Path(__file__).parent.parent)
+_FRAME: Final = re.compile(r'File "(.+)", line (\d+).*\n *(.*)')
+#: What these print and log when an export fails are whole graphs; transformers warns of its own defaults.
+_LOGGERS: Final = ("torch.export", "torch.fx.experimental.symbolic_shapes", "transformers")
 
 
 class TraceError(ValueError):
@@ -37,34 +44,45 @@ def weightless() -> Iterator[FakeTensorMode]:
         yield mode
 
 
+def weightless_copy(mode: FakeTensorMode, value: Any) -> Any:
+    """Return a real tensor's copy, always the same for the same; anything else is returned as it is."""
+    real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+    return mode.from_tensor(value, static_shapes=True) if real else value
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers under all of their names, tied ones under each."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
 def export(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[fx.GraphModule, dict[str, Tensor], FakeTensorMode]:
-    """The graph of `model(**inputs)`, up to the loss; its inputs by the names of its placeholders; where both live.
+    """Return the graph of `model(**inputs)` up to the loss, its inputs by their placeholders, and where both live.
 
     Everything in it is weightless, and every placeholder a tensor. Raises TraceError.
     """
-    names = inspect.signature(model.forward).parameters
-    if unknown := [name for name in inputs if name not in names and not _takes_any(names)]:
-        raise TraceError(f"{type(model).__name__}.forward has no argument {unknown[0]!r}: it has {', '.join(names)}")
+    kind, arguments = type(model).__name__, inspect.signature(model.forward).parameters
+    takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
+    if unknown := [name for name in inputs if name not in arguments and not takes_any]:
+        raise TraceError(f"{kind}.forward has no argument {unknown[0]!r}: it has {', '.join(arguments)}")
     mode = detect_fake_mode([*model.parameters(), *model.buffers(), *tree_leaves(dict(inputs))])
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    made = mode if any(isinstance(p, FakeTensor) for p in model.parameters()) else contextlib.nullcontext()
-    with _quiet(), restored(model), made:
+    under = mode if any(isinstance(p, FakeTensor) for p in model.parameters()) else contextlib.nullcontext()
+    with _quiet(), restored(model), under:
         _refuse_effects(model, inputs, mode)
         try:
             # Without run_decompositions, which makes views that hold for one layout of memory only.
             exported = torch.export.export(model, (), dict(inputs), strict=False)
             module = exported.module(check_guards=False)
         except Exception as error:
-            raise TraceError(f"{type(model).__name__} cannot be exported: {_culprit(error, model)}") from error
+            raise TraceError(f"{kind} cannot be exported: {_culprit(error, model)}") from error
     assert isinstance(module, fx.GraphModule)
     _make_weightless(module, model, mode)
-    given = tree_leaves(dict(inputs))
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    fakes = tree_map_only(Tensor, lambda tensor: weightless_copy(mode, tensor), given)
-    bound = {node.target: value for node, value in zip(placeholders, fakes, strict=True) if isinstance(value, Tensor)}
+    placeholders = module.graph.find_nodes(op="placeholder")
+    copies = [weightless_copy(mode, leaf) for leaf in tree_leaves(dict(inputs))]
+    bound = {node.target: copy for node, copy in zip(placeholders, copies, strict=True) if isinstance(copy, Tensor)}
     number_draws(module)  # what the loss does not need draws too when the model runs
-    _up_to_the_loss(module, type(model).__name__, exported.call_spec.out_spec)
-    _refuse_sizes_of_values(module, type(model).__name__)
+    _up_to_the_loss(module, kind, exported.call_spec.out_spec)
+    _refuse_sizes_of_values(module, kind)
     for node in placeholders:
         if node.target not in bound:
             module.graph.erase_node(node)  # a constant, which the graph has taken in
@@ -72,36 +90,29 @@ def export(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[fx.GraphModule,
 
 
 def _refuse_effects(model: nn.Module, inputs: Mapping[str, Any], mode: FakeTensorMode) -> None:
-    """Raise TraceError where the model does what its graph would not. What cannot be run is left for export to say."""
-    state: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    state |= dict(model.named_buffers(remove_duplicate=False))
-    fakes = {id(one): weightless_copy(mode, one) for one in state.values()}
-    given = tree_map_only(Tensor, lambda tensor: weightless_copy(mode, tensor), dict(inputs))
+    """Raise TraceError where the model does what its graph would not. A model that cannot run is left to export."""
+    copy = partial(weightless_copy, mode)
+    state = tensors_of(model)
+    copies = {id(tensor): copy(tensor) for tensor in state.values()}
+    given = tree_map_only(Tensor, copy, dict(inputs))
 
     def run() -> None:
         with mode, torch.enable_grad():
-            copies = {at: one if isinstance(one, nn.Parameter) else one.detach().clone() for at, one in fakes.items()}
-            torch.func.functional_call(model, {name: copies[id(one)] for name, one in state.items()}, (), given)
+            own = {at: t if isinstance(t, nn.Parameter) else t.detach().clone() for at, t in copies.items()}
+            torch.func.functional_call(model, {name: own[id(tensor)] for name, tensor in state.items()}, (), given)
 
     try:
         with restored(model):
-            effect = effect_of(model, run, lambda tensor: weightless_copy(mode, tensor))
+            effect = effect_of(model, run, copy)
     except Exception:
         return
     if effect is not None:
         raise TraceError(f"{type(model).__name__} cannot be traced: {effect}")
 
 
-def _takes_any(names: Mapping[str, inspect.Parameter]) -> bool:
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch prints and logs whole graphs when an export fails; transformers warns of its own defaults."""
-    loggers = [
-        logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental.symbolic_shapes", "transformers")
-    ]
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
@@ -114,68 +125,60 @@ def _quiet() -> Iterator[None]:
 
 
 def _culprit(error: BaseException, model: nn.Module) -> str:
-    """`FILE:LINE: \\`code\\`: reason`, of the innermost line outside torch that the error went through."""
-    installed = str(Path(torch.__file__).parent)
-    ours = str(Path(__file__).parent.parent)
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((installed, ours, "<"))
-    ]
+    """Return `FILE:LINE: \\`code\\`: reason`, of the innermost line outside torch that the error went through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith((_TORCH, _PARTITION, "<"))]
     operation = getattr(error, "func", None)
     reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     what = f"{operation}: {reason}" if operation is not None and str(operation) not in reason else reason
-    if not frames or frames[-1].lineno is None:
+    if not users or users[-1].lineno is None:
         return f"{inspect.getsourcefile(type(model)) or type(model).__module__}: {what}"
-    frame = frames[-1]
-    code = linecache.getline(frame.filename, frames[-1].lineno or 0).strip()
-    return f"{frame.filename}:{frame.lineno}: `{code}`: {what}"
+    file, line = users[-1].filename, users[-1].lineno
+    return f"{file}:{line}: `{linecache.getline(file, line).strip()}`: {what}"
 
 
-def weightless_copy(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """The tensor itself, if it is weightless; for the same real tensor always the same copy."""
-    return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True)
+def users_frame(node: fx.Node) -> tuple[str, str, str] | None:
+    """Return file, line and source of the innermost call outside torch that the node comes from."""
+    frames: list[tuple[str, str, str]] = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return next((frame for frame in reversed(frames) if not frame[0].startswith(_TORCH)), None)
 
 
 def _make_weightless(module: fx.GraphModule, model: nn.Module, mode: FakeTensorMode) -> None:
-    """Parameters and buffers become fake ones, what was shared still is; constants of the code keep their values."""
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    fake_of: dict[int, Tensor] = {}
+    """Make parameters and buffers weightless, shared ones still shared; constants of the code keep their values."""
+    names = tensors_of(model)
+    copies: dict[int, Tensor] = {}
     for path, part in module.named_modules():
         for table in (part._parameters, part._buffers):
             for name, tensor in list(table.items()):
                 if tensor is not None and f"{path}.{name}".lstrip(".") in names:
-                    table[name] = fake_of.setdefault(id(tensor), weightless_copy(mode, tensor))
+                    table[name] = copies.setdefault(id(tensor), weightless_copy(mode, tensor))
 
 
 def _up_to_the_loss(module: fx.GraphModule, name: str, structure: TreeSpec) -> None:
-    """Reduces the output to the loss, and leaves out what neither it needs nor a side effect.
+    """Reduce the output to the loss, and leave out what neither it needs nor a side effect.
 
-    What else the model returns, and is computed on the way, has its name there in its meta, as `output`.
+    Other outputs of the model that are computed on the way have their names in their meta, as `output`.
     """
     graph = module.graph
-    output = next(node for node in graph.nodes if node.op == "output")
-    returned = [node for node in tree_leaves(output.args) if isinstance(node, fx.Node)]
-    losses = [node for node in returned if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].numel() == 1]
-    if not losses:
+    output = graph.output_node()
+    returned = tree_leaves(output.args)
+    tensors = [node for node in returned if isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)]
+    loss = next((node for node in tensors if node.meta["val"].numel() == 1), None)
+    if loss is None:
         raise TraceError(f"{name} returns no loss: its forward should return a tensor of one element, first if several")
-    places = tree_flatten_with_path(tree_unflatten(list(range(structure.num_leaves)), structure))[0]
-    for (path, _), node in zip(places, tree_leaves(output.args), strict=True):
-        if isinstance(node, fx.Node) and node is not losses[0] and isinstance(node.meta.get("val"), Tensor):
+    paths = tree_flatten_with_path(tree_unflatten(list(range(structure.num_leaves)), structure))[0]
+    for (path, _), node in zip(paths, returned, strict=True):
+        if node in tensors and node is not loss:
             node.meta.setdefault("output", ".".join(str(_key(step)) for step in path))
-    output.args = (losses[0],)
-    seen: dict[str, fx.Node] = {}
+    output.args = (loss,)
+    held: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op == "call_function" and "_assert" in str(node.target) and not node.users:
+        check = node.op == "call_module" or (node.op == "call_function" and "_assert" in str(node.target))
+        if check and not node.users:
             graph.erase_node(node)
-        elif node.op == "call_module" and not node.users:
-            graph.erase_node(node)  # checks of inputs
-        elif node.op == "get_attr":
-            first = seen.setdefault(str(node.target), node)
-            if first is not node:
-                node.replace_all_uses_with(first)
-                graph.erase_node(node)
+        elif node.op == "get_attr" and (first := held.setdefault(str(node.target), node)) is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
     graph.eliminate_dead_code(is_impure_node=_has_effect)
 
 
@@ -184,7 +187,7 @@ def _key(step: Any) -> object:
 
 
 def _refuse_sizes_of_values(module: fx.GraphModule, name: str) -> None:
-    """A pipeline's stages send tensors of sizes that are known before; raises TraceError where values give one.
+    """Raise TraceError where values give a tensor's size, as stages send tensors of sizes that are known before.
 
     So it does where a number is read from a tensor: without memory there is none.
     """
@@ -192,8 +195,8 @@ def _refuse_sizes_of_values(module: fx.GraphModule, name: str) -> None:
         for value in tree_leaves(node.meta.get("val")):
             read = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
             if read or (isinstance(value, Tensor) and any(not isinstance(size, int) for size in value.shape)):
-                where = re.findall(r'File "(.+)", line (\d+).*\n *(.*)', node.meta.get("stack_trace") or "")
-                place = "{}:{}: `{}`: ".format(*where[-1]) if where else ""
+                frame = users_frame(node)
+                place = "{}:{}: `{}`: ".format(*frame) if frame else ""
                 what = "what it returns" if read else "the size of what it returns"
                 raise TraceError(f"{name} cannot be traced: {place}{node.target}: {what} depends on values")
 
