@@ -8,11 +8,10 @@ from typing import Final
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, pipeline_parallel
+from megatron.core import pipeline_parallel
 
 from evenpipe.megatron.train_engine.step import Learner, forward_step, micro_batches
 from evenpipe.train.data import Corpus
-from evenpipe.train.recorder import FailureContext
 
 __all__ = ["Held", "split"]
 
@@ -40,9 +39,7 @@ class Held:
         """The mean over all tokens that count, by the present schedule's forward-only pass; all stages call it."""
         options, (chunk,) = self._learner.options, self._learner.replica.chunks
         reduced = pipeline_parallel.get_forward_backward_func()(
-            forward_step_func=partial(
-                forward_step, options, FailureContext(parallel_state.get_pipeline_model_parallel_rank())
-            ),
+            forward_step_func=partial(forward_step, options),
             data_iterator=micro_batches(self._learner, 0)[0],
             model=chunk,
             num_microbatches=_BATCHES * options.micro_batches,

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import NamedTuple
 
-__all__ = ["Ending", "Run"]
+__all__ = ["Ending", "Run", "command"]
 
 TINY = {
     "--stages": "2",
@@ -31,19 +31,31 @@ class Ending(NamedTuple):
     line: str
 
 
+def command(fault: tuple[str, ...] = ()) -> list[str]:
+    """`evenpipe train`, in which a failure is rehearsed if one is given."""
+    module = ("tests.rig.faults", *fault) if fault else ("evenpipe",)
+    return [sys.executable, "-m", *module, "train"]
+
+
 class Run:
     """`evenpipe train` in a session of its own, so that all its processes can be told from others.
 
-    `base`: its options, if not those of a tiny model. In a `with` statement it trains, its first iteration behind it,
-    and afterwards nothing of it is left.
+    `base`: its options, if not those of a tiny model. `fault`: a failure that is rehearsed, STAGE:ACTION and kind.
+    In a `with` statement it trains, its first iteration behind it, and afterwards nothing of it is left.
     """
 
-    def __init__(self, *flags: str, base: Mapping[str, str] = TINY, **changes: str) -> None:
+    def __init__(
+        self,
+        *flags: str,
+        base: Mapping[str, str] = TINY,
+        fault: tuple[str, ...] = (),
+        **changes: str,
+    ) -> None:
         options = {**base} | {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
         self._started = time.monotonic()
         words = [word for option in options.items() for word in option]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "evenpipe", "train", *words, *flags],
+            [*command(fault), *words, *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -13,6 +13,7 @@ import pytest
 from evenpipe.train.launch import run_cases
 from evenpipe.train.options import TrainOptions
 from tests.end_to_end.running import Ending, Run
+from tests.rig.faults import Fault
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds a session's processes in /proc"),
@@ -38,26 +39,27 @@ class _Case(NamedTuple):
 
     changes: dict[str, str]
     flags: tuple[str, ...] = ()
+    fault: tuple[str, ...] = ()
     done: Callable[[Run], None] = lambda run: None
 
 
 CASES = {
-    "raises, megatron": _Case({"engine": "megatron", "fault_at": "0:F2"}),
-    "raises, evenpipe": _Case({"engine": "evenpipe", "fault_at": "1:B3"}),
-    "raises during a transfer": _Case({"stages": "4", "layers": "4", "fault_at": "3:A1@0"}, ("--bpipe",)),
+    "raises, megatron": _Case({"engine": "megatron"}, fault=("0:F2", "raise")),
+    "raises, evenpipe": _Case({"engine": "evenpipe"}, fault=("1:B3", "raise")),
+    "raises during a transfer": _Case({"stages": "4", "layers": "4"}, ("--bpipe",), ("3:A1@0", "raise")),
     "a stage is killed": _Case({}, done=_kill_a_stage),
     "SIGTERM": _Case({}, done=_signal_to_the_command(signal.SIGTERM)),
     "SIGINT": _Case({}, done=_signal_to_the_command(signal.SIGINT)),
     "the command is killed": _Case({}, done=_kill_the_command),
-    "no number": _Case({"precision": "bf16", "model": "bert", "fault_at": "0:F2", "fault_kind": "nan"}),
-    "a stage of a run that saves dies": _Case({"fault_at": "1:B3", "fault_kind": "kill"}),
+    "no number": _Case({"precision": "bf16", "model": "bert"}, fault=("0:F2", "nan")),
+    "a stage of a run that saves dies": _Case({}, fault=("1:B3", "kill")),
 }
 
 
 def ending_of(name: str, **changes: str) -> Ending:
     """How the run of that name in CASES ends."""
     case = CASES[name]
-    with Run(*case.flags, **{**case.changes, **changes}) as run:
+    with Run(*case.flags, fault=case.fault, **{**case.changes, **changes}) as run:
         case.done(run)
         return run.ending()
 
@@ -65,9 +67,7 @@ def ending_of(name: str, **changes: str) -> Ending:
 @pytest.mark.parametrize(("engine", "stage", "action"), [("megatron", 0, "F2"), ("evenpipe", 1, "B3")])
 def test_a_stage_that_raises_ends_the_run_with_its_error_as_the_last_line(engine: str, stage: int, action: str) -> None:
     status, line = ending_of(f"raises, {engine}")
-    assert line == (
-        f"evenpipe train: stage {stage} failed at {action}: RuntimeError: rehearsed failure, asked for by --fault-at"
-    )
+    assert line == f"evenpipe train: stage {stage} failed at {action}: RuntimeError: rehearsed failure"
     assert status == 1
 
 
@@ -113,9 +113,10 @@ def test_a_stage_that_dies_ends_a_run_that_saves_just_as_soon(tmp_path: Path) ->
 
 def test_in_fp16_a_loss_that_is_no_number_costs_one_step() -> None:
     shape = {"stages": 2, "layers": 2, "hidden": 16, "heads": 2, "seq_length": 16, "micro_batches": 3, "iterations": 4}
-    fault = {"fault_at": "0:F1", "fault_kind": "nan"}
-    schedules = ("1f1b", "2bw")
-    runs = run_cases([TrainOptions.of(**shape, **fault, schedule=name, precision="fp16") for name in schedules])
+    runs = []
+    for name in ("1f1b", "2bw"):
+        with Fault("0:F1", "nan").rehearsed():
+            runs += run_cases([TrainOptions.of(**shape, schedule=name, precision="fp16")])
     for spoilt in runs:
         assert spoilt.skipped_iterations == (1,)
         document = spoilt.to_json()

@@ -20,6 +20,7 @@ from evenpipe.train.plain import learning_rate, make_optimizer
 from evenpipe.train.predict import predict
 from evenpipe.train.result import RunResult
 from tests.oracle.recurrence import TwoBWUpdates
+from tests.rig.faults import Fault
 
 MODEL: dict[str, Any] = {
     "engine": "module",
@@ -162,10 +163,11 @@ def test_a_run_that_is_saved_and_gone_on_with_is_the_run_that_was_not(
 
 
 def test_a_failure_names_stage_and_action() -> None:
-    with pytest.raises(StageFailed, match="stage 1 failed at B3: RuntimeError: rehearsed"):
-        run_cases([options_of(fault_at="1:B3")])
-    with pytest.raises(StageFailed, match="stage 3 failed at F2: FloatingPointError: loss is nan in iteration 2"):
-        run_cases([options_of(fault_at="1:F2", fault_kind="nan")])
+    with Fault("1:B3").rehearsed(), pytest.raises(StageFailed, match="stage 1 failed at B3: RuntimeError: rehearsed"):
+        run_cases([options_of()])
+    told = "stage 3 failed at F2: FloatingPointError: loss is nan in iteration 2"
+    with Fault("1:F2", "nan").rehearsed(), pytest.raises(StageFailed, match=told):
+        run_cases([options_of()])
 
 
 @pytest.mark.parametrize(

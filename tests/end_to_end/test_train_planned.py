@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from evenpipe.partition.trace import trace
 from evenpipe.planner.descriptions import device
 from evenpipe.schedule import Action
 from evenpipe.train.options import OptionsError, TrainOptions
-from tests.end_to_end.running import Run
+from tests.end_to_end.running import Run, command
 from tests.train.planned.cases import Alike
 
 MODEL = """
@@ -60,9 +59,9 @@ def planned(folder: Path, function: str, workload: Workload, name: str = "P") ->
     return path
 
 
-def trained(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "evenpipe", "train", "--partition", str(path), "--iterations", "3", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+def trained(path: Path, *flags: str, fault: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    words = [*command(fault), "--partition", str(path), "--iterations", "3", *flags]
+    return subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +117,7 @@ def test_what_is_swapped_and_computed_again_is_freed_and_changes_no_bit(saving: 
 def test_a_process_killed_at_a_swap_ends_the_job_with_its_cause(saving: tuple[Path, Path]) -> None:
     actions = TrainOptions.of(partition=str(saving[1])).plan.actions
     stage = next(stage for stage, row in enumerate(actions) if Action("O", 1) in row)
-    run = trained(saving[1], "--fault-at", f"{stage}:O1", "--fault-kind", "kill")
+    run = trained(saving[1], fault=(f"{stage}:O1", "kill"))
 
     assert run.returncode == 1
     assert run.stderr.splitlines()[-1].endswith(f"stage {stage} failed: its process was killed by SIGKILL")

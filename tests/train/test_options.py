@@ -5,7 +5,6 @@ import pickle
 import pytest
 from pydantic import ValidationError
 
-from evenpipe.schedule import Action
 from evenpipe.settings.spelling import command_flag
 from evenpipe.train.options import OptionsError, TrainOptions
 
@@ -89,10 +88,6 @@ REFUSED = [
     ({**KFKB, "memory_gib": "1e308"}, "--memory-gib 1e308: must be less than or equal to 1073741824"),
     ({"lr": "inf"}, "--lr inf: must be a finite number"),
     ({"lr": "1e308"}, "--lr 1e308: must be less than or equal to 1000000"),
-    (
-        {**KFKB, "group_size": "auto", "memory_gib": 1, "fault_at": "1:B1"},
-        "--fault-at 1:B1: --group-size auto may make one micro-batch of a batch: name an action of micro-batch 0",
-    ),
     ({"tensor_parallel": 8}, "--tensor-parallel 8: more ranks than --heads 4: use at most 4"),
     ({"tensor_parallel": 3}, "--tensor-parallel 3: does not divide --heads 4: use a divisor of it"),
     ({"hidden": 130}, "--hidden 130: not divisible by --heads 4: make it a multiple of 4"),
@@ -105,20 +100,6 @@ REFUSED = [
         {"expert_parallel": 4, "data_parallel": 2, "experts": 4},
         "--expert-parallel 4: does not divide --data-parallel 2: use a divisor of it",
     ),
-    ({"fault_at": "1:Q3"}, "--fault-at 1:Q3: expected STAGE:ACTION such as 1:B3 or 0:E1"),
-    (
-        {"fault_at": "0:E1"},
-        "--fault-at 0:E1: no such action in this run: choose one that `evenpipe schedule` shows for that stage",
-    ),
-    (
-        {"fault_at": "1:B3", "iterations": 1},
-        "--fault-at 1:B3: raises in the 2nd iteration, but --iterations is 1: use at least 2",
-    ),
-    (
-        {"fault_at": "1:B3", "fault_kind": "nan"},
-        "--fault-at 1:B3: --fault-kind nan is of a forward: name one, such as 1:F3",
-    ),
-    ({"fault_kind": "kill"}, "--fault-kind kill: at no place: give --fault-at STAGE:ACTION"),
     ({"momentum": 0.9}, "--momentum 0.9: is of SGD: use --optimizer sgd, or leave --momentum out"),
     (
         {"optimizer": "sgd", "distributed_optimizer": True},
@@ -159,20 +140,12 @@ def test_values_may_be_text_as_on_the_command_line() -> None:
 
 
 def test_options_do_not_change_and_travel_to_other_processes() -> None:
-    options = TrainOptions.of(bpipe=True, fault_at="0:E1")
-    assert options.fault is not None
-    assert (options.fault.stage, options.fault.action) == (0, Action("E", 1))
+    options = TrainOptions.of(bpipe=True)
     with pytest.raises(ValidationError):
         options.stages = 2  # type: ignore[misc]
     travelled = pickle.loads(pickle.dumps(options))
     assert travelled == options
     assert travelled.plan == options.plan
-
-
-def test_in_a_stream_of_batches_a_fault_is_that_micro_batch_of_the_second_iteration() -> None:
-    fault = TrainOptions.of(schedule="2bw", micro_batches=8, fault_at="0:F3").fault
-    assert fault is not None
-    assert (fault.action, fault.iteration) == (Action("F", 11), None)
 
 
 def test_world_size_counts_every_kind_of_parallelism() -> None:

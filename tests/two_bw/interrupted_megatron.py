@@ -35,7 +35,7 @@ def evaluate(options: TrainOptions, engine: MegatronEngine) -> None:
     """On other samples."""
     with torch.no_grad():
         pipeline_parallel.get_forward_backward_func()(
-            forward_step_func=partial(forward_step, options, FailureContext(dist.get_rank())),
+            forward_step_func=partial(forward_step, options),
             data_iterator=micro_batches(engine.learner, 100)[0],
             model=engine.learner.replica.chunks[0],
             num_microbatches=options.micro_batches,

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from evenpipe.schedule import Action, Program, Programs, Schedule, Size, choose, names, parse
+from evenpipe.schedule import Program, Programs, Schedule, Size, choose, names
 
-__all__ = ["BUILTIN_TEXT", "EXPERTS_OF_A_TOKEN", "Fault", "TrainFields"]
+__all__ = ["BUILTIN_TEXT", "EXPERTS_OF_A_TOKEN", "TrainFields"]
 
 BUILTIN_TEXT: Final = "builtin"
 #: Of `experts`, those that take a token.
 EXPERTS_OF_A_TOKEN: Final = 2
-
-_FaultKind = Literal["raise", "nan", "kill"]
-
-
-class Fault(NamedTuple):
-    """A rehearsed failure of `stage` at `action`, in the second iteration (which is number 1).
-
-    In a stream of batches the action's micro-batch tells the iteration: its first actions are carried out in the first.
-    """
-
-    stage: int
-    action: Action
-    kind: _FaultKind
-    iteration: int | None
 
 
 class TrainFields(BaseModel):
@@ -134,10 +120,6 @@ class TrainFields(BaseModel):
     trust: bool = Field(
         False, description="execute stage files of the plan in --partition that have changed since it was written"
     )
-    fault_at: str | None = Field(
-        None, description="fault drill: fail at STAGE:ACTION (1:B3, 0:E1) in the 2nd iteration, to rehearse a failure"
-    )
-    fault_kind: _FaultKind = Field("raise", description="how: raise | nan (of a forward's output) | kill (the process)")
 
     @property
     def world_size(self) -> int:
@@ -174,15 +156,3 @@ class TrainFields(BaseModel):
     def plan(self) -> Schedule:
         """The schedule of `program`."""
         return self.program.schedule
-
-    @cached_property
-    def fault(self) -> Fault | None:
-        """The rehearsed failure, if one is asked for."""
-        if self.fault_at is None:
-            return None
-        stage, _, text = self.fault_at.partition(":")
-        action = parse(text)
-        if self.streams:
-            action = action._replace(micro_batch=action.micro_batch + self.micro_batches)
-            return Fault(int(stage), action, self.fault_kind, None)
-        return Fault(int(stage), action, self.fault_kind, 1)

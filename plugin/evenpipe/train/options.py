@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final
 
 from pydantic import ValidationError, model_validator
 
-from evenpipe.schedule import FORWARD, ScheduleError, Stream, check_offers
+from evenpipe.schedule import ScheduleError, Stream, check_offers
 from evenpipe.settings.config import EvenPipeConfig, first_problem
 from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in
 from evenpipe.settings.spelling import COMMAND, command_flag, in_flags
@@ -188,36 +188,6 @@ def _saved_somewhere(options: TrainFields) -> None:
             raise ValueError(f"{name}: no folder named: give one, or leave {name} out")
 
 
-def _fault_happens(options: TrainFields) -> None:
-    if options.fault_at is None:
-        if options.fault_kind != "raise":
-            raise ValueError(f"--fault-kind {options.fault_kind}: at no place: give --fault-at STAGE:ACTION")
-        return
-    try:
-        fault = options.fault
-    except ValueError:
-        fault = None
-    if fault is None:
-        raise ValueError(f"--fault-at {options.fault_at}: expected STAGE:ACTION such as 1:B3 or 0:E1")
-    if options.iterations < 2:
-        raise ValueError(
-            f"--fault-at {options.fault_at}: raises in the 2nd iteration, but --iterations is {options.iterations}: "
-            "use at least 2"
-        )
-    if fault.stage >= options.stages or fault.action not in options.plan.actions[fault.stage]:
-        raise ValueError(
-            f"--fault-at {options.fault_at}: no such action in this run: "
-            "choose one that `evenpipe schedule` shows for that stage"
-        )
-    if options.group_size == "auto" and fault.action.micro_batch:
-        raise ValueError(
-            f"--fault-at {options.fault_at}: --group-size auto may make one micro-batch of a batch: name an action of "
-            "micro-batch 0"
-        )
-    if fault.kind == "nan" and fault.action.kind != FORWARD:
-        raise ValueError(f"--fault-at {options.fault_at}: --fault-kind nan is of a forward: name one, such as 1:F3")
-
-
 #: In the order in which they are checked; each takes the options for granted that those before it have checked.
 RULES: Final = (
     fits_this_machine,
@@ -228,7 +198,6 @@ RULES: Final = (
     _engine_knows_its_settings,
     _optimizer_knows_its_settings,
     _saved_somewhere,
-    _fault_happens,
 )
 
 

@@ -60,7 +60,7 @@ def train_cases(cases: tuple[TrainOptions, ...], device_type: str, journal: str,
         results = []
         for number, options in enumerate(cases):
             stage = rank // (options.data_parallel * options.tensor_parallel)
-            failure = FailureContext(stage, options.fault)
+            failure = FailureContext(stage)
             with _world(PrefixStore(f"case {number}", store), rank, options.world_size, device, timeout) as host_group:
                 result = run_case(options, device, failure, _into_journal(folder, rank, number), host_group, stop, run)
             if result is not None:

@@ -1,16 +1,13 @@
-"""Records what one stage does: when each action ran, what a forward saved, and where an error is, or is rehearsed."""
+"""Records what one stage does: when each action ran, what a forward saved, and where an error is."""
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 
 from evenpipe.runtime.memory import MemoryCounter
 from evenpipe.runtime.timing import HostClock, SpanRecorder
 from evenpipe.schedule import Action
 from evenpipe.simulate import MemoryPoint, Span
-from evenpipe.train.fields import Fault
 
 __all__ = ["FailureContext", "Recorder"]
 
@@ -18,13 +15,9 @@ __all__ = ["FailureContext", "Recorder"]
 class FailureContext:
     """Knows where one process of stage `stage` is: `position` names the action, or the phase outside of a schedule."""
 
-    def __init__(self, stage: int, fault: Fault | None = None) -> None:
+    def __init__(self, stage: int) -> None:
         self.stage = stage
         self.position = "start-up"
-        #: Whether the forward under way is to give NaN, to rehearse that.
-        self.spoils_output = False
-        self._iteration = -1
-        self._fault = fault if fault is not None and fault.stage == stage else None
 
     def enter(self, phase: str) -> None:
         """The process goes on to `phase`, e.g. "optimizer step"."""
@@ -32,20 +25,11 @@ class FailureContext:
 
     def start_iteration(self, iteration: int) -> None:
         """A batch begins."""
-        self._iteration = iteration
         self.position = "start of the iteration"
 
     def start_action(self, action: Action) -> None:
-        """The process starts `action`. Raises RuntimeError, or ends the process, where that is to be rehearsed."""
+        """The process starts `action`."""
         self.position = str(action)
-        fault = self._fault
-        here = fault is not None and fault.action == action and fault.iteration in (None, self._iteration)
-        kind = fault.kind if fault is not None and here else None
-        self.spoils_output = kind == "nan"
-        if kind == "raise":
-            raise RuntimeError("rehearsed failure, asked for by --fault-at")
-        if kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Recorder:
@@ -95,7 +79,7 @@ class Recorder:
         self._note_held()
 
     def started(self, action: Action) -> None:
-        """`action` starts. Raises RuntimeError where a failure is to be rehearsed."""
+        """`action` starts."""
         self._failure.start_action(action)
         self._note_held()
         self._recorder.started(action)

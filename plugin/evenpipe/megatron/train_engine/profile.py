@@ -30,7 +30,6 @@ from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import FORWARD, Size, Unit, build
 from evenpipe.train.data import Corpus
 from evenpipe.train.options import TrainOptions
-from evenpipe.train.recorder import FailureContext
 
 __all__ = ["fake_groups", "profile", "without_memory"]
 
@@ -108,7 +107,7 @@ def _forward(learner: Learner, stage: int, store: ActivationStore, unit: Unit, s
     micro_batch = Tensors(tokens, torch.zeros_like(tokens), torch.zeros(tokens.shape, device=_META))
     shape = (options.seq_length, samples, options.hidden)
     batch = Batch(
-        partial(forward_step, options, FailureContext(stage)),
+        partial(forward_step, options),
         [iter([micro_batch])],
         learner.replica.chunks,
         config,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Iterator
 from functools import partial
@@ -78,7 +77,7 @@ def train_step(learner: Learner, streams: list[Iterator[Tensors]], failure: Fail
         chunk.zero_grad_buffer()
     learner.optimizer.zero_grad()
     reduced: list[dict[str, torch.Tensor]] = pipeline_parallel.get_forward_backward_func()(
-        forward_step_func=partial(forward_step, options, failure),
+        forward_step_func=partial(forward_step, options),
         data_iterator=streams if len(chunks) > 1 else streams[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=options.micro_batches,
@@ -108,9 +107,7 @@ def _stream(learner: Learner, first_iteration: int) -> Iterator[Tensors]:
             yield Tensors(*(torch.from_numpy(array).to(learner.device) for array in batch))
 
 
-def forward_step(
-    options: TrainOptions, failure: FailureContext, iterator: Iterator[Tensors], model: torch.nn.Module
-) -> tuple[Any, Any]:
+def forward_step(options: TrainOptions, iterator: Iterator[Tensors], model: torch.nn.Module) -> tuple[Any, Any]:
     """Megatron's forward step: the model's output for the next micro-batch, and how to make a loss of it."""
     batch = next(iterator)
     if options.model == "gpt":
@@ -119,8 +116,6 @@ def forward_step(
         output = model(batch.tokens, positions, None, labels=batch.labels)
     else:
         output = model(batch.tokens, torch.ones_like(batch.tokens), lm_labels=batch.labels)
-    if failure.spoils_output:
-        output = (output[0] * math.nan, *output[1:]) if isinstance(output, tuple) else output * math.nan
     return output, partial(_loss, batch.counted)
 
 

@@ -45,11 +45,8 @@ class ModuleEngine(PlainEngine[ModulePipeline]):
 
         def part(position: int) -> nn.Module:
             pieces = pieces_of(options, position, parts)
-            made = Part(
-                {number: initialised_piece(options, case.corpus.vocabulary, number) for number in pieces}, dtype
-            )
-            made.to(case.device).register_forward_hook(self._spoiled)
-            return made
+            numbered = {number: initialised_piece(options, case.corpus.vocabulary, number) for number in pieces}
+            return Part(numbered, dtype).to(case.device)
 
         boundary = torch.empty(
             options.micro_batch_size, options.seq_length, options.hidden, dtype=dtype, device=case.device
@@ -77,9 +74,6 @@ class ModuleEngine(PlainEngine[ModulePipeline]):
 
     def weights(self) -> dict[tuple[int, int], str]:
         return {(number, 0): digest([piece]) for part in self._parts for number, piece in part.numbered()}
-
-    def _spoiled(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        return output * math.nan if self._case.failure.spoils_output else output
 
     def squares(self) -> Tensor:
         found = torch.zeros(self._case.options.layers + 2, dtype=torch.float64, device=self._case.device)

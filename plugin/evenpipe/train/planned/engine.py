@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,8 +59,6 @@ class PlannedEngine(PlainEngine[PlannedPipeline]):
             )
         except (ModelError, ValueError) as error:
             raise OptionsError(f"--partition {error}") from error
-        for part in self.pipeline.chunks:
-            part.register_forward_hook(self._spoiled)
         # Whatever else the model takes, its plan has taken in.
         self._inputs = {name: one for name, one in example.inputs.items() if isinstance(one, Tensor)}
         self.optimizer = make_optimizer(options, self.pipeline.parameters())
@@ -92,8 +88,3 @@ class PlannedEngine(PlainEngine[PlannedPipeline]):
     def weights(self) -> dict[tuple[int, int], str]:
         """Of every parameter by itself, in the model's order, so that how it is cut changes nothing."""
         return {(number, 0): digest([nn.ParameterList([one])]) for number, one in self.pipeline.numbered()}
-
-    def _spoiled(self, module: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if not self._case.failure.spoils_output:
-            return outputs
-        return tuple(one * math.nan if one.is_floating_point() else one for one in outputs)
