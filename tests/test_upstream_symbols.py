@@ -55,7 +55,6 @@ OURS: Final = {
     "runtime/heartbeat.py": ("_life",),
     "runtime/store.py": ("recording", "saved"),
     "torch/two_bw.py": ("pipeline",),
-    "train/launch.py": ("logger",),
     "train/planned/engine.py": ("pipeline",),
     "torch/planned.py": ("executor",),
     "train/saver.py": ("draft",),

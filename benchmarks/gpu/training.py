@@ -12,7 +12,7 @@ from evenpipe.train.gather import Share, combine, gather
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.recorder import FailureContext, Recorder
 from evenpipe.train.result import RunResult
-from evenpipe.train.run import RunEvents, iterate
+from evenpipe.train.run import iterate
 
 from .rank import Rank
 
@@ -53,7 +53,6 @@ def train(
     failure = FailureContext(rank.number)
     recorder = recorder or Recorder(failure)
     case = Case(options, data.load(options), rank.device, failure, recorder, lambda text: None)
-    events = RunEvents(iteration=lambda *told: None, saved=lambda path: None, note=lambda text: None)
     with rank.world(options.world_size), engine_module(options.engine).opened(case) as engine:
         before(engine)
         engine.begin(0)
@@ -62,7 +61,7 @@ def train(
             after(engine, done)
             return done == options.iterations
 
-        found = iterate(case, engine, 0, ends_after, events)
+        found = iterate(case, engine, 0, ends_after, lambda report: None)
         share = Share(engine.coordinates, found, engine.weights(), recorder.unit_bytes, recorder.spans, recorder.memory)
         shares = gather(share, None)
     return None if shares is None else combine(shares)

@@ -6,16 +6,17 @@ Each line of standard input is RANKS NAME, and is answered by the entry of that 
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import signal
 import sys
-from contextlib import suppress
+import warnings
+from contextlib import redirect_stderr, suppress
 from importlib import import_module
 from pathlib import Path
 
 from benchmarks.gpu import parts, rank, registry
-from evenpipe.train.preload import preload
 
 __all__ = ["COMMAND"]
 
@@ -62,8 +63,13 @@ def _start(part: registry.Part, place: str, number: int, count: int, folder: Pat
 def _serve() -> None:
     folders = (str(registry.ROOT), str(registry.ROOT / "plugin"), os.environ.get("PYTHONPATH", ""))
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
-    for engine in ("evenpipe.train.module.engine", "evenpipe.megatron.train_engine.engine"):
-        preload(engine)
+    # Ranks unblock it, and take what has come in the meantime. Before the imports, for threads.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    # megatron-core warns of every optional package that is missing.
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        for name in ("evenpipe.train.module.engine", "evenpipe.megatron.train_engine.engine"):
+            import_module(name)
     for module in dict.fromkeys(part.module for part in registry.PARTS):
         import_module(f"benchmarks.gpu.{module}")
     gc.freeze()

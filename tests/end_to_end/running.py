@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import gettempdir
 from typing import NamedTuple
 
 __all__ = ["Ending", "Run", "command"]
@@ -93,15 +92,13 @@ class Run:
         return found
 
     def training(self) -> list[int]:
-        """The training processes: grandchildren of the command, started by its fork server."""
+        """The training processes by rank: grandchildren of the command, started in turn by its fork server."""
         processes = self.processes()
         return sorted(pid for pid, parent in processes.items() if processes.get(parent) == self.process.pid)
 
     def stop(self, stage: int) -> None:
         """Have the process of that stage stand still."""
-        of_runs = [int(path.read_text()) for path in Path(gettempdir()).glob(f"evenpipe-*/journal/{stage}.pid")]
-        [process] = set(of_runs) & set(self.training())
-        os.kill(process, signal.SIGSTOP)
+        os.kill(self.training()[stage], signal.SIGSTOP)
 
     def ending(self, patience: float = SECONDS) -> Ending:
         """How it ended, once nothing is left; within `patience` from now, or what its start took where that is more."""

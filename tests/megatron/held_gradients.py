@@ -17,7 +17,7 @@ from evenpipe.train.options import TrainOptions
 from evenpipe.train.run import iterate
 
 sys.path.insert(0, str(Path(__file__).parent))
-from live_memory import NOBODY, case_of, join
+from live_memory import case_of, join, nobody
 
 WORLD = 8
 _SMALL = {"layers": 8, "hidden": 32, "seq_length": 16, "micro_batches": 8, "iterations": 2, "schedule": "2bw"}
@@ -36,7 +36,7 @@ def train(options: TrainOptions) -> dict[str, Any]:
     case = case_of(options)
     with opened(case) as engine:
         engine.begin(0)
-        found = iterate(case, engine, 0, lambda done: False, NOBODY)
+        found = iterate(case, engine, 0, lambda done: False, nobody)
         (chunk,) = engine.learner.replica.chunks
         kinds = {"dense": chunk.buffers, "experts": chunk.expert_parallel_buffers}
         buffers = [buffer for some in kinds.values() for buffer in some]

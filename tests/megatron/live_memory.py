@@ -21,7 +21,7 @@ from evenpipe.train import data
 from evenpipe.train.engine import Case
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.recorder import FailureContext, Recorder
-from evenpipe.train.run import RunEvents, iterate
+from evenpipe.train.run import iterate
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.gloo import share_device
@@ -37,7 +37,8 @@ CASES = {
 }
 
 
-NOBODY = RunEvents(*[lambda *_: None] * 3)
+def nobody(report: object) -> None:
+    """Is told what a run reports."""
 
 
 def case_of(options: TrainOptions) -> Case:
@@ -78,7 +79,7 @@ def train(options: TrainOptions) -> dict[str, Any]:
     with opened(case) as engine:
         _watch(engine.schedule, engine.learner.replica.chunks[0], reducing)
         engine.begin(0)
-        found = iterate(case, engine, 0, lambda done: False, NOBODY)
+        found = iterate(case, engine, 0, lambda done: False, nobody)
         return {"live": live_bytes() - before, **found.measured._asdict(), "reducing": reducing}
 
 

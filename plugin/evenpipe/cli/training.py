@@ -14,10 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from evenpipe.cli.parser import UsageError
 from evenpipe.settings.spelling import command_flag
 from evenpipe.train.engines import ENGINES
-from evenpipe.train.journal import Iteration
 from evenpipe.train.launch import StageFailed, Stopped, run_cases
 from evenpipe.train.machine import check_memory
 from evenpipe.train.options import OptionsError, TrainOptions
+from evenpipe.train.reports import Iteration
 from evenpipe.train.result import RunResult
 from evenpipe.upstream.installed import too_old_torch
 

@@ -116,7 +116,7 @@ class Engine(Protocol):
 
 
 class EngineModule(Protocol):
-    """The functions of an engine's module `engine`."""
+    """The functions of an engine's module."""
 
     def prepare(self, device: torch.device) -> None:
         """Called once in a process, before its first run."""
@@ -127,4 +127,4 @@ class EngineModule(Protocol):
 
 def engine_module(name: str) -> EngineModule:
     """Import the engine that --engine calls `name`."""
-    return cast(EngineModule, import_module(f"{ENGINES[name].path}.engine"))
+    return cast(EngineModule, import_module(ENGINES[name].path))

@@ -1,7 +1,7 @@
 """The engines by name.
 
-An engine is a package that `ENGINES` names by its path, so that nothing of it is imported before a process trains with
-it. Its module `engine` fulfils `evenpipe.train.engine.EngineModule`; a fork server imports its module `preload`.
+An engine is a module that `ENGINES` names by its path, so that nothing of it is imported before a process trains with
+it. It fulfils `evenpipe.train.engine.EngineModule`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["ENGINES", "EnginePackage"]
 
 
 class EnginePackage(NamedTuple):
-    """Where an engine is: the path of its package, and whose checkpoints it goes on from.
+    """Where an engine is: the path of its module, and whose checkpoints it goes on from.
 
     `called` is its name in a line, `offers` what schedules may need of it, `requires` what must be installed: (import
     name, what to say if not).
@@ -30,7 +30,7 @@ class EnginePackage(NamedTuple):
     requires: tuple[str, str] | None = None
 
 
-_MEGATRON: Final = "evenpipe.megatron.train_engine"
+_MEGATRON: Final = "evenpipe.megatron.train_engine.engine"
 _MEGATRON_CORE: Final = ("megatron", "megatron-core is not installed: pip install 'evenpipe[megatron]'")
 #: By the value of --engine.
 ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType(
@@ -39,7 +39,7 @@ ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType(
             "megatron", _MEGATRON, "megatron-core", frozenset(["chunks", "groups", "stream"]), _MEGATRON_CORE
         ),
         "megatron": EnginePackage("megatron", _MEGATRON, "--engine megatron", frozenset(["chunks"]), _MEGATRON_CORE),
-        "module": EnginePackage("module", "evenpipe.train.module", "--engine module", MODULE_OFFERS),
-        "planned": EnginePackage("planned", "evenpipe.train.planned", "a plan of a plain model", PLANNED_OFFERS),
+        "module": EnginePackage("module", "evenpipe.train.module.engine", "--engine module", MODULE_OFFERS),
+        "planned": EnginePackage("planned", "evenpipe.train.planned.engine", "a plan of a plain model", PLANNED_OFFERS),
     }
 )

@@ -1,46 +1,47 @@
-"""Start the processes of training runs with torchrun's API; bring back results, or the failure that came first."""
+"""Start the processes of training runs; bring back their results, or the failure that came first."""
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from evenpipe.train.engines import ENGINES
-from evenpipe.train.journal import Failure, Iteration, JournalReader, Note, Saved
 from evenpipe.train.machine import check_room
 from evenpipe.train.options import OptionsError, TrainOptions, device_type
 from evenpipe.train.ownership import Disturbed, owned
+from evenpipe.train.reports import STOPPING, Failure, Iteration, Note, Results, Saved, Stopping
 from evenpipe.train.result import RunResult
-from evenpipe.train.stopping import STOPPING
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from multiprocessing.context import ForkServerContext, SpawnContext
+    from multiprocessing.process import BaseProcess
 
 __all__ = ["Progress", "StageFailed", "Stopped", "run_cases"]
 
 Progress = Callable[[Iteration], None]
 
-_POLL_SECONDS: Final = 0.05
-_AGENT_LOGGERS: Final = ("torch.distributed.elastic", "torch.multiprocessing")
+_POLL_SECONDS: Final = 0.1
+#: From the first sign of a failure to the end of all processes. One that dies without a word (out of memory, say)
+#: breaks its peers' connections at once: what they report must not hide it.
+_NOTICE_SECONDS: Final = 0.5
 
 
 class StageFailed(RuntimeError):
-    """A stage raised, or its process died; the message is one line. `details` is its traceback or what it printed."""
+    """A stage raised, or its process died; the message is one line. `details` is its traceback."""
 
-    def __init__(self, message: str, details: str) -> None:
+    def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
         self.details = details
 
@@ -55,75 +56,46 @@ class Stopped(RuntimeError):
 
 
 def run_cases(cases: Sequence[TrainOptions], progress: Progress = lambda iteration: None) -> list[RunResult]:
-    """Train every case; consecutive ones of one world size and engine package share processes. Results in their order.
+    """Train every case; consecutive ones of one world size and engine share processes. Results in their order.
 
-    `progress` is called from another thread, with the number of the case among all. All processes have ended when this
-    returns or raises. Raises StageFailed for the failure that came first, OptionsError where that is one of the options
-    which only a run could find, and Stopped when SIGINT, SIGTERM, SIGHUP or
-    SIGQUIT ends the run (in the main thread: others get no signals).
+    `progress` is called with the number of the case among all. All processes have ended when this returns or raises.
+    Raises StageFailed for the failure that came first, OptionsError where that is one of the options which only a run
+    could find, and Stopped when SIGINT, SIGTERM, SIGHUP or SIGQUIT ends the run (in the main thread: others get no
+    signals).
     """
     results: list[RunResult] = []
-
-    def numbered(done: Iteration) -> None:
-        progress(done._replace(case=len(results) + done.case))
-
     try:
-        for _, together in groupby(cases, key=_processes):
-            results += _run_together(tuple(together), numbered)
+        for _, group in groupby(cases, key=lambda options: (options.world_size, ENGINES[options.engine].path)):
+            first = len(results)
+            results += _run_together(tuple(group), lambda done, n=first: progress(done._replace(case=n + done.case)))
     except KeyboardInterrupt:
-        # Before the agent is there, whose handlers make a SignalException of it.
+        # Before there are handlers of signals.
         raise Stopped(signal.SIGINT) from None
     return results
 
 
-def _processes(options: TrainOptions) -> tuple[int, str]:
-    """Cases with the same can run in the same processes, one after the other."""
-    return options.world_size, ENGINES[options.engine].path
-
-
 def _run_together(cases: tuple[TrainOptions, ...], progress: Progress) -> list[RunResult]:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed import TCPStore
 
-    from evenpipe.train.process import train_cases
+    from evenpipe.train import process
 
     world_size = cases[0].world_size
     check_room(world_size)
     kind, run = device_type(world_size), uuid.uuid4().hex
-    with (
-        _owned(cases, run),
-        tempfile.TemporaryDirectory(prefix="evenpipe-") as folder,
-        _signals_restored(),
-        _quiet(),
-    ):
-        journal = Path(folder, "journal")
-        journal.mkdir()
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=world_size,
-            run_id=run,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            start_method=_start_method(kind, f"{ENGINES[cases[0].engine].path}.preload"),
-            logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder, "logs")), redirects=Std.ALL),
-        )
-        ended: SignalException | ChildFailedError
-        with _read_on(journal, progress) as reported:
-            try:
-                returned = elastic_launch(config, train_cases)(cases, kind, str(journal), run)
-            except (SignalException, ChildFailedError) as error:
-                ended = error
-            else:
-                return list(returned[0])
-        raise _why(ended, reported, cases)
-
-
-def _say_of_save(line: str) -> None:
-    print(f"evenpipe: --save {line}", file=sys.stderr, flush=True)
+    with _owned(cases, run), _signals() as signals, ExitStack() as ending:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = _context(kind, ENGINES[cases[0].engine].path)
+        team = _Team(cases, progress, signals)
+        ending.callback(team.kill)
+        for rank in range(world_size):
+            reader, writer = context.Pipe(duplex=False)
+            arguments = (cases, kind, rank, store.port, run, writer)
+            member = context.Process(target=process.train_cases, args=arguments, daemon=True)
+            with _silent():
+                member.start()
+            writer.close()
+            team.add(member, reader)
+        return team.results()
 
 
 @contextmanager
@@ -133,143 +105,152 @@ def _owned(cases: Sequence[TrainOptions], run: str) -> Iterator[None]:
         for folder in sorted({Path(options.save).resolve() for options in cases if options.save is not None}):
             folder.mkdir(parents=True, exist_ok=True)
             try:
-                owning.enter_context(owned(folder, run, _say_of_save))
+                owning.enter_context(owned(folder, run, lambda line: _say(f"--save {line}")))
             except Disturbed as error:
                 raise OptionsError(f"--save {error}") from None
         yield
 
 
-def _start_method(kind: str, preload: str) -> str:
+def _say(line: str) -> None:
+    print(f"evenpipe: {line}", file=sys.stderr, flush=True)
+
+
+def _context(kind: str, engine: str) -> ForkServerContext | SpawnContext:
     """A fork server imports torch and the engine once for all processes; CUDA needs processes of their own."""
     # A signal to all processes (Ctrl-C, a terminal that closes, a scheduler) reaches the server and the tracker of
-    # resources too. Without the server the agent takes processes that are still saving for dead; both end with their
+    # resources too. Without the server nobody learns how processes end that are still saving; both end with their
     # launcher.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
-        resource_tracker.ensure_running()
-        if kind == "cuda" or "forkserver" not in multiprocessing.get_all_start_methods():
-            return "spawn"
-        # The tracker's start has unblocked two of them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-        multiprocessing.set_forkserver_preload([preload])
-        forkserver.ensure_running()
+        with _silent():
+            resource_tracker.ensure_running()
+            if kind == "cuda" or "forkserver" not in multiprocessing.get_all_start_methods():
+                return multiprocessing.get_context("spawn")
+            # The tracker's start has unblocked two of them.
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+            multiprocessing.set_forkserver_preload(["evenpipe.train.process", engine])
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    # The first process is there once the server has imported; told to end until then, the agent would leave it behind.
-    first = multiprocessing.get_context("forkserver").Process(target=int)
-    first.start()
-    first.join()
-    return "forkserver"
-
-
-class _Reported(NamedTuple):
-    """Failures, and the folders of checkpoints, in the order in which they were read."""
-
-    failures: list[Failure]
-    saved: list[Path]
+    return multiprocessing.get_context("forkserver")
 
 
 @contextmanager
-def _read_on(journal: Path, progress: Progress) -> Iterator[_Reported]:
-    """Read the journal from a thread: iterations go to `progress`, notes to standard error, and the rest into the
-    result, which is complete after the block."""
-    reported = _Reported([], [])
-    reader, done = JournalReader(journal), threading.Event()
-
-    def read() -> None:
-        for entry in reader.new_entries():
-            if isinstance(entry, Failure):
-                reported.failures.append(entry)
-                _continue_what_was_stopped(journal)
-            elif isinstance(entry, Saved):
-                reported.saved.append(Path(entry.folder))
-            elif isinstance(entry, Note):
-                print(f"evenpipe: {entry.text}", file=sys.stderr)
-            else:
-                progress(entry)
-
-    def keep_reading() -> None:
-        while not done.wait(_POLL_SECONDS):
-            read()
-        read()
-
-    thread = threading.Thread(target=keep_reading, name="evenpipe-journal", daemon=True)
-    thread.start()
+def _silent() -> Iterator[None]:
+    """Processes that start inside write to nobody: megatron-core warns of every optional package that is missing."""
+    kept = [os.dup(number) for number in (1, 2)]
+    with open(os.devnull, "wb") as nobody:
+        for number in (1, 2):
+            os.dup2(nobody.fileno(), number)
     try:
-        yield reported
+        yield
     finally:
-        done.set()
-        thread.join()
-
-
-def _continue_what_was_stopped(journal: Path) -> None:
-    """The run is over: a process that was stopped takes the agent's signal at once, and not half a minute later."""
-    for path in journal.glob("*.pid"):
-        with suppress(ProcessLookupError, ValueError):
-            os.kill(int(path.read_text()), signal.SIGCONT)
-
-
-def _why(
-    ended: SignalException | ChildFailedError, reported: _Reported, cases: tuple[TrainOptions, ...]
-) -> StageFailed | OptionsError | Stopped:
-    """What to raise for what the agent raised."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    saved = reported.saved[-1] if reported.saved else None
-    if isinstance(ended, SignalException):
-        # A run that saves goes on for a moment, in which it may fail; any other loses processes to the signal itself.
-        could_not_save = reported.failures and any(options.save is not None for options in cases)
-        return _as_reported(reported.failures) if could_not_save else Stopped(ended.sigval, saved)
-    status = ended.get_first_failure()[1].exitcode
-    if not reported.failures and status in [128 + number for number in STOPPING]:
-        # The signal came to a process rather than to the agent.
-        return Stopped(status - 128, saved)
-    return _first_failure(reported.failures, ended, cases)
-
-
-def _first_failure(
-    failures: Sequence[Failure], agent_error: ChildFailedError, cases: tuple[TrainOptions, ...]
-) -> StageFailed | OptionsError:
-    """What ended the run: the earliest error reported, unless the agent saw a process die that had reported none."""
-    rank, died = agent_error.get_first_failure()
-    if failures and died.exitcode > 0:
-        return _as_reported(failures)
-    stage = rank // (cases[0].data_parallel * cases[0].tensor_parallel)
-    if died.exitcode < 0:
-        return StageFailed(f"stage {stage} failed: its process was killed by {signal.Signals(-died.exitcode).name}", "")
-    said = died.message["message"] if isinstance(died.message, dict) else died.message
-    return StageFailed(f"stage {stage} failed at start-up: {str(said).strip().partition(chr(10))[0]}", "")
-
-
-def _as_reported(failures: Sequence[Failure]) -> StageFailed | OptionsError:
-    first = min(failures)
-    return OptionsError(first.error) if first.of_options else StageFailed(str(first), first.traceback)
+        for number, file in enumerate(kept, 1):
+            os.dup2(file, number)
+            os.close(file)
 
 
 @contextmanager
-def _signals_restored() -> Iterator[None]:
-    """The agent sets handlers for the signals that end it, and leaves them behind."""
+def _signals() -> Iterator[list[int]]:
+    """Signals that end a run only join this list inside."""
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield received
         return
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handlers = [signal.getsignal(number) for number in signals]
+    numbers = (*STOPPING, signal.SIGQUIT)
+    before = [signal.signal(number, lambda number, frame: received.append(number)) for number in numbers]
     try:
-        yield
+        yield received
     finally:
-        for number, handler in zip(signals, handlers, strict=True):
+        for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The agent reports a failure in some forty lines; ours is one."""
-    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(_AGENT_LOGGERS)]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
+class _Team:
+    """The processes that train `cases`, by rank, and what they have reported; `signals` are those that came here."""
+
+    def __init__(self, cases: tuple[TrainOptions, ...], progress: Progress, signals: list[int]) -> None:
+        self._cases = cases
+        self._progress = progress
+        self._signals = signals
+        self._saves = any(options.save is not None for options in cases)
+        self._processes: list[BaseProcess] = []
+        self._readers: list[Connection] = []
+        self._failures: list[Failure] = []
+        self._saved: Path | None = None
+        self._results: list[RunResult] = []
+
+    def add(self, process: BaseProcess, reader: Connection) -> None:
+        self._processes.append(process)
+        self._readers.append(reader)
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()  # also one that has been stopped
+            process.join()
+
+    def results(self) -> list[RunResult]:
+        """Wait for all processes. Raises what `run_cases` does."""
+        passed_on, deadline = False, float("inf")
+        while self._readers or any(process.exitcode is None for process in self._processes):
+            running = [process.sentinel for process in self._processes if process.exitcode is None]
+            for ready in wait([*self._readers, *running], _POLL_SECONDS):
+                if isinstance(ready, Connection):
+                    self._read(ready)
+            if self._signals and not passed_on:
+                passed_on = True
+                if not self._saves or self._signals[0] == signal.SIGQUIT:
+                    break  # nothing is waited for
+                for process in self._processes:
+                    if process.exitcode is None and process.pid is not None:
+                        os.kill(process.pid, self._signals[0])
+            if self._failures or any(process.exitcode for process in self._processes):
+                deadline = min(deadline, time.monotonic() + _NOTICE_SECONDS)
+            if time.monotonic() > deadline:
+                break
+        statuses = [process.exitcode for process in self._processes]
+        self.kill()
+        if (error := self._error(statuses)) is not None:
+            raise error
+        return self._results
+
+    def _read(self, reader: Connection) -> None:
+        try:
+            report = reader.recv()
+        except (EOFError, OSError):
+            self._readers.remove(reader)
+            return
+        if isinstance(report, Iteration):
+            self._progress(report)
+        elif isinstance(report, Note):
+            _say(report.text)
+        elif isinstance(report, Saved):
+            self._saved = report.folder
+        elif isinstance(report, Failure):
+            self._failures.append(report)
+        elif isinstance(report, Stopping):
+            self._signals.append(report.number)  # which came to a process rather than to its parent
+        elif isinstance(report, Results):
+            self._results = report.runs
+
+    def _error(self, statuses: Sequence[int | None]) -> StageFailed | OptionsError | Stopped | None:
+        """What ended the run: a signal, the first process that died without a word, or the earliest error reported."""
+        ended = [(rank, status) for rank, status in enumerate(statuses) if status]
+        if self._signals:
+            # A run that saves goes on for a moment, in which it may fail; any other loses processes to the signal.
+            by_signal = any(-status in self._signals for _, status in ended)
+            if not self._saves or by_signal or not (self._failures or ended):
+                return Stopped(self._signals[0], self._saved)
+        for rank, status in ended:
+            if status < 0:
+                name = signal.Signals(-status).name
+                return StageFailed(f"stage {self._stage(rank)} failed: its process was killed by {name}")
+        if self._failures:
+            first = min(self._failures)
+            return OptionsError(first.error) if first.of_options else StageFailed(str(first), first.traceback)
+        for rank, status in ended:
+            return StageFailed(f"stage {self._stage(rank)} failed at start-up: its process ended with status {status}")
+        return None
+
+    def _stage(self, rank: int) -> int:
+        return rank // (self._cases[0].data_parallel * self._cases[0].tensor_parallel)

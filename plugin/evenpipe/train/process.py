@@ -1,4 +1,4 @@
-"""The life of one training process, as torchrun's agent starts it: environment, cases one by one, failures reported."""
+"""The life of one training process: environment, cases one by one, failures reported."""
 
 from __future__ import annotations
 
@@ -13,86 +13,61 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
-from typing import Final
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from evenpipe.runtime.heartbeat import silent_peer
 from evenpipe.train.engine import engine_module
-from evenpipe.train.journal import Failure, Iteration, Note, Saved, append
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.recorder import FailureContext
-from evenpipe.train.result import RunResult
-from evenpipe.train.run import RunEvents, run_case
-from evenpipe.train.stopping import STOPPING, StopRequest
+from evenpipe.train.reports import STOPPING, Failure, Iteration, Report, Results, Stopping
+from evenpipe.train.run import run_case
+from evenpipe.train.saver import StopRequest
 
 __all__ = ["train_cases"]
 
-# The agent polls every 0.1 s. A process that dies without a word (out of memory, say) breaks its peers' connections at
-# once; they leave it this long to be noticed first.
-_NOTICE_SECONDS: Final = 0.5
 
+def train_cases(
+    cases: tuple[TrainOptions, ...], device_type: str, rank: int, port: int, run: str, reports: Connection
+) -> None:
+    """Run `cases` one after the other, each in a torch.distributed world of its own; results are of rank 0 only.
 
-def train_cases(cases: tuple[TrainOptions, ...], device_type: str, journal: str, run: str) -> list[RunResult]:
-    """Run `cases` one after the other, each in a torch.distributed world of its own; results on rank 0 only.
-
-    With --save, a signal of STOPPING has the case under way save, and then ends the process with 128 + its number.
-    `run` names the run in checkpoints; it owns the folders that are saved to.
-    All use engines of one package. Never raises: an error goes into the journal, and ends the process with status 1.
+    port: where the store listens in which processes meet. run: names the run in checkpoints; it owns the folders that
+    are saved to. With --save, a signal of STOPPING has the case under way save, and is the last. All cases use engines
+    of one module. Never raises: an error is reported, and ends the process with status 1.
     """
+    gc.freeze()  # what is imported stays: the collector need not walk it in every process, 0.8 s a collection
     _end_with_the_parent()
-    _environment(device_type, any(options.tensor_parallel > 1 for options in cases))
-    rank, folder = int(os.environ["RANK"]), Path(journal)
-    (folder / f"{rank}.pid").write_text(str(os.getpid()))
+    _environment(device_type, rank, cases)
     failure = FailureContext(0)
     try:
-        device = _device(device_type)
+        device = _device(device_type, rank)
         engine_module(cases[0].engine).prepare(device)
         timeout = timedelta(minutes=cases[0].timeout_minutes)
-        store = next(rendezvous("env://", timeout=timeout))[0]
-        stop = None
-        if any(options.save is not None for options in cases):
-            stop = StopRequest(lambda: _anybody_gone(folder, cases[0].world_size))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        stop = StopRequest() if any(options.save is not None for options in cases) else None
         results = []
         for number, options in enumerate(cases):
-            stage = rank // (options.data_parallel * options.tensor_parallel)
-            failure = FailureContext(stage)
+            failure = FailureContext(rank // (options.data_parallel * options.tensor_parallel))
+
+            def tell(report: Report, case: int = number) -> None:
+                reports.send(report._replace(case=case) if isinstance(report, Iteration) else report)
+
             with _world(PrefixStore(f"case {number}", store), rank, options.world_size, device, timeout) as host_group:
-                result = run_case(options, device, failure, _into_journal(folder, rank, number), host_group, stop, run)
+                result = run_case(options, device, failure, tell, host_group, stop, run)
             if result is not None:
                 results.append(result)
-            if stop is not None and stop.made:
-                # To return would be to wait for the agent, which now waits for this process to end.
-                os._exit(128 + stop.number)
-        return results
+            if stop is not None and stop.number is not None:
+                reports.send(Stopping(stop.number))
+                break
+        reports.send(Results(results))
     except BaseException as error:
-        append(folder, rank, _entry(silent_peer(error) or error, failure))
-        time.sleep(_NOTICE_SECONDS)
+        reports.send(_failure(silent_peer(error) or error, failure))
         # Not sys.exit: process groups wait for their peers when they are torn down.
         os._exit(1)
-
-
-def _into_journal(folder: Path, rank: int, case: int) -> RunEvents:
-    """The events of case `case` go into the journal."""
-    return RunEvents(
-        iteration=lambda iteration, loss, ms: append(folder, rank, Iteration(case, iteration, loss, ms)),
-        saved=lambda checkpoint: append(folder, rank, Saved(str(checkpoint))),
-        note=lambda text: append(folder, rank, Note(text)),
-    )
-
-
-def _anybody_gone(folder: Path, processes: int) -> bool:
-    """Whether one of the ranks below `processes`, which leave their process' number there, has ended or not begun."""
-    try:
-        for rank in range(processes):
-            os.kill(int((folder / f"{rank}.pid").read_text()), 0)
-    except (FileNotFoundError, ProcessLookupError, ValueError):
-        return True
-    return False
 
 
 def _end_with_the_parent() -> None:
@@ -108,12 +83,14 @@ def _end_with_the_parent() -> None:
     threading.Thread(target=watch, name="evenpipe-parent", daemon=True).start()
 
 
-def _environment(device_type: str, sharded: bool) -> None:
+def _environment(device_type: str, rank: int, cases: tuple[TrainOptions, ...]) -> None:
     # A signal must end a process even while it waits for a peer, where Python's handlers do not run.
     for number in STOPPING:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(cases[0].world_size)}
     # Megatron asks for one queue where tensors are sharded; elsewhere each stream is to have its own: CUDA's most.
+    sharded = any(options.tensor_parallel > 1 for options in cases)
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if sharded else "32"
     if device_type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -124,10 +101,10 @@ def _environment(device_type: str, sharded: bool) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _device(device_type: str) -> torch.device:
+def _device(device_type: str, rank: int) -> torch.device:
     """This process' device, made ready."""
     if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         torch.use_deterministic_algorithms(True)
         return device
@@ -158,15 +135,15 @@ def _world(
     gc.collect()
 
 
-def _entry(error: BaseException, context: FailureContext) -> Failure:
+def _failure(error: BaseException, context: FailureContext) -> Failure:
     message = str(error).strip().partition("\n")[0]
     of_options = isinstance(error, OptionsError)
-    is_told = of_options or getattr(error, "one_line", False)
+    is_line = of_options or getattr(error, "one_line", False)
     return Failure(
         clock=time.monotonic(),
         stage=context.stage,
         position=context.position,
-        error=message if is_told else f"{type(error).__name__}: {message}" if message else type(error).__name__,
+        error=message if is_line else f"{type(error).__name__}: {message}" if message else type(error).__name__,
         traceback="".join(traceback.format_exception(error)),
         of_options=of_options,
     )

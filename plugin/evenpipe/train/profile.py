@@ -8,7 +8,6 @@ from evenpipe.planner.memory import StageMemory
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.runtime.processes import ChildFailed, answer_of
 from evenpipe.schedule import links, loop
-from evenpipe.train.engines import ENGINES
 from evenpipe.train.options import RULES, TrainOptions, device_type, fits_this_machine
 
 __all__ = ["PlannedRun", "ProfileError", "stage_memories", "stage_memory"]
@@ -41,7 +40,7 @@ def stage_memories(cases: Sequence[TrainOptions], device: str) -> list[tuple[Sta
     """
     asked = {"cases": [options.model_dump(mode="json") for options in cases], "device": device}
     try:
-        answer = answer_of(f"{ENGINES['evenpipe'].path}.profile", asked)
+        answer = answer_of("evenpipe.megatron.train_engine.profile", asked)
     except ChildFailed as error:
         raise ProfileError(f"the model cannot be profiled: {error}", error.details) from None
     found = [[StageMemory(*stage) for stage in stages] for stages in answer]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,30 +17,20 @@ from evenpipe.train.engine import Case, Engine, OptimizerStep, engine_module
 from evenpipe.train.gather import Found, Share, combine, gather, highest
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.recorder import FailureContext, Recorder
+from evenpipe.train.reports import Iteration, Note, Report, Saved
 from evenpipe.train.result import RunResult, StageMeasurement
-from evenpipe.train.saver import Saver, load
-from evenpipe.train.stopping import Agreement, StopRequest
+from evenpipe.train.saver import Agreement, Saver, StopRequest, load
 
-__all__ = ["RunEvents", "iterate", "run_case"]
+__all__ = ["iterate", "run_case"]
 
-
-class RunEvents(NamedTuple):
-    """What to call while a run is under way.
-
-    `iteration` with (iteration, loss, milliseconds) after each, by one process: the one that knows the loss; `saved`
-    with the folder of a complete checkpoint, `note` with a line that the user should see, both on rank 0.
-    """
-
-    iteration: Callable[[int, float, float], None]
-    saved: Callable[[Path], None]
-    note: Callable[[str], None]
+Tell = Callable[[Report], None]
 
 
 def run_case(
     options: TrainOptions,
     device: torch.device,
     failure: FailureContext,
-    events: RunEvents,
+    tell: Tell,
     host_group: dist.ProcessGroup | None = None,
     stop: StopRequest | None = None,
     run: str = "",
@@ -50,25 +38,29 @@ def run_case(
     """Train as `options` say; needs torch.distributed initialised with `options.world_size` processes.
 
     Leaves nothing of the engine behind, so that other cases can follow. The result is returned on rank 0, None
-    elsewhere. `host_group` holds all ranks and moves host memory; it may be left out where the default group does so.
-    `stop`, and `run`, the owner of its folder, are needed with --save. Raises OptionsError when the data or the
-    checkpoint cannot be read, and NotSaved.
+    elsewhere. `tell` is given what is to be reported. `host_group` holds all ranks and moves host memory; it may be
+    left out where the default group does so. `stop`, and `run`, the owner of its folder, are needed with --save. Raises
+    OptionsError when the data or the checkpoint cannot be read, and NotSaved.
     """
     rank, recorder = dist.get_rank(), Recorder(failure)
-    note = events.note if rank == 0 else lambda text: None  # rank 0 notes it
+
+    def note(text: str) -> None:
+        if rank == 0:
+            tell(Note(text))
+
     case = Case(options, data.load(options), device, failure, recorder, note)
     with engine_module(options.engine).opened(case) as engine:
         recorder.watch(lambda: engine.counter)
         first = load(options, engine, host_group, note)
         engine.begin(first)
-        found = iterate(case, engine, first, _ending(case, engine, stop, run, host_group, events), events)
+        found = iterate(case, engine, first, _ending(case, engine, stop, run, host_group, tell), tell)
         failure.enter("gathering results")
         share = Share(engine.coordinates, found, engine.weights(), recorder.unit_bytes, recorder.spans, recorder.memory)
         shares = gather(share, host_group)
     return combine(shares) if shares is not None else None
 
 
-def iterate(case: Case, engine: Engine, first: int, ends_after: Callable[[int], bool], events: RunEvents) -> Found:
+def iterate(case: Case, engine: Engine, first: int, ends_after: Callable[[int], bool], tell: Tell) -> Found:
     """All iterations from `first` on, or until `ends_after`, called with how many are done, says so.
 
     Nothing is under way when it returns. Raises FloatingPointError for a loss that is not finite, but in fp16, where
@@ -94,7 +86,7 @@ def iterate(case: Case, engine: Engine, first: int, ends_after: Callable[[int], 
             losses.append(_loss(of_micro_batches, iteration, case))
             mean = _over_replicas(losses[-1], engine.replicas, case.device)
             if engine.coordinates.replica == engine.coordinates.shard == 0:
-                events.iteration(iteration, mean, times[-1])
+                tell(Iteration(iteration, mean, times[-1]))
         if ends_after(iteration + 1):
             break
         _note_step(steps, engine)
@@ -124,7 +116,7 @@ def _ending(
     stop: StopRequest | None,
     run: str,
     host_group: dist.ProcessGroup | None,
-    events: RunEvents,
+    tell: Tell,
 ) -> Callable[[int], bool]:
     """Called with how many iterations are done: saves when it is time to, and says whether the run is to end."""
     if case.options.save is None:
@@ -133,7 +125,7 @@ def _ending(
     exchange = Exchange(dist.new_group(backend="gloo", timeout=job_timeout()), 1, torch.device("cpu"))
     group = host_group if host_group is not None else dist.group.WORLD
     assert group is not None
-    return Saver(case, engine, Agreement(stop, exchange), group, run, events.saved).ends_after
+    return Saver(case, engine, Agreement(stop, exchange), group, run, lambda folder: tell(Saved(folder))).ends_after
 
 
 def _loss(of_micro_batches: Sequence[float], iteration: int, case: Case) -> float:

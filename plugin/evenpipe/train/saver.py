@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,18 +14,53 @@ import torch
 import torch.distributed as dist
 
 from evenpipe.report.files import lacks_room
+from evenpipe.runtime.exchange import Exchange
 from evenpipe.train.checkpoint import Checkpoint, Draft, damaged, find, refuse_misfit
 from evenpipe.train.engine import Case, Engine
 from evenpipe.train.manifest import FORMAT, FileEntry, rank_file
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.ownership import Disturbed
-from evenpipe.train.stopping import Agreement
+from evenpipe.train.reports import STOPPING
 
-__all__ = ["NotSaved", "Saver", "load", "state_of"]
+__all__ = ["Agreement", "NotSaved", "Saver", "StopRequest", "load", "state_of"]
 
 
 class NotSaved(RuntimeError):
     """A checkpoint could not be written; the one before is as it was. The message is one line."""
+
+
+class StopRequest:
+    """From now on signals of STOPPING do not end this process: the first only sets `number`. Needs the main thread."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        for number in STOPPING:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.number = self.number or number
+
+
+class Agreement:
+    """All processes learn that one of them has been asked to stop, at the same iteration, and none waits for it.
+
+    What a process says after an iteration is read by all after the next one: by then everybody has said it.
+    """
+
+    def __init__(self, request: StopRequest, exchange: Exchange) -> None:
+        self._request = request
+        self._exchange = exchange
+
+    def to_stop(self) -> bool:
+        """Called by all processes after each iteration: whether this one is the last."""
+        agreed = self.end()
+        if not agreed:
+            self._exchange.start([float(self._request.number is not None)])
+        return agreed
+
+    def end(self) -> bool:
+        """Leave nothing under way; whether somebody had been asked to stop before the last iteration but one ended."""
+        return self._exchange.under_way and any(asked for (asked,) in self._exchange.finish())
 
 
 class Saver:

@@ -17,7 +17,7 @@ from evenpipe.train.options import TrainOptions
 from evenpipe.train.run import iterate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from live_memory import NOBODY, case_of, join, live_bytes
+from live_memory import case_of, join, live_bytes, nobody
 
 WORLD = 4
 FOUR: dict[str, Any] = {"layers": 4, "hidden": 64, "seq_length": 32, "stages": 4, "micro_batches": 7, "iterations": 2}
@@ -51,7 +51,7 @@ def train(options: TrainOptions) -> dict[str, int]:
     case = case_of(options)
     with opened(case) as engine:
         engine.begin(0)
-        found = iterate(case, engine, 0, lambda done: done == options.iterations, NOBODY)
+        found = iterate(case, engine, 0, lambda done: done == options.iterations, nobody)
         stage = engine.coordinates.stage
         return {"stage": stage, "live": live_bytes() - before, "saved": found.measured.peak_saved_bytes}
 
