@@ -64,10 +64,13 @@ def run_cases(cases: Sequence[TrainOptions], progress: Progress = lambda iterati
     signals).
     """
     results: list[RunResult] = []
+
+    def numbered(done: Iteration) -> None:
+        progress(done._replace(case=len(results) + done.case))
+
     try:
         for _, group in groupby(cases, key=lambda options: (options.world_size, ENGINES[options.engine].path)):
-            first = len(results)
-            results += _run_together(tuple(group), lambda done, n=first: progress(done._replace(case=n + done.case)))
+            results += _run_together(tuple(group), numbered)
     except KeyboardInterrupt:
         # Before there are handlers of signals.
         raise Stopped(signal.SIGINT) from None
@@ -75,7 +78,7 @@ def run_cases(cases: Sequence[TrainOptions], progress: Progress = lambda iterati
 
 
 def _run_together(cases: tuple[TrainOptions, ...], progress: Progress) -> list[RunResult]:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     from evenpipe.train import process
 

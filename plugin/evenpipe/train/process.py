@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from evenpipe.runtime.heartbeat import silent_peer
 from evenpipe.train.engine import engine_module
@@ -47,7 +47,7 @@ def train_cases(
         device = _device(device_type, rank)
         engine_module(cases[0].engine).prepare(device)
         timeout = timedelta(minutes=cases[0].timeout_minutes)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
         stop = StopRequest() if any(options.save is not None for options in cases) else None
         results = []
         for number, options in enumerate(cases):
