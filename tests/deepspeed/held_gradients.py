@@ -16,7 +16,7 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
     engine, data = engine_of(Case(**given))
     for _ in range(2):
         engine.train_batch(data_iter=data)
-    optimizer, gradients = engine.optimizer, engine._steps._gradients
+    optimizer, gradients = engine.optimizer, engine.two_bw.gradients
     kept = [one for name in ("_kept", "_shards") for one in getattr(gradients, name, ()) if one is not None]
     tied = getattr(gradients, "_tied", {}).values()
     kept += [one.whole for one in tied]
@@ -29,7 +29,7 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
         "parameters": sum(one.numel() for one in engine.module.parameters()),
         "tied": sum(one.whole.nbytes for one in tied if one.whole is not one.own),
         "held": sum(nbytes for address, nbytes in storages.items() if address not in theirs),
-        "said": engine._steps.held_gradient_bytes,
+        "said": engine.two_bw.held_gradient_bytes,
     }
     engine.destroy()
     return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from evenpipe.two_bw.held import held_gradient_bytes
+from evenpipe.two_bw.gradients import held_gradient_bytes
 from tests.deepspeed.job import run_cases
 
 pytest.importorskip("deepspeed")

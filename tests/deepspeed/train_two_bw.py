@@ -103,7 +103,7 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
         "steps": engine.global_steps,
         "skipped": engine.skipped_steps,
         "scale": engine.optimizer.loss_scale if engine.fp16_enabled() else 1,
-        "versions": engine._steps.versions.peak,
+        "versions": engine.two_bw.versions.peak,
     }
     if case.measure:
         snapshot = engine.executor.counter.snapshot()
@@ -127,12 +127,12 @@ def _broken(source: Iterator[Any], given: dict[str, Any], micro_batches: int) ->
 def _refused(case: Case) -> dict[str, Any]:
     """What is said of an engine that was made for another schedule."""
     from evenpipe.deepspeed.section import SectionError
-    from evenpipe.deepspeed.two_bw.gradients import gradients_of
+    from evenpipe.deepspeed.two_bw.optimizer_kinds import kind_of
     from evenpipe.deepspeed.unsupported import refuse_for_two_bw
 
     engine, _ = engine_of(case)
     try:
-        refuse_for_two_bw(engine, gradients_of(engine))
+        refuse_for_two_bw(engine, kind_of(engine))
     except SectionError as error:
         return {"refused": str(error)}
     return {"refused": None}

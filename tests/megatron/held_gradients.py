@@ -41,7 +41,7 @@ def train(options: TrainOptions) -> dict[str, Any]:
         kinds = {"dense": chunk.buffers, "experts": chunk.expert_parallel_buffers}
         buffers = [buffer for some in kinds.values() for buffer in some]
         theirs = {buffer.grad_data.untyped_storage().data_ptr() for buffer in buffers}
-        own = engine.schedule.extra._own
+        own = engine.schedule.extra.gradients._own
         storages = {view.untyped_storage() for _, _, view in own._parameters}
         return {
             "stage": engine.coordinates.stage,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from evenpipe.two_bw.held import held_gradient_bytes
+from evenpipe.two_bw.gradients import held_gradient_bytes
 
 pytest.importorskip("megatron.core")
 

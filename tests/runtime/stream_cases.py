@@ -19,7 +19,7 @@ from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
-from evenpipe.schedule import Action, Stream, find, links, loop, required_version
+from evenpipe.schedule import Action, Stream, Unit, find, links, loop, required_version
 
 WORLD = 6
 BATCHES = 7
@@ -87,16 +87,11 @@ class SteppedModule(ModuleStage):
     def _loss(self, micro_batch: int, output: torch.Tensor) -> torch.Tensor:
         return loss(self._number(micro_batch), output)
 
-    def use(self, micro_batch: int) -> None:
-        self.versions.use(required_version(self.first + micro_batch // self.micro_batches))
+    def use(self, unit: Unit) -> None:
+        self.versions.use(required_version(self.first + unit.micro_batch // self.micro_batches))
 
-    def forward(self, unit, inputs):  # type: ignore[no-untyped-def]
-        self.use(unit.micro_batch)
-        return super().forward(unit, inputs)
-
-    def backward(self, unit, gradients):  # type: ignore[no-untyped-def]
-        self.use(unit.micro_batch)
-        return super().backward(unit, gradients)
+    def gather(self) -> None:
+        """No step depends on another stage."""
 
     def submit(self) -> None:
         """The batch's gradients make way for the next one's."""
@@ -104,7 +99,7 @@ class SteppedModule(ModuleStage):
         for parameter in self.module.parameters():
             parameter.grad = None
 
-    def update(self, batch: int) -> None:
+    def update(self) -> None:
         gathered = [parameter.grad for parameter in self.module.parameters()]
         for parameter, gradient in zip(self.module.parameters(), self.held.pop(0), strict=True):
             parameter.grad = gradient
@@ -131,7 +126,7 @@ def train(rank: int, case: Case, kind: type[SteppedModule] = SteppedModule, swap
     steps_of = Stream(find("2bw"), case.stages, case.micro_batches, case.bpipe, swaps=swapping)
     losses, called = [], 0
     for batch in range(BATCHES):
-        with executor.stretch(steps_of.program, stage) as take:
+        with executor.stretch(steps_of.program, stage, stage) as take:
             for step in steps_of.call(rank, called, case.update_early):
                 take(step)
         stage.submit()
@@ -141,7 +136,7 @@ def train(rank: int, case: Case, kind: type[SteppedModule] = SteppedModule, swap
             losses.append([stage.losses[first + i].item().hex() for i in range(case.micro_batches)])
         if batch in (*case.breaks, BATCHES - 1):
             executor.break_off(steps_of.owed(rank, called - 1))
-            stage.update(batch)
+            stage.update()
             stage.forget(batch + 1)
             assert not paired.open, "nothing is under way"
             executor.store.assert_empty()

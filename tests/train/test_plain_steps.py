@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.runtime.weight_versions import WeightVersions
-from evenpipe.torch.plain_steps import PlainSteps
+from evenpipe.schedule import find
+from evenpipe.torch.two_bw import PlainGradients
+from evenpipe.two_bw.stream import TwoBW
 
 
 @pytest.fixture
@@ -52,16 +54,17 @@ def test_shared_gradients_are_sent_where_all_stages_gather_and_not_where_this_on
     """The last stage submits before the first has ended its batch, and would hold up what that needs of it."""
     weight, shared = torch.nn.Parameter(torch.ones(3)), Shared()
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    steps = PlainSteps(WeightVersions([weight]), optimizer, lambda: _squares(weight), alone, ties=shared)
+    gradients = PlainGradients(WeightVersions([weight]), optimizer, lambda: _squares(weight), alone, ties=shared)
+    two_bw = TwoBW(gradients, find("2bw"), bpipe=False)
     weight.grad = torch.full((3,), 0.25)
-    steps.submit()
+    two_bw.submit()
     assert shared.told == ["fill"]
-    steps.gather()
+    two_bw.gather()
     assert shared.told == ["fill", "start", "finish"]
-    steps.finish()
+    two_bw.update()
     assert shared.told == ["fill", "start", "finish"]
     assert weight.tolist() == [0.5] * 3
-    assert steps.submit().grad_norm == pytest.approx(3**0.5 / 2)
+    assert two_bw.submit().grad_norm == pytest.approx(3**0.5 / 2)
 
 
 def _squares(weight: torch.nn.Parameter) -> Tensor:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenpipe.two_bw.steps import LossScale
+from evenpipe.two_bw.gradients import LossScale
 
 SKIPPED = [True, True, False, True, False, False, False, True, False]
 

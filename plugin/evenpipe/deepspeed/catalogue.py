@@ -10,7 +10,7 @@ from typing import Any, Final
 from evenpipe.deepspeed.checkpointing import checkpointing_patches
 from evenpipe.deepspeed.start import engine_patches, start_patches
 from evenpipe.deepspeed.supported import DEEPSPEED, RELEASES
-from evenpipe.two_bw.ending import ending_patches
+from evenpipe.deepspeed.two_bw.drain_at_end import ending_patches
 from evenpipe.upstream.findings import Findings, Item, Purpose, examine_source, find_by_import, find_in_source, items_of
 from evenpipe.upstream.source import literal_in
 

@@ -12,7 +12,7 @@ from evenpipe.runtime.channel import Transfer
 from evenpipe.runtime.forward_only import forward_only
 from evenpipe.runtime.memory import Slot, SlotPool, aligned_bytes
 from evenpipe.runtime.resources import Observer, Resources
-from evenpipe.runtime.stage import SplitStage, Stage, SteppingStage, VaryingStage
+from evenpipe.runtime.stage import SplitStage, Stage, Stepping, VaryingStage
 from evenpipe.runtime.timing import Stopwatch
 from evenpipe.schedule import (
     ACCEPT,
@@ -66,15 +66,15 @@ class Executor(Resources):
             self._assert_no_guests()
 
     @contextmanager
-    def stretch(self, program: Program, stage: SteppingStage) -> Iterator[Callable[[Step], None]]:
+    def stretch(self, program: Program, stage: Stage, stepping: Stepping) -> Iterator[Callable[[Step], None]]:
         """Give the function that carries out one step of a stream; transfers under way at the end stay so.
 
-        `program` is a stretch of the same stream, and says what a stage evicts and accepts. Raises as `run` does.
+        `program` is a stretch of the same stream, and says what a stage evicts and accepts. A stream that is under way
+        goes on with the stage that it began with. Raises as `run` does.
         """
         with self._batch():
             if self._stream is None:
-                self._stream = Flow(self, program, stage)
-            self._stream.go_on_with(stage)
+                self._stream = Flow(self, program, stage, stepping)
             yield self._stream.take
 
     def break_off(self, owed: Iterable[Step]) -> None:
@@ -164,12 +164,14 @@ class _Departed(NamedTuple):
 
 
 class Flow:
-    """The transfers and results under way on one stage, in a batch or in a stream of batches."""
+    """The transfers and results under way on one stage, in a batch, or in a stream whose weights `stepping` changes."""
 
-    def __init__(self, resources: Resources, program: Program, stage: Stage) -> None:
+    def __init__(
+        self, resources: Resources, program: Program, stage: Stage, stepping: Stepping | None = None
+    ) -> None:
         self.resources = resources
         self.stage = stage
-        self.stepping: SteppingStage | None = None
+        self.stepping = stepping
         self.channels = resources.connections.channels
         self.layouts = resources.layouts
         self.evicts = program.schedule.evictions[resources.stage_index] > 0
@@ -181,10 +183,6 @@ class Flow:
         self.received: dict[Message, list[Tensor]] = {}
         self.followed: dict[Message, list[_Departed]] = {}
         self.guests: dict[Unit, _Guest] = {}
-
-    def go_on_with(self, stage: SteppingStage) -> None:
-        """Carry out what follows in the stream by `stage`, which also gathers figures and updates weights."""
-        self.stage = self.stepping = stage
 
     def take(self, step: Step) -> None:
         """Post receives, wait, compute or start a transfer, post what comes before the send, send."""
@@ -209,7 +207,7 @@ class Flow:
         """Post the receives of what neighbours send; start what all stages exchange."""
         for item in items:
             if isinstance(item, Gathering):
-                self.stepping_for(item.batch).gather(item.batch)
+                self.stepping_for(item.batch).gather()
                 continue
             unit = Unit(item.micro_batch, item.chunk)
             if item.link in self.layouts:
@@ -222,6 +220,8 @@ class Flow:
 
     def compute(self, action: Action, inputs: list[Tensor] | None) -> list[Tensor]:
         """Compute `action` from inputs or gradients; return its outputs or gradients, if it has any."""
+        if self.stepping is not None and action.kind in (FORWARD, BACKWARD):
+            self.stepping.use(action.unit)
         if action.kind == FORWARD:
             return self.forward(action.unit, inputs)
         if action.kind == BACKWARD:
@@ -231,7 +231,7 @@ class Flow:
         if action.kind == WEIGHT_GRADIENT:
             cast(SplitStage, self.stage).backward_weight(action.unit)
         else:  # an update, whose number is its batch
-            self.stepping_for(action.micro_batch).update(action.micro_batch)
+            self.stepping_for(action.micro_batch).update()
         return []
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
@@ -249,8 +249,8 @@ class Flow:
             store.seal(unit, like=unit.chunk)
         return outputs
 
-    def stepping_for(self, batch: int) -> SteppingStage:
-        """Return the stage of the stream. Raises RuntimeError in a batch on its own."""
+    def stepping_for(self, batch: int) -> Stepping:
+        """Return what steps the stream's optimizer. Raises RuntimeError in a batch on its own."""
         if self.stepping is None:
             raise RuntimeError(f"nobody steps batch {batch}: schedules with updates are carried out stretch by stretch")
         return self.stepping

@@ -14,7 +14,7 @@ from torch.distributed.pipelining._backward import stage_backward_input
 from evenpipe.runtime.precisions import autocast_dtype
 from evenpipe.schedule import FORWARD, Kind, Unit
 
-__all__ = ["Edges", "ModuleStage", "SplitStage", "Stage", "SteppingStage", "VaryingStage", "check_sent"]
+__all__ = ["Edges", "ModuleStage", "SplitStage", "Stage", "Stepping", "VaryingStage", "check_sent"]
 
 
 class Stage(Protocol):
@@ -50,14 +50,17 @@ class VaryingStage(Stage, Protocol):
         """What `receive_buffers` gives, for the input of `unit` that the stage before has described so."""
 
 
-class SteppingStage(Stage, Protocol):
-    """A stage of a stream without flushes: its weights change between two of its actions."""
+class Stepping(Protocol):
+    """The optimizer of a stage in a stream without flushes: weights change between two of the stage's actions."""
 
-    def gather(self, batch: int) -> None:
-        """Start to exchange with all stages what the step of `batch` depends on; all have computed that batch."""
+    def use(self, unit: Unit) -> None:
+        """Point the stage's parameters at the weights of `unit`, which is computed next."""
 
-    def update(self, batch: int) -> None:
-        """Finish the step of `batch`, counted along the stream."""
+    def gather(self) -> None:
+        """Start to exchange with all stages what the last batch's step depends on; all have computed that batch."""
+
+    def update(self) -> None:
+        """Finish that step."""
 
 
 class Edges(NamedTuple):
@@ -81,7 +84,7 @@ class ModuleStage:
 
     A module takes them one by one, and returns one or a tuple of them. `first(i)` gives micro-batch i's input at the
     start of the model, `loss(i, output)` its scalar loss at the end, which follows chunk `loss_chunk` of this stage, or
-    is on another one (None); `update(t)` finishes the step of batch t where a schedule asks for it.
+    is on another one (None).
     Gradients accumulate in `parameter.grad`; `losses[i]` holds the detached losses.
     """
 
@@ -92,14 +95,12 @@ class ModuleStage:
         first: Callable[[int], Tensor],
         loss: Callable[[int, Any], Tensor],
         loss_chunk: int | None,
-        update: Callable[[int], None] = lambda batch: None,
     ) -> None:
         self.chunks = list(chunks)
         self.losses: dict[int, Tensor] = {}
         self._edges = edges
         self._first = first
         self._loss = loss
-        self._update = update
         self._loss_chunk = loss_chunk
         self._inputs: dict[Unit, list[Tensor]] = {}  # those that have gradients
         #: By their number among those that gradients come back for: `_Start`s, which hold no memory of theirs.
@@ -174,13 +175,6 @@ class ModuleStage:
     def backward_weight(self, unit: Unit) -> None:
         """Accumulate into `parameter.grad`, as a whole backward does."""
         self._owed.pop(unit)()
-
-    def gather(self, batch: int) -> None:
-        """No step of plain modules depends on another stage."""
-
-    def update(self, batch: int) -> None:
-        """Call the `update` that the stage was given."""
-        self._update(batch)
 
 
 def check_sent(outputs: Sequence[Any], edge: Sequence[tuple[tuple[int, ...], torch.dtype]], unit: Unit) -> None:

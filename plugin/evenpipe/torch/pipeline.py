@@ -17,8 +17,7 @@ from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.schedule import Need, Program, Spec, check_offers, find, needs_of, verify
 from evenpipe.torch.evaluation import Evaluation, check_gradients, evaluating
 from evenpipe.torch.offers import MODULE_OFFERS
-from evenpipe.torch.plain_steps import PlainSteps, SharedGradients
-from evenpipe.torch.two_bw import TwoBWTraining
+from evenpipe.torch.two_bw import PlainGradients, SharedGradients, TwoBWTraining
 from evenpipe.torch.weighing import Tokens, mean_loss, share_of, weights_of
 from evenpipe.tuner.process_memory import KeptBytes, static_bytes
 
@@ -101,7 +100,7 @@ class Pipeline(ABC):
         batches: each what `step` takes (of several arguments a tuple); read one ahead. optimizer: of this stage's
         parameters; stepped, and gradients let go of, by what is returned, and not by the loop. clip_grad: the largest
         norm of the gradients of all stages; 0: any. replicas: the processes with this stage in other pipelines, whose
-        gradients' mean is taken. squares: see `PlainSteps`. Another call begins anew, with both versions the newest
+        gradients' mean is taken. squares: see `PlainGradients`. Another call begins anew, with both versions the newest
         weights. Raises ValueError for a program that flushes.
         """
         if self.versions is None:
@@ -110,10 +109,10 @@ class Pipeline(ABC):
         assert group is not None, "torch.distributed has been started"
         if self._training is not None:
             self._training.drain()  # a loop may have left it before its batches ended
-        steps = PlainSteps(
+        gradients = PlainGradients(
             self.versions, optimizer, squares or self.squares, group, clip_grad, replicas, self.shared_gradients
         )
-        self._training = TwoBWTraining(self, batches, steps)
+        self._training = TwoBWTraining(self, batches, gradients)
         return self._training
 
     @property
@@ -124,8 +123,8 @@ class Pipeline(ABC):
     @property
     def gradients(self) -> list[Tensor]:
         """Of this stage's parameters, those that there are; without flushes of the batch whose step is due."""
-        if self._training is not None and self._training.steps.gradients:
-            return self._training.steps.gradients
+        if self._training is not None and self._training.gradients.kept:
+            return self._training.gradients.kept
         return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
 
     def kept_bytes(self, optimizer: torch.optim.Optimizer) -> KeptBytes:
@@ -137,8 +136,8 @@ class Pipeline(ABC):
         static = static_bytes([*parameters, *self.gradients, *kept], [optimizer])
         messages = sum(like.nbytes for edge in (*self.edges.taken, *self.edges.given) for like in edge if like.dim())
         held = 0
-        if self._training is not None and not self._training.steps.update_early(self.stage):
-            held = self._training.steps.held_gradient_bytes
+        if self._training is not None and not self._training.gradients.update_early(self.stage):
+            held = self._training.gradients.held_bytes
         versions = 0 if self.versions is None else self.versions.nbytes
         return KeptBytes(sum(one.nbytes for one in parameters), versions, held, static, messages)
 

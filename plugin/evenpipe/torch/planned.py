@@ -34,8 +34,8 @@ from evenpipe.schedule import Unit
 from evenpipe.torch.evaluation import Evaluation, Shown, WithoutDropout
 from evenpipe.torch.offers import PLANNED_OFFERS
 from evenpipe.torch.pipeline import Pipeline, shares, stage_in
-from evenpipe.torch.plain_steps import SharedGradients, scaled_to
 from evenpipe.torch.ties import Ties
+from evenpipe.torch.two_bw import SharedGradients, scaled_to
 from evenpipe.torch.weighing import Tokens, mean_loss, share_of, weights_of
 
 __all__ = ["PlannedPipeline"]

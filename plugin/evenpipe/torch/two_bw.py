@@ -1,21 +1,149 @@
-"""Batches through a pipeline of plain modules without a flush between them."""
+"""2BW for a pipeline of plain modules: batches without a flush between them, and torch's optimizers a batch late."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from evenpipe.runtime.exchange import Exchange
 from evenpipe.runtime.executor import Executor
+from evenpipe.runtime.heartbeat import wait_for
 from evenpipe.runtime.stage import ModuleStage
-from evenpipe.schedule import Kind, Program, Stream, Unit, find, swapping
+from evenpipe.runtime.weight_versions import WeightVersions
+from evenpipe.schedule import Program, Stream, find, swapping
 from evenpipe.torch.evaluation import check_gradients
-from evenpipe.torch.plain_steps import PlainSteps
 from evenpipe.torch.weighing import mean_loss
-from evenpipe.two_bw.stream import BatchState, TwoBWStream
+from evenpipe.two_bw.gradients import Gradients, Outcome
+from evenpipe.two_bw.stream import BatchState, TwoBW
 
-__all__ = ["TwoBWPipeline", "TwoBWTraining"]
+__all__ = ["PlainGradients", "SharedGradients", "TwoBWPipeline", "TwoBWTraining", "scaled_to"]
+
+
+class SharedGradients(Protocol):
+    """Sums the gradients of parameters of which several stages have a copy."""
+
+    def fill(self) -> None:
+        """Give copies that no gradient came to one of zeros."""
+
+    def start(self, gradients: Mapping[int, Tensor]) -> None:
+        """Send this stage's, by the ids of parameters, and wait for nobody. At one place of all stages' order."""
+
+    def finish(self) -> None:
+        """Wait for the others': what `start` was given are the sums. Nothing to do twice."""
+
+    def __bool__(self) -> bool:
+        """Whether this stage shares any."""
+
+
+class PlainGradients(Gradients):
+    """Those of one stage of a pipeline of plain modules, and its optimizer.
+
+    squares: this stage's sums of squares of `parameter.grad`, in fp64, by piece of the model, zero for pieces on other
+    stages, so that their sum over stages is exact. clip_grad: the largest norm of all stages' gradients; 0 for any.
+    replicas: the processes with the same stage, whose gradients' mean is taken. ties: gradients shared with stages.
+    """
+
+    def __init__(
+        self,
+        versions: WeightVersions,
+        optimizer: torch.optim.Optimizer,
+        squares: Callable[[], Tensor],
+        group: dist.ProcessGroup,
+        clip_grad: float = 0.0,
+        replicas: dist.ProcessGroup | None = None,
+        ties: SharedGradients | None = None,
+    ) -> None:
+        row = squares()
+        self.versions = versions
+        self.exchange = Exchange(group, len(row), row.device)
+        self.decides = clip_grad > 0
+        self.waits = self.decides or (ties is not None and bool(ties))
+        self._optimizer = optimizer
+        self._squares = squares
+        self._limit = clip_grad
+        self._replicas = replicas if replicas is not None and replicas.size() > 1 else None
+        self._ties = ties
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []
+        self._works: list[dist.Work] = []
+
+    @property
+    def param_groups(self) -> Sequence[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """Those of the submitted batch, until its step is finished."""
+        return [gradient for _, gradient in self._kept]
+
+    @property
+    def held_bytes(self) -> int:
+        """All of them, where the next batch's first backward comes before the step."""
+        return sum(gradient.nbytes for gradient in self.kept)
+
+    def reduce(self) -> None:
+        # A learning-rate scheduler of torch's warns where no step came before its own; this one is submitted.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self._ties is not None:
+            self._ties.fill()
+        every = [one for group in self.param_groups for one in group["params"]]
+        self._kept = [(one, one.grad) for one in every if one.grad is not None]
+        for one, gradient in self._kept:
+            one.grad = None  # where the next batch's add up
+            if self._replicas is not None:
+                work = dist.all_reduce(gradient, group=self._replicas, async_op=True)
+                assert work is not None
+                self._works.append(work)
+
+    def hold(self) -> Tensor:
+        """Sums over stages are among what the figures are of."""
+        if self._replicas is not None and self._works:
+            wait_for(self._works, self._replicas, "replicas' gradients", self.kept[0].device)
+            self._works.clear()
+            for gradient in self.kept:
+                gradient.div_(self._replicas.size())
+        if self._ties is not None:
+            # Here, at one place of all stages' order. Of what the last stage begins when it has submitted, a wait of
+            # its host's for its device would be one for the first stage, whose batch ends by what the last does next.
+            self._ties.start({id(one): gradient for one, gradient in self._kept})
+            self._ties.finish()
+        with self._as_gradients():
+            return self._squares()
+
+    def outcome(self, rows: list[list[float]]) -> Outcome:
+        return Outcome(True, math.sqrt(sum(sum(of_piece) for of_piece in zip(*rows, strict=True))), None)
+
+    def step(self, outcome: Outcome) -> None:
+        with self._as_gradients():
+            if self._limit:
+                assert outcome.grad_norm is not None, "the norm decides"
+                scaled_to(self._limit, outcome.grad_norm, self.kept)
+            self._optimizer.step()
+        self._kept = []
+
+    @contextmanager
+    def _as_gradients(self) -> Iterator[None]:
+        """Inside, parameters have the gradients of the submitted batch."""
+        present = [one.grad for one, _ in self._kept]
+        for one, gradient in self._kept:
+            one.grad = gradient
+        try:
+            yield
+        finally:
+            for (one, _), gradient_of_next in zip(self._kept, present, strict=True):
+                one.grad = gradient_of_next
+
+
+def scaled_to(limit: float, norm: float, gradients: Sequence[Tensor]) -> None:
+    """Scale gradients of this norm so that it is at most `limit`."""
+    if limit and norm > limit:
+        for gradient in gradients:
+            gradient.mul_(limit / (norm + 1e-6))
 
 
 class TwoBWPipeline(Protocol):
@@ -45,34 +173,34 @@ class TwoBWTraining(Iterator[Tensor | None]):
     called (by all ranks alike), all steps are made.
     """
 
-    def __init__(self, pipeline: TwoBWPipeline, batches: Iterable[Any], steps: PlainSteps) -> None:
+    def __init__(self, pipeline: TwoBWPipeline, batches: Iterable[Any], gradients: PlainGradients) -> None:
         schedule = pipeline.program.schedule
-        self.steps = steps
+        self.gradients = gradients
         self._pipeline = pipeline
         self._batches = iter(batches)
         self._sizes = schedule.stages, schedule.micro_batches
+        self._buffers = _Buffers(pipeline.chunks)
         paired, swaps = bool(pipeline.program.pairs), swapping(schedule)
-        self._buffers = _Buffers(pipeline.chunks, steps)
-        self._two_bw = TwoBWStream(steps, find(schedule.name), paired, swaps, self._buffers)
+        self.two_bw = TwoBW(gradients, find(schedule.name), paired, swaps, self._buffers)
         self._ahead: Sequence[Any] | None = None
         self._found: dict[int, Tensor] = {}
         self._items: dict[int, Sequence[Any]] = {}  # of the present batch and the next, along the stream
         self._called = 0  # batches of the stream
-        steps.load_state_dict(None)
+        self.two_bw.load_state_dict(None)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from what `state_dict` gave; the pipeline's parameters have the newest weights already."""
         self.drain()
-        self.steps.load_state_dict(state)
+        self.two_bw.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside the parameters and the optimizer's state; all steps are made."""
         self.drain()
-        return self.steps.state_dict()
+        return self.two_bw.state_dict()
 
     def drain(self) -> None:
         """Finish the last step; what has been forwarded of the next batch is dropped, and forwarded again."""
-        self.steps.drain()
+        self.two_bw.drain()
         self._called = 0
         self._items.clear()
         self._found.clear()
@@ -85,13 +213,14 @@ class TwoBWTraining(Iterator[Tensor | None]):
             self.drain()
             raise StopIteration
         self._ahead = self._read()
-        self._buffers.keep()
+        self._buffers.keep(self.two_bw.batch)
         # The last batch stands in for the one after it, whose forwards are dropped.
         self._items[self._called], self._items[self._called + 1] = present, self._ahead or present
-        with self._two_bw.call(pipeline.executor, self._sizes, None, self._stage) as called:
+        with self.two_bw.call(pipeline.executor, self._sizes, None, self._stage) as called:
             for step in called.steps:
                 called.take(step)
-        self.steps.submit()
+        called.stage.losses.clear()
+        self.two_bw.submit()
         del self._items[self._called]
         first = self._called * count
         pipeline.losses = [self._found.pop(first + number) for number in range(count)] if pipeline.is_last else []
@@ -104,65 +233,35 @@ class TwoBWTraining(Iterator[Tensor | None]):
             return self._pipeline.shared(batch)
         return None
 
-    def _stage(self, stream: Stream) -> _TwoBWStage:
-        count = self._sizes[1]
-
+    def _stage(self, stream: Stream) -> ModuleStage:
         def item(number: int) -> Any:
-            return self._items[number // count][number % count]
+            return self._items[number // stream.micro_batches][number % stream.micro_batches]
 
-        made = self._pipeline.made(item, self._found, self._pipeline.batches)
-        return _TwoBWStage(made, self._two_bw, self.steps)
+        return self._pipeline.made(item, self._found, self._pipeline.batches)
 
 
 class _Buffers(BatchState):
-    """The buffers of `chunks`, which are put back where forwards of the batch ahead of `steps` are dropped."""
+    """The buffers of `chunks`, which are put back where forwards of the batch ahead are dropped."""
 
-    def __init__(self, chunks: Sequence[nn.Module], steps: PlainSteps) -> None:
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._chunks = chunks
-        self._steps = steps
+        self._present = 0
         self._before: list[tuple[Tensor, Tensor]] = []  # and what they were before the batch ahead
 
-    def keep(self) -> None:
-        """Keep what the forwards so far have made of them."""
+    def keep(self, batch: int) -> None:
+        """Keep what the forwards so far have made of them; `batch` is the present one."""
+        self._present = batch
         self._before = []
 
     def use(self, batch: int) -> None:
-        if batch > self._steps.batch and not self._before:
+        if batch > self._present and not self._before:
             every = (one for part in self._chunks for one in part.buffers())
             self._before = [(one, one.clone()) for one in every]
+
+    def gather(self, batch: int) -> None:
+        """Nothing of them is brought to other stages."""
 
     def drop(self, first: int) -> None:
         for buffer, before in self._before:
             buffer.copy_(before)
-        self.keep()
-
-
-class _TwoBWStage:
-    """`inner`, whose micro-batches are numbered along the stream, each on the weights that its batch needs."""
-
-    def __init__(self, inner: ModuleStage, two_bw: TwoBWStream, steps: PlainSteps) -> None:
-        self._inner = inner
-        self._two_bw = two_bw
-        self._steps = steps
-
-    def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
-        return self._inner.receive_buffers(kind, unit)
-
-    def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
-        self._two_bw.use_version_of(unit)
-        outputs = self._inner.forward(unit, inputs)
-        self._inner.losses.clear()
-        return outputs
-
-    def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
-        self._two_bw.use_version_of(unit)
-        return self._inner.backward(unit, gradients)
-
-    def gather(self, batch: int) -> None:
-        self._steps.gather()
-
-    def update(self, batch: int) -> None:
-        self._steps.finish()
-
-    def forget(self) -> None:
-        self._inner.forget()
+        self.keep(first)

@@ -105,9 +105,9 @@ class PlainEngine(Observer, ABC, Generic[PipelineT]):
     def finished(self) -> OptimizerStep | None:
         if self._training is None:
             return self._stepped
-        if self._training.steps.finished is None:
+        if self._training.two_bw.finished is None:
             return None
-        batch, late = self._training.steps.finished
+        batch, late = self._training.two_bw.finished
         return OptimizerStep(self._first + batch, late.updated, late.grad_norm)
 
     @property
@@ -128,7 +128,7 @@ class PlainEngine(Observer, ABC, Generic[PipelineT]):
         return {
             "parameters": [part.state_dict() for part in self.parts],
             "optimizer": self.optimizer.state_dict(),
-            **({} if self._training is None else {"steps": self._training.steps.state_dict()}),
+            **({} if self._training is None else {"steps": self._training.two_bw.state_dict()}),
         }
 
     def started(self, action: Action) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from evenpipe.runtime.exchange import Exchange, gather
 from evenpipe.runtime.resources import StageFigures
-from evenpipe.two_bw.along import AlongFigures
-from evenpipe.two_bw.steps import Outcome, TwoBWSteps
+from evenpipe.two_bw.gradients import Outcome
+from evenpipe.two_bw.stream import TwoBW
 
 __all__ = ["StepLog", "memory_line", "step_line"]
 
@@ -37,43 +37,43 @@ class StepLog:
         self._say_first = say_first
         self._show = show
         self._means = means
-        self._steps: TwoBWSteps | None = None
+        self._two_bw: TwoBW | None = None
         self._exchange: Exchange | None = None
-        self._along = AlongFigures()
         self._sent: tuple[int, int] | None = None  # the iteration whose figures are under way, and how many stages
         self._first = self._mean_from = 1
         self._resumed = False
         self._said: int | None = None  # the last iteration whose norm was said; None where there is no log
 
-    def begin(self, steps: TwoBWSteps, behind: int, resumed: bool) -> None:
+    def begin(self, two_bw: TwoBW, behind: int, resumed: bool) -> None:
         """Before the first iteration, with so many `behind`; `resumed`: the framework logs the norm that 2BW saved."""
-        self._along.begin(steps)
-        self._steps = steps
+        self._two_bw = two_bw
         self._first = self._mean_from = behind + 1
         self._resumed = resumed
         self._said = None
 
     def iteration_ended(self, iteration: int, stage: int) -> None:
         """After every iteration, first of all."""
-        if iteration == self._first and self._steps is not None:
-            sizes = [stage, self._steps.versions.nbytes, self._steps.held_gradient_bytes]
+        if iteration == self._first and self._two_bw is not None:
+            sizes = [stage, self._two_bw.versions.nbytes, self._two_bw.held_gradient_bytes]
             if (rows := gather(sizes)) is not None:
                 self._say_first(memory_line(rows))
         self.gathered()
 
     def gather(self, iteration: int, figures: StageFigures, stage: int, stages: int, device: torch.device) -> None:
         """Send this rank's figures of `iteration`, with those of its step; they are shown after the next one."""
+        assert self._two_bw is not None, "it has begun"
         exchange = self._exchange = self._exchange or Exchange.among_all(1 + len(figures), device)
 
         def send() -> None:
             exchange.start([stage, *figures])
             self._sent = iteration, stages
 
-        self._along.start(send)
+        self._two_bw.start_with_figures(send)
 
     def gathered(self) -> None:
         """Show the figures that were sent, if any: of each the largest, per stage."""
-        self._along.start_now()
+        if self._two_bw is not None:
+            self._two_bw.start_waiting()
         if self._exchange is None or self._sent is None:
             return
         (iteration, stages), self._sent = self._sent, None
@@ -90,9 +90,9 @@ class StepLog:
 
     def close(self) -> None:
         """No iteration follows: finish the last step, and say what has not been said."""
-        if self._steps is None:
+        if self._two_bw is None:
             return
-        self._steps.drain()
+        self._two_bw.drain()
         self.gathered()
         finished = self._finished()
         if finished is not None and self._said is not None and finished[0] > self._said:
@@ -101,7 +101,7 @@ class StepLog:
 
     def _finished(self) -> tuple[int, Outcome] | None:
         """The step that was finished last, and its iteration as the log counts."""
-        finished = self._steps.finished if self._steps is not None else None
+        finished = self._two_bw.finished if self._two_bw is not None else None
         return None if finished is None else (self._first + finished[0], finished[1])
 
 

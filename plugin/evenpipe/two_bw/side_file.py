@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evenpipe.report.digests import DamagedFile, check_seal, sealed
 from evenpipe.report.files import lacks_room, write_durably
-from evenpipe.two_bw.steps import TwoBWSteps
+from evenpipe.two_bw.stream import TwoBW
 
 __all__ = ["Part", "SideFileError", "resume", "write"]
 
@@ -39,8 +39,8 @@ class _Unusable(Exception):
     """A file is there, but is not the one that goes with these weights."""
 
 
-def write(path: Path, iteration: int, checkpoint: str, steps: TwoBWSteps, part: Part) -> None:
-    """Put the state of `steps`, which have been drained, at `path`: safe on disk as a whole when this returns, or not.
+def write(path: Path, iteration: int, checkpoint: str, two_bw: TwoBW, part: Part) -> None:
+    """Put the state of `two_bw`, which has been drained, at `path`: safe on disk as a whole when this returns, or not.
 
     It ends in its own digest. Raises RuntimeError, with one line that names `checkpoint`, when it cannot be written.
     """
@@ -48,7 +48,7 @@ def write(path: Path, iteration: int, checkpoint: str, steps: TwoBWSteps, part: 
         "format": _FORMAT,
         "iteration": iteration,
         "newest": _fingerprint(part.newest),
-        "state": steps.state_dict(part.places),
+        "state": two_bw.state_dict(part.places),
     }
     try:
         write_durably(path, sealed(lambda file: torch.save(content, file)))
@@ -63,7 +63,7 @@ def write(path: Path, iteration: int, checkpoint: str, steps: TwoBWSteps, part: 
 
 
 def resume(
-    steps: TwoBWSteps,
+    two_bw: TwoBW,
     parts: Sequence[Part],
     iteration: int,
     saved_with_2bw: bool | None,
@@ -71,7 +71,7 @@ def resume(
     accepts_one_version: bool,
     setting: str,
 ) -> tuple[bool, str]:
-    """Give `steps` the older weights of each of the `parts`, which are all of this process: all ranks call it.
+    """Give `two_bw` the older weights of each of the `parts`, which are all of this process: all ranks call it.
 
     `saved_with_2bw` is what the checkpoint says of itself. None: it says nothing, and any rank's file says that it was.
     Both versions are the loaded one after a save without 2bw, and, if `accepts_one_version`, where a rank has no usable
@@ -94,7 +94,7 @@ def resume(
             f"2bw: the checkpoint of iteration {iteration} was saved with 2bw, but {found}: put its file there, load "
             f"another checkpoint, or add {setting}, with which both weight versions are the loaded one"
         )
-    steps.load_state_dict(state if saved_with_2bw and found is None else None)
+    two_bw.load_state_dict(state if saved_with_2bw and found is None else None)
     if not saved_with_2bw:
         return False, "it was saved without 2bw: both weight versions are the loaded one"
     if found is None:

@@ -1,21 +1,28 @@
-"""A stage's batches in one stream without flushes: how it begins, goes on from call to call, and is broken off."""
+"""2BW on one stage: batches in one stream without flushes, and steps that are finished one batch later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, NamedTuple, Protocol
 
+import torch
+from torch import Tensor
+
 from evenpipe.runtime.executor import Executor
-from evenpipe.runtime.stage import SteppingStage
+from evenpipe.runtime.stage import Stage
 from evenpipe.schedule import Spec, Step, Stream, Unit, required_version
+from evenpipe.two_bw.gradients import Gradients, Outcome
 from evenpipe.two_bw.inputs import ReadAhead
-from evenpipe.two_bw.steps import TwoBWSteps
 
-__all__ = ["BatchState", "Call", "StreamStage", "TwoBWStream"]
+__all__ = ["BatchState", "Call", "StreamStage", "TwoBW"]
+
+_Settings = list[dict[str, Any]]
+_NOTHING_KNOWN = Outcome(True, None, None)
 
 
-class StreamStage(SteppingStage, Protocol):
+class StreamStage(Stage, Protocol):
     """A framework's stage; micro-batches are numbered along the stream."""
 
     def forget(self) -> None:
@@ -26,49 +33,74 @@ class BatchState(Protocol):
     """What forwards leave in a model beside their outputs, such as buffers and sums of losses; of each batch apart."""
 
     def use(self, batch: int) -> None:
-        """A unit of `batch`, as the steps count, is about to be computed."""
+        """A unit of `batch`, as `TwoBW` counts, is about to be computed."""
+
+    def gather(self, batch: int) -> None:
+        """All stages have backwarded `batch`, and are at one place of their order."""
 
     def drop(self, first: int) -> None:
         """The forwards of `first` and later batches are dropped, and will be computed again."""
 
 
 class Call(NamedTuple):
-    """One batch: its `steps` in `stream`, and what carries out the next of them."""
+    """One batch: its `steps` in `stream`, what carries out the next of them, and the stream's `stage`."""
 
     stream: Stream
     steps: list[Step]
     take: Callable[[Step], None]
+    stage: Any
 
 
-class TwoBWStream:
-    """One stage's stream; it ends when `steps` are drained, and the next call begins another.
+class TwoBW:
+    """One stage's batches and its optimizer: W(t+1) = W(t) - step of the gradients at W(t-1) (PipeDream-2BW §3.1).
 
-    A call backwards all of its batch, and forwards the first micro-batches of the next one too. So `inputs` run ahead
-    of the calls, by up to p - 1 micro-batches on the first stage.
+    A call of batch t backwards all of it, and forwards the first micro-batches of batch t + 1 too. So `inputs` run
+    ahead of the calls, by up to p - 1 micro-batches on the first stage. At its end, the batch's step is *submitted*.
+    What other stages have to know of its gradients is *gathered* in the background, at a place of the schedule by which
+    all stages have submitted. The step is finished, with the learning rate of its own batch, where the schedule has its
+    *update*: what a stage then needs of others has been under way for long. `drain` finishes it at once, and ends the
+    stream; the next call begins another.
     """
 
     def __init__(
         self,
-        steps: TwoBWSteps,
+        gradients: Gradients,
         spec: Spec,
         bpipe: bool,
         swaps: Collection[int] = (),
         state: BatchState | None = None,
     ) -> None:
+        self.gradients = gradients
+        self.versions = gradients.versions
         self.inputs = ReadAhead()
-        #: The batch with which the present stream began, as `steps` count.
+        self.batch = 0  # that is submitted next; the first that runs on two equal versions is 0
+        self.loaded_at = 0
+        #: The batch with which the present stream began.
         self.first = 0
-        #: What `make_stage` made for the present stream.
-        self.stage: StreamStage | None = None
-        self._steps = steps
+        #: Of the step that was finished last, here or before a resume; schedules of the rate count a first as made.
+        self.outcome = _NOTHING_KNOWN
         self._spec = spec
         self._bpipe = bpipe
         self._swaps = swaps
         self._state = state
-        self._stream: Stream | None = None
-        self._executor: Executor | None = None
+        self._stream: tuple[Stream, StreamStage, Executor] | None = None
         self._called = 0  # batches of the stream
-        steps.break_off = self.break_off
+        self._settings: _Settings | None = None  # of the submitted step's own batch
+        self._row: Tensor | None = None  # of figures, from when they are known until they are sent
+        self._ungathered = False  # whether the submitted step's figures are still to be sent
+        self._with_figures: list[Callable[[], None]] = []
+        self._unread: int | None = None  # a batch whose step is finished, but not what was gathered of it
+        self._finished: int | None = None
+
+    @property
+    def finished(self) -> tuple[int, Outcome] | None:
+        """The last batch of whose step everything is known, counted from 0 since the weights were made or loaded."""
+        return None if self._finished is None else (self._finished - self.loaded_at, self.outcome)
+
+    @property
+    def held_gradient_bytes(self) -> int:
+        """The memory of gradients that wait for their step while the next ones are added up."""
+        return self.gradients.held_bytes
 
     @contextmanager
     def call(
@@ -83,42 +115,194 @@ class TwoBWStream:
         Goes on with the stream if that has these sizes; else `make_stage` makes the stage of a new one. `source` is
         the data iterator, where this process reads. Raises InputError for one that cannot be, before anything is done.
         """
-        if self._stream is not None and self._stream.micro_batches != sizes[1]:
-            self._steps.drain()
-        if self._stream is None or self.stage is None:
-            self._executor, self._called, self.first = executor, 0, self._steps.batch
-            self._stream = Stream(self._spec, *sizes, self._bpipe, executor.connections.queues, self._swaps)
-            self.stage = make_stage(self._stream)
-            if self._steps.exchange is not None:
-                executor.connections.compare(self._steps.exchange.named)
+        if self._stream is not None and self._stream[0].micro_batches != sizes[1]:
+            self.drain()
+        if self._stream is None:
+            self._called, self.first = 0, self.batch
+            stream = Stream(self._spec, *sizes, self._bpipe, executor.connections.queues, self._swaps)
+            self._stream = stream, make_stage(stream), executor
+            if self.gradients.exchange is not None:
+                executor.connections.compare(self.gradients.exchange.named)
+        stream, stage, _ = self._stream
         self.inputs.start_batch(source, sizes[1])
-        self._steps.start_batch()
-        stage = executor.stage_index
-        steps = self._stream.call(stage, self._called, self._steps.update_early(stage))
-        with executor.stretch(self._stream.program, self.stage) as take:
-            yield Call(self._stream, steps, take)
+        self._start_batch()
+        place = executor.stage_index
+        steps = stream.call(place, self._called, self.gradients.update_early(place))
+        with executor.stretch(stream.program, stage, self) as take:
+            yield Call(stream, steps, take, stage)
         self._called += 1
         # Outside of a call the parameters are what the last finished step made of them.
-        self._steps.versions.use(self._steps.versions.latest)
+        self.versions.use(self.versions.latest)
 
-    def use_version_of(self, unit: Unit) -> None:
+    def use(self, unit: Unit) -> None:
         """Point the parameters at the weights that all of the unit's batch uses."""
         assert self._stream is not None, "a call is being carried out"
-        batch = self.first + unit.micro_batch // self._stream.micro_batches
-        self._steps.versions.use(required_version(batch))
+        batch = self.first + unit.micro_batch // self._stream[0].micro_batches
+        self.versions.use(required_version(batch))
         if self._state is not None:
             self._state.use(batch)
+
+    @torch.no_grad()
+    def submit(self) -> Outcome:
+        """In place of `optimizer.step()`, after all backwards of a batch; the outcome of the step before."""
+        self._read()
+        assert self._settings is None, "the schedule finishes one step before the next is submitted"
+        # A rate may be a tensor, which schedules write to.
+        self._settings = deepcopy(_settings_of(self.gradients.param_groups))
+        self.batch += 1
+        self._ungathered = True
+        if self.gradients.loss_scale is not None:
+            self.gradients.loss_scale.submit()
+        self.gradients.reduce()
+        return self.outcome
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Bring the submitted step's figures under way, if they are not: all stages at the same place of an order."""
+        if not self._ungathered:
+            return
+        self._hold()
+        self._ungathered = False
+        row, self._row = self._row, None
+        if self.gradients.exchange is not None and row is not None:
+            self.gradients.exchange.start(row)
+        if self._state is not None:
+            self._state.gather(self.batch - 1)
+        self.start_waiting()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Write the weights of the submitted step over the older version; nothing to do without one."""
+        if self._settings is None:
+            return
+        self._hold()
+        decides, scale = self.gradients.decides, self.gradients.loss_scale
+        if decides:
+            self.gather()
+        settings, self._settings = self._settings, None
+        self._unread = self.batch - 1
+        if decides:
+            self._read()
+        outcome = self.outcome if decides else _NOTHING_KNOWN
+        with self.versions.writing(), _with_settings(self.gradients.param_groups, settings):
+            self.gradients.step(outcome)
+        if scale is not None:
+            scale.step_ended(self.batch - 1, not outcome.updated)
+
+    def start_with_figures(self, exchange: Callable[[], None]) -> None:
+        """Start an `exchange` between all stages where the submitted step is gathered; at once if it has been.
+
+        The last stage would begin it between two batches, and then a wait of its host for its device would wait for the
+        first stage. Under BPipe, that one ends its batch by what the last does in the next.
+        """
+        self._with_figures.append(exchange)
+        if not self._ungathered:
+            self.start_waiting()
+
+    def start_waiting(self) -> None:
+        """Start, on all stages alike, the exchanges that wait for the figures of a step."""
+        waiting, self._with_figures = self._with_figures, []
+        for exchange in waiting:
+            exchange()
+
+    def drain(self) -> None:
+        """Finish the submitted step, drop what has been forwarded of the next batch, and leave the newest weights.
+
+        All ranks call it, between two batches. What had been read for the dropped forwards will be read again. Nothing
+        to do twice.
+        """
+        self.break_off()
+        self.gather()
+        self.update()
+        self._read()
+        self.versions.use(self.versions.latest)
+        self._start_batch()  # a checkpoint is to have what the scaler knows then
 
     def break_off(self) -> None:
         """Settle what other stages are owed, and drop what has been forwarded; the last step stays to be made.
 
         Waits for nothing that another stage has not started yet. The next call reads again what this one read ahead.
         """
-        if self._stream is None or self.stage is None or self._executor is None:
+        if self._stream is None:
             return
-        self._executor.break_off(self._stream.owed(self._executor.stage_index, self._called - 1))
-        self.stage.forget()
+        stream, stage, executor = self._stream
+        executor.break_off(stream.owed(executor.stage_index, self._called - 1))
+        stage.forget()
         if self._state is not None:
-            self._state.drop(self._steps.batch)
+            self._state.drop(self.batch)
         self.inputs.rewind()
-        self._stream = self.stage = self._executor = None
+        self._stream = None
+
+    def state_dict(self, places: Sequence[int] | None = None) -> dict[str, Any]:
+        """After `drain`: what a checkpoint needs beside the framework's own, which has the newest weights.
+
+        Of the older version, only the parameters at `places`, if these are given.
+        """
+        before = self.versions.tensors(self.versions.latest - 1) if self.batch > 0 else None
+        if before is not None and places is not None:
+            before = [before[place] for place in places]
+        scale = self.gradients.loss_scale
+        return {
+            "before": None if before is None else [_on_host(tensor) for tensor in before],
+            "outcome": list(self.outcome),
+            "unlearnt": [] if scale is None else scale.unlearnt,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint whose newest weights have been loaded; None: both versions are these.
+
+        Raises ValueError for weights of other shapes.
+        """
+        before = None if state is None else state["before"]
+        newest = self.versions.tensors(self.versions.latest)
+        if before is not None and [tensor.shape for tensor in before] != [tensor.shape for tensor in newest]:
+            raise ValueError("the older weight version in the checkpoint has other shapes than this stage's parameters")
+        self.outcome = _NOTHING_KNOWN if state is None else Outcome(*state["outcome"])
+        # Version 0 is the older one: batch 1 runs on it.
+        self.batch = self.loaded_at = 0 if before is None else 1
+        self._finished = None
+        self.versions.restart(self.batch, before)
+        if self.gradients.loss_scale is not None:
+            self.gradients.loss_scale.restart(self.batch, () if state is None else state["unlearnt"])
+
+    def _start_batch(self) -> None:
+        if self.gradients.loss_scale is not None:
+            self.gradients.loss_scale.start_batch(self.batch)
+
+    def _hold(self) -> None:
+        """Find the figures, while the gradients are there."""
+        if self._ungathered and self._row is None:
+            self._row = self.gradients.hold()
+
+    def _read(self) -> None:
+        """What was gathered of the step that is finished, or about to be."""
+        if self._unread is None:
+            return
+        self._finished, self._unread = self._unread, None
+        exchange = self.gradients.exchange
+        self.outcome = _NOTHING_KNOWN if exchange is None else self.gradients.outcome(exchange.finish())
+
+
+def _settings_of(groups: Sequence[Mapping[str, Any]]) -> _Settings:
+    """What of parameter groups training loops and learning-rate schedules change after every iteration."""
+    changed = ("lr", "weight_decay", "betas", "momentum")
+    return [{name: group[name] for name in changed if name in group} for group in groups]
+
+
+@contextmanager
+def _with_settings(groups: Sequence[dict[str, Any]], settings: _Settings) -> Iterator[None]:
+    """Inside, parameter groups have `settings`: a training loop has set those of the next iteration by now."""
+    present = _settings_of(groups)
+    for group, values in zip(groups, settings, strict=True):
+        group.update(values)
+    try:
+        yield
+    finally:
+        for group, values in zip(groups, present, strict=True):
+            group.update(values)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy that takes no memory of a device."""
+    return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())

@@ -1,13 +1,12 @@
 """Whether to stop is asked in the background, and acted on one iteration later."""
 
 from argparse import Namespace
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from evenpipe.megatron.script.two_bw.exit import ExitDecision
+from evenpipe.megatron.script.two_bw.training import ExitDecision
 
 
 @pytest.fixture
@@ -37,6 +36,7 @@ def test_a_yes_is_heard_one_iteration_later(cause, alone, monkeypatch):
     said, ended = [False, False, True, True], []
     monkeypatch.setattr(ExitDecision, "_got_signal" if cause == "signal" else "_time_is_up", lambda self: said.pop(0))
     decision, megatron = ExitDecision(args, lambda: ended.append(len(megatron.asked))), Megatron(args)
+    decision.begin(Steps())
     answers = [decision.made_by(megatron.decide) for _ in range(4)]
     assert answers == [False, False, False, True]
     quiet = (False, None)
@@ -49,20 +49,32 @@ def test_a_yes_is_heard_one_iteration_later(cause, alone, monkeypatch):
     }
 
 
+class Steps:
+    """As much of 2BW as has figures to gather."""
+
+    def __init__(self):
+        self.waiting = []
+
+    def start_with_figures(self, exchange):
+        self.waiting.append(exchange)
+
+    def start_waiting(self):
+        while self.waiting:
+            self.waiting.pop(0)()
+
+
 def test_answers_travel_with_the_figures_of_the_step(alone, monkeypatch):
     """The last stage ends an iteration long before the first: what it begins then may not wait for that."""
     args = Namespace(exit_signal_handler=True, exit_duration_in_mins=None)
-    said, steps = [False, True, False], SimpleNamespace(gather_too=[], owes_figures=True)
+    said, steps = [False, True, False], Steps()
     monkeypatch.setattr(ExitDecision, "_got_signal", lambda self: said.pop(0))
     decision = ExitDecision(args, lambda: None)
-    decision.along.begin(steps)
-    [gather] = steps.gather_too
-    gather()  # of an iteration before, there is nothing
+    decision.begin(steps)
     found = []
     for _ in range(3):
         found.append(decision.made_by(lambda: args.exit_signal_handler))
         assert not decision._exchange.under_way
-        gather()
+        steps.start_waiting()
         assert decision._exchange.under_way
     assert found == [False, False, True]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,15 +17,15 @@ from evenpipe.deepspeed.log import print_once, step_log
 from evenpipe.deepspeed.lowering import StreamSchedule
 from evenpipe.deepspeed.section import NAME
 from evenpipe.deepspeed.stage import Boundary, EngineStage
-from evenpipe.deepspeed.two_bw.gradients import gradients_of
-from evenpipe.deepspeed.two_bw.steps import EngineSteps
+from evenpipe.deepspeed.two_bw.drain_at_end import drain_at_the_end, let_go
+from evenpipe.deepspeed.two_bw.gradients import EngineGradients
+from evenpipe.deepspeed.two_bw.optimizer_kinds import kind_of
 from evenpipe.deepspeed.unsupported import refuse_for_two_bw
 from evenpipe.schedule import BACKWARD, Kind, Stream, Unit
 from evenpipe.settings.spelling import SECTION
 from evenpipe.two_bw import side_file
-from evenpipe.two_bw.ending import drain_at_the_end, let_go
 from evenpipe.two_bw.inputs import InputError
-from evenpipe.two_bw.stream import TwoBWStream
+from evenpipe.two_bw.stream import TwoBW
 from evenpipe.upstream.ending import end_job
 
 __all__ = ["TwoBWEngine"]
@@ -42,12 +42,12 @@ class TwoBWEngine(EvenPipeEngine):
     data_iterator: Any
     is_pipe_parallel: bool
     _batch_loss: Tensor
-    _two_bw: TwoBWStream | None = None
+    _gradients: EngineGradients
+    #: None before the engine has been made, and when the process has failed.
+    _two_bw: TwoBW | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        swaps = self.cut.plan.swaps if self.cut is not None else ()
-        self._two_bw = TwoBWStream(self._steps, self.evenpipe.spec, self.evenpipe.bpipe, swaps)
         self._begin_log()
         drain_at_the_end(self)
 
@@ -58,7 +58,7 @@ class TwoBWEngine(EvenPipeEngine):
         read again. Nothing to do twice.
         """
         if self._two_bw is not None:
-            self._steps.drain()
+            self._two_bw.drain()
             self._step_log.gathered()
 
     def break_off(self) -> None:
@@ -76,8 +76,7 @@ class TwoBWEngine(EvenPipeEngine):
 
     def number_of(self, unit: Unit) -> int:
         """Units are counted along the stream, which may have begun with an earlier batch than the present one."""
-        assert self._two_bw is not None, "units are of a stream"
-        begun = (self._two_bw.first - self._steps.batch) * self.micro_batches
+        begun = (self.two_bw.first - self.two_bw.batch) * self.micro_batches
         return super().number_of(Unit(begun + unit.micro_batch))
 
     def reset_activation_shape(self) -> None:
@@ -102,7 +101,7 @@ class TwoBWEngine(EvenPipeEngine):
         # Replicas hold the same weights: one of them writes.
         if save_dir and self.grid.get_data_parallel_id() == 0:
             part = self._part(Path(save_dir, tag))
-            side_file.write(part.paths[0], self.global_steps, tag, self._steps, part)
+            side_file.write(part.paths[0], self.global_steps, tag, self.two_bw, part)
         said = {NAME: {"schedule": self.evenpipe.schedule}}
         return super().save_checkpoint(save_dir, tag, {**client_state, **said}, *args, **kwargs)
 
@@ -115,8 +114,9 @@ class TwoBWEngine(EvenPipeEngine):
             if resumes_training(self, *args, **kwargs):
                 self._resume(Path(found[0]).parent, None if said is None else True)
             else:
-                self._steps.load_state_dict(None)
+                self.two_bw.load_state_dict(None)
                 print_once("2bw: both weight versions are the loaded one")
+            self._gradients.resumed(self.two_bw.outcome)
             self._begin_log()
         return found
 
@@ -128,7 +128,7 @@ class TwoBWEngine(EvenPipeEngine):
         if self._two_bw is not None:
             self._step_log.close()
         let_go(self)
-        self._steps.close()
+        self._gradients.close()
         super().destroy()
 
     def __del__(self) -> None:
@@ -144,7 +144,7 @@ class TwoBWEngine(EvenPipeEngine):
     def _resume(self, checkpoint: Path, saved_with_2bw: bool | None) -> None:
         try:
             complete, line = side_file.resume(
-                self._steps,
+                self.two_bw,
                 [self._part(checkpoint)],
                 self.global_steps,
                 saved_with_2bw,
@@ -158,26 +158,31 @@ class TwoBWEngine(EvenPipeEngine):
 
     def _begin_log(self) -> None:
         self.step_log = self._step_log = step_log(self)
-        self._step_log.begin(self._steps, self.global_steps, resumed=False)
+        self._step_log.begin(self.two_bw, self.global_steps, resumed=False)
+
+    @property
+    def two_bw(self) -> TwoBW:
+        """The stream of batches and the steps of this stage."""
+        assert self._two_bw is not None, "the engine has been made"
+        return self._two_bw
 
     def _prepare(self) -> Iterable[Tensor]:
         Stream(self.evenpipe.spec, self.num_stages, self.micro_batches, self.evenpipe.bpipe)
-        gradients = gradients_of(self)
-        refuse_for_two_bw(self, gradients)
-        assert gradients is not None
-        self._steps = EngineSteps(self, gradients)
-        return [*self.module.parameters(), *self._steps.versions.memory]
+        kind = kind_of(self)
+        refuse_for_two_bw(self, kind)
+        assert kind is not None
+        self._gradients = kind(self)
+        swaps = self.cut.plan.swaps if self.cut is not None else ()
+        self._two_bw = TwoBW(self._gradients, self.evenpipe.spec, self.evenpipe.bpipe, swaps)
+        return [*self.module.parameters(), *self._gradients.versions.memory]
 
     def _train(self, micro_batches: int) -> None:
-        two_bw = self._two_bw
-        assert two_bw is not None, "the engine has been made"
-
         def stage(stream: Stream) -> _StreamStage:
-            return _StreamStage(self, self._boundary, stream, self._steps, two_bw)
+            return _StreamStage(self, self._boundary, stream, self._gradients.scaled)
 
         try:
             sizes = self.num_stages, micro_batches
-            with two_bw.call(self.executor, sizes, self.data_iterator, stage) as called:
+            with self.two_bw.call(self.executor, sizes, self.data_iterator, stage) as called:
                 self._take = called.take
                 self._exec_schedule(StreamSchedule(called.stream, self.stage_id, called.steps))
         except InputError as error:
@@ -197,7 +202,7 @@ class TwoBWEngine(EvenPipeEngine):
             self.data_iterator = source
 
     def _submit_step(self, lr_kwargs: Any = None) -> None:
-        with self._steps.submitting():
+        with self._gradients.submitting(self.two_bw.submit):
             super()._exec_optimizer_step(lr_kwargs)
 
     def room_for_losses(self) -> Tensor:
@@ -232,13 +237,10 @@ class TwoBWEngine(EvenPipeEngine):
 class _StreamStage(EngineStage):
     """Micro-batches are numbered along `stream`. The last gradient of a batch brings its losses from stage to stage."""
 
-    def __init__(
-        self, engine: Any, boundary: Boundary, stream: Stream, steps: EngineSteps, two_bw: TwoBWStream
-    ) -> None:
+    def __init__(self, engine: Any, boundary: Boundary, stream: Stream, scaled: Callable[[Tensor], Tensor]) -> None:
         evicts = stream.program.schedule.evictions[engine.stage_id] > 0
         super().__init__(engine, boundary, StreamSchedule(stream, engine.stage_id).buffer_of, evicts)
-        self._steps = steps
-        self._two_bw = two_bw
+        self._scaled = scaled
         self._micro_batches = stream.micro_batches
 
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
@@ -246,16 +248,9 @@ class _StreamStage(EngineStage):
         buffers = super().receive_buffers(kind, unit)
         return [*buffers, self._engine.room_for_losses()] if kind == BACKWARD and self._ends_batch(unit) else buffers
 
-    def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
-        """On the version that the micro-batch's batch needs."""
-        self._two_bw.use_version_of(unit)
-        return super().forward(unit, inputs)
-
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
-        """On the same."""
-        self._two_bw.use_version_of(unit)
         if unit in self._losses:
-            self._losses[unit] = self._steps.scaled(self._losses[unit])
+            self._losses[unit] = self._scaled(self._losses[unit])
         if not self._ends_batch(unit):
             return super().backward(unit, gradients)
         if gradients is None:
@@ -265,14 +260,6 @@ class _StreamStage(EngineStage):
             self._engine.take_losses(losses)
             results = super().backward(unit, gradients)
         return results if self._engine.is_first_stage() else [*results, losses]
-
-    def gather(self, batch: int) -> None:
-        """Exchange what the step of the batch before depends on."""
-        self._steps.gather()
-
-    def update(self, batch: int) -> None:
-        """Finish the step of the batch before, the only one that can be submitted."""
-        self._steps.finish()
 
     def forget(self) -> None:
         """Let go of what has been forwarded and not backwarded."""

@@ -1,46 +1,111 @@
-"""What a step needs of a batch's gradients, for each kind of DeepSpeed's optimizers: kept from its last backward on."""
+"""The gradients and the optimizer of one stage of a DeepSpeed engine, as 2BW reduces, holds and steps with them."""
 
 from __future__ import annotations
 
+import functools
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
 
-import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+import torch.distributed as dist
 from torch import Tensor
 
-from evenpipe.two_bw.held import held_gradient_bytes
+from evenpipe.runtime.exchange import Exchange
+from evenpipe.runtime.heartbeat import job_timeout, wait_for
+from evenpipe.runtime.weight_versions import WeightVersions
+from evenpipe.two_bw.gradients import Gradients, LossScale, Outcome
 
-__all__ = ["Gradients", "gradients_of"]
+__all__ = ["EngineGradients"]
 
 
-class Gradients(ABC):
-    """The gradients of one stage, for one kind of optimizer.
+class EngineGradients(Gradients):
+    """Those of `engine`, for one kind of optimizer; DeepSpeed has reduced them between replicas when they are taken.
 
-    `counted`: the step needs the norm over all stages, of which `squares` is this one's part. `skips`: a step whose
-    norm is no number is skipped. `sharded`: each replica keeps a part of them. `weights` are tensors beside the
-    parameters that the optimizer reads or writes the weights through.
+    At the end of a batch, DeepSpeed's own code counts it, moves the learning rate on and calls `optimizer.step`, which
+    submits the step: tied weights' gradients and the norm travel in the background.
+
+    `decides`: the step needs the norm over all stages. `weights` are tensors beside the parameters that the optimizer
+    reads or writes the weights through. All ranks make one alike.
     """
 
-    counted = False
-    skips = True
-    sharded = False
-    weights: tuple[Tensor, ...] = ()
-    waits = True
+    #: Whether a step whose norm is no number is skipped.
+    skips: ClassVar[bool] = True
+    #: Whether each replica keeps a part of them.
+    sharded: ClassVar[bool] = False
 
-    def start(self, waits: bool) -> None:
-        """Before the first batch. `waits`: the next batch's gradients are added up before the step of these."""
-        self.waits = waits
+    def __init__(self, engine: Any, decides: bool, weights: Sequence[Tensor] = ()) -> None:
+        self._optimizer = optimizer = engine.optimizer
+        self._ties = _Ties(engine, self)
+        self._norm = 0.0  # of gradients that are multiplied by the loss scale
+        self.versions = WeightVersions(list(engine.module.parameters()), weights)
+        self.exchange = Exchange(engine.grid.get_pipe_parallel_group(), 1, engine.device) if decides else None
+        if engine.fp16_enabled():
+            self.loss_scale = LossScale(lambda: optimizer.loss_scale, optimizer._update_scale)
+        self.decides = decides
+        self.waits = decides or bool(self._ties)
+        #: Whether the next batch's gradients are added up before the step of these.
+        self.held = not self.update_early(engine.stage_id)
+
+    @property
+    def param_groups(self) -> Sequence[dict[str, Any]]:
+        groups: Sequence[dict[str, Any]] = self._optimizer.param_groups
+        return groups
+
+    @property
+    def held_bytes(self) -> int:
+        """As `held_gradient_bytes` says, where steps wait, and what tied weights add."""
+        return self._bytes() if self.held else 0
 
     @abstractmethod
-    def keep(self) -> None:
+    def reduce(self) -> None:
         """Take the batch's gradients, which have been reduced between replicas, out of the next one's way."""
+
+    def hold(self) -> Tensor:
+        """The figure is the sum of squares."""
+        self._ties.start()
+        self._ties.finish(counted=True)
+        return self._squares().view(1)
+
+    def outcome(self, rows: list[list[float]]) -> Outcome:
+        self._norm = math.sqrt(sum(squares for (squares,) in rows))
+        updated = math.isfinite(self._norm) or not self.skips
+        scale = 1.0 if self.loss_scale is None else float(self.loss_scale.submitted)
+        return Outcome(updated, self._norm / scale if updated else None, None)
+
+    def step(self, outcome: Outcome) -> None:
+        self._ties.finish()
+        # Whether to is in the norm, which is no number then.
+        with self._at_its_scale():
+            self._step(self._optimizer.step, self._norm)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """A loss whose backward pass makes these gradients; as it is where DeepSpeed scales it, or nothing has to."""
+        return loss
+
+    @contextmanager
+    def submitting(self, submit: Callable[[], Outcome]) -> Iterator[None]:
+        """Inside, `optimizer.step` calls `submit`."""
+        # A learning-rate scheduler of torch's puts a step of its own there, and warns where it is gone or not called.
+        own = vars(self._optimizer).get("step")
+        self._optimizer.step = functools.wraps(self._optimizer.step)(lambda *_, **__: submit())
+        self._optimizer._opt_called = True
+        try:
+            yield
+        finally:
+            del self._optimizer.step
+            if own is not None:
+                self._optimizer.step = own
+
+    def resumed(self, outcome: Outcome) -> None:
+        """Have DeepSpeed know of the last step before a resume."""
+        if hasattr(self._optimizer, "overflow"):
+            self._optimizer.overflow = not outcome.updated
+
+    def close(self) -> None:
+        """Let go of what was made for this among the ranks; nothing is under way."""
+        self._ties.close()
 
     @abstractmethod
     def kept(self, weight: Tensor) -> Tensor | None:
@@ -54,327 +119,108 @@ class Gradients(ABC):
         assert not self.sharded, "a copy has to be put back"
 
     @abstractmethod
-    def held_bytes(self) -> int:
-        """What takes memory until then where it waits: g · N / d (`two_bw.held`), and what tied weights add."""
+    def _bytes(self) -> int:
+        """What takes memory while it is held."""
 
     @abstractmethod
-    def squares(self) -> Tensor:
+    def _squares(self) -> Tensor:
         """The sum of squares of what is kept, without what another stage counts; no number if one of them is none.
 
         A double of no dimension on the device, so that the host need not wait for the batch's last backward.
         """
 
     @abstractmethod
-    def step(self, step: Callable[[], Any], norm: float) -> None:
+    def _step(self, step: Callable[[], Any], norm: float) -> None:
         """Let `step` see what was kept, and `norm` for the norm over all stages; it is gone then."""
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """A loss whose backward pass makes these gradients; as it is where DeepSpeed scales it, or nothing has to."""
-        return loss
-
-
-def gradients_of(engine: Any) -> Gradients | None:
-    """Those of `engine`'s optimizer; None for a kind that is not known here."""
-    optimizer, parameters = engine.optimizer, engine.module.parameters()
-    if isinstance(optimizer, BF16_Optimizer):
-        tied = [weight for weight, _ in engine.module.get_tied_weights_and_groups()]
-        return FlatGradients(optimizer, tied) if optimizer.using_real_optimizer else None
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        beside = optimizer.cpu_offload or optimizer.use_grad_accum_attribute
-        return None if beside else ShardedGradients(optimizer, parameters)
-    if isinstance(optimizer, FP16_Optimizer):
-        return None if optimizer.fused_adam_legacy else HalfGradients(optimizer, parameters)
-    if isinstance(optimizer, FP16_UnfusedOptimizer):
-        return None if optimizer.fused_lamb_legacy else HalfGradients(optimizer, parameters)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return PlainGradients(parameters, engine.gradient_clipping())
-    return None
-
-
-class PlainGradients(Gradients):
-    """fp32: one of torch's optimizers, which reads them there. They are clipped to a norm of `clip`; 0: not at all."""
-
-    def __init__(self, parameters: Iterable[Tensor], clip: float) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._kept: list[Tensor | None] = []
-        self._clip = clip
-        self.counted = clip > 0
-        self.skips = False
-
-    def keep(self) -> None:
-        self._kept = self._exchanged([None] * len(self._parameters))
-
-    def kept(self, weight: Tensor) -> Tensor | None:
-        kept = zip(self._parameters, self._kept, strict=True)
-        return next((gradient for parameter, gradient in kept if parameter is weight), None)
-
-    def held_bytes(self) -> int:
-        return sum(held_gradient_bytes(one.numel(), one.element_size(), 1) for one in self._parameters)
-
-    def squares(self) -> Tensor:
-        kept = zip(self._parameters, self._kept, strict=True)
-        return _sum_of_squares([_norm(one) for weight, one in kept if one is not None and _is_counted(weight)])
-
-    def step(self, step: Callable[[], Any], norm: float) -> None:
-        if self._clip > 0:
-            # As DeepSpeed does it, which counts the first stage only: with no number for a norm, nothing is one after.
-            factor = torch.clamp(self._clip / (torch.tensor(norm, dtype=torch.float32) + 1e-6), max=1.0)
-            for gradient in self._kept:
-                if gradient is not None:
-                    gradient.mul_(factor.to(gradient.device))
-        following = self._exchanged(self._kept)
-        step()
-        self._exchanged(following)
-        self._kept = []
-
-    def _exchanged(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        before = [parameter.grad for parameter in self._parameters]
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
-        return before
-
-
-class HalfGradients(PlainGradients):
-    """fp16: DeepSpeed's `optimizer` makes fp32 gradients of them in a step, and looks for an overflow, clips, unscales.
-
-    It does not have losses scaled, though it divides gradients by the scale, so that is done here.
-    """
-
-    def __init__(self, optimizer: Any, parameters: Iterable[Tensor]) -> None:
-        super().__init__(parameters, clip=0.0)
-        self.counted = self.skips = True  # an overflow is found in the norm
-        self._optimizer = optimizer
-        self.weights = tuple(getattr(optimizer, "fp16_groups_flat", ()))
-
-    def step(self, step: Callable[[], Any], norm: float) -> None:
-        optimizer = self._optimizer
-        overflow = not math.isfinite(norm)
-        unscale, checker, mpu = optimizer.unscale_and_clip_grads, optimizer.overflow_checker, optimizer.mpu
-        # Both kinds give the norm last; the one that they would find is this stage's.
-        optimizer.unscale_and_clip_grads = lambda *gradients_and_norm: unscale(*gradients_and_norm[:-1], norm)
-        # In the place of DeepSpeed's `CheckOverflow`, which would ask the other stages.
-        optimizer.overflow_checker = SimpleNamespace(check=lambda: overflow, has_overflow=lambda parameters: overflow)
-        optimizer.mpu = None
-        try:
-            super().step(step, norm)
-        finally:
-            optimizer.mpu = mpu
-            optimizer.overflow_checker = checker
-            del optimizer.unscale_and_clip_grads
-        optimizer._global_grad_norm = float("inf") if overflow else norm / optimizer.loss_scale
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        scaled: Tensor = loss.float() * self._optimizer.loss_scale
-        return scaled
-
-
-class _Tied(NamedTuple):
-    """The gradient of a tied weight: `whole` until stages have summed it, and `own`, the `part` of it in the shard."""
-
-    group: int
-    place: int
-    whole: Tensor
-    own: Tensor
-    part: slice
-
-
-class FlatGradients(Gradients):
-    """bf16 without ZeRO, or with ZeRO-1 and fp32 gradients; `tied` are the weights that other stages have too.
-
-    DeepSpeed sums all gradients up on each replica, for the norm, which steps with its shard of them. So the shard and
-    the norms are kept, and of tied weights, whose sums over stages are still to come, all.
-    """
-
-    counted = True
-
-    def __init__(self, optimizer: Any, tied: Sequence[Tensor]) -> None:
-        self._optimizer = optimizer
-        self.weights = (
-            *optimizer.bf16_groups_flat,
-            *(part for parts in optimizer.bf16_partitioned_groups for part in parts),
-        )
-        self._places = {
-            id(weight): (group, place)
-            for group, weights in enumerate(optimizer.bf16_groups)
-            for place, weight in enumerate(weights)
-            if any(weight is one for one in tied)
-        }
-        self._tied: dict[int, _Tied] = {}
-        self._shards: list[Tensor] = []
-        self._norms: list[tuple[Tensor, Tensor]] = []
-        self._there: list[list[bool]] = []
-
-    def start(self, waits: bool) -> None:
-        super().start(waits)
-        present = self._optimizer.fp32_groups_gradient_flat_partition
-        self._shards = [torch.empty_like(shard) if waits else shard for shard in present]
-        self._tied = {key: self._of_tied(*place) for key, place in self._places.items()}
-
-    def _of_tied(self, group: int, place: int) -> _Tied:
-        gradient = self._optimizer.fp32_groups_gradients[group][place]
-        start = gradient.storage_offset() - self._optimizer.fp32_groups_gradient_flat_partition[group].storage_offset()
-        own = self._shards[group][max(start, 0) : max(start + gradient.numel(), 0)]
-        whole = gradient
-        if self.waits:
-            whole = own if own.numel() == gradient.numel() else torch.empty_like(gradient)
-        return _Tied(group, place, whole, own, slice(max(-start, 0), max(-start, 0) + own.numel()))
-
-    def keep(self) -> None:
-        optimizer = self._optimizer
-        self._there = [list(there) for there in optimizer.fp32_groups_has_gradients]
-        groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, self._there, strict=True)
-        self._norms = [
-            (weight, _norm(gradient))
-            for group in groups
-            for weight, gradient, is_there in zip(*group, strict=True)
-            if is_there and _is_counted(weight)
-        ]
-        if not self.waits:
-            optimizer.clear_hp_grads = lambda: None  # DeepSpeed would, as if they had been stepped with
+    @contextmanager
+    def _at_its_scale(self) -> Iterator[None]:
+        """Inside, the loss scale is that of the submitted batch, and stays it."""
+        if self.loss_scale is None:
+            yield
             return
-        for shard, present in zip(self._shards, optimizer.fp32_groups_gradient_flat_partition, strict=True):
-            shard.copy_(present)
-        for tied in self._tied.values():
-            tied.whole.copy_(optimizer.fp32_groups_gradients[tied.group][tied.place])
-        optimizer.clear_hp_grads()
-
-    def kept(self, weight: Tensor) -> Tensor | None:
-        tied = self._tied[id(weight)]
-        return tied.whole if self._there[tied.group][tied.place] else None
-
-    def put_back(self, weight: Tensor, gradient: Tensor) -> None:
-        tied = self._tied[id(weight)]
-        tied.own.copy_(gradient[tied.part])
-
-    def held_bytes(self) -> int:
-        flat = zip(self._optimizer.fp32_groups_gradients_flat, self._optimizer.partition_count, strict=True)
-        shards = sum(held_gradient_bytes(one.numel(), one.element_size(), replicas) for one, replicas in flat)
-        return shards + sum(tied.whole.nbytes for tied in self._tied.values() if tied.whole is not tied.own)
-
-    def squares(self) -> Tensor:
-        tied = self._tied
-        return _sum_of_squares([_norm(tied[id(one)].whole) if id(one) in tied else norm for one, norm in self._norms])
-
-    def step(self, step: Callable[[], Any], norm: float) -> None:
         optimizer = self._optimizer
-        present, mpu = optimizer.fp32_groups_gradient_flat_partition, optimizer.mpu
-        known = torch.tensor([norm], dtype=torch.float32, device=self._shards[0].device)
-        optimizer.fp32_groups_gradient_flat_partition = self._shards
-        # The norm of what it is given as the gradients, over no other process, is the one that is known.
-        optimizer.get_grads_for_norm = lambda for_clipping=False: self._shards if for_clipping else ([known], {})
-        optimizer.clear_hp_grads = lambda: None  # they are the next batch's
-        optimizer.mpu = None
+        present, optimizer.loss_scale = optimizer.loss_scale, self.loss_scale.submitted
+        # Learnt later. And DeepSpeed would divide the gradients by the next scale in a step that makes it grow.
+        optimizer._update_scale = lambda overflow: None
         try:
-            step()
+            yield
         finally:
-            optimizer.mpu = mpu
-            del optimizer.clear_hp_grads, optimizer.get_grads_for_norm
-            optimizer.fp32_groups_gradient_flat_partition = present
-            if not self.waits:
-                optimizer.clear_hp_grads()
+            del optimizer._update_scale
+            optimizer.loss_scale = present
 
 
-class ShardedGradients(Gradients):
-    """ZeRO-1 in fp32 and fp16, and in bf16 where gradients are added up in bf16: else see `FlatGradients`."""
+class _Tie(NamedTuple):
+    """A tied weight, the ranks that its gradient is summed over, and whether this stage is the first that has it."""
 
-    counted = True
-    sharded = True
-
-    def __init__(self, optimizer: Any, parameters: Iterable[Tensor]) -> None:
-        self._optimizer = optimizer
-        self._parameters = list(parameters)
-        self.weights = (
-            *optimizer.bit16_groups_flat,
-            *(part for parts in optimizer.parallel_partitioned_bit16_groups for part in parts),
-        )
-        # What crosses stages travels in the background. A stage that finds an overflow has no number for a norm, and so
-        # all of them skip the step.
-        optimizer._model_parallel_all_reduce = lambda tensor, op: None
-
-    def keep(self) -> None:
-        """The optimizer has, but as views into all gradients of each parameter that begins or ends elsewhere."""
-        kept = self._optimizer.averaged_gradients
-        for group, pieces in kept.items() if self.waits else ():
-            kept[group] = _packed(pieces)
-
-    def held_bytes(self) -> int:
-        optimizer = self._optimizer
-        element = optimizer.gradient_accumulation_dtype.itemsize
-        flat = zip(optimizer.bit16_groups_flat, optimizer.partition_count, strict=True)
-        return sum(held_gradient_bytes(one.numel(), element, replicas) for one, replicas in flat)
-
-    def kept(self, weight: Tensor) -> Tensor | None:
-        whole: Tensor | None = None
-        for part, piece in self._pieces(weight):
-            whole = torch.zeros(weight.numel(), dtype=piece.dtype, device=piece.device) if whole is None else whole
-            whole[part] = piece.reshape(-1)
-        dtype = self._optimizer.gradient_accumulation_dtype
-        return torch.zeros(weight.numel(), dtype=dtype, device=weight.device) if whole is None else whole
-
-    def put_back(self, weight: Tensor, gradient: Tensor) -> None:
-        for part, piece in self._pieces(weight):
-            piece.copy_(gradient[part].view_as(piece))
-
-    def squares(self) -> Tensor:
-        optimizer = self._optimizer
-        norms = torch.stack(
-            [
-                optimizer.get_grad_norm_direct(optimizer.averaged_gradients[group], parameters).double()
-                for group, parameters in enumerate(optimizer.params_in_partition)
-            ]
-        )
-        return norms.square().masked_fill(norms < 0, math.nan).sum()  # DeepSpeed says -1 where it is no number
-
-    def step(self, step: Callable[[], Any], norm: float) -> None:
-        optimizer = self._optimizer
-        following = [parameter.grad for parameter in self._parameters]
-        known = torch.tensor(norm, dtype=torch.float32, device=optimizer.device)
-
-        def check_overflow(partition_gradients: bool = True) -> None:
-            optimizer.overflow = not math.isfinite(norm)
-
-        optimizer.scaled_global_norm = lambda: known
-        optimizer.check_overflow = check_overflow
-        try:
-            step()
-        finally:
-            del optimizer.scaled_global_norm, optimizer.check_overflow
-        for parameter, gradient in zip(self._parameters, following, strict=True):
-            parameter.grad = gradient
-
-    def _pieces(self, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """What this replica keeps of the gradient of `weight`, and which part of it that is."""
-        optimizer = self._optimizer
-        for group, parameters in enumerate(optimizer.params_in_partition):
-            kept = (one for one in optimizer.averaged_gradients[group] if not getattr(one, "_zero_padding", False))
-            # Padding may follow that is not marked. A replica's part may begin within its first parameter.
-            for place, (parameter, piece) in enumerate(zip(parameters, kept, strict=False)):
-                if parameter is weight:
-                    start = optimizer.first_offset[group] if place == 0 else 0
-                    yield slice(start, start + piece.numel()), piece
+    weight: Tensor
+    group: dist.ProcessGroup
+    is_first: bool
 
 
-def _packed(pieces: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of `pieces` that share memory of their size."""
-    together = torch.cat([piece.reshape(-1) for piece in pieces])
-    copies = torch.split(together, [piece.numel() for piece in pieces])
-    packed = [copy.view_as(piece) for copy, piece in zip(copies, pieces, strict=True)]
-    for copy, piece in zip(packed, pieces, strict=True):
-        if hasattr(piece, "_zero_padding"):
-            copy._zero_padding = True  # type: ignore[attr-defined]
-    return packed
+class _Ties:
+    """The tied weights of one stage of `engine`; all ranks make one alike.
+
+    A weight is counted in the norm by the first stage that has it, which is the last to end a batch.
+    """
+
+    def __init__(self, engine: Any, gradients: EngineGradients) -> None:
+        self._gradients = gradients
+        comms: dict[str, Any] = engine.module.tied_comms
+        # In the order of stages, which need not be that of ranks.
+        is_first = {id(comm["group"]): comm["ranks"][0] == dist.get_rank() for comm in comms.values()}
+        summed_over = {id(comm["group"]): comm["group"] for comm in comms.values()}
+        if gradients.sharded:
+            # A replica keeps other parts of a weight on each stage: so each gives what it has, and zeros for the rest.
+            wide = _across_replicas({key: comm["ranks"] for key, comm in comms.items()})
+            summed_over = {id(comm["group"]): wide[key] for key, comm in comms.items()}
+        self._ties = [
+            _Tie(weight, summed_over[id(group)], is_first[id(group)])
+            for weight, group in engine.module.get_tied_weights_and_groups()
+        ]
+        self._own_groups = list(summed_over.values()) if gradients.sharded else []
+        self._under_way: list[tuple[_Tie, Tensor, dist.Work]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._ties)
+
+    def start(self) -> None:
+        """Give this stage's part of a batch's gradients, which are kept."""
+        for tie in self._ties:
+            gradient = self._gradients.kept(tie.weight)
+            if gradient is not None:
+                work = dist.all_reduce(gradient, group=tie.group, async_op=True)
+                assert work is not None
+                self._under_way.append((tie, gradient, work))
+
+    def finish(self, counted: bool = False) -> None:
+        """Wait for all: what is kept are the sums. Nothing to do twice.
+
+        `counted`: of what is counted here only. Other stages have given their part of that, they end a batch earlier.
+        """
+        under_way, self._under_way = self._under_way, []
+        for tie, gradient, work in under_way:
+            if tie.is_first or not counted:
+                wait_for([work], tie.group, "gradients of tied weights", gradient.device)
+                self._gradients.put_back(tie.weight, gradient)
+            else:
+                self._under_way.append((tie, gradient, work))
+
+    def close(self) -> None:
+        """Destroy the groups that were made for this, once nothing is under way; the end of all groups does it too."""
+        groups, self._own_groups = self._own_groups, []
+        for group in groups if dist.is_initialized() else ():
+            dist.destroy_process_group(group)
 
 
-def _is_counted(weight: Tensor) -> bool:
-    """Whether this stage counts its gradient, and not another one that has the weight too."""
-    return not getattr(weight, "ds_pipe_replicated", False)
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-    return norm
-
-
-def _sum_of_squares(norms: list[Tensor]) -> Tensor:
-    """A double."""
-    return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+def _across_replicas(ranks: dict[str, list[int]]) -> dict[str, dist.ProcessGroup]:
+    """For each key of this rank's, the group of all ranks, of all replicas, that have it too. All ranks call it."""
+    everybody: list[dict[str, list[int]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everybody, ranks)
+    groups = {}
+    for key in sorted({key for one in everybody for key in one}):
+        members = sorted({rank for one in everybody for rank in one.get(key, ())})
+        group = dist.new_group(members, timeout=job_timeout())
+        if key in ranks:
+            groups[key] = group
+    return groups

@@ -18,6 +18,7 @@ from evenpipe.runtime.memory import MemoryCounter
 from evenpipe.schedule import FORWARD, UPDATE, Action
 from evenpipe.train.recorder import Recorder
 from evenpipe.tuner.process_memory import limit_bytes
+from evenpipe.two_bw.stream import TwoBW
 from evenpipe.upstream import verify
 
 __all__ = ["InstalledSchedule", "installed_schedule"]
@@ -57,16 +58,15 @@ class _EvenPipeSchedule(Observer):
 
     def __init__(self, learner: Learner, recorder: Recorder, note: Callable[[str], None]) -> None:
         options = learner.options
-        self.extra: TwoBWOptimizer | None = None
+        self.extra: TwoBW | None = None
         self.schedule: PipelineSchedule
         self.adaptive: AdaptiveSchedule | None = None
         self._stream: StreamSchedule | None = None
         self._micro_batches = options.micro_batches
         spec = options.programs.spec
         if options.streams:
-            self.extra = two_bw = TwoBWOptimizer(learner.replica.chunks, learner.optimizer)
             self.schedule = self._stream = StreamSchedule(options.bpipe, observer=self, measure=True, schedule=spec)
-            self._stream.attach(two_bw)
+            self.extra = self._stream.attach(TwoBWOptimizer(learner.replica.chunks, learner.optimizer))
         elif options.group_size == "auto":
             self.schedule = self.adaptive = AdaptiveSchedule(
                 _tuning(learner, note), options.bpipe, observer=self, measure=True, schedule=spec

@@ -1,55 +1,56 @@
-"""Megatron's optimizer under 2BW: steps that are submitted in one iteration and finished in the next."""
+"""Megatron's optimizer under 2BW: gradients reduced beside the next forward, held, and stepped with a batch later."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from evenpipe.megatron.two_bw.gradients import (
-    OwnGradients,
-    Reduction,
-    bucket_groups,
-    buffers,
-    local_figures,
-    stepping_with_own,
-    tied_embedding,
-)
 from evenpipe.megatron.unsupported import refused_with_two_versions
 from evenpipe.runtime.exchange import JointExchange
+from evenpipe.runtime.heartbeat import hearing, wait_for
 from evenpipe.runtime.weight_versions import Alias, WeightVersions
-from evenpipe.two_bw.steps import LossScale, Outcome, TwoBWSteps
+from evenpipe.two_bw.gradients import Gradients, LossScale, Outcome, held_gradient_bytes
 
 __all__ = ["TwoBWOptimizer"]
 
 
-class TwoBWOptimizer(TwoBWSteps):
+class TwoBWOptimizer(Gradients):
     """Takes over the optimizer of one stage: W(t+1) = W(t) − ν·∇f(W(t−1)) (PipeDream-2BW §3.1).
 
-    `optimizer.step()` submits the step of the batch that has just been backwarded, and returns Megatron's triple for
-    the step of the batch before: (updated, gradient norm, number of zeros). Gradients are reduced between replicas from
-    then on, beside the next forward.
+    `optimizer.step()` then submits the step of the batch that has just been backwarded, and returns Megatron's triple
+    for the step of the batch before: (updated, gradient norm, number of zeros). Gradients are reduced between replicas
+    from then on, beside the next forward.
 
     ::
 
         schedule = StreamSchedule()
-        schedule.attach(TwoBWOptimizer(model, optimizer))      # model, optimizer: Megatron's, their weights loaded
+        two_bw = schedule.attach(TwoBWOptimizer(model, optimizer))  # Megatron's, their weights loaded
+        ...
+        two_bw.drain()  # before anything reads the weights
 
     `model` is a list of one `DistributedDataParallel` chunk, `optimizer` what `get_megatron_optimizer` returned. Raises
     ValueError for a setting that does not go together with 2BW, in one line that names it.
     """
 
     def __init__(self, model: Sequence[Any], optimizer: Any) -> None:
-        model_config = get_model_config(model[0])
-        for settings in (model_config, model[0].ddp_config, optimizer.config):
+        self._config = get_model_config(model[0])
+        for settings in (self._config, model[0].ddp_config, optimizer.config):
             for refusal in refused_with_two_versions(settings):
                 raise ValueError(f"2bw: {refusal}")
-        self.model = list(model)
+        self._model = list(model)
+        self._optimizer = optimizer
         # Experts that are shared out have an optimizer of their own, which may count in a group of its own. A stage
         # that has none of something takes part with a stub.
         self._counted_in: dict[Any, list[Any]] = {}
@@ -57,113 +58,144 @@ class TwoBWOptimizer(TwoBWSteps):
             counted = self._counted_in.setdefault(part.get_grad_stats_parallel_group(), [])
             if not getattr(part, "is_stub_optimizer", False):
                 counted.append(part)
-        self._optimizers = [part for counted in self._counted_in.values() for part in counted]
+        self._parts = [part for counted in self._counted_in.values() for part in counted]
         self._count_zeros = bool(optimizer.config.log_num_zeros_in_grad)
-        self._tied = tied_embedding(self.model)
-        scalers = [scaler for one in self._optimizers if (scaler := getattr(one, "grad_scaler", None)) is not None]
-        decides = optimizer.config.clip_grad > 0 or bool(scalers)
-        super().__init__(
-            _weight_versions(self.model, self._optimizers),
-            JointExchange(list(self._counted_in), 3, torch.device(torch.cuda.current_device())),
-            _loss_scale(scalers) if scalers else None,
-            decides=decides,
-            waits=decides or self._tied is not None,
-        )
-        self._reduction = Reduction(self.model)
+        scalers = [scaler for one in self._parts if (scaler := getattr(one, "grad_scaler", None)) is not None]
+        self._tied = _tied_embedding(self._model)
+        self.decides = optimizer.config.clip_grad > 0 or bool(scalers)
+        self.waits = self.decides or self._tied is not None
+        self.loss_scale = _loss_scale(scalers) if scalers else None
+        self.exchange = JointExchange(list(self._counted_in), 3, torch.device(torch.cuda.current_device()))
+        self.versions = _weight_versions(self._model, self._parts)
+        self._buckets = [
+            group for chunk in model for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+        ]
+        for bucket in self._buckets:
+            # Asynchronous whether or not Megatron was told to overlap it with the last backward.
+            bucket.ddp_config = dataclasses.replace(bucket.ddp_config, overlap_grad_reduce=True)
         self._own: OwnGradients | None = None
         self._reduced = True  # within the stage
+        self._pending = False  # whether a step is still to be made
+        self._embedding: tuple[dist.Work, dist.ProcessGroup, torch.device] | None = None
         self._stage = 0
         self._finalize: Callable[[Any], object] = lambda groups: None
         self._process_groups: Any = None
         # A training loop zeroes gradients when those of the batch before are still needed.
-        self._zero: list[Callable[[], None]] = [chunk.zero_grad_buffer for chunk in self.model]
+        self._zero: list[Callable[[], None]] = [chunk.zero_grad_buffer for chunk in self._model]
         self._forget: Callable[[], None] = optimizer.zero_grad
-        for chunk in self.model:
+
+    def take_over(self, submit: Callable[[], Outcome]) -> None:
+        """Have Megatron's training loop submit steps, scale each loss for its own batch, and zero nothing by itself."""
+        optimizer = self._optimizer
+        for chunk in self._model:
             chunk.zero_grad_buffer = _done_by_two_bw
         optimizer.zero_grad = _done_by_two_bw
-        optimizer.step = self.submit
+        optimizer.step = submit
         optimizer.scale_loss = self._scaled
-        if model_config.grad_scale_func is not None:
-            model_config.grad_scale_func = self._scaled
-
-    @property
-    def held_gradient_bytes(self) -> int:
-        """As `two_bw.held` says, where steps wait."""
-        return 0 if self._own is None else self._own.nbytes
+        if self._config.grad_scale_func is not None:
+            self._config.grad_scale_func = self._scaled
 
     def start_stream(self, stage: int, finalize: Callable[[Any], object], process_groups: Any) -> None:
         """The schedule begins a stream: `finalize` is Megatron's `finalize_model_grads` for any process groups."""
         self._stage, self._finalize, self._process_groups = stage, finalize, process_groups
         if self._own is None:
-            self._own = OwnGradients(self.model, waits=not self.update_early(stage))
+            self._own = OwnGradients(self._model, waits=not self.update_early(stage))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for one in self._parts for group in one.param_groups]
+
+    @property
+    def held_bytes(self) -> int:
+        """As `held_gradient_bytes` says, where steps wait."""
+        return 0 if self._own is None else self._own.nbytes
+
+    def reduce(self) -> None:
+        """Between replicas, unless Megatron has started it during the last backward."""
+        for bucket in self._buckets:
+            if bucket.grad_reduce_handle is None:
+                bucket.start_grad_sync()
+        self._reduced, self._pending = False, True
 
     def before_first_backward(self) -> None:
         """Of a batch: the gradients of the one before make way."""
-        self._finish_within_stage()
-        assert self._settings is None or self._gradients.waits, "a step that does not wait is finished by now"
+        self._end_within_stage()
+        assert not self._pending or self._gradients.waits, "a step that does not wait is finished by now"
         for zero in self._zero:
             zero()
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for one in self._optimizers for group in one.param_groups]
-
-    def _start_reducing(self) -> None:
-        self._reduction.start()
-        self._reduced = False
-
-    def _finish_within_stage(self) -> None:
-        if self._reduced:
-            return
-        self._reduced = True
-        self._reduction.finish_within_stage(self._finalize, self._process_groups)
-        self._gradients.keep()
-
-    def _figures(self) -> Tensor:
-        self._finish_within_stage()
+    def hold(self) -> Tensor:
+        """The figures are those of `_local_figures`, in each group that counts some."""
+        self._end_within_stage()
         embedding = self._process_groups.embd
         with self._gradients.in_place():
             if self._tied is not None and embedding is not None and embedding.size() > 1:
-                self._reduction.start_embedding(self._tied.main_grad, embedding)  # type: ignore[attr-defined]
+                self._start_embedding(self._tied.main_grad, embedding)  # type: ignore[attr-defined]
                 if self._stage == 0:
                     # It counts the sum; the other ends have given their parts by now.
-                    self._reduction.finish_embedding()
-            scale = None if self._loss_scale is None else self._loss_scale.submitted
-            return torch.cat([local_figures(some, scale, self._count_zeros) for some in self._counted_in.values()])
+                    self._end_embedding()
+            scale = None if self.loss_scale is None else self.loss_scale.submitted
+            return torch.cat([_local_figures(some, scale, self._count_zeros) for some in self._counted_in.values()])
 
-    def _finish_reducing(self) -> None:
-        self._reduction.finish_embedding()
-
-    def _outcome(self, rows: list[list[float]]) -> Outcome:
+    def outcome(self, rows: list[list[float]]) -> Outcome:
         squares, overflows, zeros = (sum(column) for column in zip(*rows, strict=True))
-        skipped = self._loss_scale is not None and overflows > 0
+        skipped = self.loss_scale is not None and overflows > 0
         return Outcome(not skipped, None if skipped else math.sqrt(squares), zeros if self._count_zeros else None)
 
-    def _step(self, update: bool) -> None:
-        for group in bucket_groups(self.model):
+    def step(self, outcome: Outcome) -> None:
+        self._end_embedding()
+        for bucket in self._buckets:
             # Have Megatron look again where the parameters are of which each rank gathers the others' shards.
-            group.cached_param_buffer_shard_list = [None] * len(group.buckets)
-        if update:
+            bucket.cached_param_buffer_shard_list = [None] * len(bucket.buckets)
+        if outcome.updated:
             with self._gradients.in_place():
-                for one in self._optimizers:
-                    self._prepare(one)
-                for one in self._optimizers:
+                for one in self._parts:
+                    self._prepare(one, outcome.grad_norm)
+                for one in self._parts:
                     one.step_with_ready_grads()
         self._forget()
+        self._pending = False
 
-    def _prepare(self, optimizer: Any) -> None:
+    def _prepare(self, optimizer: Any, norm: float | None) -> None:
         """What Megatron's optimizers do with gradients that are whole, and finite, before they step."""
         if getattr(optimizer, "grad_scaler", None) is None:
-            with stepping_with_own(optimizer):
+            with _stepping_with_own(optimizer):
                 optimizer.prepare_grads()
         else:
-            assert self._loss_scale is not None, "there is a scaler"
-            with stepping_with_own(optimizer):
+            assert self.loss_scale is not None, "there is a scaler"
+            with _stepping_with_own(optimizer):
                 optimizer._copy_model_grads_to_main_grads()
             if gradients := optimizer._collect_main_grad_data_for_unscaling():
-                torch._foreach_mul_(gradients, self._loss_scale.submitted.double().reciprocal().float().squeeze())
+                torch._foreach_mul_(gradients, self.loss_scale.submitted.double().reciprocal().float().squeeze())
         parameters, most = optimizer.get_parameters(), optimizer.config.clip_grad
         if most > 0 and parameters:
-            clip_grads.clip_grad_by_total_norm_fp32(parameters, most, self.outcome.grad_norm)
+            clip_grads.clip_grad_by_total_norm_fp32(parameters, most, norm)
+
+    def _end_within_stage(self) -> None:
+        """Wait for the replicas, and do what Megatron's `finalize_model_grads` does between ranks of one stage."""
+        if self._reduced:
+            return
+        self._reduced = True
+        groups = copy.copy(self._process_groups)
+        groups.embd = groups.pos_embd = _GroupOfOne()  # these join stages; None would mean Megatron's own
+        with hearing(None, "replicas' gradients"):
+            self._finalize(groups)
+        self._gradients.keep()
+
+    def _start_embedding(self, gradient: Tensor, group: dist.ProcessGroup) -> None:
+        """Sum the gradient of the tied embedding with those of its other ends, in place.
+
+        It has a bucket of its own at all ends, whose shards are alike: of a shard that is padding, there is nothing.
+        """
+        if gradient.numel() > 0:
+            work = dist.all_reduce(gradient, group=group, async_op=True)
+            self._embedding = (work, group, gradient.device) if work is not None else None
+
+    def _end_embedding(self) -> None:
+        """Wait for it, if it was started."""
+        if self._embedding is not None:
+            (work, group, device), self._embedding = self._embedding, None
+            wait_for([work], group, "the gradient of the tied embedding", device)
 
     @property
     def _gradients(self) -> OwnGradients:
@@ -173,7 +205,65 @@ class TwoBWOptimizer(TwoBWSteps):
 
     def _scaled(self, loss: Tensor) -> Tensor:
         """`loss` times the scale of the batch whose losses are being computed."""
-        return loss if self._loss_scale is None else self._loss_scale.present * loss
+        return loss if self.loss_scale is None else self.loss_scale.present * loss
+
+
+class OwnGradients:
+    """What the optimizer of this rank steps with: all gradients, or, of a distributed optimizer, the rank's shard.
+
+    With `waits` they have memory of their own, allocated once, where a batch's wait for their step while the next ones
+    accumulate; else they are seen where Megatron's buffers have them.
+    """
+
+    def __init__(self, model: Sequence[Any], waits: bool) -> None:
+        self.waits = waits
+        #: What the memory takes.
+        self.nbytes = 0
+        self._buckets: list[tuple[Tensor, Tensor]] = []
+        self._parameters: list[tuple[Any, Tensor, Tensor]] = []
+        for buffer in _buffers(model):
+            shards, shard = 1, 0
+            if buffer.ddp_config.use_distributed_optimizer:
+                shards, shard = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
+            present = [bucket.grad_data.view(shards, -1)[shard] for bucket in buffer.buckets]
+            kept = present
+            if waits:
+                sizes = [part.numel() for part in present]
+                kept = list(buffer.grad_data.new_empty(sum(sizes)).split(sizes))
+                self.nbytes += held_gradient_bytes(buffer.grad_data.numel(), buffer.grad_data.element_size(), shards)
+                self._buckets += zip(present, kept, strict=True)
+            for bucket, part, own in zip(buffer.buckets, present, kept, strict=True):
+                for parameter in bucket.params:
+                    whole = parameter.main_grad
+                    start = whole.storage_offset() - part.storage_offset()
+                    view = own[max(start, 0) : max(start + whole.numel(), 0)]
+                    self._parameters.append((parameter, whole, view if shards > 1 else view.view_as(whole)))
+
+    def keep(self) -> None:
+        """The gradients are reduced, and make way for the next ones."""
+        for present, kept in self._buckets:
+            kept.copy_(present)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, `main_grad` is what was kept: of a shard, what lies in it of the parameter, in one dimension."""
+        for parameter, _, own in self._parameters:
+            parameter.main_grad = own
+        yield
+        for parameter, whole, _ in self._parameters:
+            parameter.main_grad = whole
+
+
+@contextmanager
+def _stepping_with_own(optimizer: Any) -> Iterator[None]:
+    """Inside, `optimizer` takes `main_grad` for its own shard of a gradient, and not for all of it."""
+    if not hasattr(optimizer, "_get_model_param_range_map"):
+        yield
+        return
+    ranges = optimizer._get_model_param_range_map
+    optimizer._get_model_param_range_map = lambda parameter: {"param": ranges(parameter)["param"].normalize()}
+    yield
+    del optimizer._get_model_param_range_map
 
 
 def _loss_scale(scalers: Sequence[Any]) -> LossScale:
@@ -195,9 +285,78 @@ def _weight_versions(model: Sequence[Any], optimizers: Sequence[Any]) -> WeightV
         for tensor in group
     ]
     stepped = [tensor for one in optimizers for tensor in one.get_parameters()]
-    aliases = [Alias(owner, "param_data") for buffer in buffers(model) for owner in (buffer, *buffer.buckets)]
+    aliases = [Alias(owner, "param_data") for buffer in _buffers(model) for owner in (buffer, *buffer.buckets)]
     return WeightVersions(parameters, [*shards, *stepped], aliases)
 
 
 def _done_by_two_bw(*_: Any, **__: Any) -> None:
-    """TwoBWOptimizer zeroes gradients itself, when nothing needs them any more."""
+    """Gradients are zeroed when nothing needs them any more."""
+
+
+def _buffers(model: Sequence[Any]) -> list[Any]:
+    """All flat buffers of Megatron's DDP chunks; those of experts that are shared out have replicas of their own."""
+    return [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+class _GroupOfOne:
+    """As much of a process group as Megatron asks of one with nothing to reduce."""
+
+    def size(self) -> int:
+        return 1
+
+
+def _tied_embedding(model: Sequence[Any]) -> Tensor | None:
+    """The weight that the first stage shares with others, on each of them; None elsewhere, and for untied models.
+
+    There it is the output layer's, or the embedding of multi-token prediction.
+    """
+    shared = (weight for weight in model[0].parameters() if getattr(weight, "shared_embedding", False))
+    return next((weight for weight in shared if weight.requires_grad), None)
+
+
+def _local_figures(optimizers: Sequence[Any], scale: Tensor | None, zeros: bool) -> Tensor:
+    """This process' part of the gradient's figures, as three doubles on its device.
+
+    They are the sum of squares, in units of a loss that is not scaled; 1 if a value is not finite (only looked for with
+    a `scale`); and, if asked for, the number of zeros. What other processes count too is left out, as in Megatron.
+    """
+    gradients = [gradient for one in optimizers for gradient in _counted(one)]
+    device = torch.device(torch.cuda.current_device())
+    figures = torch.zeros(3, dtype=torch.float64, device=device)
+    if not gradients:
+        return figures
+    norm, _ = clip_grads.multi_tensor_applier(
+        clip_grads.l2_norm_impl, torch.zeros(1, dtype=torch.int, device=device), [gradients], False
+    )
+    figures[0] = norm.double().square().squeeze()
+    if scale is not None:
+        largest = torch.stack(torch._foreach_norm(gradients, ord=float("inf")))
+        figures[0] /= scale.double().square().squeeze()
+        figures[1] = (~torch.isfinite(largest).all()).double()
+    if zeros:
+        figures[2] = torch.stack([gradient.numel() - torch.count_nonzero(gradient) for gradient in gradients]).sum()
+    return figures
+
+
+def _counted(optimizer: Any) -> Iterator[Tensor]:
+    """The gradients that `optimizer` steps with and counts, as fp32; `main_grad` has its own."""
+    groups = [getattr(optimizer, name) for name in ("tp_group", "expert_tp_group") if hasattr(optimizer, name)]
+    for parameter in _model_parameters(optimizer):
+        gradient: Tensor | None = getattr(parameter, "main_grad", None)
+        if gradient is None or not param_is_not_shared(parameter):
+            continue
+        if not param_is_not_tensor_parallel_duplicate(parameter, *groups):
+            continue
+        yield gradient.float()
+
+
+def _model_parameters(optimizer: Any) -> Iterator[Any]:
+    """The model's own parameters that `optimizer` steps, in whichever groups it keeps them."""
+    kept = [
+        groups
+        for name in ("float16_groups", "fp32_from_fp32_groups", "model_float16_groups", "model_fp32_groups")
+        if (groups := getattr(optimizer, name, None)) is not None
+    ]
+    for groups in kept or [[optimizer.get_parameters()]]:
+        for group in groups:
+            yield from group

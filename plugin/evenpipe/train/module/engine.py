@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from evenpipe.runtime.precisions import PRECISIONS
 from evenpipe.torch.pipeline import ModulePipeline
-from evenpipe.torch.plain_steps import scaled_to
+from evenpipe.torch.two_bw import scaled_to
 from evenpipe.train.data import MicroBatch
 from evenpipe.train.engine import Case
 from evenpipe.train.gather import digest

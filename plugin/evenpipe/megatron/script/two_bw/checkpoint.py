@@ -19,7 +19,7 @@ from evenpipe.settings.spelling import flag
 from evenpipe.two_bw import side_file
 
 if TYPE_CHECKING:
-    from evenpipe.two_bw.steps import TwoBWSteps
+    from evenpipe.two_bw.stream import TwoBW
 
 __all__ = ["has_two_versions", "resume", "save"]
 
@@ -60,8 +60,8 @@ class _Share(NamedTuple):
         return side_file.Part(paths, self.weights, self.places)
 
 
-def save(iteration: int, model: Sequence[Any], steps: TwoBWSteps, folder: str, write: Callable[[], Any]) -> Any:
-    """Let `write` save what is Megatron's, once the state of `steps`, which have been drained, is safe on disk.
+def save(iteration: int, model: Sequence[Any], two_bw: TwoBW, folder: str, write: Callable[[], Any]) -> Any:
+    """Let `write` save what is Megatron's, once the state of `two_bw`, which has been drained, is safe on disk.
 
     Megatron's tracker moves on within `write` (or later, for an asynchronous save), so a checkpoint that can be loaded
     has both. It wants its own folder empty, so ours stay beside it until it is done. Raises RuntimeError, with one
@@ -70,7 +70,7 @@ def save(iteration: int, model: Sequence[Any], steps: TwoBWSteps, folder: str, w
     written = [share for share in _shares(model) if share.is_written_here]
     for share in written:
         _, beside = _paths(folder, iteration, share.name)
-        side_file.write(beside, iteration, f"of iteration {iteration}", steps, share.part([beside]))
+        side_file.write(beside, iteration, f"of iteration {iteration}", two_bw, share.part([beside]))
     result = write()
     for share in written:
         inside, beside = _paths(folder, iteration, share.name)
@@ -81,12 +81,12 @@ def save(iteration: int, model: Sequence[Any], steps: TwoBWSteps, folder: str, w
 def resume(
     args: Namespace,
     model: Sequence[Any],
-    steps: TwoBWSteps,
+    two_bw: TwoBW,
     saved_with_2bw: bool | None,
     *,
     accepts_one_version: bool,
 ) -> bool:
-    """Give `steps` what was saved with the weights that Megatron has loaded, and say whether; all ranks call it.
+    """Give `two_bw` what was saved with the weights that Megatron has loaded, and say whether; all ranks call it.
 
     `saved_with_2bw` and `accepts_one_version` are those of :func:`side_file.resume`, whose SideFileError this raises.
     """
@@ -99,7 +99,7 @@ def resume(
         for share in _shares(model)
     ]
     complete, line = side_file.resume(
-        steps,
+        two_bw,
         parts,
         args.iteration,
         saved_with_2bw,

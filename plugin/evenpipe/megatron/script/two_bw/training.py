@@ -6,11 +6,11 @@ import functools
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
-from evenpipe.megatron.script.hooks import save_patch, set_up_patch
+from evenpipe.megatron.script.hooks import save_patch, set_up_patch, with_values
 from evenpipe.megatron.script.log import say, say_on_last_rank, show_figures
-from evenpipe.megatron.script.two_bw.exit import ExitDecision
 from evenpipe.megatron.supported import MEGATRON_CORE, PARALLEL_STATE, RELEASES, Changes, core_patch, expected, members
 from evenpipe.megatron.training_supported import training_expected, training_patch
 from evenpipe.two_bw.log import StepLog
@@ -18,10 +18,12 @@ from evenpipe.upstream import PRESENT, Patch, PatchSet
 from evenpipe.upstream.ending import end_job
 
 if TYPE_CHECKING:
-    from evenpipe.megatron.two_bw import StreamSchedule, TwoBWOptimizer
+    from evenpipe.megatron.two_bw import StreamSchedule
     from evenpipe.megatron.two_bw.expert_losses import ExpertLosses
+    from evenpipe.runtime.exchange import Exchange
+    from evenpipe.two_bw.stream import TwoBW
 
-__all__ = ["CALLED", "TwoBWLoop", "two_bw_patches"]
+__all__ = ["CALLED", "ExitDecision", "TwoBWLoop", "two_bw_patches"]
 
 _AND = "logical_and_across_model_parallel_group"
 _MAX = "reduce_max_stat_across_model_parallel_group"
@@ -86,7 +88,7 @@ class TwoBWLoop:
         self._accepts_one_version = accepts_one_version
         self._saved_with_2bw: bool | None = None
         self._schedule = schedule
-        self._buffers: TwoBWOptimizer | None = None
+        self._two_bw: TwoBW | None = None
         self._expert_losses: ExpertLosses | None = None
         self.steps = StepLog(say_on_last_rank, say, show_figures, means=True)
         self.exit_decision = ExitDecision(args, self.steps.close)
@@ -119,57 +121,143 @@ class TwoBWLoop:
                 "--evenpipe-schedule 2bw: this stage has no parameters to train: choose another "
                 "--pipeline-model-parallel-layout, or --evenpipe-schedule 1f1b"
             )
-        self._buffers = TwoBWOptimizer(model, optimizer)
+        takes_over = TwoBWOptimizer(model, optimizer)
+        if self.args.num_experts is not None:
+            self._expert_losses = ExpertLosses()
+        self._two_bw = two_bw = self._schedule.attach(takes_over, self._expert_losses)
         try:
             resumed = resume(
-                self.args,
-                model,
-                self._buffers,
-                self._saved_with_2bw,
-                accepts_one_version=self._accepts_one_version,
+                self.args, model, two_bw, self._saved_with_2bw, accepts_one_version=self._accepts_one_version
             )
         except SideFileError as error:
             end_job(str(error))
-        if self.args.num_experts is not None:
-            self._expert_losses = ExpertLosses()
-        self._schedule.attach(self._buffers, self._expert_losses)
-        self.steps.begin(self._buffers, self.args.iteration, resumed)
-        self.exit_decision.along.begin(self._buffers)
+        self.steps.begin(two_bw, self.args.iteration, resumed)
+        self.exit_decision.begin(two_bw)
 
-    def loaded(self, checkpoint_args: Namespace) -> None:
-        """Called by all ranks with the arguments of the run that saved what Megatron goes on from."""
+    def check_loaded_args(
+        self, original: Callable[..., Any], checkpoint_args: Namespace, *args: Any, **kwargs: Any
+    ) -> Any:
+        """In place of Megatron's check of the arguments of the run that saved what this one goes on from."""
         from evenpipe.megatron.script.two_bw.checkpoint import has_two_versions
 
         self._saved_with_2bw = has_two_versions(checkpoint_args)
+        return original(checkpoint_args, *args, **kwargs)
 
-    def sum_losses_of_experts(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def sum_expert_losses(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of Megatron's sum of them over all ranks, in every iteration."""
         if self._expert_losses is None:
             return original(*args, **kwargs)
         return self._expert_losses.summed(original, *args, **kwargs)
+
+    def decide_exit(self, original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+        """In place of Megatron's decision whether to stop."""
+        return self.exit_decision.made_by(functools.partial(original, *args, **kwargs))
+
+    def interrupted(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of an `original` in which all ranks wait for each other."""
+        self.interrupt()
+        return original(*args, **kwargs)
 
     def interrupt(self) -> None:
         """Called by all ranks before they wait for each other: finish the step, and let go of what is under way.
 
         A stage that evicts may be amid transfers that its partner would take part in only in its next iteration.
         """
-        if self._buffers is not None:
-            self._buffers.drain()
+        if self._two_bw is not None:
+            self._two_bw.drain()
 
     def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
         """Called by all ranks in the place of Megatron's saving, which is `write`."""
         from evenpipe.megatron.script.two_bw.checkpoint import save
 
-        if self._buffers is None:
+        if self._two_bw is None:
             return write()
         self.interrupt()
         with self.exit_decision.with_users_flags():
-            return save(iteration, model, self._buffers, folder, write)
+            return save(iteration, model, self._two_bw, folder, write)
+
+
+class ExitDecision:
+    """Stands around Megatron's `checkpoint_and_decide_exit`, which gathers two answers from all ranks, and waits.
+
+    Each iteration, every rank gives whether it got a signal (`--exit-signal-handler`) or its time is up
+    (`--exit-duration-in-mins`), and takes what the others gave an iteration before. Only when one of them would stop
+    does Megatron see its flag: it gathers again, saves, and stops, one iteration later than it would have. `ending` is
+    called before the training loop is left.
+    """
+
+    def __init__(self, args: Namespace, ending: Callable[[], None]) -> None:
+        self._args = args
+        self._ending = ending
+        self._handles_signal = bool(args.exit_signal_handler)
+        self._minutes: float | None = args.exit_duration_in_mins
+        self._exchange: Exchange | None = None
+        self._two_bw: TwoBW | None = None
+
+    def begin(self, two_bw: TwoBW) -> None:
+        """Before the first iteration: answers travel with the figures of its steps."""
+        self._two_bw = two_bw
+
+    def made_by(self, decide: Callable[[], bool]) -> bool:
+        """What `decide`, Megatron's function, says; all ranks call it in every iteration."""
+        signalled, expired = self._gathered()
+        if signalled or expired:
+            self._ending()
+        with with_values(
+            self._args,
+            exit_signal_handler=self._handles_signal and signalled,
+            exit_duration_in_mins=self._minutes if expired else None,
+        ):
+            stops = decide()
+        if stops:
+            self._ending()
+        return stops
+
+    def with_users_flags(self) -> AbstractContextManager[Any]:
+        """Inside, Megatron's arguments are the user's: what is saved of them is."""
+        return with_values(self._args, exit_signal_handler=self._handles_signal, exit_duration_in_mins=self._minutes)
+
+    def _gathered(self) -> tuple[bool, bool]:
+        """Whether any rank had got a signal an iteration before, and whether any rank's time was up."""
+        if not self._handles_signal and not self._minutes:
+            return False, False
+        if self._exchange is None:
+            import torch
+
+            from evenpipe.runtime.exchange import Exchange
+
+            self._exchange = Exchange.among_all(2, torch.device(torch.cuda.current_device()))
+        assert self._two_bw is not None, "training has begun"
+        self._two_bw.start_waiting()
+        rows = self._exchange.finish() if self._exchange.under_way else []
+        answers = [self._got_signal(), self._time_is_up()]
+        self._two_bw.start_with_figures(functools.partial(self._exchange.start, answers))
+        return any(row[0] for row in rows), any(row[1] for row in rows)
+
+    def _got_signal(self) -> bool:
+        if not self._handles_signal:
+            return False
+        from megatron.training import get_signal_handler
+
+        return bool(get_signal_handler()._signal_received)
+
+    def _time_is_up(self) -> bool:
+        if not self._minutes:
+            return False
+        from megatron.training import training
+
+        return bool((time.time() - training._TRAIN_START_TIME) / 60.0 > self._minutes)
 
 
 def two_bw_patches(training: Any) -> list[Patch]:
-    """What :class:`TwoBWLoop` applies; made without looking at what is installed."""
-    interrupt, sum_losses = functools.partial(_interrupt, training), functools.partial(_sum_losses_of_experts, training)
+    """What :class:`TwoBWLoop` applies; made without looking at what is installed, or at `training`."""
+    interrupted, sum_losses, check_args, decide_exit = (
+        functools.partial(method, training)
+        for method in (
+            *(TwoBWLoop.interrupted, TwoBWLoop.sum_expert_losses),
+            *(TwoBWLoop.check_loaded_args, TwoBWLoop.decide_exit),
+        )
+    )
     return [
         set_up_patch(
             training, "two-versions", "2bw: the first place that has model and optimizer, with what was loaded"
@@ -178,26 +266,26 @@ def two_bw_patches(training: Any) -> list[Patch]:
         training_patch(
             "saved-arguments",
             "megatron.training.checkpointing:check_checkpoint_args",
-            functools.partial(_tell_of_arguments, training),
+            check_args,
             "2bw: a checkpoint's arguments say whether an older weight version goes with it",
         ),
         training_patch(
             "exit",
             "megatron.training.training:checkpoint_and_decide_exit",
-            functools.partial(_decide_in_the_background, training),
+            decide_exit,
             "2bw: all ranks are asked in every iteration whether to stop, which joins all stages",
         ),
         training_patch(
             "date",
             "megatron.training.training:print_datetime",
-            interrupt,
+            interrupted,
             "2bw: a barrier before Megatron exits, at which nothing may be under way",
         ),
         *(
             core_patch(
                 f"timer-{name}",
                 f"{_TIMERS}:Timer.{name}",
-                interrupt,
+                interrupted,
                 "2bw: timers stop, with barriers, before Megatron evaluates or saves; nothing may be under way then",
                 "(self, barrier=False)",
             )
@@ -244,26 +332,6 @@ def two_bw_patches(training: Any) -> list[Patch]:
             "(self, names, rank=None, normalizer=1.0, reset=True, barrier=False)",
         ),
     ]
-
-
-def _sum_losses_of_experts(training: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return training.sum_losses_of_experts(original, *args, **kwargs)
-
-
-def _interrupt(training: TwoBWLoop, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    training.interrupt()
-    return original(*args, **kwargs)
-
-
-def _tell_of_arguments(
-    training: Any, original: Callable[..., Any], checkpoint_args: Namespace, *args: Any, **kwargs: Any
-) -> Any:
-    training.loaded(checkpoint_args)
-    return original(checkpoint_args, *args, **kwargs)
-
-
-def _decide_in_the_background(training: TwoBWLoop, original: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    return training.exit_decision.made_by(functools.partial(original, *args, **kwargs))
 
 
 def _of_running_timers(

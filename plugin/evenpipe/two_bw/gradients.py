@@ -1,0 +1,128 @@
+"""A framework's half of 2BW: how it reduces a batch's gradients, holds them, and steps with them one batch later."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from evenpipe.runtime.exchange import Exchange, JointExchange
+from evenpipe.runtime.weight_versions import WeightVersions
+
+__all__ = ["Gradients", "LossScale", "Outcome", "held_gradient_bytes"]
+
+
+class Outcome(NamedTuple):
+    """What came of a step. `grad_norm` is None where it was skipped, or where nothing needed the norm."""
+
+    updated: bool
+    grad_norm: float | None
+    num_zeros: float | None
+
+
+class LossScale:
+    """fp16: the loss scale of each batch under way, which it keeps from its begin until its step.
+
+    `read` gives the scaler's, `learn` tells it whether a batch overflowed. A step is finished in the middle of the next
+    batch, on each stage at another micro-batch. So what comes of it is for the batch after that one, whether or not the
+    stream is drained in between: all stages agree, and so do runs with evaluations, saves and resumes.
+    """
+
+    def __init__(self, read: Callable[[], Any], learn: Callable[[bool], object]) -> None:
+        self._read = read
+        self._learn = learn
+        self._outcomes: deque[tuple[int, bool]] = deque()  # batches that the scaler has not learnt of, in order
+        #: The scale of the batch whose losses are being computed, and of that whose step is to come.
+        self.present: Any = 1.0
+        self.submitted: Any = 1.0
+
+    @property
+    def unlearnt(self) -> list[bool]:
+        """Whether the batches overflowed that the scaler has not learnt of: after `drain`, the last one at most."""
+        return [overflow for _, overflow in self._outcomes]
+
+    def start_batch(self, batch: int) -> None:
+        """The call of `batch` begins, or could: the scaler learns of what came two batches before, and earlier."""
+        while self._outcomes and self._outcomes[0][0] <= batch - 2:
+            self._learn(self._outcomes.popleft()[1])
+        self.present = self._read()
+
+    def submit(self) -> None:
+        """The batch ends whose losses were multiplied by the present scale."""
+        self.submitted = self.present
+
+    def step_ended(self, batch: int, overflow: bool) -> None:
+        """The step of `batch` was made, or skipped since it had a value that is not finite."""
+        self._outcomes.append((batch, overflow))
+
+    def restart(self, batch: int, unlearnt: Sequence[bool]) -> None:
+        """Go on with `batch` from a checkpoint, whose scaler has not learnt of the batches right before it."""
+        self._outcomes = deque(zip(range(batch - len(unlearnt), batch), unlearnt, strict=True))
+
+
+class Gradients(ABC):
+    """The gradients and the optimizer of one stage, as `TwoBW` drives them: `reduce`, `hold`, `outcome`, `step`."""
+
+    #: Both versions of the weights that the optimizer steps.
+    versions: WeightVersions
+    #: Brings every process' row of figures to all of them; None: nothing depends on figures, and nobody asks for any.
+    exchange: Exchange | JointExchange | None
+    #: In fp16.
+    loss_scale: LossScale | None = None
+    #: Whether all stages' figures, a norm or an overflow, decide what a step is.
+    decides: bool
+    #: Whether a step has to wait for other stages.
+    waits: bool
+
+    @property
+    @abstractmethod
+    def param_groups(self) -> Sequence[dict[str, Any]]:
+        """The optimizer's parameter groups."""
+
+    @property
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """The memory of gradients that wait for their step while the next ones are added up."""
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """After the last backward of a batch: reduce its gradients in the background, without a wait for a stage."""
+
+    @abstractmethod
+    def hold(self) -> Tensor:
+        """End the reductions within the stage, start those between stages; return this process' row of figures.
+
+        All stages call it at one place of their order, or, where steps do not wait, at the latest there.
+        """
+
+    @abstractmethod
+    def outcome(self, rows: list[list[float]]) -> Outcome:
+        """What all processes' figures say of the step."""
+
+    @abstractmethod
+    def step(self, outcome: Outcome) -> None:
+        """End the reductions between stages; step with the batch's gradients, or only let go of them if skipped."""
+
+    def update_early(self, stage: int) -> bool:
+        """Whether `stage` can finish a step before the next batch's first backward, so that no gradients are held.
+
+        Stage 0 is the last to end a batch: it never waits for another stage's compute. The others do not have to if
+        neither a norm, nor an overflow, nor a tied weight's other end decides what the step is.
+        """
+        return stage == 0 or not self.waits
+
+
+def held_gradient_bytes(numbers: int, element_bytes: int, replicas: int) -> int:
+    """g · N / d bytes, on a stage whose steps wait: the gradients that the rank's own optimizer steps with.
+
+    `numbers` N is what the stage's gradient buffers have room for, padding included, `element_bytes` g what one of them
+    takes, and `replicas` d among how many the optimizer's state is dealt out (the distributed optimizer, ZeRO-1): 1
+    where each has all of it. Buffers with other replicas, as of experts, count apart. Raises ValueError where the
+    buffers cannot be dealt out evenly.
+    """
+    if numbers % replicas:
+        raise ValueError(f"{numbers} gradients cannot be dealt out evenly to {replicas} replicas")
+    return numbers // replicas * element_bytes
