@@ -166,9 +166,7 @@ class _Departed(NamedTuple):
 class Flow:
     """The transfers and results under way on one stage, in a batch, or in a stream whose weights `stepping` changes."""
 
-    def __init__(
-        self, resources: Resources, program: Program, stage: Stage, stepping: Stepping | None = None
-    ) -> None:
+    def __init__(self, resources: Resources, program: Program, stage: Stage, stepping: Stepping | None = None) -> None:
         self.resources = resources
         self.stage = stage
         self.stepping = stepping
