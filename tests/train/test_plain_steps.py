@@ -11,6 +11,7 @@ from torch import Tensor
 
 from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.schedule import find
+from evenpipe.torch.ties import Ties
 from evenpipe.torch.two_bw import PlainGradients
 from evenpipe.two_bw.stream import TwoBW
 
@@ -24,7 +25,7 @@ def alone() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-class Shared:
+class Shared(Ties):
     """Shared gradients, of which each is the sum of two alike; `told` says what was asked for."""
 
     def __init__(self) -> None:

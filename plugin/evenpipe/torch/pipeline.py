@@ -17,7 +17,8 @@ from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.schedule import Need, Program, Spec, check_offers, find, needs_of, verify
 from evenpipe.torch.evaluation import Evaluation, check_gradients, evaluating
 from evenpipe.torch.offers import MODULE_OFFERS
-from evenpipe.torch.two_bw import PlainGradients, SharedGradients, TwoBWTraining
+from evenpipe.torch.ties import Ties
+from evenpipe.torch.two_bw import PlainGradients, TwoBWTraining
 from evenpipe.torch.weighing import Tokens, mean_loss, share_of, weights_of
 from evenpipe.tuner.process_memory import KeptBytes, static_bytes
 
@@ -116,7 +117,7 @@ class Pipeline(ABC):
         return self._training
 
     @property
-    def shared_gradients(self) -> SharedGradients | None:
+    def shared_gradients(self) -> Ties | None:
         """Of parameters that other stages have a copy of."""
         return None
 

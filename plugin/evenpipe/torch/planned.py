@@ -35,7 +35,7 @@ from evenpipe.torch.evaluation import Evaluation, Shown, WithoutDropout
 from evenpipe.torch.offers import PLANNED_OFFERS
 from evenpipe.torch.pipeline import Pipeline, shares, stage_in
 from evenpipe.torch.ties import Ties
-from evenpipe.torch.two_bw import SharedGradients, scaled_to
+from evenpipe.torch.two_bw import scaled_to
 from evenpipe.torch.weighing import Tokens, mean_loss, share_of, weights_of
 
 __all__ = ["PlannedPipeline"]
@@ -197,7 +197,7 @@ class PlannedPipeline(Pipeline):
         return _PlannedStage(self, lambda one: item(one)[0], number, share_of_loss)
 
     @property
-    def shared_gradients(self) -> SharedGradients:
+    def shared_gradients(self) -> Ties:
         return self._ties
 
     def squares(self) -> Tensor:

@@ -18,27 +18,12 @@ from evenpipe.runtime.stage import ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.schedule import Program, Stream, find, swapping
 from evenpipe.torch.evaluation import check_gradients
+from evenpipe.torch.ties import Ties
 from evenpipe.torch.weighing import mean_loss
 from evenpipe.two_bw.gradients import Gradients, Outcome
 from evenpipe.two_bw.stream import BatchState, TwoBW
 
-__all__ = ["PlainGradients", "SharedGradients", "TwoBWPipeline", "TwoBWTraining", "scaled_to"]
-
-
-class SharedGradients(Protocol):
-    """Sums the gradients of parameters of which several stages have a copy."""
-
-    def fill(self) -> None:
-        """Give copies that no gradient came to one of zeros."""
-
-    def start(self, gradients: Mapping[int, Tensor]) -> None:
-        """Send this stage's, by the ids of parameters, and wait for nobody. At one place of all stages' order."""
-
-    def finish(self) -> None:
-        """Wait for the others': what `start` was given are the sums. Nothing to do twice."""
-
-    def __bool__(self) -> bool:
-        """Whether this stage shares any."""
+__all__ = ["PlainGradients", "TwoBWPipeline", "TwoBWTraining", "scaled_to"]
 
 
 class PlainGradients(Gradients):
@@ -57,7 +42,7 @@ class PlainGradients(Gradients):
         group: dist.ProcessGroup,
         clip_grad: float = 0.0,
         replicas: dist.ProcessGroup | None = None,
-        ties: SharedGradients | None = None,
+        ties: Ties | None = None,
     ) -> None:
         row = squares()
         self.versions = versions

@@ -18,6 +18,20 @@ def alone(tmp_path, monkeypatch):
     dist.destroy_process_group()
 
 
+class Steps:
+    """As much of 2BW as has figures to gather."""
+
+    def __init__(self):
+        self.waiting = []
+
+    def start_with_figures(self, exchange):
+        self.waiting.append(exchange)
+
+    def start_waiting(self):
+        while self.waiting:
+            self.waiting.pop(0)()
+
+
 class Megatron:
     """Its decision, which looks at the arguments: what it was let to ask, and what it found."""
 
@@ -35,8 +49,8 @@ def test_a_yes_is_heard_one_iteration_later(cause, alone, monkeypatch):
     args = Namespace(exit_signal_handler=cause == "signal", exit_duration_in_mins=5 if cause == "duration" else None)
     said, ended = [False, False, True, True], []
     monkeypatch.setattr(ExitDecision, "_got_signal" if cause == "signal" else "_time_is_up", lambda self: said.pop(0))
-    decision, megatron = ExitDecision(args, lambda: ended.append(len(megatron.asked))), Megatron(args)
-    decision.begin(Steps())
+    megatron = Megatron(args)
+    decision = ExitDecision(args, Steps(), lambda: ended.append(len(megatron.asked)))
     answers = [decision.made_by(megatron.decide) for _ in range(4)]
     assert answers == [False, False, False, True]
     quiet = (False, None)
@@ -49,27 +63,12 @@ def test_a_yes_is_heard_one_iteration_later(cause, alone, monkeypatch):
     }
 
 
-class Steps:
-    """As much of 2BW as has figures to gather."""
-
-    def __init__(self):
-        self.waiting = []
-
-    def start_with_figures(self, exchange):
-        self.waiting.append(exchange)
-
-    def start_waiting(self):
-        while self.waiting:
-            self.waiting.pop(0)()
-
-
 def test_answers_travel_with_the_figures_of_the_step(alone, monkeypatch):
     """The last stage ends an iteration long before the first: what it begins then may not wait for that."""
     args = Namespace(exit_signal_handler=True, exit_duration_in_mins=None)
     said, steps = [False, True, False], Steps()
     monkeypatch.setattr(ExitDecision, "_got_signal", lambda self: said.pop(0))
-    decision = ExitDecision(args, lambda: None)
-    decision.begin(steps)
+    decision = ExitDecision(args, steps, lambda: None)
     found = []
     for _ in range(3):
         found.append(decision.made_by(lambda: args.exit_signal_handler))
@@ -83,7 +82,7 @@ def test_without_the_flags_nobody_is_asked():
     """There is no process group that anybody could be asked in."""
     args = Namespace(exit_signal_handler=False, exit_duration_in_mins=None)
     ended = []
-    decision = ExitDecision(args, lambda: ended.append(True))
+    decision = ExitDecision(args, Steps(), lambda: ended.append(True))
     assert not decision.made_by(lambda: False)
     assert not ended
     assert decision.made_by(lambda: True)  # --exit-interval

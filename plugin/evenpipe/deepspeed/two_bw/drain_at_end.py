@@ -6,35 +6,29 @@ import atexit
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch.distributed as dist
 
 from evenpipe.upstream import ANY, Distribution, Patch, PatchSet
 
-__all__ = ["Drainable", "drain_at_the_end", "ending_patches", "let_go"]
+__all__ = ["drain_at_the_end", "ending_patches", "let_go"]
 
 _SYMBOL: Final = "torch.distributed.distributed_c10d:destroy_process_group"
 
 
-class Drainable(Protocol):
-    """An engine: `drain` is for all ranks together, `break_off` settles with stages that may be elsewhere by now."""
+def drain_at_the_end(engine: Any) -> None:
+    """Keep a TwoBWEngine: drain it when process groups are destroyed, or break it off when the process ends before.
 
-    def drain(self) -> None: ...
-    def break_off(self) -> None: ...
-
-
-def drain_at_the_end(engine: Drainable) -> None:
-    """Keep `engine`; drain it when the process groups are destroyed, or break it off when the process ends before.
-
-    An accepting stage is done with a batch before its partner, whose activations it holds. Nothing is done in a process
-    that fails, which ends at once.
+    Draining is for all ranks together; breaking off settles with stages that may be elsewhere by now. An accepting
+    stage is done with a batch before its partner, whose activations it holds. Nothing is done in a process that fails,
+    which ends at once.
     """
     ending_patches().apply_once()
     _engines().append(engine)
 
 
-def let_go(engine: Drainable) -> None:
+def let_go(engine: Any) -> None:
     """Forget `engine`, which needs no draining any more."""
     if engine in _engines():
         _engines().remove(engine)
@@ -54,14 +48,14 @@ def ending_patches() -> PatchSet:
     return PatchSet("2bw-ending", [destroy])
 
 
-def _engines() -> list[Drainable]:
+def _engines() -> list[Any]:
     return getattr(dist.destroy_process_group, "engines", [])
 
 
 def _draining_first(original: Callable[..., None]) -> Callable[..., None]:
-    engines: list[Drainable] = []
+    engines: list[Any] = []
 
-    def end(each: Callable[[Drainable], None]) -> None:
+    def end(each: Callable[[Any], None]) -> None:
         failed = _has_failed()
         while engines:
             engine = engines.pop()

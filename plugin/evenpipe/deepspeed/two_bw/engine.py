@@ -25,6 +25,7 @@ from evenpipe.schedule import BACKWARD, Kind, Stream, Unit
 from evenpipe.settings.spelling import SECTION
 from evenpipe.two_bw import side_file
 from evenpipe.two_bw.inputs import InputError
+from evenpipe.two_bw.log import StepLog
 from evenpipe.two_bw.stream import TwoBW
 from evenpipe.upstream.ending import end_job
 
@@ -39,6 +40,7 @@ class TwoBWEngine(EvenPipeEngine):
     of the last batch until `drain`. Until it is destroyed, the process keeps the engine, to drain it at its end.
     """
 
+    step_log: StepLog
     data_iterator: Any
     is_pipe_parallel: bool
     _batch_loss: Tensor
@@ -59,7 +61,7 @@ class TwoBWEngine(EvenPipeEngine):
         """
         if self._two_bw is not None:
             self._two_bw.drain()
-            self._step_log.gathered()
+            self.step_log.gathered()
 
     def break_off(self) -> None:
         """Settle what other stages are owed, and drop what has been forwarded; the last step stays to be made.
@@ -126,7 +128,7 @@ class TwoBWEngine(EvenPipeEngine):
     def destroy(self) -> None:
         """Drain, and let go."""
         if self._two_bw is not None:
-            self._step_log.close()
+            self.step_log.close()
         let_go(self)
         self._gradients.close()
         super().destroy()
@@ -157,8 +159,8 @@ class TwoBWEngine(EvenPipeEngine):
         print_once(f"{'' if complete else 'warning: '}2bw: {line}")
 
     def _begin_log(self) -> None:
-        self.step_log = self._step_log = step_log(self)
-        self._step_log.begin(self.two_bw, self.global_steps, resumed=False)
+        self.step_log = step_log(self)
+        self.step_log.begin(self.two_bw, self.global_steps, resumed=False)
 
     @property
     def two_bw(self) -> TwoBW:

@@ -126,7 +126,8 @@ class _StreamStage(MegatronStage):
         super().__init__(batch, schedule, stage, device, release)
         self._optimizer = optimizer
         self._read_ahead = inputs
-        self._sync = _LastBackwardSync(batch.config)
+        self._sync = Sync()
+        self._without_sync = ExitStack()
 
     def start_batch(self, batch: Batch) -> None:
         """The call of the next batch begins."""
@@ -140,11 +141,13 @@ class _StreamStage(MegatronStage):
 
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         place = unit.micro_batch % self._batch.num_microbatches
+        # Megatron's hooks reduce gradients between replicas during the last backward of a batch, and in no other. What
+        # they did not reduce, the submitted step does.
         if place == 0:
             self._optimizer.before_first_backward()
-            self._sync.start()
+            self._without_sync = without_sync(self._batch.config)
         if place == self._batch.num_microbatches - 1:
-            self._sync.finish()
+            self._without_sync.close()
         return super().backward(unit, gradients)
 
     def forget(self) -> None:
@@ -152,21 +155,3 @@ class _StreamStage(MegatronStage):
         self._inputs.clear()
         self._outputs.clear()
         self._handed_over.clear()
-
-
-class _LastBackwardSync(Sync):
-    """Megatron's hooks reduce gradients between replicas during the last backward of a batch, and in no other.
-
-    `start` is called before the first backward of a batch, and `finish` before its last. What the hooks did not reduce,
-    the submitted step does.
-    """
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-        self._disabled = ExitStack()
-
-    def start(self) -> None:
-        self._disabled = without_sync(self._config)
-
-    def finish(self) -> None:
-        self._disabled.close()

@@ -90,8 +90,8 @@ class TwoBWLoop:
         self._schedule = schedule
         self._two_bw: TwoBW | None = None
         self._expert_losses: ExpertLosses | None = None
+        self._exit: ExitDecision | None = None
         self.steps = StepLog(say_on_last_rank, say, show_figures, means=True)
-        self.exit_decision = ExitDecision(args, self.steps.close)
         # Its barriers would join all stages in every iteration.
         args.barrier_with_L1_time = False
         if args.rerun_mode != "disabled":
@@ -132,7 +132,7 @@ class TwoBWLoop:
         except SideFileError as error:
             end_job(str(error))
         self.steps.begin(two_bw, self.args.iteration, resumed)
-        self.exit_decision.begin(two_bw)
+        self._exit = ExitDecision(self.args, two_bw, self.steps.close)
 
     def check_loaded_args(
         self, original: Callable[..., Any], checkpoint_args: Namespace, *args: Any, **kwargs: Any
@@ -151,7 +151,8 @@ class TwoBWLoop:
 
     def decide_exit(self, original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
         """In place of Megatron's decision whether to stop."""
-        return self.exit_decision.made_by(functools.partial(original, *args, **kwargs))
+        decide = functools.partial(original, *args, **kwargs)
+        return decide() if self._exit is None else self._exit.made_by(decide)
 
     def interrupted(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of an `original` in which all ranks wait for each other."""
@@ -170,10 +171,10 @@ class TwoBWLoop:
         """Called by all ranks in the place of Megatron's saving, which is `write`."""
         from evenpipe.megatron.script.two_bw.checkpoint import save
 
-        if self._two_bw is None:
+        if self._two_bw is None or self._exit is None:
             return write()
         self.interrupt()
-        with self.exit_decision.with_users_flags():
+        with self._exit.with_users_flags():
             return save(iteration, model, self._two_bw, folder, write)
 
 
@@ -183,20 +184,16 @@ class ExitDecision:
     Each iteration, every rank gives whether it got a signal (`--exit-signal-handler`) or its time is up
     (`--exit-duration-in-mins`), and takes what the others gave an iteration before. Only when one of them would stop
     does Megatron see its flag: it gathers again, saves, and stops, one iteration later than it would have. `ending` is
-    called before the training loop is left.
+    called before the training loop is left. Answers travel with the figures of the steps of `two_bw`.
     """
 
-    def __init__(self, args: Namespace, ending: Callable[[], None]) -> None:
+    def __init__(self, args: Namespace, two_bw: TwoBW, ending: Callable[[], None]) -> None:
         self._args = args
+        self._two_bw = two_bw
         self._ending = ending
         self._handles_signal = bool(args.exit_signal_handler)
         self._minutes: float | None = args.exit_duration_in_mins
         self._exchange: Exchange | None = None
-        self._two_bw: TwoBW | None = None
-
-    def begin(self, two_bw: TwoBW) -> None:
-        """Before the first iteration: answers travel with the figures of its steps."""
-        self._two_bw = two_bw
 
     def made_by(self, decide: Callable[[], bool]) -> bool:
         """What `decide`, Megatron's function, says; all ranks call it in every iteration."""
@@ -227,7 +224,6 @@ class ExitDecision:
             from evenpipe.runtime.exchange import Exchange
 
             self._exchange = Exchange.among_all(2, torch.device(torch.cuda.current_device()))
-        assert self._two_bw is not None, "training has begun"
         self._two_bw.start_waiting()
         rows = self._exchange.finish() if self._exchange.under_way else []
         answers = [self._got_signal(), self._time_is_up()]
@@ -251,13 +247,7 @@ class ExitDecision:
 
 def two_bw_patches(training: Any) -> list[Patch]:
     """What :class:`TwoBWLoop` applies; made without looking at what is installed, or at `training`."""
-    interrupted, sum_losses, check_args, decide_exit = (
-        functools.partial(method, training)
-        for method in (
-            *(TwoBWLoop.interrupted, TwoBWLoop.sum_expert_losses),
-            *(TwoBWLoop.check_loaded_args, TwoBWLoop.decide_exit),
-        )
-    )
+    interrupted = functools.partial(TwoBWLoop.interrupted, training)
     return [
         set_up_patch(
             training, "two-versions", "2bw: the first place that has model and optimizer, with what was loaded"
@@ -266,13 +256,13 @@ def two_bw_patches(training: Any) -> list[Patch]:
         training_patch(
             "saved-arguments",
             "megatron.training.checkpointing:check_checkpoint_args",
-            check_args,
+            functools.partial(TwoBWLoop.check_loaded_args, training),
             "2bw: a checkpoint's arguments say whether an older weight version goes with it",
         ),
         training_patch(
             "exit",
             "megatron.training.training:checkpoint_and_decide_exit",
-            decide_exit,
+            functools.partial(TwoBWLoop.decide_exit, training),
             "2bw: all ranks are asked in every iteration whether to stop, which joins all stages",
         ),
         training_patch(
@@ -295,7 +285,7 @@ def two_bw_patches(training: Any) -> list[Patch]:
             core_patch(
                 "experts",
                 symbol,
-                sum_losses,
+                functools.partial(TwoBWLoop.sum_expert_losses, training),
                 "2bw: auxiliary losses of experts are summed over all stages in every iteration, which joins them",
                 signatures,
             )
