@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenpipe.partition.counting import between, count
+from evenpipe.partition.counting import count
+from evenpipe.partition.profiling import between
 
 MODELS = ["bert-large", "gpt2-large", "t5-large", "amoebanet-d"]
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
-from evenpipe.partition.counting import Counts, between, count
+from evenpipe.partition.counting import Counts, Effort, Progress, Work, count
 from evenpipe.partition.profile import Node, Origin, Parameter, Profile
 from evenpipe.partition.timing import NodeTimes, Roofline, TimeSource
 from evenpipe.partition.trace import Graph
 
-__all__ = ["Profiles", "profile"]
-
-Progress = Callable[[int, int], None]
+__all__ = ["Profiles", "between", "profile"]
 
 
 def profile(graph: Graph, source: TimeSource, model: str, progress: Progress = lambda done, total: None) -> Profile:
-    """Each node's times by `source`, and bytes by the kernels of the device that the source is of.
+    """Return each node's times by `source`, and bytes by the kernels of the device that the source is of.
 
     `model`: its name, for the origin. `progress(done, total)` is called as it counts, and then as it measures.
     """
@@ -31,8 +30,8 @@ def profile(graph: Graph, source: TimeSource, model: str, progress: Progress = l
 class Profiles:
     """A model's profiles for any micro-batch size, by a roofline, from two of them.
 
-    Bytes and work grow by the same with every sample, from two samples on; with one, dimensions of one make views of
-    what else are copies, so that size is counted for itself.
+    Bytes and work grow by the same with every sample, from two samples on. With one sample, views of dimensions of one
+    take the place of copies, so that size is counted for itself.
     """
 
     def __init__(
@@ -47,22 +46,57 @@ class Profiles:
         self._roofline = roofline
         self._model = model
         first, second = (graph_of(size) for size in (2, 3))
-        total = 2 * 2 * len(first.nodes)
-        low = count(first, roofline.device_type, lambda done, _: progress(done, total))
-        high = count(second, roofline.device_type, lambda done, _: progress(total // 2 + done, total))
-        self._known = {2: low, 3: high}
+        half = len(first.nodes)
+        low = count(first, roofline.device_type, lambda done, _: progress(done, 2 * half))
+        high = count(second, roofline.device_type, lambda done, _: progress(half + done, 2 * half))
+        self._counts = {2: low, 3: high}
 
     def at(self, micro_batch_size: int) -> Profile:
-        """The profile for micro-batches of that size, at least 1."""
-        if micro_batch_size not in self._known:
-            self._known[micro_batch_size] = self._count(micro_batch_size)
-        counts = self._known[micro_batch_size]
+        """Return the profile for micro-batches of that size, at least 1."""
+        if micro_batch_size not in self._counts:
+            counts = between(self._counts[2], self._counts[3], micro_batch_size) if micro_batch_size > 1 else None
+            counts = counts or count(self._graph_of(micro_batch_size), self._roofline.device_type)
+            self._counts[micro_batch_size] = counts
+        counts = self._counts[micro_batch_size]
         times = self._roofline.times(None, [node.work for node in counts.nodes], counts.precision)
         return _assembled(counts, times, self._roofline, self._model)
 
-    def _count(self, micro_batch_size: int) -> Counts:
-        found = between(self._known[2], self._known[3], micro_batch_size) if micro_batch_size > 1 else None
-        return found or count(self._graph_of(micro_batch_size), self._roofline.device_type)
+
+def between(low: Counts, high: Counts, micro_batch_size: int) -> Counts | None:
+    """Return the counts at a third size, as a sample adds the same bytes and work to each node and storage.
+
+    None where the two differ in more than size, so that nothing follows for a third.
+    """
+    if _structure(low) != _structure(high):
+        return None
+    span, distance = high.micro_batch_size - low.micro_batch_size, micro_batch_size - low.micro_batch_size
+
+    def line(first: int, second: int) -> int:
+        return first + (second - first) * distance // span
+
+    nodes = tuple(
+        a._replace(
+            cut_bytes=line(a.cut_bytes, b.cut_bytes),
+            output_bytes=line(a.output_bytes, b.output_bytes),
+            work=Work(*(Effort(*map(line, *efforts)) for efforts in zip(a.work, b.work, strict=True))),
+        )
+        for a, b in zip(low.nodes, high.nodes, strict=True)
+    )
+    storages = tuple(
+        a.model_copy(update={"nbytes": line(a.nbytes, b.nbytes)})
+        for a, b in zip(low.storages, high.storages, strict=True)
+    )
+    return replace(low, nodes=nodes, storages=storages, micro_batch_size=micro_batch_size)
+
+
+def _structure(counts: Counts) -> tuple[object, ...]:
+    return (
+        [(node.name, node.cut_allowed) for node in counts.nodes],
+        [(storage.producer, storage.users, storage.savers) for storage in counts.storages],
+        counts.parameters,
+        counts.layer_ends,
+        counts.digest,
+    )
 
 
 def _assembled(counts: Counts, times: Sequence[NodeTimes], source: TimeSource, model: str) -> Profile:
@@ -114,7 +148,7 @@ def _assembled(counts: Counts, times: Sequence[NodeTimes], source: TimeSource, m
 
 
 def _versions() -> dict[str, str]:
-    """Of what decides which operations a model consists of."""
+    """Return the versions of the packages that decide which operations a model consists of."""
     versions = {"torch": str(torch.__version__)}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions["transformers"] = importlib.metadata.version("transformers")

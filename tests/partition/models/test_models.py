@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from evenpipe.partition.counting import count
-from evenpipe.partition.models import ModelError, build, from_config, from_function
-from evenpipe.partition.models import huggingface as hf
+from evenpipe.partition.models import ModelError, build, described, from_config, from_function
 from evenpipe.partition.trace import trace, weightless
 
 GIB = 1e9
@@ -164,7 +163,7 @@ def test_a_configuration_that_says_too_little_is_refused_in_one_line(tmp_path, t
 
 
 def test_without_transformers_one_line_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(hf.importlib.sys.modules, "transformers", None)
+    monkeypatch.setitem(described.importlib.sys.modules, "transformers", None)
 
     with pytest.raises(ModelError, match=r"pip install 'evenpipe\[huggingface\]'"):
         build("bert-large", 1)

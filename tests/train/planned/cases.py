@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from evenpipe.partition.code import drawing, write_stages
 from evenpipe.partition.models import Example, build
-from evenpipe.partition.models.huggingface import for_training, inputs_of
+from evenpipe.partition.models.described import for_training, inputs_of
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.copies import Workload

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from evenpipe.partition.code.body import WIDTH, Body, bracketed, value_text, write_body
 from evenpipe.partition.code.keeping import kept
 from evenpipe.partition.code.part import StageCodeError
-from evenpipe.partition.counting import graph_digest
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.trace import Graph, PartNodes
@@ -36,7 +35,7 @@ def stage_sources(graph: Graph, profile: Profile, plan: Plan) -> tuple[str, ...]
     Raises PartitionError where the plan is of another profile, StageCodeError for what cannot be written.
     """
     plan.check(profile)
-    if graph_digest(graph) != profile.origin.digest or graph.micro_batch_size != profile.origin.micro_batch_size:
+    if graph.digest != profile.origin.digest or graph.micro_batch_size != profile.origin.micro_batch_size:
         raise StageCodeError(
             "the graph is not the one that the profile is of: trace the same model with the same inputs"
         )

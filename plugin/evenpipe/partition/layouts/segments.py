@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from evenpipe.partition.counting.hooks import on_saved
+from evenpipe.partition.counting import on_saved
 from evenpipe.partition.layouts.layers import Time
 
 __all__ = ["timed"]

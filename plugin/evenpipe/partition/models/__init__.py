@@ -1,8 +1,6 @@
 """Models to partition: four known ones, and whatever a Python file or a Hugging Face configuration describes."""
 
-from evenpipe.partition.models.errors import ModelError
-from evenpipe.partition.models.files import from_config, from_function
-from evenpipe.partition.models.known import MODELS, Example, build
-from evenpipe.partition.models.origin import example_of
+from evenpipe.partition.models.described import Example, ModelError, from_config, from_function
+from evenpipe.partition.models.known import MODELS, build, example_of
 
 __all__ = ["MODELS", "Example", "ModelError", "build", "example_of", "from_config", "from_function"]

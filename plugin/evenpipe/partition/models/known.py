@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from evenpipe.partition.models.amoebanet import AmoebaNet
-from evenpipe.partition.models.errors import ModelError
-from evenpipe.partition.models.example import Example
-from evenpipe.partition.models.huggingface import for_training, inputs_of
-from evenpipe.partition.models.precision import made_in
+from evenpipe.partition.models.described import (
+    Example,
+    ModelError,
+    for_training,
+    from_config,
+    from_function,
+    inputs_of,
+    made_in,
+)
+from evenpipe.partition.profile import Origin
 
-__all__ = ["MODELS", "Example", "build"]
+__all__ = ["MODELS", "build", "example_of"]
 
+_T5: Final = {
+    "model_type": "t5",
+    "architectures": ["T5ForConditionalGeneration"],
+    "d_model": 1024,
+    "d_kv": 64,
+    "num_layers": 24,
+    "num_heads": 16,
+    "decoder_start_token_id": 0,
+}
 _SMALL_T5: Final = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
 
 # Configurations as their authors published them. The paper's T5 has 780 million parameters, to which t5-v1.1-large
@@ -43,32 +58,9 @@ _CONFIGURATIONS: Final[Mapping[str, tuple[dict[str, Any], dict[str, Any]]]] = { 
         {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 1280, "n_layer": 36, "n_head": 20},
         {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "bos_token_id": 0, "eos_token_id": 0},
     ),
-    "t5-large": (
-        {
-            "model_type": "t5",
-            "architectures": ["T5ForConditionalGeneration"],
-            "d_model": 1024,
-            "d_kv": 64,
-            "d_ff": 4096,
-            "num_layers": 24,
-            "num_heads": 16,
-            "decoder_start_token_id": 0,
-        },
-        _SMALL_T5,
-    ),
+    "t5-large": (_T5 | {"d_ff": 4096}, _SMALL_T5),
     "t5-v1.1-large": (
-        {
-            "model_type": "t5",
-            "architectures": ["T5ForConditionalGeneration"],
-            "d_model": 1024,
-            "d_kv": 64,
-            "d_ff": 2816,
-            "num_layers": 24,
-            "num_heads": 16,
-            "decoder_start_token_id": 0,
-            "feed_forward_proj": "gated-gelu",
-            "tie_word_embeddings": False,
-        },
+        _T5 | {"d_ff": 2816, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
         _SMALL_T5,
     ),
 }
@@ -81,10 +73,10 @@ def _transformer(name: str, micro_batch_size: int, attention: str, sequence_leng
     return Example(name, model, inputs_of(model, micro_batch_size, length))
 
 
-def _amoebanet(micro_batch_size: int, image: int, small: bool) -> Example:
+def _amoebanet(micro_batch_size: int, small: bool) -> Example:
     classes = 10 if small else 1000
     model = AmoebaNet(layers=3, filters=32, classes=classes) if small else AmoebaNet()
-    size = min(image, 64) if small else image
+    size = 64 if small else 224
     inputs: dict[str, Tensor] = {
         "images": torch.randn(micro_batch_size, 3, size, size),
         "labels": torch.randint(classes, (micro_batch_size,)),
@@ -102,24 +94,33 @@ def build(
     precision: str = "fp32",
     attention: str = "eager",
     sequence_length: int = 512,
-    image: int = 224,
     small: bool = False,
 ) -> Example:
-    """The model of that name with the inputs of a micro-batch, its weights random, or none under `weightless`.
+    """Return the model of that name with the inputs of a micro-batch, its weights random, or none under `weightless`.
 
     `precision`: of weights and activations, fp32, bf16 or fp16. `attention`: eager, as transformers had it for these
     models when DawnPiper was measured (T5 always, BERT and GPT-2 up to 2024), or sdpa. Text has `sequence_length`
-    tokens, which the paper does not give, images `image` × `image` pixels. `small`: a few narrow layers and short
+    tokens, which the paper does not give, images 224 × 224 pixels. `small`: a few narrow layers and short
     inputs, of the same structure. Raises ModelError.
     """
     if micro_batch_size < 1:
         raise ModelError(f"a micro-batch of {micro_batch_size}: it holds at least one sample")
-    of_name: dict[str, Callable[[], Example]] = {
-        known: partial(_transformer, known, micro_batch_size, attention, sequence_length, small)
-        for known in _CONFIGURATIONS
-    }
-    of_name["amoebanet-d"] = partial(_amoebanet, micro_batch_size, image, small)
-    if name not in of_name:
+    if name not in MODELS:
         raise ModelError(f"no model {name!r}: there are {', '.join(MODELS)}; --module and --hf take any other")
     with made_in(precision):
-        return of_name[name]()
+        if name in _CONFIGURATIONS:
+            return _transformer(name, micro_batch_size, attention, sequence_length, small)
+        return _amoebanet(micro_batch_size, small)
+
+
+def example_of(origin: Origin) -> Example:
+    """Return the model of a profile or a plan with random weights, and inputs of its shapes. Raises ModelError."""
+    name, size = origin.model, origin.micro_batch_size
+    attention, length = origin.attention or "eager", origin.sequence_length or 512
+    if name in MODELS:
+        return build(
+            name, size, precision=origin.precision, attention=attention, sequence_length=length, small=origin.small
+        )
+    if ":" in Path(name).name:
+        return from_function(name, size)
+    return from_config(Path(name), size, precision=origin.precision, attention=attention, sequence_length=length)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from evenpipe.partition.trace.exporting import TraceError, export, weightless_copy
 from evenpipe.partition.trace.observing import Evaluate, Observed, evaluate, observe
@@ -70,6 +73,28 @@ class Graph:
     def names(self) -> tuple[str, ...]:
         """Unique: the path of the module whose forward makes a node, and the node's own name."""
         return tuple(f"{path}:{node.name}" if (path := _module_path(node)) else node.name for node in self.nodes)
+
+    @property
+    def digest(self) -> str:
+        """Of operations, shapes and parameters, whatever the micro-batch size; not of whole numbers, nor the prefix."""
+        digest = hashlib.sha256()
+        for line in self._digested():
+            digest.update(f"{line}\n".encode())
+        return digest.hexdigest()
+
+    def _digested(self) -> Iterator[object]:
+        for name, tensor in sorted(self.inputs.items()):
+            yield name, tuple(tensor.shape[1:]), tensor.dtype
+        for name, tensor in sorted([*self.module.named_parameters(), *self.module.named_buffers()], key=itemgetter(0)):
+            yield name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+        if self.autocast is not None:
+            yield "autocast", self.autocast
+        index = {node: number for number, node in enumerate(self.nodes)}
+        for node in self.nodes:
+            # Whole numbers may be sizes.
+            values = [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, float | bool | str)]
+            held = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
+            yield str(node.target), [index[source] for source in node.all_input_nodes if source in index], held, values
 
     def evaluate(self, call: Evaluate) -> dict[fx.Node, Any]:
         """Go through prefix and nodes on weightless tensors; `call(node, args, kwargs)` returns a node's result."""
