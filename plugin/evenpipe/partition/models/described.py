@@ -200,7 +200,7 @@ def inputs_of(model: nn.Module, micro_batch_size: int, sequence_length: int) -> 
     config: Any = model.config
     classifies = "SequenceClassification" in type(model).__name__
     labelled, classes = ((micro_batch_size,), config.num_labels) if classifies else (shape, config.vocab_size)
-    known = {
+    known: dict[str, Callable[[], Tensor]] = {
         "input_ids": lambda: torch.randint(config.vocab_size, shape),
         "attention_mask": lambda: torch.ones(shape, dtype=torch.long),
         "token_type_ids": lambda: torch.zeros(shape, dtype=torch.long),
