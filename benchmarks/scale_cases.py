@@ -20,8 +20,7 @@ from evenpipe.partition.trace import trace, weightless
 from evenpipe.planner.descriptions import cluster, model
 from evenpipe.planner.search.question import Engine, Question
 from evenpipe.planner.search.search import search
-from evenpipe.schedule import LinkKind, Size, build, verify
-from evenpipe.schedule.needs import NEEDS
+from evenpipe.schedule import NEEDS, LinkKind, Size, build, verify
 from evenpipe.simulate import Costs, Wire, simulate
 
 __all__ = ["Case", "Step", "partitions", "plans", "schedules", "traces"]

@@ -17,7 +17,7 @@ from evenpipe.planner.operations.operation import Collective, Parameters
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.stage_bytes import chunks_of, parameters_of, states
-from evenpipe.schedule.known import find, own
+from evenpipe.schedule import find, own
 
 GPT = model("gpt3-13b")
 NODE = cluster("1x8-a100-80gb")

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from evenpipe.schedule import Size
+from evenpipe.schedule import Size, own
 from evenpipe.schedule import build as build_program
-from evenpipe.schedule.known import own
 from tests.reports import reports
 from tests.runtime.executor_cases import ROWS, WIDTH
 

@@ -9,7 +9,7 @@ import pytest
 
 from evenpipe.runtime.communicators import communicator_bytes, ctas, link_bytes, links_line, rounds
 from evenpipe.schedule import Link, links, loop
-from evenpipe.schedule.places import vee
+from evenpipe.schedule.topology import vee
 
 MIB = 1 << 20
 PIPELINES = [

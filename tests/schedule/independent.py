@@ -1,6 +1,6 @@
 """An independent judge of schedules: carries out the rows alone, event by event, by rules of its own.
 
-The rules are those of the notation (``evenpipe.schedule.kinds``, PipeDream-2BW §3.1, BPipe §3), written once more. A
+The rules are those of the notation (``evenpipe.schedule.actions``, PipeDream-2BW §3.1, BPipe §3), written once more. A
 stage may have to wait until what it trades with its partner is through, so both have to be there at the same time.
 """
 
@@ -9,9 +9,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 from evenpipe.schedule import Action, Schedule
+from tests.schedule.deadlock import Call, stuck
 
 __all__ = ["fault"]
 
@@ -114,92 +117,52 @@ def _orders(schedule: Schedule, model: dict[Any, int]) -> Iterator[str]:
         yield "the ends of a link disagree"
 
 
-class _Stage:
-    """One stage on its way through its row."""
-
-    def __init__(self, schedule: Schedule, model: dict[Any, int], stage: int) -> None:
-        self.row, self.bound = schedule.actions[stage], schedule.bound
-        self.at = 0
-        self.live = self.guests = own = self.own = 0
-        for action in self.row:
-            own += (action.kind == "F") - (action.kind in "BW")
-            self.own = max(own, self.own)
-        self.departing: deque[tuple[tuple[int, int], _Message]] = deque()
-        self.moving: dict[tuple[int, int, int], _Message] = {}
-        self.ends = [list(_ends(schedule, model, stage, action)) for action in self.row]
-        self.waits: list[_Message] | None = None
-
-    def arrive(self) -> list[_Message]:
-        """What must be complete before the next action."""
-        if self.waits is not None:
-            return self.waits
-        action, ends = self.row[self.at], self.ends[self.at]
-        kind, unit = action.kind, (action.micro_batch, action.chunk)
+def _calls(schedule: Schedule, model: dict[Any, int], stage: int) -> tuple[list[Call], bool]:
+    """What a stage waits for and gives, in order; and whether it keeps within the bound."""
+    row, bound = schedule.actions[stage], schedule.bound
+    own = max(accumulate((action.kind == "F") - (action.kind in "BW") for action in row), default=0)
+    live, guests, within = 0, 0, True
+    departing: deque[tuple[tuple[int, int], _Message]] = deque()
+    moving: dict[tuple[int, int, int], _Message] = {}
+    calls: list[Call] = []
+    for kind, number, chunk, evictor in row:
+        batch, unit = number // schedule.micro_batches, (number, chunk)
         if kind == "U":
-            self.waits = [("batch", action.micro_batch)]
-            return self.waits
-        waits = []
+            calls.append(Call("take", ("batch", number), schedule.micro_batches * len(model)))
+            continue
         if kind in "FLA":
-            while self.departing and (
-                self.live + 1 > self.bound
-                or (kind == "A" and self.guests + 1 > self.bound - self.own)
-                or (kind == "L" and unit in [one for one, _ in self.departing])
+            while departing and (
+                live + 1 > bound
+                or (kind == "A" and guests + 1 > bound - own)
+                or (kind == "L" and unit in [one for one, _ in departing])
             ):
-                waits.append(self.departing.popleft()[1])
-                self.live -= 1
-                self.guests -= self.guests > 0
-        if kind in "BDR" and (*unit, action.evictor) in self.moving:
-            waits.append(self.moving.pop((*unit, action.evictor)))
-        if kind in "FBD":
-            waits += [message for _, message, end in ends if end]
-        self.waits = waits
-        return waits
-
-    def act(self, sent: set[_Message]) -> str | None:
-        """The action itself; says what is wrong with the memory that it takes."""
-        action, ends = self.row[self.at], self.ends[self.at]
-        kind, unit = action.kind, (action.micro_batch, action.chunk)
-        for _, message, end in ends:
-            if not end:
-                sent.add(message)
-            elif kind in "LA":
-                self.moving[(*unit, action.evictor)] = message
-            if kind in "ER":
-                self.departing.append((unit, message))
-        self.live += (kind in "FLA") - (kind in "BW")
-        self.guests += kind == "A"
-        self.at, self.waits = self.at + 1, None
-        if self.live > self.bound or (kind == "A" and self.guests > self.bound - self.own):
-            return "the bound is broken"
-        return None
+                calls.append(Call("take", departing.popleft()[1], 2))
+                live -= 1
+                guests -= guests > 0
+        if kind in "BDR" and (*unit, evictor) in moving:
+            calls.append(Call("take", moving.pop((*unit, evictor)), 2))
+        for _, message, end in sorted(
+            _ends(schedule, model, stage, Action(kind, *unit, evictor)), key=itemgetter(2), reverse=True
+        ):
+            if kind not in "ELAR":
+                calls.append(Call("give" if end == 0 else "take", message))
+                continue
+            calls.append(Call("meet", message, 2))
+            if kind in "LA":
+                moving[(*unit, evictor)] = message
+            else:
+                departing.append((unit, message))
+        calls += [Call("give", ("batch", batch))] * (kind in "BW")
+        live += (kind in "FLA") - (kind in "BW")
+        guests += kind == "A"
+        within &= live <= bound and (kind != "A" or guests <= bound - own)
+    return calls, within
 
 
 def _run(schedule: Schedule, model: dict[Any, int]) -> Iterator[str]:
     """All stages at once; what partners trade, both carry out together."""
-    stages = [_Stage(schedule, model, stage) for stage in range(schedule.stages)]
-    sent: set[_Message] = set()
-    there: set[tuple[_Message, int]] = set()  # ends of trades
-    left = [schedule.micro_batches * len(model)] * schedule.batches
-    moved = True
-    while moved:
-        moved = False
-        for stage in stages:
-            while stage.at < len(stage.row):
-                if any(message not in sent for message in stage.arrive()):
-                    break
-                action = stage.row[stage.at]
-                if action.kind in "ELAR":
-                    ((_, trade, end),) = stage.ends[stage.at]
-                    there.add((trade, end))
-                    if (trade, 1 - end) not in there:
-                        break
-                if (wrong := stage.act(sent)) is not None:
-                    yield wrong
-                if action.kind in "BW":
-                    batch = action.micro_batch // schedule.micro_batches
-                    left[batch] -= 1
-                    if not left[batch]:
-                        sent.add(("batch", batch))
-                moved = True
-    if any(stage.at < len(stage.row) for stage in stages):
+    calls, within = zip(*(_calls(schedule, model, stage) for stage in range(schedule.stages)), strict=True)
+    if not all(within):
+        yield "the bound is broken"
+    if stuck(calls):
         yield "the stages wait for one another for ever"

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.schedule import ScheduleError, Size, build, choose, needs_of, with_swaps
-from evenpipe.schedule.known import find, own
+from evenpipe.schedule import ScheduleError, Size, build, choose, find, needs_of, own, with_swaps
 from tests.schedule.independent import fault
 
 

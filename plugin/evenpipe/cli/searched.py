@@ -11,8 +11,7 @@ from evenpipe.cli.values import positive
 from evenpipe.planner.descriptions import Cluster, Framework, Model, Precision
 from evenpipe.planner.run import Attention, Run
 from evenpipe.planner.search.question import Question
-from evenpipe.schedule import ScheduleError, find
-from evenpipe.schedule.known import own
+from evenpipe.schedule import ScheduleError, find, own
 
 __all__ = ["SEARCHED", "add_search_options", "question_from"]
 

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 from evenpipe.megatron.unsupported import Refusal
 from evenpipe.schedule import COMPUTE, Action, Schedule, Unit
-from evenpipe.schedule.orders import alternate
+from evenpipe.schedule.spec import alternate
 
 __all__ = ["captured_row", "refused_capture"]
 

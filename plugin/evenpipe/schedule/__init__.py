@@ -1,13 +1,6 @@
 """Schedules as data: actions and notation, specifications, passes, and the verifier. Pure Python."""
 
-from evenpipe.schedule.actions import Action, Unit, parse
-from evenpipe.schedule.bpipe import balance
-from evenpipe.schedule.build import Programs, build, choose
-from evenpipe.schedule.clock import Clock
-from evenpipe.schedule.collector import without_cycle_collector
-from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.grid import format_grid
-from evenpipe.schedule.kinds import (
+from evenpipe.schedule.actions import (
     ACCEPT,
     BACKWARD,
     COMPUTE,
@@ -25,28 +18,37 @@ from evenpipe.schedule.kinds import (
     SWAP_OUT,
     UPDATE,
     WEIGHT_GRADIENT,
+    Action,
     ActionKind,
     Cost,
     Kind,
     LinkKind,
+    ScheduleError,
+    Unit,
+    parse,
 )
-from evenpipe.schedule.known import find, names
-from evenpipe.schedule.lazy import PerStage
-from evenpipe.schedule.lower import Program, lower
-from evenpipe.schedule.needs import check_offers, needs_of, offered
-from evenpipe.schedule.order import Queues, strictest
-from evenpipe.schedule.places import Place, Places, loop, vee
-from evenpipe.schedule.schedule import Schedule
+from evenpipe.schedule.bpipe import balance
+from evenpipe.schedule.build import (
+    NEEDS,
+    Programs,
+    build,
+    check_offers,
+    choose,
+    needs_of,
+    offered,
+    without_cycle_collector,
+)
+from evenpipe.schedule.known import find, names, own
+from evenpipe.schedule.lower import PerStage, Program, Step, lower
+from evenpipe.schedule.order import Clock, Queues, strictest
+from evenpipe.schedule.passes import required_version, returns_beside, swapped_at_once, swapping, with_swaps
+from evenpipe.schedule.schedule import Schedule, format_grid, torch_csv
 from evenpipe.schedule.spec import Drawing, Need, Size, Spec
-from evenpipe.schedule.step import Step
 from evenpipe.schedule.stream import Stream
-from evenpipe.schedule.swaps import returns_beside, swapped_at_once, swapping, with_swaps
 from evenpipe.schedule.table import Column
-from evenpipe.schedule.topology import Gathering, Link, Message, links, partner
-from evenpipe.schedule.torch_table import torch_csv
+from evenpipe.schedule.topology import Gathering, Link, Message, Place, Places, links, loop, partner, vee
 from evenpipe.schedule.verify import reordered, verify
-from evenpipe.schedule.versions import required_version
-from evenpipe.schedule.wiring import Disagreement, Wiring
+from evenpipe.schedule.wiring import Wiring
 
 __all__ = [
     "ACCEPT",
@@ -58,6 +60,7 @@ __all__ = [
     "INPUT_GRADIENT",
     "KINDS",
     "LOAD",
+    "NEEDS",
     "OWN_ENDS",
     "RECEIVING",
     "RETURN",
@@ -71,7 +74,6 @@ __all__ = [
     "Clock",
     "Column",
     "Cost",
-    "Disagreement",
     "Drawing",
     "Gathering",
     "Kind",
@@ -105,6 +107,7 @@ __all__ = [
     "names",
     "needs_of",
     "offered",
+    "own",
     "parse",
     "partner",
     "reordered",

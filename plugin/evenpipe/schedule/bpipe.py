@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from evenpipe.schedule.acceptor import receive
-from evenpipe.schedule.actions import Action
-from evenpipe.schedule.clock import TICKS, boundaries
-from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.kinds import ACCEPT, BACKWARD, EVICT, FORWARD, LOAD, RETURN, Kind
-from evenpipe.schedule.order import Queues
+from evenpipe.schedule.actions import (
+    ACCEPT,
+    BACKWARD,
+    EVICT,
+    FORWARD,
+    KINDS,
+    LOAD,
+    RETURN,
+    Action,
+    Kind,
+    ScheduleError,
+)
+from evenpipe.schedule.order import Queues, boundaries
 from evenpipe.schedule.schedule import Schedule
-from evenpipe.schedule.table import own_peak
+from evenpipe.schedule.table import Column, own_peak
 from evenpipe.schedule.topology import partner
 
 __all__ = ["balance"]
@@ -53,7 +60,7 @@ def balance(schedule: Schedule, bound: int, queues: Queues = "many") -> Schedule
             (Action(ACCEPT if kind == EVICT else RETURN, *unit, evictor), issued) for _, kind, unit, issued in trades
         ]
         kinds = table.kind[table.of(acceptor)]
-        rows[acceptor] = _insert(rows[acceptor], receive(kinds, ends[acceptor].tolist(), accepting, bound))
+        rows[acceptor] = _insert(rows[acceptor], _receive(kinds, ends[acceptor].tolist(), accepting, bound))
     return replace(schedule, bound=bound, actions=tuple(rows))
 
 
@@ -115,7 +122,7 @@ def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int, ea
 
 def _bubble_before(slot: int, row: Sequence[Action], ends: Sequence[int]) -> bool:
     """Whether the stage waits before the compute action of ``slot``."""
-    return slot < len(row) and ends[slot] - ends[slot - 1] > TICKS[row[slot].kind]
+    return slot < len(row) and ends[slot] - ends[slot - 1] > KINDS[row[slot].kind].ticks
 
 
 def _insert(row: Sequence[Action], inserts: Sequence[tuple[int, Action]]) -> tuple[Action, ...]:
@@ -127,3 +134,34 @@ def _insert(row: Sequence[Action], inserts: Sequence[tuple[int, Action]]) -> tup
         merged.append(action)
         done = max(done, slot)
     return (*merged, *row[done:])
+
+
+def _receive(
+    kinds: Column, ends: Sequence[int], transfers: Sequence[tuple[Action, int]], bound: int
+) -> list[tuple[int, Action]]:
+    """Put each ACCEPT or RETURN before one of the acceptor's compute actions (by its index).
+
+    ``transfers`` come with the logical time at which the evictor issues its end; ``ends`` are the times at which its
+    compute actions, of these ``kinds``, end. The acceptor issues its end at the last boundary between two actions that
+    is not later, so that it is ready in time and can never be what the evictor waits for. If an accept had no room
+    there before a return is through, it moves on by one boundary: the evictor has until the end of its backward
+    (Appendix B), while the acceptor would otherwise stand still.
+    """
+    room = bound - own_peak(kinds)
+    held: list[int] = []  # when the return of each unit that is here will be through, in order
+    returning = {action[1:3]: time + KINDS[FORWARD].ticks for action, time in transfers if action.kind != ACCEPT}
+    placed = []
+    for action, issued in transfers:
+        slot = bisect_right(ends, issued)
+        if action.kind == ACCEPT:
+            del held[: bisect_right(held, _boundary(slot, ends))]
+            later = [slot, slot + 1] if slot < len(ends) else [slot]
+            slot = next((s for s in later if len(held) - bisect_right(held, _boundary(s, ends)) < room), slot)
+            insort(held, returning[action[1:3]])
+        placed.append((slot, action))
+    return placed
+
+
+def _boundary(slot: int, ends: Sequence[int]) -> int:
+    """The logical time just before the compute action ``slot``."""
+    return ends[slot - 1] if slot else 0

@@ -1,26 +1,61 @@
-"""From a schedule's specification and a size to a verified program: compute order, passes, proof."""
+"""From a schedule's specification and a size to a verified program, and what it needs of an engine.
+
+Compute order, passes, proof: see :func:`build`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import gc
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Final
 
-from evenpipe.schedule.actions import Action
+from evenpipe.schedule.actions import INPUT_GRADIENT, KINDS, OWN_ENDS, WEIGHT_GRADIENT, Action, ScheduleError
 from evenpipe.schedule.bpipe import balance
-from evenpipe.schedule.collector import without_cycle_collector
-from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.known import find
+from evenpipe.schedule.known import find, own
 from evenpipe.schedule.lower import Program
-from evenpipe.schedule.needs import check_needs, needs_of
 from evenpipe.schedule.order import Queues
+from evenpipe.schedule.passes import with_swaps, with_updates
 from evenpipe.schedule.schedule import Schedule
-from evenpipe.schedule.spec import Size, Spec
-from evenpipe.schedule.swaps import with_swaps
+from evenpipe.schedule.spec import Need, Size, Spec
+from evenpipe.schedule.topology import loop
 from evenpipe.schedule.verify import verify, verify_actions
-from evenpipe.schedule.versions import with_updates
 
-__all__ = ["Programs", "build", "choose"]
+__all__ = [
+    "NEEDS",
+    "Programs",
+    "build",
+    "check_offers",
+    "choose",
+    "needs_of",
+    "offered",
+    "without_cycle_collector",
+]
+
+#: How each need is said.
+NEEDS: Final[Mapping[Need, str]] = MappingProxyType(
+    {
+        "chunks": "several model chunks a stage",
+        "vee": "model chunks that are not placed stage by stage",
+        "split": "backwards in two halves",
+        "groups": "groups of micro-batches",
+        "stream": "batches without a flush between",
+        "swap": "tensors swapped to host memory",
+    }
+)
+
+
+@contextmanager
+def without_cycle_collector() -> Iterator[None]:
+    """Pause it: schedules are millions of tuples without cycles, and walking them takes longer than making them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @without_cycle_collector()
@@ -72,7 +107,7 @@ def build(
     update_follows = spec.update_follows
     if update_follows is not None:
         schedule = with_updates(schedule, lambda batch: update_follows(size, batch))
-    check_needs(spec, schedule)
+    _check_needs(spec, schedule)
     return verify(with_swaps(schedule, swaps), bpipe, queues)
 
 
@@ -152,3 +187,48 @@ class Programs:
     def keep(self, size: Size, program: Program) -> None:
         """From now on, this is the program for that size."""
         self._built[size] = program
+
+
+def needs_of(schedule: Schedule) -> frozenset[Need]:
+    """What an engine must offer to carry out this schedule."""
+    return frozenset(_needs_of(schedule))
+
+
+def _needs_of(schedule: Schedule) -> Iterator[Need]:
+    kinds = schedule.table.letters
+    if schedule.chunks > 1:
+        yield "chunks"
+    if schedule.places != loop(schedule.stages, schedule.chunks):
+        yield "vee"
+    if kinds & {INPUT_GRADIENT, WEIGHT_GRADIENT}:
+        yield "split"
+    if schedule.group_size > 1:
+        yield "groups"
+    of_batch = any(row.of_batch for row in KINDS.values() if row.letter in kinds)
+    if schedule.batches > 1 or schedule.weight_versions > 1 or of_batch:
+        yield "stream"
+    if kinds & OWN_ENDS:
+        yield "swap"
+
+
+def _check_needs(spec: Spec, schedule: Schedule) -> None:
+    """Raises :class:`ScheduleError` if ``schedule``, made by ``spec``, needs what the latter does not say."""
+    for missing in sorted(needs_of(schedule) - spec.needs - spec.needs_at_some):
+        raise ScheduleError(f"schedule {spec.name}: needs {NEEDS[missing]}: its Spec has to name the need {missing!r}")
+
+
+def offered(offers: frozenset[Need]) -> list[str]:
+    """The package's own schedules that an engine with these ``offers`` carries out."""
+    return [name for name in own() if find(name).needs <= offers]
+
+
+def check_offers(spec: Spec, offers: frozenset[Need], engine: str) -> None:
+    """Raises :class:`ScheduleError`, one line, if ``engine`` cannot carry the schedule out in a run."""
+    missing = [words for need, words in NEEDS.items() if need in spec.needs - offers]
+    if missing:
+        raise ScheduleError(
+            f"schedule={spec.name}: needs {' and '.join(missing)}, which {engine} does not offer: choose one of "
+            f"{', '.join(offered(offers))}"
+        )
+    if "stream" in spec.needs and spec.update_follows is None:
+        raise ScheduleError(f"schedule={spec.name}: ends with its last batch, and a run goes on: choose 2bw")

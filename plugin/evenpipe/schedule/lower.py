@@ -1,24 +1,96 @@
-"""The pass that derives sends, receives and completion points: from a schedule to the steps that are carried out."""
+"""From a schedule to what its stages carry out: each action with the communication around it, proven free of deadlock.
+
+1. Columns (:class:`.table.Table`). An action is known by its number, and a message by the number of its taker.
+2. Wiring (:class:`.wiring.Wiring`). Who sends what an action takes, and what else must be complete before it: its
+   unit's transfer, departures that make room, earlier results on the same link.
+3. Clock (:func:`.order.walk`). All stages at once carry out what they can. That gives each action a place in one order
+   of everything, or ends in a circle of waits, which is refused.
+4. Order (:class:`.order.Order`). A message has one place for both of its ends, right after the action that makes it.
+   A receive is posted before the taker's first action behind that place, a gathering of a batch likewise.
+5. Proof, first part (:func:`check_order`, on columns): all that is awaited comes before what awaits it.
+6. Steps (:func:`steps_of`, stage by stage, when first asked for): actions with their posts, waits, transfers and sends.
+7. Proof, second part (:func:`check_steps`, before a step is carried out): a stage's steps are its part of that order,
+   all of it, and in it.
+
+So of all that is not done yet, what comes first in the order is what each of its stages is about to do, and can be
+done: no stage waits for ever. At one place an action comes before messages, these, by the numbers that both their ends
+have, before gatherings, and these go by their batches.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import chain, islice, pairwise, repeat
+from typing import Final, NamedTuple, TypeVar, overload
 
-from evenpipe.schedule.clock import Clock
-from evenpipe.schedule.kinds import COMPUTE, KINDS
-from evenpipe.schedule.lazy import PerStage
-from evenpipe.schedule.one_order import check_steps
-from evenpipe.schedule.order import Order, Queues
-from evenpipe.schedule.schedule import Schedule
-from evenpipe.schedule.step import Step
-from evenpipe.schedule.table import Column
-from evenpipe.schedule.topology import Gathering, Link, Message, links, transfer
+import numpy as np
+
+from evenpipe.schedule.actions import FINISHING, OWN_ENDS, Action
+from evenpipe.schedule.order import Clock, Order, Queues
+from evenpipe.schedule.schedule import Fault, Schedule, fault_of, marked
+from evenpipe.schedule.table import Column, by_kind
+from evenpipe.schedule.topology import Gathering, Link, Message, links
 from evenpipe.schedule.wiring import Wiring
 
-__all__ = ["Program", "lower", "steps_of"]
+__all__ = ["PerStage", "Program", "Step", "check_gatherings", "check_order", "lower", "steps_of"]
+
+T = TypeVar("T")
+
+
+class Step(NamedTuple):
+    """One action with the communication around it, in this order: post, complete, transfer, compute or update, send.
+
+    ``post``: receives of what compute needs here or later, each at its place in the one order of the whole pipeline
+    (:mod:`evenpipe.schedule.order`), and gatherings. ``complete``: messages, received or sent by this stage, that must
+    be complete before the action. ``transfer``: what an action starts to move to or from its partner or its host, once
+    what it ``follows`` is complete: departures that make room for it, which nothing else waits for.
+    ``then_post``: the same as ``post``, for what comes after the action and before ``send``.
+    ``send``: what compute gives a neighbour when it ends; local, where the next part of the model is on this stage.
+    ``takes``: what compute got from a neighbour: one of ``complete``, or local.
+    """
+
+    post: tuple[Message | Gathering, ...]
+    complete: tuple[Message, ...]
+    action: Action
+    transfer: Message | None = None
+    then_post: tuple[Message | Gathering, ...] = ()
+    send: Message | None = None
+    takes: Message | None = None
+    follows: tuple[Message, ...] = ()
+
+
+class PerStage(Sequence[T]):
+    """``make(stage)`` for each of so many stages, when first asked for; equal to any sequence of equal values."""
+
+    def __init__(self, stages: int, make: Callable[[int], T]) -> None:
+        self._numbers = range(stages)
+        self._make = make
+        self._made: dict[int, T] = {}
+
+    @overload
+    def __getitem__(self, at: int) -> T: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[T]: ...
+
+    def __getitem__(self, at: int | slice) -> T | Sequence[T]:
+        if isinstance(at, slice):
+            return [self[stage] for stage in self._numbers[at]]
+        stage = self._numbers[at]
+        if stage not in self._made:
+            self._made[stage] = self._make(stage)
+        return self._made[stage]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -52,12 +124,18 @@ class Program:
     @cached_property
     def drain(self) -> Sequence[tuple[Message, ...]]:
         """Per stage, what it sent and has not seen complete."""
-        return PerStage(self.schedule.stages, partial(_drain, self.wiring))
+        return PerStage(self.schedule.stages, self._drain)
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
         """What it, and programs of another size under the same settings, use of connections between stages."""
         return links(self.schedule.places, self.pairs)
+
+    def _drain(self, stage: int) -> tuple[Message, ...]:
+        wiring = self.wiring
+        departed = int(wiring.gone[self.schedule.table.of(stage)].max(initial=0))
+        left = np.concatenate([wiring.leaving(stage)[0][departed:], wiring.left_over(stage)])
+        return _present(wiring.messages(left))
 
 
 def lower(schedule: Schedule, pairs: bool = False, queues: Queues = "many") -> Program:
@@ -68,34 +146,32 @@ def lower(schedule: Schedule, pairs: bool = False, queues: Queues = "many") -> P
 def steps_of(program: Program, stage: int, gatherings: Column) -> tuple[Step, ...]:
     """The steps of one stage, with the ``gatherings`` of batches that have these places in the order.
 
-    They are proven to keep to that order (:func:`evenpipe.schedule.one_order.check_steps`).
+    Raises :class:`ScheduleError` unless they keep to that order (:func:`check_steps`).
     """
-    schedule, wiring = program.schedule, program.wiring
-    row, routes, rows = schedule.actions[stage], schedule.routes, schedule.table.of(stage)
-    departures = wiring.departures(stage).tolist()
-    after, settles, gone = (column[rows].tolist() for column in (wiring.after, wiring.settles, wiring.gone))
+    wiring, rows = program.wiring, program.schedule.table.of(stage)
     post, then_post = _posts(program, stage, gatherings)
+    computes, numbers = wiring.computes[rows], np.arange(rows.start, rows.stop)
+    taken = np.where(computes & (wiring.link_of[rows] >= 0), numbers, -1)
+    departing, *waits = wiring.waits(stage)
+    departures = iter(_present(wiring.messages(wiring.leaving(stage)[0])))
+    columns = (wiring.messages(column) for column in (*waits, taken, wiring.starts[rows]))
     steps = []
-    for at, action in enumerate(row):
-        number = rows.start + at
-        gone_by_now = departures[gone[at - 1] if at else 0 : gone[at]]
-        departed = tuple(_started(wiring, stage, one) for one in gone_by_now)
-        complete = [_started(wiring, stage, after[at])] if after[at] >= 0 else []
+    for number, action, departs, is_compute, transferred, received, settled, takes, starts in zip(
+        numbers.tolist(), program.schedule.actions[stage], departing.tolist(), computes.tolist(), *columns, strict=True
+    ):
+        departed = tuple(islice(departures, departs))
+        complete = _present((transferred, received, settled))
         posts, then_posts = tuple(post[number]), tuple(then_post[number])
-        if action.kind not in COMPUTE:
-            moved = None if KINDS[action.kind].of_batch else transfer(action, stage, schedule.stages)
-            steps.append(Step(posts, tuple(complete), action, moved, then_posts, follows=departed))
-            continue
-        complete = [*departed, *complete]
-        takes = routes.incoming(action, stage)
-        if takes is not None and not takes.is_local:
-            complete.append(takes)
-        if settles[at] >= 0:
-            complete.append(_started(wiring, stage, settles[at]))
-        send = routes.outgoing(action, stage)
-        steps.append(Step(posts, tuple(complete), action, None, then_posts, send, takes))
+        if is_compute:
+            steps.append(Step(posts, (*departed, *complete), action, None, then_posts, starts, takes))
+        else:
+            steps.append(Step(posts, complete, action, starts, then_posts, follows=departed))
     check_steps(program.order, gatherings, stage, steps)
     return tuple(steps)
+
+
+def _present(messages: Sequence[Message | None]) -> tuple[Message, ...]:
+    return tuple(message for message in messages if message is not None)
 
 
 _Posts = defaultdict[int, list[Message | Gathering]]
@@ -103,31 +179,124 @@ _Posts = defaultdict[int, list[Message | Gathering]]
 
 def _posts(program: Program, stage: int, gatherings: Column) -> tuple[_Posts, _Posts]:
     """By action: what is posted before it, and what between it and the sending of its result."""
-    schedule = program.schedule
-    row, rows = schedule.actions[stage], schedule.table.of(stage)
     post: _Posts = defaultdict(list)
     then_post: _Posts = defaultdict(list)
-    for event in program.order.events(stage, gatherings):
+    events = program.order.events(stage, gatherings)
+    messages = program.wiring.messages(np.array([event.message for event in events], np.int64))
+    for event, message in zip(events, messages, strict=True):
         if event.sends:  # what has been found of this gap comes before the send
             then_post[event.before - 1] = post.pop(event.before, [])
-        elif event.message < 0:
-            post[event.before].append(Gathering(event.batch))
         else:
-            message = schedule.routes.incoming(row[event.message - rows.start], stage)
-            assert message is not None, "what is received is of compute that takes something"
-            post[event.before].append(message)
+            post[event.before].append(Gathering(event.batch) if message is None else message)
     return post, then_post
 
 
-def _drain(wiring: Wiring, stage: int) -> tuple[Message, ...]:
-    complete = int(wiring.gone[wiring.schedule.table.of(stage)].max(initial=0))
-    left = wiring.departures(stage).tolist()[complete:] + wiring.left_over(stage)
-    return tuple(_started(wiring, stage, number) for number in left)
+#: A place; 0 for an action, 1 for a message, 2 for a gathering; the number of the message or the batch.
+_Key = tuple[int, int, int]
+
+_NEVER: Final = np.iinfo(np.int64).max
+_NOWHERE: Final[_Key] = (-1, 0, 0)  # no action's place is below 0
+_FINISHING = by_kind(lambda row: row.letter in FINISHING)
+_OF_BATCH = by_kind(lambda row: row.of_batch)
+_TAKES_FROM_PARTNER = by_kind(lambda row: row.receives and row.letter not in OWN_ENDS)
+_DEFECT: Final = "this is a defect of evenpipe"
 
 
-def _started(wiring: Wiring, stage: int, number: int) -> Message:
-    """What an action of the stage starts to move: to its partner or its host, or, when it has computed, on."""
-    schedule = wiring.schedule
-    action = schedule.actions[stage][number - schedule.table.of(stage).start]
-    result = schedule.routes.outgoing(action, stage) if action.kind in COMPUTE else None
-    return result or transfer(action, stage, schedule.stages)
+def check_order(order: Order) -> None:
+    """All that is awaited comes before what awaits it. Raises :class:`Fault` with the first action that breaks this.
+
+    At each place either one stage acts, and all that it takes has been met before; or two stages have the ends of one
+    message, or of one transfer, which meet there; or all of them start to exchange what they know of a batch, which all
+    have computed, and none has finished the step of.
+    """
+    wiring, places, messages = order.wiring, order.places, order.messages
+    schedule, table = wiring.schedule, wiring.schedule.table
+    actions = np.arange(len(places))
+    first, last = table.first[table.stage] == actions, table.first[table.stage + 1] - 1 == actions
+    before = np.where(first, -1, np.roll(places, 1))
+    after = np.where(last, _NEVER, np.roll(places, -1))
+    taking = np.flatnonzero(messages >= 0)
+    senders, posted = wiring.senders[taking], order.posted[taking]
+    message = messages[taking]
+    settled = np.flatnonzero(wiring.settles >= 0)
+    partners = np.flatnonzero(_TAKES_FROM_PARTNER[table.kind])
+    no_place = "has no place in one order of all stages"
+    faults = (
+        (actions, places <= before),
+        (taking, (before[posted] > message) | (message >= places[posted]) | (message >= places[taking])),
+        (senders, (places[senders] > message) | (message >= after[senders])),
+        (settled, messages[wiring.gives[wiring.settles[settled]]] >= places[settled]),
+        (partners, places[partners] != places[wiring.senders[partners]]),
+    )
+    _refuse_first(schedule, [(numbers, wrong, no_place) for numbers, wrong in faults])
+    if _OF_BATCH[table.kind].any():
+        check_gatherings(order, order.batches, schedule.micro_batches)
+
+
+def check_gatherings(order: Order, gatherings: Column, micro_batches: int) -> None:
+    """These places of gatherings, one for every so many ``micro_batches``, are in order, each after all stages' compute
+    of its batch, and before their updates by it. Raises :class:`Fault`.
+    """
+    schedule, table, places = order.wiring.schedule, order.wiring.schedule.table, order.places
+    gathered = np.full(schedule.micro_batches * schedule.batches // micro_batches, -1, np.int64)
+    gathered[: len(gatherings)] = gatherings
+    early = np.diff(gathered, prepend=-1) < 0
+    finishing, updates = np.flatnonzero(_FINISHING[table.kind]), np.flatnonzero(_OF_BATCH[table.kind])
+    batch, updated = table.micro_batch[finishing] // micro_batches, table.micro_batch[updates]
+    late = (places[finishing] > gathered[batch]) | early[batch]
+    faults = [
+        (finishing, late, "comes after what is gathered of its batch"),
+        (updates, places[updates] <= gathered[updated], "comes before what is gathered of its batch"),
+    ]
+    _refuse_first(schedule, faults)
+
+
+def _refuse_first(schedule: Schedule, faults: Sequence[tuple[Column, Column, str]]) -> None:
+    """Raise a fault of the first action in ``faults``: numbers of actions, which of them are wrong, and how."""
+    for numbers, wrong, reason in faults:
+        for action in numbers[wrong].tolist()[:1]:
+            raise fault_of(schedule, action, f"{reason}: {_DEFECT}")
+
+
+def check_steps(order: Order, gatherings: Column, stage: int, steps: Sequence[Step]) -> None:
+    """The ``steps`` of a stage, with ``gatherings`` of these places, are its part of the order: all that it takes part
+    in, each once, in that order; and it completes only what it has begun. Raises :class:`ScheduleError`.
+    """
+    schedule = order.wiring.schedule
+    row, own = schedule.actions[stage], order.places[schedule.table.of(stage)].tolist()
+    missing, begun = _part_of(order, gatherings, stage), set[object]()
+    latest = _NOWHERE
+    with marked(schedule):
+        for at, step in enumerate(steps):
+            begun.update(step.post)
+            completes = begun.issuperset(step.complete) and begun.issuperset(step.follows)
+            sent = () if step.send is None or step.send.is_local else (step.send,)
+            keys = [missing.pop(item, _NOWHERE) for item in step.post]
+            keys.append((own[at], 0, 0) if step.transfer is None else missing.pop(step.transfer, _NOWHERE))
+            keys += [missing.pop(item, _NOWHERE) for item in (*step.then_post, *sent)]
+            begun.update((step.transfer, *step.then_post, *sent))
+            in_order = all(early < late for early, late in pairwise((latest, *keys)))
+            if not (completes and in_order and step.action == row[at]):
+                raise Fault(f"{row[at]} is given beside what has another place in the one order: {_DEFECT}", stage, at)
+            latest = keys[-1]
+        if missing or len(steps) != len(row):
+            raise Fault(f"{row[-1]} ends what lacks a part of the one order: {_DEFECT}", stage, len(row) - 1)
+
+
+def _part_of(order: Order, gatherings: Column, stage: int) -> dict[Message | Gathering | None, _Key]:
+    """What a stage takes part in beside its actions, and where in the order. Both ends of a message find the same."""
+    wiring, rows = order.wiring, order.wiring.schedule.table.of(stage)
+    moved, computes = wiring.moves[rows], wiring.computes[rows]
+    received = rows.start + np.flatnonzero(order.messages[rows] >= 0)
+    ends = np.concatenate([received, moved[computes & (moved >= 0)]])
+    transferring = ~computes & (moved >= 0)
+    keys = chain(
+        zip(order.messages[ends].tolist(), repeat(1), ends.tolist()),
+        ((place, 0, 0) for place in order.places[rows][transferring].tolist()),
+    )
+    last = order.places[rows][-1:].max(initial=0)  # a stretch of a stream ends before it gathers its last batches
+    gathered = (
+        (Gathering(batch), (place, 2, batch)) for batch, place in enumerate(gatherings.tolist()) if place < last
+    )
+    named = wiring.messages(np.concatenate([ends, moved[transferring]]))
+    return dict(chain(zip(named, keys, strict=True), gathered))

@@ -1,4 +1,4 @@
-"""One order for a whole pipeline: where in it each message is, so that no stage can wait for ever.
+"""One order for a whole pipeline: where in it each action and each message is, so that no stage can wait for ever.
 
 On a device everything awaits *all* of a fixed set of things: an action what its stage was given before it and what it
 takes, a message both its ends, a synchronisation whatever is under way. So a pipeline hangs if and only if there is a
@@ -7,46 +7,208 @@ both of its stages have their end, and comes after what makes it and before what
 comes before what awaits it. There is no circle, whatever is synchronised and wherever: with one hardware queue
 (CUDA_DEVICE_MAX_CONNECTIONS=1) or many, with shared communicators, with CUDA_LAUNCH_BLOCKING=1.
 
-Any such order is safe. This one costs next to nothing: it follows a clock, and a clock that is wrong costs time only. A
-message comes right after what makes it, so a receive is posted before the first action that ends later. Where all that
-a stage is given passes one queue, what is not there yet holds up what was given after it: then a message is put off
-until it just arrives in time, or until its sender is about to end what it computes next. Where hosts wait at compute
-for all that they have given, also for receives whose messages are still to be made, a message takes nothing by the
-clock: of two stages' computes that end at once, neither then has the other's message before it.
+Any such order is safe. This one costs next to nothing: it follows a clock (:func:`walk`), and a clock that is wrong
+costs time only. A message comes right after what makes it, so a receive is posted before the first action that ends
+later. Where all that a stage is given passes one queue, what is not there yet holds up what was given after it: then a
+message is put off until it just arrives in time, or until its sender is about to end what it computes next. Where hosts
+wait at compute for all that they have given, also for receives whose messages are still to be made, a message takes
+nothing by the clock: of two stages' computes that end at once, neither then has the other's message before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from evenpipe.schedule.clock import OF_FORWARD, Clock, Walk, walk
-from evenpipe.schedule.kinds import OWN_ENDS
+from evenpipe.schedule.actions import BACKWARD, FINISHING, FORWARD, KINDS, OWN_ENDS
+from evenpipe.schedule.schedule import Schedule, fault_of, marked
 from evenpipe.schedule.table import Column, by_kind
+from evenpipe.schedule.topology import Link
 from evenpipe.schedule.wiring import Wiring
 
-__all__ = ["Event", "Order", "Queues", "strictest"]
+__all__ = ["OF_FORWARD", "Clock", "Event", "Order", "Queues", "boundaries", "strictest", "walk"]
 
 #: What holds up what a stage's host gives its device, beside the stream that it is for. many: nothing. one: all that
 #: was given before, which passes one queue (CUDA_DEVICE_MAX_CONNECTIONS=1). synchronised: the host, which waits at
 #: compute for all that it has given (timers, CUDA_LAUNCH_BLOCKING=1). Later ones win.
 Queues = Literal["many", "one", "synchronised"]
 
+#: The ticks of a forward, where a backward and a message have theirs, on average over stages.
+OF_FORWARD: Final = 1 << 20
 #: In ticks. A message takes next to nothing, and not nothing: it arrives after all that ends as it is made. Where there
 #: are groups, it may take half a forward and be late by one (Ada-Grouper §4.4), and its receive has been posted.
 _MESSAGE: Final = 1 << 10
 _OF_GROUPS: Final = 3 * OF_FORWARD // 2
+_NEVER: Final = 1 << 62
+
+_TICKS = by_kind(lambda row: row.ticks)
 _OF_BATCH = by_kind(lambda row: row.of_batch)
+_FINISHING = by_kind(lambda row: row.letter in FINISHING)
 _SENDS = by_kind(lambda row: row.sends)
 _TRADED = by_kind(lambda row: row.link is not None and row.letter not in OWN_ENDS)
-_NEVER: Final = 1 << 62
 
 
 def strictest(kinds: Iterable[Queues]) -> Queues:
     """By which all stages go where several hold, of one stage or of different ones; "many" where none does."""
     return max(kinds, key=get_args(Queues).index, default="many")
+
+
+class Clock(NamedTuple):
+    """How many ticks a forward and a backward take on each stage, and messages on links; on others next to nothing.
+
+    Whole numbers, so that all stages that know the same times find the same order by them.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    messages: Mapping[Link, int]
+
+    @classmethod
+    def of(cls, forward_ms: Sequence[float], backward_ms: Sequence[float], message_ms: Mapping[Link, float]) -> Clock:
+        """The clock of measured times, which are above 0, of one model chunk a stage."""
+        tick_ms = math.fsum(forward_ms) / len(forward_ms) / OF_FORWARD
+        forward, backward = (tuple(round(ms / tick_ms) for ms in times) for times in (forward_ms, backward_ms))
+        return cls(forward, backward, {link: round(ms / tick_ms) for link, ms in message_ms.items()})
+
+    @classmethod
+    def assumed(cls, stages: int) -> Clock:
+        """The clock where nothing is known."""
+        return cls((OF_FORWARD,) * stages, (KINDS[BACKWARD].ticks * OF_FORWARD,) * stages, {})
+
+    def ticks(self, schedule: Schedule) -> Column:
+        """What each action takes; the halves of a backward take half of it."""
+        table = schedule.table
+        forward, backward = (np.array(of, np.int64)[table.stage] for of in (self.forward, self.backward))
+        halves = _TICKS[table.kind].astype(np.int64)
+        return np.where(table.kind == ord(FORWARD), forward, backward * halves // KINDS[BACKWARD].ticks)
+
+
+class Walk(NamedTuple):
+    """``ends``: when each action ends; of a transfer between partners, when both have begun it.
+
+    ``places``: numbers that grow along each stage, and from all that an action awaits to the action. Both ends of a
+    transfer between partners have one place. So actions in the order of their places are one order of everything, which
+    all stages can keep to. A place is the time of the action's end, or as near after it as can be. ``batches``: the
+    first place after all that a batch computes.
+    """
+
+    ends: Column
+    places: Column
+    batches: Column
+
+
+def walk(
+    schedule: Schedule,
+    ticks: Column,
+    awaited: Sequence[Column],
+    later: Column | int = 0,
+    mates: Column | None = None,
+) -> Walk:
+    """Carry out the actions of all stages at once, one each wherever what that awaits is over, until none gets on.
+
+    ``ticks``: how long each action takes. ``awaited``: per action, others that must be over before it (-1: none); and
+    for the first of these, how much ``later`` than that it may begin. ``mates``: of a transfer between partners, the
+    other end, which its stage has to have come to; of other actions, themselves. An update awaits all stages' compute
+    of its batch.
+
+    Raises :class:`ScheduleError` where stages wait for one another in a circle: this is where that is found out.
+    """
+    table = schedule.table
+    count, stages = len(table.kind), len(schedule.actions)
+    last = table.first[1:]
+    # One row more, for whoever is through: it awaits nothing, and is over.
+    before = np.full((count + 1, len(awaited)), count, np.int32)
+    for column, actions in enumerate(awaited):
+        before[:-1, column] = np.where(actions >= 0, actions, count)
+    delay = np.zeros(count + 1, np.int64)
+    delay[:-1] = later
+    stage_of = np.append(table.stage, 0)
+    mate = np.append(np.arange(count) if mates is None else mates, count)
+    batches = _Batches(schedule) if np.any(_OF_BATCH[table.kind]) else None
+    ends, places = np.zeros((2, count + 1), np.int64)
+    over = np.zeros(count + 1, bool)
+    over[count] = True
+    at = table.first[:-1].copy()
+    now, place = np.zeros((2, stages), np.int64)
+    while True:
+        able = (at < last) & over[before[at]].all(axis=1)
+        if batches is not None:
+            able &= batches.may(at)
+        partner = stage_of[mate[at]]
+        able &= at[partner] == mate[at]
+        able &= able[partner]
+        going = np.flatnonzero(able)
+        if not len(going):
+            break
+        actions = at[going]
+        those = before[actions]
+        there = ends[those]
+        there[:, 0] += delay[actions]
+        starts = np.maximum(now[going], there.max(axis=1))
+        placed = np.maximum(place[going], places[those].max(axis=1))
+        if batches is not None:
+            starts, placed = batches.after(actions, starts, placed)
+        others = mate[actions]
+        ends[actions] = starts + ticks[actions]
+        now[going] = np.where(others == actions, ends[actions], now[going])  # a transfer waits by itself
+        ends[actions] = np.maximum(ends[actions], ends[others])
+        place[going] = np.maximum(placed + 1, now[going])
+        place[going] = np.maximum(place[going], place[stage_of[others]])
+        places[actions] = place[going]
+        over[actions] = True
+        at[going] += 1
+        if batches is not None:
+            batches.done(actions, ends[actions], places[actions])
+    for waiting in at[at < last].tolist()[:1]:
+        with marked(schedule):
+            raise fault_of(schedule, waiting, "waits for ever: the stages wait for one another in a circle")
+    return Walk(ends[:-1], places[:-1], np.zeros(0, np.int64) if batches is None else batches.places + 1)
+
+
+class _Batches:
+    """What is left of each batch of a stream, and when the last of it ended."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        table = schedule.table
+        self._updates = np.append(_OF_BATCH[table.kind] > 0, False)
+        self._finishes = np.append(_FINISHING[table.kind] > 0, False)
+        batch = np.where(self._updates[:-1], table.micro_batch, table.micro_batch // schedule.micro_batches)
+        self._batch = np.append(batch, 0)
+        self._left = np.bincount(batch[self._finishes[:-1]], minlength=schedule.batches)
+        self._ends, self.places = np.zeros((2, schedule.batches), np.int64)
+
+    def may(self, actions: Column) -> Column:
+        """Whether each action is no update, or one of a batch that is over."""
+        able: Column = ~self._updates[actions] | (self._left[self._batch[actions]] == 0)
+        return able
+
+    def after(self, actions: Column, starts: Column, places: Column) -> tuple[Column, Column]:
+        """When updates start, and the place that theirs comes after; of other actions, what was given."""
+        updates, batch = self._updates[actions], self._batch[actions]
+        return (
+            np.where(updates, np.maximum(starts, self._ends[batch]), starts),
+            np.where(updates, np.maximum(places, self.places[batch] + 1), places),
+        )
+
+    def done(self, actions: Column, ends: Column, places: Column) -> None:
+        finishing = self._finishes[actions]
+        batch = self._batch[actions[finishing]]
+        np.subtract.at(self._left, batch, 1)
+        np.maximum.at(self._ends, batch, ends[finishing])
+        np.maximum.at(self.places, batch, places[finishing])
+
+
+def boundaries(schedule: Schedule) -> list[Column]:
+    """Per stage, the times at which its compute actions end, in order, if communication takes nothing.
+
+    The schedule has no other actions. Raises :class:`ScheduleError` if they wait for one another in a circle.
+    """
+    table = schedule.table
+    ends = walk(schedule, _TICKS[table.kind], [Wiring(schedule).senders]).ends
+    return [ends[table.of(stage)] for stage in range(schedule.stages)]
 
 
 class Event(NamedTuple):
@@ -70,8 +232,9 @@ class Order:
     action takes by a link; -1 where it takes nothing so. An action comes before a message of the same place.
     ``posted``: the first action of the taking stage that comes after the message. ``batches``: of each batch of a
     stream, the place of its gathering: all stages have computed it, and none has come to its update; as late as can
-    be, so that what a stage still has to add up of its gradients runs beside a forward. ``stuck``: an action that waits
-    for ever: the first of the first stage that has one; None where there is an order.
+    be, so that what a stage still has to add up of its gradients runs beside a forward.
+
+    Raises :class:`ScheduleError` where there is no such order.
     """
 
     def __init__(self, wiring: Wiring, queues: Queues = "many", clock: Clock | None = None) -> None:
@@ -86,12 +249,7 @@ class Order:
         of_links = np.array([*(max(least, known.get(link, assumed)) for link in wiring.links), assumed])
         self._message = np.where(wiring.computes, of_links[wiring.link_of], least)
         self._walk = self._walked(ticks)
-        waiting = np.flatnonzero(self._walk.reached < table.first[1:])
-        self.stuck = int(self._walk.reached[waiting[0]]) if len(waiting) else None
         self.places = self._walk.places
-        if self.stuck is not None:  # of what is never reached, any that grow
-            unreached = np.arange(len(ticks)) >= self._walk.reached[table.stage]
-            self.places = np.where(unreached, self.places.max() + np.arange(1, len(ticks) + 1), self.places)
         self.batches = self._gatherings()
         taking = np.flatnonzero(wiring.remote & wiring.computes)
         self.messages = np.full(len(ticks), -1, np.int64)
@@ -106,8 +264,6 @@ class Order:
         computed_from = np.where(wiring.computes, wiring.senders, -1)
         partners = np.where(_SENDS[table.kind] > 0, wiring.gives, wiring.senders)
         traded = (_TRADED[table.kind] > 0) & (partners >= 0)
-        if not traded.any():
-            return walk(wiring.schedule, ticks, [computed_from], self._message * wiring.remote)
         mates = np.where(traded, partners, np.arange(len(partners)))
         awaited = [computed_from, wiring.after, wiring.departed]
         return walk(wiring.schedule, ticks, awaited, self._message * wiring.remote, mates)
@@ -161,26 +317,22 @@ class Order:
             np.add.at(change, actions - rows.start, by)
         return int(np.cumsum(change).max())
 
-    def events(self, stage: int, batches: Column | None = None) -> list[Event]:
-        """What a stage is given beside its actions, in order; ``batches``: the places of gatherings, if not its own."""
-        batches = self.batches if batches is None else batches
-        table, senders = self.wiring.schedule.table, self.wiring.senders
-        rows = table.of(stage)
+    def events(self, stage: int, gatherings: Column) -> list[Event]:
+        """What a stage is given beside its actions, in order, with ``gatherings`` of batches at these places."""
+        wiring, rows = self.wiring, self.wiring.schedule.table.of(stage)
         posted, received = self.posts(stage)
-        given = self.wiring.gives[rows]
+        given = wiring.gives[rows]
         sent = given[(given >= 0) & (self.messages[given] >= 0)]
-        gathered = self._first_after(np.full(len(batches), stage), batches)
-        found = [
-            *map(Event, posted.tolist(), self.messages[received].tolist(), received.tolist()),
-            *(
-                Event(sender + 1, place, taker, True)
-                for sender, place, taker in zip(
-                    senders[sent].tolist(), self.messages[sent].tolist(), sent.tolist(), strict=True
-                )
-            ),
-            *(
-                Event(before, place, -1, batch=batch)
-                for batch, (before, place) in enumerate(zip(gathered.tolist(), batches.tolist(), strict=True))
-            ),
+        gathered = self._first_after(np.full(len(gatherings), stage), gatherings)
+
+        def ends(before: Column, messages: Column, sends: bool) -> Iterable[Event]:
+            columns = before.tolist(), self.messages[messages].tolist(), messages.tolist()
+            return (Event(*end, sends) for end in zip(*columns, strict=True))
+
+        numbered = enumerate(zip(gathered.tolist(), gatherings.tolist(), strict=True))
+        events = [
+            *ends(posted, received, sends=False),
+            *ends(wiring.senders[sent] + 1, sent, sends=True),
+            *(Event(before, place, -1, batch=batch) for batch, (before, place) in numbered),
         ]
-        return sorted(found, key=lambda event: (event.place, event.message < 0, event.message, event.batch))
+        return sorted(events, key=lambda event: (event.place, event.message < 0, event.message, event.batch))

@@ -1,23 +1,35 @@
-"""A schedule: for each stage, which actions happen in which order. An immutable value, and a text."""
+"""A schedule: for each stage, which actions happen in which order.
+
+An immutable value, and a text: EvenPipe's own format, the table that torch reads, and a grid that shows a fault.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
-from evenpipe.schedule.actions import Action, parse
-from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.kinds import EVICT, KINDS
-from evenpipe.schedule.places import Places, loop, parse_places
-from evenpipe.schedule.residency import Residency, residency
-from evenpipe.schedule.table import Table
-from evenpipe.schedule.topology import Routes
+from evenpipe.schedule.actions import (
+    BACKWARD,
+    COMPUTE,
+    EVICT,
+    FORWARD,
+    INPUT_GRADIENT,
+    KINDS,
+    WEIGHT_GRADIENT,
+    Action,
+    Kind,
+    ScheduleError,
+    parse,
+)
+from evenpipe.schedule.table import Residency, Table, residency
+from evenpipe.schedule.topology import Places, loop, parse_places
 
-__all__ = ["Schedule"]
+__all__ = ["Fault", "Schedule", "fault_of", "format_grid", "marked", "torch_csv"]
 
 
 @dataclass(frozen=True)
@@ -76,11 +88,6 @@ class Schedule:
         return replace(schedule, bound=max(schedule.peak_live, default=0) if bound is None else bound)
 
     @cached_property
-    def routes(self) -> Routes:
-        """Which messages its compute actions take and give."""
-        return Routes(self.places)
-
-    @cached_property
     def table(self) -> Table:
         """Its actions, as columns of numbers."""
         return Table(self.actions)
@@ -134,3 +141,71 @@ def _with_head(actions: tuple[tuple[Action, ...], ...], line: int, words: Sequen
     name = "".join(one for one in given["name"] if one.isprintable())  # it is shown on terminals
     places = parse_places(given["places"], numbers["stages"], numbers["chunks"])
     return Schedule(name, actions=actions, places=places, **numbers)
+
+
+#: What torch calls each kind of compute.
+_LETTERS: dict[Kind, str] = {FORWARD: "F", BACKWARD: "B", INPUT_GRADIENT: "I", WEIGHT_GRADIENT: "W"}
+
+
+def torch_csv(schedule: Schedule) -> str:
+    """One line a stage of the pipeline (torch's rank), such as ``0F0,0F1,4F0``: what torch calls stage is a position.
+
+    A position is a part of the model, counted from its start; torch knows compute only. Raises :class:`ScheduleError`
+    for a schedule with actions that torch has none for.
+    """
+    places = schedule.places
+    lines = []
+    for stage, row in enumerate(schedule.actions):
+        words = []
+        for action in row:
+            if action.kind not in COMPUTE:
+                raise ScheduleError(f"{action}: torch's tables have compute only: use another schedule, without bpipe")
+            words.append(f"{places.position(stage, action.chunk)}{_LETTERS[action.kind]}{action.micro_batch}")
+        lines.append(",".join(words))
+    return "\n".join(lines) + "\n"
+
+
+_WINDOW = 12  # steps shown either side of the marked one: a grid of thousands of steps helps nobody
+
+
+def format_grid(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
+    """One line a stage, one column a step; ``mark`` (stage, step) is shown as ``[F3]`` and its line pointed at."""
+    first, last = 0, max((len(row) for row in schedule.actions), default=0)
+    if mark is not None:
+        first, last = max(0, mark[1] - _WINDOW), min(last, mark[1] + _WINDOW + 1)
+    cells = [
+        [f"[{a}]" if (stage, step) == mark else f" {a} " for step, a in enumerate(row[:last]) if step >= first]
+        for stage, row in enumerate(schedule.actions)
+    ]
+    width = max((len(cell) for row in cells for cell in row), default=0)
+    lines = ["step     " + " ".join(f"{step:^{width}}" for step in range(first, last))]
+    for stage, row in enumerate(cells):
+        pointer = "  <-- here" if mark is not None and stage == mark[0] else ""
+        lines.append(f"stage {stage:<3}" + " ".join(f"{cell:<{width}}" for cell in row) + pointer)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+class Fault(Exception):
+    """What is wrong, and the step of one stage to point at."""
+
+    def __init__(self, reason: str, stage: int, step: int) -> None:
+        super().__init__(reason)
+        self.mark = (stage, step)
+
+
+def fault_of(schedule: Schedule, number: int, reason: str) -> Fault:
+    """A fault of the action of that number."""
+    stage = int(schedule.table.stage[number])
+    step = number - schedule.table.of(stage).start
+    return Fault(f"{schedule.actions[stage][step]} {reason}", stage, step)
+
+
+@contextmanager
+def marked(schedule: Schedule) -> Iterator[None]:
+    """Makes a :class:`ScheduleError` of a fault."""
+    try:
+        yield
+    except Fault as fault:
+        stage, step = fault.mark
+        grid = format_grid(schedule, fault.mark)
+        raise ScheduleError(f"schedule {schedule.name}, stage {stage}, step {step}: {fault}\n{grid}") from None

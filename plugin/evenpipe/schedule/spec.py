@@ -1,17 +1,17 @@
-"""What one file of ``known/`` says of a schedule, and the sizes it is made for."""
+"""What one file of ``known/`` says of a schedule, the sizes it is made for, and orders that several of them share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
-from evenpipe.schedule.actions import Action
-from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.places import Places, loop
+from evenpipe.schedule.actions import BACKWARD, FORWARD, Action, ScheduleError, Unit
 from evenpipe.schedule.schedule import Schedule
+from evenpipe.schedule.topology import Places, loop
 
-__all__ = ["Drawing", "Need", "Size", "Spec"]
+__all__ = ["Drawing", "Need", "Size", "Spec", "alternate", "units"]
 
 Need = Literal["chunks", "vee", "split", "groups", "stream", "swap"]
 
@@ -140,3 +140,23 @@ class Spec:
                     f"{argument}={given}: the table {self.name} is of {fixed}: give that, or another table"
                 )
         return size._replace(batches=table.batches, group_size=table.group_size)
+
+
+_action = lru_cache(1 << 16)(Action)  # the same on every stage
+
+
+def units(micro_batches: int) -> list[Unit]:
+    """All micro-batches of one model chunk, in order."""
+    return [Unit(number) for number in range(micro_batches)]
+
+
+def alternate(forwards: Sequence[Unit], backwards: Sequence[Unit], warmup: int) -> Iterator[Action]:
+    """``warmup`` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    warmup = min(warmup, len(forwards))
+    for unit in forwards[:warmup]:
+        yield _action(FORWARD, *unit)
+    for ahead, unit in zip(forwards[warmup:], backwards, strict=False):
+        yield _action(FORWARD, *ahead)
+        yield _action(BACKWARD, *unit)
+    for unit in backwards[len(forwards) - warmup :]:
+        yield _action(BACKWARD, *unit)

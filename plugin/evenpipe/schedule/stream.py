@@ -11,18 +11,21 @@ from operator import ne
 
 import numpy as np
 
-from evenpipe.schedule.actions import Action
+from evenpipe.schedule.actions import (
+    BACKWARD,
+    COMPUTE,
+    FINISHING,
+    FORWARD,
+    SWAP_OUT,
+    UPDATE,
+    Action,
+    ScheduleError,
+)
 from evenpipe.schedule.build import build
-from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.faults import fault_of, marked
-from evenpipe.schedule.kinds import BACKWARD, COMPUTE, FINISHING, FORWARD, SWAP_OUT, UPDATE
-from evenpipe.schedule.lazy import PerStage
-from evenpipe.schedule.lower import Program, steps_of
-from evenpipe.schedule.one_order import check_gatherings
+from evenpipe.schedule.lower import PerStage, Program, Step, check_gatherings, steps_of
 from evenpipe.schedule.order import Queues
-from evenpipe.schedule.orders import alternate, units
-from evenpipe.schedule.spec import Size, Spec
-from evenpipe.schedule.step import Step
+from evenpipe.schedule.schedule import fault_of, marked
+from evenpipe.schedule.spec import Size, Spec, alternate, units
 from evenpipe.schedule.table import Column, by_kind, following
 from evenpipe.schedule.topology import Gathering, Message, partner
 
@@ -40,7 +43,7 @@ class Stream:
     enough says what comes after it too. ``swaps``: the positions of the model's parts that swap tensors to their hosts.
     Raises ScheduleError where :func:`build` does.
 
-    No stage waits for ever (:mod:`evenpipe.schedule.one_order`). Proven for all stages at once, before anything runs:
+    No stage waits for ever (:mod:`evenpipe.schedule.lower`). Proven for all stages at once, before anything runs:
     the stretch has one order, with its gatherings, as if each micro-batch were the last of a batch; and past the
     warm-up the places of all in it repeat, each stage's by its own period, all at one pace, over twice the longest
     period. Two stages that give a message, a transfer or a gathering the same places for as long as both their periods

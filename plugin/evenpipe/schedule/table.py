@@ -1,8 +1,12 @@
-"""All actions of a schedule as columns of numbers: what must be known of millions of them is worked out on these."""
+"""All actions of a schedule as columns of numbers, and how many units stages hold on their way through them.
+
+Everything that must be known of millions of actions is worked out on such columns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from operator import itemgetter
@@ -11,10 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenpipe.schedule.actions import Action
-from evenpipe.schedule.kinds import COMPUTE, KINDS, ActionKind
+from evenpipe.schedule.actions import COMPUTE, KINDS, LOAD, Action, ActionKind
 
-__all__ = ["Column", "Table", "by_kind", "following", "own_peak"]
+__all__ = ["LEAVING", "Column", "Residency", "Table", "by_kind", "following", "own_peak", "residency"]
 
 Column = NDArray[Any]
 
@@ -30,8 +33,12 @@ def by_kind(of: Callable[[ActionKind], int]) -> Column:
     return found
 
 
+_HELD = by_kind(lambda row: row.held)
 _OWN_HELD = by_kind(lambda row: row.held if row.letter in COMPUTE else 0)
 _OF_BATCH = by_kind(lambda row: row.of_batch)
+_GUEST = by_kind(lambda row: row.guest)
+#: Of each kind, whether it is a transfer with whose completion a unit is no longer here.
+LEAVING = by_kind(lambda row: row.link is not None and row.held < 0)
 
 
 class Table:
@@ -89,3 +96,42 @@ def following(column: Column, actions: Column) -> Column:
 def own_peak(kinds: Column) -> int:
     """The most units of its own that a stage without evictions holds: forwards less those whose backward is done."""
     return int(np.cumsum(_OWN_HELD[kinds]).max(initial=0))
+
+
+@dataclass(frozen=True, eq=False)
+class Residency:
+    """``peak``: most live units at once. ``gone``: how many departures are complete when an action starts: the oldest.
+
+    ``broken``: index of the first action that goes beyond the bound, or None.
+    """
+
+    peak: int
+    gone: Column
+    broken: int | None
+
+
+def residency(table: Table, stage: int, bound: int) -> Residency:
+    """Live units of one stage, with every departure completed as late as ``bound`` allows.
+
+    A transfer starts where it is listed and runs beside what follows. Its unit is live here until the transfer is
+    complete, which is waited for only where one more unit would break the bound, or where the same unit comes back.
+    An acceptor keeps memory for guests beside that for its own units at their peak, so guests have what is left of the
+    bound.
+    """
+    rows = table.of(stage)
+    kind = table.kind[rows]
+    leaves, held = LEAVING[kind], _HELD[kind]
+    arrives = held > 0
+    accepts = arrives & (_GUEST[kind] > 0)
+    room_for_guests = bound - own_peak(kind)
+    # As if nothing departed:
+    live, guests = np.cumsum(np.where(leaves, 0, held)), np.cumsum(accepts)
+    departed = np.cumsum(leaves)
+    excess = np.maximum(live - bound, np.where(accepts, guests - room_for_guests, 0))
+    comes_back = np.where((kind == ord(LOAD)) & (table.previous[rows] >= 0), table.previous[rows] - rows.start, -1)
+    back = np.where((comes_back >= 0) & (leaves[comes_back] > 0), departed[comes_back], 0) if len(kind) else live
+    needed = np.where(arrives, np.maximum(np.minimum(departed, excess), back), 0)
+    gone = np.maximum.accumulate(needed) if len(kind) else needed
+    live, guests = live - gone, guests - gone
+    beyond = np.flatnonzero(arrives & ((live > bound) | (guests > max(0, room_for_guests))))
+    return Residency(int(live[arrives].max(initial=0)), gone.astype(np.int32), int(beyond[0]) if len(beyond) else None)

@@ -1,15 +1,119 @@
-"""Which stage talks to which: neighbours along the model, BPipe's evictor-acceptor pairs, a stage and its host."""
+"""Where the model is, and which stages talk: neighbours along the model, BPipe's pairs, a stage and its host."""
 
 from __future__ import annotations
 
-from functools import cache
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-from evenpipe.schedule.actions import Action
-from evenpipe.schedule.kinds import KINDS, LinkKind
-from evenpipe.schedule.places import Places
+from evenpipe.schedule.actions import LinkKind, ScheduleError
 
-__all__ = ["Gathering", "Link", "Message", "Routes", "links", "partner", "transfer"]
+__all__ = ["Gathering", "Link", "Message", "Place", "Places", "links", "loop", "parse_places", "partner", "vee"]
+
+
+class Place(NamedTuple):
+    """One part of the model: a model chunk of a stage."""
+
+    stage: int
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}.{self.chunk}"
+
+
+@dataclass(frozen=True)
+class Places:
+    """The parts of a model in the order in which a micro-batch passes through them; ``order[n]`` has position n.
+
+    Every stage has the same number of chunks, and a stage's chunk c + 1 comes after its chunk c. Raises ScheduleError
+    otherwise.
+    """
+
+    order: tuple[Place, ...]
+
+    def __post_init__(self) -> None:
+        chunks = len(self.order) // self.stages if self.order else 0
+        wanted = [Place(*divmod(number, chunks)) for number in range(len(self.order) if chunks else 0)]
+        along = sorted(self.order, key=lambda place: place.stage)  # stable: each stage's chunks as the model has them
+        if not self.order or along != wanted:
+            raise ScheduleError(
+                f"places={','.join(map(str, self.order))}: each stage needs the same number of model chunks, in the "
+                "order of the model"
+            )
+
+    @cached_property
+    def stages(self) -> int:
+        return 1 + max(place.stage for place in self.order)
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks a stage."""
+        return len(self.order) // self.stages
+
+    @property
+    def first(self) -> Place:
+        """Where the model starts."""
+        return self.order[0]
+
+    @property
+    def last(self) -> Place:
+        """Where the model ends: there is the loss."""
+        return self.order[-1]
+
+    @cached_property
+    def _positions(self) -> dict[Place, int]:
+        return {place: position for position, place in enumerate(self.order)}
+
+    def position(self, stage: int, chunk: int) -> int:
+        """How many parts of the model come before this one."""
+        return self._positions[Place(stage, chunk)]
+
+    def neighbour(self, stage: int, chunk: int, direction: int) -> Place | None:
+        """The part after (+1) or before (−1) this one; None at the model's end or start."""
+        position = self.position(stage, chunk) + direction
+        return self.order[position] if 0 <= position < len(self.order) else None
+
+    def __str__(self) -> str:
+        """``loop``, ``vee``, or the places themselves: ``0.0,1.0,0.1,1.1``."""
+        named = (name for name, make in _NAMED.items() if make(self.stages, self.chunks) == self)
+        return next(named, ",".join(map(str, self.order)))
+
+
+def loop(stages: int, chunks: int = 1) -> Places:
+    """Chunk by chunk, each from stage 0 to the last: 1F1B with one chunk, interleaved 1F1B with more."""
+    return Places(tuple(Place(stage, chunk) for chunk in range(chunks) for stage in range(stages)))
+
+
+def vee(stages: int, chunks: int = 2) -> Places:
+    """Chunk 0 from stage 0 to the last, chunk 1 back again, and so on: the model's start and end are on stage 0."""
+    ways = range(stages), range(stages - 1, -1, -1)
+    return Places(tuple(Place(stage, chunk) for chunk in range(chunks) for stage in ways[chunk % 2]))
+
+
+_NAMED: dict[str, Callable[[int, int], Places]] = {"loop": loop, "vee": vee}
+_PLACE = re.compile(r"(\d+)\.(\d+)", re.ASCII)
+
+
+def parse_places(text: str, stages: int, chunks: int) -> Places:
+    """The inverse of ``str(places)``. Raises ScheduleError for what is no placement on so many stages and chunks."""
+    if text in _NAMED:
+        return _NAMED[text](stages, chunks)
+    found = Places(tuple(_places_in(text)))
+    if (found.stages, found.chunks) != (stages, chunks):
+        raise ScheduleError(
+            f"places={text}: are {found.stages} stages × {found.chunks} chunks, not {stages} × {chunks}"
+        )
+    return found
+
+
+def _places_in(text: str) -> Iterable[Place]:
+    for word in text.split(","):
+        match = _PLACE.fullmatch(word)
+        if match is None:
+            raise ScheduleError(f"places={text}: expected {', '.join(_NAMED)}, or STAGE.CHUNK,STAGE.CHUNK,…")
+        yield Place(int(match[1]), int(match[2]))
 
 
 class Link(NamedTuple):
@@ -21,10 +125,6 @@ class Link(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.source}→{self.target}"
-
-
-_link = cache(Link)  # links are few and named by every message
-_DIRECTION = {letter: row.direction for letter, row in KINDS.items()}
 
 
 class Message(NamedTuple):
@@ -49,49 +149,6 @@ class Gathering(NamedTuple):
 def partner(stage: int, stages: int) -> int:
     """The other stage of the evictor-acceptor pair (BPipe §3.2); the middle stage of an odd pipeline is its own."""
     return stages - 1 - stage
-
-
-class Routes:
-    """Who takes what from whom: the messages of compute actions, by where the model's parts are.
-
-    A forward gives its result to the part after it, a backward or input gradient to the one before. Two consecutive
-    parts on one stage have a message too, which is local: its link joins the stage with itself.
-    """
-
-    def __init__(self, places: Places) -> None:
-        self.places = places
-        self._ends: dict[tuple[int, int, int], tuple[Link | None, Link | None, int]] = {}
-        for direction in sorted({row.direction for row in KINDS.values() if row.cost is not None}):
-            for stage, chunk in places.order:
-                self._ends[stage, chunk, direction] = self._of(stage, chunk, direction)
-
-    def _of(self, stage: int, chunk: int, direction: int) -> tuple[Link | None, Link | None, int]:
-        if not direction:
-            return None, None, 0
-        kind: LinkKind = "forward" if direction > 0 else "backward"
-        before, after = (self.places.neighbour(stage, chunk, way) for way in (-direction, direction))
-        source = None if before is None else _link(kind, before.stage, stage)
-        target = None if after is None else _link(kind, stage, after.stage)
-        return source, target, 0 if after is None else after.chunk
-
-    def outgoing(self, action: Action, stage: int) -> Message | None:
-        """What a compute action on ``stage`` gives its neighbour; None where nobody takes it."""
-        _, link, chunk = self._ends[stage, action.chunk, _DIRECTION[action.kind]]
-        return None if link is None else Message(link, action.micro_batch, chunk)
-
-    def incoming(self, action: Action, stage: int) -> Message | None:
-        """What a compute action on ``stage`` needs: the message whose sender's :meth:`outgoing` is the same."""
-        link, _, _ = self._ends[stage, action.chunk, _DIRECTION[action.kind]]
-        return None if link is None else Message(link, action.micro_batch, action.chunk)
-
-
-def transfer(action: Action, stage: int, stages: int) -> Message:
-    """What an action on ``stage`` moves to or from its partner, or its host."""
-    row = KINDS[action.kind]
-    assert row.link is not None, f"{action} moves nothing"
-    other = action.evictor if row.guest else stage if row.sends and row.receives else partner(stage, stages)
-    source, target = (stage, other) if row.sends else (other, stage)
-    return Message(_link(row.link, source, target), action.micro_batch, action.chunk)
 
 
 def links(places: Places, pairs: bool = False) -> tuple[Link, ...]:

@@ -9,28 +9,28 @@ from itertools import chain
 
 import numpy as np
 
-from evenpipe.schedule.actions import Action
-from evenpipe.schedule.clock import Clock
-from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.faults import Fault, marked
-from evenpipe.schedule.kinds import (
+from evenpipe.schedule.actions import (
     ACCEPT,
+    COMPUTE,
     DONE,
+    FINISHING,
     KINDS,
     OWN_ENDS,
     STATES,
     UNKNOWN,
+    UPDATE,
+    Action,
     ActionKind,
     Kind,
+    ScheduleError,
     State,
 )
-from evenpipe.schedule.lower import Program, lower
-from evenpipe.schedule.one_order import check_order
-from evenpipe.schedule.order import Queues
-from evenpipe.schedule.schedule import Schedule
-from evenpipe.schedule.table import Column, by_kind, following
+from evenpipe.schedule.lower import Program, check_order, lower
+from evenpipe.schedule.order import Clock, Queues
+from evenpipe.schedule.passes import required_version
+from evenpipe.schedule.schedule import Fault, Schedule, marked
+from evenpipe.schedule.table import Column, by_kind, following, own_peak
 from evenpipe.schedule.topology import partner
-from evenpipe.schedule.versions import version_fault
 from evenpipe.schedule.wiring import Wiring
 
 __all__ = ["reordered", "verify", "verify_actions"]
@@ -57,7 +57,7 @@ def verify(schedule: Schedule, pairs: bool = False, queues: Queues = "many") -> 
     Proves that (1) every stage forwards and then backwards every unit exactly once, (2) what was evicted or swapped
     out is back before its backward, each transfer at its right partner, (3) both ends of every link agree on the order,
     (4) no stage goes beyond the bound, (5) no stage waits for ever, even if each of its calls waits until it is through
-    (:mod:`evenpipe.schedule.one_order`), and (6) without flushes, every micro-batch is forwarded and backwarded with
+    (:mod:`evenpipe.schedule.lower`), and (6) without flushes, every micro-batch is forwarded and backwarded with
     the weight version that 2BW's rule gives it, with at most two versions on a stage.
 
     Of (5), that there is one order of all actions, messages, gatherings and updates is proven here; that a stage's
@@ -142,7 +142,7 @@ def _check_actions(schedule: Schedule) -> None:
             raise Fault(f"{row[step]} {faults[found[1]][1].format(stage=one, state=said)}", one, step)
         if missing[one]:
             raise Fault(f"{_missing(schedule, row)} is missing", one, len(row) - 1)
-        if schedule.weight_versions > 1 and (fault := version_fault(schedule, one)) is not None:
+        if schedule.weight_versions > 1 and (fault := _version_fault(schedule, one)) is not None:
             raise Fault(fault[1], one, fault[0])
 
 
@@ -171,21 +171,51 @@ def _missing(schedule: Schedule, row: Sequence[Action]) -> Action:
 
 def _check_links(wiring: Wiring) -> None:
     """Both ends of every first-in-first-out link name the same messages in the same order."""
-    found = wiring.disagreement
-    if found is None:
+    wrong = wiring.disagreement
+    if wrong is None:
         return
-    link, number, sends, takes = found
-    names = [
-        "nothing" if action < 0 else _unit_name(*wiring.unit(action, sent=sent))
-        for action, sent in ((sends, True), (takes, False))
-    ]
-    reason = (
-        f"the ends of link {link} disagree on message {number}: "
-        f"stage {link.source} sends {names[0]}, stage {link.target} receives {names[1]}"
+    sent, taken = (
+        "nothing" if unit is None else f"micro-batch {unit.micro_batch}" + f" of chunk {unit.chunk}" * (unit.chunk > 0)
+        for unit in (wrong.sent, wrong.taken)
     )
-    rows = wiring.schedule.table.of(link.target)
-    raise Fault(reason, link.target, (takes if takes >= 0 else rows.stop - 1) - rows.start)
+    reason = (
+        f"the ends of link {wrong.link} disagree on message {wrong.number}: "
+        f"stage {wrong.link.source} sends {sent}, stage {wrong.link.target} receives {taken}"
+    )
+    rows = wiring.schedule.table.of(wrong.link.target)
+    raise Fault(reason, wrong.link.target, (wrong.taker if wrong.taker >= 0 else rows.stop - 1) - rows.start)
 
 
-def _unit_name(micro_batch: int, chunk: int) -> str:
-    return f"micro-batch {micro_batch}" + (f" of chunk {chunk}" if chunk else "")
+def _version_fault(schedule: Schedule, stage: int) -> tuple[int, str] | None:
+    """The first step of ``stage`` that breaks the version rule of PipeDream-2BW §3.1, and how; None without a fault.
+
+    A stage has two buffers. The update of batch t writes W(t+1) over W(t−1), so all of batch t must be backwarded by
+    then: its forwards and backwards, each there once, are the last that use W(t−1). What a forward or backward needs
+    has thus never been overwritten; it may only not be there yet.
+    """
+    row, micro_batches, batches = schedule.actions[stage], schedule.micro_batches, schedule.batches
+    updated = 0  # batches; W(updated) is the newest version
+    unfinished = [micro_batches * schedule.chunks] * batches
+    for step, action in enumerate(row):
+        if action.kind == UPDATE:
+            batch = action.micro_batch
+            if not 0 <= batch < batches:
+                return step, f"{action} is the update of none of {batches} batches"
+            if batch != updated:
+                return step, f"{action} comes where U{updated} was expected"
+            if unfinished[batch]:
+                return step, f"{action} comes before the last backward of batch {batch}"
+            updated += 1
+        elif action.kind in COMPUTE:
+            batch = action.micro_batch // micro_batches
+            needed = required_version(batch)
+            if needed > updated:
+                return step, f"{action} needs weight version {needed}, which is not there yet"
+            unfinished[batch] -= action.kind in FINISHING
+    if updated < batches:
+        return len(row) - 1, f"U{updated} is missing"
+    if (in_flight := own_peak(schedule.table.kind[schedule.table.of(stage)])) > (
+        allowed := (schedule.stages - stage) * schedule.chunks
+    ):
+        return 0, f"stage {stage} has {in_flight} micro-batches in flight; 2bw allows {allowed}"
+    return None

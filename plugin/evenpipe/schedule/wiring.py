@@ -1,7 +1,4 @@
-"""Which action waits for which: all that lowering finds out, as numbers of actions (see Table), -1 being none.
-
-A message is known by the number of the action that receives it.
-"""
+"""Which action waits for which, as numbers of actions (see :class:`Table`); -1 is none."""
 
 from __future__ import annotations
 
@@ -11,16 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evenpipe.schedule.kinds import COMPUTE, EVICT, KINDS, RECEIVING, LinkKind
-from evenpipe.schedule.places import Places
-from evenpipe.schedule.residency import LEAVING
+from evenpipe.schedule.actions import COMPUTE, EVICT, KINDS, RECEIVING, LinkKind, Unit
 from evenpipe.schedule.schedule import Schedule
-from evenpipe.schedule.table import Column, by_kind, following
-from evenpipe.schedule.topology import Link, partner
+from evenpipe.schedule.table import LEAVING, Column, by_kind, following
+from evenpipe.schedule.topology import Link, Message, Places, partner
 
-__all__ = ["Disagreement", "Wiring", "senders"]
+__all__ = ["Disagreement", "Wiring"]
 
-_KINDS: tuple[LinkKind, ...] = ("backward", "evict", "forward", "load", "swap in", "swap out")
+_LINK_KINDS: tuple[LinkKind, ...] = ("backward", "evict", "forward", "load", "swap in", "swap out")
 _COMPUTE = by_kind(lambda row: row.letter in COMPUTE)
 _RECEIVING = by_kind(lambda row: row.receives)
 _STAYING = by_kind(lambda row: row.link is not None and not LEAVING[ord(row.letter)])
@@ -34,12 +29,16 @@ _AFTER_TRANSFER = by_kind(
 
 
 class Disagreement(NamedTuple):
-    """A link of which the ends name different messages: from the ``number``-th on, which one sends, the other takes."""
+    """A link whose ends name different units from the ``number``-th message on; None where an end has no more.
+
+    ``taker``: the action that takes; -1 where there is none.
+    """
 
     link: Link
     number: int
-    sends: int
-    takes: int
+    sent: Unit | None
+    taken: Unit | None
+    taker: int
 
 
 class _Ports:
@@ -47,6 +46,9 @@ class _Ports:
 
     ``sends[kind, part]`` and ``takes[kind, part]`` are the ports of an action on a unit of that part; -1: none.
     ``link`` is the link that a port is on: a number in ``links``, which are in order.
+
+    A forward gives its result to the part after it, a backward or input gradient to the part before. Two consecutive
+    parts on one stage have a message too, on a link that joins the stage with itself.
     """
 
     def __init__(self, places: Places) -> None:
@@ -56,7 +58,7 @@ class _Ports:
         for row in KINDS.values():
             code = ord(row.letter)
             kind: LinkKind = row.link or ("forward" if row.direction > 0 else "backward")
-            base = _KINDS.index(kind) * parts
+            base = _LINK_KINDS.index(kind) * parts
             for stage, chunk in places.order:
                 part = stage * places.chunks + chunk
                 if row.link is not None:
@@ -71,92 +73,105 @@ class _Ports:
                     links[base + part] = Link(kind, before.stage, stage)
         self.links = sorted(set(links.values()))
         numbers = {link: number for number, link in enumerate(self.links)}
-        self.link = np.full(len(_KINDS) * parts, -1, np.int32)
+        self.link = np.full(len(_LINK_KINDS) * parts, -1, np.int32)
         for port, link in links.items():
             self.link[port] = numbers[link]
-        self.parts = parts
-
-
-class _Ends(NamedTuple):
-    """The ports by which actions send and take, -1 where they do not; and from which action what they take comes."""
-
-    ports: _Ports
-    sends: Column
-    takes: Column
-    senders: Column
-
-
-def _ends(schedule: Schedule) -> _Ends:
-    table, ports = schedule.table, _Ports(schedule.places)
-    part = np.where(table.evictor >= 0, table.evictor, table.stage) * schedule.chunks + table.chunk
-    sends, takes = ports.sends[table.kind, part], ports.takes[table.kind, part]
-    micro_batches = schedule.micro_batches * schedule.batches
-    sender = np.full(len(_KINDS) * ports.parts * micro_batches, -1, np.int32)
-    sending, taking = np.flatnonzero(sends >= 0), np.flatnonzero(takes >= 0)
-    sender[sends[sending] * micro_batches + table.micro_batch[sending]] = sending
-    senders = np.full(len(sends), -1, np.int32)
-    senders[taking] = sender[takes[taking] * micro_batches + table.micro_batch[taking]]
-    return _Ends(ports, sends.astype(np.int32), takes.astype(np.int32), senders)
-
-
-def senders(schedule: Schedule) -> Column:
-    """Per action, the one on whose result, or whose end of a transfer, it depends."""
-    return _ends(schedule).senders
+        self.count = len(self.link)
 
 
 class Wiring:
-    """Of each action:
-
-    senders: the action that sends what it takes: a result, or what is transferred. gives: the one that takes what it
-    sends. computes: whether it is compute. remote: whether what it takes comes by a link, and not from the same stage.
-    after: the transfer of its unit that must be complete before it. settles: the earlier action of which the result
-    must have arrived before it. gone: how many of its stage's ``departures`` must be complete before it.
-    moves: the message that it starts to move on a link. link_of: which of ``links`` the message that it takes is on.
-    """
+    """All that actions wait for. A message is known by the number of the action that takes it."""
 
     def __init__(self, schedule: Schedule) -> None:
-        table = schedule.table
+        table, self._ports = schedule.table, _Ports(schedule.places)
         self.schedule = schedule
-        self._ports, self._sends, self._takes, self.senders = _ends(schedule)
-        count = len(self.senders)
+        self.links = self._ports.links
+        part = np.where(table.evictor >= 0, table.evictor, table.stage) * schedule.chunks + table.chunk
+        self._sends = self._ports.sends[table.kind, part].astype(np.int32)
+        self._takes = self._ports.takes[table.kind, part].astype(np.int32)
         self.computes = _COMPUTE[table.kind] > 0
-        self.gives = np.full(count, -1, np.int32)
+
+    @cached_property
+    def senders(self) -> Column:
+        """Per action, the one that sends what it takes: a result, or what is transferred."""
+        micro_batch = self.schedule.table.micro_batch.astype(np.int64)
+        micro_batches = self.schedule.micro_batches * self.schedule.batches
+        sending, taking = np.flatnonzero(self._sends >= 0), np.flatnonzero(self._takes >= 0)
+        sender = np.full(self._ports.count * micro_batches, -1, np.int32)
+        sender[self._sends[sending] * micro_batches + micro_batch[sending]] = sending
+        senders = np.full(len(self._sends), -1, np.int32)
+        senders[taking] = sender[self._takes[taking] * micro_batches + micro_batch[taking]]
+        return senders
+
+    @cached_property
+    def gives(self) -> Column:
+        """Per action, the one that takes what it sends."""
         taking = np.flatnonzero(self.senders >= 0)
-        self.gives[self.senders[taking]] = taking
-        self.remote = self._remote(self._takes)
-        # Of a group's results all are under way per link, and one more: what was sent before them has arrived before
-        # the next is computed, so that a stage keeps few results alive for its sends.
-        ahead = schedule.group_size + 1
-        self.after = np.where(
-            (_AFTER_TRANSFER[table.kind] > 0) & (following(_STAYING[table.kind], table.previous) > 0),
-            table.previous,
-            -1,
-        )
-        self.settles = np.full(count, -1, np.int32)
+        gives = np.full(len(self.senders), -1, np.int32)
+        gives[self.senders[taking]] = taking
+        return gives
+
+    @cached_property
+    def remote(self) -> Column:
+        """Per action, whether what it takes comes by a link from another stage."""
+        return self._remote(self._takes)
+
+    @cached_property
+    def link_of(self) -> Column:
+        """Per action, on which of ``links`` the message is that it takes."""
+        return np.where(self._takes >= 0, self._ports.link[self._takes], -1)
+
+    @cached_property
+    def after(self) -> Column:
+        """Per action, the transfer of its unit that must be complete before it."""
+        table = self.schedule.table
+        waits = (_AFTER_TRANSFER[table.kind] > 0) & (following(_STAYING[table.kind], table.previous) > 0)
+        return np.where(waits, table.previous, -1)
+
+    @cached_property
+    def settles(self) -> Column:
+        """Per action, the earlier action whose result must have arrived before it.
+
+        Per link, all results of a group are under way, and one more: the results before them have arrived before the
+        next is computed, so that a stage keeps few results alive for its sends.
+        """
+        ahead = self.schedule.group_size + 1
         sent = self._by_link(self._sends)
         sent = sent[self.computes[sent]]
         link = self._ports.link[self._sends[sent]]
         full = np.flatnonzero(link[ahead:] == link[:-ahead])
-        self.settles[sent[full + ahead]] = sent[full]
-        self.gone = np.concatenate([held.gone for held in schedule.residencies])
-        self.moves = np.where(self.computes & ~self._remote(self._sends), -1, self.gives)
-        arriving = np.flatnonzero(_RECEIVING[table.kind])
-        self.moves[arriving] = arriving
-        self.links = self._ports.links
-        self.link_of = np.where(self._takes >= 0, self._ports.link[self._takes], -1)
+        settles = np.full(len(self._sends), -1, np.int32)
+        settles[sent[full + ahead]] = sent[full]
+        return settles
+
+    @cached_property
+    def gone(self) -> Column:
+        """Per action, how many of its stage's ``departures`` must be complete before it."""
+        return np.concatenate([held.gone for held in self.schedule.residencies])
+
+    @cached_property
+    def starts(self) -> Column:
+        """Per action, the message that it starts to move: of compute its result, local ones too."""
+        arriving = _RECEIVING[self.schedule.table.kind] > 0
+        return np.where(arriving, np.arange(len(arriving), dtype=np.int32), self.gives)
+
+    @cached_property
+    def moves(self) -> Column:
+        """Per action, the message that it starts to move on a link."""
+        return np.where(self.computes & ~self._remote(self._sends), -1, self.starts)
 
     def departures(self, stage: int) -> Column:
         """The transfers with which units leave a stage, in order."""
         rows = self.schedule.table.of(stage)
-        found: Column = rows.start + np.flatnonzero(LEAVING[self.schedule.table.kind[rows]])
-        return found
+        departures: Column = rows.start + np.flatnonzero(LEAVING[self.schedule.table.kind[rows]])
+        return departures
 
     @property
     def departed(self) -> Column:
         """The message of the last departure that must be complete before each action, and need not be before others."""
         rows = [slice(*ends) for ends in pairwise(self.schedule.table.first.tolist())]
         messages = (np.append(self.gives[self.departures(stage)], -1) for stage in range(len(rows)))
-        sent = [sent[self.gone[those] - 1] for those, sent in zip(rows, messages, strict=True)]
+        sent = [sent[self.gone[of_stage] - 1] for of_stage, sent in zip(rows, messages, strict=True)]
         return np.concatenate([np.where(np.diff(last, prepend=-1), last, -1) for last in sent])
 
     def leaving(self, stage: int) -> tuple[Column, Column, Column]:
@@ -172,18 +187,27 @@ class Wiring:
         departing = np.diff(self.gone[rows], prepend=0)
         return departing, self.after[rows], inputs, following(self.gives, self.settles[rows])
 
-    def left_over(self, stage: int) -> list[int]:
-        """What a stage received or sent and did not see complete, but for departures, as it then completes it."""
+    def left_over(self, stage: int) -> Column:
+        """The messages, but for departures, that a stage has not seen complete at its end, in that order."""
         table = self.schedule.table
         rows = table.of(stage)
         actions = np.arange(rows.start, rows.stop)
         staying = actions[_STAYING[table.kind[rows]] > 0]
-        found: list[int] = staying[~np.isin(staying, self.after[rows])].tolist()
-        sent = actions[(_COMPUTE[table.kind[rows]] > 0) & self._remote(self._sends[rows])]
-        links, left = self._ports.link[self._sends[sent]], ~np.isin(sent, self.settles[rows])
+        left: list[int] = staying[~np.isin(staying, self.after[rows])].tolist()
+        sent = actions[self.computes[rows] & self._remote(self._sends[rows])]
+        links, unsettled = self._ports.link[self._sends[sent]], ~np.isin(sent, self.settles[rows])
         for link in dict.fromkeys(links.tolist()):
-            found += sent[left & (links == link)].tolist()
-        return found
+            left += sent[unsettled & (links == link)].tolist()
+        return self.starts[np.array(left, np.int64)]
+
+    def messages(self, numbers: Column) -> list[Message | None]:
+        """The messages of these numbers; None for -1. The chunk is the receiver's."""
+        table = self.schedule.table
+        columns = (column[numbers].tolist() for column in (self.link_of, table.micro_batch, table.chunk))
+        return [
+            Message(self.links[link], micro_batch, chunk) if number >= 0 else None
+            for number, link, micro_batch, chunk in zip(numbers.tolist(), *columns, strict=True)
+        ]
 
     @cached_property
     def disagreement(self) -> Disagreement | None:
@@ -192,21 +216,22 @@ class Wiring:
         if np.array_equal(self.senders[taken], sent):
             return None
         sending, taking = (self._ports.link[ports[at]] for ports, at in ((self._sends, sent), (self._takes, taken)))
-        for number, link in enumerate(self._ports.links):
+        for number, link in enumerate(self.links):
             ends = sent[sending == number].tolist(), taken[taking == number].tolist()
-            for index, (out, into) in enumerate(zip_longest(*ends, fillvalue=-1)):
-                if into < 0 or self.senders[into] != out:
-                    return Disagreement(link, index, out, into)
+            for index, (sender, taker) in enumerate(zip_longest(*ends, fillvalue=-1)):
+                if taker < 0 or self.senders[taker] != sender:
+                    units = self._unit(sender, self._sends), self._unit(taker, self._takes)
+                    return Disagreement(link, index, *units, taker)
         return None
 
-    def unit(self, action: int, *, sent: bool) -> tuple[int, int]:
-        """Micro-batch and chunk of what an action sends or takes, as the receiver names them."""
-        port = (self._sends if sent else self._takes)[action]
-        return int(self.schedule.table.micro_batch[action]), int(port % self._ports.parts % self.schedule.chunks)
+    def _unit(self, action: int, ports: Column) -> Unit | None:
+        """What an action sends or takes by its port, as the receiver names it."""
+        chunk = ports[action] % len(self.schedule.places.order) % self.schedule.chunks
+        return None if action < 0 else Unit(int(self.schedule.table.micro_batch[action]), int(chunk))
 
     def _remote(self, ports: Column) -> Column:
         """Whether what goes by these ports goes from stage to stage."""
-        remote = np.array([link.source != link.target for link in self._ports.links] + [False])
+        remote = np.array([link.source != link.target for link in self.links] + [False])
         return remote[np.where(ports >= 0, self._ports.link[ports], -1)]
 
     def _by_link(self, ports: Column) -> Column:

@@ -110,7 +110,7 @@ class ManyCosts:
         self._woken.extend(self._waiting.pop(message, ()))
 
     def _walk(self, stage: int, now: int) -> Iterator[int]:
-        """As `StageClock.walk`."""
+        """As the walk of a stage in `simulator.py`."""
         wiring, ends = self._program.wiring, self._end
         rows = wiring.schedule.table.of(stage)
         takes = self._takes[stage]
@@ -142,7 +142,7 @@ class ManyCosts:
                 self._issue(moved, now if action.kind in takes else free)
                 if action.kind in OWN_ENDS:
                     self._issue(moved, free)
-        for message in (*leaving, *wiring.moves[wiring.left_over(stage)].tolist()):
+        for message in (*leaving, *wiring.left_over(stage).tolist()):
             if message not in ends:
                 yield message
             self._later(now, ends[message])

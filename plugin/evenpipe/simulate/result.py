@@ -1,4 +1,4 @@
-"""What a simulation finds: when every action ran, and what every stage did and held."""
+"""What a simulation finds: when every action ran, and what every stage did and held; and the document of it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from evenpipe.schedule import Action, Column
+from evenpipe.schedule import Action, Column, Program
+from evenpipe.simulate.costs import Costs
 
-__all__ = ["MemoryCurve", "MemoryPoint", "Simulation", "Span", "StageResult"]
+__all__ = ["MemoryCurve", "MemoryPoint", "Simulation", "Span", "StageResult", "simulation_document"]
 
 
 class Span(NamedTuple):
@@ -128,3 +129,25 @@ class Simulation:
             ],
             "timeline": [[span.to_json() for span in spans] for spans in self.timeline],
         }
+
+
+def simulation_document(
+    program: Program, costs: Costs, simulation: Simulation, unit_bytes: Sequence[Sequence[int]] | None = None
+) -> dict[str, Any]:
+    """``simulation`` of ``program`` as ``evenpipe.simulation/1`` has it, with all that it takes to simulate it again.
+
+    schedule: as `evenpipe schedule --out` writes it. wires: by kind of link, [latency_ms, transmit_ms, beside_ms].
+    memory: of each stage, from when on it holds how much: [at_ms, live units, bytes].
+    """
+    return simulation.to_json() | {
+        "schedule": str(program.schedule),
+        "costs": {
+            "forward_ms": costs.forward_ms,
+            "backward_ms": costs.backward_ms,
+            "weight_gradient_ms": costs.weight_gradient_ms,
+            "wires": {kind: list(wire) for kind, wire in costs.wires.items()},
+            "synchronous_transfers": costs.synchronous_transfers,
+        },
+        "unit_bytes": unit_bytes,
+        "memory": [[list(point) for point in stage.memory] for stage in simulation.stages],
+    }

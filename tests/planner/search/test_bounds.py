@@ -14,8 +14,7 @@ from evenpipe.planner.run import EstimateError
 from evenpipe.planner.search.bounds import least_live
 from evenpipe.planner.search.candidates import Candidate, candidates
 from evenpipe.planner.search.question import Engine, Question
-from evenpipe.schedule import Programs, Size, find
-from evenpipe.schedule.known import own
+from evenpipe.schedule import Programs, Size, find, own
 
 ALL = Engine("all", frozenset(["chunks", "groups", "stream", "split", "vee"]))
 QUESTIONS = {

@@ -15,7 +15,7 @@ from evenpipe.planner.search.candidates import candidates
 from evenpipe.planner.search.plan import rejected
 from evenpipe.planner.search.question import Engine, Question
 from evenpipe.planner.search.search import Found, search
-from evenpipe.schedule.known import own
+from evenpipe.schedule import own
 
 MEGATRON = Engine("Megatron", frozenset(["chunks", "groups", "stream"]), uneven=False)
 SMALL = Question(model("gpt3-13b"), cluster("1x8-a100-80gb"), 8, MEGATRON, ("1f1b", "interleaved", "gpipe"))

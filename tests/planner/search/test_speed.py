@@ -11,7 +11,7 @@ from evenpipe.planner.descriptions import cluster, model
 from evenpipe.planner.estimate import framework_of
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.search import search
-from evenpipe.schedule.known import own
+from evenpipe.schedule import own
 
 # A core of a shared machine is at times half as fast as it is at others.
 _TRIES = 3

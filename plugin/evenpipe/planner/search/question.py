@@ -10,8 +10,7 @@ from typing import Final, get_args
 from evenpipe.planner.descriptions import Cluster, Framework, Model
 from evenpipe.planner.estimate import framework_of
 from evenpipe.planner.run import EstimateError, Placement, Recompute, Run
-from evenpipe.schedule import Need, Spec, find, offered
-from evenpipe.schedule.needs import NEEDS
+from evenpipe.schedule import NEEDS, Need, Spec, find, offered
 
 __all__ = ["Engine", "Question", "divisors", "nothing_fits"]
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pkgutil import iter_modules
 
-from evenpipe.schedule.errors import ScheduleError
+from evenpipe.schedule.actions import ScheduleError
 from evenpipe.schedule.spec import Spec
 
 __all__ = ["GROUP", "find", "names", "own"]

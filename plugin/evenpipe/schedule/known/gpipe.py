@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from evenpipe.schedule.actions import Action
-from evenpipe.schedule.kinds import BACKWARD, FORWARD
+from evenpipe.schedule.actions import BACKWARD, FORWARD, Action
 from evenpipe.schedule.spec import Drawing, Size, Spec
 
 __all__ = ["SPEC"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from evenpipe.schedule.actions import Action, Unit
-from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.orders import alternate
-from evenpipe.schedule.spec import Drawing, Size, Spec
+from evenpipe.schedule.actions import Action, ScheduleError, Unit
+from evenpipe.schedule.spec import Drawing, Size, Spec, alternate
 
 __all__ = ["SPEC"]
 

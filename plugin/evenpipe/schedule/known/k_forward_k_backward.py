@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from evenpipe.schedule.actions import Action
-from evenpipe.schedule.orders import alternate, units
-from evenpipe.schedule.spec import Drawing, Size, Spec
+from evenpipe.schedule.spec import Drawing, Size, Spec, alternate, units
 
 __all__ = ["SPEC"]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from evenpipe.schedule.actions import Action, Unit
-from evenpipe.schedule.kinds import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kind
-from evenpipe.schedule.places import vee
+from evenpipe.schedule.actions import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Unit
 from evenpipe.schedule.spec import Drawing, Size, Spec
+from evenpipe.schedule.topology import vee
 
 __all__ = ["SPEC"]
 

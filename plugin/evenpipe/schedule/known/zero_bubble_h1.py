@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from evenpipe.schedule.actions import Action
-from evenpipe.schedule.kinds import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
-from evenpipe.schedule.orders import alternate, units
-from evenpipe.schedule.spec import Drawing, Size, Spec
+from evenpipe.schedule.actions import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
+from evenpipe.schedule.spec import Drawing, Size, Spec, alternate, units
 
 __all__ = ["SPEC"]
 

@@ -6,9 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenpipe.schedule import Action, Link, Message, Place, Places, ScheduleError, links, loop, partner, vee
-from evenpipe.schedule.places import parse_places
-from evenpipe.schedule.topology import Routes, transfer
+from evenpipe.schedule import (
+    Action,
+    Link,
+    Message,
+    Place,
+    Places,
+    Schedule,
+    ScheduleError,
+    Size,
+    build,
+    links,
+    loop,
+    lower,
+    partner,
+    vee,
+)
+from evenpipe.schedule.topology import parse_places
 
 
 @st.composite
@@ -91,23 +105,24 @@ def test_no_place_at_all_is_refused() -> None:
 @given(placements())
 def test_what_one_part_sends_the_next_one_takes(places: Places) -> None:
     """Chunks are named as the receiver has them; a message is local where both parts are on one stage."""
-    routes = Routes(places)
+    along = [(stage, Action("F", 0, chunk)) for stage, chunk in places.order]
+    back = [(stage, Action(kind, 0, chunk)) for stage, chunk in reversed(places.order) for kind in "DW"]
+    rows = tuple(tuple(a for at, a in (*along, *back) if at == stage) for stage in range(places.stages))
+    program = lower(Schedule("one", places.stages, 1, places.chunks, 2 * places.chunks, rows, places=places))
+    steps = {(stage, step.action): step for stage, row in enumerate(program.steps) for step in row}
     for one, other in zip(places.order, places.order[1:], strict=False):
-        sent = routes.outgoing(Action("F", 3, one.chunk), one.stage)
-        assert sent == routes.incoming(Action("F", 3, other.chunk), other.stage)
-        assert sent == Message(Link("forward", one.stage, other.stage), 3, other.chunk)
-        for kind in ("B", "D"):
-            back = routes.outgoing(Action(kind, 3, other.chunk), other.stage)
-            assert back == routes.incoming(Action(kind, 3, one.chunk), one.stage)
-            assert back == Message(Link("backward", other.stage, one.stage), 3, one.chunk)
+        sent = steps[one.stage, Action("F", 0, one.chunk)].send
+        assert sent == steps[other.stage, Action("F", 0, other.chunk)].takes
+        assert sent == Message(Link("forward", one.stage, other.stage), 0, other.chunk)
+        returned = steps[other.stage, Action("D", 0, other.chunk)].send
+        assert returned == steps[one.stage, Action("D", 0, one.chunk)].takes
+        assert returned == Message(Link("backward", other.stage, one.stage), 0, one.chunk)
         assert sent.is_local == (one.stage == other.stage)
-    for stage, chunk in places.order:
-        weights = Action("W", 3, chunk)
-        assert routes.outgoing(weights, stage) is routes.incoming(weights, stage) is None
-    assert routes.incoming(Action("F", 3, places.first.chunk), places.first.stage) is None
-    assert routes.outgoing(Action("F", 3, places.last.chunk), places.last.stage) is None
-    assert routes.incoming(Action("B", 3, places.last.chunk), places.last.stage) is None
-    assert routes.outgoing(Action("B", 3, places.first.chunk), places.first.stage) is None
+    for (_, action), step in steps.items():
+        assert action.kind != "W" or step.send is step.takes is None
+    first, last = ((place.stage, place.chunk) for place in (places.first, places.last))
+    assert steps[first[0], Action("F", 0, first[1])].takes is steps[first[0], Action("D", 0, first[1])].send is None
+    assert steps[last[0], Action("D", 0, last[1])].takes is steps[last[0], Action("F", 0, last[1])].send is None
 
 
 def test_links_join_neighbours_both_ways_and_pairs() -> None:
@@ -118,15 +133,13 @@ def test_links_join_neighbours_both_ways_and_pairs() -> None:
     assert list(map(str, links(loop(3), pairs=True)))[4:] == ["evict 0→2", "load 2→0"]
 
 
-@given(st.integers(1, 9), st.data())
-def test_both_ends_of_a_transfer_name_one_message(stages: int, data: st.DataObject) -> None:
-    stage = data.draw(st.integers(0, stages - 1))
-    other = partner(stage, stages)
-    assert partner(other, stages) == stage
-    for mine, theirs, link in (("E", "A", ("evict", stage, other)), ("L", "R", ("load", other, stage))):
-        moved = transfer(Action(mine, 2, 1), stage, stages)
-        assert moved == transfer(Action(theirs, 2, 1, stage), other, stages) == Message(Link(*link), 2, 1)
-    for kind, name in (("O", "swap out"), ("I", "swap in")):
-        moved = transfer(Action(kind, 2, 1), stage, stages)
-        assert moved == Message(Link(name, stage, stage), 2, 1)
-        assert moved.is_local
+def test_both_ends_of_a_transfer_name_one_message() -> None:
+    assert [partner(partner(stage, 5), 5) for stage in range(5)] == list(range(5))
+    program = build("1f1b", Size(4, 8), bpipe=True, swaps=(1,))
+    for row in program.steps:
+        for step in row:
+            kind, unit = step.action.kind, step.action.unit
+            links = {"E": ("evict", 0, 3), "A": ("evict", 0, 3), "L": ("load", 3, 0), "R": ("load", 3, 0)}
+            links |= {"O": ("swap out", 1, 1), "I": ("swap in", 1, 1)}
+            assert step.transfer == (Message(Link(*links[kind]), *unit) if kind in links else None)
+            assert step.transfer is None or step.transfer.is_local == (kind in "OI")

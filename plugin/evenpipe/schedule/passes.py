@@ -1,17 +1,54 @@
-"""The pass that puts swaps between a unit's forward and its backward: chosen tensors to host memory and back."""
+"""Passes that insert actions: 2BW's updates, and swaps to the host; BPipe's is in :mod:`evenpipe.schedule.bpipe`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
-from evenpipe.schedule.actions import Action
-from evenpipe.schedule.errors import ScheduleError
-from evenpipe.schedule.kinds import BACKWARD, COMPUTE, EVICT, FINISHING, FORWARD, INPUT_GRADIENT, SWAP_IN, SWAP_OUT
+from evenpipe.schedule.actions import (
+    BACKWARD,
+    COMPUTE,
+    EVICT,
+    FINISHING,
+    FORWARD,
+    INPUT_GRADIENT,
+    SWAP_IN,
+    SWAP_OUT,
+    UPDATE,
+    Action,
+    ScheduleError,
+)
 from evenpipe.schedule.schedule import Schedule
 
-__all__ = ["returns_beside", "swapped_at_once", "swapping", "with_swaps"]
+__all__ = ["required_version", "returns_beside", "swapped_at_once", "swapping", "with_swaps", "with_updates"]
+
+
+def required_version(batch: int) -> int:
+    """The weight version that all micro-batches of ``batch`` (from 0) use, forward and backward.
+
+    "the weight version to be used for microbatch k is max(⌊(k − 1)/m⌋ − 1, 0)" (PipeDream-2BW §3.1, k from 1).
+    """
+    return max(batch - 1, 0)
+
+
+def with_updates(schedule: Schedule, update_follows: Callable[[int], int]) -> Schedule:
+    """``schedule`` with each batch's update in its place; those of the last batch come when all is done.
+
+    ``update_follows(batch)`` is the micro-batch after whose forward, on every stage, the update of ``batch`` is
+    finished.
+    """
+    updates = {update_follows(batch): Action(UPDATE, batch) for batch in range(schedule.batches - 1)}
+    last = Action(UPDATE, schedule.batches - 1)
+    rows = tuple((*_insert(row, updates), last) for row in schedule.actions)
+    return replace(schedule, actions=rows, weight_versions=2)
+
+
+def _insert(row: tuple[Action, ...], updates: dict[int, Action]) -> Iterator[Action]:
+    for action in row:
+        yield action
+        if action.kind == FORWARD and action.micro_batch in updates:
+            yield updates[action.micro_batch]
 
 
 def with_swaps(schedule: Schedule, positions: Collection[int]) -> Schedule:
