@@ -1,9 +1,8 @@
 """Simulate: what a schedule takes and holds, from stage times and link speeds, before anything runs."""
 
 from evenpipe.simulate.costs import Costs, SimulationError, Wire
-from evenpipe.simulate.many import ManyCosts
 from evenpipe.simulate.result import MemoryPoint, Simulation, Span, StageResult, simulation_document
-from evenpipe.simulate.simulator import simulate
+from evenpipe.simulate.simulator import ManyCosts, simulate
 
 __all__ = [
     "Costs",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from evenpipe.schedule import Cost, Link, LinkKind
 
-__all__ = ["Costs", "SimulationError", "Wire"]
+__all__ = ["Costs", "SimulationError", "Wire", "costs_of_halves"]
 
 
 class SimulationError(ValueError):
@@ -80,14 +80,18 @@ class Costs:
 
     def of(self, stage: int) -> Mapping[Cost, float]:
         """What each kind of compute takes on a stage, all its chunks together."""
-        backward, weight = self.backward_ms[stage], self._weight_gradient_ms[stage]
-        return {
-            "forward": self.forward_ms[stage],
-            "backward": backward,
-            "input_gradient": backward - weight,
-            "weight_gradient": weight,
-        }
+        return costs_of_halves(self.forward_ms[stage], self.backward_ms[stage], self._weight_gradient_ms[stage])
 
     def wire(self, link: Link) -> Wire:
         """The wire of one link: its own, or that of its kind, or a free one."""
         return self.links.get(link) or self.wires.get(link.kind) or Wire()
+
+
+def costs_of_halves(forward_ms: Any, backward_ms: Any, weight_gradient_ms: Any) -> dict[Cost, Any]:
+    """What each kind of compute takes: numbers, or arrays of them."""
+    return {
+        "forward": forward_ms,
+        "backward": backward_ms,
+        "input_gradient": backward_ms - weight_gradient_ms,
+        "weight_gradient": weight_gradient_ms,
+    }

@@ -1,25 +1,41 @@
-"""Carry a lowered schedule out on the clock: in-order stages, FIFO links, asynchronous transfers."""
+"""Carry a lowered schedule out on the clock: in-order stages, FIFO links, asynchronous transfers.
+
+A time is a number of milliseconds, or an array of them, one for each of many costs: the order in which stages are
+walked does not depend on times.
+"""
 
 from __future__ import annotations
 
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from itertools import count, islice
+from operator import add
+from typing import Any, Final
 
-from evenpipe.schedule import KINDS, OWN_ENDS, Column, PerStage, Program, without_cycle_collector
-from evenpipe.simulate.costs import Costs, SimulationError, Wire
+import numpy as np
+from numpy.typing import NDArray
+
+from evenpipe.schedule import KINDS, OWN_ENDS, Column, Cost, Kind, PerStage, Program, without_cycle_collector
+from evenpipe.simulate.costs import Costs, SimulationError, Wire, costs_of_halves
 from evenpipe.simulate.result import MemoryCurve, Simulation, Span, StageResult
 
-__all__ = ["Network", "simulate"]
+__all__ = ["ManyCosts", "Network", "simulate"]
 
-_NEVER = -1.0
+#: A number, or an array of numbers.
+Time = Any
+Times = NDArray[np.float64]
+
 _HELD = {letter: row.held for letter, row in KINDS.items()}
 _TRANSFERS = frozenset(letter for letter, row in KINDS.items() if row.link is not None)
 #: What a stage waits for under synchronous transfers: the evictor's ends.
 _OF_PAIRS = frozenset(letter for letter in _TRANSFERS if KINDS[letter].held and not KINDS[letter].guest)
 _NO_POST = -1, -1
+#: Rows of many costs that are simulated at a time, so that the times of all messages find room.
+_ROWS: Final = 4096
 
 
 @without_cycle_collector()
@@ -43,63 +59,99 @@ def simulate(program: Program, costs: Costs, unit_bytes: Sequence[Sequence[int]]
     if wiring.disagreement is not None:
         raise SimulationError(f"the ends of link {wiring.disagreement.link} disagree: verify the schedule first")
     network = Network([costs.wire(link) for link in wiring.links], wiring.link_of)
-    clocks = [_StageClock(program, stage, costs, network, unit_bytes) for stage in range(stages)]
-    # Every stage walks as far as it can, and on again when what it waits for has met. No event queue: the times of a
-    # message are final once known, so the order of the walk does not matter.
-    walks = [clock.walk() for clock in clocks]
-    network.woken.extend(range(stages))
-    while network.woken:
-        stage = network.woken.popleft()
-        wanted = next(walks[stage], None)
-        if wanted is not None:
-            network.waiting.setdefault(wanted, []).append(stage)
-    assert not network.waiting, "a program with an order ends"
-    makespan_ms = max((clock.now_ms for clock in clocks), default=0.0)
+    synchronous = _OF_PAIRS if costs.synchronous_transfers else frozenset()
+    clocks = [
+        _StageClock(program, stage, costs.of(stage), network, MemoryCurve(unit_bytes), synchronous)
+        for stage in range(stages)
+    ]
+    makespan_ms = _makespan(clocks, network)
     if not math.isfinite(makespan_ms):
         raise SimulationError("the times add up to more than a number can hold: give shorter ones")
-    results = tuple(
-        StageResult(
-            busy_ms=clock.busy_ms,
-            idle_ms=max(0.0, makespan_ms - clock.busy_ms),  # sums of the same times may round differently
-            peak_live=int(clock.memory.live.max(initial=0)),
-            peak_bytes=max(clock.memory.bytes or (), default=0),
-            memory=clock.memory,
-        )
-        for clock in clocks
-    )
+    results = tuple(clock.result(makespan_ms) for clock in clocks)
     bubble_fraction = sum(result.idle_ms for result in results) / (makespan_ms * stages) if makespan_ms else 0.0
     return Simulation(makespan_ms, bubble_fraction, results, PerStage(stages, lambda stage: clocks[stage].spans()))
+
+
+@dataclass(frozen=True)
+class ManyCosts:
+    """A verified program under many costs at once: rows of costs take little longer than one simulation."""
+
+    program: Program
+
+    def makespans(self, forward_ms: Times, backward_ms: Times, transmit_ms: Times, latency_ms: Times) -> Times:
+        """Return the milliseconds of the program for each row of costs, equal to those of :func:`simulate`.
+
+        forward_ms, backward_ms: rows × stages, as in `Costs`. transmit_ms, latency_ms: rows × links, of the wires of
+        `program.wiring.links` in their order.
+        """
+        costs = forward_ms, backward_ms, transmit_ms, latency_ms
+        parts = range(0, len(forward_ms), _ROWS)
+        return np.concatenate([self._of_rows(*(ms[at : at + _ROWS].T.copy() for ms in costs)) for at in parts])
+
+    def _of_rows(self, forward_ms: Times, backward_ms: Times, transmit_ms: Times, latency_ms: Times) -> Times:
+        wires = [Wire(latency, transmit) for latency, transmit in zip(latency_ms, transmit_ms, strict=True)]
+        network = Network(wires, self.program.wiring.link_of, np.maximum, lambda messages: [0.0] * messages)
+        clocks = [
+            _StageClock(self.program, stage, costs_of_halves(forward, backward, backward / 2), network)
+            for stage, (forward, backward) in enumerate(zip(forward_ms, backward_ms, strict=True))
+        ]
+        makespans: Times = np.broadcast_to(_makespan(clocks, network), forward_ms.shape[1])
+        return makespans
+
+
+def _makespan(clocks: Sequence[_StageClock], network: Network) -> Time:
+    """When all stages have ended. Every stage walks as far as it can, and on again when what it waits for has met."""
+    walks = [clock.walk() for clock in clocks]
+    woken = network.woken
+    woken.extend(range(len(clocks)))
+    while woken:
+        stage = woken.popleft()
+        message = next(walks[stage], None)
+        if message is not None:
+            network.waiting.setdefault(message, []).append(stage)
+    assert not network.waiting, "a program with an order ends"
+    return reduce(network.later, (clock.now_ms for clock in clocks))
+
+
+def _doubles(messages: int) -> MutableSequence[float]:
+    return array("d", bytes(8 * messages))
 
 
 class Network:
     """All links of a pipeline, and all messages that they carry: ``link_of`` has the link of each, as a number.
 
-    Of a message whose send and receive have met, ``start_ms`` and ``end_ms`` have the start of its transmission and its
-    arrival (complete at both ends). A transmission starts at max(send issued, receive posted, wire free). Because both
-    ends of a link are in order, that time is final as soon as it is known, in whatever order the stages are walked: no
-    event queue is needed. ``waiting``: by message, the stages that wait for it to meet; then they are in ``woken``.
+    Of a message with ``met`` 2, whose send and receive have met, ``start_ms`` and ``end_ms`` have the start of its
+    transmission and its arrival (complete at both ends). A transmission starts at max(send issued, receive posted, wire
+    free). Because both ends of a link are in order, that time is final as soon as it is known, in whatever order the
+    stages are walked: no event queue is needed. ``waiting``: by message, the stages that wait for it to meet; then they
+    are in ``woken``. ``later``: the maximum of two times. ``times``: makes room for so many of them.
     """
 
-    def __init__(self, wires: Sequence[Wire], link_of: Iterable[int]) -> None:
+    def __init__(
+        self,
+        wires: Sequence[Wire],
+        link_of: Iterable[int],
+        later: Callable[[Time, Time], Time] = max,
+        times: Callable[[int], MutableSequence[Time]] = _doubles,
+    ) -> None:
         self.waiting: dict[int, list[int]] = {}
         self.woken: deque[int] = deque()
+        self.later = later
         self._wires = wires
         self._link_of = array("i", link_of)
-        self._free_ms = [0.0] * len(wires)
-        self.start_ms = array("d", [_NEVER]) * len(self._link_of)
-        self.end_ms = array("d", [_NEVER]) * len(self._link_of)
+        self._free_ms: list[Time] = [0.0] * len(wires)
+        self.met = bytearray(len(self._link_of))
+        self.start_ms, self.end_ms = times(len(self.met)), times(len(self.met))
 
-    def issue(self, message: int, at_ms: float) -> None:
+    def issue(self, message: int, at_ms: Time) -> None:
         """The source issues the send, or the target posts the receive."""
-        other_ms = self.start_ms[message]
-        if other_ms == _NEVER:
+        self.met[message] += 1
+        if self.met[message] == 1:
             self.start_ms[message] = at_ms
             return
-        link = self._link_of[message]
+        link, later = self._link_of[message], self.later
         wire = self._wires[link]
-        start_ms = at_ms if at_ms > other_ms else other_ms
-        if (free_ms := self._free_ms[link]) > start_ms:
-            start_ms = free_ms
+        start_ms = later(self._free_ms[link], later(at_ms, self.start_ms[message]))
         self.start_ms[message] = start_ms
         self._free_ms[link] = free_ms = start_ms + wire.transmit_ms
         end_ms = free_ms + wire.latency_ms
@@ -109,35 +161,45 @@ class Network:
 
 
 class _StageClock:
-    """Time and memory of one stage, which computes, starts transfers, and waits where it must."""
+    """The time of one stage, which computes, starts transfers, and waits where it must; and its ``memory``, if asked.
+
+    ``takes_ms``: what each kind of compute takes on the stage, all its chunks together. ``synchronous``: transfers that
+    the stage waits for before it goes on.
+    """
 
     def __init__(
-        self, program: Program, stage: int, costs: Costs, network: Network, unit_bytes: Sequence[Sequence[int]] | None
+        self,
+        program: Program,
+        stage: int,
+        takes_ms: Mapping[Cost, Time],
+        network: Network,
+        memory: MemoryCurve | None = None,
+        synchronous: Collection[Kind] = (),
     ) -> None:
         wiring = program.wiring
         self.stage = stage
-        self.now_ms = 0.0
-        self.busy_ms = 0.0
-        self.memory = MemoryCurve(unit_bytes)
+        self.now_ms: Time = 0.0
+        self.memory = MemoryCurve(None) if memory is None else memory
+        self._change = _nothing if memory is None else memory.change
         self._wiring = wiring
         self._order = program.order
         self._rows = wiring.schedule.table.of(stage)
         self._actions = wiring.schedule.actions[stage]
-        of_stage, chunks = costs.of(stage), wiring.schedule.chunks
-        self._takes_ms = {row.letter: of_stage[row.cost] / chunks for row in KINDS.values() if row.cost is not None}
-        self._waits_at = _OF_PAIRS if costs.synchronous_transfers else frozenset()
+        chunks = wiring.schedule.chunks
+        self._takes_ms = {row.letter: takes_ms[row.cost] / chunks for row in KINDS.values() if row.cost is not None}
+        self._synchronous = synchronous
         self._network = network
-        self._start_ms = array("d")
+        self._start_ms: MutableSequence[Time] = [] if memory is None else array("d")
 
     def walk(self) -> Iterator[int]:
         """Go to the end; yield a message to wait until it has met."""
-        wiring, rows, stage, waits_at = self._wiring, self._rows, self.stage, self._waits_at
-        issue, end_ms, change = self._network.issue, self._network.end_ms, self.memory.change
+        wiring, rows, stage, network = self._wiring, self._rows, self.stage, self._network
+        issue, met, end_ms, later, change = network.issue, network.met, network.end_ms, network.later, self._change
         started, takes_ms = self._start_ms.append, self._takes_ms
         posts = zip(*map(_numbers, self._order.posts(stage)), strict=True)
         leaving = zip(*map(_numbers, wiring.leaving(stage)), strict=True)
         posted, received = next(posts, _NO_POST)
-        now_ms = 0.0
+        now_ms: Time = 0.0
         columns = map(_numbers, (*wiring.waits(stage), wiring.moves[rows]))
         for number, action, departing, loaded, taken, settled, moved in zip(count(rows.start), self._actions, *columns):
             while posted == number:
@@ -145,47 +207,58 @@ class _StageClock:
                 posted, received = next(posts, _NO_POST)
             free_ms = now_ms
             for message, owner, chunk in islice(leaving, departing):
-                if end_ms[message] < 0:
+                if met[message] < 2:
                     yield message
-                free_ms = max(free_ms, end_ms[message])
+                free_ms = later(free_ms, end_ms[message])
                 change(-1, owner, chunk, free_ms)
             kind, _, chunk, evictor = action
             if kind not in _TRANSFERS:  # a transfer waits by itself
                 now_ms = free_ms
             for message in (loaded, taken, settled):
                 if message >= 0:
-                    if end_ms[message] < 0:
+                    if met[message] < 2:
                         yield message
-                    if (complete_ms := end_ms[message]) > now_ms:
-                        now_ms = complete_ms
-            free_ms = max(now_ms, free_ms)
+                    now_ms = later(now_ms, end_ms[message])
+            free_ms = later(now_ms, free_ms) if departing else now_ms
             started(free_ms)
             held = _HELD[kind]
             if held > 0:
                 change(1, stage if evictor < 0 else evictor, chunk, free_ms)
             if kind in takes_ms:
-                now_ms += takes_ms[kind]
-                self.busy_ms += takes_ms[kind]
+                now_ms = now_ms + takes_ms[kind]
                 if held < 0:
                     change(-1, stage, chunk, now_ms)
             if moved >= 0:
                 issue(moved, now_ms if kind in takes_ms else free_ms)
                 if kind in OWN_ENDS:
                     issue(moved, free_ms)
-                if kind in waits_at:
-                    if end_ms[moved] < 0:
+                if kind in self._synchronous:
+                    if met[moved] < 2:
                         yield moved
-                    now_ms = max(now_ms, end_ms[moved])
+                    now_ms = later(now_ms, end_ms[moved])
         for message, owner, chunk in leaving:
-            if end_ms[message] < 0:
+            if met[message] < 2:
                 yield message
-            now_ms = max(now_ms, end_ms[message])
+            now_ms = later(now_ms, end_ms[message])
             change(-1, owner, chunk, now_ms)
         for message in wiring.left_over(stage).tolist():
-            if end_ms[message] < 0:
+            if met[message] < 2:
                 yield message
-            now_ms = max(now_ms, end_ms[message])
+            now_ms = later(now_ms, end_ms[message])
         self.now_ms = now_ms
+
+    def result(self, makespan_ms: float) -> StageResult:
+        """What the stage did and held; only after the walk."""
+        # Added up in order, not by `sum`, whose rounding depends on Python's version.
+        takes_ms = self._takes_ms
+        busy_ms = reduce(add, (takes_ms[action.kind] for action in self._actions if action.kind in takes_ms), 0.0)
+        return StageResult(
+            busy_ms=busy_ms,
+            idle_ms=max(0.0, makespan_ms - busy_ms),  # sums of the same times may round differently
+            peak_live=int(self.memory.live.max(initial=0)),
+            peak_bytes=max(self.memory.bytes or (), default=0),
+            memory=self.memory,
+        )
 
     def spans(self) -> tuple[Span, ...]:
         """When each action was, in the order of the schedule; only after the walk."""
@@ -204,3 +277,7 @@ def _numbers(column: Column) -> array[int]:
     numbers = array("i")
     numbers.frombytes(column.astype("i").tobytes())
     return numbers
+
+
+def _nothing(by: int, owner: int, chunk: int, at_ms: Time) -> None:
+    """Keep no account of memory."""
