@@ -14,8 +14,9 @@ which times are longest paths. Host time, SMs that spinning receives take, and p
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple
 
@@ -46,6 +47,7 @@ SYNCHRONISED: Final[Mapping[Synchronised, str]] = MappingProxyType(
         "everything": "at every call, as CUDA_LAUNCH_BLOCKING=1 does",
     }
 )
+What = Message | Action | Gathering
 
 
 class Call(NamedTuple):
@@ -55,7 +57,7 @@ class Call(NamedTuple):
     """
 
     kind: Literal["send", "receive", "wait", "compute", "gather", "update"]
-    what: Message | Action | Gathering
+    what: What
     follows: tuple[Message, ...] = ()
 
 
@@ -129,7 +131,7 @@ def run_on_devices(program: Program, costs: Costs, environment: Environment) -> 
     return device.makespan_ms
 
 
-def _name(what: Message | Action | Gathering) -> str:
+def _name(what: What) -> str:
     return f"{what.link} {what.micro_batch}" if isinstance(what, Message) else str(what)
 
 
@@ -145,7 +147,7 @@ class Device:
         self._awaits: list[list[int]] = []
         self._takes_ms: list[float] = []
         # An end of a message or of a gathering is complete with all its other ends, and some time after them.
-        complete: dict[Message | Action | Gathering, int] = {}
+        complete: dict[What, int] = {}
         for row in calls:
             for kind, what, _ in row:
                 if kind in ("send", "receive", "gather") and what not in complete:
@@ -163,7 +165,7 @@ class Device:
     def _stage(
         self,
         calls: Sequence[Call],
-        complete: Mapping[Message | Action | Gathering, int],
+        complete: Mapping[What, int],
         costs: Costs,
         stage: int,
         chunks: int,
@@ -205,20 +207,13 @@ class Device:
 
     def _resolved(self) -> list[float | None]:
         """When each event ends; None for what is never reached."""
-        after: defaultdict[int, list[int]] = defaultdict(list)
-        for event, awaited in enumerate(self._awaits):
-            for one in awaited:
-                after[one].append(event)
-        missing = [len(awaited) for awaited in self._awaits]
+        sorter = TopologicalSorter(dict(enumerate(self._awaits)))
+        with suppress(CycleError):
+            sorter.prepare()
         ended: list[float | None] = [None] * len(self._awaits)
-        starts = [0.0] * len(self._awaits)
-        ready = [event for event, count in enumerate(missing) if not count]
-        while ready:
-            event = ready.pop()
-            end = ended[event] = starts[event] + self._takes_ms[event]
-            for one in after[event]:
-                starts[one] = max(starts[one], end)
-                missing[one] -= 1
-                if not missing[one]:
-                    ready.append(one)
+        while ready := sorter.get_ready():
+            for event in ready:
+                starts_ms = max((ended[awaited] or 0.0 for awaited in self._awaits[event]), default=0.0)
+                ended[event] = starts_ms + self._takes_ms[event]
+            sorter.done(*ready)
         return ended
