@@ -18,7 +18,7 @@ from rich.table import Table
 
 from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes
 from evenpipe.schedule import Programs
-from evenpipe.tuner.collective import retune
+from evenpipe.tuner.links import retune
 from evenpipe.tuner.tuner import Tuner
 
 __all__ = ["AUTO", "Experiment", "Phase", "result", "run", "table"]

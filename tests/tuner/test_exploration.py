@@ -10,7 +10,7 @@ import pytest
 from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes
 from evenpipe.planner.memory import Measured, PlanError, StageMemory, stage_memory
 from evenpipe.schedule import Programs
-from evenpipe.tuner.exploration import Conditions, Explored, explore
+from evenpipe.tuner.loop import Conditions, Explored, explore
 from evenpipe.tuner.tuner import Tuner
 
 STATIC, SHARED, FIXED, BY_SAMPLE, MESSAGE, WORKSPACE = 1000, 50, 30, 100, 10, 5

@@ -15,7 +15,7 @@ import pytest
 from evenpipe.planner.grouped import GroupedSchedule
 from evenpipe.planner.memory import StageMemory
 from evenpipe.schedule import Programs, find
-from evenpipe.tuner.exploration import Conditions
+from evenpipe.tuner.loop import Conditions
 
 STATES = Path(__file__).with_name("states")
 SIZES = (1, 2, 4, 8)

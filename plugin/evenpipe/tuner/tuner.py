@@ -1,17 +1,22 @@
-"""Which candidate a run uses, and when it looks again: Ada-Grouper's auto-tuner (§3.2.2, §4.3, §5.4)."""
+"""Which candidate a run uses, and when it looks again: Ada-Grouper's auto-tuner (§3.2.2, §4.3, §5.4); and its file."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes
+from evenpipe.report.files import write_atomically
 from evenpipe.schedule import Link, Program
 
-__all__ = ["HYSTERESIS", "WINDOW", "Retune", "Tuner", "thinned_out"]
+__all__ = ["HYSTERESIS", "WINDOW", "Retune", "Tuner", "read_state", "save_with", "thinned_out"]
 
 #: No switch for a predicted gain under this part of the present candidate's time.
 HYSTERESIS: Final = 0.02
@@ -26,6 +31,8 @@ _FIRST_INTERVAL: Final = 10
 #: More candidates than these are thinned out.
 _FEW: Final = 16
 _K_GROWTH: Final = 1.25
+#: Of the small JSON file beside what a framework saves.
+_FORMAT: Final = "evenpipe.script_tuner/1"
 
 
 class Retune(NamedTuple):
@@ -168,3 +175,51 @@ def thinned_out(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         if not kept or candidate.b != kept[-1].b or candidate.k >= _K_GROWTH * kept[-1].k:
             kept.append(candidate)
     return tuple(kept)
+
+
+def save_with(
+    write: Callable[[], Any],
+    state: Any,
+    settings: Mapping[str, Any],
+    beside: Path,
+    inside: Path,
+    log: Callable[[str], None],
+) -> Any:
+    """Let `write` save a checkpoint once `state` is on disk; what it returns.
+
+    What says which checkpoint is the latest moves on within `write`, or later, so a checkpoint that can be loaded has
+    both. Frameworks want their own folder empty, so the state stays at `beside` until they are done, then it moves to
+    `inside`. A state that cannot be written costs a tuning anew, as `log` is told.
+    """
+    content = {"format": _FORMAT, "settings": _as_json(settings), "state": state}
+    try:
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(beside, json.dumps(content))
+    except OSError as error:
+        log(f"{beside}: {error.strerror}: a resumed run will tune anew")
+        return write()
+    result = write()
+    # It is found beside, too.
+    with contextlib.suppress(OSError):
+        inside.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(beside, inside)
+    return result
+
+
+def read_state(paths: Iterable[Path], settings: Mapping[str, Any], limit_bytes: int) -> dict[str, Any] | None:
+    """The state in the first of `paths` saved under these settings and this limit; None where there is none."""
+    wanted = {"format": _FORMAT, "settings": _as_json(settings)}
+    for path in paths:
+        try:
+            content = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue
+        if wanted.items() <= content.items() and content["state"]["limit_bytes"] == limit_bytes:
+            state: dict[str, Any] = content["state"]
+            return state
+    return None
+
+
+def _as_json(settings: Mapping[str, Any]) -> Any:
+    """As JSON gives them back: tuples are lists there."""
+    return json.loads(json.dumps(settings))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule
     from evenpipe.megatron.schedule import PipelineSchedule
     from evenpipe.megatron.train_engine.step import Learner
-    from evenpipe.tuner.exploration import Conditions
+    from evenpipe.tuner.loop import Conditions
 
 STAGES, SIZE, MICRO_BATCHES = 4, 2, 8
 MODEL = {"layers": 4, "hidden": 32, "heads": 4, "seq_length": 32, "stages": STAGES, "iterations": 9}
@@ -118,7 +118,7 @@ def switching(
     """`turns` are decided for, one after the other; with what was predicted for each."""
     from evenpipe.planner.grouped import Candidate
     from evenpipe.planner.memory import saved_peaks
-    from evenpipe.tuner.exploration import Conditions
+    from evenpipe.tuner.loop import Conditions
     from evenpipe.tuner.tuner import Tuner
 
     of = learner(dropout)

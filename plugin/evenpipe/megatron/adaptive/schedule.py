@@ -24,8 +24,8 @@ from evenpipe.planner.grouped import GroupedSchedule
 from evenpipe.planner.memory import Measured, divisors
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.schedule import Need, Schedule, Spec
-from evenpipe.tuner.collective import fits_on_all
 from evenpipe.tuner.dry_run import DryRun
+from evenpipe.tuner.links import fits_on_all
 from evenpipe.tuner.loop import AdaptiveLoop
 from evenpipe.tuner.samples import loader_of, micro_batches_of
 from evenpipe.upstream.symbols import locate, module_of

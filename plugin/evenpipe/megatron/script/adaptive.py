@@ -16,10 +16,9 @@ from evenpipe.megatron.script.log import say, say_on_last_rank
 from evenpipe.megatron.unsupported import packs, why_one_size
 from evenpipe.planner.memory import PlanError
 from evenpipe.settings.config import EvenPipeConfig
-from evenpipe.tuner.loss_weights import LossWeights
 from evenpipe.tuner.process_memory import limit_bytes
-from evenpipe.tuner.samples import loader_of
-from evenpipe.tuner.state_file import read_state, save_with
+from evenpipe.tuner.samples import LossWeights, loader_of
+from evenpipe.tuner.tuner import read_state, save_with
 from evenpipe.upstream import PatchSet
 from evenpipe.upstream.ending import end_job
 
