@@ -1,4 +1,4 @@
-"""Ada-Grouper's online half: sizes are measured (§5.2), then candidates chosen, batch by batch."""
+"""Ada-Grouper's online half: sizes are measured (§5.2), then candidates are chosen, batch by batch."""
 
 from __future__ import annotations
 
