@@ -14,10 +14,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from unet import IMAGE, UNet
 
+from evenpipe.partition.dawnpiper.copies import Workload
+from evenpipe.partition.dawnpiper.problem import PartitionError
 from evenpipe.partition.profiling import Profiles
-from evenpipe.partition.search.copies import Workload
 from evenpipe.partition.search.finding import find_plan
-from evenpipe.partition.search.problem import PartitionError
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph, trace, weightless
 from evenpipe.planner.descriptions import Cluster, cluster, device, model

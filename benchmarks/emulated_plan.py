@@ -13,8 +13,8 @@ from emulated_parts import EmulatedPart, PartStage, scaled
 from emulation import Accelerator, clock_ms, over_wires
 from harness import Tick
 
+from evenpipe.partition.dawnpiper.copies import PIPEDREAM
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.search.copies import PIPEDREAM
 from evenpipe.partition.search.plan import Plan, Stage
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer

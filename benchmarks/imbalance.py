@@ -30,13 +30,12 @@ from rivals.layers import Layers
 from rivals.profiles import DEVICE, EVERY, LIMIT_BYTES, MODELS, profiles_of
 from rivals.vpipe import vpipe
 
+from evenpipe.partition.costs.matrices import Costs
+from evenpipe.partition.dawnpiper.balance import Balance
+from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.search.balance import Balance
-from evenpipe.partition.search.copies import Workload, copies_of
-from evenpipe.partition.search.costs import Costs
-from evenpipe.partition.search.finding import find_plan
-from evenpipe.partition.search.largest import largest_batch
-from evenpipe.partition.search.problem import Problem
+from evenpipe.partition.search.finding import find_plan, largest_batch
 
 MB = 10**6
 #: Figures 2 to 4, Appendix A, and §5.4.

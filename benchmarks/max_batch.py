@@ -25,14 +25,14 @@ from rivals.profiles import DEVICE, EVERY, LIMIT_BYTES, MODELS, profiles_of
 from rivals.vpipe import vpipe
 from rivals.zero import zero_fits
 
+from evenpipe.partition.costs.matrices import Costs
+from evenpipe.partition.dawnpiper.bipar import bipar
+from evenpipe.partition.dawnpiper.capuchin import Optimize
+from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.search.bipar import bipar
-from evenpipe.partition.search.copies import Workload, copies_of
-from evenpipe.partition.search.costs import Costs
-from evenpipe.partition.search.coupled import best_partition
-from evenpipe.partition.search.largest import largest_batch
-from evenpipe.partition.search.memory import Optimize
-from evenpipe.partition.search.problem import Problem
+from evenpipe.partition.search.exact import best_partition
+from evenpipe.partition.search.finding import largest_batch
 
 Fits = Callable[[Profile], bool]
 

@@ -29,15 +29,14 @@ from rivals.layers import Layers
 from rivals.profiles import DEVICE, LIMIT_BYTES, MODELS, profiles_of
 from rivals.vpipe import Division, vpipe
 
+from evenpipe.partition.costs.matrices import Costs
+from evenpipe.partition.dawnpiper.capuchin import Optimize
+from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.search.copies import Workload, copies_of
-from evenpipe.partition.search.costs import Costs
-from evenpipe.partition.search.finding import find_plan
-from evenpipe.partition.search.largest import largest_batch
-from evenpipe.partition.search.links import BatchClock, StageLinks
-from evenpipe.partition.search.memory import Optimize
+from evenpipe.partition.search.batch_clock import BatchClock, StageLinks
+from evenpipe.partition.search.finding import find_plan, largest_batch
 from evenpipe.partition.search.plan import Plan, plan_of
-from evenpipe.partition.search.problem import Problem
 
 #: vPipe's largest batch with memory optimisation over that without (Tables 1 and 2), by mode, stages and model.
 PAPER_REACH: Final = {

@@ -16,7 +16,7 @@ from harness import Benchmark, progress_bar, run_in_processes
 from rich.table import Table
 from rivals.profiles import DEVICE, LIMIT_BYTES, MODELS, profiles_of
 
-from evenpipe.partition.search.copies import Workload
+from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.search.plan import Plan
 

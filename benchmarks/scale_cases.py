@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from evenpipe.partition.counting import count
+from evenpipe.partition.dawnpiper.capuchin import Optimize
+from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.profile import Node, Origin, Parameter, Profile, Storage
-from evenpipe.partition.search.copies import Workload
 from evenpipe.partition.search.finding import find_plan
-from evenpipe.partition.search.memory import Optimize
 from evenpipe.partition.trace import trace, weightless
 from evenpipe.planner.descriptions import cluster, model
 from evenpipe.planner.search.question import Engine, Question

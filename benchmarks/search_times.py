@@ -16,14 +16,13 @@ from harness import Benchmark, progress_bar
 from rich.table import Table
 from rivals.profiles import DEVICE, EVERY, LIMIT_BYTES, profiles_of
 
+from evenpipe.partition.costs.matrices import Costs
+from evenpipe.partition.dawnpiper.bipar import bipar
+from evenpipe.partition.dawnpiper.capuchin import Optimize
+from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.problem import PartitionError, Problem
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.search.bipar import bipar
-from evenpipe.partition.search.copies import Workload, copies_of
-from evenpipe.partition.search.costs import Costs
-from evenpipe.partition.search.finding import find_plan, fits_into
-from evenpipe.partition.search.largest import largest_batch
-from evenpipe.partition.search.memory import Optimize
-from evenpipe.partition.search.problem import PartitionError, Problem
+from evenpipe.partition.search.finding import find_plan, fits_into, largest_batch
 
 #: `Problem.weighed` that a core gets through: one takes a millisecond or two.
 RANGES_A_MINUTE = 40_000

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from evenpipe.partition.costs.matrices import Costs
+from evenpipe.partition.dawnpiper.balance import evenly
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.search.balance import evenly
-from evenpipe.partition.search.costs import Costs
 
 __all__ = ["Layers", "Span"]
 

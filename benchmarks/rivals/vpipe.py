@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evenpipe.partition.search.costs import Numbers
-from evenpipe.partition.search.host_link import HostLink
-from evenpipe.partition.search.memory import Fit, weigh
-from evenpipe.partition.search.problem import Problem
-from evenpipe.partition.search.ranges import Saved
-from evenpipe.partition.search.recompute import Recomputation
+from evenpipe.partition.costs.matrices import Numbers
+from evenpipe.partition.costs.recompute import Recomputation
+from evenpipe.partition.costs.storages import Saved
+from evenpipe.partition.dawnpiper.capuchin import Fit, HostLink, weigh
+from evenpipe.partition.dawnpiper.problem import Problem
 from rivals.layers import Layers
 
 __all__ = ["Division", "vpipe"]

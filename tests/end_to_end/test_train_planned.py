@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from evenpipe.partition.code import write_stages
+from evenpipe.partition.dawnpiper.copies import PIPEDREAM, Workload
 from evenpipe.partition.models import build, from_function
 from evenpipe.partition.profiling import profile
-from evenpipe.partition.search.copies import PIPEDREAM, Workload
 from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import trace

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from evenpipe.partition.search.copies import Workload
+from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.search.finding import find_plan
 from evenpipe.train.machine import check_room, least_bytes
 from evenpipe.train.options import TrainOptions

@@ -19,13 +19,12 @@ from evenpipe.cli.partition_shown import front_table, plan_table, ways_to_cut
 from evenpipe.cli.partition_sources import Source
 from evenpipe.cli.values import bandwidth_gbps, gibibytes, output_file, picture_file, positive
 from evenpipe.partition.code import StageCodeError, write_stages
+from evenpipe.partition.dawnpiper.copies import Workload
+from evenpipe.partition.dawnpiper.problem import PartitionError
 from evenpipe.partition.models import MODELS
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.search.copies import Workload
-from evenpipe.partition.search.finding import find_plan, fits_into
-from evenpipe.partition.search.largest import largest_batch
+from evenpipe.partition.search.finding import find_plan, fits_into, largest_batch
 from evenpipe.partition.search.plan import Plan
-from evenpipe.partition.search.problem import PartitionError
 from evenpipe.planner.descriptions import names
 from evenpipe.report.divisions import draw_divisions
 from evenpipe.report.files import is_special

@@ -7,12 +7,12 @@ from typing import Final
 
 from rich.table import Column, Table
 
+from evenpipe.partition.costs.matrices import Costs
+from evenpipe.partition.dawnpiper.balance import Balance
+from evenpipe.partition.dawnpiper.copies import copies_of
+from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.search.balance import Balance
-from evenpipe.partition.search.copies import copies_of
-from evenpipe.partition.search.costs import Costs
 from evenpipe.partition.search.plan import Plan, Stage, fits_of, plan_of
-from evenpipe.partition.search.problem import Problem
 from evenpipe.report.divisions import Division
 
 __all__ = ["division", "front_table", "plan_table", "ways_to_cut"]

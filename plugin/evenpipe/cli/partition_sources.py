@@ -18,7 +18,7 @@ from evenpipe.partition.code import compare_stages, too_large
 from evenpipe.partition.models import Example, ModelError, build, from_config, from_function
 from evenpipe.partition.profile import Profile, ProfileError
 from evenpipe.partition.profiling import Profiles, profile
-from evenpipe.partition.search.links import StageLinks
+from evenpipe.partition.search.batch_clock import StageLinks
 from evenpipe.partition.timing import Measured, Roofline, RooflineError, TimeSource
 from evenpipe.partition.trace import Graph, TraceError, trace, weightless
 from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster, device

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from evenpipe.cli.partition_shown import division
-from evenpipe.partition.search.copies import PIPEDREAM
+from evenpipe.partition.dawnpiper.copies import PIPEDREAM
 from evenpipe.partition.search.plan import Plan as Partition
 from evenpipe.planner.search.plan import Plan, PlannedRun
 from evenpipe.report.page.content import Pairs, Table, View, amount, milliseconds, percent

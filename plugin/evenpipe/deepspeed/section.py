@@ -110,8 +110,8 @@ def _under_its_plan(section: Section) -> Section:
     path = section.partition
     if not isinstance(path, Path):
         return section
+    from evenpipe.partition.dawnpiper.problem import PartitionError
     from evenpipe.partition.search.plan import Plan
-    from evenpipe.partition.search.problem import PartitionError
 
     try:
         plan = Plan.read(path)

@@ -22,8 +22,8 @@ from evenpipe.partition.code import (
     tensors_of,
     users_lines,
 )
+from evenpipe.partition.dawnpiper.problem import PartitionError
 from evenpipe.partition.search.plan import Plan
-from evenpipe.partition.search.problem import PartitionError
 from evenpipe.runtime.executor import Observer
 from evenpipe.runtime.host_memory import check_hosts
 from evenpipe.runtime.precisions import autocast_dtype, autocasting, precision_name

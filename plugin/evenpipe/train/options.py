@@ -226,8 +226,8 @@ def _as_planned(values: dict[str, Any]) -> dict[str, Any]:
     path = values.get("partition")
     if path is None:
         return values
+    from evenpipe.partition.dawnpiper.problem import PartitionError
     from evenpipe.partition.search.plan import Plan
-    from evenpipe.partition.search.problem import PartitionError
 
     try:
         plan = Plan.read(Path(path))

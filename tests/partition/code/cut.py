@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.partition.code import Draws, Part, drawing, load_parts, write_stages
+from evenpipe.partition.costs.matrices import Costs
+from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.models import Example
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import profile
-from evenpipe.partition.search.copies import Workload, copies_of
-from evenpipe.partition.search.costs import Costs
 from evenpipe.partition.search.plan import Plan, fits_of, plan_of
-from evenpipe.partition.search.problem import Problem
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph
 from evenpipe.planner.descriptions import device

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from evenpipe.partition.code import Draws, StageCodeError, load_parts, write_stages
+from evenpipe.partition.dawnpiper.problem import PartitionError
 from evenpipe.partition.models import Example, from_config
 from evenpipe.partition.search.plan import Plan
-from evenpipe.partition.search.problem import PartitionError
 from evenpipe.partition.trace import trace, weightless
 from tests.partition.code.cut import batches, drawn_cuts, plan_at, profiled, written
 

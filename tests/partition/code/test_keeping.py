@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, fx
 
 from evenpipe.partition.code.keeping import keeping_of
+from evenpipe.partition.costs.storages import Graph as Ranges
+from evenpipe.partition.costs.storages import Saved
+from evenpipe.partition.dawnpiper.capuchin import Around, Fit, Load, Optimize, fit
 from evenpipe.partition.models import Example
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import profile
-from evenpipe.partition.search.host_link import Around
-from evenpipe.partition.search.memory import Fit, Load, Optimize, fit
 from evenpipe.partition.search.plan import Stage
-from evenpipe.partition.search.ranges import Graph as Ranges
-from evenpipe.partition.search.ranges import Saved
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph
 from evenpipe.planner.descriptions import device

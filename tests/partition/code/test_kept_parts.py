@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.partition.code import Draws, Part, StageCodeError, users_lines
+from evenpipe.partition.costs.matrices import Costs
+from evenpipe.partition.dawnpiper.capuchin import Around, Fit, Load, Optimize, fit
+from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.models import Example
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import profile
-from evenpipe.partition.search.copies import Workload, copies_of
-from evenpipe.partition.search.costs import Costs
-from evenpipe.partition.search.host_link import Around
-from evenpipe.partition.search.memory import Fit, Load, Optimize, fit
 from evenpipe.partition.search.plan import plan_of
-from evenpipe.partition.search.problem import Problem
 from evenpipe.partition.trace import Graph, trace
 from evenpipe.planner.descriptions import device
 from evenpipe.runtime.recompute_swap import Keeper

@@ -6,12 +6,11 @@ from itertools import pairwise
 
 import pytest
 
+from evenpipe.partition.costs.matrices import Costs
+from evenpipe.partition.dawnpiper.balance import Balance, one_copy_bytes, quiet, running_peak_cuts
+from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.profile import Parameter, Storage
-from evenpipe.partition.search.balance import Balance, one_copy_bytes, running_peak_cuts
-from evenpipe.partition.search.communication import quiet
-from evenpipe.partition.search.copies import Workload, copies_of
-from evenpipe.partition.search.costs import Costs
-from evenpipe.partition.search.problem import Problem
 from tests.partition.profiles import assembled, transformer
 
 

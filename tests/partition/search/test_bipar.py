@@ -6,14 +6,14 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from evenpipe.partition.costs.matrices import Costs
+from evenpipe.partition.dawnpiper.balance import Balance
+from evenpipe.partition.dawnpiper.bipar import bipar
+from evenpipe.partition.dawnpiper.capuchin import Optimize
+from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.profile import Profile, Storage
-from evenpipe.partition.search.balance import Balance
-from evenpipe.partition.search.bipar import bipar
-from evenpipe.partition.search.copies import Workload, copies_of
-from evenpipe.partition.search.costs import Costs
 from evenpipe.partition.search.exact import search
-from evenpipe.partition.search.memory import Optimize
-from evenpipe.partition.search.problem import Problem
 from tests.partition.profiles import assembled, random_profile, transformer
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from evenpipe.partition.search.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.copies import Workload, copies_of
 from evenpipe.schedule import ScheduleError, Size, build, find
 from evenpipe.simulate import Costs, simulate
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.partition.search.costs import Costs, Coverage
+from evenpipe.partition.costs.matrices import Costs, Coverage
 from tests.partition.profiles import random_profile
 
 

@@ -8,14 +8,12 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from evenpipe.partition.search.copies import Workload, copies_of
-from evenpipe.partition.search.costs import Costs
-from evenpipe.partition.search.coupled import best_partition
-from evenpipe.partition.search.exact import search
-from evenpipe.partition.search.filling import Found, seed
-from evenpipe.partition.search.memory import Optimize
-from evenpipe.partition.search.nudging import nudged
-from evenpipe.partition.search.problem import Problem
+from evenpipe.partition.costs.matrices import Costs
+from evenpipe.partition.dawnpiper.capuchin import Optimize
+from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.problem import Problem
+from evenpipe.partition.search.exact import best_partition, search
+from evenpipe.partition.search.filling import Found, nudged, seed
 from tests.partition.profiles import random_profile, transformer
 
 SCHEDULES = [Workload("gpipe", 4), Workload("1f1b", 8), Workload("2bw", 8), Workload("pipedream", 4)]

@@ -9,17 +9,17 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 
+from evenpipe.partition.costs.matrices import Costs
+from evenpipe.partition.dawnpiper.bipar import bipar
+from evenpipe.partition.dawnpiper.capuchin import Optimize
+from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.models import build as build_model
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import Profiles
-from evenpipe.partition.search.bipar import bipar
-from evenpipe.partition.search.copies import Workload, copies_of
-from evenpipe.partition.search.costs import Costs
+from evenpipe.partition.search.batch_clock import BatchClock, StageLinks
 from evenpipe.partition.search.finding import find_plan
-from evenpipe.partition.search.links import BatchClock, StageLinks
-from evenpipe.partition.search.memory import Optimize
 from evenpipe.partition.search.plan import Plan, fits_of
-from evenpipe.partition.search.problem import Problem
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import trace, weightless
 from evenpipe.planner.descriptions import cluster, device

@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from evenpipe.partition.costs.recompute import Candidates, Picks, Recomputation, RecomputedBytes
+from evenpipe.partition.costs.storages import Graph
+from evenpipe.partition.dawnpiper.capuchin import Around, Fit, HostLink, Load, fit, weigh
 from evenpipe.partition.profile import Profile, Storage
-from evenpipe.partition.search.bounds import RecomputedBytes
-from evenpipe.partition.search.host_link import Around, HostLink
-from evenpipe.partition.search.memory import Fit, Load, fit, weigh
-from evenpipe.partition.search.ranges import Graph
-from evenpipe.partition.search.recompute import Candidates, Picks, Recomputation
 from tests.partition.profiles import assembled, random_profile, transformer
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from evenpipe.partition.dawnpiper.copies import Workload
+from evenpipe.partition.dawnpiper.problem import PartitionError
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.search.copies import Workload
-from evenpipe.partition.search.finding import find_plan, fits_into
-from evenpipe.partition.search.largest import largest_batch
+from evenpipe.partition.search.finding import find_plan, fits_into, largest_batch
 from evenpipe.partition.search.plan import Plan
-from evenpipe.partition.search.problem import PartitionError
 from tests.partition.profiles import random_profile, transformer
 
 GIB = 1 << 30

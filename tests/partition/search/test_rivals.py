@@ -10,12 +10,12 @@ from types import ModuleType
 
 import pytest
 
-from evenpipe.partition.search.copies import Workload, copies_of
-from evenpipe.partition.search.costs import Costs
-from evenpipe.partition.search.coupled import best_partition
-from evenpipe.partition.search.largest import largest_batch
-from evenpipe.partition.search.memory import Optimize
-from evenpipe.partition.search.problem import Problem
+from evenpipe.partition.costs.matrices import Costs
+from evenpipe.partition.dawnpiper.capuchin import Optimize
+from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.problem import Problem
+from evenpipe.partition.search.exact import best_partition
+from evenpipe.partition.search.finding import largest_batch
 from tests.partition.profiles import transformer
 
 GIB = 1 << 30

@@ -17,11 +17,11 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from evenpipe.partition.code import drawing, write_stages
+from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.models import Example, build
 from evenpipe.partition.models.described import for_training, inputs_of
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import profile
-from evenpipe.partition.search.copies import Workload
 from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.timing import NodeTimes

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from evenpipe.partition.code import load_parts, write_stages
+from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.profiling import profile
-from evenpipe.partition.search.copies import Workload
 from evenpipe.partition.search.finding import find_plan
 from evenpipe.partition.trace import trace
 from evenpipe.runtime import host_memory

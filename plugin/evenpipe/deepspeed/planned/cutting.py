@@ -19,8 +19,8 @@ from evenpipe.deepspeed.planned.stage import CutStage, is_label
 from evenpipe.deepspeed.planned.whole_model import LOSS, TIED, add_layer, cast_parameters
 from evenpipe.deepspeed.section import SectionError
 from evenpipe.partition.code import Part, StageCodeError, load_parts, part_types, tensors_of
+from evenpipe.partition.dawnpiper.problem import PartitionError
 from evenpipe.partition.search.plan import Plan
-from evenpipe.partition.search.problem import PartitionError
 from evenpipe.runtime.heartbeat import job_timeout
 
 __all__ = ["cut", "layer_of", "layers_of"]

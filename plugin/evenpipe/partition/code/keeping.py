@@ -11,10 +11,10 @@ import numpy as np
 from torch import fx
 
 from evenpipe.partition.code.part import StageCodeError
+from evenpipe.partition.costs.storages import Graph as Ranges
+from evenpipe.partition.dawnpiper.capuchin import queued
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.search.host_link import queued
 from evenpipe.partition.search.plan import Stage
-from evenpipe.partition.search.ranges import Graph as Ranges
 from evenpipe.partition.trace import Graph, PartNodes
 from evenpipe.runtime.recompute_swap import Keeping
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from evenpipe.partition.dawnpiper.copies import Workload, copies_of
 from evenpipe.partition.layouts.layers import Layer
 from evenpipe.partition.layouts.shape import LayoutError, Pipeline
-from evenpipe.partition.search.copies import Workload, copies_of
 
 __all__ = ["Cuts", "Fitted", "Problem", "StageCost"]
 

@@ -1,1 +1,1 @@
-"""Where to cut a profiled model into stages, and what each stage recomputes and swaps (DawnPiper §4, Appendix B)."""
+"""What goes beyond DawnPiper: the exact search, stages that share memory, messages on links, and the plan."""

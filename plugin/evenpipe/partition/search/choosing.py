@@ -9,12 +9,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from evenpipe.partition.search.costs import Numbers
-from evenpipe.partition.search.coupled import best_partition
-from evenpipe.partition.search.links import BatchClock
-from evenpipe.partition.search.memory import Fit
+from evenpipe.partition.costs.matrices import Numbers
+from evenpipe.partition.dawnpiper.capuchin import Fit
+from evenpipe.partition.dawnpiper.problem import Cell, Problem
+from evenpipe.partition.search.batch_clock import BatchClock
+from evenpipe.partition.search.exact import best_partition
 from evenpipe.partition.search.plan import Algorithm, Alternative, Crossing
-from evenpipe.partition.search.problem import Cell, Problem
 
 __all__ = ["Choice", "Chooser", "Reached", "Way", "fastest_batch", "places_within"]
 

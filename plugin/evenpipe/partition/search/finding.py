@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from math import ceil, inf
 from typing import Final
 
+from evenpipe.partition.costs.matrices import Costs
+from evenpipe.partition.dawnpiper.bipar import bipar
+from evenpipe.partition.dawnpiper.capuchin import Optimize
+from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.problem import PartitionError, Problem, check_cuts
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.search.bipar import bipar
+from evenpipe.partition.search.batch_clock import BatchClock, StageLinks
 from evenpipe.partition.search.choosing import Reached, Way, fastest_batch
-from evenpipe.partition.search.copies import Workload, copies_of
-from evenpipe.partition.search.costs import Costs
-from evenpipe.partition.search.coupled import best_partition
-from evenpipe.partition.search.links import BatchClock, StageLinks
-from evenpipe.partition.search.memory import Optimize
+from evenpipe.partition.search.exact import best_partition
 from evenpipe.partition.search.plan import Plan, fits_of, plan_of
-from evenpipe.partition.search.problem import PartitionError, Problem, check_cuts
 
-__all__ = ["find_plan", "fits_into", "least_limit"]
+__all__ = ["find_plan", "fits_into", "largest_batch", "least_limit"]
 
 _GIB: Final = 1 << 30
 #: How many ranges the exact search weighs with memory optimisation: a part of a second; all, in models of so few cuts.
@@ -154,3 +154,36 @@ def _bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
+
+
+#: How many percent larger are asked for beyond what is the largest so far.
+_BEYOND = (2, 5, 10)
+
+
+def largest_batch(
+    profile_at: Callable[[int], Profile], fits: Callable[[Profile], bool], *, step: int = 1, most: int = 1 << 16
+) -> int:
+    """The largest multiple of `step`, up to `most`, of whose profile `fits` holds; 0 if there is none.
+
+    `profile_at` gives the profile of micro-batches of so many samples; `fits` cuts it in its own way, as
+    `evenpipe.partition.search.finding.fits_into` does in ours. It is asked for twice as many each time, and then for
+    halfway between what fits and what does not. What needs no memory optimisation and does not fit with some samples
+    does not with more. With it a few may find no picks where more do: so some larger ones are asked for at the end, and
+    if any fits, it goes on from there.
+    """
+
+    def holds(steps: int) -> bool:
+        return steps * step <= most and fits(profile_at(steps * step))
+
+    low, high = 0, 1
+    while True:
+        while holds(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if holds(middle) else (low, middle)
+        beyond = (low + 1 + low * more // 100 for more in _BEYOND)
+        found = next((steps for steps in beyond if steps > low + 1 and holds(steps)), None)
+        if found is None:
+            return low * step
+        low, high = found, 2 * found

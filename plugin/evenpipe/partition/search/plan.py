@@ -12,10 +12,10 @@ from typing import Final, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
+from evenpipe.partition.dawnpiper.capuchin import Fit, Optimize
+from evenpipe.partition.dawnpiper.copies import PIPEDREAM, Workload
+from evenpipe.partition.dawnpiper.problem import PartitionError, Problem
 from evenpipe.partition.profile import Origin, Profile
-from evenpipe.partition.search.copies import PIPEDREAM, Workload
-from evenpipe.partition.search.memory import Fit, Optimize
-from evenpipe.partition.search.problem import PartitionError, Problem
 from evenpipe.report.files import write_atomically
 from evenpipe.schedule import Link, Program, Size, build
 from evenpipe.simulate import Costs, Wire
@@ -88,7 +88,7 @@ class Plan(_Frozen):
 
     `cuts`: the last node of each part but the last. `max_stage_ms`: of the longest part, with what memory optimisation
     adds; no partition is below `optimum_ms`. With memory optimisation that is said of stages that recompute and swap
-    what `memory.fit` picks for them, and takes as given that what it cannot make fit does not fit with more nodes.
+    what `capuchin.fit` picks for them, and takes as given that what it cannot make fit does not fit with more nodes.
     `binary_ms`: what Algorithm 1 alone finds, in as much as is tried for a plan; None if nothing of that fits.
     `nodes_tried`: how many different cuts Algorithm 1 tried; `binary_whole`: whether it was followed to its end.
     `algorithm`: what made these cuts. `host_gbps`: of a

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from evenpipe.partition.search.copies import PIPEDREAM, Copies, Workload
-from evenpipe.partition.search.costs import Costs, Numbers
+from evenpipe.partition.costs.matrices import Costs, Numbers
+from evenpipe.partition.dawnpiper.copies import PIPEDREAM, Copies, Workload
 from evenpipe.partition.search.plan import Crossing
 from evenpipe.planner.descriptions import Cluster
 from evenpipe.schedule import Program, Size, build, find

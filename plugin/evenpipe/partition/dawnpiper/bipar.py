@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evenpipe.partition.search.balance import Balance
-from evenpipe.partition.search.communication import quiet
-from evenpipe.partition.search.problem import Problem
+from evenpipe.partition.dawnpiper.balance import Balance, quiet
+from evenpipe.partition.dawnpiper.problem import Problem
 
 __all__ = ["Binary", "Part", "bipar"]
 

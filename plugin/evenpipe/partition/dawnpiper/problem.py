@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evenpipe.partition.search.bounds import RecomputedBytes
-from evenpipe.partition.search.copies import Copies
-from evenpipe.partition.search.costs import Costs, Numbers
-from evenpipe.partition.search.host_link import Around
-from evenpipe.partition.search.memory import Fit, Load, Optimize, fit
-from evenpipe.partition.search.ranges import Graph
+from evenpipe.partition.costs.matrices import Costs, Numbers
+from evenpipe.partition.costs.recompute import RecomputedBytes
+from evenpipe.partition.costs.storages import Graph
+from evenpipe.partition.dawnpiper.capuchin import Around, Fit, Load, Optimize, fit
+from evenpipe.partition.dawnpiper.copies import Copies
 
 __all__ = ["Cap", "Cell", "PartitionError", "Problem", "check_cuts"]
 
@@ -70,7 +69,7 @@ class Problem:
     `places`: the boundaries among which the exact search cuts; None: all.
 
     Ranges are pairs of boundaries (see `Costs`). Each position of the model fits if it does so under all its `caps`;
-    where stages hold parts of several positions, which caps they share is for `evenpipe.partition.search.coupled`.
+    where stages hold parts of several positions, which caps they share is for `evenpipe.partition.search.exact`.
     """
 
     costs: Costs
@@ -156,7 +155,7 @@ class Problem:
         """At least what saving `excess` bytes a micro-batch takes.
 
         Whatever is computed again, its producer runs again (`RecomputedBytes`). A storage that is swapped passes the
-        link once each way, which is waited for beyond a forward and a backward (`memory.HostLink`).
+        link once each way, which is waited for beyond a forward and a backward (`capuchin.HostLink`).
         """
         left = np.maximum(excess, 0.0)
         swap_ms = 1 / (self.host_gbps * 1e6) if self._swaps else np.inf
