@@ -12,7 +12,7 @@ from evenpipe.partition.dawnpiper.balance import Balance
 from evenpipe.partition.dawnpiper.copies import copies_of
 from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.search.plan import Plan, Stage, fits_of, plan_of
+from evenpipe.partition.search.plan import Plan, Stage, plan_of
 from evenpipe.report.divisions import Division
 
 __all__ = ["division", "front_table", "plan_table", "ways_to_cut"]
@@ -72,7 +72,7 @@ def ways_to_cut(profile: Profile, plan: Plan) -> list[Division]:
         "compute-balanced": balance.compute_cuts(),
         "memory-balanced": balance.memory_cuts(),
     }
-    cut = [(name, plan_of(problem, cuts, fits_of(problem, cuts), plan.workload)) for name, cuts in others.items()]
+    cut = [(name, plan_of(problem, cuts, problem.fits_of(cuts), plan.workload)) for name, cuts in others.items()]
     return [division(name, other.stages) for name, other in [*cut, ("chosen", plan)]]
 
 

@@ -16,7 +16,7 @@ from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.models import Example
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import profile
-from evenpipe.partition.search.plan import Plan, fits_of, plan_of
+from evenpipe.partition.search.plan import Plan, plan_of
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph
 from evenpipe.planner.descriptions import device
@@ -35,7 +35,7 @@ def plan_at(found: Profile, stages: int, cuts: Sequence[int], schedule: str = "1
     problem = Problem(Costs(found), copies_of(workload, stages), 1 << 50)
     starts = problem.costs.starts.tolist()
     bounds = [0, *(starts.index(cut + 1) for cut in cuts), problem.costs.last]
-    return plan_of(problem, bounds, fits_of(problem, bounds), workload)
+    return plan_of(problem, bounds, problem.fits_of(bounds), workload)
 
 
 def drawn_cuts(graph: Graph, count: int, seed: int) -> list[int]:

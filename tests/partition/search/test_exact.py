@@ -13,7 +13,7 @@ from evenpipe.partition.dawnpiper.capuchin import Optimize
 from evenpipe.partition.dawnpiper.copies import Workload, copies_of
 from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.search.exact import best_partition, search
-from evenpipe.partition.search.filling import Found, nudged, seed
+from evenpipe.partition.search.filling import Partition, nudged, seed
 from tests.partition.profiles import random_profile, transformer
 
 SCHEDULES = [Workload("gpipe", 4), Workload("1f1b", 8), Workload("2bw", 8), Workload("pipedream", 4)]
@@ -152,6 +152,6 @@ def test_moving_boundaries_shortens_what_is_uneven() -> None:
     cuts = (0, 20, 40, 60, costs.last)
     cells = [problem.cell(k, *ends) for k, ends in enumerate(pairwise(cuts))]
     fits = tuple(cell.fit for cell in cells if cell is not None)
-    found = Found(cuts, max(cell.ms for cell in cells if cell is not None), 0.0, fits)
+    found = Partition(cuts, max(cell.ms for cell in cells if cell is not None), 0.0, fits)
     assert nudged(problem, found).ms < found.ms
     assert nudged(problem, found, problem.weighed) == found

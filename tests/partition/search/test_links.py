@@ -19,7 +19,7 @@ from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import Profiles
 from evenpipe.partition.search.batch_clock import BatchClock, StageLinks
 from evenpipe.partition.search.finding import find_plan
-from evenpipe.partition.search.plan import Plan, fits_of
+from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import trace, weightless
 from evenpipe.planner.descriptions import cluster, device
@@ -131,7 +131,7 @@ def test_layer_cuts_that_have_to_save_memory_are_among_the_candidates(optimize: 
     clock, layers = BatchClock(problem.costs, problem.copies, workload, links), problem.costs.layers
     for inner in ((2, 4, 6), (1, 3, 6), (2, 4, 7)):
         cuts = [layers[number] for number in (0, *inner, len(layers) - 1)]
-        fits = fits_of(problem, cuts)
+        fits = problem.fits_of(cuts)
         if max(problem.peaks_of(cuts, fits)) <= limit:
             taken = clock.ms(np.array([cuts]), np.array([[one.extra_ms for one in fits]]))
             assert plan.batch_ms <= taken[0, -1] * (1 + 1e-9)

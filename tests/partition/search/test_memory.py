@@ -48,7 +48,7 @@ def test_a_chain_of_dropped_storages_runs_again_from_what_is_kept() -> None:
     picks = Picks(Candidates(saved), np.full(4, np.inf), np.array([], np.int64))
     assert picks.order.tolist() == [0, 1, 2, 3]
     assert picks.rest.tolist() == [100, 90, 70, 40, 0]
-    assert [picks.made(count)[1].ms for count in range(5)] == [0.0, 1.0, 3.0, 7.0, 15.0]
+    assert [picks.first(count)[1].ms for count in range(5)] == [0.0, 1.0, 3.0, 7.0, 15.0]
 
 
 def two_from_one(nbytes: int = 5) -> Profile:
@@ -66,7 +66,7 @@ def test_what_two_chains_have_in_common_makes_the_second_cheaper() -> None:
     picks = Picks(candidates, np.full(2, np.inf), np.array([], np.int64))
     order = Graph(two_from_one()).order
     assert order.ms_a_byte.tolist() == [np.inf, 10.25 / 40, 10.25 / 40], "of the first pick; the second adds no more"
-    assert picks.made(2)[1].ms == 10.75
+    assert picks.first(2)[1].ms == 10.75
 
 
 def test_a_lower_bound_shares_what_chains_have_in_common_and_leaves_out_what_is_not_in_the_range() -> None:
@@ -109,7 +109,7 @@ def test_a_swap_is_back_when_what_runs_again_reads_it() -> None:
     swapped = np.array([0])
     assert weigh(host, swapped, Recomputation(saved)).extra_ms == 0.0, "node 0's backward starts after 10 ms"
     picks = Picks(Candidates(saved), np.full(2, np.inf), swapped)
-    _, again = picks.made(len(picks.order))
+    _, again = picks.first(len(picks.order))
     assert again.nodes
     assert weigh(host, swapped, again).extra_ms == pytest.approx(again.ms + 10.0)
 

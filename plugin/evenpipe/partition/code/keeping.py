@@ -128,7 +128,7 @@ def _passed_on(profile: Profile, again: frozenset[int], part: frozenset[int]) ->
 
 
 class _Moves:
-    """When swapped storages leave and come back, as `search.memory` weighs it, in the order in which nodes are run."""
+    """When swapped storages leave and come back, as `dawnpiper.capuchin` weighs it, in the order of execution."""
 
     def __init__(
         self, profile: Profile, ranges: Ranges, numbers: Sequence[int], order: Sequence[int], host_gbps: float

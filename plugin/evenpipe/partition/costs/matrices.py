@@ -1,4 +1,4 @@
-"""Time and bytes of every range of nodes between two cuts, as matrices (DawnPiper Equation 1, §3.2)."""
+"""Time and bytes of all ranges of nodes between two cuts, as matrices (DawnPiper Equation 1, §3.2)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Numbers = NDArray[Any]
 
 
 class Coverage:
-    """The weight of things that each touch some nodes, by ranges of nodes: a thing counts once if one of its is inside.
+    """The weight of things by ranges of nodes: a thing counts once where one of the nodes that it touches is inside.
 
-    Of a thing that touches the nodes t1 < t2 < …, as many lie in a range as pairs of neighbours (ti, ti+1) and one
-    more, so that its weight at every node less its weight at every pair inside is its weight, once.
+    A range with nodes t1 < t2 < … of a thing has one more of them than pairs of neighbours (ti, ti+1). So the thing's
+    weight at each node, less its weight at each pair inside, is its weight once.
     """
 
     def __init__(self, nodes: int, things: Iterable[tuple[int, Sequence[int]]]) -> None:
@@ -39,7 +39,7 @@ class Coverage:
         self._pair_weights = np.array(pair_weights, np.float64)
 
     def of(self, starts: Numbers, stops: Numbers) -> Numbers:
-        """For starts × stops, both ascending, the weight in the nodes from start to stop − 1; exact below 2^53."""
+        """Return starts × stops, both ascending: the weight in the nodes from start to stop − 1; exact below 2^53."""
         single: Numbers = self._upto[stops][None, :] - self._upto[starts][:, None]
         if len(self._first):
             # Row i has the starts up to the pair's first node, column j the stops behind its second.
@@ -54,10 +54,10 @@ class Coverage:
 
 
 class Costs:
-    """A profile by its boundaries: 0, a node behind every allowed cut, and the number of nodes.
+    """A profile by its boundaries: 0, the node behind each allowed cut, and the number of nodes.
 
     A range (a, b) has the nodes from `starts[a]` to `starts[b]` − 1. Methods take ascending numbers of boundaries, and
-    answer with a matrix of firsts × lasts. Milliseconds and bytes of one micro-batch.
+    return a matrix of firsts × lasts. Milliseconds and bytes of one micro-batch.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -70,10 +70,10 @@ class Costs:
         self.backward_upto = np.concatenate([[0.0], np.cumsum([node.backward_ms for node in nodes])])
         self.upto_ms = (self.forward_upto + self.backward_upto)[self.starts]
         self.cut_bytes = np.array([0, *(nodes[cut - 1].cut_bytes for cut in cuts), 0], np.float64)
-        self._saved = Coverage(count, ((one.nbytes, one.savers) for one in profile.storages))
-        self._weights = Coverage(count, ((one.nbytes, one.users) for one in profile.parameters))
-        beside = ((one.gradient_bytes + one.optimizer_bytes, one.users) for one in profile.parameters)
-        self._beside = Coverage(count, beside)
+        self._saved = Coverage(count, ((storage.nbytes, storage.savers) for storage in profile.storages))
+        parameters = profile.parameters
+        self._weights = Coverage(count, ((one.nbytes, one.users) for one in parameters))
+        self._states = Coverage(count, ((one.gradient_bytes + one.optimizer_bytes, one.users) for one in parameters))
 
     @cached_property
     def last(self) -> int:
@@ -88,26 +88,25 @@ class Costs:
         return sorted({0, *inner, self.last})
 
     def ms(self, firsts: Numbers, lasts: Numbers) -> Numbers:
-        """Forward and backward of every node (Equation 1)."""
-        found: Numbers = self.upto_ms[lasts][None, :] - self.upto_ms[firsts][:, None]
-        return found
+        """Return T_x: forward and backward of all nodes (Equation 1)."""
+        return np.subtract(self.upto_ms[lasts][None, :], self.upto_ms[firsts][:, None])
 
     def saved(self, firsts: Numbers, lasts: Numbers) -> Numbers:
-        """Bytes of the storages of which a backward in the range needs any, each once."""
+        """Return the bytes of the storages that a backward in the range needs, each once."""
         return self._saved.of(self.starts[firsts], self.starts[lasts])
 
     def static(self, firsts: Numbers, lasts: Numbers, versions: int) -> Numbers:
-        """Bytes of the parameters that are used, in so many versions, with one gradient and optimizer state each."""
+        """Return the bytes of parameters in so many versions, with one gradient and optimizer state each."""
         starts, stops = self.starts[firsts], self.starts[lasts]
-        return versions * self._weights.of(starts, stops) + self._beside.of(starts, stops)
+        return versions * self._weights.of(starts, stops) + self._states.of(starts, stops)
 
     def weights(self, first: int, last: int) -> float:
-        """Bytes of one version of the parameters that a range uses."""
+        """Return the bytes of one version of the parameters that a range uses."""
         starts, stops = self.starts[[first]], self.starts[[last]]
         return float(self._weights.of(starts, stops)[0, 0])
 
     def messages(self, firsts: Numbers, lasts: Numbers) -> Numbers:
-        """Bytes of what travels over the cuts at both ends: one message each."""
+        """Return the bytes of the messages over the cuts at both ends, one each."""
         return self.cut_bytes[firsts][:, None] + self.cut_bytes[lasts][None, :]
 
     def forward_ms(self, first: int, last: int) -> float:
@@ -115,3 +114,17 @@ class Costs:
 
     def backward_ms(self, first: int, last: int) -> float:
         return float(self.backward_upto[self.starts[last]] - self.backward_upto[self.starts[first]])
+
+    def near(self, ms: float) -> tuple[Numbers, Numbers]:
+        """Return, for each boundary, the first inner one within so many ms of compute, and the one behind the last."""
+        upto = self.upto_ms
+        return (
+            np.maximum(np.searchsorted(upto, upto - ms, "left"), 1),
+            np.minimum(np.searchsorted(upto, upto + ms, "right"), self.last),
+        )
+
+    def quiet(self, ms: float, ratio: float = 1.0) -> Numbers:
+        """Return the inner boundaries that send at most `ratio` times the least that any within so many ms sends."""
+        inner = [ends.tolist()[1:-1] for ends in self.near(ms)]
+        least = np.array([self.cut_bytes[low:high].min() for low, high in zip(*inner, strict=True)])
+        return 1 + np.flatnonzero(self.cut_bytes[1:-1] <= ratio * least)

@@ -1,8 +1,9 @@
-"""What a stage's nodes save, from where it can be had again, and when it is last and first used (Capuchin §4)."""
+"""What a model's nodes read, make and save, and what it takes to compute saved storages again (Capuchin §4)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import numpy as np
 from evenpipe.partition.costs.matrices import Numbers
 from evenpipe.partition.profile import Profile
 
-__all__ = ["Columns", "Graph", "Lists", "Order", "Saved"]
+__all__ = ["Graph", "Saved"]
 
 
 class Lists(NamedTuple):
@@ -23,67 +24,115 @@ class Lists(NamedTuple):
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]]) -> Lists:
-        lengths = np.array([len(one) for one in lists], np.int64)
-        flat = np.array([number for one in lists for number in one], np.int64)
-        return cls(flat, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
+        flat = np.array([number for numbers in lists for number in numbers], np.int64)
+        return cls(flat, np.cumsum([0, *map(len, lists)], dtype=np.int64))
 
     def of_some(self, things: Numbers) -> tuple[Numbers, Numbers]:
-        """The numbers of these, and beside each one its thing's place among them."""
+        """Return the numbers of these things, and beside each number its thing's place among them."""
         begin, length = self.starts[things], self.starts[things + 1] - self.starts[things]
         upto = np.cumsum(length)
         places = np.repeat(np.arange(len(things)), length)
         return self.flat[np.arange(len(places)) + (begin - upto + length)[places]], places
 
+    def between(self, first: int, stop: int) -> tuple[Numbers, Numbers]:
+        """Return the numbers of the things `first` to `stop` − 1, and beside each number its thing."""
+        things = np.repeat(np.arange(first, stop), np.diff(self.starts[first : stop + 1]))
+        return self.flat[self.starts[first] : self.starts[stop]], things
 
-class Order:
-    """What it takes to have each storage again where all others that are ever saved are kept; and the order of picks.
 
-    nodes: those that run again for a storage, the first of them `first_node`. ends: the saved storages and the inputs
-    that they read. Of dropped ones the nodes of each run again, once: where the chain of one would end at another that
-    is dropped too, that one's nodes run anyway. ms_a_byte: of each storage, what it added when it was picked, after
-    each pick weighed again for those that have nodes in common with it, but no less than what was picked before.
+class Graph:
+    """A profile as lists: what each node reads and makes, and, of each storage, who makes, reads and saves it.
 
-    So the order is found once for a model: such nodes are close to each other, and of a range of nodes the same picks
-    come in the same order, but for what begins before the range.
+    changed: by storage, whether a node writes to it in place; then it is kept as it is. once: nodes that read or change
+    such a storage no later than its last change, and so cannot run again from the changed one. nbytes_of, producer_of
+    and last_user_of: columns of all storages; a last user of −1: no node reads it in the forward.
     """
 
-    def __init__(
-        self,
-        forward_ms: Sequence[float],
-        reads: Sequence[Sequence[int]],
-        nbytes: Sequence[int],
-        producer: Sequence[int],
-        is_end: Sequence[bool],
-        goes: Sequence[bool],
-        once: Set[int],
-    ) -> None:
-        """`goes`: which storages are dropped at all; `is_end`: which are there; `once`: nodes that never run again."""
-        count = len(nbytes)
-        nodes, ends = list[list[int]](), list[list[int]]()
-        for storage in range(count):
-            chain = (list[int](), list[int]())
-            if goes[storage] and producer[storage] >= 0:
-                chain = _chain(storage, reads, producer, is_end)
-                if not once.isdisjoint(chain[0]):
-                    chain = [], []
-            nodes.append(chain[0])
-            ends.append(chain[1])
-        self.nodes, self.ends = Lists.of(nodes), Lists.of(ends)
-        self.first_node: Numbers = np.array([min(one, default=-1) for one in nodes], np.int64)
-        self.run_for: list[list[int]] = [[] for _ in forward_ms]
-        for storage, mine in enumerate(nodes):
-            for node in mine:
-                self.run_for[node].append(storage)
-        self.ms_a_byte: Numbers = np.full(count, np.inf)
-        adds_ms = [sum(forward_ms[node] for node in mine) for mine in nodes]
-        heap = [(adds_ms[one] / nbytes[one], one) for one, mine in enumerate(nodes) if mine and nbytes[one]]
+    def __init__(self, profile: Profile) -> None:
+        nodes, storages = profile.nodes, profile.storages
+        self.forward_ms = [node.forward_ms for node in nodes]
+        self.forward_upto = np.concatenate([[0.0], np.cumsum(self.forward_ms)])
+        self.backward_upto = np.concatenate([[0.0], np.cumsum([node.backward_ms for node in nodes])])
+        self.layer_ends = profile.layer_ends
+        self.nbytes = [storage.nbytes for storage in storages]
+        self.producer = [storage.producer for storage in storages]
+        self.users = [storage.users for storage in storages]
+        self.nbytes_of, self.producer_of = np.array(self.nbytes, np.int64), np.array(self.producer, np.int64)
+        self.last_user_of = np.array([max(users, default=-1) for users in self.users], np.int64)
+        self.changed = [bool(storage.changers) for storage in storages]
+        self.once = {
+            user for storage in storages for user in storage.users if user <= max(storage.changers, default=-1)
+        }
+        self.is_saved = [bool(storage.savers) for storage in storages]
+        self.makes = _by_node(len(nodes), [(one,) * (one >= 0) for one in self.producer])
+        self.reads = _by_node(
+            len(nodes), [[user for user in storage.users if user != storage.producer] for storage in storages]
+        )
+        self._savers = Lists.of(_by_node(len(nodes), [storage.savers for storage in storages]))
+        self._users = Lists.of(_by_node(len(nodes), self.users))
+
+    @cached_property
+    def order(self) -> Order:
+        """The order in which storages are dropped, worked out once for all ranges."""
+        return Order(self)
+
+    def saved(self, start: int, stop: int) -> Saved:
+        """Return what the nodes from `start` to `stop` − 1 save."""
+        storages, nodes = self._savers.between(start, stop)
+        ids, first = np.unique(storages, return_index=True)
+        last = len(storages) - 1 - np.unique(storages[::-1], return_index=True)[1]
+        used, used_at = self._users.between(start, stop)
+        last_use = np.maximum(start, self.producer_of[ids])
+        place = np.searchsorted(ids, used)
+        known = place < len(ids)
+        known[known] = ids[place[known]] == used[known]
+        np.maximum.at(last_use, place[known], used_at[known])
+        return Saved(self, start, stop, ids, self.nbytes_of[ids], nodes[first], nodes[last], last_use)
+
+
+def _by_node(count: int, nodes_of: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return, for each node, the storages that have it among theirs, ascending."""
+    by_node: list[list[int]] = [[] for _ in range(count)]
+    for storage, nodes in enumerate(nodes_of):
+        for node in nodes:
+            by_node[node].append(storage)
+    return by_node
+
+
+class Order:
+    """The order in which a model's saved storages are best computed again: most bytes a millisecond first (MSPS).
+
+    Each is computed from what its chain of nodes reads, where all others that are ever saved are kept. nodes: of each
+    storage's chain, the first of them `first_node`; run_for: the storages of each node's chains. ends: the saved
+    storages and the inputs that a chain reads. A node of several dropped storages runs again once: where a chain would
+    end at a storage that is dropped too, that one's nodes run anyway. ms_a_byte: what a storage added when it was
+    picked, after each pick weighed again for those that have nodes in common with it, but no less than the pick before.
+
+    The order is worked out once for a model: such nodes are close to each other, and in a range of nodes the same picks
+    come in the same order, except for chains that begin before the range.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        nbytes, forward_ms = graph.nbytes, graph.forward_ms
+        chains = [_chain(graph, storage) for storage in range(len(nbytes))]
+        nodes = [nodes for nodes, _ in chains]
+        self.nodes, self.ends = Lists.of(nodes), Lists.of([ends for _, ends in chains])
+        self.first_node: Numbers = np.array([min(chain, default=-1) for chain in nodes], np.int64)
+        self.run_for = _by_node(len(forward_ms), nodes)
+        self.ms_a_byte: Numbers = np.full(len(nbytes), np.inf)
+        adds_ms = [sum(forward_ms[node] for node in chain) for chain in nodes]
+        heap = [
+            (adds_ms[storage] / nbytes[storage], storage)
+            for storage, _ in enumerate(nodes)
+            if nodes[storage] and nbytes[storage]
+        ]
         heapify(heap)
         runs, least = [False] * len(forward_ms), 0.0
         while heap:
-            dear, storage = heappop(heap)
-            if np.isfinite(self.ms_a_byte[storage]) or dear > adds_ms[storage] / nbytes[storage]:
+            ms_a_byte, storage = heappop(heap)
+            if np.isfinite(self.ms_a_byte[storage]) or ms_a_byte > adds_ms[storage] / nbytes[storage]:
                 continue  # picked before, or weighed again since
-            least = self.ms_a_byte[storage] = max(least, dear)
+            least = self.ms_a_byte[storage] = max(least, ms_a_byte)
             for node in nodes[storage]:
                 if not runs[node]:
                     runs[node] = True
@@ -93,121 +142,39 @@ class Order:
                             heappush(heap, (adds_ms[other] / nbytes[other], other))
 
 
-def _chain(
-    storage: int, reads: Sequence[Sequence[int]], producer: Sequence[int], is_end: Sequence[bool]
-) -> tuple[list[int], list[int]]:
-    nodes, ends, open_nodes = set[int](), set[int](), [producer[storage]]
+def _chain(graph: Graph, storage: int) -> tuple[list[int], list[int]]:
+    """Return the nodes that run again for a storage and the storages that they read; none where it has to stay."""
+    nodes, ends, open_nodes = set[int](), set[int](), [graph.producer[storage]]
+    if not graph.is_saved[storage] or graph.changed[storage] or graph.producer[storage] < 0:
+        return [], []
     while open_nodes:
         node = open_nodes.pop()
         if node not in nodes:
             nodes.add(node)
-            for read in reads[node]:
-                if is_end[read] or producer[read] < 0:
+            for read in graph.reads[node]:
+                if graph.is_saved[read] or graph.changed[read] or graph.producer[read] < 0:
                     ends.add(read)
                 else:
-                    open_nodes.append(producer[read])
-    return sorted(nodes), sorted(ends)
+                    open_nodes.append(graph.producer[read])
+    return ([], []) if nodes & graph.once else (sorted(nodes), sorted(ends))
 
 
-class Columns(NamedTuple):
-    """Of all storages: bytes, the node that makes it, and the last that reads it in the forward; −1: none does."""
-
-    nbytes: Numbers
-    producer: Numbers
-    last_user: Numbers
-
-
-class Graph:
-    """A profile as lists: what each node reads and allocates, and every saver and user with its storage, by node.
-
-    changed: by storage, whether a node writes to it in place; then it is kept as it is. once: nodes that read or change
-    such a one no later than its last change, and so cannot run again from what it has become.
-    """
-
-    def __init__(self, profile: Profile) -> None:
-        self.forward_ms = [node.forward_ms for node in profile.nodes]
-        self.forward_upto = np.concatenate([[0.0], np.cumsum(self.forward_ms)])
-        self.backward_upto = np.concatenate([[0.0], np.cumsum([node.backward_ms for node in profile.nodes])])
-        self.layer_ends = profile.layer_ends
-        self.nbytes = [one.nbytes for one in profile.storages]
-        self.producer = [one.producer for one in profile.storages]
-        self.users = [one.users for one in profile.storages]
-        self.changed = [bool(one.changers) for one in profile.storages]
-        self.once = {user for one in profile.storages for user in one.users if user <= max(one.changers, default=-1)}
-        self.is_saved = [bool(one.savers) for one in profile.storages]
-        self.reads: list[list[int]] = [[] for _ in profile.nodes]
-        self.makes: list[list[int]] = [[] for _ in profile.nodes]
-        for number, one in enumerate(profile.storages):
-            if one.producer >= 0:
-                self.makes[one.producer].append(number)
-            for user in one.users:
-                if user != one.producer:
-                    self.reads[user].append(number)
-        self._savers = _by_node([one.savers for one in profile.storages])
-        self._last_users = _by_node([one.users for one in profile.storages])
-
-    @cached_property
-    def order(self) -> Order:
-        """What having each saved storage again takes, found once for all ranges."""
-        is_end = [saved or changed for saved, changed in zip(self.is_saved, self.changed, strict=True)]
-        goes = [saved and not changed for saved, changed in zip(self.is_saved, self.changed, strict=True)]
-        return Order(self.forward_ms, self.reads, self.nbytes, self.producer, is_end, goes, self.once)
-
-    @cached_property
-    def columns(self) -> Columns:
-        return Columns(
-            np.array(self.nbytes, np.int64),
-            np.array(self.producer, np.int64),
-            np.array([max(one, default=-1) for one in self.users], np.int64),
-        )
-
-    def saved(self, start: int, stop: int) -> Saved:
-        """Of the nodes from `start` to `stop` − 1."""
-        nodes, storages = _within(self._savers, start, stop)
-        ids, first = np.unique(storages, return_index=True)
-        last = len(storages) - 1 - np.unique(storages[::-1], return_index=True)[1]
-        used_at, used = _within(self._last_users, start, stop)
-        last_use = np.maximum(start, self.columns.producer[ids])
-        place = np.searchsorted(ids, used)
-        known = place < len(ids)
-        known[known] = ids[place[known]] == used[known]
-        np.maximum.at(last_use, place[known], used_at[known])
-        return Saved(self, start, stop, ids, self.columns.nbytes[ids], nodes[first], nodes[last], last_use)
-
-
-def _by_node(touched: list[tuple[int, ...]]) -> tuple[Numbers, Numbers]:
-    nodes = np.array([node for one in touched for node in one], np.int64)
-    storages = np.repeat(np.arange(len(touched)), [len(one) for one in touched])
-    order = np.argsort(nodes, kind="stable")
-    return nodes[order], storages[order]
-
-
-def _within(pairs: tuple[Numbers, Numbers], start: int, stop: int) -> tuple[Numbers, Numbers]:
-    there = slice(*np.searchsorted(pairs[0], [start, stop]))
-    return pairs[0][there], pairs[1][there]
-
-
+@dataclass(eq=False)
 class Saved:
     """The storages that the nodes from `start` to `stop` − 1 save, ascending, as columns.
 
-    first_saver, last_saver: the nodes, of these, whose backward needs it; the last one's comes first. last_use: the
-    node that is the last to read it in the forward.
+    first_saver, last_saver: of these nodes, the first and the last whose backward needs it; the last one's comes first.
+    last_use: the last node that reads it in the forward.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        start: int,
-        stop: int,
-        ids: Numbers,
-        nbytes: Numbers,
-        first_saver: Numbers,
-        last_saver: Numbers,
-        last_use: Numbers,
-    ) -> None:
-        self.graph, self.start, self.stop = graph, start, stop
-        self.ids, self.nbytes = ids, nbytes
-        self.first_saver, self.last_saver, self.last_use = first_saver, last_saver, last_use
+    graph: Graph
+    start: int
+    stop: int
+    ids: Numbers
+    nbytes: Numbers
+    first_saver: Numbers
+    last_saver: Numbers
+    last_use: Numbers
 
     @cached_property
     def total(self) -> int:
@@ -219,12 +186,11 @@ class Saved:
 
     @cached_property
     def producers(self) -> Numbers:
-        found: Numbers = self.graph.columns.producer[self.ids]
-        return found
+        return self.graph.producer_of.take(self.ids)
 
     @cached_property
     def changed(self) -> Numbers:
-        """Which a node writes to in place."""
+        """Which of them a node writes to in place."""
         return np.array(self.graph.changed, bool)[self.ids]
 
     @cached_property
@@ -234,10 +200,10 @@ class Saved:
 
     @cached_property
     def is_here(self) -> Numbers:
-        """Of all storages of the model, whether it is among them."""
-        found = np.zeros(len(self.graph.nbytes), bool)
-        found[self.ids] = True
-        return found
+        """For each storage of the model, whether it is among them."""
+        is_here = np.zeros(len(self.graph.nbytes), bool)
+        is_here[self.ids] = True
+        return is_here
 
     @property
     def forward_ms(self) -> float:
@@ -251,34 +217,31 @@ class Saved:
 
     @cached_property
     def free_from_ms(self) -> Numbers:
-        """Since the forward's start: when the last to read it has ended."""
+        """When the last node to read each has ended, since the forward's start."""
         upto = self.graph.forward_upto
-        found: Numbers = upto[self.last_use + 1] - upto[self.start]
-        return found
+        return np.subtract(upto[self.last_use + 1], upto[self.start])
 
     @cached_property
     def needed_ms(self) -> Numbers:
-        """Since the backward's start: when the first that needs it starts, where nothing runs again."""
+        """When the first backward that needs each starts, since the backward's start, where nothing runs again."""
         return self.backward_ms_of(self.last_saver)
 
     def backward_ms_of(self, nodes: Numbers) -> Numbers:
-        """Since the backward's start: when those of these nodes start."""
+        """Return when these nodes' backwards start, since the backward's start."""
         upto = self.graph.backward_upto
-        found: Numbers = upto[self.stop] - upto[nodes + 1]
-        return found
+        return np.subtract(upto[self.stop], upto[nodes + 1])
 
     def backward_node(self, at_ms: Numbers) -> Numbers:
-        """The node whose backward runs so long after the backward's start; the last one at its start or before."""
+        """Return the node whose backward runs so long after the backward's start; the last one at or before it."""
         upto = self.graph.backward_upto
-        found = np.searchsorted(upto, upto[self.stop] - np.maximum(at_ms, 0.0), "left") - 1
-        nodes: Numbers = np.clip(found, self.start, self.stop - 1)
-        return nodes
+        node = np.searchsorted(upto, upto[self.stop] - np.maximum(at_ms, 0.0), "left") - 1
+        return np.clip(node, self.start, self.stop - 1)
 
     def backward_peak(self, until: Numbers) -> int:
-        """The most bytes that the micro-batch holds in its backward.
+        """Return the most bytes that the micro-batch holds in its backward.
 
-        A storage is held from the backward of node `until`, which is the range's last for what was kept all along, to
-        that of its first saver.
+        A storage is held from the backward of node `until` to that of its first saver; `until` is the range's last node
+        for what was kept all along.
         """
         if not len(self.ids):
             return 0

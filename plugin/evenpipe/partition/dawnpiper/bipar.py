@@ -40,12 +40,11 @@ def bipar(
     most_weighed: float = inf,
     most_parts: float = inf,
 ) -> Binary:
-    """BiPar(N, 1, ℓ). Positions count from 0 here; a part that comes up again is cut as before.
+    """Return the partition of BiPar(N, 1, ℓ). Positions count from 0 here; a repeated part keeps its first cuts.
 
-    `floor_ms`: no partition is known to be below it, so that a part which is as fast need be no faster. `ceiling_ms`:
-    what must take longer, by `Problem.lower_ms`, is not weighed, and there may be nothing else. `most_weighed`: when
-    so many ranges have been weighed, or `most_parts` been cut, no more are, and the best that is known by then
-    is taken.
+    `floor_ms`: a lower bound of all partitions, so that the search for a part ends where it is reached. `ceiling_ms`:
+    cuts that take longer by `Problem.lower_ms` are not weighed, even if nothing else fits. After `most_weighed` ranges
+    have been weighed, or `most_parts` parts cut, the best that is known by then is taken.
     """
     search = _BiPar(problem, floor_ms, ceiling_ms, most_weighed, most_parts)
     part = search.bipar(0, problem.costs.last, 0, problem.copies.positions - 1)
@@ -53,7 +52,7 @@ def bipar(
 
 
 class _Bound(NamedTuple):
-    """At least what the longer of two adjacent stages takes, infinite if one cannot fit; exact if `as_it_is`."""
+    """A lower bound of the longer of two adjacent stages, infinite if one cannot fit; exact if `as_it_is`."""
 
     least_ms: float
     as_it_is: bool
@@ -79,7 +78,7 @@ class _BiPar:
         if at_once.as_it_is and at_once.least_ms < inf:  # 3
             self.tried.add(compute_cut)
             return Part(at_once.least_ms, (first, compute_cut, last))  # 4
-        found = list[Part]()
+        parts = list[Part]()
         for cut in cuts:  # 7
             if self.ceiling_ms < bounds[cut].least_ms < inf:
                 continue
@@ -87,10 +86,10 @@ class _BiPar:
             ms = self._longer_ms(first, cut, last, sid, bounds[cut])  # 8
             if ms is None:  # 10
                 break  # 11
-            found.append(Part(ms, (first, cut, last)))  # 9
+            parts.append(Part(ms, (first, cut, last)))  # 9
             if ms <= self.floor_ms or self._ended:
                 break
-        return min(found, default=None)  # 14
+        return min(parts, default=None)  # 14
 
     def bipar(self, first: int, last: int, left: int, right: int) -> Part | None:  # 16
         key = first, last, left, right
@@ -110,15 +109,15 @@ class _BiPar:
             return self._single(first, last, left)
         if right - left == 1:  # 17
             return self.adjacent_partition(first, last, left)  # 18
-        # Of three stages the first is cut off, from between its own two points (§4.2, last paragraph).
+        # Of three stages the first is cut off, between its own two points (§4.2, last paragraph).
         middle = left if right - left == 2 else (left + right) // 2  # 20
         compute_cut, memory_cut = self._balanced(first, last, left, middle, right)  # 21
-        found = list[Part]()
+        parts = list[Part]()
         low, high = first + middle - left + 1, last - (right - middle)
         for cut in self._sorted_cuts(compute_cut, memory_cut, low, high):  # 22, 23
             least_ms = self._least_ms(first, cut, last, left, middle, right)
-            if least_ms > self.ceiling_ms or (found and least_ms >= min(found).ms):
-                continue  # it cannot be the one that line 32 takes
+            if least_ms > self.ceiling_ms or (parts and least_ms >= min(parts).ms):
+                continue  # line 32 cannot take it
             self.tried.add(cut)
             before = self.bipar(first, cut, left, middle)  # 24
             behind = self.bipar(cut, last, middle + 1, right) if before is not None else None  # 25
@@ -126,13 +125,13 @@ class _BiPar:
                 if isinf(self.ceiling_ms):
                     break  # 29
                 continue  # it may fit, above the ceiling
-            found.append(Part(max(before.ms, behind.ms), before.cuts + behind.cuts[1:]))  # 26, 27
-            if found[-1].ms <= self.floor_ms or self._ended:
+            parts.append(Part(max(before.ms, behind.ms), before.cuts + behind.cuts[1:]))  # 26, 27
+            if parts[-1].ms <= self.floor_ms or self._ended:
                 break
-        return min(found, default=None)  # 32
+        return min(parts, default=None)  # 32
 
     def _balanced(self, first: int, last: int, left: int, middle: int, right: int) -> tuple[int, int]:
-        """CompMemBalPartition: where compute, and where memory, is balanced around the cut behind `middle`."""
+        """CompMemBalPartition: the cuts behind `middle` that balance compute, and memory, around it."""
         before, behind = range(left, middle + 1), range(middle + 1, right + 1)
         compute_cut = self.balance.compute_cut(first, last, len(before), len(behind))
         return compute_cut, self.balance.memory_cut(first, last, before, behind)
@@ -140,8 +139,8 @@ class _BiPar:
     def _sorted_cuts(self, compute_cut: int, memory_cut: int, low: int, high: int) -> list[int]:
         """IdentifyAndSort: from the memory-balanced point, where fitting is easiest, to the compute-balanced one.
 
-        So what follows the first that does not fit would be harder still to fit (lines 10 and 28). Cuts that send much
-        are left out for those nearby that send less (B.2); both points themselves are tried in any case.
+        So cuts behind the first that does not fit are harder still to fit (lines 10 and 28). A cut nearby that sends
+        less replaces one that sends much (B.2); both points themselves are tried in any case.
         """
         from_cut, to_cut = sorted((compute_cut, memory_cut))
         moved = self.quiet[from_cut : to_cut + 1]
@@ -151,7 +150,7 @@ class _BiPar:
         return cuts if memory_cut <= compute_cut else cuts[::-1]
 
     def _bounds(self, first: int, cuts: list[int], last: int, sid: int) -> dict[int, _Bound]:
-        """Of two adjacent stages, what is known for all cuts at once."""
+        """Return the bounds of two adjacent stages, for all cuts at once."""
         ascending = np.sort(cuts)
         before, exact_before = self.problem.lower_ms(sid, np.array([first]), ascending)
         behind, exact_behind = self.problem.lower_ms(sid + 1, ascending, np.array([last]))

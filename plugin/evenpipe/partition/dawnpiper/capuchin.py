@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import Literal, NamedTuple
@@ -14,6 +15,35 @@ from evenpipe.partition.costs.storages import Graph, Saved
 
 __all__ = ["Around", "Fit", "HostLink", "Load", "Optimize", "fit", "queued", "weigh"]
 
+Optimize = Literal["none", "recompute", "swap+recompute"]
+
+
+class Load(NamedTuple):
+    """A stage that holds micro-batches of a part of the model: so many `copies`, in `budget` bytes.
+
+    `own`: the stage computes them, so parameters, messages and what comes back for the backward need room there too.
+    """
+
+    copies: int
+    budget: float
+    own: bool = True
+
+
+class Fit(NamedTuple):
+    """What a part of the model does to fit: milliseconds a micro-batch that it takes, and bytes a micro-batch.
+
+    kept: from its forward to its backward. transient: what the micro-batches in their forward and backward hold beside
+    that: storages on their way out, and those that are back and still needed. recompute: nodes that run again. swap:
+    storages. drop: storages that are freed and computed again.
+    """
+
+    extra_ms: float
+    kept: int
+    transient: int
+    recompute: tuple[int, ...] = ()
+    swap: tuple[int, ...] = ()
+    drop: tuple[int, ...] = ()
+
 
 class Around(NamedTuple):
     """What a stage computes around a micro-batch's forward and backward of a part, in milliseconds.
@@ -25,102 +55,6 @@ class Around(NamedTuple):
     between_ms: float = 0.0
     after_ms: float = inf
     before_ms: float = inf
-
-
-class HostLink:
-    """The link of a stage to its host, with what is to go over it for every micro-batch.
-
-    It carries a storage each way at the same time (PCIe has lanes for each), one after the other in each direction.
-    FreeTime is what is computed from a storage's last use in the forward to its first in the backward, less both
-    transfers (Capuchin §4.4); on a pipeline's stage the forwards and backwards of other micro-batches are among it.
-    Since each of those swaps too, a direction carries no more for nothing than fits beside one forward and backward,
-    and where forwards follow one another (GPipe's), than beside one forward.
-    """
-
-    def __init__(self, saved: Saved, gbps: float, around: Around, copies: int) -> None:
-        self.saved, self.copies, self.around = saved, copies, around
-        self.period_ms = saved.forward_ms + saved.backward_ms
-        self.usable = gbps > 0
-        self.free_bytes = gbps * 1e6 * self.period_ms
-        self.transfer_ms: Numbers = np.full(len(saved.ids), np.inf)
-        if self.usable:  # what is there before the forward is somebody else's, and what is changed stays
-            made = (saved.producers >= 0) & ~saved.changed
-            self.transfer_ms[made] = saved.nbytes[made] / (gbps * 1e6)
-        beside_ms = saved.forward_ms - saved.free_from_ms + around.between_ms + saved.needed_ms
-        self.free_ms = beside_ms - 2 * self.transfer_ms
-
-    def swap(self, chosen: Numbers, until: Numbers) -> tuple[float, int]:
-        """Milliseconds that swapping `chosen` (places in `saved`) takes beyond compute, and bytes still leaving.
-
-        Those bytes are what the forward's end finds on its way out. `until` says from which node's backward on each is
-        needed, and is told where it is back; see `Saved.backward_peak`.
-        """
-        saved = self.saved
-        out_ms, back_ms, over_ms = self._transfers(chosen, saved.backward_ms_of(until[chosen]))
-        until[chosen] = saved.backward_node(back_ms)
-        leaving = out_ms > saved.forward_ms
-        if self.copies == 1:  # what has not left when the only micro-batch's backward starts need not come back
-            until[chosen[leaving]] = saved.stop - 1
-            leaving &= False
-        return over_ms, int(saved.nbytes[chosen[leaving]].sum())
-
-    def over_ms(self, chosen: Numbers) -> float:
-        """Milliseconds that swapping `chosen` takes beyond compute, where nothing runs again."""
-        return self._transfers(chosen, self.saved.needed_ms[chosen])[2]
-
-    def _transfers(self, chosen: Numbers, needed_ms: Numbers) -> tuple[Numbers, Numbers, float]:
-        """When each is out, since the forward's start, and starts to come back, since the backward's; and `over_ms`."""
-        saved, takes = self.saved, self.transfer_ms[chosen]
-        out_ms = queued(saved.free_from_ms[chosen], takes)
-        back_ms = -queued(-needed_ms, takes)  # the latest starts: the same queue, backwards in time
-        between_ms, after_ms, before_ms = self.around
-        late_ms = np.max(out_ms - (saved.forward_ms + between_ms + back_ms), initial=0.0)
-        over_ms = max(0.0, float(takes.sum()) - self.period_ms)
-        waited_ms = max(0.0, float(np.max(-back_ms, initial=0.0)) - before_ms)
-        if after_ms > 0:  # what is leaving goes on while a backward there waits for what comes back
-            after_ms += waited_ms
-        waited_ms += max(0.0, float(np.max(out_ms, initial=0.0)) - saved.forward_ms - after_ms)
-        return out_ms, back_ms, max(over_ms, waited_ms, float(late_ms))
-
-
-def queued(ready_ms: Numbers, takes_ms: Numbers) -> Numbers:
-    """When each has passed a link that takes them one by one in the order in which they are ready."""
-    order = np.argsort(ready_ms, kind="stable")
-    passed = np.cumsum(takes_ms[order])
-    start = np.maximum.accumulate(ready_ms[order] - (passed - takes_ms[order]))
-    found = np.empty(len(order))
-    found[order] = start + passed
-    return found
-
-
-Optimize = Literal["none", "recompute", "swap+recompute"]
-
-
-class Load(NamedTuple):
-    """Where micro-batches of a part of the model are held: so many `copies`, in `budget` bytes.
-
-    `own`: by the stage that computes them, where what comes back for the backward needs room beside them.
-    """
-
-    copies: int
-    budget: float
-    own: bool = True
-
-
-class Fit(NamedTuple):
-    """What a part of the model does to fit: milliseconds a micro-batch that it takes, and bytes a micro-batch.
-
-    kept: from its forward to its backward. transient: what the micro-batches that are being forwarded and backwarded
-    hold beside that: storages on their way out, and those that have come back and are needed still. recompute: nodes
-    that run again. swap: storages. drop: storages that are freed and computed again.
-    """
-
-    extra_ms: float
-    kept: int
-    transient: int
-    recompute: tuple[int, ...] = ()
-    swap: tuple[int, ...] = ()
-    drop: tuple[int, ...] = ()
 
 
 #: Nothing is computed between forward and backward.
@@ -136,12 +70,12 @@ def fit(
     host_gbps: float = 0.0,
     around: Around = _NO_OTHERS,
 ) -> Fit | None:
-    """The cheapest way found to have the nodes from `start` to `stop` − 1 fit into all `loads`; None: there is none.
+    """Return the cheapest way found to fit the nodes from `start` to `stop` − 1 into all `loads`; None: there is none.
 
     `host_gbps`: of the link to host memory, each way (10^9 bytes/s).
 
-    First what can be swapped for nothing, the longest FreeTime first, as long as it does not fit; then what saves most
-    bytes a millisecond (MSPS) of swap and recompute, weighed again after each pick (Capuchin §4.4, Algorithms 1, 2).
+    First swaps that take no time, the longest FreeTime first, as long as it does not fit; then whichever of swap and
+    recompute saves most bytes a millisecond (MSPS), weighed again after each pick (Capuchin §4.4, Algorithms 1, 2).
     """
     saved = graph.saved(start, stop)
     whole = Fit(0.0, saved.total, 0)
@@ -149,29 +83,29 @@ def fit(
         return whole
     if optimize == "none":
         return None
-    copies = max(one.copies for one in loads)
-    # What is swapped needs room on its way out and in, so that less may be had with the link than without.
+    copies = max(load.copies for load in loads)
+    # Swapped storages need room on their way out and in, so less may fit with the link than without.
     gbps = [host_gbps, 0.0] if optimize == "swap+recompute" and host_gbps > 0 else [0.0]
     hosts = [HostLink(saved, one, around, copies) for one in gbps]
     best: Fit | None = None
-    for host, kept in _ways(hosts, saved, copies, min(one.budget for one in loads if one.own)):
-        # To forward all of it again takes no more than pieces would.
+    for host, kept in _ways(hosts, saved, copies, min(load.budget for load in loads if load.own)):
+        # To run the whole forward again takes no more than pieces would.
         enough_ms = saved.forward_ms if kept else 0.0
         if best is not None and best.extra_ms <= enough_ms:
             break
-        found = _cheapest(host, _swap_for_nothing(host, loads, kept), loads, kept)
-        if found is not None and (best is None or found.extra_ms < best.extra_ms):
-            best = found
+        candidate = _cheapest(host, _swap_for_nothing(host, loads, kept), loads, kept)
+        if candidate is not None and (best is None or candidate.extra_ms < best.extra_ms):
+            best = candidate
     return best
 
 
 def _ways(
     hosts: Sequence[HostLink], saved: Saved, copies: int, budget: float
 ) -> Iterator[tuple[HostLink, frozenset[int]]]:
-    """Over which link to swap, and which storages stay or are swapped while all others may be computed again.
+    """Yield the link to swap over, and the storages that stay or are swapped while all others may be computed again.
 
-    None of them: whatever saves most bytes a millisecond goes. That may leave too much that is there at once in the
-    backward; then pieces are computed again one after the other.
+    At first none of them stays. That may leave too much at once in the backward; then pieces are computed again one
+    after the other.
     """
     for host in hosts:
         yield host, frozenset()
@@ -181,12 +115,12 @@ def _ways(
             yield host, kept
 
 
-def _fits(found: Fit, loads: Sequence[Load]) -> bool:
-    return all(copies * found.kept + own * found.transient <= budget for copies, budget, own in loads)
+def _fits(way: Fit, loads: Sequence[Load]) -> bool:
+    return all(copies * way.kept + own * way.transient <= budget for copies, budget, own in loads)
 
 
 def weigh(host: HostLink, swapped: Numbers, again: Recomputation) -> Fit:
-    """What swapping these places of `saved`, and recomputing, comes to."""
+    """Return the time and bytes of swapping these places of `saved`, and of recomputing."""
     saved = host.saved
     until = np.full(len(saved.ids), saved.stop - 1)
     until[swapped] = saved.last_saver[swapped]
@@ -208,11 +142,10 @@ def weigh(host: HostLink, swapped: Numbers, again: Recomputation) -> Fit:
 
 
 def _swap_for_nothing(host: HostLink, loads: Sequence[Load], kept: frozenset[int]) -> Numbers:
-    """The fewest, by longest FreeTime, that make it fit, or all that overlap with compute.
+    """Return the fewest swaps, by longest FreeTime, that make it fit, or all that overlap with compute.
 
-    If some are `kept`, only these, and what an earlier stage sent: all others are there to be computed again.
-
-    Both what more swaps free and what they delay only grows with their number, so halving finds it.
+    If some are `kept`, only these and what an earlier stage sent are swapped: all others are to be computed again.
+    More swaps free more and delay more, so bisection finds the number.
     """
     none = Recomputation(host.saved)
     order = np.argsort(-host.free_ms, kind="stable")
@@ -226,24 +159,20 @@ def _swap_for_nothing(host: HostLink, loads: Sequence[Load], kept: frozenset[int
 
 
 def _first(holds: Callable[[int], bool], stop: int) -> int:
-    """The first number below `stop` from which on it holds, else `stop`: which is asked first, as it mostly is."""
+    """Return the first number below `stop` from which on it holds, else `stop`; that mostly is it, so it is first."""
     if not stop or not holds(stop - 1):
         return stop
-    low, high = 0, stop - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
+    return bisect_left(range(stop - 1), True, key=holds)
 
 
 def _cheapest(host: HostLink, swapped: Numbers, loads: Sequence[Load], kept: frozenset[int]) -> Fit | None:
     """Swap or recompute, whichever saves most bytes a millisecond, until it fits.
 
-    What is kept is known after each pick; what it all comes to, transients among it, is worked out where so little is
-    kept that it could be enough.
+    The bytes that are kept are known after each pick. The whole, transients included, is weighed only where so little
+    is kept that it could be enough.
     """
     saved = host.saved
-    # The link is full, or the FreeTime short: what it takes on the link is waited for.
+    # The link is full, or the FreeTime short: transfers are waited for.
     waits_ms = np.maximum(host.transfer_ms, -host.free_ms)
     weighs = (saved.nbytes > 0) & np.isfinite(host.transfer_ms) & (not kept)
     swap_ms_a_byte = np.divide(waits_ms, saved.nbytes, out=np.full(len(waits_ms), np.inf), where=weighs)
@@ -251,15 +180,80 @@ def _cheapest(host: HostLink, swapped: Numbers, loads: Sequence[Load], kept: fro
     count, least = 0, float(picks.rest.min())
     if any(copies * least > budget for copies, budget, _ in loads):
         return None
-    found = weigh(host, swapped, Recomputation(saved))
+    way = weigh(host, swapped, Recomputation(saved))
     step = max(1, saved.total >> 10)
-    while not _fits(found, loads):
+    while not _fits(way, loads):
         if count == len(picks.order):
             return None
-        # As much beside as now: then this is what may be kept.
-        enough = min((budget - own * found.transient) / copies for copies, budget, own in loads)
-        count = picks.until(min(enough, found.kept - step), count + 1)
-        step *= 2  # where what comes back is what takes the room, it is not worked out for every pick
-        more, again = picks.made(count)
-        found = weigh(host, np.append(swapped, more), again)
-    return found
+        # With as much beside as now, this is what may be kept.
+        enough = min((budget - own * way.transient) / copies for copies, budget, own in loads)
+        count = picks.until(min(enough, way.kept - step), count + 1)
+        step *= 2  # where what comes back takes the room, not every pick is weighed
+        more, again = picks.first(count)
+        way = weigh(host, np.append(swapped, more), again)
+    return way
+
+
+class HostLink:
+    """A stage's link to its host: swaps that pass beside compute, and those that are waited for (Capuchin §4.4).
+
+    It carries a storage each way at the same time (PCIe has lanes for each), one after the other in each direction.
+    FreeTime is the compute from a storage's last use in the forward to its first in the backward, less both transfers;
+    on a pipeline's stage, forwards and backwards of other micro-batches are part of it. Since each of those swaps too,
+    swaps are free that fit beside one forward and backward, and where forwards follow one another (GPipe's), beside
+    one forward.
+    """
+
+    def __init__(self, saved: Saved, gbps: float, around: Around, copies: int) -> None:
+        self.saved, self.copies, self.around = saved, copies, around
+        self.period_ms = saved.forward_ms + saved.backward_ms
+        self.free_bytes = gbps * 1e6 * self.period_ms
+        self.transfer_ms: Numbers = np.full(len(saved.ids), np.inf)
+        if gbps > 0:  # a storage that is there before the forward is another stage's, and a changed one stays
+            movable = (saved.producers >= 0) & ~saved.changed
+            self.transfer_ms[movable] = saved.nbytes[movable] / (gbps * 1e6)
+        beside_ms = saved.forward_ms - saved.free_from_ms + around.between_ms + saved.needed_ms
+        self.free_ms = beside_ms - 2 * self.transfer_ms
+
+    def swap(self, chosen: Numbers, until: Numbers) -> tuple[float, int]:
+        """Return the milliseconds of swapping `chosen` (places in `saved`) beyond compute, and bytes still leaving.
+
+        Those bytes are on their way out when the forward ends. `until` has the node from whose backward on each is
+        needed, and gets the one at which it is back; see `Saved.backward_peak`.
+        """
+        saved = self.saved
+        out_ms, back_ms, over_ms = self._transfers(chosen, saved.backward_ms_of(until[chosen]))
+        until[chosen] = saved.backward_node(back_ms)
+        leaving = out_ms > saved.forward_ms
+        if self.copies == 1:  # what has not left when the only micro-batch's backward starts need not come back
+            until[chosen[leaving]] = saved.stop - 1
+            leaving &= False
+        return over_ms, int(saved.nbytes[chosen[leaving]].sum())
+
+    def over_ms(self, chosen: Numbers) -> float:
+        """Return the milliseconds of swapping `chosen` beyond compute, where nothing runs again."""
+        return self._transfers(chosen, self.saved.needed_ms[chosen])[2]
+
+    def _transfers(self, chosen: Numbers, needed_ms: Numbers) -> tuple[Numbers, Numbers, float]:
+        """Return when each is out, since the forward's start, and starts back, since the backward's; and `over_ms`."""
+        saved, takes = self.saved, self.transfer_ms[chosen]
+        out_ms = queued(saved.free_from_ms[chosen], takes)
+        back_ms = -queued(-needed_ms, takes)  # the latest starts: the same queue, backwards in time
+        between_ms, after_ms, before_ms = self.around
+        late_ms = np.max(out_ms - (saved.forward_ms + between_ms + back_ms), initial=0.0)
+        over_ms = max(0.0, float(takes.sum()) - self.period_ms)
+        waited_ms = max(0.0, float(np.max(-back_ms, initial=0.0)) - before_ms)
+        if after_ms > 0:  # what is leaving goes on while a backward there waits for what comes back
+            after_ms += waited_ms
+        waited_ms += max(0.0, float(np.max(out_ms, initial=0.0)) - saved.forward_ms - after_ms)
+        return out_ms, back_ms, max(over_ms, waited_ms, float(late_ms))
+
+
+def queued(ready_ms: Numbers, takes_ms: Numbers) -> Numbers:
+    """Return when each has passed a link that takes them one by one in the order in which they are ready."""
+    order = np.argsort(ready_ms, kind="stable")
+    upto = np.cumsum(takes_ms[order])
+    start = np.maximum.accumulate(ready_ms[order] - (upto - takes_ms[order]))
+    passed_ms = np.empty(len(order))
+    passed_ms[order] = start + upto
+    return passed_ms

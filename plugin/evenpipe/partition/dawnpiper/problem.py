@@ -1,4 +1,4 @@
-"""What is searched: which ranges may be which part of the model, how long each takes, and what it does to fit."""
+"""The partition problem: minimise the longest max(T_x + T_x^moo) of all stages within their memory (DawnPiper §4.2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evenpipe.partition.costs.storages import Graph
 from evenpipe.partition.dawnpiper.capuchin import Around, Fit, Load, Optimize, fit
 from evenpipe.partition.dawnpiper.copies import Copies
 
-__all__ = ["Cap", "Cell", "PartitionError", "Problem", "check_cuts"]
+__all__ = ["Cell", "PartitionError", "Problem", "check_cuts"]
 
 #: A range of so many nodes takes twice as long to weigh as one of a few.
 _AS_LONG = 400
@@ -24,17 +24,6 @@ _AS_LONG = 400
 
 class PartitionError(ValueError):
     """There is no such partition; the message is one line that names the argument and the remedy."""
-
-
-class Cap(NamedTuple):
-    """A position's share of a stage's memory: `copies` of its micro-batches, in `nbytes`.
-
-    `own`: the stage that computes it, where parameters, messages and what a backward brings back count too.
-    """
-
-    copies: int
-    nbytes: float
-    own: bool = True
 
 
 class Cell(NamedTuple):
@@ -45,7 +34,7 @@ class Cell(NamedTuple):
 
 
 def check_cuts(costs: Costs, stages: int, positions: int) -> None:
-    """Raises PartitionError for more positions than the model can be cut into."""
+    """Raise PartitionError for more positions than the model can be cut into."""
     if positions > costs.last:
         chunks = f" × {positions // stages} chunks" if positions > stages else ""
         raise PartitionError(
@@ -68,8 +57,9 @@ class Problem:
 
     `places`: the boundaries among which the exact search cuts; None: all.
 
-    Ranges are pairs of boundaries (see `Costs`). Each position of the model fits if it does so under all its `caps`;
-    where stages hold parts of several positions, which caps they share is for `evenpipe.partition.search.exact`.
+    Ranges are pairs of boundaries (see `Costs`). Each position of the model fits if it does so under all its `loads`,
+    one for each stage that holds any of it. Where stages hold parts of several positions, `evenpipe.partition.search`
+    finds which loads they share.
     """
 
     costs: Costs
@@ -77,69 +67,67 @@ class Problem:
     limit_bytes: int
     optimize: Optimize = "none"
     host_gbps: float = 0.0
-    caps: tuple[tuple[Cap, ...], ...] = ()
+    loads: tuple[tuple[Load, ...], ...] = ()
     places: Numbers | None = None
     _known: _Known = field(default_factory=_Known)
 
     def __post_init__(self) -> None:
         check_cuts(self.costs, self.copies.stages, self.copies.positions)
-        if not self.caps:
-            object.__setattr__(self, "caps", tuple(map(self._alone, range(self.copies.positions))))
+        if not self.loads:
+            object.__setattr__(self, "loads", tuple(map(self._alone, range(self.copies.positions))))
 
-    def _alone(self, position: int) -> tuple[Cap, ...]:
-        """What a position can have of every stage that holds any of it, if the stage holds nothing else."""
+    def _alone(self, position: int) -> tuple[Load, ...]:
+        """Return the loads of a position on stages that hold nothing else."""
         owner = self.copies.owners[position]
         most = [(stage, self.copies.most(stage, position)) for stage in range(self.copies.stages)]
-        return tuple(Cap(copies, self.limit_bytes, stage == owner) for stage, copies in most if copies)
+        return tuple(Load(copies, self.limit_bytes, stage == owner) for stage, copies in most if copies)
 
     @cached_property
     def least_ms(self) -> float:
-        """What no longest position is below: the mean, and the longest piece between two boundaries."""
+        """A lower bound of the longest position: the mean, and the longest piece between two boundaries."""
         upto = self.costs.upto_ms
         return max(float(upto[-1]) / self.copies.positions, float(np.diff(upto).max()))
-
-    def within(self, limit_bytes: int) -> Problem:
-        """The same with another limit."""
-        return replace(self, limit_bytes=limit_bytes, caps=(), _known=_Known())
-
-    def among(self, places: Numbers) -> Problem:
-        """The same, cut at these boundaries alone; what is known of ranges is shared."""
-        found = replace(self, places=places)
-        found.__dict__["graph"] = self.graph  # as the cached property has it
-        return found
-
-    def capped(self, position: int, cap: Cap) -> Problem:
-        """The same with one more cap; what is known of other positions stays known."""
-        caps = (*self.caps[:position], (*self.caps[position], cap), *self.caps[position + 1 :])
-        known = {key: cell for key, cell in self._known.cells.items() if key[0] != position}
-        return replace(self, caps=caps, _known=_Known(known, self.weighed))
 
     @cached_property
     def graph(self) -> Graph:
         return Graph(self.costs.profile)
 
-    def static(self, position: int, firsts: Numbers, lasts: Numbers) -> Numbers:
-        """Bytes of parameters with what belongs to them."""
-        return self.costs.static(firsts, lasts, self.copies.versions[position])
+    @cached_property
+    def _recomputed(self) -> RecomputedBytes:
+        return RecomputedBytes(self.graph)
+
+    def within(self, limit_bytes: int) -> Problem:
+        """Return the same problem with another limit."""
+        return replace(self, limit_bytes=limit_bytes, loads=(), _known=_Known())
+
+    def among(self, places: Numbers) -> Problem:
+        """Return the same problem, cut at these boundaries alone; it shares what is known of ranges."""
+        narrowed = replace(self, places=places)
+        narrowed.__dict__["graph"] = self.graph  # as the cached property has it
+        return narrowed
+
+    def with_load(self, position: int, load: Load) -> Problem:
+        """Return the same problem with one more load; what is known of other positions stays known."""
+        loads = (*self.loads[:position], (*self.loads[position], load), *self.loads[position + 1 :])
+        known = {key: cell for key, cell in self._known.cells.items() if key[0] != position}
+        return replace(self, loads=loads, _known=_Known(known, self.weighed))
 
     def room(self, position: int, firsts: Numbers, lasts: Numbers, *, messages: bool = True) -> Numbers:
-        """Bytes that a micro-batch may keep saved in each range, by all caps; without messages it shrinks with more."""
-        beside = self.static(position, firsts, lasts)
+        """Return the bytes that a micro-batch may keep in each range; without messages it shrinks with more nodes."""
+        beside = self.costs.static(firsts, lasts, self.copies.versions[position])
         if messages:
             beside = beside + self.costs.messages(firsts, lasts)
-        rooms = [(cap.nbytes - cap.own * beside) / cap.copies for cap in self.caps[position]]
-        found: Numbers = np.minimum.reduce(rooms)
-        return found
+        rooms = [(load.budget - load.own * beside) / load.copies for load in self.loads[position]]
+        least: Numbers = np.minimum.reduce(rooms)
+        return least
 
     def may_fit(self, position: int, firsts: Numbers, lasts: Numbers) -> Numbers:
-        """Whether a range passes a test that, once failed, all larger ones fail: without messages, what cannot go."""
+        """Return whether each range passes a test that all larger ones fail once it fails: messages are left out."""
         room = self.room(position, firsts, lasts, messages=False)
-        least = self.costs.saved(firsts, lasts) if self.optimize == "none" else 0.0
-        fits: Numbers = room >= least
-        return fits
+        return np.greater_equal(room, self.costs.saved(firsts, lasts) if self.optimize == "none" else 0.0)
 
     def lower_ms(self, position: int, firsts: Numbers, lasts: Numbers) -> tuple[Numbers, Numbers]:
-        """At least how long each range takes, infinite where it certainly does not fit; and where that is exact."""
+        """Return a lower bound of each range's ms, infinite where it cannot fit; and where the bound is exact."""
         ms = self.costs.ms(firsts, lasts)
         excess = self.costs.saved(firsts, lasts) - self.room(position, firsts, lasts)
         exact = excess <= 0
@@ -152,33 +140,24 @@ class Problem:
         return ms, exact | np.isinf(ms)
 
     def _lower_extra_ms(self, ms: Numbers, excess: Numbers, firsts: Numbers, lasts: Numbers) -> Numbers:
-        """At least what saving `excess` bytes a micro-batch takes.
+        """Return a lower bound of the ms of saving `excess` bytes a micro-batch.
 
-        Whatever is computed again, its producer runs again (`RecomputedBytes`). A storage that is swapped passes the
-        link once each way, which is waited for beyond a forward and a backward (`capuchin.HostLink`).
+        The producer of a storage that is computed again runs again (`RecomputedBytes`). A swapped storage passes the
+        link once each way; beyond a forward and a backward that is waited for (`capuchin.HostLink`).
         """
-        left = np.maximum(excess, 0.0)
-        swap_ms = 1 / (self.host_gbps * 1e6) if self._swaps else np.inf
-        if self._swaps:
+        left, swap_ms = np.maximum(excess, 0.0), np.inf
+        if self.optimize == "swap+recompute" and self.host_gbps > 0:
+            swap_ms = 1 / (self.host_gbps * 1e6)
             left = np.maximum(left - ms / swap_ms, 0.0)
-        starts, stops = self.costs.starts[firsts], self.costs.starts[lasts]
-        return self._recomputed.least_ms(left, starts, stops, swap_ms)
-
-    @property
-    def _swaps(self) -> bool:
-        return self.optimize == "swap+recompute" and self.host_gbps > 0
-
-    @cached_property
-    def _recomputed(self) -> RecomputedBytes:
-        return RecomputedBytes(self.graph)
+        return self._recomputed.least_ms(left, self.costs.starts[firsts], self.costs.starts[lasts], swap_ms)
 
     @property
     def weighed(self) -> float:
-        """How much has been: a range is one, and one more for every 400 nodes; it takes a millisecond or two."""
+        """How many ranges have been weighed, each plus one for every 400 nodes; one takes a millisecond or two."""
         return self._known.weighed
 
     def cell(self, position: int, first: int, last: int) -> Cell | None:
-        """The range as this position, as it is optimised to fit; None if it does not."""
+        """Return the range as this position, optimised to fit; None if it does not."""
         key, known = (position, first, last), self._known
         if key not in known.cells:
             known.cells[key] = self._weigh(*key)
@@ -187,15 +166,28 @@ class Problem:
 
     def _weigh(self, position: int, first: int, last: int) -> Cell | None:
         beside = self.beside(position, first, last)
-        loads = [Load(cap.copies, cap.nbytes - cap.own * beside, cap.own) for cap in self.caps[position]]
+        loads = [load._replace(budget=load.budget - load.own * beside) for load in self.loads[position]]
         start, stop = int(self.costs.starts[first]), int(self.costs.starts[last])
-        found = fit(self.graph, start, stop, loads, self.optimize, self.host_gbps, self.around(position, first, last))
-        if found is None:
+        way = fit(self.graph, start, stop, loads, self.optimize, self.host_gbps, self.around(position, first, last))
+        if way is None:
             return None
-        return Cell(float(self.costs.upto_ms[last] - self.costs.upto_ms[first]) + found.extra_ms, found)
+        return Cell(float(self.costs.upto_ms[last] - self.costs.upto_ms[first]) + way.extra_ms, way)
+
+    def cells(self, cuts: Sequence[int]) -> list[Cell] | None:
+        """Return all positions of a partition; None at the first that is empty or does not fit.
+
+        `cuts`: the boundaries of all positions, from 0 to the last.
+        """
+        cells = list[Cell]()
+        for position, (first, last) in enumerate(pairwise(cuts)):
+            cell = self.cell(position, first, last) if first < last else None
+            if cell is None:
+                return None
+            cells.append(cell)
+        return cells
 
     def around(self, position: int, first: int, last: int) -> Around:
-        """What its stage computes around a micro-batch's forward and backward of a range."""
+        """Return what its stage computes around a micro-batch's forward and backward of a range."""
         forward, backward = self.costs.forward_ms(first, last), self.costs.backward_ms(first, last)
         between = self.copies.between[position]
         between_ms = min(forwards * forward + backwards * backward for forwards, backwards in between)
@@ -203,23 +195,29 @@ class Problem:
         return Around(between_ms, after * backward, before * forward)
 
     def peaks(self, cuts: Sequence[int]) -> tuple[float, ...] | None:
-        """Per stage, the most bytes in a finished partition, weighed by the schedule's walk; None: a part cannot fit.
-
-        `cuts`: the boundaries of all positions, from 0 to the last.
-        """
-        parts = [self.cell(k, *ends) for k, ends in enumerate(pairwise(cuts))]
-        fits = [part.fit for part in parts if part is not None]
-        return self.peaks_of(cuts, fits) if len(fits) == len(parts) else None
+        """Return each stage's most bytes in a partition, by the schedule's walk; None: a part cannot fit."""
+        cells = self.cells(cuts)
+        return None if cells is None else self.peaks_of(cuts, [cell.fit for cell in cells])
 
     def peaks_of(self, cuts: Sequence[int], fits: Sequence[Fit]) -> tuple[float, ...]:
-        """Per stage, the most bytes where every position does what `fits` says."""
-        kept = np.array([one.kept for one in fits])
+        """Return each stage's most bytes where every position does what `fits` says."""
+        kept = np.array([way.kept for way in fits])
         beside = np.zeros(self.copies.stages)
         for position, (first, last) in enumerate(pairwise(cuts)):
             beside[self.copies.owners[position]] += self.beside(position, first, last) + fits[position].transient
         return tuple(float(own + (rows @ kept).max()) for own, rows in zip(beside, self.copies.live, strict=True))
 
+    def as_it_is(self, cuts: Sequence[int]) -> list[Fit]:
+        """Return how positions fit that do nothing about it."""
+        return [Fit(0.0, self.graph.saved(*ends).total, 0) for ends in pairwise(self.costs.starts[list(cuts)].tolist())]
+
+    def fits_of(self, cuts: Sequence[int]) -> tuple[Fit, ...]:
+        """Return how each position fits; one that does not does nothing about it, and its peak shows that."""
+        cells = [self.cell(position, *ends) for position, ends in enumerate(pairwise(cuts))]
+        return tuple(cell.fit if cell else whole for cell, whole in zip(cells, self.as_it_is(cuts), strict=True))
+
     def beside(self, position: int, first: int, last: int) -> float:
-        """Bytes that a position's own stage holds beside what micro-batches save: parameters and messages."""
+        """Return the bytes on a position's own stage beside what micro-batches save: parameters and messages."""
         firsts, lasts = np.array([first]), np.array([last])
-        return float((self.static(position, firsts, lasts) + self.costs.messages(firsts, lasts))[0, 0])
+        static = self.costs.static(firsts, lasts, self.copies.versions[position])
+        return float((static + self.costs.messages(firsts, lasts))[0, 0])

@@ -1,9 +1,9 @@
-"""The ways to cut a model that a batch is fastest with, messages included: a front by bytes sent, and layer cuts."""
+"""The cuts with which a batch is fastest, messages included, and a front of others by bytes sent."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, pairwise, product
+from itertools import combinations, product
 from math import comb, inf
 from typing import Final, NamedTuple
 
@@ -11,33 +11,32 @@ import numpy as np
 
 from evenpipe.partition.costs.matrices import Numbers
 from evenpipe.partition.dawnpiper.capuchin import Fit
-from evenpipe.partition.dawnpiper.problem import Cell, Problem
+from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.search.batch_clock import BatchClock
-from evenpipe.partition.search.exact import best_partition
+from evenpipe.partition.search.exact import best_partition, shortest
 from evenpipe.partition.search.plan import Algorithm, Alternative, Crossing
 
-__all__ = ["Choice", "Chooser", "Reached", "Way", "fastest_batch", "places_within"]
+__all__ = ["Reached", "Way", "fastest_batch", "longest_ms"]
 
-#: Layer cuts of which all are simulated, in rows × actions of the schedule; of more, the best is climbed to.
+#: So many layer cuts are all simulated; of more, the best is climbed to.
 _MOST_ROWS: Final = 25_000
 #: Boundaries that are moved in all combinations at once, when whole runs of them cannot be moved any more.
 _MOST_TOGETHER: Final = 7
 #: How far boundaries are moved together, as parts of a position's mean time.
 _PARTS: Final = tuple(sign / 2**power for power in range(1, 8) for sign in (1, -1))
-#: How many times what the least nearby sends a place may send: those that cut little, and then all.
+#: How many times the least bytes nearby a place may send: quiet places at first, and then all.
 _RATIOS: Final = (1.0, 1.5, 2.5, inf)
-#: Of a position's mean time, what is nearby.
+#: How far nearby is, as a part of a position's mean time.
 _NEARBY: Final = 1 / 4
-#: How many of the rows that are faster by the clock are weighed, until one fits.
+#: How many rows that are faster by the clock are weighed until one fits.
 _TRIES: Final = 8
 #: How many ranges are weighed for what they recompute and swap, for each way to cut.
 _MOST_WEIGHED: Final = 30
-#: What is less faster than this part is not worth a step.
+#: A smaller gain than this part is not worth a step.
 _GAIN: Final = 1e-4
-#: Of what is slower than the fastest by less than this, and no slower than layer cuts, the most even is taken.
+#: Of choices slower than the fastest by less than this, and no slower than layer cuts, the most even is taken.
 _AS_FAST: Final = 1.01
 _ROUNDING: Final = 1e-9
-
 
 #: From all boundaries to rows of others.
 Moves = Callable[[tuple[int, ...]], Numbers]
@@ -56,7 +55,7 @@ class Choice(NamedTuple):
 
     @property
     def extra_ms(self) -> list[float]:
-        return [one.extra_ms for one in self.fits]
+        return [way.extra_ms for way in self.fits]
 
 
 class Chooser:
@@ -69,10 +68,10 @@ class Chooser:
         self.problem, self.clock = problem, clock
         self._most_weighed = problem.weighed + most_weighed
         self._unit_ms: Numbers = np.ones(clock.views)
-        every = [found for view in range(clock.views) if (found := self._fastest_layers(view)) is not None]
-        if every:
-            self._unit_ms = np.array([self._ms(one)[view] for view, one in enumerate(every)])
-        self.layers = [self._rated(one) for one in every]
+        layers = [choice for view in range(clock.views) if (choice := self._fastest_layers(view)) is not None]
+        if layers:
+            self._unit_ms = np.array([self._ms(choice)[view] for view, choice in enumerate(layers)])
+        self.layers = [self._rated(choice) for choice in layers]
 
     def choice(
         self, cuts: Sequence[int], guessed: Sequence[float] = (), ratios: Numbers | None = None
@@ -81,14 +80,11 @@ class Chooser:
 
         `ratios`: what it has if its parts take the extra milliseconds that are `guessed`.
         """
-        cells = list[Cell]()
-        for position, ends in enumerate(pairwise(cuts)):
-            cell = self.problem.cell(position, *ends) if ends[0] < ends[1] else None
-            if cell is None:
-                return None
-            cells.append(cell)
+        cells = self.problem.cells(cuts)
+        if cells is None:
+            return None
         fits = tuple(cell.fit for cell in cells)
-        if ratios is not None and [one.extra_ms for one in fits] == list(guessed) and self._fits(cuts, fits):
+        if ratios is not None and [way.extra_ms for way in fits] == list(guessed) and self._fits(cuts, fits):
             return Choice(tuple(ratios.tolist()), tuple(cuts), fits)
         return self.of(cuts, fits)
 
@@ -102,7 +98,7 @@ class Chooser:
         return max(self.problem.peaks_of(cuts, fits)) <= self.problem.limit_bytes
 
     def batch_ms(self, choice: Choice) -> float:
-        """Return what a batch takes: of a stream, the mean of several without a flush."""
+        """Return the ms of a batch: of a stream, the mean of several without a flush."""
         return choice.ratios[-1] * float(self._unit_ms[-1])
 
     def _rated(self, choice: Choice) -> Choice:
@@ -110,15 +106,15 @@ class Chooser:
 
     def _ms(self, choice: Choice) -> Numbers:
         """Return its milliseconds in each view."""
-        found: Numbers = self.clock.ms(np.array([choice.cuts]), np.array([choice.extra_ms]))[0]
-        return found
+        ms: Numbers = self.clock.ms(np.array([choice.cuts]), np.array([choice.extra_ms]))[0]
+        return ms
 
     def climbed(self, start: Choice) -> Choice:
-        """Return `start`, or what moving its boundaries makes of it until no move is faster."""
+        """Return `start` with its boundaries moved until no move is faster."""
         return self._climbed(start, self._moves(), lambda ratios: ratios.max(axis=-1))
 
     def _climbed(self, start: Choice, moves: Moves, of: Callable[[Numbers], Numbers]) -> Choice:
-        """`of`: what is to become least, of rows of ratios."""
+        """`of`: of rows of ratios, the value to minimise."""
         best = start
         while self.problem.weighed < self._most_weighed:
             rows = moves(best.cuts)
@@ -132,15 +128,15 @@ class Chooser:
     def _first(
         self, rows: Numbers, extra_ms: Sequence[float], below: float, of: Callable[[Numbers], Numbers]
     ) -> Choice | None:
-        """Return the fastest of the rows that fits and is below that. What else stages pay is taken to stay."""
+        """Return the fastest of the rows that fits and is below that. Stages are taken to pay the same extra ms."""
         ratios = self.clock.ms(rows, np.broadcast_to(extra_ms, (len(rows), len(extra_ms)))) / self._unit_ms
         ranks = of(ratios)
         for row in np.argsort(ranks, kind="stable")[:_TRIES].tolist():
             if ranks[row] >= below or self.problem.weighed >= self._most_weighed:
                 return None
-            found = self.choice(rows[row].tolist(), extra_ms, ratios[row])
-            if found is not None and of(np.array(found.ratios)) < below:
-                return found
+            choice = self.choice(rows[row].tolist(), extra_ms, ratios[row])
+            if choice is not None and of(np.array(choice.ratios)) < below:
+                return choice
         return None
 
     def _fastest_layers(self, view: int) -> Choice | None:
@@ -152,7 +148,8 @@ class Chooser:
         if comb(len(layers) - 2, count - 1) <= _MOST_ROWS:
             inner = np.array(list(combinations(range(1, len(layers) - 1), count - 1)), np.int64).reshape(-1, count - 1)
         else:
-            inner = np.array(_shortest(ms), np.int64).reshape(-1, count - 1)
+            path, longest = shortest([ms[0][:1], *ms[1:-1], ms[-1][:, -1:]], np.maximum)
+            inner = np.array([path[1:-1]] if longest < inf else [], np.int64).reshape(-1, count - 1)
         best = self._fitting(layers, inner, ms, view)
         at = {int(boundary): number for number, boundary in enumerate(layers)}
         for steps in _steps(count - 1) if best is not None else ():
@@ -168,60 +165,55 @@ class Chooser:
         """Return the fastest of rows of layers' numbers that fits."""
         ends = np.zeros((len(inner), 1), np.int64)
         rows = np.hstack([ends, inner, ends + len(layers) - 1])
-        taken = np.stack([of[rows[:, k], rows[:, k + 1]] for k, of in enumerate(ms)], axis=1)
-        rows, taken = rows[np.isfinite(taken).all(axis=1)], taken[np.isfinite(taken).all(axis=1)]
-        if not len(rows):
+        least_ms = np.stack([of[rows[:, k], rows[:, k + 1]] for k, of in enumerate(ms)], axis=1)
+        may_fit = np.isfinite(least_ms).all(axis=1)
+        if not may_fit.any():
             return None
-        cuts = layers[rows]
-        extra_ms = taken - np.diff(self.problem.costs.upto_ms[cuts], axis=1)
+        cuts = layers[rows[may_fit]]
+        extra_ms = least_ms[may_fit] - np.diff(self.problem.costs.upto_ms[cuts], axis=1)
         order = np.argsort(self.clock.ms(cuts, extra_ms)[:, view], kind="stable")
         weighed = (self.choice(cuts[row].tolist()) for row in order[: 4 * _TRIES].tolist())
-        return next((one for one in weighed if one is not None), None)
+        return next((choice for choice in weighed if choice is not None), None)
 
     def _moves(self) -> Moves:
         costs, count = self.problem.costs, self.problem.copies.positions
         upto, mean_ms = costs.upto_ms, costs.upto_ms[-1] / count
-        places = [places_within(self.problem, ratio) for ratio in _RATIOS]
+        places = [_places_within(self.problem, ratio) for ratio in _RATIOS]
         runs = np.array(list(_runs(count - 1)))
 
         def moves(cuts: tuple[int, ...]) -> Numbers:
             """Runs of boundaries move by the same time, to the nearest of quiet places, or of all."""
             at_ms = upto[list(cuts[1:-1])]
-            found = []
+            inner = []
             for part in _PARTS:
                 to_ms = at_ms + part * mean_ms
                 for among in places:
                     moved = among[np.abs(upto[among][:, None] - to_ms).argmin(axis=0)]
-                    found.append(np.where(runs, moved, cuts[1:-1]))
-            inner = np.unique(np.concatenate(found), axis=0)
-            ends = np.zeros((len(inner), 1), np.int64)
-            rows = _valid(np.hstack([ends, inner, ends + costs.last]))
+                    inner.append(np.where(runs, moved, cuts[1:-1]))
+            unique = np.unique(np.concatenate(inner), axis=0)
+            ends = np.zeros((len(unique), 1), np.int64)
+            rows = _valid(np.hstack([ends, unique, ends + costs.last]))
             others: Numbers = rows[(rows != np.array(cuts)).any(axis=1)]
             return others
 
         return moves
 
 
-def places_within(problem: Problem, ratio: float) -> Numbers:
-    """Return the inner boundaries that send at most so many times what the least nearby sends."""
+def _places_within(problem: Problem, ratio: float) -> Numbers:
+    """Return the inner boundaries that send at most so many times the least bytes nearby."""
     costs = problem.costs
     if ratio == inf:
         return np.arange(1, costs.last)
-    upto, sent = costs.upto_ms, costs.cut_bytes
-    near = upto[-1] * _NEARBY / problem.copies.positions
-    low = np.maximum(np.searchsorted(upto, upto - near, "left"), 1)
-    high = np.minimum(np.searchsorted(upto, upto + near, "right"), costs.last)
-    return np.array([k for k in range(1, costs.last) if sent[k] <= ratio * sent[low[k] : high[k]].min()])
+    return costs.quiet(costs.upto_ms[-1] * _NEARBY / problem.copies.positions, ratio)
 
 
 def _valid(rows: Numbers) -> Numbers:
-    found: Numbers = rows[(np.diff(rows, axis=1) > 0).all(axis=1)]
-    return found
+    return rows.compress((np.diff(rows, axis=1) > 0).all(axis=1), axis=0)
 
 
 def _steps(inner: int) -> Iterator[Numbers]:
     """Yield rows of how many places all boundaries move at once: runs of them, then all combinations; ends stay."""
-    steps = [[[by * one for one in run] for run in _runs(inner) for by in (-2, -1, 1, 2)]]
+    steps = [[[by * moves for moves in run] for run in _runs(inner) for by in (-2, -1, 1, 2)]]
     if inner <= _MOST_TOGETHER:
         steps.append([list(row) for row in product((-1, 0, 1), repeat=inner) if any(row)])
     for rows in steps:
@@ -235,21 +227,6 @@ def _runs(inner: int) -> Iterator[list[bool]]:
             yield [first <= number <= last for number in range(inner)]
 
 
-def _shortest(ms: Sequence[Numbers]) -> list[list[int]]:
-    """Return the layers' numbers with which the longest position is shortest by these matrices; none: nothing fits."""
-    reached, back = ms[0][0], list[Numbers]()
-    for of in ms[1:]:
-        ways = np.maximum(reached[:, None], of)
-        back.append(ways.argmin(axis=0))
-        reached = ways.min(axis=0)
-    if not np.isfinite(reached[-1]):
-        return []
-    path = [len(reached) - 1]
-    for came in reversed(back):
-        path.append(int(came[path[-1]]))
-    return [path[:0:-1]]
-
-
 class Way(NamedTuple):
     """Boundaries, from 0 to the last, how each part fits, and which algorithm made them."""
 
@@ -257,10 +234,11 @@ class Way(NamedTuple):
     cuts: tuple[int, ...]
     fits: tuple[Fit, ...]
 
-    def longest_ms(self, problem: Problem) -> float:
-        """Return what its longest position takes for a micro-batch."""
-        ms = np.diff(problem.costs.upto_ms[list(self.cuts)]) + [one.extra_ms for one in self.fits]
-        return float(ms.max())
+
+def longest_ms(problem: Problem, way: Way | Choice) -> float:
+    """Return the ms of the longest position for a micro-batch."""
+    ms = np.diff(problem.costs.upto_ms[list(way.cuts)]) + [fit.extra_ms for fit in way.fits]
+    return float(ms.max())
 
 
 class Reached(NamedTuple):
@@ -280,24 +258,25 @@ def fastest_batch(problem: Problem, clock: BatchClock, ways: Sequence[Way]) -> t
     """
     most = inf if problem.optimize == "none" else _MOST_WEIGHED
     chooser = Chooser(problem, clock, most)
-    found: list[tuple[Algorithm, Choice | None]] = [(way.algorithm, chooser.of(way.cuts, way.fits)) for way in ways]
+    candidates: list[tuple[Algorithm, Choice | None]] = [
+        (way.algorithm, chooser.of(way.cuts, way.fits)) for way in ways
+    ]
     for ratio in _RATIOS[:-1] if problem.optimize == "none" and problem.copies.separable else _RATIOS[:1]:
-        places = places_within(problem, ratio)
+        places = _places_within(problem, ratio)
         quiet = best_partition(problem.among(places), problem.weighed + most) if len(places) else None
-        found += [("quiet", chooser.of(quiet.cuts, quiet.fits))] if quiet is not None else []
-    found += [("layers", one) for one in chooser.layers]
-    known = [(algorithm, one) for algorithm, one in found if one is not None]
+        candidates += [("quiet", chooser.of(quiet.cuts, quiet.fits))] if quiet is not None else []
+    candidates += [("layers", choice) for choice in chooser.layers]
+    known = [(algorithm, choice) for algorithm, choice in candidates if choice is not None]
     if not known:
         return None, Reached()
-    for start in {min((one for _, one in known), key=lambda one: one.rank), *chooser.layers}:
+    for start in {min((choice for _, choice in known), key=lambda choice: choice.rank), *chooser.layers}:
         known.append(("moved", chooser.climbed(start)))
     algorithm, best = _best(problem, known)
-    every = [_alternative(chooser, *one) for one in known]
     reached = Reached(
         chooser.batch_ms(best),
         chooser.batch_ms(chooser.layers[-1]) if chooser.layers else None,
         clock.crossings(best.cuts),
-        _front(every),
+        _front([_alternative(chooser, *candidate) for candidate in known]),
     )
     return Way(algorithm, best.cuts, best.fits), reached
 
@@ -307,11 +286,12 @@ def _best(problem: Problem, known: Sequence[tuple[Algorithm, Choice]]) -> tuple[
 
     Where none is as fast as layer cuts in all views, the last view counts.
     """
-    fastest = min(one.rank for _, one in known)
+    fastest = min(choice.rank for _, choice in known)
     if fastest > 1 + _ROUNDING:
-        return min(known, key=lambda one: one[1].ratios[-1])
-    near = [one for one in known if one[1].rank <= max(fastest, min(1 + _ROUNDING, fastest * _AS_FAST))]
-    return min(near, key=lambda one: Way(one[0], one[1].cuts, one[1].fits).longest_ms(problem))
+        return min(known, key=lambda candidate: candidate[1].ratios[-1])
+    enough = max(fastest, min(1 + _ROUNDING, fastest * _AS_FAST))
+    near = [candidate for candidate in known if candidate[1].rank <= enough]
+    return min(near, key=lambda candidate: longest_ms(problem, candidate[1]))
 
 
 def _alternative(chooser: Chooser, algorithm: Algorithm, choice: Choice) -> Alternative:
@@ -319,16 +299,16 @@ def _alternative(chooser: Chooser, algorithm: Algorithm, choice: Choice) -> Alte
     return Alternative(
         algorithm=algorithm,
         cuts=tuple(int(start) - 1 for start in costs.starts[list(cuts[1:-1])]),
-        max_stage_ms=Way(algorithm, cuts, choice.fits).longest_ms(chooser.problem),
+        max_stage_ms=longest_ms(chooser.problem, choice),
         sent_bytes=int(costs.cut_bytes[list(cuts)].sum()),
         batch_ms=chooser.batch_ms(choice),
     )
 
 
 def _front(every: Sequence[Alternative]) -> tuple[Alternative, ...]:
-    """Return those of which none else is as good in both: the slowest stage, and bytes sent."""
+    """Return the ways to cut that no other beats in both the slowest stage and the bytes sent."""
     front = list[Alternative]()
-    for one in sorted(every, key=lambda one: (one.max_stage_ms, one.sent_bytes, one.batch_ms)):
-        if not front or one.sent_bytes < front[-1].sent_bytes:
-            front.append(one)
+    for way in sorted(every, key=lambda way: (way.max_stage_ms, way.sent_bytes, way.batch_ms)):
+        if not front or way.sent_bytes < front[-1].sent_bytes:
+            front.append(way)
     return tuple(front)

@@ -1,4 +1,4 @@
-"""The partition whose longest stage is shortest, found by dynamic programming over windows of cuts, with proof."""
+"""The partition whose longest stage is shortest, by dynamic programming over windows of cuts, and branch and bound."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from math import inf
 import numpy as np
 
 from evenpipe.partition.costs.matrices import Numbers
-from evenpipe.partition.dawnpiper.problem import Cap, Problem
-from evenpipe.partition.search.filling import Found, filled_reach, nudged, seed
+from evenpipe.partition.dawnpiper.capuchin import Load
+from evenpipe.partition.dawnpiper.problem import Problem
+from evenpipe.partition.search.filling import Partition, filled_reach, nudged, partition_of, seed
 
-__all__ = ["Found", "best_partition", "search"]
+__all__ = ["best_partition", "search", "shortest"]
 
 #: How far above the least conceivable time stages may be in each attempt; the last leaves none out.
 _WIDTHS = (1.01, 1.04, 1.12, 1.3, 1.7, 2.5, inf)
@@ -30,59 +31,63 @@ _PLACES = 96
 _NEAR = 8e-4
 #: Of partitions as fast as that one but for this part, the one that sends least over its cuts is taken (B.2).
 _AS_FAST = 1.5e-4
+#: How many times the exact search runs at most; what it then has is the best known, beside a bound for what there is.
+_MOST_SEARCHES = 40
+#: How many of these may go into finding something that fits, before the best is sought.
+_MOST_DIVES = 16
 
 
-def search(problem: Problem, most_weighed: float = inf) -> Found | None:
-    """The best partition; None: none fits.
+def search(problem: Problem, most_weighed: float = inf) -> Partition | None:
+    """Return the best partition; None: none fits.
 
-    When `most_weighed` ranges have been weighed, the best partition of these is taken, and `optimum_ms` may be
-    further below it; a little later it is given up if there is none, so that one which hardly fits may be missed.
+    After `most_weighed` weighed ranges the best partition of these is taken, and `optimum_ms` may be further below it.
+    Without one the search ends a little later, so it may miss a partition that hardly fits.
 
-    Why what is left out cannot matter. (1) Some stage takes at least the mean, and one with the longest piece between
-    two boundaries at least that; so attempts begin there. (2) If no stage takes more than w, then k stages take at most
-    k·w, so the cut behind stage k lies where at most k·w is before it, and at most (n − k)·w behind. (3) A range that
-    fails `Problem.may_fit` fails it with more nodes too, so filling stages from the left as far as they go gives the
-    last place of each cut, and from the right the first. (4) An attempt finds the best of the partitions in which no
-    stage takes more than w: if there is any, it is the best of all. One that takes more makes the next attempt the
-    last, with w as long as it takes. (5) `Problem.lower_ms` is never more than a range takes. So no path takes less
+    Why nothing that is left out can matter. (1) Some stage takes at least the mean, and one with the longest piece
+    between two boundaries at least that; so attempts begin there. (2) If no stage takes more than w, then k stages take
+    at most k·w, so the cut behind stage k lies where at most k·w is before it, and at most (n − k)·w behind. (3) A
+    range that fails `Problem.may_fit` fails it with more nodes too, so filling stages from the left as far as they go
+    gives the last place of each cut, and from the right the first. (4) An attempt finds the best of the partitions in
+    which no stage takes more than w: if there is any, it is the best of all. One that takes more makes the next attempt
+    the last, with w as long as it takes. (5) `Problem.lower_ms` is never more than a range takes. So no path takes less
     than the best one by lower bounds, of which the ranges are weighed in turn, until one that has been takes no more.
-    (6) Taken as given: what cannot be made to fit, with all that saves anything recomputed or swapped, cannot be with
+    (6) Taken as given: a range that does not fit, with all recomputed or swapped that saves anything, does not with
     more nodes and messages that are no smaller.
     """
     reach = _reach(problem)
-    found = _by_widths(problem, reach, most_weighed) if reach is not None else None
-    if found is None or most_weighed == inf or found.ms <= found.optimum_ms * (1 + _NEAR):
-        return found
-    return nudged(problem, found, problem.weighed + _AFTERWARDS)
+    partition = _by_widths(problem, reach, most_weighed) if reach is not None else None
+    if partition is None or most_weighed == inf or partition.ms <= partition.optimum_ms * (1 + _NEAR):
+        return partition
+    return nudged(problem, partition, problem.weighed + _AFTERWARDS)
 
 
-def _by_widths(problem: Problem, reach: list[tuple[int, int]], most_weighed: float) -> Found | None:
+def _by_widths(problem: Problem, reach: list[tuple[int, int]], most_weighed: float) -> Partition | None:
     """`search`, by attempts of growing width."""
     least = problem.least_ms
-    best: Found | None = None
+    best: Partition | None = None
     narrowed = False
     filled = problem.optimize == "none"
     for width in _WIDTHS:
         most_ms = best.ms if best is not None else least * width
         windows = _windows(problem, reach, most_ms)
-        # What is not to be proven is sought among some of the places, where there are many.
+        # Without a proof, some of many places are enough.
         thinned = problem.optimize != "none" and most_weighed < inf and max(map(len, windows)) > _PLACES
         if thinned:
             windows = [_thinned(problem, window) for window in windows]
         gives_up = most_weighed + _PATIENCE if filled else problem.weighed + _AT_FIRST
-        found = _Paths(problem, windows, most_ms).best(most_weighed, gives_up) if all(map(len, windows)) else None
-        if found is not None:
+        partition = _Paths(problem, windows, most_ms).best(most_weighed, gives_up) if all(map(len, windows)) else None
+        if partition is not None:
             if thinned or narrowed:
-                found = found._replace(optimum_ms=least)
-            if best is not None and best.ms < found.ms:
-                return best._replace(optimum_ms=found.optimum_ms)
-            if best is not None or found.ms <= most_ms * (1 + 1e-9) or problem.weighed >= most_weighed:
-                return found
-            best = found
+                partition = partition._replace(optimum_ms=least)
+            if best is not None and best.ms < partition.ms:
+                return best._replace(optimum_ms=partition.optimum_ms)
+            if best is not None or partition.ms <= most_ms * (1 + 1e-9) or problem.weighed >= most_weighed:
+                return partition
+            best = partition
         elif best is not None:
             return best
         elif not filled:
-            # Nothing is near the mean: perhaps nothing fits, which is known soonest by filling stages in earnest.
+            # Nothing is near the mean. Perhaps nothing fits: filling stages in earnest shows that soonest.
             before, filled = problem.weighed, True
             best = seed(problem, least)
             if best is not None and before >= most_weighed:
@@ -91,7 +96,7 @@ def _by_widths(problem: Problem, reach: list[tuple[int, int]], most_weighed: flo
                 nearer = filled_reach(problem, reach)
                 if nearer is None and most_weighed == inf:
                     return None
-                # Messages are not compared there, as (6) wants it: better ones may be left out.
+                # That does not compare messages, as (6) requires: better partitions may be left out.
                 reach, narrowed = nearer or reach, nearer is not None
             most_weighed += problem.weighed - before
             if best is not None and most_weighed < inf:
@@ -100,9 +105,9 @@ def _by_widths(problem: Problem, reach: list[tuple[int, int]], most_weighed: flo
 
 
 def _reach(problem: Problem) -> list[tuple[int, int]] | None:
-    """Per boundary of positions, the first and the last place that it can have by (3), with a cut for each.
+    """Return the first and the last place of each boundary of positions by (3); None: nothing fits.
 
-    Where the piece behind a filled position is too much for the next one, that one ends before it: at most there.
+    Where the piece behind a filled position is too much for the next one, that one ends there at most.
     """
     count, last = problem.copies.positions, problem.costs.last
     right, left = [0], [last]
@@ -121,7 +126,7 @@ def _reach(problem: Problem) -> list[tuple[int, int]] | None:
 
 
 def _windows(problem: Problem, reach: list[tuple[int, int]], most_ms: float) -> list[Numbers]:
-    """Per boundary of positions, the places that it can have, by (2) and (3)."""
+    """Return the places that each boundary of positions can have, by (2) and (3)."""
     upto, count = problem.costs.upto_ms, problem.copies.positions
     slack = 1e-9 * upto[-1]
     windows = []
@@ -139,13 +144,13 @@ def _windows(problem: Problem, reach: list[tuple[int, int]], most_ms: float) -> 
 
 
 def _thinned(problem: Problem, window: Numbers) -> Numbers:
-    """Of each so many neighbouring places the one that sends least."""
+    """Return the place that sends least of each group of neighbouring places."""
     parts = np.array_split(window, min(len(window), _PLACES)) if len(window) else []
     return np.array([part[problem.costs.cut_bytes[part].argmin()] for part in parts])
 
 
 class _Paths:
-    """Boundaries in windows, as layers, and between them what ranges take: a lower bound, or known."""
+    """Windows of boundaries as layers of a graph; its edges are ranges, with a known time or a lower bound."""
 
     def __init__(self, problem: Problem, windows: list[Numbers], most_ms: float) -> None:
         self.problem, self.windows, self.most_ms = problem, windows, most_ms
@@ -157,23 +162,22 @@ class _Paths:
             self.known.append(exact)
         self.best_ms = inf
 
-    def best(self, most_weighed: float, gives_up: float) -> Found | None:
-        """The path of which the longest range is shortest, by the lower bounds at first; None: there is none.
+    def best(self, most_weighed: float, gives_up: float) -> Partition | None:
+        """Return the path whose longest range is shortest; None: there is none, or none after `gives_up` ranges.
 
-        When `gives_up` ranges have been weighed in all, and none fits, it is given up.
-        One that is good is guessed before: by bounds that are as far off as they were for ranges of the same position.
-        Its ranges may take more than the attempt is for; those of better ones do not.
+        Good paths are guessed first, with bounds scaled as far as they were off for ranges of the same position. Their
+        ranges may take more than the attempt is for; those of better paths do not.
         """
         factors = np.ones(len(self.ms))
         for _ in range(_GUESSES):
             guessed = [np.where(known, ms, ms * by) for ms, known, by in zip(self.ms, self.known, factors, strict=True)]
-            path, ms = _shortest(guessed, np.maximum)
+            path, ms = shortest(guessed, np.maximum)
             if ms == inf or not self._weigh(path, factors) or self._enough(most_weighed):
                 break
             if self.best_ms == inf and self.problem.weighed >= gives_up:
                 break
         while True:
-            path, ms = _shortest(self.ms, np.maximum)
+            path, ms = shortest(self.ms, np.maximum)
             if self.best_ms == inf and (ms == inf or self.problem.weighed >= gives_up):
                 return None
             if self.best_ms <= ms * (1 + _NEAR) or self._enough(most_weighed):
@@ -184,7 +188,7 @@ class _Paths:
         return self.best_ms < inf and self.problem.weighed >= most_weighed
 
     def _weigh(self, path: list[int], factors: Numbers) -> bool:
-        """Have the ranges of a path known; whether any was not."""
+        """Weigh the ranges of a path; return whether any was not known."""
         open_ranges = [k for k, at in enumerate(pairwise(path)) if not self.known[k][at]]
         for k in open_ranges:
             at = (path[k], path[k + 1])
@@ -194,7 +198,7 @@ class _Paths:
             self.ms[k][at] = inf if cell is None else cell.ms
             self.known[k][at] = True
             if cell is None:
-                # By (6) no range around it fits either; what is known to fit stays.
+                # By (6) no range around it fits either; ranges that are known to fit stay.
                 around = slice(at[0] + 1), slice(at[1], None)
                 messages = self.problem.costs.messages(self.windows[k][around[0]], self.windows[k + 1][around[1]])
                 gone = ~self.known[k][around] & (messages >= messages[-1, 0])
@@ -204,21 +208,21 @@ class _Paths:
         self.best_ms = min(self.best_ms, longest)
         return bool(open_ranges)
 
-    def _quietest(self, optimum_ms: float) -> Found:
-        """Of the known paths as good as the best, the one that sends least."""
+    def _quietest(self, optimum_ms: float) -> Partition:
+        """Return the known path that sends least, of those as good as the best."""
         volume = [
             np.where(known & (ms <= self.best_ms * (1 + _AS_FAST)), self.problem.costs.cut_bytes[lasts][None, :], inf)
             for ms, known, lasts in zip(self.ms, self.known, self.windows[1:], strict=True)
         ]
-        path, _ = _shortest(volume, np.add)
+        path, _ = shortest(volume, np.add)
         cuts = [int(window[at]) for window, at in zip(self.windows, path, strict=True)]
-        cells = [cell for k, ends in enumerate(pairwise(cuts)) if (cell := self.problem.cell(k, *ends)) is not None]
-        assert len(cells) == len(self.ms), "only ranges that fit have finite times"
-        return Found(tuple(cuts), max(cell.ms for cell in cells), optimum_ms, tuple(cell.fit for cell in cells))
+        partition = partition_of(self.problem, cuts, optimum_ms)
+        assert partition is not None, "only ranges that fit have finite times"
+        return partition
 
 
-def _shortest(blocks: list[Numbers], joined: np.ufunc) -> tuple[list[int], float]:
-    """Through layers of nodes with `blocks` of edges between, the path of which what `joined` makes of it is least."""
+def shortest(blocks: list[Numbers], joined: np.ufunc) -> tuple[list[int], float]:
+    """Return the path through layers with `blocks` of edges whose edges, `joined`, come to least, and that value."""
     reached, came_from = np.zeros(1), list[Numbers]()
     for block in blocks:
         ways = joined(reached[:, None], block)
@@ -231,90 +235,80 @@ def _shortest(blocks: list[Numbers], joined: np.ufunc) -> tuple[list[int], float
     return path[::-1], float(reached.min())
 
 
-#: How many times the exact search runs at most; what it then has is the best known, beside a bound for what there is.
-_MOST_SEARCHES = 40
-#: How many of these may go into finding something that fits, before the best is sought.
-_MOST_DIVES = 16
+def best_partition(problem: Problem, most_weighed: float = inf) -> Partition | None:
+    """Return the best partition whose stages fit by the schedule's walk; None: none is known.
 
-
-def best_partition(problem: Problem, most_weighed: float = inf) -> Found | None:
-    """The best partition whose stages fit by the schedule's walk; None: none is known. Branch and bound.
-
-    The exact search gives every position all of a stage's memory, so what it finds is at least as fast as what fits. If
-    a stage then holds f1 + f2 + … > M of its positions, then in whatever fits some position k of these has at most its
-    part f_k·M ÷ Σf: were all above, they would be more than M. So one problem for each k, with that cap, together
-    leave nothing out. `most_weighed`: see `search`.
+    `search` gives each position all of a stage's memory, so it is enough where a stage holds parts of one position.
+    Stages with several (their own chunks, or a partner's micro-batches) need branch and bound: the result of `search`
+    is at least as fast as any that fits. If a stage then holds f1 + f2 + … > M of its positions, then in any partition
+    that fits some position k of these has at most its share f_k·M ÷ Σf: were all above, they would exceed M. So the
+    problems for each k, with that load, leave nothing out. `most_weighed`: see `search`.
     """
-    found = search(problem, most_weighed)
-    if found is None or problem.copies.separable:
-        return found
+    partition = search(problem, most_weighed)
+    if partition is None or problem.copies.separable:
+        return partition
     number = count()
-    best = _dive(problem, found, most_weighed)
+    best = _dive(problem, partition, most_weighed)
     bounds = list[float]()
-    heap = [(found.optimum_ms, next(number), found, problem)]
+    heap = [(partition.optimum_ms, next(number), partition, problem)]
     for _ in range(_MOST_SEARCHES):
         if not heap or (best is not None and heap[0][0] >= best.ms):
             break
-        bound_ms, _, found, part = heappop(heap)
-        too_full = _too_full(part, found)
+        bound_ms, _, partition, part = heappop(heap)
+        too_full = _too_full(part, partition)
         if not too_full:
             bounds.append(bound_ms)
-            best = found if best is None or found.ms < best.ms else best
+            best = partition if best is None or partition.ms < best.ms else best
             continue
-        for position, cap in _shares(part, found, too_full[0]):
-            branch = part.capped(position, cap)
+        for position, load in _shares(part, partition, too_full[0]):
+            branch = part.with_load(position, load)
             inner = search(branch, most_weighed)
             if inner is not None:
                 heappush(heap, (inner.optimum_ms, next(number), inner, branch))
             elif problem.optimize != "none" and most_weighed < inf:
-                bounds.append(bound_ms)  # given up, perhaps: what it has is no better than what it is a branch of
+                bounds.append(bound_ms)  # given up, perhaps: it has nothing better than its parent
     if best is None:
         return None
     return best._replace(optimum_ms=min([best.ms, *bounds, *(bound_ms for bound_ms, *_ in heap)]))
 
 
-def _dive(problem: Problem, found: Found, most_weighed: float) -> Found | None:
-    """Something that fits, soon: every position of a stage that is too full is held to its part of it, again and again.
+def _dive(problem: Problem, partition: Partition, most_weighed: float) -> Partition | None:
+    """Return a partition that fits, found soon; None: this says nothing of others.
 
-    Whether there is nothing else, this does not tell.
+    Every position of a stage that is too full is held to its share of it, again and again.
     """
     for _ in range(_MOST_DIVES):
-        too_full = _too_full(problem, found)
+        too_full = _too_full(problem, partition)
         if not too_full:
-            return found
+            return partition
         for stage in too_full:
-            for position, cap in _shares(problem, found, stage):
-                problem = problem.capped(position, cap)
+            for position, load in _shares(problem, partition, stage):
+                problem = problem.with_load(position, load)
         nearer = search(problem, most_weighed)
         if nearer is None:
             return None
-        found = nearer
+        partition = nearer
     return None
 
 
-def _too_full(problem: Problem, found: Found) -> list[int]:
-    """The stages that do not fit, the fullest first."""
-    peaks = problem.peaks_of(found.cuts, found.fits)
+def _too_full(problem: Problem, partition: Partition) -> list[int]:
+    """Return the stages that do not fit, the fullest first."""
+    peaks = problem.peaks_of(partition.cuts, partition.fits)
     order = sorted(range(len(peaks)), key=lambda stage: -peaks[stage])
     return [stage for stage in order if peaks[stage] > problem.limit_bytes]
 
 
-def _shares(problem: Problem, found: Found, stage: int) -> list[tuple[int, Cap]]:
-    """Of a stage that is too full, what each of its positions could have of it, as a cap."""
-    cuts, fits = found.cuts, found.fits
-    rows = problem.copies.live[stage]
-    row = rows[(rows @ np.array([one.kept for one in fits])).argmax()]
+def _shares(problem: Problem, partition: Partition, stage: int) -> list[tuple[int, Load]]:
+    """Return the positions of a stage that is too full, each with its share of it."""
+    fits, owners, rows = partition.fits, problem.copies.owners, problem.copies.live[stage]
+    row = rows[(rows @ np.array([way.kept for way in fits])).argmax()]
     held = []
-    for position, ends in enumerate(pairwise(cuts)):
-        own = problem.copies.owners[position] == stage
+    for position, ends in enumerate(pairwise(partition.cuts)):
         beside = problem.beside(position, *ends) + fits[position].transient
-        held.append(float(row[position]) * fits[position].kept + own * beside)
+        held.append(float(row[position]) * fits[position].kept + (owners[position] == stage) * beside)
     part = problem.limit_bytes / sum(held)
     return [
-        (
-            position,
-            Cap(max(1, int(row[position])), float(np.floor(nbytes * part)), problem.copies.owners[position] == stage),
-        )
+        (position, Load(max(1, int(row[position])), float(np.floor(nbytes * part)), owners[position] == stage))
         for position, nbytes in enumerate(held)
         if nbytes
     ]

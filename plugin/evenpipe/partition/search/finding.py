@@ -1,10 +1,10 @@
-"""The best partition of a model for a schedule and a memory limit: the better of the exact search and of BiPar."""
+"""The best partition of a model for a schedule and a memory limit, and the largest micro-batch that fits."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import ceil, inf
 from typing import Final
@@ -16,9 +16,9 @@ from evenpipe.partition.dawnpiper.copies import Workload, copies_of
 from evenpipe.partition.dawnpiper.problem import PartitionError, Problem, check_cuts
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.batch_clock import BatchClock, StageLinks
-from evenpipe.partition.search.choosing import Reached, Way, fastest_batch
+from evenpipe.partition.search.choosing import Reached, Way, fastest_batch, longest_ms
 from evenpipe.partition.search.exact import best_partition
-from evenpipe.partition.search.plan import Plan, fits_of, plan_of
+from evenpipe.partition.search.plan import Plan, plan_of
 
 __all__ = ["find_plan", "fits_into", "largest_batch", "least_limit"]
 
@@ -31,6 +31,8 @@ _BINARY_WEIGHED, _BINARY_PARTS = 15, 300
 _CEILING = 1.1
 #: How close to the least memory limit the one named in an error is; to know it closer takes many searches.
 _CLOSE = 1.01
+#: How many percent larger micro-batches are tried beyond the largest so far.
+_BEYOND = (2, 5, 10)
 
 
 def find_plan(
@@ -43,24 +45,24 @@ def find_plan(
     most_weighed: float | None = None,
     links: StageLinks | None = None,
 ) -> Plan:
-    """The better of the exact search and of BiPar. `host_gbps`: of a stage's link to its host, each way.
+    """Return the better of the exact search and of BiPar. `host_gbps`: of a stage's link to its host, each way.
 
-    `links`: between stages. With them the plan is the one with which a batch is fastest by the simulator, of these two,
-    of others that send less, and of layer cuts, with boundaries moved as long as that helps. None: messages are free.
+    `links`: between stages; None: messages are free. With links the plan is the one whose batch is fastest by the
+    simulator: of these two, of others that send less, and of layer cuts, with boundaries moved as long as that helps.
 
-    `most_weighed`: of how many ranges it weighs what they recompute and swap. Where most of what is saved has to go it
-    takes thousands to prove the last hundredth, which `optimum_ms` then leaves open. None: as many as a part of a
-    second has room for, and where a model has few cuts as many as it takes.
+    `most_weighed`: how many ranges the exact search weighs for what they recompute and swap; None: as many as take a
+    part of a second, and all in a model of few cuts. Where most saved bytes have to go, a proof of the last hundredth
+    takes thousands; without it `optimum_ms` is further below.
 
-    Raises PartitionError, one line, for more stages than there are cuts, and for a limit that nothing fits into, with
-    one that something does; ScheduleError for a schedule that cannot be.
+    Raises PartitionError, one line, for more stages than there are cuts, and for a limit that nothing fits into, with a
+    limit that is enough; ScheduleError for a schedule that cannot be.
     """
     began = time.perf_counter()
     with _no_collection():
         problem = _problem(profile, workload, stages, limit_bytes, optimize, host_gbps)
         if most_weighed is None:
             most_weighed = _MOST_WEIGHED if problem.costs.last > _FEW_CUTS else inf
-        plan = _found_plan(problem, workload, most_weighed, links)
+        plan = _plan(problem, workload, most_weighed, links)
     return plan.model_copy(update={"search_ms": (time.perf_counter() - began) * 1e3})
 
 
@@ -76,18 +78,19 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _found_plan(problem: Problem, workload: Workload, most_weighed: float, links: StageLinks | None) -> Plan:
+def _plan(problem: Problem, workload: Workload, most_weighed: float, links: StageLinks | None) -> Plan:
     exact = best_partition(problem, most_weighed)
     floor_ms = exact.ms if exact is not None else 0.0
     ceiling_ms = floor_ms * _CEILING or inf
     binary = bipar(problem, floor_ms, ceiling_ms, min(_BINARY_WEIGHED, most_weighed), _BINARY_PARTS)
-    part = binary.part if binary.part is not None and _fits(problem, binary.part.cuts) else None
-    found = [Way("exact", exact.cuts, exact.fits)] if exact is not None else []
-    found += [Way("bipar", part.cuts, fits_of(problem, part.cuts))] if part is not None else []
+    peaks = problem.peaks(binary.part.cuts) if binary.part is not None else None
+    part = binary.part if peaks is not None and max(peaks) <= problem.limit_bytes else None
+    ways = [Way("exact", exact.cuts, exact.fits)] if exact is not None else []
+    ways += [Way("bipar", part.cuts, problem.fits_of(part.cuts))] if part is not None else []
     if links is None or problem.copies.positions == 1:
-        chosen, reached = min(found, key=lambda way: way.longest_ms(problem), default=None), Reached()
+        chosen, reached = min(ways, key=lambda way: longest_ms(problem, way), default=None), Reached()
     else:
-        chosen, reached = fastest_batch(problem, BatchClock(problem.costs, problem.copies, workload, links), found)
+        chosen, reached = fastest_batch(problem, BatchClock(problem.costs, problem.copies, workload, links), ways)
     if chosen is None:
         raise PartitionError(_too_little(problem))
     plan = plan_of(problem, chosen.cuts, chosen.fits, workload)
@@ -112,7 +115,7 @@ def fits_into(
     optimize: Optimize = "none",
     host_gbps: float = 0.0,
 ) -> bool:
-    """Whether `find_plan` finds a plan by the exact search. Raises what that does but for the limit."""
+    """Return whether the exact search finds a plan. Raises as `find_plan` does, except for the limit."""
     problem = _problem(profile, workload, stages, limit_bytes, optimize, host_gbps)
     return best_partition(problem, 0) is not None
 
@@ -125,11 +128,6 @@ def _problem(
     return Problem(costs, copies_of(workload, stages), limit_bytes, optimize, host_gbps)
 
 
-def _fits(problem: Problem, cuts: Sequence[int]) -> bool:
-    peaks = problem.peaks(cuts)
-    return peaks is not None and max(peaks) <= problem.limit_bytes
-
-
 def _too_little(problem: Problem) -> str:
     least, limit = least_limit(problem), problem.limit_bytes / _GIB
     remedy = "" if problem.optimize != "none" else ", or optimize by recompute or swap+recompute"
@@ -137,7 +135,7 @@ def _too_little(problem: Problem) -> str:
 
 
 def least_limit(problem: Problem) -> int:
-    """Bytes a stage into which a partition is known to fit: within 1 % of the least that is known to be enough."""
+    """Return bytes a stage that are enough for a partition: within 1 % of the least that is known to be enough."""
 
     def fits(limit: int) -> bool:
         return best_partition(problem.within(limit), 0) is not None
@@ -145,31 +143,22 @@ def least_limit(problem: Problem) -> int:
     high = max(1, problem.limit_bytes)
     while not fits(high):
         high *= 2
-    return _bisect(fits, high // 2, high)
-
-
-def _bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The least number for which it holds, a little above; it holds for `high`."""
+    low = high // 2
     while high > max(low + 1, low * _CLOSE):
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
 
 
-#: How many percent larger are asked for beyond what is the largest so far.
-_BEYOND = (2, 5, 10)
-
-
 def largest_batch(
     profile_at: Callable[[int], Profile], fits: Callable[[Profile], bool], *, step: int = 1, most: int = 1 << 16
 ) -> int:
-    """The largest multiple of `step`, up to `most`, of whose profile `fits` holds; 0 if there is none.
+    """Return the largest multiple of `step`, up to `most`, whose profile `fits`; 0 if there is none.
 
-    `profile_at` gives the profile of micro-batches of so many samples; `fits` cuts it in its own way, as
-    `evenpipe.partition.search.finding.fits_into` does in ours. It is asked for twice as many each time, and then for
-    halfway between what fits and what does not. What needs no memory optimisation and does not fit with some samples
-    does not with more. With it a few may find no picks where more do: so some larger ones are asked for at the end, and
-    if any fits, it goes on from there.
+    `profile_at` gives the profile of micro-batches of so many samples; `fits` cuts it in its own way (`fits_into` in
+    ours). The size doubles while it fits; then it is bisected. Without memory optimisation, a profile that does not fit
+    does not with more samples. With it, a few sizes may find no picks although larger ones do: so some larger ones are
+    tried at the end, and if any fits, the search goes on from there.
     """
 
     def holds(steps: int) -> bool:
@@ -183,7 +172,7 @@ def largest_batch(
             middle = (low + high) // 2
             low, high = (middle, high) if holds(middle) else (low, middle)
         beyond = (low + 1 + low * more // 100 for more in _BEYOND)
-        found = next((steps for steps in beyond if steps > low + 1 and holds(steps)), None)
-        if found is None:
+        larger = next((steps for steps in beyond if steps > low + 1 and holds(steps)), None)
+        if larger is None:
             return low * step
-        low, high = found, 2 * found
+        low, high = larger, 2 * larger

@@ -1,4 +1,4 @@
-"""A model's best partition for a schedule and a memory limit, as a document: `evenpipe.partition/1`."""
+"""A model's partition for a schedule and a memory limit, as a document: `evenpipe.partition/1`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from evenpipe.report.files import write_atomically
 from evenpipe.schedule import Link, Program, Size, build
 from evenpipe.simulate import Costs, Wire
 
-__all__ = ["Algorithm", "Alternative", "Crossing", "Plan", "Stage", "fits_of", "plan_of"]
+__all__ = ["Algorithm", "Alternative", "Crossing", "Plan", "Stage", "plan_of"]
 
 FORMAT: Final = "evenpipe.partition/1"
 
@@ -36,11 +36,11 @@ class _Frozen(BaseModel):
 class Stage(_Frozen):
     """The nodes of one part of the model, and what its stage does for each micro-batch of it.
 
-    Stages with several chunks have a part each; both peaks are then of the whole stage. `peak_bytes_before`: without
-    memory optimisation. `recompute`: nodes that run again. `swap`, and `drop`, what is freed and computed again: the
-    producers of storages, of which `swap_storages` and `drop_storages` are the numbers in the profile. What a peak is
-    made of, which older documents lack: `kept_bytes`, what a micro-batch keeps from its forward to its backward;
-    `weight_bytes`, one version of the weights; `beside_bytes`, what there is beside further versions and what is kept.
+    Each chunk of a stage is a part; both peaks are of the whole stage. `peak_bytes_before`: without memory
+    optimisation. `recompute`: nodes that run again. `swap`, and `drop` (freed and computed again): the producers of
+    the storages with the profile's numbers `swap_storages` and `drop_storages`. The terms of a peak, which older
+    documents lack: `kept_bytes` of a micro-batch from its forward to its backward; `weight_bytes`, one version of the
+    weights; `beside_bytes`, all but kept bytes and further versions.
     """
 
     stage: int
@@ -59,6 +59,11 @@ class Stage(_Frozen):
     kept_bytes: int | None = None
     weight_bytes: int | None = None
     beside_bytes: int | None = None
+
+    @property
+    def ms(self) -> float:
+        """Of a micro-batch, with what memory optimisation adds."""
+        return self.forward_ms + self.backward_ms + self.extra_ms
 
 
 class Crossing(_Frozen):
@@ -84,19 +89,18 @@ class Alternative(_Frozen):
 
 
 class Plan(_Frozen):
-    """Where a model is cut, and what it is of: another model, shape or schedule has another plan.
+    """Where a model is cut, for one model, shape and schedule: another has another plan.
 
     `cuts`: the last node of each part but the last. `max_stage_ms`: of the longest part, with what memory optimisation
-    adds; no partition is below `optimum_ms`. With memory optimisation that is said of stages that recompute and swap
-    what `capuchin.fit` picks for them, and takes as given that what it cannot make fit does not fit with more nodes.
-    `binary_ms`: what Algorithm 1 alone finds, in as much as is tried for a plan; None if nothing of that fits.
+    adds; no partition is below `optimum_ms`. With memory optimisation that holds for stages that recompute and swap
+    the picks of `capuchin.fit`, given that a range that it cannot make fit does not fit with more nodes.
+    `binary_ms`: of Algorithm 1 alone, as far as it is followed for a plan; None if nothing of that fits.
     `nodes_tried`: how many different cuts Algorithm 1 tried; `binary_whole`: whether it was followed to its end.
-    `algorithm`: what made these cuts. `host_gbps`: of a
-    stage's link to its host, each way (older documents: `link_gbps`).
+    `algorithm`: made these cuts. `host_gbps`: of a stage's link to its host, each way (older documents: `link_gbps`).
 
-    Where links between stages are known: `crossings`, what each cut sends; `batch_ms`, what a batch takes by the
-    simulator (of a schedule that streams, the mean of several), `layers_batch_ms` with the fastest layer cuts, and
-    `front`, the ways to cut of which none else has both a shorter longest part and fewer bytes to send.
+    Where links between stages are known: `crossings`, the messages of each cut; `batch_ms`, a batch by the simulator
+    (of a schedule that streams, the mean of several); `layers_batch_ms` with the fastest layer cuts; and `front`, the
+    ways to cut that no other beats in both the longest part and the bytes to send.
     `code`: the SHA-256 of each file that was written beside the plan, by name. `model_bytes`: of the uncut model's
     parameters, each counted once; older documents lack it.
     """
@@ -139,14 +143,14 @@ class Plan(_Frozen):
 
     @property
     def program(self) -> Program:
-        """What trains it. Raises PartitionError for PipeDream's, and ScheduleError where there is none of its size."""
+        """Return the program that trains it. Raises PartitionError for PipeDream's, ScheduleError for a wrong size."""
         self.check_trained()
         size = Size(self.stage_count, self.micro_batches, self.chunks, self.group_size)
         return build(self.schedule, size, self.bpipe, swaps=self.swaps)
 
     @property
     def costs(self) -> Costs:
-        """Return what its stages and its links take, for the simulator. Cuts on one link send the mean of theirs."""
+        """Return the times of its stages and links, for the simulator. Cuts on one link send the mean of theirs."""
         stages = range(self.stage_count)
         forward, backward = [0.0] * len(stages), [0.0] * len(stages)
         for part in self.stages:
@@ -166,14 +170,13 @@ class Plan(_Frozen):
     def warnings(self) -> list[str]:
         """Return a line for each of Theorem 4.1's conditions that is known not to hold: the second is looked at."""
         slow = [one.ms for one in self.crossings]
-        least = min(self.stages, key=lambda part: part.forward_ms + part.backward_ms + part.extra_ms)
-        least_ms = least.forward_ms + least.backward_ms + least.extra_ms
-        if not slow or 2 * max(slow) < least_ms:
+        least = min(self.stages, key=lambda part: part.ms)
+        if not slow or 2 * max(slow) < least.ms:
             return []
         cut = slow.index(max(slow))
         return [
             f"messages are not short (condition 2 of DawnPiper's Theorem 4.1): there and back over cut {cut} they take "
-            f"{2 * slow[cut]:.4g} ms a micro-batch, and stage {least.stage} computes for {least_ms:.4g} ms: fewer "
+            f"{2 * slow[cut]:.4g} ms a micro-batch, and stage {least.stage} computes for {least.ms:.4g} ms: fewer "
             "stages, larger micro-batches or faster links would help more than other cuts"
         ]
 
@@ -216,55 +219,44 @@ class Plan(_Frozen):
             raise PartitionError(f"{path}: no {FORMAT}: {where}: {first['msg']}") from error
 
 
-def fits_of(problem: Problem, cuts: Sequence[int]) -> tuple[Fit, ...]:
-    """How each part of a partition fits; one that does not does nothing about it, and its peak will say so."""
-    ranges = pairwise(problem.costs.starts[list(cuts)].tolist())
-    as_it_is = [Fit(0.0, problem.graph.saved(*ends).total, 0) for ends in ranges]
-    cells = [problem.cell(k, *ends) for k, ends in enumerate(pairwise(cuts))]
-    return tuple(whole if cell is None else cell.fit for cell, whole in zip(cells, as_it_is, strict=True))
-
-
 def plan_of(problem: Problem, cuts: Sequence[int], fits: Sequence[Fit], workload: Workload) -> Plan:
-    """What a partition comes to, such as one that others chose: `cuts` are its boundaries, from 0 to the last."""
+    """Return the plan of any partition, searched or not: `cuts` are its boundaries, from 0 to the last."""
     costs, copies = problem.costs, problem.copies
     nodes, storages = costs.profile.nodes, costs.profile.storages
     ranges = list(pairwise(costs.starts[list(cuts)].tolist()))
-    as_it_is = [Fit(0.0, problem.graph.saved(*ends).total, 0) for ends in ranges]
-    before, after = problem.peaks_of(cuts, as_it_is), problem.peaks_of(cuts, fits)
+    before, after = problem.peaks_of(cuts, problem.as_it_is(cuts)), problem.peaks_of(cuts, fits)
 
     def producers(numbers: Sequence[int]) -> tuple[str, ...]:
         made_by = (storages[number].producer for number in numbers)
         return tuple(dict.fromkeys(nodes[node].name if node >= 0 else "input" for node in made_by))
 
-    weights = [costs.weights(first, last) for first, last in pairwise(cuts)]
-    beside = [
-        problem.beside(position, *ends) - (copies.versions[position] - 1) * weights[position] + fits[position].transient
-        for position, ends in enumerate(pairwise(cuts))
-    ]
-    parts = tuple(
-        Stage(
-            stage=owner,
-            first_node=start,
-            last_node=stop - 1,
-            forward_ms=costs.forward_ms(first, last),
-            backward_ms=costs.backward_ms(first, last),
-            extra_ms=fitted.extra_ms,
-            peak_bytes_before=ceil(before[owner]),
-            peak_bytes=ceil(after[owner]),
-            recompute=tuple(nodes[node].name for node in fitted.recompute),
-            swap=producers(fitted.swap),
-            drop=producers(fitted.drop),
-            swap_storages=fitted.swap,
-            drop_storages=fitted.drop,
-            kept_bytes=fitted.kept,
-            weight_bytes=ceil(weights[position]),
-            beside_bytes=ceil(beside[position]),
+    parts = list[Stage]()
+    for position, (owner, (start, stop), (first, last), way) in enumerate(
+        zip(copies.owners, ranges, pairwise(cuts), fits, strict=True)
+    ):
+        weights = costs.weights(first, last)
+        beside = problem.beside(position, first, last) - (copies.versions[position] - 1) * weights + way.transient
+        parts.append(
+            Stage(
+                stage=owner,
+                first_node=start,
+                last_node=stop - 1,
+                forward_ms=costs.forward_ms(first, last),
+                backward_ms=costs.backward_ms(first, last),
+                extra_ms=way.extra_ms,
+                peak_bytes_before=ceil(before[owner]),
+                peak_bytes=ceil(after[owner]),
+                recompute=tuple(nodes[node].name for node in way.recompute),
+                swap=producers(way.swap),
+                drop=producers(way.drop),
+                swap_storages=way.swap,
+                drop_storages=way.drop,
+                kept_bytes=way.kept,
+                weight_bytes=ceil(weights),
+                beside_bytes=ceil(beside),
+            )
         )
-        for position, (owner, (start, stop), (first, last), fitted) in enumerate(
-            zip(copies.owners, ranges, pairwise(cuts), fits, strict=True)
-        )
-    )
-    longest = max(part.forward_ms + part.backward_ms + part.extra_ms for part in parts)
+    longest = max(part.ms for part in parts)
     return Plan(
         search_ms=0.0,
         nodes_tried=0,
@@ -272,13 +264,9 @@ def plan_of(problem: Problem, cuts: Sequence[int], fits: Sequence[Fit], workload
         optimum_ms=longest,
         binary_ms=None,
         cuts=tuple(stop - 1 for _, stop in ranges[:-1]),
-        stages=parts,
+        stages=tuple(parts),
         origin=costs.profile.origin,
-        schedule=workload.schedule,
-        micro_batches=workload.micro_batches,
-        chunks=workload.chunks,
-        group_size=workload.group_size,
-        bpipe=workload.bpipe,
+        **workload._asdict(),
         limit_bytes=problem.limit_bytes,
         optimize=problem.optimize,
         host_gbps=problem.host_gbps,
