@@ -1,4 +1,4 @@
-"""How many copies of activations and of weights every stage keeps under a schedule (DawnPiper §3.1, Equation 2)."""
+"""Copies of activations and of weights that every stage keeps under a schedule (DawnPiper §3.1, Equation 2)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Workload(NamedTuple):
 
     @classmethod
     def of_mode(cls, mode: str, stages: int) -> Workload:
-        """The paper's settings: `sync`, GPipe with a micro-batch a stage (§5.2.1), and `async`, PipeDream."""
+        """Return the paper's settings: `sync`, GPipe with a micro-batch a stage (§5.2.1), and `async`, PipeDream."""
         known = {"sync": cls("gpipe", stages), "async": cls(PIPEDREAM, stages)}
         if mode not in known:
             raise ScheduleError(f"mode={mode}: expected one of {', '.join(known)}")
@@ -42,14 +42,14 @@ class Workload(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """What stages keep, by positions: the p·v parts of a model in the order in which a micro-batch passes them.
+    """The copies of each position: the p·v parts of a model in the order in which a micro-batch passes them.
 
     owners: the stage of each position. versions: of its weights. live: per stage, rows of (micro-batches of position 0,
-    of position 1, …) that it holds at once, own and accepted ones; only rows that no other exceeds everywhere. So with
-    `live[x] @ saved_bytes` a row stands for a moment of the schedule, and the most is the stage's peak, exactly.
-    between: per position, how many (forwards, backwards) its stage computes at least between a micro-batch's forward
-    and backward; several where neither is the least. beside: per position, how many backwards its stage mostly computes
-    from a forward to its next one, and beside how many forwards what is swapped can come back (`schedule.swaps`).
+    of position 1, …) that it holds at once, own and accepted ones; only rows that no other exceeds everywhere. A row is
+    a moment of the schedule, so the most of `live[x] @ saved_bytes` is exactly the stage's peak. between: per position,
+    the least (forwards, backwards) that its stage computes between a micro-batch's forward and backward; several where
+    neither is the least. beside: per position, how many backwards its stage mostly computes from a forward to its next
+    one, and beside how many forwards swapped storages can come back (`schedule.swaps`).
     """
 
     schedule: str
@@ -68,7 +68,7 @@ class Copies:
         return len(self.owners)
 
     def most(self, stage: int, position: int) -> int:
-        """The most micro-batches of a position that a stage holds at once."""
+        """Return the most micro-batches of a position that a stage holds at once."""
         return int(self.live[stage][:, position].max())
 
     @property
@@ -78,12 +78,12 @@ class Copies:
 
     @property
     def separable(self) -> bool:
-        """Whether what a stage holds is all of one position, so that each can be weighed by itself."""
+        """Whether every stage holds micro-batches of one position alone, so that each can be weighed by itself."""
         return all(np.count_nonzero(rows.any(axis=0)) <= 1 for rows in self.live)
 
 
 def copies_of(workload: Workload, stages: int) -> Copies:
-    """From the verified schedule. Raises ScheduleError, one line, where there is none of this size."""
+    """Return the copies of the verified schedule. Raises ScheduleError, one line, where there is none of this size."""
     if workload.schedule == PIPEDREAM:
         return _pipedream(workload, stages)
     spec = find(workload.schedule)
@@ -113,10 +113,10 @@ def _pipedream(workload: Workload, stages: int) -> Copies:
 
 
 def _held(schedule: Schedule, stage: int) -> NDArray[np.int64]:
-    """The rows of `Copies.live`: a stage's walk through its actions, as `evenpipe.simulate` weighs it.
+    """Return the rows of `Copies.live`: a stage's walk through its actions, as `evenpipe.simulate` weighs it.
 
-    A unit is held from the start of what brings it; compute that ends it lets go of it afterwards, and a departure is
-    complete when an action has to wait for it (`Schedule.residencies`).
+    A unit is held from the start of the action that brings it. Compute that ends it lets go of it afterwards; a
+    departure is complete when an action has to wait for it (`Schedule.residencies`).
     """
     table = schedule.table
     rows = table.of(stage)
@@ -141,33 +141,33 @@ def _held(schedule: Schedule, stage: int) -> NDArray[np.int64]:
     return _largest(np.cumsum(change, axis=0)[arrives])
 
 
-def _largest(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Those of the rows that are in no other one."""
+def _largest(rows: NDArray[Any]) -> NDArray[Any]:
+    """Return the rows that no other one exceeds or equals everywhere, sorted."""
     rows = np.unique(rows, axis=0)
     within = np.logical_and.reduce(rows[:, None] <= rows[None], axis=2)
     np.fill_diagonal(within, False)
-    found: NDArray[np.int64] = rows[~within.any(axis=1)]
-    return found
+    return rows.compress(~within.any(axis=1), axis=0)
 
 
 def _between(schedule: Schedule, stage: int, chunk: int) -> tuple[tuple[float, float], ...]:
-    """Of the units of one chunk, what is computed between forward and backward, where it is least."""
+    """Return the least (forwards, backwards) between the forward and the backward of units of one chunk."""
     started: dict[int, tuple[float, float]] = {}
-    forwards, backwards, found = 0.0, 0.0, set[tuple[float, float]]()
+    forwards, backwards, computed = 0.0, 0.0, list[tuple[float, float]]()
     for action in schedule.actions[stage]:
         mine = action.chunk == chunk
         if action.kind in ("B", "D") and mine:
             begun = started[action.micro_batch]
-            found.add((forwards - begun[0], backwards - begun[1]))
+            computed.append((forwards - begun[0], backwards - begun[1]))
         forwards += action.kind == "F"
         backwards += _BACKWARD.get(action.kind, 0.0)
         if action.kind == "F" and mine:
             started[action.micro_batch] = forwards, backwards
-    return tuple(sorted(one for one in found if not any(_less(other, one) for other in found)))
+    least = sorted((-_largest(-np.array(computed))).tolist())
+    return tuple((forwards, backwards) for forwards, backwards in least)
 
 
 def _beside(schedule: Schedule, stage: int, chunk: int) -> tuple[float, float]:
-    """Of a chunk's units, what most of them have; of several the least. What is evicted comes back just in time."""
+    """Return `Copies.beside` of most of a chunk's units. Evicted units come back just in time."""
     computed = [action for action in schedule.actions[stage] if action.kind == "F" or action.kind in _BACKWARD]
     evicted = {action.unit for action in schedule.actions[stage] if action.kind == "E"}
     after, before = list[float](), list[float]()
@@ -184,10 +184,6 @@ def _beside(schedule: Schedule, stage: int, chunk: int) -> tuple[float, float]:
 
 
 def _mostly(values: Sequence[float]) -> float:
-    """The most frequent, of several the least; one backward where nothing follows."""
+    """Return the most frequent value, of several the least; one backward where nothing follows."""
     counted = Counter(values)
     return min(counted, key=lambda value: (-counted[value], value), default=1.0)
-
-
-def _less(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return one != other and all(a <= b for a, b in zip(one, other, strict=True))

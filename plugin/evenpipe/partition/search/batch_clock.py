@@ -1,4 +1,4 @@
-"""Links between stages, and what a batch takes over them for many ways to cut a model at once."""
+"""Links between stages, and the time of a batch over them, for many ways to cut a model at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StageLinks(NamedTuple):
 
     @classmethod
     def of(cls, cluster: Cluster) -> StageLinks:
-        """Return those of a cluster with one stage on each GPU, in order."""
+        """Return the links of a cluster with one stage on each GPU, in order."""
         inside_ms, between_ms = cluster.latency_us / 1e3, cluster.node_latency_us / 1e3
         return cls(cluster.peer_gbps, inside_ms, cluster.gpus_per_node, cluster.node_gbps, between_ms)
 
@@ -48,11 +48,8 @@ class StageLinks(NamedTuple):
         return self.gbps, self.latency_ms
 
 
-class _View(NamedTuple):
-    """Simulated programs and the weight of each; a batch that is too long is extrapolated from two shorter ones."""
-
-    clocks: tuple[tuple[Program, ManyCosts], ...]
-    weights: tuple[float, ...]
+#: Weighted simulations that add up to one view of a batch.
+_View = list[tuple[float, Program, ManyCosts]]
 
 
 class BatchClock:
@@ -77,27 +74,27 @@ class BatchClock:
         forward = self._of_stages(np.diff(self._costs.forward_upto[starts], axis=1))
         backward = self._of_stages(np.diff(self._costs.backward_upto[starts], axis=1) + extra_ms)
         sent = self._costs.cut_bytes[cuts[:, 1:-1]]
-        found = np.zeros((len(cuts), len(self._views)))
-        for view, (clocks, weights) in enumerate(self._views):
-            for (program, clock), weight in zip(clocks, weights, strict=True):
-                found[:, view] += weight * clock.makespans(forward, backward, *self._wires(program, sent))
-        return found
+        ms = np.zeros((len(cuts), len(self._views)))
+        for number, view in enumerate(self._views):
+            for weight, program, clock in view:
+                ms[:, number] += weight * clock.makespans(forward, backward, *self._wires(program, sent))
+        return ms
 
     def crossings(self, cuts: Sequence[int]) -> tuple[Crossing, ...]:
-        """Return what each cut sends, one way."""
-        found = []
+        """Return the message of each cut, one way."""
+        crossings = []
         for cut, before, behind in zip(cuts[1:-1], self._owners[:-1].tolist(), self._owners[1:].tolist(), strict=True):
             nbytes = int(self._costs.cut_bytes[cut]) if before != behind else 0
             gbps, latency_ms = self._links.between(before, behind) if before != behind else (inf, 0.0)
-            found.append(Crossing(nbytes=nbytes, transmit_ms=nbytes / (gbps * 1e6), latency_ms=latency_ms))
-        return tuple(found)
+            crossings.append(Crossing(nbytes=nbytes, transmit_ms=nbytes / (gbps * 1e6), latency_ms=latency_ms))
+        return tuple(crossings)
 
     def _of_stages(self, of_positions: Numbers) -> Numbers:
         """Sum up the positions of each stage."""
-        found = np.zeros((len(of_positions), self._stages))
+        of_stages = np.zeros((len(of_positions), self._stages))
         for position, owner in enumerate(self._owners.tolist()):
-            found[:, owner] += of_positions[:, position]
-        return found
+            of_stages[:, owner] += of_positions[:, position]
+        return of_stages
 
     def _wires(self, program: Program, sent: Numbers) -> tuple[Numbers, Numbers]:
         """Return rows × links of the program: transmission and latency. Cuts on one link send the mean of theirs."""
@@ -116,27 +113,26 @@ class BatchClock:
 
 def _views(workload: Workload, stages: int) -> list[_View]:
     if workload.schedule == PIPEDREAM:  # 1F1B's order without an end, which is not built
-        size = Size(stages, 4 * stages)
-        return [_View((_clock(build("1f1b", size)),), (1.0,))]
+        return [[_simulation(1.0, build("1f1b", Size(stages, 4 * stages)))]]
     batches = (1, _STREAM) if "stream" in find(workload.schedule).needs else (1,)
     return [_view(workload, stages, count) for count in batches]
 
 
 def _view(workload: Workload, stages: int, batches: int) -> _View:
-    """One batch; one that is too long adds to two shorter ones what the longer of them has added to the other."""
+    """Return the mean of so many batches. A long one extrapolates from two shorter ones that differ by two periods."""
     asked, period = workload.micro_batches, stages * workload.group_size
 
-    def clock(micro_batches: int) -> tuple[Program, ManyCosts]:
+    def simulation(weight: float, micro_batches: int) -> tuple[float, Program, ManyCosts]:
         size = Size(stages, micro_batches, workload.chunks, workload.group_size, batches)
-        return _clock(build(workload.schedule, size, bpipe=workload.bpipe))
+        return _simulation(weight / batches, build(workload.schedule, size, bpipe=workload.bpipe))
 
     first = 2 * period + asked % period
     second = first + 2 * period
     if asked <= second or asked * stages * workload.chunks * batches <= _MOST_UNITS:
-        return _View((clock(asked),), (1.0 / batches,))
+        return [simulation(1.0, asked)]
     more = (asked - second) / (second - first)
-    return _View((clock(first), clock(second)), (-more / batches, (1 + more) / batches))
+    return [simulation(-more, first), simulation(1 + more, second)]
 
 
-def _clock(program: Program) -> tuple[Program, ManyCosts]:
-    return program, ManyCosts(program)
+def _simulation(weight: float, program: Program) -> tuple[float, Program, ManyCosts]:
+    return weight, program, ManyCosts(program)
