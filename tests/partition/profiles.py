@@ -1,15 +1,35 @@
-"""Profiles of models that there are not: random graphs, and chains of blocks like a transformer's."""
+"""Profiles of made-up models: random graphs, and chains of blocks like a transformer's; and problems of them."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 
+from evenpipe.partition.costs.matrices import Costs
+from evenpipe.partition.dawnpiper.capuchin import Optimize
+from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.profile import Node, Origin, Parameter, Profile, Storage
 
-__all__ = ["assembled", "origin", "random_profile", "transformer"]
+__all__ = ["PLENTY", "assembled", "origin", "problem_of", "random_profile", "transformer"]
 
 MIB = 1 << 20
+#: More bytes than any of these models takes.
+PLENTY = 1 << 50
+
+
+def problem_of(
+    profile: Profile,
+    workload: Workload | str,
+    stages: int,
+    limit: int = PLENTY,
+    optimize: Optimize = "none",
+    host_gbps: float = 0.0,
+) -> Problem:
+    """The problem of a profile; a schedule's name alone stands for four micro-batches of it."""
+    if isinstance(workload, str):
+        workload = Workload(workload, 4)
+    return Problem(Costs(profile), copies_of(workload, stages), limit, optimize, host_gbps)
 
 
 def origin(model: str = "drawn", micro_batch_size: int = 1) -> Origin:

@@ -3,47 +3,49 @@
 from __future__ import annotations
 
 import time
-from itertools import combinations, pairwise
+from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
 
 from evenpipe.partition.costs.matrices import Costs
 from evenpipe.partition.dawnpiper.capuchin import Optimize
-from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.search.exact import best_partition, search
-from evenpipe.partition.search.filling import Partition, nudged, seed
-from tests.partition.profiles import random_profile, transformer
+from evenpipe.partition.search.filling import nudged, partition_of, seed
+from tests.partition.profiles import PLENTY, problem_of, random_profile, transformer
 
 SCHEDULES = [Workload("gpipe", 4), Workload("1f1b", 8), Workload("2bw", 8), Workload("pipedream", 4)]
 
 
 def all_partitions(problem: Problem) -> dict[tuple[int, ...], float]:
     """Every partition that fits, by brute force, with its longest stage."""
-    last, count = problem.costs.last, problem.copies.positions
-    found = {}
-    for inner in combinations(range(1, last), count - 1):
+    last, found = problem.costs.last, {}
+    for inner in combinations(range(1, last), problem.copies.positions - 1):
         cuts = (0, *inner, last)
-        cells = [problem.cell(k, *ends) for k, ends in enumerate(pairwise(cuts))]
-        peaks = problem.peaks(cuts)
-        if peaks is not None and max(peaks) <= problem.limit_bytes:
-            found[cuts] = max(cell.ms for cell in cells if cell is not None)
+        cells, peaks = problem.cells(cuts), problem.peaks(cuts)
+        if cells is not None and peaks is not None and max(peaks) <= problem.limit_bytes:
+            found[cuts] = max(cell.ms for cell in cells)
     return found
+
+
+def tight(loose: Problem, share: float) -> Problem:
+    """The problem with a share of the memory that its fastest partition takes as it is."""
+    whole = replace(loose, optimize="none").within(PLENTY)
+    fastest = search(whole)
+    assert fastest is not None
+    return loose.within(int(max(whole.peaks(fastest.cuts) or ()) * share))
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_it_finds_the_best_of_all_partitions_of_a_random_graph(seed: int) -> None:
     workload = SCHEDULES[seed % len(SCHEDULES)]
-    costs = Costs(random_profile(seed, 9 + seed % 4))
-    stages = min(2 + seed % 3, costs.last)
-    copies = copies_of(workload, stages)
-    loose = Problem(costs, copies, 1 << 40)
-    whole = search(loose)
-    assert whole is not None
-    peak = max(loose.peaks(whole.cuts) or ())
+    profile = random_profile(seed, 9 + seed % 4)
+    loose = problem_of(profile, workload, min(2 + seed % 3, Costs(profile).last))
     for share in (1.0, 0.9, 0.8):
-        problem = loose.within(int(peak * share))
+        problem = tight(loose, share)
         best, found = min(all_partitions(problem).values(), default=None), search(problem)
         assert (found is None) == (best is None)
         if found is not None and best is not None:
@@ -57,30 +59,25 @@ def test_it_finds_the_best_of_all_partitions_of_a_random_graph(seed: int) -> Non
 @pytest.mark.parametrize("share", [0.75, 0.5, 0.35])
 def test_with_memory_optimisation_too(optimize: Optimize, stages: int, layers: int, share: float) -> None:
     """On graphs of 40 and 53 cuts, against every partition with what its stages recompute and swap."""
-    costs = Costs(transformer(layers))
-    copies = copies_of(Workload("1f1b", 8), stages)
-    loose = search(Problem(costs, copies, 1 << 50))
-    assert loose is not None
-    limit = int(max(Problem(costs, copies, 1 << 50).peaks(loose.cuts) or ()) * share)
-    problem = Problem(costs, copies, limit, optimize, 0.5)
+    problem = tight(problem_of(transformer(layers), Workload("1f1b", 8), stages, PLENTY, optimize, 0.5), share)
     best, found = min(all_partitions(problem).values(), default=None), search(problem)
     assert (found is None) == (best is None)
     if found is not None and best is not None:
         assert found.optimum_ms <= best * (1 + 1e-9)
         assert best <= found.ms * (1 + 1e-9) <= 1.001 * best
-        assert max(problem.peaks(found.cuts) or ()) <= limit
+        assert max(problem.peaks(found.cuts) or ()) <= problem.limit_bytes
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_range_takes_less_than_its_lower_bound(seed: int) -> None:
     """On which the proof rests: for every range and how far it is to shrink, by recomputing and by swapping."""
-    costs = Costs(random_profile(seed, 12) if seed % 2 else transformer(1))
-    copies = copies_of(Workload("pipedream", 2), 2)
+    profile = random_profile(seed, 12) if seed % 2 else transformer(1)
+    costs = Costs(profile)
     every = np.arange(costs.last + 1)
     whole = int(costs.saved(every, every)[0, -1] + costs.static(every, every, 2)[0, -1]) * 2
     optimize: Optimize = ("recompute", "swap+recompute")[seed // 2 % 2]
     for share in (0.9, 0.6, 0.3):
-        problem = Problem(costs, copies, int(whole * share), optimize, 1e-6)
+        problem = problem_of(profile, "pipedream", 2, int(whole * share), optimize, 1e-6)
         for position in range(2):
             lower, _ = problem.lower_ms(position, every, every)
             for first in range(costs.last):
@@ -94,9 +91,7 @@ def test_no_range_takes_less_than_its_lower_bound(seed: int) -> None:
 def test_stages_that_share_their_memory_with_others(seed: int) -> None:
     """BPipe and model chunks: whatever fits by the schedule's walk is no better than what is found, if all is tried."""
     workload = [Workload("1f1b", 4, bpipe=True), Workload("v-half", 4), Workload("interleaved", 4, chunks=2)][seed % 3]
-    costs = Costs(random_profile(seed, 11, cuts=1.0))
-    copies = copies_of(workload, 4 if workload.bpipe else 2)
-    loose = Problem(costs, copies, 1 << 40)
+    loose = problem_of(random_profile(seed, 11, cuts=1.0), workload, 4 if workload.bpipe else 2)
     whole = best_partition(loose)
     assert whole is not None
     for share in (1.0, 0.93, 0.87):
@@ -111,17 +106,15 @@ def test_stages_that_share_their_memory_with_others(seed: int) -> None:
 
 
 def test_it_takes_less_than_a_third_of_a_second_for_2400_cuts_and_8_stages() -> None:
-    costs = Costs(transformer(185))
-    assert costs.last >= 2400
-    copies = copies_of(Workload("pipedream", 8), 8)
-    loose = search(Problem(costs, copies, 1 << 50))
-    assert loose is not None
-    peak = max(Problem(costs, copies, 1 << 50).peaks(loose.cuts) or ())
+    loose = problem_of(transformer(185), "pipedream", 8)
+    assert loose.costs.last >= 2400
     for share in (1.1, 0.8, 0.6):
         taken = []
+        limit = tight(loose, share).limit_bytes
         for _ in range(3):  # the fastest counts: what else runs on a core makes each instruction slower
+            problem = loose.within(limit)
             before = time.process_time()
-            assert search(Problem(costs, copies, int(peak * share))) is not None
+            assert search(problem) is not None
             taken.append(time.process_time() - before)
         assert min(taken) < 0.3
 
@@ -129,29 +122,21 @@ def test_it_takes_less_than_a_third_of_a_second_for_2400_cuts_and_8_stages() -> 
 @pytest.mark.parametrize(("stages", "share"), [(3, 0.8), (3, 0.5), (8, 0.8), (8, 0.3)])
 def test_moving_boundaries_never_makes_it_longer_and_ends(stages: int, share: float) -> None:
     """From stages that are filled one after the other, which leaves the last ones little."""
-    costs = Costs(transformer(14))
-    copies = copies_of(Workload("1f1b", 8), stages)
-    loose = search(Problem(costs, copies, 1 << 50))
-    assert loose is not None
-    limit = int(max(Problem(costs, copies, 1 << 50).peaks(loose.cuts) or ()) * share)
-    problem = Problem(costs, copies, limit, "swap+recompute", 0.5)
+    workload = Workload("1f1b", 8)
+    problem = tight(problem_of(transformer(14), workload, stages, PLENTY, "swap+recompute", 0.5), share)
     found = seed(problem, problem.least_ms)
     assert found is not None
     better = nudged(problem, found)
-    cells = [problem.cell(k, *ends) for k, ends in enumerate(pairwise(better.cuts))]
-    assert better.ms == max(cell.ms for cell in cells if cell is not None)
+    assert better == partition_of(problem, better.cuts, better.optimum_ms)
     assert better.ms <= found.ms
     assert (better.cuts == found.cuts) == (better.ms == found.ms)
-    assert max(problem.peaks(better.cuts) or ()) <= limit
+    assert max(problem.peaks(better.cuts) or ()) <= problem.limit_bytes
     assert nudged(problem, better) == better
 
 
 def test_moving_boundaries_shortens_what_is_uneven() -> None:
-    costs = Costs(transformer(14))
-    problem = Problem(costs, copies_of(Workload("1f1b", 8), 4), 1 << 50)
-    cuts = (0, 20, 40, 60, costs.last)
-    cells = [problem.cell(k, *ends) for k, ends in enumerate(pairwise(cuts))]
-    fits = tuple(cell.fit for cell in cells if cell is not None)
-    found = Partition(cuts, max(cell.ms for cell in cells if cell is not None), 0.0, fits)
+    problem = problem_of(transformer(14), Workload("1f1b", 8), 4)
+    found = partition_of(problem, (0, 20, 40, 60, problem.costs.last), 0.0)
+    assert found is not None
     assert nudged(problem, found).ms < found.ms
     assert nudged(problem, found, problem.weighed) == found

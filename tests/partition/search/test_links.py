@@ -13,7 +13,6 @@ from evenpipe.partition.costs.matrices import Costs
 from evenpipe.partition.dawnpiper.bipar import bipar
 from evenpipe.partition.dawnpiper.capuchin import Optimize
 from evenpipe.partition.dawnpiper.copies import Workload, copies_of
-from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.models import build as build_model
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import Profiles
@@ -25,9 +24,8 @@ from evenpipe.partition.trace import trace, weightless
 from evenpipe.planner.descriptions import cluster, device
 from evenpipe.schedule import Size, build, find
 from evenpipe.simulate import simulate
-from tests.partition.profiles import transformer
+from tests.partition.profiles import PLENTY, problem_of, transformer
 
-PLENTY = 1 << 50
 LATENCY_MS = 0.025
 MODELS = {"bert-large": 8, "gpt2-large": 4, "t5-v1.1-large": 4, "amoebanet-d": 64}
 #: Up to so many layer cuts are all simulated; of more, the best is climbed to from several places.
@@ -127,7 +125,7 @@ def test_layer_cuts_that_have_to_save_memory_are_among_the_candidates(optimize: 
     plan = find_plan(profile, workload, 4, limit, optimize, 0.5, links=links)
     assert max(part.peak_bytes for part in plan.stages) <= limit
     assert plan.batch_ms is not None
-    problem = Problem(Costs(profile), copies_of(workload, 4), limit, optimize, 0.5)
+    problem = problem_of(profile, workload, 4, limit, optimize, 0.5)
     clock, layers = BatchClock(problem.costs, problem.copies, workload, links), problem.costs.layers
     for inner in ((2, 4, 6), (1, 3, 6), (2, 4, 7)):
         cuts = [layers[number] for number in (0, *inner, len(layers) - 1)]
@@ -183,6 +181,6 @@ def test_of_the_papers_models_either(model: str, stages: int, gbps: float) -> No
 def test_between_the_balance_points_of_bert_are_fewer_than_100_places_on_four_stages() -> None:
     """φ, as DawnPiper §4.2 has it; on eight stages it is more."""
     for stages, below in ((4, True), (8, False)):
-        copies = copies_of(Workload.of_mode("async", stages), stages)
-        found = bipar(Problem(Costs(real("bert-large")), copies, 40 * 10**9), most_parts=300)
+        problem = problem_of(real("bert-large"), Workload.of_mode("async", stages), stages, 40 * 10**9)
+        found = bipar(problem, most_parts=300)
         assert (found.widest < 100) == below

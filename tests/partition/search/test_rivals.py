@@ -10,13 +10,12 @@ from types import ModuleType
 
 import pytest
 
-from evenpipe.partition.costs.matrices import Costs
 from evenpipe.partition.dawnpiper.capuchin import Optimize
-from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.search.exact import best_partition
 from evenpipe.partition.search.finding import largest_batch
-from tests.partition.profiles import transformer
+from tests.partition.profiles import problem_of, transformer
 
 GIB = 1 << 30
 
@@ -30,8 +29,8 @@ def rivals() -> Iterator[tuple[ModuleType, ModuleType]]:
 
 
 def problem(size: int, mode: str, stages: int, optimize: Optimize) -> Problem:
-    costs = Costs(transformer(5, hidden_mib=2.0, micro_batch_size=size))
-    return Problem(costs, copies_of(Workload.of_mode(mode, stages), stages), GIB, optimize, 0.5)
+    profile = transformer(5, hidden_mib=2.0, micro_batch_size=size)
+    return problem_of(profile, Workload.of_mode(mode, stages), stages, GIB, optimize, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,8 @@ class Costs:
 
     def ms(self, firsts: Numbers, lasts: Numbers) -> Numbers:
         """Return T_x: forward and backward of all nodes (Equation 1)."""
-        return np.subtract(self.upto_ms[lasts][None, :], self.upto_ms[firsts][:, None])
+        ms: Numbers = self.upto_ms[lasts][None, :] - self.upto_ms[firsts][:, None]
+        return ms
 
     def saved(self, firsts: Numbers, lasts: Numbers) -> Numbers:
         """Return the bytes of the storages that a backward in the range needs, each once."""

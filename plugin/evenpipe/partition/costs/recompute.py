@@ -229,7 +229,8 @@ class Division:
     def _crossing(self, borders: list[int]) -> Numbers:
         """Return which storages are made before and read behind a border, the last node of a piece."""
         at = np.array(borders, np.int64)
-        return np.less(np.searchsorted(at, self._begins, "left"), np.searchsorted(at, self._ends, "left"))
+        crossing: Numbers = np.searchsorted(at, self._begins, "left") < np.searchsorted(at, self._ends, "left")
+        return crossing
 
     def _pieces(self, borders: list[int], upto: list[float]) -> Pieces:
         crossing = self._crossing(borders)

@@ -219,7 +219,8 @@ class Saved:
     def free_from_ms(self) -> Numbers:
         """When the last node to read each has ended, since the forward's start."""
         upto = self.graph.forward_upto
-        return np.subtract(upto[self.last_use + 1], upto[self.start])
+        ms: Numbers = upto[self.last_use + 1] - upto[self.start]
+        return ms
 
     @cached_property
     def needed_ms(self) -> Numbers:
@@ -229,13 +230,15 @@ class Saved:
     def backward_ms_of(self, nodes: Numbers) -> Numbers:
         """Return when these nodes' backwards start, since the backward's start."""
         upto = self.graph.backward_upto
-        return np.subtract(upto[self.stop], upto[nodes + 1])
+        ms: Numbers = upto[self.stop] - upto[nodes + 1]
+        return ms
 
     def backward_node(self, at_ms: Numbers) -> Numbers:
         """Return the node whose backward runs so long after the backward's start; the last one at or before it."""
         upto = self.graph.backward_upto
-        node = np.searchsorted(upto, upto[self.stop] - np.maximum(at_ms, 0.0), "left") - 1
-        return np.clip(node, self.start, self.stop - 1)
+        running = np.searchsorted(upto, upto[self.stop] - np.maximum(at_ms, 0.0), "left") - 1
+        nodes: Numbers = np.clip(running, self.start, self.stop - 1)
+        return nodes
 
     def backward_peak(self, until: Numbers) -> int:
         """Return the most bytes that the micro-batch holds in its backward.

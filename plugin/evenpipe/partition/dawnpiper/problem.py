@@ -124,7 +124,8 @@ class Problem:
     def may_fit(self, position: int, firsts: Numbers, lasts: Numbers) -> Numbers:
         """Return whether each range passes a test that all larger ones fail once it fails: messages are left out."""
         room = self.room(position, firsts, lasts, messages=False)
-        return np.greater_equal(room, self.costs.saved(firsts, lasts) if self.optimize == "none" else 0.0)
+        fits: Numbers = room >= (self.costs.saved(firsts, lasts) if self.optimize == "none" else 0.0)
+        return fits
 
     def lower_ms(self, position: int, firsts: Numbers, lasts: Numbers) -> tuple[Numbers, Numbers]:
         """Return a lower bound of each range's ms, infinite where it cannot fit; and where the bound is exact."""

@@ -10,11 +10,11 @@ from evenpipe.partition.costs.matrices import Costs
 from evenpipe.partition.dawnpiper.balance import Balance
 from evenpipe.partition.dawnpiper.bipar import bipar
 from evenpipe.partition.dawnpiper.capuchin import Optimize
-from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.profile import Profile, Storage
 from evenpipe.partition.search.exact import search
-from tests.partition.profiles import assembled, random_profile, transformer
+from tests.partition.profiles import assembled, problem_of, random_profile, transformer
 
 
 def chain(count: int, *, forward_ms: list[float] | None = None, nbytes: list[int] | None = None) -> Profile:
@@ -27,7 +27,7 @@ def chain(count: int, *, forward_ms: list[float] | None = None, nbytes: list[int
 
 def two_stages(profile: Profile, limit: int, optimize: Optimize) -> tuple[Problem, dict[int, float]]:
     """Every cut in two that fits under PipeDream's schedule, with the longer stage's time."""
-    problem = Problem(Costs(profile), copies_of(Workload("pipedream", 2), 2), limit, optimize)
+    problem = problem_of(profile, "pipedream", 2, limit, optimize)
     last = problem.costs.last
     pairs = {cut: (problem.cell(0, 0, cut), problem.cell(1, cut, last)) for cut in range(1, last)}
     return problem, {cut: max(a.ms, b.ms) for cut, (a, b) in pairs.items() if a is not None and b is not None}
@@ -84,7 +84,7 @@ def test_without_its_third_condition_the_best_cut_lies_outside() -> None:
 
 def test_where_the_compute_balanced_point_fits_it_is_taken_at_once() -> None:
     """Algorithm 1, line 3: nothing else is tried."""
-    problem = Problem(Costs(transformer(6)), copies_of(Workload("pipedream", 2), 2), 1 << 60)
+    problem = problem_of(transformer(6), "pipedream", 2)
     found = bipar(problem)
     assert found.part is not None
     assert found.nodes_tried == 1
@@ -93,8 +93,7 @@ def test_where_the_compute_balanced_point_fits_it_is_taken_at_once() -> None:
 
 def test_candidates_are_tried_from_the_memory_balanced_point_until_one_does_not_fit() -> None:
     """Without memory optimisation what is found is the last that fits on the way to the compute-balanced point."""
-    profile = transformer(6)
-    loose = Problem(Costs(profile), copies_of(Workload("pipedream", 2), 2), 1 << 60)
+    loose = problem_of(transformer(6), "pipedream", 2)
     memory_cut, compute_cut = points(loose)
     most = max(loose.peaks((0, compute_cut, loose.costs.last)) or ())
     problem = loose.within(int(most * 0.9))
@@ -129,13 +128,12 @@ def test_behind_the_first_that_does_not_fit_nothing_is_tried() -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "pipedream"])
 def test_any_number_of_stages(stages: int, name: str) -> None:
     """Three are cut off from a part by the first one's points, so that a depth need be no power of 2."""
-    costs, copies = Costs(transformer(16)), copies_of(Workload(name, stages), stages)
-    problem = Problem(costs, copies, 1 << 60)
+    problem = problem_of(transformer(16), Workload(name, stages), stages)
     found, best = bipar(problem), search(problem)
     assert found.part is not None
     assert best is not None
     assert found.whole
-    assert 1 <= found.widest <= costs.last
+    assert 1 <= found.widest <= problem.costs.last
     assert bipar(problem, most_parts=1).whole == (stages == 2)
     assert len(found.part.cuts) == stages + 1
     assert all(before < behind for before, behind in pairwise(found.part.cuts))
@@ -147,7 +145,7 @@ def test_any_number_of_stages(stages: int, name: str) -> None:
 def test_it_is_never_better_than_the_best_of_all_partitions(seed: int) -> None:
     costs = Costs(random_profile(seed, 10))
     stages = min(2 + seed % 3, costs.last)
-    problem = Problem(costs, copies_of(Workload("pipedream", stages), stages), 1 << 40)
+    problem = problem_of(costs.profile, "pipedream", stages)
     best = min(
         max(float(costs.upto_ms[b] - costs.upto_ms[a]) for a, b in pairwise((0, *inner, costs.last)))
         for inner in combinations(range(1, costs.last), stages - 1)
@@ -158,8 +156,7 @@ def test_it_is_never_better_than_the_best_of_all_partitions(seed: int) -> None:
 
 
 def test_known_bounds_spare_work_and_change_nothing() -> None:
-    costs, copies = Costs(transformer(12)), copies_of(Workload("pipedream", 4), 4)
-    loose = Problem(costs, copies, 1 << 60)
+    loose = problem_of(transformer(12), "pipedream", 4)
     best = search(loose)
     assert best is not None
     limit = int(max(loose.peaks(best.cuts) or ()) * 0.7)

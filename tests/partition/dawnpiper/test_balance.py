@@ -8,10 +8,8 @@ import pytest
 
 from evenpipe.partition.costs.matrices import Costs
 from evenpipe.partition.dawnpiper.balance import Balance, one_copy_bytes, quiet, running_peak_cuts
-from evenpipe.partition.dawnpiper.copies import Workload, copies_of
-from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.profile import Parameter, Storage
-from tests.partition.profiles import assembled, transformer
+from tests.partition.profiles import assembled, problem_of, transformer
 
 
 def test_algorithm_2_on_a_drawn_example() -> None:
@@ -26,12 +24,8 @@ def test_algorithm_2_on_a_drawn_example() -> None:
     nodes = assembled([(1.0, 2.0)] * 12, saved, []).nodes
     assert one_copy_bytes(nodes) == 120
     assert running_peak_cuts(nodes, 120, [3, 2, 1]) == [2, 6]
-
-
-def test_algorithm_2_with_a_gpus_limit_in_place_of_the_models_total_leaves_the_last_stages_empty() -> None:
-    saved = [Storage(nbytes=10, producer=n, users=(), savers=(n,)) for n in range(12)]
-    nodes = assembled([(1.0, 2.0)] * 12, saved, []).nodes
-    assert running_peak_cuts(nodes, 400, [3, 2, 1]) == [7]
+    assert running_peak_cuts(nodes, 120, [4, 4, 4]) == [3, 7], "other schedules are balanced by their copies"
+    assert running_peak_cuts(nodes, 400, [3, 2, 1]) == [7], "with a GPU's limit for M_G, the last stages are empty"
 
 
 def test_algorithm_2_counts_the_peak_before_what_is_released() -> None:
@@ -47,16 +41,10 @@ def test_algorithm_2_counts_the_peak_before_what_is_released() -> None:
     assert running_peak_cuts(nodes, 130, [1, 1]) == [], "once they are released, 50 bytes of what is left are not there"
 
 
-def test_other_schedules_are_balanced_by_their_copies() -> None:
-    saved = [Storage(nbytes=10, producer=n, users=(), savers=(n,)) for n in range(12)]
-    nodes = assembled([(1.0, 2.0)] * 12, saved, []).nodes
-    assert running_peak_cuts(nodes, 120, [4, 4, 4]) == [3, 7]
-
-
 @pytest.mark.parametrize("name", ["pipedream", "1f1b", "gpipe"])
 def test_memory_balanced_stages_hold_the_same(name: str) -> None:
     """Where nodes are small, peaks differ by little; the compute-balanced ones of PipeDream by more than half."""
-    problem = Problem(Costs(transformer(48)), copies_of(Workload(name, 4), 4), 1 << 60)
+    problem = problem_of(transformer(48), name, 4)
     balance = Balance(problem)
     peaks = problem.peaks(balance.memory_cuts()) or ()
     assert min(peaks) > 0.9 * max(peaks)
@@ -65,7 +53,7 @@ def test_memory_balanced_stages_hold_the_same(name: str) -> None:
 
 
 def test_compute_balanced_stages_take_the_same() -> None:
-    problem = Problem(Costs(transformer(48)), copies_of(Workload("gpipe", 4), 4), 1 << 60)
+    problem = problem_of(transformer(48), "gpipe", 4)
     cuts = Balance(problem).compute_cuts()
     times = [problem.costs.upto_ms[b] - problem.costs.upto_ms[a] for a, b in pairwise(cuts)]
     assert min(times) > 0.97 * max(times)
@@ -73,7 +61,7 @@ def test_compute_balanced_stages_take_the_same() -> None:
 
 def test_the_memory_balanced_point_of_two_stages_is_left_of_the_compute_balanced_one() -> None:
     """As the paper's proof has it: earlier stages keep more copies."""
-    problem = Problem(Costs(transformer(24)), copies_of(Workload("pipedream", 2), 2), 1 << 60)
+    problem = problem_of(transformer(24), "pipedream", 2)
     balance, last = Balance(problem), problem.costs.last
     assert balance.memory_cut(0, last, range(1), range(1, 2)) < balance.compute_cut(0, last, 1, 1)
 
@@ -110,7 +98,7 @@ def test_what_is_sent_wherever_one_cuts_is_disregarded() -> None:
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_algorithm_2_cuts_a_model_where_peaks_are_even_for_pipedream(stages: int) -> None:
     """It leaves out gradients and messages, and nodes are whole: peaks are not quite the same."""
-    problem = Problem(Costs(transformer(48)), copies_of(Workload("pipedream", stages), stages), 1 << 60)
+    problem = problem_of(transformer(48), "pipedream", stages)
     balance = Balance(problem)
     printed = balance.printed_cuts()
     assert printed is not None
@@ -120,5 +108,5 @@ def test_algorithm_2_cuts_a_model_where_peaks_are_even_for_pipedream(stages: int
 
 
 def test_layers_are_shared_out_evenly() -> None:
-    problem = Problem(Costs(transformer(8)), copies_of(Workload("gpipe", 4), 4), 1 << 60)
+    problem = problem_of(transformer(8), "gpipe", 4)
     assert [problem.costs.layers.index(cut) for cut in Balance(problem).layer_cuts()] == [0, 2, 4, 7, 9]
