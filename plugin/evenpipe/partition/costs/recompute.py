@@ -113,21 +113,14 @@ class Candidates:
 
     def chain(self, storage: int, checkpoints: frozenset[int] = frozenset()) -> Chain:
         """Return the chain of dropping it alone."""
-        saved, graph = self.saved, self.saved.graph
-        nodes, received, open_nodes = dict[int, None](), dict[int, None](), [graph.producer[storage]]
-        while open_nodes:
-            node = open_nodes.pop()
-            if node not in nodes:
-                nodes[node] = None
-                for read in graph.reads[node]:
-                    if read in saved.places:
-                        continue
-                    if graph.producer[read] >= saved.start and read not in checkpoints and not graph.changed[read]:
-                        open_nodes.append(graph.producer[read])
-                    else:
-                        received[read] = None
+        places, start, graph = self.saved.places, self.saved.start, self.saved.graph
+
+        def is_there(read: int) -> bool:
+            return read in places or graph.producer[read] < start or read in checkpoints or graph.changed[read]
+
+        nodes, ends = graph.chain(storage, is_there)
         ms = sum(inf if node in graph.once else graph.forward_ms[node] for node in nodes)
-        return Chain(ms, tuple(nodes), tuple(received))
+        return Chain(ms, tuple(nodes), tuple(end for end in ends if end not in places))
 
     def _weigh_others(self) -> None:
         """Weigh those that save more than must be kept for them; what is kept for one is there for all."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -76,6 +76,20 @@ class Graph:
         """The order in which storages are dropped, worked out once for all ranges."""
         return Order(self)
 
+    def chain(self, storage: int, is_there: Callable[[int], bool]) -> tuple[list[int], list[int]]:
+        """Return the nodes that run again for a storage, and the storages that they read and that are there."""
+        nodes, ends, open_nodes = dict[int, None](), dict[int, None](), [self.producer[storage]]
+        while open_nodes:
+            node = open_nodes.pop()
+            if node not in nodes:
+                nodes[node] = None
+                for read in self.reads[node]:
+                    if is_there(read):
+                        ends[read] = None
+                    else:
+                        open_nodes.append(self.producer[read])
+        return list(nodes), list(ends)
+
     def saved(self, start: int, stop: int) -> Saved:
         """Return what the nodes from `start` to `stop` − 1 save."""
         storages, nodes = self._savers.between(start, stop)
@@ -114,9 +128,14 @@ class Order:
 
     def __init__(self, graph: Graph) -> None:
         nbytes, forward_ms = graph.nbytes, graph.forward_ms
-        chains = [_chain(graph, storage) for storage in range(len(nbytes))]
-        nodes = [nodes for nodes, _ in chains]
-        self.nodes, self.ends = Lists.of(nodes), Lists.of([ends for _, ends in chains])
+        stays, is_saved = np.array(graph.changed, bool) | (graph.producer_of < 0), np.array(graph.is_saved, bool)
+        there = (stays | is_saved).tolist()
+        chains: list[tuple[list[int], list[int]]] = [([], []) for _ in nbytes]
+        for storage in np.flatnonzero(is_saved & ~stays).tolist():
+            chain = graph.chain(storage, there.__getitem__)
+            chains[storage] = chain if graph.once.isdisjoint(chain[0]) else ([], [])
+        nodes = [sorted(nodes) for nodes, _ in chains]
+        self.nodes, self.ends = Lists.of(nodes), Lists.of([sorted(ends) for _, ends in chains])
         self.first_node: Numbers = np.array([min(chain, default=-1) for chain in nodes], np.int64)
         self.run_for = _by_node(len(forward_ms), nodes)
         self.ms_a_byte: Numbers = np.full(len(nbytes), np.inf)
@@ -140,23 +159,6 @@ class Order:
                         adds_ms[other] -= forward_ms[node]
                         if other != storage and nbytes[other]:
                             heappush(heap, (adds_ms[other] / nbytes[other], other))
-
-
-def _chain(graph: Graph, storage: int) -> tuple[list[int], list[int]]:
-    """Return the nodes that run again for a storage and the storages that they read; none where it has to stay."""
-    nodes, ends, open_nodes = set[int](), set[int](), [graph.producer[storage]]
-    if not graph.is_saved[storage] or graph.changed[storage] or graph.producer[storage] < 0:
-        return [], []
-    while open_nodes:
-        node = open_nodes.pop()
-        if node not in nodes:
-            nodes.add(node)
-            for read in graph.reads[node]:
-                if graph.is_saved[read] or graph.changed[read] or graph.producer[read] < 0:
-                    ends.add(read)
-                else:
-                    open_nodes.append(graph.producer[read])
-    return ([], []) if nodes & graph.once else (sorted(nodes), sorted(ends))
 
 
 @dataclass(eq=False)
