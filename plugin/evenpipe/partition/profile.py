@@ -3,26 +3,51 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import Self
 
 from evenpipe.report.files import write_atomically
 
-__all__ = ["Node", "Origin", "Parameter", "Profile", "ProfileError", "Storage"]
-
-FORMAT: Final = "evenpipe.profile/1"
+__all__ = ["Document", "Frozen", "Node", "Origin", "Parameter", "Profile", "ProfileError", "Storage"]
 
 
 class ProfileError(ValueError):
     """A profile cannot be read or is not of what is asked for; the message is one line that names the file."""
 
 
-class _Frozen(BaseModel):
+class Frozen(BaseModel):
+    """Values that do not change, and no others."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Storage(_Frozen):
+class Document(Frozen):
+    """A file of its own, in one format; `Invalid` is raised where there is none of it at a path."""
+
+    Invalid: ClassVar[type[ValueError]]
+    indent: ClassVar[int | None] = None
+    format: str
+
+    def write(self, path: Path) -> None:
+        """Put it at `path` as JSON, whole or not at all. Raises OSError."""
+        write_atomically(path, self.model_dump_json(indent=self.indent))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Return the document at `path`. Raises `Invalid`, one line that names the file."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise cls.Invalid(f"{path}: {error.strerror}") from error
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise cls.Invalid(f"{path}: no {cls.model_fields['format'].default}: {where}: {first['msg']}") from error
+
+
+class Storage(Frozen):
     """Memory that a node allocates for one micro-batch; views of it, and what is saved twice, count once.
 
     `producer`: the node that allocates it; −1: it is there before (an input of the model, or what every stage computes
@@ -38,7 +63,7 @@ class Storage(_Frozen):
     changers: tuple[int, ...] = ()
 
 
-class Parameter(_Frozen):
+class Parameter(Frozen):
     """A parameter: every stage with one of its `users` (nodes, ascending) has a copy, gradient and optimizer state."""
 
     name: str
@@ -48,7 +73,7 @@ class Parameter(_Frozen):
     users: tuple[int, ...] = Field(min_length=1)
 
 
-class Node(_Frozen):
+class Node(Frozen):
     """One operation, in the order of DawnPiper B.1: by depth, then by the start of its forward.
 
     Milliseconds and bytes of one micro-batch. `activation_bytes`: of storages that it allocates. `released_bytes`: of
@@ -71,7 +96,7 @@ class Node(_Frozen):
     random: bool = False
 
 
-class Origin(_Frozen):
+class Origin(Frozen):
     """What a profile is of, which what uses it must be too. `digest`: of the graph, with shapes and parameters.
 
     `sequence_length`, `attention` and `small`: with what a model known by name, or a configuration, was made.
@@ -91,28 +116,13 @@ class Origin(_Frozen):
     autocast: str | None = None
 
 
-class Profile(_Frozen):
+class Profile(Document):
     """A model, node by node. `layer_ends`: the nodes that end what its author calls a layer, where coarser cuts go."""
 
-    format: Literal["evenpipe.profile/1"] = FORMAT
+    Invalid: ClassVar[type[ValueError]] = ProfileError
+    format: Literal["evenpipe.profile/1"] = "evenpipe.profile/1"
     origin: Origin
     nodes: tuple[Node, ...] = Field(min_length=1)
     storages: tuple[Storage, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     layer_ends: tuple[int, ...] = ()
-
-    def write(self, path: Path) -> None:
-        """Put it at `path` as JSON, whole or not at all. Raises OSError."""
-        write_atomically(path, self.model_dump_json())
-
-    @classmethod
-    def read(cls, path: Path) -> Profile:
-        """Raises ProfileError where there is none, or one of another format."""
-        try:
-            return cls.model_validate_json(path.read_bytes())
-        except OSError as error:
-            raise ProfileError(f"{path}: {error.strerror}") from error
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise ProfileError(f"{path}: no {FORMAT}: {where}: {first['msg']}") from error

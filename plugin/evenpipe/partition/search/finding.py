@@ -42,7 +42,6 @@ def find_plan(
     limit_bytes: int,
     optimize: Optimize = "none",
     host_gbps: float = 0.0,
-    most_weighed: float | None = None,
     links: StageLinks | None = None,
 ) -> Plan:
     """Return the better of the exact search and of BiPar. `host_gbps`: of a stage's link to its host, each way.
@@ -50,9 +49,9 @@ def find_plan(
     `links`: between stages; None: messages are free. With links the plan is the one whose batch is fastest by the
     simulator: of these two, of others that send less, and of layer cuts, with boundaries moved as long as that helps.
 
-    `most_weighed`: how many ranges the exact search weighs for what they recompute and swap; None: as many as take a
-    part of a second, and all in a model of few cuts. Where most saved bytes have to go, a proof of the last hundredth
-    takes thousands; without it `optimum_ms` is further below.
+    The exact search weighs as many ranges for what they recompute and swap as take a part of a second, and all in a
+    model of few cuts. Where most saved bytes have to go, a proof of the last hundredth takes thousands; without it
+    `optimum_ms` is further below.
 
     Raises PartitionError, one line, for more stages than there are cuts, and for a limit that nothing fits into, with a
     limit that is enough; ScheduleError for a schedule that cannot be.
@@ -60,9 +59,7 @@ def find_plan(
     began = time.perf_counter()
     with _no_collection():
         problem = _problem(profile, workload, stages, limit_bytes, optimize, host_gbps)
-        if most_weighed is None:
-            most_weighed = _MOST_WEIGHED if problem.costs.last > _FEW_CUTS else inf
-        plan = _plan(problem, workload, most_weighed, links)
+        plan = _plan(problem, workload, links)
     return plan.model_copy(update={"search_ms": (time.perf_counter() - began) * 1e3})
 
 
@@ -78,7 +75,8 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _plan(problem: Problem, workload: Workload, most_weighed: float, links: StageLinks | None) -> Plan:
+def _plan(problem: Problem, workload: Workload, links: StageLinks | None) -> Plan:
+    most_weighed = _MOST_WEIGHED if problem.costs.last > _FEW_CUTS else inf
     exact = best_partition(problem, most_weighed)
     floor_ms = exact.ms if exact is not None else 0.0
     ceiling_ms = floor_ms * _CEILING or inf

@@ -6,34 +6,26 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
-from pathlib import Path
 from statistics import fmean
-from typing import Final, Literal
+from typing import ClassVar, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, Field
 
 from evenpipe.partition.dawnpiper.capuchin import Fit, Optimize
 from evenpipe.partition.dawnpiper.copies import PIPEDREAM, Workload
 from evenpipe.partition.dawnpiper.problem import PartitionError, Problem
-from evenpipe.partition.profile import Origin, Profile
-from evenpipe.report.files import write_atomically
+from evenpipe.partition.profile import Document, Frozen, Origin, Profile
 from evenpipe.schedule import Link, Program, Size, build
 from evenpipe.simulate import Costs, Wire
 
 __all__ = ["Algorithm", "Alternative", "Crossing", "Plan", "Stage", "plan_of"]
-
-FORMAT: Final = "evenpipe.partition/1"
 
 #: What made a partition: the exact search, Algorithm 1, the exact search among cuts that send little, layer cuts that
 #: the simulator finds fastest, and boundaries moved by the simulator.
 Algorithm = Literal["exact", "bipar", "quiet", "layers", "moved"]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Stage(_Frozen):
+class Stage(Frozen):
     """The nodes of one part of the model, and what its stage does for each micro-batch of it.
 
     Each chunk of a stage is a part; both peaks are of the whole stage. `peak_bytes_before`: without memory
@@ -66,7 +58,7 @@ class Stage(_Frozen):
         return self.forward_ms + self.backward_ms + self.extra_ms
 
 
-class Crossing(_Frozen):
+class Crossing(Frozen):
     """Bytes that a cut sends for each micro-batch, one way, and the milliseconds they take (0: taken to be free)."""
 
     nbytes: int
@@ -78,7 +70,7 @@ class Crossing(_Frozen):
         return self.transmit_ms + self.latency_ms
 
 
-class Alternative(_Frozen):
+class Alternative(Frozen):
     """Another way to cut: the last node of each part but the last, the longest part, bytes sent one way, a batch."""
 
     algorithm: Algorithm
@@ -88,7 +80,7 @@ class Alternative(_Frozen):
     batch_ms: float
 
 
-class Plan(_Frozen):
+class Plan(Document):
     """Where a model is cut, for one model, shape and schedule: another has another plan.
 
     `cuts`: the last node of each part but the last. `max_stage_ms`: of the longest part, with what memory optimisation
@@ -105,7 +97,9 @@ class Plan(_Frozen):
     parameters, each counted once; older documents lack it.
     """
 
-    format: Literal["evenpipe.partition/1"] = FORMAT
+    Invalid: ClassVar[type[ValueError]] = PartitionError
+    indent: ClassVar[int | None] = 1
+    format: Literal["evenpipe.partition/1"] = "evenpipe.partition/1"
     search_ms: float
     nodes_tried: int
     max_stage_ms: float
@@ -201,22 +195,6 @@ class Plan(_Frozen):
                 raise PartitionError(
                     f"the plan is of {name} {getattr(mine, name)}, not {getattr(other, name)}: make one of this model"
                 )
-
-    def write(self, path: Path) -> None:
-        """Put it at `path` as JSON, whole or not at all. Raises OSError."""
-        write_atomically(path, self.model_dump_json(indent=1))
-
-    @classmethod
-    def read(cls, path: Path) -> Plan:
-        """Raises PartitionError where there is none, or one of another format."""
-        try:
-            return cls.model_validate_json(path.read_bytes())
-        except OSError as error:
-            raise PartitionError(f"{path}: {error.strerror}") from error
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise PartitionError(f"{path}: no {FORMAT}: {where}: {first['msg']}") from error
 
 
 def plan_of(problem: Problem, cuts: Sequence[int], fits: Sequence[Fit], workload: Workload) -> Plan:
