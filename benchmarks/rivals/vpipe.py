@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from evenpipe.partition.costs.matrices import Numbers
 from evenpipe.partition.costs.recompute import Recomputation
-from evenpipe.partition.costs.storages import Saved
 from evenpipe.partition.dawnpiper.capuchin import Fit, HostLink, weigh
 from evenpipe.partition.dawnpiper.problem import Problem
 from rivals.layers import Layers
@@ -118,16 +118,7 @@ class _Layered:
         layer_ends = np.array(bounds[1:]) - 1
         after_use = layer_ends[np.searchsorted(layer_ends, exact.last_use)]
         self.layer = np.searchsorted(layer_ends, exact.last_saver)
-        self.saved = Saved(
-            graph,
-            exact.start,
-            exact.stop,
-            exact.ids,
-            exact.nbytes,
-            exact.first_saver,
-            layer_ends[self.layer],
-            after_use,
-        )
+        self.saved = replace(exact, last_saver=layer_ends[self.layer], last_use=after_use)
         ends = layers.boundaries[first], layers.boundaries[stop]
         around, copies = problem.around(stage, *ends), problem.copies.own[stage]
         self.link = HostLink(self.saved, problem.host_gbps, around, copies)
