@@ -1,4 +1,4 @@
-"""What stages swap and recompute: savings that do not add up, a link that is shared, and peaks that are honest."""
+"""Swap and recompute of stages: savings that do not add up, a link that is shared, and peaks that hold."""
 
 from __future__ import annotations
 
@@ -26,11 +26,8 @@ def whole(profile: Profile, loads: list[Load], *args: object) -> Fit | None:
     return fit(Graph(profile), 0, len(profile.nodes), loads, *args)  # type: ignore[arg-type]
 
 
-def test_what_fits_is_left_as_it_is() -> None:
+def test_without_optimisation_all_is_kept_and_fits_or_not() -> None:
     assert whole(chain([10, 20, 30, 0], [1.0] * 4), [Load(3, 180)]) == Fit(0.0, 60, 0)
-
-
-def test_what_does_not_fit_without_optimisation_does_not() -> None:
     assert whole(chain([10, 20, 30, 0], [1.0] * 4), [Load(3, 179)]) is None
 
 
@@ -236,20 +233,10 @@ def test_every_stage_that_holds_copies_has_its_own_room() -> None:
     assert 2 * found.kept <= 119
 
 
-def test_swapping_too_fits_wherever_recomputing_does() -> None:
-    """What is swapped needs room on its way; where there is none, it is recomputed."""
-    profile = transformer(2)
-    total = Graph(profile).saved(0, len(profile.nodes)).total
-    for percent in range(5, 100, 5):
-        loads = [Load(8, 8 * total * percent / 100)]
-        if whole(profile, loads, "recompute") is not None:
-            assert whole(profile, loads, "swap+recompute", 0.1, Around(100.0)) is not None
-
-
-@pytest.mark.parametrize("host_gbps", [1e-6, 1e-4, 0.5])
+@pytest.mark.parametrize("host_gbps", [1e-6, 1e-4, 0.1, 0.5])
 @pytest.mark.parametrize("seed", range(6))
-def test_swapping_too_never_takes_longer_than_recomputing_alone(seed: int, host_gbps: float) -> None:
-    """Though swaps save most bytes a millisecond at first, the room that they need may take more in the end."""
+def test_swapping_too_fits_wherever_recomputing_does_and_takes_no_longer(seed: int, host_gbps: float) -> None:
+    """Swaps need room on their way, which may take more in the end, though they save most bytes a millisecond."""
     profile = random_profile(seed, 24) if seed else transformer(2)
     total = Graph(profile).saved(0, len(profile.nodes)).total
     for copies in (1, 2, 4, 8):
@@ -257,6 +244,6 @@ def test_swapping_too_never_takes_longer_than_recomputing_alone(seed: int, host_
             loads = [Load(copies, copies * total * share)]
             alone = whole(profile, loads, "recompute")
             if alone is not None:
-                both = whole(profile, loads, "swap+recompute", host_gbps)
+                both = whole(profile, loads, "swap+recompute", host_gbps, Around(100.0 * (seed % 3 == 0)))
                 assert both is not None
                 assert both.extra_ms <= alone.extra_ms
