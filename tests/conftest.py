@@ -1,6 +1,7 @@
 """Settings that all tests share."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,16 @@ settings.load_profile("evenpipe")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A pipeline's ranks share the cores; and what one process computes has the bits of what they do with one thread each.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    """A job of one process: the group of all ranks."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -29,7 +29,7 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
         "parameters": sum(one.numel() for one in engine.module.parameters()),
         "tied": sum(one.whole.nbytes for one in tied if one.whole is not one.own),
         "held": sum(nbytes for address, nbytes in storages.items() if address not in theirs),
-        "said": engine.two_bw.held_gradient_bytes,
+        "said": engine.two_bw.gradients.held_bytes,
     }
     engine.destroy()
     return found

@@ -9,9 +9,8 @@ import torch
 
 from evenpipe.train.launch import run_cases
 from evenpipe.train.options import TrainOptions
-from tests.oracle.clipping import clip, global_norm
 from tests.oracle.process import Case, train_cases
-from tests.oracle.recurrence import TwoBWUpdates, descend
+from tests.oracle.recurrence import TwoBWUpdates, clip, descend, global_norm
 from tests.selected import marked, selected
 
 # Whichever test is the first waits for all runs.

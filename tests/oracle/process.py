@@ -5,12 +5,22 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from evenpipe.train.options import TrainOptions
-from tests.oracle.result import Trained
 
-__all__ = ["Case", "train_cases"]
+__all__ = ["Case", "Trained", "train_cases"]
+
+
+class Trained(NamedTuple):
+    """`losses` and `grad_norms` (before clipping) are of each batch; `weights` are the last ones, by stage and name."""
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    weights_sha256: str
+    weights: list[dict[str, npt.NDArray[np.float32]]]
 
 
 class Case(NamedTuple):

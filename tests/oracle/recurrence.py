@@ -1,11 +1,12 @@
-"""W(t+1) = W(t) − step(∇f(W(t−d))): PipeDream-2BW's update rule (§3.1) for d = 1, and for any other delay."""
+"""W(t+1) = W(t) − step(∇f(W(t−d))): PipeDream-2BW's update rule (§3.1) for d = 1, and for any other delay; clipping."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["TwoBWUpdates", "descend"]
+__all__ = ["TwoBWUpdates", "clip", "descend", "global_norm"]
 
 
 class TwoBWUpdates:
@@ -57,3 +58,23 @@ def descend(
     for batch, learning_rate in enumerate(learning_rates):
         updates.update(gradients(batch, updates.seen), learning_rate)
     return updates.newest
+
+
+def global_norm(stages: Sequence[Sequence[Tensor]], added_in: torch.dtype = torch.float64) -> float:
+    """The norm over all stages' gradients: fp32 within a stage, as Megatron takes it on CPU.
+
+    The stages' squares are added one by one in `added_in`.
+    """
+    norms = [torch.norm(torch.stack([torch.norm(gradient) for gradient in stage])) for stage in stages]
+    total = torch.zeros((), dtype=added_in)
+    for norm in norms:
+        total += norm.to(added_in).square()
+    return math.sqrt(total.item())
+
+
+def clip(gradients: Sequence[Tensor], norm: float, most: float) -> None:
+    """Scale `gradients`, whose norm is `norm`, down to the norm `most`."""
+    coefficient = most / (norm + 1.0e-6)
+    if coefficient < 1.0:
+        for gradient in gradients:
+            gradient.mul_(coefficient)

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from evenpipe.train import data
 from evenpipe.train.gather import digest
 from evenpipe.train.options import TrainOptions
-from tests.oracle.clipping import clip, global_norm
-from tests.oracle.recurrence import TwoBWUpdates, descend
-from tests.oracle.result import Trained
+from tests.oracle.process import Trained
+from tests.oracle.recurrence import TwoBWUpdates, clip, descend, global_norm
 from tests.oracle.stages import Stage, build_stages, forward_backward
 
 __all__ = ["train"]

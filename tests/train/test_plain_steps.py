@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -14,15 +14,6 @@ from evenpipe.schedule import find
 from evenpipe.torch.ties import Ties
 from evenpipe.torch.two_bw import PlainGradients
 from evenpipe.two_bw.stream import TwoBW
-
-
-@pytest.fixture
-def alone() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group = dist.group.WORLD
-    assert group is not None
-    yield group
-    dist.destroy_process_group()
 
 
 class Shared(Ties):

@@ -76,32 +76,32 @@ class PlainGradients(Gradients):
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._ties is not None:
             self._ties.fill()
-        every = [one for group in self.param_groups for one in group["params"]]
-        self._kept = [(one, one.grad) for one in every if one.grad is not None]
-        for one, gradient in self._kept:
-            one.grad = None  # where the next batch's add up
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        for parameter, gradient in self._kept:
+            parameter.grad = None  # where the next batch's add up
             if self._replicas is not None:
                 work = dist.all_reduce(gradient, group=self._replicas, async_op=True)
                 assert work is not None
                 self._works.append(work)
 
     def hold(self) -> Tensor:
-        """Sums over stages are among what the figures are of."""
+        """The figures are `squares`, of sums over replicas and stages."""
         if self._replicas is not None and self._works:
             wait_for(self._works, self._replicas, "replicas' gradients", self.kept[0].device)
             self._works.clear()
             for gradient in self.kept:
                 gradient.div_(self._replicas.size())
         if self._ties is not None:
-            # Here, at one place of all stages' order. Of what the last stage begins when it has submitted, a wait of
-            # its host's for its device would be one for the first stage, whose batch ends by what the last does next.
-            self._ties.start({id(one): gradient for one, gradient in self._kept})
+            # At one place of all stages' order, and not where the last stage submits: a wait of its host for its device
+            # would then be one for the first stage, whose batch ends by what the last does next.
+            self._ties.start({id(parameter): gradient for parameter, gradient in self._kept})
             self._ties.finish()
         with self._as_gradients():
             return self._squares()
 
     def outcome(self, rows: list[list[float]]) -> Outcome:
-        return Outcome(True, math.sqrt(sum(sum(of_piece) for of_piece in zip(*rows, strict=True))), None)
+        return Outcome(True, math.sqrt(sum(sum(piece) for piece in zip(*rows, strict=True))), None)
 
     def step(self, outcome: Outcome) -> None:
         with self._as_gradients():
@@ -114,14 +114,14 @@ class PlainGradients(Gradients):
     @contextmanager
     def _as_gradients(self) -> Iterator[None]:
         """Inside, parameters have the gradients of the submitted batch."""
-        present = [one.grad for one, _ in self._kept]
-        for one, gradient in self._kept:
-            one.grad = gradient
+        next_batch = [parameter.grad for parameter, _ in self._kept]
+        for parameter, gradient in self._kept:
+            parameter.grad = gradient
         try:
             yield
         finally:
-            for (one, _), gradient_of_next in zip(self._kept, present, strict=True):
-                one.grad = gradient_of_next
+            for (parameter, _), gradient_of_next in zip(self._kept, next_batch, strict=True):
+                parameter.grad = gradient_of_next
 
 
 def scaled_to(limit: float, norm: float, gradients: Sequence[Tensor]) -> None:
@@ -240,8 +240,8 @@ class _Buffers(BatchState):
 
     def use(self, batch: int) -> None:
         if batch > self._present and not self._before:
-            every = (one for part in self._chunks for one in part.buffers())
-            self._before = [(one, one.clone()) for one in every]
+            buffers = (buffer for chunk in self._chunks for buffer in chunk.buffers())
+            self._before = [(buffer, buffer.clone()) for buffer in buffers]
 
     def gather(self, batch: int) -> None:
         """Nothing of them is brought to other stages."""

@@ -54,7 +54,7 @@ class StepLog:
     def iteration_ended(self, iteration: int, stage: int) -> None:
         """After every iteration, first of all."""
         if iteration == self._first and self._two_bw is not None:
-            sizes = [stage, self._two_bw.versions.nbytes, self._two_bw.held_gradient_bytes]
+            sizes = [stage, self._two_bw.versions.nbytes, self._two_bw.gradients.held_bytes]
             if (rows := gather(sizes)) is not None:
                 self._say_first(memory_line(rows))
         self.gathered()

@@ -53,11 +53,11 @@ def write(path: Path, iteration: int, checkpoint: str, two_bw: TwoBW, part: Part
     try:
         write_durably(path, sealed(lambda file: torch.save(content, file)))
     except (OSError, RuntimeError) as error:
-        said = getattr(error, "strerror", None) or " ".join(str(error).split())
-        # Of torch's own errors the system's are not known.
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        # Torch's own errors do not tell the system's.
         room = "" if isinstance(error, OSError) and not lacks_room(error) else "make room, and "
         raise RuntimeError(
-            f"the checkpoint {checkpoint} could not be saved: {path}: {said}: "
+            f"the checkpoint {checkpoint} could not be saved: {path}: {reason}: "
             f"{room}go on from the one before, which is whole"
         ) from error
 
@@ -87,19 +87,19 @@ def resume(
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (obstacle, exists))
     if saved_with_2bw is None:
-        saved_with_2bw = any(one for _, one in ranks)
-    found = next((one for one, _ in ranks if one is not None), None)
-    if saved_with_2bw and found is not None and not accepts_one_version:
+        saved_with_2bw = any(exists for _, exists in ranks)
+    obstacle = next((obstacle for obstacle, _ in ranks if obstacle is not None), None)
+    if saved_with_2bw and obstacle is not None and not accepts_one_version:
         raise SideFileError(
-            f"2bw: the checkpoint of iteration {iteration} was saved with 2bw, but {found}: put its file there, load "
-            f"another checkpoint, or add {setting}, with which both weight versions are the loaded one"
+            f"2bw: the checkpoint of iteration {iteration} was saved with 2bw, but {obstacle}: put its file there, "
+            f"load another checkpoint, or add {setting}, with which both weight versions are the loaded one"
         )
-    two_bw.load_state_dict(state if saved_with_2bw and found is None else None)
+    two_bw.load_state_dict(state if saved_with_2bw and obstacle is None else None)
     if not saved_with_2bw:
         return False, "it was saved without 2bw: both weight versions are the loaded one"
-    if found is None:
+    if obstacle is None:
         return True, "both weight versions are as they were saved"
-    return False, f"both weight versions are the loaded one, as {found}"
+    return False, f"both weight versions are the loaded one, as {obstacle}"
 
 
 def _first(part: Part, iteration: int) -> Mapping[str, Any]:
@@ -125,33 +125,33 @@ def _together(parts: Sequence[Part], states: Sequence[Mapping[str, Any]]) -> Map
     if len(parts) == 1 or None in before:
         return states[0]
     placed = {
-        place: tensor
-        for part, some in zip(parts, before, strict=True)
-        for place, tensor in zip(part.places or (), some, strict=False)
+        place: weight
+        for part, weights in zip(parts, before, strict=True)
+        for place, weight in zip(part.places or (), weights, strict=False)
     }
     return {**states[0], "before": [placed[place] for place in sorted(placed)]}
 
 
 def _read(path: Path, newest: Sequence[Tensor], iteration: int) -> Mapping[str, Any]:
-    """The state in a file, of which nothing is used before its digest is found right. Raises as `_first` catches."""
+    """Return the state in a file, once its digest is found right. Raises as `_first` catches."""
     check_seal(path)
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        form = found["format"]
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        form = content["format"]
     except (OSError, MemoryError):
         raise
     except Exception:  # torch raises whatever damaged bytes lead it to
         raise DamagedFile(f"{path} is damaged") from None
     if form != _FORMAT:
         raise _Unusable(f"{path} is of the format {form}, which this version of EvenPipe does not know")
-    if found["iteration"] != iteration:
-        raise _Unusable(f"{path} is of iteration {found['iteration']}")
-    if found["newest"] != _fingerprint(newest):
+    if content["iteration"] != iteration:
+        raise _Unusable(f"{path} is of iteration {content['iteration']}")
+    if content["newest"] != _fingerprint(newest):
         raise _Unusable(
             f"{path} goes with other weights, as of another iteration or of other parallel sizes (tensor, pipeline, "
             "expert)"
         )
-    state: Mapping[str, Any] = found["state"]
+    state: Mapping[str, Any] = content["state"]
     return state
 
 

@@ -97,11 +97,6 @@ class TwoBW:
         """The last batch of whose step everything is known, counted from 0 since the weights were made or loaded."""
         return None if self._finished is None else (self._finished - self.loaded_at, self.outcome)
 
-    @property
-    def held_gradient_bytes(self) -> int:
-        """The memory of gradients that wait for their step while the next ones are added up."""
-        return self.gradients.held_bytes
-
     @contextmanager
     def call(
         self,

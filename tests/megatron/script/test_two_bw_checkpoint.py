@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from evenpipe.megatron.script.hooks import folder_of
 from evenpipe.megatron.script.two_bw.checkpoint import has_two_versions, resume, save
@@ -29,16 +28,13 @@ class Buffers:
 
 
 @pytest.fixture
-def ranks(monkeypatch):
+def ranks(monkeypatch, alone):
     """Stage 2, shard 1, the first replica."""
     from megatron.core import parallel_state
 
     monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda with_context_parallel: 0)
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 2)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def model(*, dtype=torch.bfloat16, seed=0):

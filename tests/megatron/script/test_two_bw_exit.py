@@ -4,18 +4,13 @@ from argparse import Namespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from evenpipe.megatron.script.two_bw.training import ExitDecision
 
 
 @pytest.fixture
-def alone(tmp_path, monkeypatch):
-    """A job of one rank on CPU."""
+def on_cpu(alone, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Steps:
@@ -45,7 +40,7 @@ class Megatron:
 
 
 @pytest.mark.parametrize("cause", ["signal", "duration"])
-def test_a_yes_is_heard_one_iteration_later(cause, alone, monkeypatch):
+def test_a_yes_is_heard_one_iteration_later(cause, on_cpu, monkeypatch):
     args = Namespace(exit_signal_handler=cause == "signal", exit_duration_in_mins=5 if cause == "duration" else None)
     said, ended = [False, False, True, True], []
     monkeypatch.setattr(ExitDecision, "_got_signal" if cause == "signal" else "_time_is_up", lambda self: said.pop(0))
@@ -63,7 +58,7 @@ def test_a_yes_is_heard_one_iteration_later(cause, alone, monkeypatch):
     }
 
 
-def test_answers_travel_with_the_figures_of_the_step(alone, monkeypatch):
+def test_answers_travel_with_the_figures_of_the_step(on_cpu, monkeypatch):
     """The last stage ends an iteration long before the first: what it begins then may not wait for that."""
     args = Namespace(exit_signal_handler=True, exit_duration_in_mins=None)
     said, steps = [False, True, False], Steps()

@@ -104,23 +104,23 @@ class TwoBWEngine(EvenPipeEngine):
         if save_dir and self.grid.get_data_parallel_id() == 0:
             part = self._part(Path(save_dir, tag))
             side_file.write(part.paths[0], self.global_steps, tag, self.two_bw, part)
-        said = {NAME: {"schedule": self.evenpipe.schedule}}
-        return super().save_checkpoint(save_dir, tag, {**client_state, **said}, *args, **kwargs)
+        client_state = {**client_state, NAME: {"schedule": self.evenpipe.schedule}}
+        return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's; then both weight versions are as they were saved, or the loaded one, and the log says which."""
         self.drain()
-        found = super().load_checkpoint(*args, **kwargs)
-        if found[0] is not None:
-            said = found[1].pop(NAME, None)
+        path, client_state = super().load_checkpoint(*args, **kwargs)
+        if path is not None:
+            saved_with_2bw = None if client_state.pop(NAME, None) is None else True
             if resumes_training(self, *args, **kwargs):
-                self._resume(Path(found[0]).parent, None if said is None else True)
+                self._resume(Path(path).parent, saved_with_2bw)
             else:
                 self.two_bw.load_state_dict(None)
                 print_once("2bw: both weight versions are the loaded one")
             self._gradients.resumed(self.two_bw.outcome)
             self._begin_log()
-        return found
+        return path, client_state
 
     def clip_fp32_gradients(self) -> None:
         """Done when the step is finished."""
@@ -139,8 +139,8 @@ class TwoBWEngine(EvenPipeEngine):
         super().__del__()
 
     def _part(self, checkpoint: Path) -> side_file.Part:
-        # Of a tied layer DeepSpeed saves the first stage's, whose parameters beside the tied one differ.
-        saved = [one for one in self.module.parameters() if not getattr(one, "ds_pipe_replicated", False)]
+        # DeepSpeed saves a tied layer as the first stage has it, whose parameters beside the tied one differ.
+        saved = [weight for weight in self.module.parameters() if not getattr(weight, "ds_pipe_replicated", False)]
         return side_file.Part([checkpoint / f"evenpipe_2bw_stage_{self.stage_id:02d}.pt"], saved)
 
     def _resume(self, checkpoint: Path, saved_with_2bw: bool | None) -> None:

@@ -125,7 +125,7 @@ class MegatronEngine:
         return KeptBytes(
             sum(parameter.nbytes for parameter in trainable),
             0 if extra is None else extra.versions.nbytes,
-            0 if extra is None else extra.held_gradient_bytes,
+            0 if extra is None else extra.gradients.held_bytes,
             static_bytes(chunks, self.learner.optimizer),
         )
 
