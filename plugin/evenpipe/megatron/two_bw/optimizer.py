@@ -149,22 +149,21 @@ class TwoBWOptimizer(Gradients):
             bucket.cached_param_buffer_shard_list = [None] * len(bucket.buckets)
         if outcome.updated:
             with self._gradients.in_place():
-                for one in self._parts:
-                    self._prepare(one, outcome.grad_norm)
-                for one in self._parts:
-                    one.step_with_ready_grads()
+                for part in self._parts:
+                    with _stepping_with_own(part):
+                        self._prepare(part, outcome.grad_norm)
+                for part in self._parts:
+                    part.step_with_ready_grads()
         self._forget()
         self._pending = False
 
     def _prepare(self, optimizer: Any, norm: float | None) -> None:
-        """What Megatron's optimizers do with gradients that are whole, and finite, before they step."""
+        """Do what Megatron's optimizers do with gradients that are whole, and finite, before they step."""
         if getattr(optimizer, "grad_scaler", None) is None:
-            with _stepping_with_own(optimizer):
-                optimizer.prepare_grads()
+            optimizer.prepare_grads()
         else:
             assert self.loss_scale is not None, "there is a scaler"
-            with _stepping_with_own(optimizer):
-                optimizer._copy_model_grads_to_main_grads()
+            optimizer._copy_model_grads_to_main_grads()
             if gradients := optimizer._collect_main_grad_data_for_unscaling():
                 torch._foreach_mul_(gradients, self.loss_scale.submitted.double().reciprocal().float().squeeze())
         parameters, most = optimizer.get_parameters(), optimizer.config.clip_grad
