@@ -17,7 +17,8 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
     for _ in range(2):
         engine.train_batch(data_iter=data)
     optimizer, gradients = engine.optimizer, engine.two_bw.gradients
-    kept = [one for name in ("_kept", "_shards") for one in getattr(gradients, name, ()) if one is not None]
+    kept = [*getattr(gradients, "_shards", ())]
+    kept += [gradient for _, gradient in gradients._own.kept] if hasattr(gradients, "_own") else []
     tied = getattr(gradients, "_tied", {}).values()
     kept += [one.whole for one in tied]
     kept += [one for pieces in getattr(optimizer, "averaged_gradients", {}).values() for one in pieces]

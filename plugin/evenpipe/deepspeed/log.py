@@ -31,7 +31,15 @@ def print_line(line: str) -> None:
 def step_log(engine: Any) -> StepLog:
     """What follows the log of an EvenPipeEngine under 2bw, whose stages are not to wait for each other."""
     known: Any = weakref.proxy(engine)  # which has this
-    return StepLog(print_once, print_line, lambda iteration, stages: _show(known, iteration, stages), means=False)
+    return StepLog(
+        engine.two_bw,
+        engine.global_steps,
+        print_once,
+        print_line,
+        lambda iteration, stages: _show(known, iteration, stages),
+        means=False,
+        resumed=False,
+    )
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +19,7 @@ from evenpipe.schedule import Program, Stream, find, swapping
 from evenpipe.torch.evaluation import check_gradients
 from evenpipe.torch.ties import Ties
 from evenpipe.torch.weighing import mean_loss
-from evenpipe.two_bw.gradients import Gradients, Outcome
+from evenpipe.two_bw.gradients import Gradients, Outcome, ParameterGradients
 from evenpipe.two_bw.stream import BatchState, TwoBW
 
 __all__ = ["PlainGradients", "TwoBWPipeline", "TwoBWTraining", "scaled_to"]
@@ -54,7 +53,7 @@ class PlainGradients(Gradients):
         self._limit = clip_grad
         self._replicas = replicas if replicas is not None and replicas.size() > 1 else None
         self._ties = ties
-        self._kept: list[tuple[nn.Parameter, Tensor]] = []
+        self._own = ParameterGradients()
         self._works: list[dist.Work] = []
 
     @property
@@ -64,7 +63,7 @@ class PlainGradients(Gradients):
     @property
     def kept(self) -> list[Tensor]:
         """Those of the submitted batch, until its step is finished."""
-        return [gradient for _, gradient in self._kept]
+        return [gradient for _, gradient in self._own.kept]
 
     @property
     def held_bytes(self) -> int:
@@ -76,14 +75,11 @@ class PlainGradients(Gradients):
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._ties is not None:
             self._ties.fill()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-        for parameter, gradient in self._kept:
-            parameter.grad = None  # where the next batch's add up
-            if self._replicas is not None:
-                work = dist.all_reduce(gradient, group=self._replicas, async_op=True)
-                assert work is not None
-                self._works.append(work)
+        self._own.keep(parameter for group in self.param_groups for parameter in group["params"])
+        for gradient in self.kept if self._replicas is not None else ():
+            work = dist.all_reduce(gradient, group=self._replicas, async_op=True)
+            assert work is not None
+            self._works.append(work)
 
     def hold(self) -> Tensor:
         """The figures are `squares`, of sums over replicas and stages."""
@@ -95,33 +91,21 @@ class PlainGradients(Gradients):
         if self._ties is not None:
             # At one place of all stages' order, and not where the last stage submits: a wait of its host for its device
             # would then be one for the first stage, whose batch ends by what the last does next.
-            self._ties.start({id(parameter): gradient for parameter, gradient in self._kept})
+            self._ties.start({id(parameter): gradient for parameter, gradient in self._own.kept})
             self._ties.finish()
-        with self._as_gradients():
+        with self._own.in_place():
             return self._squares()
 
     def outcome(self, rows: list[list[float]]) -> Outcome:
         return Outcome(True, math.sqrt(sum(sum(piece) for piece in zip(*rows, strict=True))), None)
 
     def step(self, outcome: Outcome) -> None:
-        with self._as_gradients():
-            if self._limit:
-                assert outcome.grad_norm is not None, "the norm decides"
-                scaled_to(self._limit, outcome.grad_norm, self.kept)
+        if self._limit:
+            assert outcome.grad_norm is not None, "the norm decides"
+            scaled_to(self._limit, outcome.grad_norm, self.kept)
+        with self._own.in_place():
             self._optimizer.step()
-        self._kept = []
-
-    @contextmanager
-    def _as_gradients(self) -> Iterator[None]:
-        """Inside, parameters have the gradients of the submitted batch."""
-        next_batch = [parameter.grad for parameter, _ in self._kept]
-        for parameter, gradient in self._kept:
-            parameter.grad = gradient
-        try:
-            yield
-        finally:
-            for (parameter, _), gradient_of_next in zip(self._kept, next_batch, strict=True):
-                parameter.grad = gradient_of_next
+        self._own.let_go()
 
 
 def scaled_to(limit: float, norm: float, gradients: Sequence[Tensor]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from evenpipe.runtime.exchange import Exchange, JointExchange
 from evenpipe.runtime.weight_versions import WeightVersions
 
-__all__ = ["Gradients", "LossScale", "Outcome", "held_gradient_bytes"]
+__all__ = ["Gradients", "LossScale", "Outcome", "ParameterGradients", "held_gradient_bytes"]
 
 
 class Outcome(NamedTuple):
@@ -113,6 +114,44 @@ class Gradients(ABC):
         neither a norm, nor an overflow, nor a tied weight's other end decides what the step is.
         """
         return stage == 0 or not self.waits
+
+
+class ParameterGradients:
+    """Gradients that lie with their parameters: kept from a batch's end, while the next batch's take their places."""
+
+    def __init__(self) -> None:
+        self._parameters: list[Tensor] = []
+        self._kept: list[Tensor | None] = []
+
+    @property
+    def kept(self) -> list[tuple[Tensor, Tensor]]:
+        """The parameters that have a gradient, and it."""
+        pairs = zip(self._parameters, self._kept, strict=True)
+        return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+
+    def keep(self, parameters: Iterable[Tensor]) -> None:
+        """Take a batch's gradients away from `parameters`."""
+        self._parameters = list(parameters)
+        self._kept = self._exchanged([None] * len(self._parameters))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, parameters have the gradients that were kept, and no others."""
+        next_batch = self._exchanged(self._kept)
+        try:
+            yield
+        finally:
+            self._exchanged(next_batch)
+
+    def let_go(self) -> None:
+        """The step has been made."""
+        self._parameters, self._kept = [], []
+
+    def _exchanged(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        before = [parameter.grad for parameter in self._parameters]
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return before
 
 
 def held_gradient_bytes(numbers: int, element_bytes: int, replicas: int) -> int:

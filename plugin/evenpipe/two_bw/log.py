@@ -21,39 +21,37 @@ class StepLog:
     """Follows a framework's log with the iterations that its figures belong to: a step ends while the next batch runs.
 
     All ranks call it alike; it makes none of them wait for another stage, but for rank 0 in the first iteration, and
-    for :meth:`gathered` between batches. `say` prints a line where the framework has its log, `say_first` on rank 0,
+    for :meth:`gathered` between batches. Make it before the first iteration, with so many `behind`; `resumed`: the
+    framework logs the norm that 2BW saved. `say` prints a line where the framework has its log, `say_first` on rank 0,
     `show` takes an iteration and its stages' figures. `means`: a loss in the log is the mean of those since the line
     before.
     """
 
     def __init__(
         self,
+        two_bw: TwoBW,
+        behind: int,
         say: Callable[[str], object],
         say_first: Callable[[str], object],
         show: Callable[[int, Sequence[StageFigures]], object],
+        *,
         means: bool,
+        resumed: bool,
     ) -> None:
+        self._two_bw = two_bw
         self._say = say
         self._say_first = say_first
         self._show = show
         self._means = means
-        self._two_bw: TwoBW | None = None
         self._exchange: Exchange | None = None
         self._sent: tuple[int, int] | None = None  # the iteration whose figures are under way, and how many stages
-        self._first = self._mean_from = 1
-        self._resumed = False
-        self._said: int | None = None  # the last iteration whose norm was said; None where there is no log
-
-    def begin(self, two_bw: TwoBW, behind: int, resumed: bool) -> None:
-        """Before the first iteration, with so many `behind`; `resumed`: the framework logs the norm that 2BW saved."""
-        self._two_bw = two_bw
         self._first = self._mean_from = behind + 1
-        self._resumed = resumed
-        self._said = None
+        self._saved_at = behind if resumed else None
+        self._logged: int | None = None  # the last iteration whose norm was logged; None where there is no log
 
     def iteration_ended(self, iteration: int, stage: int) -> None:
         """After every iteration, first of all."""
-        if iteration == self._first and self._two_bw is not None:
+        if iteration == self._first:
             sizes = [stage, self._two_bw.versions.nbytes, self._two_bw.gradients.held_bytes]
             if (rows := gather(sizes)) is not None:
                 self._say_first(memory_line(rows))
@@ -61,7 +59,6 @@ class StepLog:
 
     def gather(self, iteration: int, figures: StageFigures, stage: int, stages: int, device: torch.device) -> None:
         """Send this rank's figures of `iteration`, with those of its step; they are shown after the next one."""
-        assert self._two_bw is not None, "it has begun"
         exchange = self._exchange = self._exchange or Exchange.among_all(1 + len(figures), device)
 
         def send() -> None:
@@ -72,8 +69,7 @@ class StepLog:
 
     def gathered(self) -> None:
         """Show the figures that were sent, if any: of each the largest, per stage."""
-        if self._two_bw is not None:
-            self._two_bw.start_waiting()
+        self._two_bw.start_waiting()
         if self._exchange is None or self._sent is None:
             return
         (iteration, stages), self._sent = self._sent, None
@@ -83,25 +79,22 @@ class StepLog:
     def logged(self, iteration: int, resets: bool = True) -> None:
         """The framework has logged `iteration`; `resets`: the next one begins a new mean."""
         finished = self._finished()
-        saved_at = self._first - 1 if self._resumed else None
-        self._say(step_line((self._mean_from if self._means else iteration, iteration), finished, saved_at))
-        self._said = finished[0] if finished is not None else self._first - 1
+        self._say(step_line((self._mean_from if self._means else iteration, iteration), finished, self._saved_at))
+        self._logged = finished[0] if finished is not None else self._first - 1
         self._mean_from = iteration + 1 if resets else self._mean_from
 
     def close(self) -> None:
-        """No iteration follows: finish the last step, and say what has not been said."""
-        if self._two_bw is None:
-            return
+        """No iteration follows: finish the last step, and log what has not been logged."""
         self._two_bw.drain()
         self.gathered()
         finished = self._finished()
-        if finished is not None and self._said is not None and finished[0] > self._said:
+        if finished is not None and self._logged is not None and finished[0] > self._logged:
             self._say(step_line(None, finished))
-            self._said = finished[0]
+            self._logged = finished[0]
 
     def _finished(self) -> tuple[int, Outcome] | None:
         """The step that was finished last, and its iteration as the log counts."""
-        finished = self._two_bw.finished if self._two_bw is not None else None
+        finished = self._two_bw.finished
         return None if finished is None else (self._first + finished[0], finished[1])
 
 

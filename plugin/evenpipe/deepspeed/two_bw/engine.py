@@ -50,7 +50,7 @@ class TwoBWEngine(EvenPipeEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._begin_log()
+        self.step_log = step_log(self)
         drain_at_the_end(self)
 
     def drain(self) -> None:
@@ -119,7 +119,7 @@ class TwoBWEngine(EvenPipeEngine):
                 self.two_bw.load_state_dict(None)
                 print_once("2bw: both weight versions are the loaded one")
             self._gradients.resumed(self.two_bw.outcome)
-            self._begin_log()
+            self.step_log = step_log(self)
         return path, client_state
 
     def clip_fp32_gradients(self) -> None:
@@ -157,10 +157,6 @@ class TwoBWEngine(EvenPipeEngine):
             let_go(self)
             end_job(str(error))
         print_once(f"{'' if complete else 'warning: '}2bw: {line}")
-
-    def _begin_log(self) -> None:
-        self.step_log = step_log(self)
-        self.step_log.begin(self.two_bw, self.global_steps, resumed=False)
 
     @property
     def two_bw(self) -> TwoBW:

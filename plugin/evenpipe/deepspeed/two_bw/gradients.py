@@ -63,7 +63,7 @@ class EngineGradients(Gradients):
         """Take the batch's gradients, which have been reduced between replicas, out of the next one's way."""
 
     def hold(self) -> Tensor:
-        """The figure is the sum of squares."""
+        """The figure is the sum of squares, of sums over the stages that share a weight."""
         self._ties.start()
         self._ties.finish(counted=True)
         return self._squares().view(1)
@@ -76,7 +76,7 @@ class EngineGradients(Gradients):
 
     def step(self, outcome: Outcome) -> None:
         self._ties.finish()
-        # Whether to is in the norm, which is no number then.
+        # The optimizer skips the step where the norm is no number.
         with self._at_its_scale():
             self._step(self._optimizer.step, self._norm)
 
@@ -215,11 +215,11 @@ class _Ties:
 
 def _across_replicas(ranks: dict[str, list[int]]) -> dict[str, dist.ProcessGroup]:
     """For each key of this rank's, the group of all ranks, of all replicas, that have it too. All ranks call it."""
-    everybody: list[dict[str, list[int]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everybody, ranks)
+    of_ranks: list[dict[str, list[int]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, ranks)
     groups = {}
-    for key in sorted({key for one in everybody for key in one}):
-        members = sorted({rank for one in everybody for rank in one.get(key, ())})
+    for key in sorted(set().union(*of_ranks)):
+        members = sorted(set().union(*(keys.get(key, ()) for keys in of_ranks)))
         group = dist.new_group(members, timeout=job_timeout())
         if key in ranks:
             groups[key] = group

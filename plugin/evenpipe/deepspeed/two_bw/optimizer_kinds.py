@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from evenpipe.deepspeed.two_bw.gradients import EngineGradients
-from evenpipe.two_bw.gradients import held_gradient_bytes
+from evenpipe.two_bw.gradients import ParameterGradients, held_gradient_bytes
 
 __all__ = ["FlatGradients", "HalfGradients", "PlainGradients", "ShardedGradients", "kind_of"]
 
@@ -36,42 +36,33 @@ def kind_of(engine: Any) -> type[PlainGradients | HalfGradients | FlatGradients 
     return PlainGradients if isinstance(optimizer, torch.optim.Optimizer) else None
 
 
-class _ParameterGradients(EngineGradients):
-    """Gradients that lie with the parameters: the next batch's take their places."""
+class _OwnGradients(EngineGradients):
+    """Gradients that lie with the parameters."""
 
     def __init__(self, engine: Any, decides: bool, weights: Sequence[Tensor] = ()) -> None:
         super().__init__(engine, decides, weights)
         self._parameters = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-        self._kept: list[Tensor | None] = []
+        self._own = ParameterGradients()
 
     def reduce(self) -> None:
-        self._kept = self._exchanged([None] * len(self._parameters))
+        self._own.keep(self._parameters)
 
     def kept(self, weight: Tensor) -> Tensor | None:
-        kept = zip(self._parameters, self._kept, strict=True)
-        return next((gradient for parameter, gradient in kept if parameter is weight), None)
+        return next((gradient for parameter, gradient in self._own.kept if parameter is weight), None)
 
     def _bytes(self) -> int:
-        return sum(held_gradient_bytes(one.numel(), one.element_size(), 1) for one in self._parameters)
+        return sum(held_gradient_bytes(weight.numel(), weight.element_size(), 1) for weight in self._parameters)
 
     def _squares(self) -> Tensor:
-        kept = zip(self._parameters, self._kept, strict=True)
-        return _sum_of_squares([_norm(one) for weight, one in kept if one is not None and _is_counted(weight)])
+        return _sum_of_squares([_norm(gradient) for weight, gradient in self._own.kept if _is_counted(weight)])
 
     def _step(self, step: Callable[[], Any], norm: float) -> None:
-        following = self._exchanged(self._kept)
-        step()
-        self._exchanged(following)
-        self._kept = []
-
-    def _exchanged(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        before = [parameter.grad for parameter in self._parameters]
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
-        return before
+        with self._own.in_place():
+            step()
+        self._own.let_go()
 
 
-class PlainGradients(_ParameterGradients):
+class PlainGradients(_OwnGradients):
     """fp32: one of torch's optimizers, which reads them there."""
 
     skips = False
@@ -84,13 +75,12 @@ class PlainGradients(_ParameterGradients):
         if self._clip > 0:
             # As DeepSpeed does it, which counts the first stage only: with no number for a norm, nothing is one after.
             factor = torch.clamp(self._clip / (torch.tensor(norm, dtype=torch.float32) + 1e-6), max=1.0)
-            for gradient in self._kept:
-                if gradient is not None:
-                    gradient.mul_(factor.to(gradient.device))
+            for _, gradient in self._own.kept:
+                gradient.mul_(factor.to(gradient.device))
         super()._step(step, norm)
 
 
-class HalfGradients(_ParameterGradients):
+class HalfGradients(_OwnGradients):
     """fp16: DeepSpeed's `optimizer` makes fp32 gradients of them in a step, and looks for an overflow, clips, unscales.
 
     It does not have losses scaled, though it divides gradients by the scale, so that is done here.
@@ -193,12 +183,13 @@ class FlatGradients(EngineGradients):
 
     def _bytes(self) -> int:
         flat = zip(self._optimizer.fp32_groups_gradients_flat, self._optimizer.partition_count, strict=True)
-        shards = sum(held_gradient_bytes(one.numel(), one.element_size(), replicas) for one, replicas in flat)
+        shards = sum(held_gradient_bytes(group.numel(), group.element_size(), replicas) for group, replicas in flat)
         return shards + sum(tied.whole.nbytes for tied in self._tied.values() if tied.whole is not tied.own)
 
     def _squares(self) -> Tensor:
-        tied = self._tied
-        return _sum_of_squares([_norm(tied[id(one)].whole) if id(one) in tied else norm for one, norm in self._norms])
+        return _sum_of_squares(
+            [_norm(self._tied[id(weight)].whole) if id(weight) in self._tied else norm for weight, norm in self._norms]
+        )
 
     def _step(self, step: Callable[[], Any], norm: float) -> None:
         optimizer = self._optimizer
@@ -243,15 +234,15 @@ class ShardedGradients(EngineGradients):
         optimizer = self._optimizer
         element = optimizer.gradient_accumulation_dtype.itemsize
         flat = zip(optimizer.bit16_groups_flat, optimizer.partition_count, strict=True)
-        return sum(held_gradient_bytes(one.numel(), element, replicas) for one, replicas in flat)
+        return sum(held_gradient_bytes(group.numel(), element, replicas) for group, replicas in flat)
 
     def kept(self, weight: Tensor) -> Tensor | None:
-        whole: Tensor | None = None
-        for part, piece in self._pieces(weight):
-            whole = torch.zeros(weight.numel(), dtype=piece.dtype, device=piece.device) if whole is None else whole
+        pieces = list(self._pieces(weight))
+        dtype = pieces[0][1].dtype if pieces else self._optimizer.gradient_accumulation_dtype
+        whole = torch.zeros(weight.numel(), dtype=dtype, device=weight.device)
+        for part, piece in pieces:
             whole[part] = piece.reshape(-1)
-        dtype = self._optimizer.gradient_accumulation_dtype
-        return torch.zeros(weight.numel(), dtype=dtype, device=weight.device) if whole is None else whole
+        return whole
 
     def put_back(self, weight: Tensor, gradient: Tensor) -> None:
         for part, piece in self._pieces(weight):
@@ -288,7 +279,8 @@ class ShardedGradients(EngineGradients):
         """What this replica keeps of the gradient of `weight`, and which part of it that is."""
         optimizer = self._optimizer
         for group, parameters in enumerate(optimizer.params_in_partition):
-            kept = (one for one in optimizer.averaged_gradients[group] if not getattr(one, "_zero_padding", False))
+            averaged = optimizer.averaged_gradients[group]
+            kept = (gradient for gradient in averaged if not getattr(gradient, "_zero_padding", False))
             # Padding may follow that is not marked. A replica's part may begin within its first parameter.
             for place, (parameter, piece) in enumerate(zip(parameters, kept, strict=False)):
                 if parameter is weight:
@@ -312,7 +304,7 @@ def _packed(pieces: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_counted(weight: Tensor) -> bool:
-    """Whether this stage counts its gradient, and not another one that has the weight too."""
+    """Whether this stage counts its gradient, and not another stage that has the weight too."""
     return not getattr(weight, "ds_pipe_replicated", False)
 
 

@@ -78,16 +78,16 @@ class TrainingLog:
         log_patches(TrainingLog(schedule, args)).apply()
 
     `schedule.measure` is the log's from then on. An iteration that is logged right after one that Megatron was told to
-    skip has not been measured, and gets no line. With 2BW, `steps` gathers the figures in the background, and
-    shows them an iteration later. `compare` is given this process' figures,
-    its stage and device once, on all ranks, when there are some that count.
+    skip has not been measured, and gets no line. With 2BW, the log that `steps` gives gathers the figures in the
+    background, and shows them an iteration later. `compare` is given this process' figures, its stage and device once,
+    on all ranks, when there are some that count.
     """
 
     def __init__(
         self,
         schedule: PipelineSchedule,
         args: Namespace,
-        steps: StepLog | None = None,
+        steps: Callable[[], StepLog | None] | None = None,
         compare: Callable[[StageFigures, int, Any], None] | None = None,
     ) -> None:
         self._schedule = schedule
@@ -106,14 +106,15 @@ class TrainingLog:
         from megatron.core import parallel_state
 
         logged = is_first or self._is_logged(iteration)
-        if self._steps is not None:
-            self._steps.iteration_ended(iteration, parallel_state.get_pipeline_model_parallel_rank())
+        steps = None if self._steps is None else self._steps()
+        if steps is not None:
+            steps.iteration_ended(iteration, parallel_state.get_pipeline_model_parallel_rank())
         if executor.measure and logged:
             stage = parallel_state.get_pipeline_model_parallel_rank()
             stages = parallel_state.get_pipeline_model_parallel_world_size()
             figures = StageFigures.of(executor)
-            if self._steps is not None:
-                self._steps.gather(iteration, figures, stage, stages, executor.device)
+            if steps is not None:
+                steps.gather(iteration, figures, stage, stages, executor.device)
             else:
                 show_figures(iteration, per_stage(figures, stage, stages, executor.device))
             # The first iteration loads kernels and fills caches, so it counts only where there is no other.
@@ -123,12 +124,12 @@ class TrainingLog:
             if self._first and executor.store.lasting_bytes and _is_first_replica():
                 say(kept_line(stage, executor.store.lasting_bytes))
             self._first = False
-        if self._steps is not None and logged:
-            self._steps.logged(iteration, resets=not is_first)
-        if self._steps is not None and iteration >= self._args.train_iters:
-            self._steps.close()
+        if steps is not None and logged:
+            steps.logged(iteration, resets=not is_first)
+        if steps is not None and iteration >= self._args.train_iters:
+            steps.close()
         # A batch of 2BW begins in the iteration before its own.
-        ahead = (iteration + 1,) if self._steps is None else (iteration + 1, iteration + 2)
+        ahead = (iteration + 1,) if steps is None else (iteration + 1, iteration + 2)
         self._schedule.measure = any(map(self._is_logged, ahead))
         if self._schedule.measure:
             executor.counter.reset_peak()

@@ -104,7 +104,7 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
 
         schedule = stream = StreamSchedule(config.bpipe, observer, connected=report, schedule=config.spec)
         training = TwoBWLoop(stream, args, config.one_version)
-        steps, more = training.steps, [training.patches()]
+        steps, more = training.step_log, [training.patches()]
     elif config.group_size == "auto":
         from evenpipe.megatron.script.adaptive import AdaptiveTraining, adaptive_patches
 

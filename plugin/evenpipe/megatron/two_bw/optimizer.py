@@ -60,7 +60,7 @@ class TwoBWOptimizer(Gradients):
                 counted.append(part)
         self._parts = [part for counted in self._counted_in.values() for part in counted]
         self._count_zeros = bool(optimizer.config.log_num_zeros_in_grad)
-        scalers = [scaler for one in self._parts if (scaler := getattr(one, "grad_scaler", None)) is not None]
+        scalers = [scaler for part in self._parts if (scaler := getattr(part, "grad_scaler", None)) is not None]
         self._tied = _tied_embedding(self._model)
         self.decides = optimizer.config.clip_grad > 0 or bool(scalers)
         self.waits = self.decides or self._tied is not None
@@ -103,11 +103,10 @@ class TwoBWOptimizer(Gradients):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return [group for one in self._parts for group in one.param_groups]
+        return [group for part in self._parts for group in part.param_groups]
 
     @property
     def held_bytes(self) -> int:
-        """As `held_gradient_bytes` says, where steps wait."""
         return 0 if self._own is None else self._own.nbytes
 
     def reduce(self) -> None:
@@ -145,7 +144,7 @@ class TwoBWOptimizer(Gradients):
     def step(self, outcome: Outcome) -> None:
         self._end_embedding()
         for bucket in self._buckets:
-            # Have Megatron look again where the parameters are of which each rank gathers the others' shards.
+            # Have Megatron look again where parameters lie whose shards the ranks gather.
             bucket.cached_param_buffer_shard_list = [None] * len(bucket.buckets)
         if outcome.updated:
             with self._gradients.in_place():
@@ -245,7 +244,7 @@ class OwnGradients:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, `main_grad` is what was kept: of a shard, what lies in it of the parameter, in one dimension."""
+        """Inside, `main_grad` is what was kept: if sharded, the part in the rank's shard, in one dimension."""
         for parameter, _, own in self._parameters:
             parameter.main_grad = own
         yield

@@ -90,8 +90,8 @@ class TwoBWLoop:
         self._schedule = schedule
         self._two_bw: TwoBW | None = None
         self._expert_losses: ExpertLosses | None = None
+        self._steps: StepLog | None = None
         self._exit: ExitDecision | None = None
-        self.steps = StepLog(say_on_last_rank, say, show_figures, means=True)
         # Its barriers would join all stages in every iteration.
         args.barrier_with_L1_time = False
         if args.rerun_mode != "disabled":
@@ -106,6 +106,10 @@ class TwoBWLoop:
         """What gives Megatron's training loop two weight versions."""
         series = MEGATRON_CORE.series(RELEASES)
         return PatchSet("2bw", [patch for patch in two_bw_patches(self) if series in patch.versions], CALLED)
+
+    def step_log(self) -> StepLog | None:
+        """What follows Megatron's log; None before an optimizer has been made."""
+        return self._steps
 
     def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
         """Called by all ranks when Megatron has made model and optimizer, and loaded what was to be loaded."""
@@ -131,8 +135,10 @@ class TwoBWLoop:
             )
         except SideFileError as error:
             end_job(str(error))
-        self.steps.begin(two_bw, self.args.iteration, resumed)
-        self._exit = ExitDecision(self.args, two_bw, self.steps.close)
+        self._steps = StepLog(
+            two_bw, self.args.iteration, say_on_last_rank, say, show_figures, means=True, resumed=resumed
+        )
+        self._exit = ExitDecision(self.args, two_bw, self._steps.close)
 
     def check_loaded_args(
         self, original: Callable[..., Any], checkpoint_args: Namespace, *args: Any, **kwargs: Any
