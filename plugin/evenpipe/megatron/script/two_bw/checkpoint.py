@@ -27,37 +27,15 @@ _NAME: Final = "evenpipe_2bw"
 
 
 class _Share(NamedTuple):
-    """What of this process' weights the same others hold: those that are `dense`, or experts that are shared out.
+    """The weights of this process that go into the file of that name, which `replica` 0 of those with the same writes.
 
     `places` are those of the trainable ones among all of the process.
     """
 
-    dense: bool
+    name: str
+    replica: int
     weights: Sequence[torch.Tensor]
     places: Sequence[int]
-
-    @property
-    def name(self) -> str:
-        """Of its file."""
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        if self.dense:
-            return f"stage_{stage:02d}_shard_{parallel_state.get_tensor_model_parallel_rank():02d}"
-        experts, shard = (
-            parallel_state.get_expert_model_parallel_rank(),
-            parallel_state.get_expert_tensor_parallel_rank(),
-        )
-        return f"stage_{stage:02d}_experts_{experts:02d}_shard_{shard:02d}"
-
-    @property
-    def is_written_here(self) -> bool:
-        """Replicas hold the same: one of them writes."""
-        if self.dense:
-            return int(parallel_state.get_data_parallel_rank(with_context_parallel=True)) == 0
-        return int(parallel_state.get_expert_data_parallel_rank()) == 0
-
-    def part(self, paths: Sequence[Path]) -> side_file.Part:
-        """With the places where its file may lie."""
-        return side_file.Part(paths, self.weights, self.places)
 
 
 def save(iteration: int, model: Sequence[Any], two_bw: TwoBW, folder: str, write: Callable[[], Any]) -> Any:
@@ -67,10 +45,11 @@ def save(iteration: int, model: Sequence[Any], two_bw: TwoBW, folder: str, write
     has both. It wants its own folder empty, so ours stay beside it until it is done. Raises RuntimeError, with one
     line, when a file cannot be written.
     """
-    written = [share for share in _shares(model) if share.is_written_here]
+    written = [share for share in _shares(model) if share.replica == 0]
     for share in written:
         _, beside = _paths(folder, iteration, share.name)
-        side_file.write(beside, iteration, f"of iteration {iteration}", two_bw, share.part([beside]))
+        part = side_file.Part([beside], share.weights, share.places)
+        side_file.write(beside, iteration, f"of iteration {iteration}", two_bw, part)
     result = write()
     for share in written:
         inside, beside = _paths(folder, iteration, share.name)
@@ -79,25 +58,20 @@ def save(iteration: int, model: Sequence[Any], two_bw: TwoBW, folder: str, write
 
 
 def resume(
-    args: Namespace,
-    model: Sequence[Any],
-    two_bw: TwoBW,
-    saved_with_2bw: bool | None,
-    *,
-    accepts_one_version: bool,
+    args: Namespace, model: Sequence[Any], two_bw: TwoBW, saved_with_2bw: bool | None, *, accepts_one_version: bool
 ) -> bool:
-    """Give `two_bw` what was saved with the weights that Megatron has loaded, and say whether; all ranks call it.
+    """Give `two_bw` what was saved with the weights that Megatron has loaded; return whether. All ranks call it.
 
     `saved_with_2bw` and `accepts_one_version` are those of :func:`side_file.resume`, whose SideFileError this raises.
     """
     if args.load is None or not args.iteration:
         return False
     folders = folders_loaded_from(args)
-    parts = [
+    parts = []
+    for share in _shares(model):
         # Beside, where the job was killed after Megatron's tracker had moved on.
-        share.part([path for folder in folders for path in _paths(folder, args.iteration, share.name)])
-        for share in _shares(model)
-    ]
+        paths = [path for folder in folders for path in _paths(folder, args.iteration, share.name)]
+        parts.append(side_file.Part(paths, share.weights, share.places))
     complete, line = side_file.resume(
         two_bw,
         parts,
@@ -120,18 +94,27 @@ def has_two_versions(checkpoint_args: Namespace) -> bool | None:
 
 
 def _shares(model: Sequence[Any]) -> list[_Share]:
-    """The dense weights, of which there may be none, and the experts, if there are some that are shared out."""
+    """Return the dense weights, of which there may be none, and the experts, if there are some that are shared out."""
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    each = [
-        _Share(
-            dense,
-            [parameter for parameter in parameters if getattr(parameter, "allreduce", True) == dense],
-            [place for place, parameter in enumerate(trainable) if getattr(parameter, "allreduce", True) == dense],
-        )
-        for dense in (True, False)
-    ]
-    return [share for share in each if share.dense or share.weights]
+    stage = f"stage_{parallel_state.get_pipeline_model_parallel_rank():02d}"
+
+    def share(is_dense: bool, name: str, replica: int) -> _Share:
+        weights = [parameter for parameter in parameters if _is_dense(parameter) == is_dense]
+        places = [place for place, parameter in enumerate(trainable) if _is_dense(parameter) == is_dense]
+        return _Share(f"{stage}_{name}", replica, weights, places)
+
+    shard = parallel_state.get_tensor_model_parallel_rank()
+    dense = share(True, f"shard_{shard:02d}", parallel_state.get_data_parallel_rank(with_context_parallel=True))
+    if all(map(_is_dense, parameters)):
+        return [dense]
+    experts, shard = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
+    name = f"experts_{experts:02d}_shard_{shard:02d}"
+    return [dense, share(False, name, parallel_state.get_expert_data_parallel_rank())]
+
+
+def _is_dense(parameter: Any) -> bool:
+    return bool(getattr(parameter, "allreduce", True))
 
 
 def _paths(folder: str, iteration: int, name: str) -> tuple[Path, Path]:
