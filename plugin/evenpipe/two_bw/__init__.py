@@ -1,1 +1,1 @@
-"""2BW without a framework: steps finished one batch later, a stream of batches, and what a checkpoint needs of both."""
+"""2BW without a framework: a stream of batches, steps finished one batch later, their log, and their checkpoint."""

@@ -17,7 +17,7 @@ __all__ = ["Gradients", "LossScale", "Outcome", "ParameterGradients", "held_grad
 
 
 class Outcome(NamedTuple):
-    """What came of a step. `grad_norm` is None where it was skipped, or where nothing needed the norm."""
+    """The outcome of a step. `grad_norm` is None where it was skipped, or where nothing needed the norm."""
 
     updated: bool
     grad_norm: float | None
@@ -28,7 +28,7 @@ class LossScale:
     """fp16: the loss scale of each batch under way, which it keeps from its begin until its step.
 
     `read` gives the scaler's, `learn` tells it whether a batch overflowed. A step is finished in the middle of the next
-    batch, on each stage at another micro-batch. So what comes of it is for the batch after that one, whether or not the
+    batch, on each stage at another micro-batch. So its outcome counts for the batch after that one, whether or not the
     stream is drained in between: all stages agree, and so do runs with evaluations, saves and resumes.
     """
 
@@ -46,7 +46,7 @@ class LossScale:
         return [overflow for _, overflow in self._outcomes]
 
     def start_batch(self, batch: int) -> None:
-        """The call of `batch` begins, or could: the scaler learns of what came two batches before, and earlier."""
+        """The call of `batch` begins, or could: the scaler learns of the batches up to two before."""
         while self._outcomes and self._outcomes[0][0] <= batch - 2:
             self._learn(self._outcomes.popleft()[1])
         self.present = self._read()
@@ -101,7 +101,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def outcome(self, rows: list[list[float]]) -> Outcome:
-        """What all processes' figures say of the step."""
+        """Return the outcome of the step, from the figures of all processes."""
 
     @abstractmethod
     def step(self, outcome: Outcome) -> None:

@@ -57,7 +57,7 @@ class ReadAhead(Iterator[Any]):
         self._streaming = True
 
     def start_forward(self) -> None:
-        """What is read next is for the next micro-batch of the stream, or, outside of one, for anything else."""
+        """The next reads are for the next micro-batch of the stream, or, outside of one, for anything else."""
         self._is_ahead = self._streaming and self._present == 0
         if self._is_ahead:
             self._ahead.append([])
@@ -65,13 +65,13 @@ class ReadAhead(Iterator[Any]):
             self._present -= 1
 
     def rewind(self) -> None:
-        """The stream has ended with the present batch: what has been read ahead will be read again."""
+        """The stream has ended with the present batch: items that were read ahead will be read again."""
         self._again.extendleft(item for items in reversed(self._ahead) for item in reversed(items))
         self._ahead = []
         self._is_ahead = self._streaming = self._ended = False
 
     def standing_before(self, source: Any) -> Any:
-        """What an evaluation is to read from that was given `source`, which may be the training's."""
+        """Return the iterator for an evaluation that was given `source`, which may be the training's."""
         return self if source is not None and source is self._source() else source
 
     def __next__(self) -> Any:
@@ -100,7 +100,7 @@ def _nothing() -> None:
 
 
 def _weakly(source: Iterator[Any] | None) -> Callable[[], Iterator[Any] | None]:
-    """Return what gives `source` as long as its owner keeps it; a built-in iterator is kept here."""
+    """Return a function that gives `source` as long as its owner keeps it; a built-in iterator is kept here."""
     if source is None:
         return _nothing
     try:

@@ -1,4 +1,4 @@
-"""What a log says of 2BW: which batch a loss and a norm belong to, what stages held, what the second version costs."""
+"""2BW in a framework's log: the batches of a loss and a norm, figures of stages, the memory of the second version."""
 
 from __future__ import annotations
 
@@ -125,5 +125,5 @@ def memory_line(rows: Sequence[Sequence[int]]) -> str:
 
 
 def _largest(rows: Sequence[Sequence[Any]], stage: int) -> list[Any]:
-    """Of each column after the first, which says whose a row is."""
+    """Return the largest of each column after the first, which is the row's stage, over the rows of `stage`."""
     return [max(column) for column in zip(*(row[1:] for row in rows if int(row[0]) == stage), strict=True)]

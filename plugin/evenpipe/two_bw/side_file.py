@@ -1,4 +1,4 @@
-"""What a framework's checkpoint lacks of 2BW, such as the older weight version: a file for each stage and shard."""
+"""The state of 2BW that a checkpoint lacks, such as the older weight version: a file for each stage and shard."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class StreamStage(Stage, Protocol):
 
 
 class BatchState(Protocol):
-    """What forwards leave in a model beside their outputs, such as buffers and sums of losses; of each batch apart."""
+    """State that forwards leave in a model beside their outputs: buffers, sums of losses; each batch has its own."""
 
     def use(self, batch: int) -> None:
         """A unit of `batch`, as `TwoBW` counts, is about to be computed."""
@@ -139,7 +139,7 @@ class TwoBW:
 
     @torch.no_grad()
     def submit(self) -> Outcome:
-        """In place of `optimizer.step()`, after all backwards of a batch; the outcome of the step before."""
+        """Stand in for `optimizer.step()` after all backwards of a batch; return the outcome of the step before."""
         self._read()
         assert self._settings is None, "the schedule finishes one step before the next is submitted"
         # A rate may be a tensor, which schedules write to.
@@ -229,9 +229,9 @@ class TwoBW:
         self._stream = None
 
     def state_dict(self, places: Sequence[int] | None = None) -> dict[str, Any]:
-        """After `drain`: what a checkpoint needs beside the framework's own, which has the newest weights.
+        """Return, after `drain`, what a checkpoint needs beside the framework's own, which has the newest weights.
 
-        Of the older version, only the parameters at `places`, if these are given.
+        With `places`, the older version has the parameters at these places only.
         """
         before = self.versions.tensors(self.versions.latest - 1) if self.batch > 0 else None
         if before is not None and places is not None:
@@ -266,12 +266,12 @@ class TwoBW:
             self.gradients.loss_scale.start_batch(self.batch)
 
     def _hold(self) -> None:
-        """Find the figures, while the gradients are there."""
+        """Compute the figures, while the gradients are there."""
         if self._ungathered and self._row is None:
             self._row = self.gradients.hold()
 
     def _read(self) -> None:
-        """What was gathered of the step that is finished, or about to be."""
+        """Wait for what was gathered of the step that is finished, or about to be: the outcome."""
         if self._unread is None:
             return
         self._finished, self._unread = self._unread, None
@@ -280,7 +280,7 @@ class TwoBW:
 
 
 def _settings_of(groups: Sequence[Mapping[str, Any]]) -> _Settings:
-    """What of parameter groups training loops and learning-rate schedules change after every iteration."""
+    """Return the settings that training loops and learning-rate schedules change after every iteration."""
     changed = ("lr", "weight_decay", "betas", "momentum")
     return [{name: group[name] for name in changed if name in group} for group in groups]
 

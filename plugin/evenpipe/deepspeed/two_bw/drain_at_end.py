@@ -1,4 +1,4 @@
-"""What is done before the processes of a job part: what one stage still owes another would be lost with it."""
+"""Drains engines before the processes of a job part: a stage may still have to send what another one waits for."""
 
 from __future__ import annotations
 

@@ -109,29 +109,29 @@ class EngineGradients(Gradients):
 
     @abstractmethod
     def kept(self, weight: Tensor) -> Tensor | None:
-        """What is kept for the tied `weight`; None where it has no gradient.
+        """Return the gradient that is kept for the tied `weight`; None where it has none.
 
         To be changed in place, for `put_back`; if sharded, with zeros for what other replicas keep.
         """
 
     def put_back(self, weight: Tensor, gradient: Tensor) -> None:
-        """What `kept` gave for `weight` has been changed."""
+        """Take back the `gradient` that `kept` gave for `weight`, which has been changed."""
         assert not self.sharded, "a copy has to be put back"
 
     @abstractmethod
     def _bytes(self) -> int:
-        """What takes memory while it is held."""
+        """Return the memory of gradients while they are held."""
 
     @abstractmethod
     def _squares(self) -> Tensor:
-        """The sum of squares of what is kept, without what another stage counts; no number if one of them is none.
+        """Return the sum of squares of the gradients that this stage counts; not a number if one is none.
 
         A double of no dimension on the device, so that the host need not wait for the batch's last backward.
         """
 
     @abstractmethod
     def _step(self, step: Callable[[], Any], norm: float) -> None:
-        """Let `step` see what was kept, and `norm` for the norm over all stages; it is gone then."""
+        """Call `step` with the kept gradients in place, and with `norm` as the norm over all stages; let go of them."""
 
     @contextmanager
     def _at_its_scale(self) -> Iterator[None]:
@@ -196,7 +196,8 @@ class _Ties:
     def finish(self, counted: bool = False) -> None:
         """Wait for all: what is kept are the sums. Nothing to do twice.
 
-        `counted`: of what is counted here only. Other stages have given their part of that, they end a batch earlier.
+        `counted`: only for the weights that are counted here. Other stages have given their parts, as they end a batch
+        earlier.
         """
         under_way, self._under_way = self._under_way, []
         for tie, gradient, work in under_way:

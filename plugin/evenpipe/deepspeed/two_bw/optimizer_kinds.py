@@ -1,4 +1,4 @@
-"""What a step needs of a batch's gradients, for each kind of DeepSpeed's optimizers: kept from its last backward on."""
+"""The gradients of each kind of DeepSpeed's optimizers, kept from a batch's last backward until its step."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ class ShardedGradients(EngineGradients):
             parameter.grad = gradient
 
     def _pieces(self, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """What this replica keeps of the gradient of `weight`, and which part of it that is."""
+        """Give each part of the gradient of `weight` that this replica keeps: where it is, and its values."""
         optimizer = self._optimizer
         for group, parameters in enumerate(optimizer.params_in_partition):
             averaged = optimizer.averaged_gradients[group]
