@@ -234,7 +234,7 @@ class _Team:
         elif isinstance(report, Stopping):
             self._signals.append(report.number)  # which came to a process rather than to its parent
         elif isinstance(report, Results):
-            self._results = report.runs
+            self._results += report.runs  # rank 0's: the others have none
 
     def _error(self, statuses: Sequence[int | None]) -> StageFailed | OptionsError | Stopped | None:
         """What ended the run: a signal, the first process that died without a word, or the earliest error reported."""
