@@ -1,1 +1,1 @@
-"""The cost model of a stage: its time and bytes, what it saves, and what it takes to compute that again."""
+"""The cost model of a stage: its time and bytes, the storages that it saves, and the cost of computing them again."""

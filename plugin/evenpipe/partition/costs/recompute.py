@@ -1,4 +1,4 @@
-"""What it takes to compute dropped storages again from kept ones: savings do not add up, and some cost memory."""
+"""The cost of computing dropped storages again from kept ones: savings do not add up, and some cost memory."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Candidates:
         return Chain(ms, tuple(nodes), tuple(end for end in ends if end not in places))
 
     def _weigh_others(self) -> None:
-        """Weigh those that save more than must be kept for them; what is kept for one is there for all."""
+        """Weigh the others that save more than must be kept for them; a storage kept for one is there for all."""
         nbytes, kept, left = self.saved.graph.nbytes, set[int](), dict(self.others)
         while left:
             worthwhile = list[int]()
@@ -139,7 +139,7 @@ class Candidates:
 
 
 class Picks:
-    """Swap or drop, whichever takes less a byte, of one place of `saved` after the other, those that take least first.
+    """The order of swaps and drops, whichever takes less a byte for a place of `saved`; the cheapest place is first.
 
     rest: the bytes that are kept after so many picks.
     """

@@ -1,4 +1,4 @@
-"""What a model's nodes read, make and save, and what it takes to compute saved storages again (Capuchin §4)."""
+"""The storages that a model's nodes read, make and save, and the order to compute them again in (Capuchin §4)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Graph:
         return list(nodes), list(ends)
 
     def saved(self, start: int, stop: int) -> Saved:
-        """Return what the nodes from `start` to `stop` − 1 save."""
+        """Return the storages that the nodes from `start` to `stop` − 1 save."""
         storages, nodes = self._savers.between(start, stop)
         ids, first = np.unique(storages, return_index=True)
         last = len(storages) - 1 - np.unique(storages[::-1], return_index=True)[1]
@@ -245,8 +245,8 @@ class Saved:
     def backward_peak(self, until: Numbers) -> int:
         """Return the most bytes that the micro-batch holds in its backward.
 
-        A storage is held from the backward of node `until` to that of its first saver; `until` is the range's last node
-        for what was kept all along.
+        A storage is held from the backward of node `until` to its first saver's; `until` is the range's last node for
+        storages that were kept all along.
         """
         if not len(self.ids):
             return 0

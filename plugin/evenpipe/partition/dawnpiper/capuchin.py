@@ -1,4 +1,4 @@
-"""What a stage swaps and recomputes to fit into its memory, at what cost of time (DawnPiper §4.3, after Capuchin)."""
+"""The swaps and recomputes of a stage that has to fit into its memory, and their time (DawnPiper §4.3: Capuchin's)."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Load(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What a part of the model does to fit: milliseconds a micro-batch that it takes, and bytes a micro-batch.
+    """The way in which a part of the model fits, with its cost: milliseconds and bytes of a micro-batch.
 
-    kept: from its forward to its backward. transient: what the micro-batches in their forward and backward hold beside
-    that: storages on their way out, and those that are back and still needed. recompute: nodes that run again. swap:
-    storages. drop: storages that are freed and computed again.
+    kept: from its forward to its backward. transient: held beside that by the micro-batches in their forward and
+    backward: storages on their way out, and storages that are back and still needed. recompute: nodes that run again.
+    swap: storages. drop: storages that are freed and computed again.
     """
 
     extra_ms: float
@@ -46,10 +46,10 @@ class Fit(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What a stage computes around a micro-batch's forward and backward of a part, in milliseconds.
+    """The compute of a stage around a micro-batch's forward and backward of a part, in milliseconds.
 
     between_ms: at least, from its forward to its backward. after_ms: from its forward to the stage's next one, which
-    waits for what is still leaving. before_ms: beside which the first that its backward needs can come back.
+    waits for storages that are still leaving. before_ms: beside which the first storage of its backward can come back.
     """
 
     between_ms: float = 0.0

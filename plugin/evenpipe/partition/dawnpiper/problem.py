@@ -1,4 +1,4 @@
-"""The partition problem: minimise the longest max(T_x + T_x^moo) of all stages within their memory (DawnPiper §4.2)."""
+"""The partition problem: minimise max(T_x + T_x^moo) over stages x, within their memory (DawnPiper §4.2)."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ class Problem:
         return replace(self, limit_bytes=limit_bytes, loads=(), _known=_Known())
 
     def among(self, places: Numbers) -> Problem:
-        """Return the same problem, cut at these boundaries alone; it shares what is known of ranges."""
+        """Return the same problem, cut at these boundaries alone; it shares all weighed ranges."""
         narrowed = replace(self, places=places)
         narrowed.__dict__["graph"] = self.graph  # as the cached property has it
         return narrowed
 
     def with_load(self, position: int, load: Load) -> Problem:
-        """Return the same problem with one more load; what is known of other positions stays known."""
+        """Return the same problem with one more load; weighed ranges of other positions stay known."""
         loads = (*self.loads[:position], (*self.loads[position], load), *self.loads[position + 1 :])
         known = {key: cell for key, cell in self._known.cells.items() if key[0] != position}
         return replace(self, loads=loads, _known=_Known(known, self.weighed))

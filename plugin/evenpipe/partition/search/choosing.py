@@ -78,7 +78,7 @@ class Chooser:
     ) -> Choice | None:
         """Return the partition with these cuts; None where a part or a stage does not fit.
 
-        `ratios`: what it has if its parts take the extra milliseconds that are `guessed`.
+        `ratios`: its ratios if its parts take the extra milliseconds that are `guessed`.
         """
         cells = self.problem.cells(cuts)
         if cells is None:
@@ -251,7 +251,7 @@ class Reached(NamedTuple):
 
 
 def fastest_batch(problem: Problem, clock: BatchClock, ways: Sequence[Way]) -> tuple[Way | None, Reached]:
-    """Return the way to cut with which a batch is fastest, and what it reaches; None where nothing is known to fit.
+    """Return the way to cut with which a batch is fastest, and its figures; None where nothing is known to fit.
 
     Candidates are `ways`, the exact search's among cuts that send little, and layer cuts. The boundaries of the fastest
     of all, and of the layer cuts, are then moved.

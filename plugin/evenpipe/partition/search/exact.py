@@ -19,19 +19,19 @@ __all__ = ["best_partition", "search", "shortest"]
 _WIDTHS = (1.01, 1.04, 1.12, 1.3, 1.7, 2.5, inf)
 #: How many paths are weighed for a good one before the best is sought.
 _GUESSES = 12
-#: How many ranges beyond what was asked for are weighed if none makes up a partition yet.
+#: How many more ranges than asked for are weighed if none makes up a partition yet.
 _PATIENCE = 30
 #: How many are weighed before it is asked whether anything fits at all.
 _AT_FIRST = 20
-#: How many are weighed at the end to move boundaries of what is not proven to be the best.
+#: How many are weighed at the end to move boundaries of a partition that is not proven to be the best.
 _AFTERWARDS = 10
 #: Places of a cut among which one is sought where there is no time for a proof.
 _PLACES = 96
-#: A partition that is above what none can be below by no more than this part ends the search.
+#: A partition that is above the lower bound by no more than this part ends the search.
 _NEAR = 8e-4
-#: Of partitions as fast as that one but for this part, the one that sends least over its cuts is taken (B.2).
+#: Of partitions slower than that by less than this part, the one that sends least over its cuts is taken (B.2).
 _AS_FAST = 1.5e-4
-#: How many times the exact search runs at most; what it then has is the best known, beside a bound for what there is.
+#: How many times the exact search runs at most; then the best known partition is taken, with a lower bound.
 _MOST_SEARCHES = 40
 #: How many of these may go into finding something that fits, before the best is sought.
 _MOST_DIVES = 16
@@ -273,7 +273,7 @@ def best_partition(problem: Problem, most_weighed: float = inf) -> Partition | N
 
 
 def _dive(problem: Problem, partition: Partition, most_weighed: float) -> Partition | None:
-    """Return a partition that fits, found soon; None: this says nothing of others.
+    """Return a partition that fits, soon; None: this says nothing of others.
 
     Every position of a stage that is too full is held to its share of it, again and again.
     """
