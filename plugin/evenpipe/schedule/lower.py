@@ -22,16 +22,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain, islice, pairwise, repeat
 from typing import Final, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from evenpipe.schedule.actions import FINISHING, OWN_ENDS, Action
+from evenpipe.schedule.actions import Action
 from evenpipe.schedule.order import Clock, Order, Queues
 from evenpipe.schedule.schedule import Fault, Schedule, fault_of, marked
-from evenpipe.schedule.table import Column, by_kind
+from evenpipe.schedule.table import Column
 from evenpipe.schedule.topology import Gathering, Link, Message, links
 from evenpipe.schedule.wiring import Wiring
 
@@ -67,8 +67,7 @@ class PerStage(Sequence[T]):
 
     def __init__(self, stages: int, make: Callable[[int], T]) -> None:
         self._numbers = range(stages)
-        self._make = make
-        self._made: dict[int, T] = {}
+        self._make = cache(make)
 
     @overload
     def __getitem__(self, at: int) -> T: ...
@@ -79,10 +78,7 @@ class PerStage(Sequence[T]):
     def __getitem__(self, at: int | slice) -> T | Sequence[T]:
         if isinstance(at, slice):
             return [self[stage] for stage in self._numbers[at]]
-        stage = self._numbers[at]
-        if stage not in self._made:
-            self._made[stage] = self._make(stage)
-        return self._made[stage]
+        return self._make(self._numbers[at])
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -196,9 +192,6 @@ _Key = tuple[int, int, int]
 
 _NEVER: Final = np.iinfo(np.int64).max
 _NOWHERE: Final[_Key] = (-1, 0, 0)  # no action's place is below 0
-_FINISHING = by_kind(lambda row: row.letter in FINISHING)
-_OF_BATCH = by_kind(lambda row: row.of_batch)
-_TAKES_FROM_PARTNER = by_kind(lambda row: row.receives and row.letter not in OWN_ENDS)
 _DEFECT: Final = "this is a defect of evenpipe"
 
 
@@ -219,7 +212,7 @@ def check_order(order: Order) -> None:
     senders, posted = wiring.senders[taking], order.posted[taking]
     message = messages[taking]
     settled = np.flatnonzero(wiring.settles >= 0)
-    partners = np.flatnonzero(_TAKES_FROM_PARTNER[table.kind])
+    partners = np.flatnonzero(table.which(lambda row: row.receives and not row.sends))
     no_place = "has no place in one order of all stages"
     faults = (
         (actions, places <= before),
@@ -229,7 +222,7 @@ def check_order(order: Order) -> None:
         (partners, places[partners] != places[wiring.senders[partners]]),
     )
     _refuse_first(schedule, [(numbers, wrong, no_place) for numbers, wrong in faults])
-    if _OF_BATCH[table.kind].any():
+    if table.of_batch.any():
         check_gatherings(order, order.batches, schedule.micro_batches)
 
 
@@ -241,7 +234,7 @@ def check_gatherings(order: Order, gatherings: Column, micro_batches: int) -> No
     gathered = np.full(schedule.micro_batches * schedule.batches // micro_batches, -1, np.int64)
     gathered[: len(gatherings)] = gatherings
     early = np.diff(gathered, prepend=-1) < 0
-    finishing, updates = np.flatnonzero(_FINISHING[table.kind]), np.flatnonzero(_OF_BATCH[table.kind])
+    finishing, updates = np.flatnonzero(table.finishing), np.flatnonzero(table.of_batch)
     batch, updated = table.micro_batch[finishing] // micro_batches, table.micro_batch[updates]
     late = (places[finishing] > gathered[batch]) | early[batch]
     faults = [

@@ -23,7 +23,7 @@ from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from evenpipe.schedule.actions import BACKWARD, FINISHING, FORWARD, KINDS, OWN_ENDS
+from evenpipe.schedule.actions import BACKWARD, FORWARD, KINDS
 from evenpipe.schedule.schedule import Schedule, fault_of, marked
 from evenpipe.schedule.table import Column, by_kind
 from evenpipe.schedule.topology import Link
@@ -45,10 +45,6 @@ _OF_GROUPS: Final = 3 * OF_FORWARD // 2
 _NEVER: Final = 1 << 62
 
 _TICKS = by_kind(lambda row: row.ticks)
-_OF_BATCH = by_kind(lambda row: row.of_batch)
-_FINISHING = by_kind(lambda row: row.letter in FINISHING)
-_SENDS = by_kind(lambda row: row.sends)
-_TRADED = by_kind(lambda row: row.link is not None and row.letter not in OWN_ENDS)
 
 
 def strictest(kinds: Iterable[Queues]) -> Queues:
@@ -127,7 +123,7 @@ def walk(
     delay[:-1] = later
     stage_of = np.append(table.stage, 0)
     mate = np.append(np.arange(count) if mates is None else mates, count)
-    batches = _Batches(schedule) if np.any(_OF_BATCH[table.kind]) else None
+    batches = _Batches(schedule) if table.of_batch.any() else None
     ends, places = np.zeros((2, count + 1), np.int64)
     over = np.zeros(count + 1, bool)
     over[count] = True
@@ -173,8 +169,8 @@ class _Batches:
 
     def __init__(self, schedule: Schedule) -> None:
         table = schedule.table
-        self._updates = np.append(_OF_BATCH[table.kind] > 0, False)
-        self._finishes = np.append(_FINISHING[table.kind] > 0, False)
+        self._updates = np.append(table.of_batch, False)
+        self._finishes = np.append(table.finishing, False)
         batch = np.where(self._updates[:-1], table.micro_batch, table.micro_batch // schedule.micro_batches)
         self._batch = np.append(batch, 0)
         self._left = np.bincount(batch[self._finishes[:-1]], minlength=schedule.batches)
@@ -262,15 +258,15 @@ class Order:
     def _walked(self, ticks: Column) -> Walk:
         wiring, table = self.wiring, self.wiring.schedule.table
         computed_from = np.where(wiring.computes, wiring.senders, -1)
-        partners = np.where(_SENDS[table.kind] > 0, wiring.gives, wiring.senders)
-        traded = (_TRADED[table.kind] > 0) & (partners >= 0)
+        partners = np.where(table.which(lambda row: row.sends), wiring.gives, wiring.senders)
+        traded = table.which(lambda row: row.sends != row.receives) & (partners >= 0)
         mates = np.where(traded, partners, np.arange(len(partners)))
         awaited = [computed_from, wiring.after, wiring.departed]
         return walk(wiring.schedule, ticks, awaited, self._message * wiring.remote, mates)
 
     def _gatherings(self) -> Column:
         table, gathered = self.wiring.schedule.table, self._walk.batches.copy()
-        updates = np.flatnonzero(_OF_BATCH[table.kind])
+        updates = np.flatnonzero(table.of_batch)
         if len(updates):
             before = np.full(len(gathered), _NEVER)
             np.minimum.at(before, table.micro_batch[updates], self.places[updates - 1])

@@ -39,10 +39,6 @@ class Drawing(NamedTuple):
     bpipe: bool = False
 
 
-def _one_row_a_stage(size: Size) -> Places:
-    return loop(size.stages, size.chunks)
-
-
 @dataclass(frozen=True)
 class Spec:
     """A schedule: its compute order for any size, and what it promises and asks for.
@@ -68,7 +64,7 @@ class Spec:
     order: Callable[[Size], Sequence[Sequence[Action]]]
     bound: Callable[[Size], int]
     balanced: Callable[[Size], int] | None = None
-    places: Callable[[Size], Places] = _one_row_a_stage
+    places: Callable[[Size], Places] = lambda size: loop(size.stages, size.chunks)
     chunks: tuple[int, int | None] = (1, 1)
     needs: frozenset[Need] = frozenset()
     needs_at_some: frozenset[Need] = frozenset()

@@ -30,7 +30,6 @@ import numpy as np
 from evenpipe.schedule.actions import (
     BACKWARD,
     COMPUTE,
-    FINISHING,
     FORWARD,
     SWAP_OUT,
     UPDATE,
@@ -42,13 +41,12 @@ from evenpipe.schedule.lower import PerStage, Program, Step, check_gatherings, s
 from evenpipe.schedule.order import Queues
 from evenpipe.schedule.schedule import fault_of, marked
 from evenpipe.schedule.spec import Size, Spec, alternate, units
-from evenpipe.schedule.table import Column, by_kind, following
+from evenpipe.schedule.table import Column, following
 from evenpipe.schedule.topology import Gathering, Message, partner
 
 __all__ = ["Stream"]
 
 _DEFECT = "this is a defect of evenpipe: report it, and run without bpipe"
-_FINISHING = by_kind(lambda row: row.letter in FINISHING)
 
 
 class Stream:
@@ -170,7 +168,7 @@ class Stream:
         table, paces = schedule.table, set()
         # All that stands at an action: what it is, and the places of it and of what its stage is given around it.
         same, of_unit = (table.kind, table.evictor), table.micro_batch
-        gathered = np.where(_FINISHING[table.kind] > 0, self._gatherings[table.micro_batch], -1)
+        gathered = np.where(table.finishing, self._gatherings[table.micro_batch], -1)
         places = (order.places, order.messages, following(order.messages, order.wiring.gives), gathered)
         for stage in range(self.stages):
             period, rows = self._period(stage), table.of(stage)
@@ -255,7 +253,7 @@ def _gatherings(program: Program) -> Column:
     """
     table, places = program.schedule.table, program.order.places
     ended = np.zeros(program.schedule.micro_batches, np.int64)
-    finishing = np.flatnonzero(_FINISHING[table.kind])
+    finishing = np.flatnonzero(table.finishing)
     np.maximum.at(ended, table.micro_batch[finishing], places[finishing])
     first = table.of(0)
     forwards = places[first][table.kind[first] == ord(FORWARD)][program.schedule.stages :]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evenpipe.schedule.actions import COMPUTE, KINDS, LOAD, Action, ActionKind
+from evenpipe.schedule.actions import ACCEPT, COMPUTE, FINISHING, KINDS, LOAD, Action, ActionKind
 
 __all__ = ["LEAVING", "Column", "Residency", "Table", "by_kind", "following", "own_peak", "residency"]
 
@@ -35,8 +35,6 @@ def by_kind(of: Callable[[ActionKind], int]) -> Column:
 
 _HELD = by_kind(lambda row: row.held)
 _OWN_HELD = by_kind(lambda row: row.held if row.letter in COMPUTE else 0)
-_OF_BATCH = by_kind(lambda row: row.of_batch)
-_GUEST = by_kind(lambda row: row.guest)
 #: Of each kind, whether it is a transfer with whose completion a unit is no longer here.
 LEAVING = by_kind(lambda row: row.link is not None and row.held < 0)
 
@@ -65,11 +63,30 @@ class Table:
         """The kinds that there are."""
         return frozenset(map(chr, np.flatnonzero(np.bincount(self.kind))))
 
+    def which(self, holds: Callable[[ActionKind], bool]) -> Column:
+        """Of each action, whether that holds for its kind."""
+        return by_kind(holds)[self.kind] > 0
+
+    @cached_property
+    def computes(self) -> Column:
+        """Of each action, whether it is compute."""
+        return self.which(lambda row: row.letter in COMPUTE)
+
+    @cached_property
+    def finishing(self) -> Column:
+        """Of each action, whether it ends what its unit computes."""
+        return self.which(lambda row: row.letter in FINISHING)
+
+    @cached_property
+    def of_batch(self) -> Column:
+        """Of each action, whether it is an update."""
+        return self.which(lambda row: row.of_batch)
+
     @cached_property
     def previous(self) -> Column:
         """The action before it of the same unit on the same stage; -1 where there is none."""
         part = (2 * self.stage.astype(np.int64) + (self.evictor >= 0)) * _MANY + self.chunk.clip(-1, _MANY - 2)
-        unit = np.where(_OF_BATCH[self.kind], -1, part * _MANY + self.micro_batch.clip(-1, _MANY - 2))
+        unit = np.where(self.of_batch, -1, part * _MANY + self.micro_batch.clip(-1, _MANY - 2))
         order = np.argsort(unit, kind="stable").astype(np.int32)
         same = np.flatnonzero(unit[order[1:]] == unit[order[:-1]])
         found = np.full(len(unit), -1, np.int32)
@@ -122,7 +139,7 @@ def residency(table: Table, stage: int, bound: int) -> Residency:
     kind = table.kind[rows]
     leaves, held = LEAVING[kind], _HELD[kind]
     arrives = held > 0
-    accepts = arrives & (_GUEST[kind] > 0)
+    accepts = arrives & (kind == ord(ACCEPT))
     room_for_guests = bound - own_peak(kind)
     # As if nothing departed:
     live, guests = np.cumsum(np.where(leaves, 0, held)), np.cumsum(accepts)

@@ -15,7 +15,6 @@ from evenpipe.schedule.actions import (
     DONE,
     FINISHING,
     KINDS,
-    OWN_ENDS,
     STATES,
     UNKNOWN,
     UPDATE,
@@ -45,10 +44,6 @@ def _takes(state: State, row: ActionKind) -> bool:
 #: By kind: whether it takes a unit in each of the states, and the state that it leaves it in.
 _TAKES = np.stack([by_kind(partial(_takes, state)) for state in STATES], axis=1) > 0
 _LEAVES = by_kind(lambda row: _STATES.index(row.leaves))
-_OF_BATCH = by_kind(lambda row: row.of_batch)
-_GUEST = by_kind(lambda row: row.guest)
-#: The evictor's side of what pairs trade.
-_EVICTING = by_kind(lambda row: row.link is not None and not row.guest and row.letter not in OWN_ENDS)
 
 
 def verify(schedule: Schedule, pairs: bool = False, queues: Queues = "many") -> Program:
@@ -63,10 +58,9 @@ def verify(schedule: Schedule, pairs: bool = False, queues: Queues = "many") -> 
     Of (5), that there is one order of all actions, messages, gatherings and updates is proven here; that a stage's
     steps keep to it, when they are made: :attr:`Program.steps` raises the same error.
     """
-    _check_sizes(schedule)
+    verify_actions(schedule)
+    program = lower(schedule, pairs, queues)
     with marked(schedule):
-        _check_actions(schedule)
-        program = lower(schedule, pairs, queues)
         _check_links(program.wiring)
         for stage, held in enumerate(schedule.residencies):
             if held.broken is not None:
@@ -116,7 +110,8 @@ def _check_actions(schedule: Schedule) -> None:
     table, chunks = schedule.table, schedule.chunks
     kind, stage, evictor = table.kind, table.stage, table.evictor
     micro_batches = schedule.micro_batches * schedule.batches
-    of_batch, guest = _OF_BATCH[kind] > 0, _GUEST[kind] > 0
+    of_batch, guest = table.of_batch, table.which(lambda row: row.guest)
+    evicting = table.which(lambda row: row.sends != row.receives and not row.guest)
     other = np.array([partner(one, schedule.stages) for one in range(schedule.stages)])[stage]
     within = (
         (table.micro_batch >= 0) & (table.micro_batch < micro_batches) & (table.chunk >= 0) & (table.chunk < chunks)
@@ -128,7 +123,7 @@ def _check_actions(schedule: Schedule) -> None:
         (~of_batch & ~within, f"is not one of {micro_batches} micro-batches × {chunks} chunks"),
         (guest & ((evictor != other) | (stage <= other)), "names an evictor that is not the partner of stage {stage}"),
         (~of_batch & ~guest & (evictor != -1), "names an evictor and is not of a guest"),
-        ((_EVICTING[kind] > 0) & (stage >= other), "evicts on a stage that is no evictor"),
+        (evicting & (stage >= other), "evicts on a stage that is no evictor"),
         (~of_batch & ~_TAKES[kind, state], "finds its micro-batch {state}"),
     )
     found = min(((int(wrong.argmax()), n) for n, (wrong, _) in enumerate(faults) if wrong.any()), default=None)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evenpipe.schedule.actions import COMPUTE, EVICT, KINDS, RECEIVING, LinkKind, Unit
+from evenpipe.schedule.actions import EVICT, KINDS, RECEIVING, LinkKind, Unit
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.table import LEAVING, Column, by_kind, following
 from evenpipe.schedule.topology import Link, Message, Places, partner
@@ -16,8 +16,6 @@ from evenpipe.schedule.topology import Link, Message, Places, partner
 __all__ = ["Disagreement", "Wiring"]
 
 _LINK_KINDS: tuple[LinkKind, ...] = ("backward", "evict", "forward", "load", "swap in", "swap out")
-_COMPUTE = by_kind(lambda row: row.letter in COMPUTE)
-_RECEIVING = by_kind(lambda row: row.receives)
 _STAYING = by_kind(lambda row: row.link is not None and not LEAVING[ord(row.letter)])
 #: Kinds that take a unit as a transfer has left it: they wait until that transfer is complete. An eviction does not: it
 #: takes other memory than the swap before it.
@@ -89,7 +87,7 @@ class Wiring:
         part = np.where(table.evictor >= 0, table.evictor, table.stage) * schedule.chunks + table.chunk
         self._sends = self._ports.sends[table.kind, part].astype(np.int32)
         self._takes = self._ports.takes[table.kind, part].astype(np.int32)
-        self.computes = _COMPUTE[table.kind] > 0
+        self.computes = table.computes
 
     @cached_property
     def senders(self) -> Column:
@@ -152,7 +150,7 @@ class Wiring:
     @cached_property
     def starts(self) -> Column:
         """Per action, the message that it starts to move: of compute its result, local ones too."""
-        arriving = _RECEIVING[self.schedule.table.kind] > 0
+        arriving = self.schedule.table.which(lambda row: row.receives)
         return np.where(arriving, np.arange(len(arriving), dtype=np.int32), self.gives)
 
     @cached_property

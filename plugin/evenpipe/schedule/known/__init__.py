@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -56,7 +55,7 @@ def find(name: str) -> Spec:
     try:
         spec = point.load()
     except Exception as error:
-        said = next(_lines(error), "")
+        said = next(iter(str(error).splitlines()), "")
         raise ScheduleError(
             f"schedule={name}: its entry point {point.value} cannot be loaded ({type(error).__name__}: {said}): mend "
             "or remove the package that brings it"
@@ -67,7 +66,3 @@ def find(name: str) -> Spec:
             "package that brings it"
         )
     return spec
-
-
-def _lines(error: Exception) -> Iterator[str]:
-    return iter(str(error).splitlines())
