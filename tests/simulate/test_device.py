@@ -205,3 +205,9 @@ def test_where_devices_stand_is_said(monkeypatch):
     monkeypatch.setattr(device, "calls_of", lambda program, stage: ahead[stage])
     with pytest.raises(SimulationError, match="wait for one another for ever: stage 0 at compute F1, stage 1 at"):
         run_on_devices(program, costs(2, 0.5), Environment(synchronised="compute"))
+
+
+def test_swaps_with_the_own_host_are_left_out():
+    plain, swapping = (build("1f1b", Size(2, 4), swaps=swaps) for swaps in ((), (0, 1)))
+    for environment in (Environment(), Environment(True, "everything")):
+        assert run_on_devices(swapping, costs(2, 0.5), environment) == run_on_devices(plain, costs(2, 0.5), environment)

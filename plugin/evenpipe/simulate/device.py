@@ -97,15 +97,15 @@ PLAIN: Final = Environment()
 
 
 def calls_of(program: Program, stage: int) -> list[Call]:
-    """What the host of a stage enqueues in one batch, or stream of batches."""
-    steps, drain = program.steps[stage], program.drain[stage]
-    return [*(call for step in steps for call in _calls(step)), *(Call("wait", message) for message in drain)]
+    """What the host of a stage enqueues in one batch, or stream of batches; swaps with that host are left out."""
+    calls = [call for step in program.steps[stage] for call in _calls(step)]
+    return [*calls, *_waits(program.drain[stage])]
 
 
 def _calls(step: Step) -> Iterator[Call]:
     action = step.action
     yield from _posts(step.post)
-    yield from (Call("wait", message) for message in step.complete)
+    yield from _waits(step.complete)
     if step.transfer is not None and not step.transfer.is_local:
         yield Call("send" if action.kind in SENDING else "receive", step.transfer, step.follows)
     elif KINDS[action.kind].of_batch:
@@ -115,6 +115,10 @@ def _calls(step: Step) -> Iterator[Call]:
     yield from _posts(step.then_post)
     if step.send is not None and not step.send.is_local:
         yield Call("send", step.send)
+
+
+def _waits(messages: Iterable[Message]) -> Iterator[Call]:
+    return (Call("wait", message) for message in messages if not message.is_local)
 
 
 def _posts(items: Iterable[Message | Gathering]) -> Iterator[Call]:
