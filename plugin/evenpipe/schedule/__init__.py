@@ -39,7 +39,7 @@ from evenpipe.schedule.build import (
     without_cycle_collector,
 )
 from evenpipe.schedule.known import find, names, own
-from evenpipe.schedule.lower import PerStage, Program, Step, lower
+from evenpipe.schedule.lower import Lazy, Program, Step, lower
 from evenpipe.schedule.order import Clock, Queues, strictest
 from evenpipe.schedule.passes import required_version, returns_beside, swapped_at_once, swapping, with_swaps
 from evenpipe.schedule.schedule import Schedule, format_grid, torch_csv
@@ -77,11 +77,11 @@ __all__ = [
     "Drawing",
     "Gathering",
     "Kind",
+    "Lazy",
     "Link",
     "LinkKind",
     "Message",
     "Need",
-    "PerStage",
     "Place",
     "Places",
     "Program",

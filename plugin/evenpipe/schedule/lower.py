@@ -35,7 +35,7 @@ from evenpipe.schedule.table import Column
 from evenpipe.schedule.topology import Gathering, Link, Message, links
 from evenpipe.schedule.wiring import Wiring
 
-__all__ = ["PerStage", "Program", "Step", "check_gatherings", "check_order", "lower", "steps_of"]
+__all__ = ["Lazy", "Program", "Step", "check_gatherings", "check_order", "lower", "steps_of"]
 
 T = TypeVar("T")
 
@@ -62,11 +62,11 @@ class Step(NamedTuple):
     follows: tuple[Message, ...] = ()
 
 
-class PerStage(Sequence[T]):
-    """``make(stage)`` for each of so many stages, when first asked for; equal to any sequence of equal values."""
+class Lazy(Sequence[T]):
+    """So many values, each made by ``make(number)`` when first asked for; equal to any sequence of equal values."""
 
-    def __init__(self, stages: int, make: Callable[[int], T]) -> None:
-        self._numbers = range(stages)
+    def __init__(self, count: int, make: Callable[[int], T]) -> None:
+        self._numbers = range(count)
         self._make = cache(make)
 
     @overload
@@ -77,7 +77,7 @@ class PerStage(Sequence[T]):
 
     def __getitem__(self, at: int | slice) -> T | Sequence[T]:
         if isinstance(at, slice):
-            return [self[stage] for stage in self._numbers[at]]
+            return [self[number] for number in self._numbers[at]]
         return self._make(self._numbers[at])
 
     def __len__(self) -> int:
@@ -115,12 +115,12 @@ class Program:
     @cached_property
     def steps(self) -> Sequence[tuple[Step, ...]]:
         """Per stage, its actions with the communication around them."""
-        return PerStage(self.schedule.stages, lambda stage: steps_of(self, stage, self.order.batches))
+        return Lazy(self.schedule.stages, lambda stage: steps_of(self, stage, self.order.batches))
 
     @cached_property
     def drain(self) -> Sequence[tuple[Message, ...]]:
         """Per stage, what it sent and has not seen complete."""
-        return PerStage(self.schedule.stages, self._drain)
+        return Lazy(self.schedule.stages, self._drain)
 
     @cached_property
     def links(self) -> tuple[Link, ...]:

@@ -37,7 +37,7 @@ from evenpipe.schedule.actions import (
     ScheduleError,
 )
 from evenpipe.schedule.build import build
-from evenpipe.schedule.lower import PerStage, Program, Step, check_gatherings, steps_of
+from evenpipe.schedule.lower import Lazy, Program, Step, check_gatherings, steps_of
 from evenpipe.schedule.order import Queues
 from evenpipe.schedule.schedule import fault_of, marked
 from evenpipe.schedule.spec import Size, Spec, alternate, units
@@ -83,7 +83,7 @@ class Stream:
         with marked(self.program.schedule):
             check_gatherings(self.program.order, self._gatherings, 1)
             self._check_places()
-        self._endless = PerStage(stages, self._repeating)
+        self._endless = Lazy(stages, self._repeating)
 
     def call(self, stage: int, batch: int, update_early: bool = False) -> list[Step]:
         """The steps after the last backward of the batch before ``batch`` (from 0), up to and with that of ``batch``.

@@ -6,11 +6,11 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from evenpipe.schedule import Action, Column, Program
+from evenpipe.schedule import Action, Column, Lazy, Program
 from evenpipe.simulate.costs import Costs
 
 __all__ = ["MemoryCurve", "MemoryPoint", "Simulation", "Span", "StageResult", "simulation_document"]
@@ -39,8 +39,8 @@ class MemoryPoint(NamedTuple):
     bytes: int
 
 
-class MemoryCurve(Sequence[MemoryPoint]):
-    """A stage's memory points in order of time, a column for each field; ``bytes`` is None when no sizes are given.
+class MemoryCurve:
+    """A stage's memory in order of time, a column for each field; ``bytes`` is None when no sizes are given.
 
     ``unit_bytes[s][c]`` is what a unit of chunk c weighs that belongs to stage s.
     """
@@ -76,19 +76,13 @@ class MemoryCurve(Sequence[MemoryPoint]):
         by: list[int] = np.cumsum((np.array(self._by) * np.ravel(self._unit_bytes)[self._unit])[self._in_time]).tolist()
         return by
 
-    @overload
-    def __getitem__(self, at: int) -> MemoryPoint: ...
+    @property
+    def points(self) -> Sequence[MemoryPoint]:
+        """All points, made when they are asked for."""
+        return Lazy(len(self._by), self._point)
 
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[MemoryPoint]: ...
-
-    def __getitem__(self, at: int | slice) -> MemoryPoint | Sequence[MemoryPoint]:
-        if isinstance(at, slice):
-            return [self[index] for index in range(len(self))[at]]
+    def _point(self, at: int) -> MemoryPoint:
         return MemoryPoint(float(self.at_ms[at]), int(self.live[at]), 0 if self.bytes is None else self.bytes[at])
-
-    def __len__(self) -> int:
-        return len(self._changed_ms)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from evenpipe.schedule import KINDS, OWN_ENDS, Column, Cost, Kind, PerStage, Program, without_cycle_collector
+from evenpipe.schedule import KINDS, OWN_ENDS, Column, Cost, Kind, Lazy, Program, without_cycle_collector
 from evenpipe.simulate.costs import Costs, SimulationError, Wire, costs_of_halves
 from evenpipe.simulate.result import MemoryCurve, Simulation, Span, StageResult
 
@@ -69,7 +69,7 @@ def simulate(program: Program, costs: Costs, unit_bytes: Sequence[Sequence[int]]
         raise SimulationError("the times add up to more than a number can hold: give shorter ones")
     results = tuple(clock.result(makespan_ms) for clock in clocks)
     bubble_fraction = sum(result.idle_ms for result in results) / (makespan_ms * stages) if makespan_ms else 0.0
-    return Simulation(makespan_ms, bubble_fraction, results, PerStage(stages, lambda stage: clocks[stage].spans()))
+    return Simulation(makespan_ms, bubble_fraction, results, Lazy(stages, lambda stage: clocks[stage].spans()))
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class _StageClock:
             idle_ms=max(0.0, makespan_ms - busy_ms),  # sums of the same times may round differently
             peak_live=int(self.memory.live.max(initial=0)),
             peak_bytes=max(self.memory.bytes or (), default=0),
-            memory=self.memory,
+            memory=self.memory.points,
         )
 
     def spans(self) -> tuple[Span, ...]:
