@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from evenpipe.cli.plan_engine import engine_of
+from evenpipe.cli.plan import engine_of
 from evenpipe.planner.descriptions import cluster, framework, model
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.search import search
 from evenpipe.recipes import Recipe, Settings
 from evenpipe.recipes.drawing import draw
-from evenpipe.recipes.emit import files_of
-from evenpipe.recipes.files import write_files
+from evenpipe.recipes.files import files_of, write_files
 from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, Framework, Launcher
 from evenpipe.recipes.unsupported import refuse
 

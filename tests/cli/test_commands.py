@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from evenpipe import __version__
-from evenpipe.cli.commands import COMMANDS
 from evenpipe.cli.main import main
-from evenpipe.cli.parser import Parser
+from evenpipe.cli.parser import COMMANDS, Parser
 
 BPIPE = ["--schedule", "1f1b", "--stages", "4", "--micro-batches", "8", "--bpipe"]
 TWO_BW = ["--schedule", "2bw", "--stages", "4", "--micro-batches", "4"]

@@ -14,13 +14,9 @@ from pathlib import Path
 import pytest
 
 from evenpipe.doctor import Finding, Verdict
-from evenpipe.doctor.checks import Check, run_checks
-from evenpipe.doctor.devices import topology
-from evenpipe.doctor.finding import fine
-from evenpipe.doctor.machine import clock, shared_memory
-from evenpipe.doctor.ports import ports
-from evenpipe.doctor.storage import storage
-from evenpipe.doctor.versions import apex, python_and_torch
+from evenpipe.doctor.finding import Check, fine, run_checks
+from evenpipe.doctor.installed import apex, python_and_torch, topology
+from evenpipe.doctor.machine import clock, ports, shared_memory, storage
 
 PLUGIN = str(Path(__file__).parents[2] / "plugin")
 

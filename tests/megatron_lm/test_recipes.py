@@ -12,8 +12,7 @@ from evenpipe.cli.main import main
 from evenpipe.planner.descriptions import cluster, model
 from evenpipe.planner.run import Run
 from evenpipe.recipes import Recipe, Settings
-from evenpipe.recipes.emit import files_of
-from evenpipe.recipes.files import write_files
+from evenpipe.recipes.files import files_of, write_files
 from tests.megatron_lm.launch import BYTECODE, gpt_flags, launch
 from tests.megatron_lm.launch import Run as Job
 from tests.ports import free_port

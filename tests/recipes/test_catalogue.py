@@ -6,7 +6,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from evenpipe.recipes.emit import files_of
+from evenpipe.recipes.files import files_of
 from recipes.regenerate import CATALOGUE, HERE, PICTURE, catalogue, draw_entry, recipe_of
 
 REMEDY = "python -m recipes.regenerate"

@@ -11,8 +11,7 @@ from evenpipe.cli.main import main
 from evenpipe.planner.descriptions import cluster, model
 from evenpipe.planner.run import Run
 from evenpipe.recipes import Recipe, RecipeError, Settings
-from evenpipe.recipes.emit import files_of
-from evenpipe.recipes.files import write_files
+from evenpipe.recipes.files import files_of, write_files
 from evenpipe.recipes.reading import UNKNOWN, read_script
 from tests.recipes.tiny import TWO_NODES, bert, recipe_of
 

@@ -11,8 +11,7 @@ import pytest
 
 from evenpipe.deepspeed.section import section_of
 from evenpipe.recipes.deepspeed import boundaries_of
-from evenpipe.recipes.emit import files_of
-from evenpipe.recipes.files import write_files
+from evenpipe.recipes.files import files_of, write_files
 from tests.recipes.tiny import bert, gpt, recipe_of
 
 RUNS = {

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from evenpipe.recipes import RecipeError
-from evenpipe.recipes.emit import files_of
-from evenpipe.recipes.files import write_files
+from evenpipe.recipes.files import files_of, write_files
 from tests.recipes.sbatch import directives
 from tests.recipes.tiny import TWO_NODES, argv_of, bert, gpt, recipe_of, starter
 

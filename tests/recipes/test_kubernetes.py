@@ -10,10 +10,10 @@ import yaml
 from kubeflow.training.api_client import ApiClient
 from kubernetes.client import ApiClient as KubernetesClient
 
-from evenpipe.cli.plan_engine import engine_of
+from evenpipe.cli.plan import engine_of
 from evenpipe.planner.descriptions import framework as described
 from evenpipe.recipes import RecipeError
-from evenpipe.recipes.emit import files_of
+from evenpipe.recipes.files import files_of
 from evenpipe.recipes.unsupported import refuse
 from tests.recipes.tiny import FOUR_GPUS, TWO_NODES, bert, gpt, recipe_of
 

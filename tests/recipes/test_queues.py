@@ -10,7 +10,7 @@ from evenpipe.planner.descriptions import cluster, model
 from evenpipe.planner.estimate import Estimator
 from evenpipe.planner.run import Run
 from evenpipe.recipes import Recipe, Settings
-from evenpipe.recipes.emit import files_of
+from evenpipe.recipes.files import files_of
 from evenpipe.schedule import Programs, Queues
 from tests.recipes.tiny import recipe_of
 

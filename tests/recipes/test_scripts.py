@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.recipes.emit import files_of
-from evenpipe.recipes.files import write_files
+from evenpipe.recipes.files import files_of, write_files
 from tests.recipes.tiny import FOUR_GPUS, TWO_NODES, argv_of, bert, gpt, recipe_of, starter
 
 

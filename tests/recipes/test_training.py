@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from evenpipe.planner.descriptions import cluster
-from evenpipe.recipes.emit import files_of
-from evenpipe.recipes.files import write_files
+from evenpipe.recipes.files import files_of, write_files
 from tests.ports import free_port
 from tests.recipes.cluster import here, trained
 from tests.recipes.tiny import bert, gpt, recipe_of

@@ -8,7 +8,7 @@ import matplotlib.image
 import numpy as np
 from matplotlib.colors import to_rgb
 
-from evenpipe.report.divisions import Division, draw_divisions
+from evenpipe.report.figures import Division, draw_divisions
 
 GIB = 2**30
 EVEN = Division("uniform", [10, 12, 10, 18], [20, 24, 20, 36], [0] * 4, [39 * GIB, 30 * GIB] * 2, [39 * GIB] * 4)

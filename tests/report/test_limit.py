@@ -8,7 +8,7 @@ import matplotlib.image
 import numpy as np
 from matplotlib.colors import to_rgb
 
-from evenpipe.report.limit import Limit, draw_limit
+from evenpipe.report.figures import Limit, draw_limit
 
 #: A peak of 1 + k·b GiB and a limit of 9.5.
 PEAKS = {(k, b): 1.0 + k * b for k in range(1, 10) for b in (1, 2, 4, 8, 16)}

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from evenpipe.report.boxes import shade
-from evenpipe.report.picture import draw_comparison
+from evenpipe.report.picture import draw_comparison, shade
 from evenpipe.report.timeline import StageMemory, Timeline
 from evenpipe.schedule import KINDS, lower
 from evenpipe.simulate import Costs, Wire, simulate

@@ -1,6 +1,6 @@
 """What was predicted of each stage beside what was measured."""
 
-from evenpipe.report.predicted_vs_measured import Taken, comparison_lines
+from evenpipe.report.log_line import Taken, comparison_lines
 
 
 def test_a_line_a_stage():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evenpipe.report.remedies import Alternative, Case, Room, alternatives
+from evenpipe.report.bubbles import Alternative, Case, Room, alternatives
 from evenpipe.schedule import Size, build
 from evenpipe.simulate import Costs
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from evenpipe.report.timeline import Timeline
-from evenpipe.report.trace import perfetto_trace
+from evenpipe.report.timeline import Timeline, perfetto_trace
 from evenpipe.schedule import lower, parse
 from evenpipe.simulate import Costs, Span, Wire, simulate
 from tests.schedules import build

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evenpipe.report.typical import median_ms
+from evenpipe.report.log_line import median_ms
 
 
 def test_the_first_iteration_starts_up_and_does_not_count() -> None:

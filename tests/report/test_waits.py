@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evenpipe.report.remedies import Case, alternatives, with_messages
-from evenpipe.report.waits import waits_in
+from evenpipe.report.bubbles import Case, alternatives, waits_in, with_messages
 from evenpipe.schedule import Size, build
 from evenpipe.simulate import Costs, Wire, simulate
 

@@ -12,14 +12,12 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from evenpipe.cli.commands import add_command
-from evenpipe.cli.options import write
-from evenpipe.cli.parser import Commands, UsageError
+from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.training import add_fields, options_from
-from evenpipe.cli.values import gibibytes, picture_file, sample_count
+from evenpipe.cli.values import gibibytes, picture_file, sample_count, write
 from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.planner.memory import PlanError, StageMemory, candidates, divisors, peak_bytes
-from evenpipe.report.limit import Limit, draw_limit
+from evenpipe.report.figures import Limit, draw_limit
 from evenpipe.schedule import Programs
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.profile import PlannedRun, ProfileError, stage_memory

@@ -14,13 +14,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from evenpipe.cli.commands import add_command
-from evenpipe.cli.parser import Commands
+from evenpipe.cli.parser import Commands, add_command
 from evenpipe.cli.report import demo_views, write_page
 from evenpipe.cli.training import run_training
 from evenpipe.cli.values import output_file, picture_file
-from evenpipe.report.page.comparison import DIFFERENT, SAME, busy, compared
-from evenpipe.report.page.documents import RunDocument
+from evenpipe.report.page.content import RunDocument
+from evenpipe.report.page.views import DIFFERENT, SAME, busy, compared
 from evenpipe.report.timeline import StageMemory, Timeline
 from evenpipe.simulate import Simulation
 from evenpipe.train.document import run_document

@@ -3,20 +3,113 @@
 from __future__ import annotations
 
 import argparse
-from argparse import BooleanOptionalAction, Namespace
-from typing import Final, get_args
+import json
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
+from collections.abc import Callable
+from typing import Any, Final, get_args
 
-from evenpipe.cli.commands import add_command
-from evenpipe.cli.described import add_what_and_where, framework_named, known_names, model_and_cluster
-from evenpipe.cli.estimate_shown import show
-from evenpipe.cli.parser import Commands, UsageError
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.values import duration_ms, positive, sample_count
-from evenpipe.planner.descriptions import Cluster, DescriptionError, Precision
-from evenpipe.planner.estimate import Estimator
+from evenpipe.planner.descriptions import (
+    Cluster,
+    DescriptionError,
+    Framework,
+    Model,
+    Precision,
+    cluster,
+    framework,
+    model,
+    names,
+)
+from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import Attention, EstimateError, Placement, Recompute, Run
 from evenpipe.settings.spelling import in_flags
 
-__all__ = ["add_to"]
+__all__ = ["MODEL_HELP", "add_to", "add_what_and_where", "framework_named", "known_names", "model_and_cluster", "show"]
+
+MODEL_HELP: Final = "a name, or PATH.yaml[:NAME]"
+
+
+def add_what_and_where(parser: ArgumentParser) -> _ArgumentGroup:
+    """The options that `evenpipe estimate` and `evenpipe plan` both begin with."""
+    group = parser.add_argument_group("what and where")
+    group.add_argument("--model", required=True, metavar="NAME", help=MODEL_HELP)
+    group.add_argument("--cluster", required=True, metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
+    group.add_argument("--framework", metavar="NAME", help=f"{' | '.join(names('frameworks'))} (default: the model's)")
+    return group
+
+
+def model_and_cluster(arguments: Namespace) -> tuple[Model, Cluster]:
+    """Those that are named. Raises UsageError."""
+    return _named("--model", model, arguments.model), _named("--cluster", cluster, arguments.cluster)
+
+
+def framework_named(arguments: Namespace) -> Framework | None:
+    """None where none is. Raises UsageError."""
+    return _named("--framework", framework, arguments.framework) if arguments.framework else None
+
+
+def _named(option: str, find: Callable[[str], Any], name: str) -> Any:
+    try:
+        return find(name)
+    except DescriptionError as error:
+        raise UsageError(f"{option} {error}") from error
+
+
+def known_names() -> str:
+    """For the end of a command's help."""
+    return (
+        f"Models: {', '.join(names('models'))}. Clusters: {', '.join(names('clusters'))}; with a size: 4x8-a100-80gb."
+    )
+
+
+_GIB: Final = 2**30
+
+
+def show(
+    shown: Estimate, of: Model, nodes: Cluster, as_json: bool, spelt: Callable[[str], str] = str, *notes: str
+) -> None:
+    """Print it. ``spelt`` writes the flags in its lines as whoever asks knows them; ``notes`` come before warnings."""
+    document = shown.to_json()
+    document["reason"] = None if shown.reason is None else spelt(shown.reason)
+    document["warnings"] = [*notes, *map(spelt, shown.warnings)]
+    if as_json:
+        print(json.dumps(document))
+        return
+    _print(shown, of, nodes, [*([document["reason"]] if shown.reason else []), *document["warnings"]])
+
+
+def _print(shown: Estimate, of: Model, nodes: Cluster, lines: list[str]) -> None:
+    console = Console()
+    run = shown.run
+    more = {"context": run.context, "experts": run.expert, "model chunks": run.chunks}
+    further = "".join(f"{name} {size}, " for name, size in more.items() if size > 1)
+    title = (
+        f"{of.name} on {nodes.name}: tensor {run.tensor}, {run.stages} stages, data {run.data}, {further}micro-batches "
+        f"of {run.micro_batch}, {run.schedule}{' with BPipe' if run.bpipe else ''}, recompute {run.recompute}"
+    )
+    console.print(title, style="bold", highlight=False)
+    columns = ("weights", "grads", "optim", "saved", "buffers", "comm", "total")
+    caption = f"GiB, of {nodes.device.memory_gib:g}; milliseconds of a micro-batch"
+    heads = ("stage", *columns, "forward", "backward")
+    table = Table(*heads, caption=caption, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for number, stage in enumerate(shown.stages):
+        held = [f"{nbytes / _GIB:.2f}" for nbytes in (*stage.bytes, stage.bytes.total)]
+        table.add_row(str(number), *held, f"{stage.forward_ms:.4g}", f"{stage.backward_ms:.4g}")
+    console.print(table)
+    sure = shown.uncertainty
+    console.print(
+        f"{'fits' if shown.fits else 'does not fit'}; iteration {shown.iteration_ms:,.0f} ms ({sure}: "
+        f"{sure.meaning}), {shown.samples_per_second:.2f} samples/s, MFU {shown.mfu:.1%}",
+        highlight=False,
+    )
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
 
 #: BPipe's words for what is recomputed.
 _RECOMPUTE: Final[dict[str, Recompute]] = {

@@ -12,8 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from importlib import import_module
 
 from evenpipe import __version__
-from evenpipe.cli.commands import COMMANDS, list_commands
-from evenpipe.cli.parser import Parser, UsageError
+from evenpipe.cli.parser import COMMANDS, Parser, UsageError, list_commands
 
 __all__ = ["main"]
 

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from evenpipe.cli.parser import Parser, UsageError
-from evenpipe.cli.values import group_size, output_file, picture_file
+from evenpipe.cli.values import group_size, output_file, picture_file, write
 from evenpipe.report.files import write_atomically
-from evenpipe.report.timeline import StageMemory, Timeline
-from evenpipe.report.trace import perfetto_trace
+from evenpipe.report.timeline import StageMemory, Timeline, perfetto_trace
 from evenpipe.schedule import Program, Programs, Queues, Schedule, ScheduleError, Size, choose, names
 from evenpipe.settings.spelling import in_flags
 from evenpipe.simulate import Simulation
 
-__all__ = [
-    "add_output_options",
-    "add_schedule_options",
-    "program_from",
-    "title_of",
-    "write",
-    "write_reports",
-    "write_simulated",
-]
+__all__ = ["add_output_options", "add_schedule_options", "program_from", "title_of", "write_reports", "write_simulated"]
 
 
 def add_schedule_options(parser: Parser) -> None:
@@ -98,13 +89,3 @@ def write_simulated(arguments: Namespace, simulation: Simulation, title: str, mi
     """The same for a simulation, with the peak of every stage in live units; `micro_batches` are those of a batch."""
     peaks = StageMemory("peak of saved activations", "live units", tuple(s.peak_live for s in simulation.stages))
     write_reports(arguments, [Timeline.of(simulation, title, micro_batches)], peaks)
-
-
-def write(option: str, path: Path | None, made_by: Callable[[Path], None]) -> None:
-    """Have the file that `option` asks for, if it does, `made_by` a function; UsageError where it cannot be written."""
-    if path is None:
-        return
-    try:
-        made_by(path)
-    except OSError as error:
-        raise UsageError(f"{option} {path}: {error.strerror}; choose a path that can be written") from error

@@ -13,7 +13,7 @@ from evenpipe.partition.dawnpiper.copies import copies_of
 from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.plan import Plan, Stage, plan_of
-from evenpipe.report.divisions import Division
+from evenpipe.report.figures import Division
 
 __all__ = ["division", "front_table", "plan_table", "ways_to_cut"]
 

@@ -3,26 +3,194 @@
 from __future__ import annotations
 
 import shlex
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace, _ArgumentGroup
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Final, get_args
 
-from evenpipe.cli.commands import add_command
-from evenpipe.cli.described import add_what_and_where, framework_named, known_names, model_and_cluster
-from evenpipe.cli.options import write
-from evenpipe.cli.parser import Commands, UsageError
-from evenpipe.cli.plan_shown import drawn, show
-from evenpipe.cli.searched import add_search_options, question_from
-from evenpipe.cli.values import output_file, picture_file, positive, sample_count
-from evenpipe.planner.descriptions import DescriptionError
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from evenpipe.cli.estimate import add_what_and_where, framework_named, known_names, model_and_cluster
+from evenpipe.cli.parser import Commands, UsageError, add_command
+from evenpipe.cli.values import output_file, picture_file, positive, sample_count, write
+from evenpipe.deepspeed.section import OFFERS
+from evenpipe.planner.descriptions import Cluster, DescriptionError, Framework, Model, Precision
 from evenpipe.planner.estimate import framework_of
-from evenpipe.planner.run import EstimateError
-from evenpipe.planner.search.plan import plan_of
-from evenpipe.planner.search.question import Question
-from evenpipe.planner.search.search import search
+from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS, Attention, EstimateError, Run
+from evenpipe.planner.search.plan import Plan, PlannedRun, brief, plan_of
+from evenpipe.planner.search.question import Engine, Question
+from evenpipe.planner.search.search import Found, search
+from evenpipe.planner.uncertainty import Uncertainty
+from evenpipe.report.figures import Front, Point, draw_front
 from evenpipe.report.files import write_atomically
-from evenpipe.report.front import draw_front
+from evenpipe.schedule import ScheduleError, find, own
 from evenpipe.settings.spelling import in_flags
+from evenpipe.train.engines import ENGINES
 
-__all__ = ["add_to"]
+__all__ = ["SEARCHED", "add_search_options", "add_to", "drawn", "engine_of", "question_from", "show"]
+
+#: Frameworks whose stages all have as many layers (BPipe §4.2, L mod p = 0; PipeDream-2BW §3.3), and that divide no
+#: sequence.
+_OLDER: Final = ("megatron-v3", "pipedream-2bw")
+
+
+def engine_of(framework: Framework) -> Engine:
+    """DeepSpeed recomputes whole layers, its topology has replicas before stages, and 2bw's must not divide layers
+    (`deepspeed/unsupported.py`); the others are Megatron-LM's.
+    """
+    if framework.name == "deepspeed":
+        return Engine("DeepSpeed", OFFERS, ("none", "full"), ("replicas",), context=False, delayed_sharded=False)
+    older = framework.name in _OLDER
+    return Engine("Megatron", ENGINES["evenpipe"].offers, uneven=not older, context=not older)
+
+
+#: Options that fix something of the runs that are searched, as attributes.
+SEARCHED = ("schedules", "tensor_parallel", "context_parallel", "stages", "micro_batch_size", "precision", "attention")
+
+
+def add_search_options(parser: ArgumentParser, title: str, description: str | None = None) -> _ArgumentGroup:
+    """In a group of their own."""
+    group = parser.add_argument_group(title, description)
+    group.add_argument("--schedules", type=_names, metavar="NAME,NAME", help=" | ".join(own()))
+    group.add_argument("--no-bpipe", dest="bpipe", action="store_false", help="no run with BPipe")
+    late = "also schedules whose gradients are a batch late (2bw), compared by the time to the same loss"
+    group.add_argument("--delayed", action="store_true", help=late)
+    group.add_argument("--tensor-parallel", "--tensor", type=positive, metavar="T")
+    group.add_argument("--context-parallel", "--context", type=positive, metavar="C")
+    group.add_argument("--stages", "--pipeline", type=positive, metavar="P")
+    group.add_argument("--micro-batch-size", "--micro-batch", type=positive, metavar="B")
+    group.add_argument("--precision", choices=get_args(Precision))
+    group.add_argument("--attention", choices=get_args(Attention))
+    return group
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def question_from(
+    arguments: Namespace, of: Model, nodes: Cluster, named: Framework, started_by: Framework | None = None
+) -> Question:
+    """For the framework; ``started_by``: whose engine carries the runs out, where that is another."""
+    schedules = arguments.schedules or own()
+    for name in schedules:
+        try:
+            find(name)
+        except ScheduleError as error:
+            raise UsageError(f"--schedules {str(error).removeprefix('schedule=')}") from error
+    return Question(
+        of,
+        nodes,
+        arguments.global_batch_size,
+        engine_of(started_by or named),
+        schedules,
+        named,
+        Run(global_batch=1, precision=arguments.precision, attention=arguments.attention),
+        arguments.bpipe,
+        arguments.delayed or bool(arguments.schedules),
+        arguments.tensor_parallel,
+        arguments.stages,
+        arguments.micro_batch_size,
+        arguments.context_parallel,
+    )
+
+
+_GIB: Final = 2**30
+
+
+def show(plan: Plan, command: str) -> None:
+    """Print the fastest runs, the ``command`` that says more of the first, and why others are not taken."""
+    console = Console()
+    console.print(
+        f"{plan.model} on {plan.cluster} with {plan.framework}, at most {plan.global_batch_size} samples an iteration",
+        style="bold",
+        highlight=False,
+    )
+    late = any(one.iterations_to_same_loss != 1 for one in plan.plans)
+    table = Table(
+        *("", "t", "p", "d", "b", "schedule", "recompute"),
+        *("GiB", "bubble", "MFU", "samples/s", *["to the same loss"] * late),
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for number, one in enumerate(plan.plans, 1):
+        sizes = (one.tensor_parallel, one.stages, one.data_parallel, one.micro_batch_size)
+        row = [
+            number,
+            *sizes,
+            _schedule(one),
+            one.recompute,
+            f"{one.memory_gib:.1f}",
+            f"{one.bubble:.1%}",
+            f"{one.mfu:.1%}",
+        ]
+        to_loss = one.samples_per_second / one.iterations_to_same_loss
+        table.add_row(*map(str, row), f"{one.samples_per_second:.2f}", *[f"{to_loss:.2f}"] * late)
+    console.print(table)
+    if late:
+        console.print(
+            f"to the same loss: 2bw needs {ITERATIONS_WITH_LATE_GRADIENTS - 1:.0%} more iterations (PipeDream-2BW "
+            "§5.1), which the order of plans counts",
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print(
+        f"GiB of each stage, of {plan.device_gib:g} (×: so many stages in a row)", style="bold", highlight=False
+    )
+    for number, one in enumerate(plan.plans, 1):
+        console.print(f"  {number}: {_memory(one)}", highlight=False, soft_wrap=True)
+    best = plan.plans[0]
+    if best.global_batch_size < plan.global_batch_size:
+        console.print(
+            f"batch: {best.global_batch_size} samples, the most that {best.data_parallel} replicas share alike"
+        )
+    sure = Uncertainty(**best.uncertainty)  # type: ignore[arg-type]
+    console.print(f"an iteration takes {best.iteration_ms:,.0f} ms ({sure}: {sure.meaning})", highlight=False)
+    console.print(f"{command} {best.flags}", soft_wrap=True, highlight=False)
+    for line in best.warnings:
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print("not taken", style="bold")
+    for one_rejected in plan.rejected:
+        console.print(f"  {one_rejected.family}: {one_rejected.reason}", highlight=False, soft_wrap=True)
+    runs = plan.runs
+    console.print(
+        f"{runs['weighed']:,} runs: {runs['too_large']:,} do not fit, {runs['slower']:,} are slower by their bounds, "
+        f"{runs['simulated']:,} simulated",
+        style="dim",
+        highlight=False,
+    )
+
+
+def _schedule(one: PlannedRun) -> str:
+    words = [one.schedule] + [f"v={one.chunks}"] * (one.chunks > 1) + [f"k={one.group_size}"] * (one.group_size > 1)
+    words += [f"c={one.context_parallel}"] * (one.context_parallel > 1)
+    words += [f"e={one.expert_parallel}"] * (one.expert_parallel > 1) + ["BPipe"] * one.bpipe
+    words += ["uneven"] * (one.layout is not None)
+    return " ".join(words + ["pipeline in one node"] * (one.placement == "pipeline"))
+
+
+def _memory(one: PlannedRun) -> str:
+    """Such as 70.1 69×6 66.2."""
+    each = [f"{stage.bytes['total'] / _GIB:.1f}" for stage in one.each_stage]
+    return " ".join(_times(gib, len(list(run))) for gib, run in groupby(each))
+
+
+def _times(gib: str, times: int) -> str:
+    return gib if times == 1 else f"{gib}×{times}"
+
+
+def drawn(plan: Plan, question: Question, found: Found) -> Front:
+    """The front, the fastest runs, and the best of each family that fits."""
+    front = [Point(one.most_bytes / _GIB, one.estimate.samples_per_second, brief(one)) for one in found.front]
+    others: Sequence[Point] = [
+        Point(one.most_bytes / _GIB, one.estimate.samples_per_second, family.value)
+        for family, one in found.best.items()
+        if family.kind == "schedule"
+    ]
+    title = f"{plan.model} on {plan.cluster}, at most {plan.global_batch_size} samples an iteration"
+    return Front(title, question.cluster.device.memory_gib, front, others)
 
 
 def add_to(commands: Commands) -> None:

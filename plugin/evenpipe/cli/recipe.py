@@ -2,29 +2,140 @@
 
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+import sys
 from argparse import REMAINDER, Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from evenpipe.cli.commands import add_command, sentence
-from evenpipe.cli.described import model_and_cluster
-from evenpipe.cli.parser import Commands, UsageError
-from evenpipe.cli.plan_engine import engine_of
-from evenpipe.cli.searched import SEARCHED, add_search_options, question_from
+from evenpipe.cli.estimate import model_and_cluster
+from evenpipe.cli.parser import Commands, UsageError, add_command, sentence
+from evenpipe.cli.plan import SEARCHED, add_search_options, engine_of, question_from
+from evenpipe.cli.run_estimate import in_megatron, least_gpus
 from evenpipe.cli.values import sample_count
-from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, framework
-from evenpipe.planner.estimate import framework_of
+from evenpipe.deepspeed.section import SectionError, section_of
+from evenpipe.planner.arguments import FlagError
+from evenpipe.planner.descriptions import Cluster, DescriptionError, Model, cluster, framework
+from evenpipe.planner.estimate import Estimate, framework_of
 from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.search import search
 from evenpipe.recipes import Recipe, RecipeError, Settings
-from evenpipe.recipes.emit import files_of
-from evenpipe.recipes.files import write_files
-from evenpipe.recipes.planning import read_plan, run_of_plan
-from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS
+from evenpipe.recipes.checking import Checked, check
+from evenpipe.recipes.files import files_of, write_files
+from evenpipe.recipes.from_flags import convert, read_line
+from evenpipe.recipes.reading import Written, read_folder
+from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, read_plan, run_of_plan
 from evenpipe.recipes.unsupported import refuse, refuse_before_planning, refuse_divided
+from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import in_flags
 
-__all__ = ["add_to"]
+__all__ = ["add_to", "show_check", "show_converted"]
+
+
+def show_check(folder: Path, checkout: Path | None) -> int:
+    """Print problems and what was not looked at; 1 where there are problems. UsageError for what is no recipe."""
+    try:
+        written = read_folder(folder)
+    except RecipeError as error:
+        raise UsageError(f"--check {error}") from error
+    found = check(written, engine_of(framework(written.about.framework)), _section)
+    problems, notes = list(found.problems), list(found.notes)
+    if written.about.framework == "megatron":
+        problems = [in_megatron(line) for line in problems]
+        if found.script:
+            said, note = _by_megatron(written, found, checkout)
+            problems += said
+            notes += note
+    for line in problems:
+        print(" ".join(line.split()))
+    for line in notes:
+        print(f"note: {' '.join(line.split())}")
+    if found.estimate is not None and not problems:
+        estimate = found.estimate
+        most = max(stage.bytes.total for stage in estimate.stages) / 2**30
+        gib = written.about.cluster.device.memory_gib
+        print(
+            f"{folder}: fits: {most:.1f} of {gib:g} GiB, {estimate.iteration_ms:,.0f} ms an iteration, "
+            f"MFU {estimate.mfu:.1%}"
+        )
+    return 1 if problems else 0
+
+
+def _section(configuration: Mapping[str, Any]) -> EvenPipeConfig | None:
+    try:
+        return section_of(configuration)
+    except SectionError as error:
+        raise RecipeError(f"ds_config.json: {error}") from None
+
+
+def _by_megatron(written: Written, found: Checked, checkout: Path | None) -> tuple[list[str], list[str]]:
+    """Problems that its own parser and `validate_args` find, and what to say if they were not asked.
+
+    They are code of the checkout, so that only one is asked that the user has named, never the one in what is checked.
+    """
+    script = Path(found.script)
+    if checkout is None:
+        named = f"name a checkout that you trust with --megatron-lm, such as {script.parent}"
+        return [], [f"flags were not given to Megatron-LM's own parser, which would execute its code: {named}"]
+    path = checkout / script.name
+    if not (path.is_file() and (path.parent / "megatron" / "training").is_dir()):
+        raise UsageError(f"--megatron-lm {checkout}: has no {script.name} and megatron/training: name a checkout")
+    nodes = found.cluster or written.about.cluster
+    flags = list(found.flags)
+    if not any(word.partition("=")[0] == "--vocab-size" for word in flags):
+        flags += ["--vocab-size", str(written.about.model.vocabulary)]
+    asked = ["--estimate", "--cluster", f"{nodes.nodes}x{nodes.gpus_per_node}-a100-80gb", str(path), *flags]
+    command = [sys.executable, "-m", "evenpipe", "run", *asked]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    if not done.returncode:
+        return [], []
+    last = (done.stderr.strip().splitlines() or ["ended without a word"])[-1]
+    said = last.removeprefix("evenpipe run: error: ")
+    return ([] if said in found.problems else [f"{path}: {said}"]), []
+
+
+_CLUSTER = "a100-80gb"
+_SECTION = '"evenpipe": { "schedule": "1f1b", "bpipe": true }'
+
+
+def show_converted(words: Sequence[str], on: str | None) -> None:
+    """Print the difference and the new line. UsageError, one line, for what cannot be told or does not fit."""
+    try:
+        line = read_line(words[1:] if words[:1] == ["--"] else words)
+        nodes = cluster(on) if on else _least(line.flags)
+        found = convert(line, nodes)
+    except (RecipeError, FlagError, DescriptionError) as error:
+        raise UsageError(in_megatron(str(error))) from error
+    except EstimateError as error:
+        raise UsageError(in_megatron(in_flags(error))) from error
+    print("\n".join(found.diff))
+    print()
+    if found.before is not None and found.after is not None:
+        print(f"now:           {_said(found.before)}")
+        print(f"with EvenPipe: {_said(found.after)} (on {nodes.name})")
+    else:
+        print(f"and in DeepSpeed's configuration, such as: {_SECTION}")
+    print()
+    print(found.command)
+
+
+def _least(flags: Sequence[str]) -> Cluster:
+    """As many GPUs of the usual kind as one replica needs."""
+    found = cluster(_CLUSTER)
+    least, gpus = least_gpus(flags), found.gpus_per_node
+    nodes, each = (1, least) if least < gpus else (math.lcm(least, gpus) // gpus, gpus)
+    return cluster(f"{nodes}x{each}-{_CLUSTER}")
+
+
+def _said(estimate: Estimate) -> str:
+    most = max(stage.bytes.total for stage in estimate.stages) / 2**30
+    fits = "fits" if estimate.fits else "does not fit"
+    return f"{estimate.iteration_ms:,.0f} ms an iteration, MFU {estimate.mfu:.1%}, {most:.1f} GiB at most: {fits}"
 
 
 def add_to(commands: Commands) -> None:
@@ -75,12 +186,8 @@ def add_to(commands: Commands) -> None:
 
 def _run(arguments: Namespace) -> int | None:
     if arguments.check is not None:
-        from evenpipe.cli.recipe_check import show_check
-
         return show_check(arguments.check, arguments.megatron_lm)
     if arguments.from_flags is not None:
-        from evenpipe.cli.recipe_flags import show_converted
-
         show_converted(arguments.from_flags, arguments.cluster)
         return None
     if arguments.kind is None:

@@ -4,26 +4,206 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from evenpipe.cli.commands import add_command
-from evenpipe.cli.options import write
-from evenpipe.cli.parser import Commands, UsageError
-from evenpipe.cli.values import output_file
+from evenpipe.cli.parser import Commands, UsageError, add_command
+from evenpipe.cli.values import output_file, write
+from evenpipe.partition.search.plan import Plan as Partition
+from evenpipe.planner.search.plan import PlannedRun
+from evenpipe.report.bubbles import Room
 from evenpipe.report.files import write_atomically
-from evenpipe.report.page.comparison import comparison_view
-from evenpipe.report.page.content import View
-from evenpipe.report.page.documents import RunDocument, SimulationDocument
-from evenpipe.report.page.views import run_view, simulation_view
-from evenpipe.schedule import Spec
+from evenpipe.report.page.content import (
+    Pairs,
+    RunDocument,
+    SimulationDocument,
+    Table,
+    View,
+    amount,
+    milliseconds,
+    percent,
+)
+from evenpipe.report.page.views import chosen_view, comparison_view, run_view, simulated_view, simulation_view
+from evenpipe.schedule import Program, Size, Spec, build
+from evenpipe.simulate import Costs, simulate, simulation_document
 from evenpipe.train.engines import ENGINES
 
-__all__ = ["add_to", "demo_views", "write_page"]
+if TYPE_CHECKING:
+    from evenpipe.partition.search.plan import Plan as Partition
+    from evenpipe.planner.search.plan import PlannedRun
+
+__all__ = ["add_to", "demo_views", "partition_view", "plan_view", "write_page"]
+
+#: Micro-batches × stages of a plan that are drawn at most: its batches may have hundreds.
+_MOST_DRAWN: Final = 1024
+
+
+def partition_view(document: dict[str, Any]) -> View:
+    """A partition, simulated where it is of a schedule that trains, and not of PipeDream's."""
+    from evenpipe.cli.partition_shown import division
+    from evenpipe.partition.dawnpiper.copies import PIPEDREAM
+    from evenpipe.partition.search.plan import Plan as Partition
+
+    plan = Partition.model_validate(document)
+    way = division("", plan.stages)
+    rows = [
+        (
+            f"stage {stage}",
+            *(milliseconds(ms[stage]) for ms in (way.forward_ms, way.backward_ms, way.extra_ms)),
+            *(amount(peaks[stage]) for peaks in (way.peak_bytes, way.peak_bytes_before)),
+        )
+        for stage in range(plan.stage_count)
+    ]
+    columns = ("Stage", "Forward", "Backward", "Recompute, swap", "Peak", "Peak before that")
+    stages = Table("Each stage: a micro-batch's times, and peaks", columns, rows)
+    facts = [
+        ("Slowest part, a micro-batch", milliseconds(plan.max_stage_ms)),
+        ("No partition is below", milliseconds(plan.optimum_ms)),
+        ("Fullest stage", amount(max(way.peak_bytes))),
+        ("Limit", amount(plan.limit_bytes)),
+    ]
+    settings = [*_settings(plan.origin.model_dump(mode="json")), ("optimize", plan.optimize)]
+    title = (
+        f"{plan.origin.model}: {plan.schedule}{_bpipe(plan.bpipe)}, {plan.stage_count} stages, "
+        f"{plan.micro_batches} micro-batches"
+    )
+    if plan.schedule == PIPEDREAM:
+        return View(title, facts, (), stages, tables=[_parts(plan)], settings=settings)
+    unit_bytes = _kept(plan)
+    simulated = _simulated(plan.program, plan.costs, unit_bytes)
+    if unit_bytes is None:
+        view = chosen_view(title, simulated, facts, stages, settings)
+        said = "What else would be faster, and fits, cannot be told: the document is of an older release."
+        return view._replace(explained=[*view.explained, said], tables=[_parts(plan), *view.tables])
+    return simulated_view(title, simulated, unit_bytes, facts, stages, settings, [_parts(plan)], _room(plan))
+
+
+def _kept(plan: Partition) -> list[list[int]] | None:
+    """Of each stage, what a micro-batch keeps in each of its chunks; None where the document does not say."""
+    kept: list[list[int]] = [[] for _ in range(plan.stage_count)]
+    for part in plan.stages:
+        if part.kept_bytes is None or part.weight_bytes is None or part.beside_bytes is None:
+            return None
+        kept[part.stage].append(part.kept_bytes)
+    return kept
+
+
+def _room(plan: Partition) -> Room:
+    """Another schedule would recompute and swap the same."""
+    beside, versions = [0] * plan.stage_count, [0] * plan.stage_count
+    for part in plan.stages:
+        beside[part.stage] += part.beside_bytes or 0
+        versions[part.stage] += part.weight_bytes or 0
+    return Room(beside, versions, plan.limit_bytes)
+
+
+def _parts(plan: Partition) -> Table:
+    rows = [
+        (
+            str(number),
+            f"stage {part.stage}",
+            f"{part.first_node}–{part.last_node}",
+            str(len(part.recompute)),
+            str(len(part.swap)),
+        )
+        for number, part in enumerate(plan.stages)
+    ]
+    return Table("Parts of the model", ("Part", "Where", "Nodes", "Recomputed", "Swapped"), rows)
+
+
+def plan_view(document: dict[str, Any]) -> View:
+    """A plan: its fastest run simulated, and all the others. Raises ValueError, one line, where it has none."""
+    from evenpipe.planner.search.plan import Plan
+
+    plan = Plan.model_validate(document)
+    if not plan.plans:
+        raise ValueError("plans: there is no run that fits")
+    best = plan.plans[0]
+    program, cut = _drawn_program(best)
+    costs = Costs(
+        tuple(stage.forward_ms for stage in best.each_stage), tuple(stage.backward_ms for stage in best.each_stage)
+    )
+    kinds = list(dict.fromkeys(kind for stage in best.each_stage for kind in stage.bytes))
+    rows = [
+        (
+            f"stage {number}",
+            milliseconds(stage.forward_ms),
+            milliseconds(stage.backward_ms),
+            *(amount(stage.bytes.get(kind, 0)) for kind in kinds),
+        )
+        for number, stage in enumerate(best.each_stage)
+    ]
+    columns = ("Stage", "Forward", "Backward", *(kind.replace("_", " ") for kind in kinds))
+    simulated = _simulated(program, costs)
+    count = f"{cut} of " if cut < best.micro_batches else ""
+    facts = [
+        ("Iteration", milliseconds(best.iteration_ms)),
+        ("Bubble", percent(best.bubble, 1)),
+        ("Samples a second", f"{best.samples_per_second:,.4g}"),
+        ("MFU", percent(best.mfu, 1)),
+        ("Fullest GPU", f"{best.memory_gib:.1f} of {plan.device_gib:g} GiB"),
+    ]
+    view = chosen_view(
+        f"{plan.model} on {plan.cluster}, {plan.framework}",
+        simulated,
+        facts,
+        Table("Each stage of the fastest run: a micro-batch's times, and what a GPU holds", columns, rows),
+        _settings(plan.model_dump(mode="json", exclude={"plans", "front", "rejected"}) | {"flags": best.flags}),
+    )
+    note = (
+        "These figures are the planner's, of a whole iteration with its messages and its step. Drawn, and in words "
+        f"below it, are the stages' times alone: {count}{best.micro_batches} micro-batches, simulated to take "
+        f"{milliseconds(simulated.makespan_ms)} with a bubble of {percent(simulated.bubble_fraction, 1)}."
+    )
+    weighed = (
+        f"Of all runs that it may choose, the planner found none faster that fits into {plan.device_gib:g} GiB: "
+        f"{plan.runs['weighed']:,} were weighed, and the best of each schedule is in the table of those not taken."
+    )
+    tables = [
+        _runs("The fastest runs", plan.plans),
+        _runs("The Pareto front of memory against speed", plan.front),
+        Table("Not taken", ("Runs", "Why"), [(one.family, one.reason) for one in plan.rejected]),
+    ]
+    return view._replace(notes=[note], explained=[*view.explained, weighed], tables=[*tables, *view.tables])
+
+
+def _drawn_program(run: PlannedRun) -> tuple[Program, int]:
+    """The run's schedule, with no more micro-batches than can be seen, and how many these are."""
+    count = min(run.micro_batches, max(2 * run.stages, _MOST_DRAWN // run.stages // run.stages * run.stages))
+    size = Size(run.stages, count, run.chunks, run.group_size, 3 if run.schedule == "2bw" else 1)
+    return build(run.schedule, size, run.bpipe), count
+
+
+def _simulated(program: Program, costs: Costs, unit_bytes: Sequence[Sequence[int]] | None = None) -> SimulationDocument:
+    """In the form in which `evenpipe simulate` writes it."""
+    found = simulate(program, costs, unit_bytes)
+    return SimulationDocument.model_validate(simulation_document(program, costs, found, unit_bytes))
+
+
+def _runs(caption: str, runs: list[PlannedRun]) -> Table:
+    rows = [
+        (
+            f"{run.schedule}{_bpipe(run.bpipe)}" + (f", k={run.group_size}" if run.group_size > 1 else ""),
+            *map(str, (run.tensor_parallel, run.stages, run.data_parallel, run.chunks, run.micro_batch_size)),
+            *(run.recompute, f"{run.memory_gib:.1f}", percent(run.bubble, 1), percent(run.mfu, 1)),
+            f"{run.samples_per_second:,.4g}",
+        )
+        for run in runs
+    ]
+    names = ("Schedule", "t", "p", "d", "v", "b", "Recompute", "GiB", "Bubble", "MFU", "Samples/s")
+    return Table(caption, names, rows)
+
+
+def _bpipe(bpipe: bool) -> str:
+    return " with BPipe" if bpipe else ""
+
+
+def _settings(values: dict[str, Any]) -> Pairs:
+    return [(name, str(value)) for name, value in values.items()]
 
 
 def add_to(commands: Commands) -> None:
@@ -100,14 +280,10 @@ def _of_simulation(document: dict[str, Any]) -> tuple[str, list[View]]:
 
 
 def _of_partition(document: dict[str, Any]) -> tuple[str, list[View]]:
-    from evenpipe.cli.report_planned import partition_view
-
     return "Partition", [partition_view(document)]
 
 
 def _of_plan(document: dict[str, Any]) -> tuple[str, list[View]]:
-    from evenpipe.cli.report_planned import plan_view
-
     return "Plan", [plan_view(document)]
 
 

@@ -12,8 +12,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from evenpipe.cli.commands import add_command
-from evenpipe.cli.parser import Commands, UsageError
+from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.upstream.ending import end_job
 
 __all__ = ["add_to"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from evenpipe.cli.estimate_shown import show
+from evenpipe.cli.estimate import show
 from evenpipe.cli.parser import UsageError
 from evenpipe.planner.arguments import FlagError, Pipelined, model_of, run_of
 from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster, framework

@@ -11,17 +11,9 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from evenpipe.cli.commands import add_command
-from evenpipe.cli.options import (
-    add_output_options,
-    add_schedule_options,
-    program_from,
-    title_of,
-    write,
-    write_simulated,
-)
-from evenpipe.cli.parser import Commands, UsageError
-from evenpipe.cli.values import output_file
+from evenpipe.cli.options import add_output_options, add_schedule_options, program_from, title_of, write_simulated
+from evenpipe.cli.parser import Commands, UsageError, add_command
+from evenpipe.cli.values import output_file, write
 from evenpipe.report.files import write_atomically
 from evenpipe.report.grid import timeline_grid
 from evenpipe.schedule import Schedule, ScheduleError, torch_csv

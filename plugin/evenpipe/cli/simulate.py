@@ -8,9 +8,8 @@ from argparse import Namespace
 from rich.console import Console
 from rich.table import Table
 
-from evenpipe.cli.commands import add_command
 from evenpipe.cli.options import add_output_options, add_schedule_options, program_from, title_of, write_simulated
-from evenpipe.cli.parser import Commands, UsageError
+from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.values import duration_ms, durations_ms
 from evenpipe.simulate import Costs, Simulation, SimulationError, Wire, simulate, simulation_document
 from evenpipe.simulate.device import PLAIN, SYNCHRONISED, Environment, run_on_devices

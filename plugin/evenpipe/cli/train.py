@@ -10,15 +10,14 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from evenpipe.cli.commands import add_command
-from evenpipe.cli.options import add_output_options, title_of, write, write_reports
-from evenpipe.cli.parser import Commands, UsageError
+from evenpipe.cli.options import add_output_options, title_of, write_reports
+from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.train_planned import compared
 from evenpipe.cli.training import add_fields, options_from, run_training
-from evenpipe.cli.values import output_file
+from evenpipe.cli.values import output_file, write
 from evenpipe.report.files import write_atomically
+from evenpipe.report.log_line import median_ms
 from evenpipe.report.timeline import StageMemory, Timeline
-from evenpipe.report.typical import median_ms
 from evenpipe.schedule import choose
 from evenpipe.settings.contradictions import one_group
 from evenpipe.settings.spelling import COMMAND

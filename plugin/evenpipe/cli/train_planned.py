@@ -9,7 +9,7 @@ from rich.table import Table
 
 from evenpipe.cli.partition_shown import division
 from evenpipe.partition.search.plan import Plan
-from evenpipe.report.divisions import Division, draw_divisions
+from evenpipe.report.figures import Division, draw_divisions
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.predict import last_program, through_the_stages
 from evenpipe.train.result import RunResult

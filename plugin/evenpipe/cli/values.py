@@ -1,13 +1,14 @@
-"""Values that options take, checked while they are parsed."""
+"""Values that options take, checked while they are parsed, and the files that they name."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from evenpipe.cli.parser import STANDARD_OUTPUT
+from evenpipe.cli.parser import STANDARD_OUTPUT, UsageError
 from evenpipe.report.files import check_writable, is_special
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "picture_file",
     "positive",
     "sample_count",
+    "write",
 ]
 
 _MOST: Final = 10**9
@@ -107,3 +109,13 @@ def picture_file(text: str) -> Path:
     if not text.lower().endswith(".png") and not is_special(path):
         raise argparse.ArgumentTypeError(f"{text}: pictures are PNG; give a name that ends with .png")
     return path
+
+
+def write(option: str, path: Path | None, made_by: Callable[[Path], None]) -> None:
+    """Have the file that `option` asks for, if it does, `made_by` a function; UsageError where it cannot be written."""
+    if path is None:
+        return
+    try:
+        made_by(path)
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror}; choose a path that can be written") from error

@@ -1,11 +1,14 @@
-"""What a check has found."""
+"""Findings, and checks that make them, each within a time limit."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["Finding", "Verdict", "fine", "noted", "problem", "unseen"]
+__all__ = ["Check", "Finding", "Verdict", "fine", "noted", "problem", "run_checks", "unseen"]
 
 
 class Verdict(Enum):
@@ -44,3 +47,42 @@ def problem(check: str, said: str, remedy: str) -> Finding:
 def unseen(check: str, why: str) -> Finding:
     """Could not be looked at, and why."""
     return Finding(check, Verdict.UNSEEN, why)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check; ``find`` may block, in which case what it waits for is the finding: ``waits_for``, and ``remedy``."""
+
+    name: str
+    find: Callable[[], Iterable[Finding]]
+    seconds: float = 10.0
+    waits_for: str = "the system"
+    remedy: str = "find out why it does not answer (dmesg, the machine's own monitoring)"
+
+
+def run_checks(checks: Sequence[Check]) -> tuple[list[Finding], bool]:
+    """The findings of all, in order; and whether one is still waiting, in a thread that only the process' end ends."""
+    found: list[Finding] = []
+    waiting = False
+    for check in checks:
+        those = _within(check)
+        waiting |= those is None
+        late = f"no answer from {check.waits_for} within {check.seconds:g} s"
+        found += [problem(check.name, late, check.remedy)] if those is None else those
+    return found, waiting
+
+
+def _within(check: Check) -> list[Finding] | None:
+    found: list[Finding] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            found.extend(check.find())
+        except Exception as error:
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            found.append(problem(check.name, f"cannot be looked at: {said}", check.remedy))
+        done.set()
+
+    threading.Thread(target=run, daemon=True, name=f"doctor {check.name}").start()
+    return found if done.wait(check.seconds) else None

@@ -1,19 +1,21 @@
-"""DeepSpeed's configuration, with EvenPipe's section, and the flags of the training script that comes with it."""
+"""DeepSpeed's configuration with the flags of train.py for a run, and the run that they describe."""
 
 from __future__ import annotations
 
 import json
 import re
-from itertools import accumulate
-from typing import Any, Final
+from argparse import SUPPRESS, ArgumentParser
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Final, NoReturn
 
-from evenpipe.planner.descriptions import Model
+from evenpipe.planner.descriptions import Model, described
 from evenpipe.planner.run import Run
-from evenpipe.recipes.flags import Flag, Group, Variable, lines
-from evenpipe.recipes.recipe import Recipe
-from evenpipe.recipes.rendering import verbatim
+from evenpipe.recipes.recipe import Recipe, RecipeError
+from evenpipe.recipes.rendering import Flag, Group, Variable, lines, verbatim
+from evenpipe.settings.config import EvenPipeConfig
 
-__all__ = ["CONFIGURATION", "boundaries_of", "configuration_of", "flag_groups", "training_files"]
+__all__ = ["CONFIGURATION", "boundaries_of", "configuration_of", "described_by", "flag_groups", "training_files"]
 
 CONFIGURATION: Final = "ds_config.json"
 #: What model.py has before the model's layers, and behind them: words and positions, norm and logits.
@@ -121,3 +123,115 @@ def configuration_of(recipe: Recipe) -> dict[str, Any]:
     if run.sharded_optimizer:
         found["zero_optimization"] = {"stage": 1}
     return {**found, "evenpipe": section}
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise RecipeError(f"train.sh: {message}: give what train.py takes")
+
+
+def described_by(
+    flags: Sequence[str], name: str, configuration: Mapping[str, Any], settings: EvenPipeConfig | None, gpus: int
+) -> tuple[Model, Run]:
+    """``settings``: those of the section, checked. Raises RecipeError, DescriptionError for a model that is none."""
+    args = _parser().parse_args(list(flags))
+    said = {
+        "layers": args.layers,
+        "hidden": args.hidden,
+        "ffn": args.ffn,
+        "heads": args.heads,
+        "key_value_heads": getattr(args, "key_value_heads", 0),
+        "head_dim": getattr(args, "head_dim", 0),
+        "sequence": args.sequence,
+        "vocabulary": args.vocabulary,
+        "causal": not hasattr(args, "masked"),
+        "gated": hasattr(args, "gated"),
+        "norm": "rms" if hasattr(args, "rms_norm") else "layer",
+        "positions": "rotary" if hasattr(args, "rotary") else "learned",
+        "biases": not hasattr(args, "no_biases"),
+        "tied": not hasattr(args, "untied"),
+        "dropout": bool(getattr(args, "dropout", 0.1)),
+    }
+    of = described(Model, name, said, "train.sh")
+    if args.stages < 1 or gpus % args.stages:
+        raise RecipeError(f"train.sh: --stages {args.stages}: {gpus} GPUs do not divide into them: change one of them")
+    data = gpus // args.stages
+    micro, accumulated = _batch(configuration, data)
+    return of, Run(
+        global_batch=micro * accumulated * data,
+        stages=args.stages,
+        data=data,
+        micro_batch=micro,
+        recompute="full" if hasattr(args, "recompute") else "none",
+        schedule=settings.spec.name if settings else "1f1b",
+        bpipe=bool(settings and settings.bpipe),
+        group_size=settings.group_size if settings and settings.group_size != "auto" else 1,
+        layout=_layout(settings.partition if settings else None, of.layers, args.stages),
+        precision=_precision(configuration),
+        attention="unfused" if _precision(configuration) == "fp32" else "flash",
+        sharded_optimizer=_of(configuration, "zero_optimization").get("stage", 0) == 1,
+        blocking=() if settings else None,
+    )
+
+
+def _parser() -> ArgumentParser:
+    parser = _Parser("train.py", add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+    for size in ("layers", "hidden", "ffn", "heads", "sequence", "vocabulary", "stages", "iterations"):
+        parser.add_argument(f"--{size}", type=int, required=True)
+    for size in ("key-value-heads", "head-dim", "seed", "save-interval"):
+        parser.add_argument(f"--{size}", type=int)
+    parser.add_argument("--dropout", type=float)
+    for switch in ("masked", "gated", "rms-norm", "rotary", "no-biases", "untied", "recompute", "mock"):
+        parser.add_argument(f"--{switch}", action="store_true")
+    for path in ("data", "checkpoints", "deepspeed_config"):
+        parser.add_argument(f"--{path}")
+    return parser
+
+
+def _batch(configuration: Mapping[str, Any], data: int) -> tuple[int, int]:
+    """Micro-batch size and micro-batches of a replica, of which DeepSpeed needs any two of three sizes."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole, micro, steps = (configuration.get(key) for key in keys)
+    for key, value in zip(keys, (whole, micro, steps), strict=True):
+        if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+            raise RecipeError(f"{CONFIGURATION}: {key}: {value!r} is no whole number above 0: give one")
+    if whole and micro and not steps:
+        steps = whole // (micro * data)
+    if whole and steps and not micro:
+        micro = whole // (steps * data)
+    micro, steps = micro or 1, steps or 1
+    if whole and whole != micro * steps * data:
+        raise RecipeError(
+            f"{CONFIGURATION}: train_batch_size {whole}: is not {micro} × {steps} × {data} (micro-batch size × "
+            f"accumulation steps × replicas): {micro * steps * data} is"
+        )
+    return micro, steps
+
+
+def _layout(partition: Any, layers: int, stages: int) -> tuple[int, ...] | None:
+    """Layers of the model for each stage, of the boundaries that the section has."""
+    if not isinstance(partition, tuple):
+        return None
+    whole = layers + 2 * _ENDS
+    said = f"{CONFIGURATION}: evenpipe.partition {list(partition)}"
+    if len(partition) != stages + 1:
+        raise RecipeError(f"{said}: {len(partition) - 1} stages for --stages {stages}: give {stages + 1} boundaries")
+    if partition[0] != 0 or partition[-1] != whole or list(partition) != sorted(partition):
+        raise RecipeError(f"{said}: --layers {layers} are {whole} with those at both ends: go from 0 to {whole}")
+    each = [end - start for start, end in pairwise(partition)]
+    each[0] -= _ENDS
+    each[-1] -= _ENDS
+    if min(each) < 0:
+        raise RecipeError(
+            f"{said}: words and positions, and norm and logits, have to be on one stage each: move a boundary"
+        )
+    return tuple(each) if len(set(each)) > 1 else None
+
+
+def _precision(configuration: Mapping[str, Any]) -> Any:
+    return next((name for name in ("bf16", "fp16") if _of(configuration, name).get("enabled")), "fp32")
+
+
+def _of(configuration: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = configuration.get(key)
+    return found if isinstance(found, Mapping) else {}

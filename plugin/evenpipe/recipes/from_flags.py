@@ -13,8 +13,8 @@ from typing import Final
 from evenpipe.planner.descriptions import Cluster, framework
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import EstimateError, Run
-from evenpipe.recipes.errors import RecipeError
-from evenpipe.recipes.megatron_run import described_by
+from evenpipe.recipes.megatron import described_by
+from evenpipe.recipes.recipe import RecipeError
 from evenpipe.schedule import choose
 
 __all__ = ["Converted", "Line", "convert", "read_line", "with_evenpipe"]

@@ -1,18 +1,102 @@
-"""Reads a script of a recipe again, without running it: variables, arrays, and what the last command is given.
-
-The part of bash that recipes are written in, and that people edit them with: assignments, arrays, quotes, comments,
-`$NAME` and `${NAME:-default}`. What only a shell could tell (`$(…)`) is unknown, and said to be.
-"""
+"""A recipe's folder as it is now: its files, its scripts read without running them, and the sizes in each file."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
 
-from evenpipe.recipes.errors import RecipeError
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-__all__ = ["UNKNOWN", "Script", "read_script"]
+from evenpipe.planner.descriptions import Cluster, Model
+from evenpipe.recipes.deepspeed import CONFIGURATION
+from evenpipe.recipes.recipe import Framework, Launcher, RecipeError
+
+__all__ = ["UNKNOWN", "About", "Nodes", "Script", "Written", "nodes_of", "read_folder", "read_script"]
+
+_JOB: Final = "job.yaml"
+
+
+class About(BaseModel):
+    """``recipe.json``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["evenpipe.recipe/1"]
+    framework: Framework
+    launcher: Launcher
+    release: str
+    model: Model
+    cluster: Cluster
+
+
+@dataclass(frozen=True)
+class Written:
+    """``files``: texts by name, those that a job's ConfigMap has among them; ``job``: the PyTorchJob, if it is one."""
+
+    about: About
+    files: Mapping[str, str]
+    job: Any = None
+
+    @property
+    def configuration(self) -> Any:
+        """DeepSpeed's. Raises RecipeError where it is no JSON."""
+        try:
+            return json.loads(self.files[CONFIGURATION])
+        except json.JSONDecodeError as error:
+            raise RecipeError(f"{CONFIGURATION}:{error.lineno}: is no JSON: {error.msg}: correct it") from None
+
+
+def read_folder(folder: Path) -> Written:
+    """Raises RecipeError, one line that names the file, for one that is missing or cannot be read."""
+    try:
+        about = About.model_validate_json(_read(folder / "recipe.json"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "document"
+        raise RecipeError(
+            f"{folder / 'recipe.json'}: not as `evenpipe recipe` wrote it: {where}: {first['msg']}"
+        ) from None
+    needed = ["train.sh"] + [CONFIGURATION] * (about.framework == "deepspeed")
+    if about.launcher != "kubernetes":
+        needed += {"slurm": ["launch.sbatch"], "deepspeed": ["launch.sh"]}.get(about.launcher, [])
+        files = {name: _read(folder / name) for name in needed}
+        hosts = folder / "hostfile"
+        return Written(about, files | ({"hostfile": _read(hosts)} if hosts.exists() else {}))
+    return _in_a_job(about, _read(folder / _JOB), needed)
+
+
+def _in_a_job(about: About, text: str, needed: list[str]) -> Written:
+    try:
+        documents = [one for one in yaml.safe_load_all(text) if isinstance(one, dict)]
+    except RecursionError:
+        raise RecipeError(f"{_JOB}: is nested too deeply: correct it") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise RecipeError(f"{_JOB}{line}: is no YAML: {getattr(error, 'problem', error)}: correct it") from None
+    kinds = {str(one.get("kind")): one for one in documents}
+    said = (kinds.get("ConfigMap") or {}).get("data")
+    files = said if isinstance(said, dict) else {}
+    for name in needed:
+        if not isinstance(files.get(name), str):
+            raise RecipeError(f"{_JOB}: its ConfigMap has no {name}: keep what `evenpipe recipe` wrote")
+    if "PyTorchJob" not in kinds:
+        raise RecipeError(f"{_JOB}: has no PyTorchJob: keep what `evenpipe recipe` wrote")
+    return Written(about, files, kinds["PyTorchJob"])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "no text"
+        raise RecipeError(f"{path}: cannot be read: {reason}: name the folder that `evenpipe recipe` wrote") from None
+
 
 #: Stands for what only a shell could tell.
 UNKNOWN: Final = "\0"
@@ -194,3 +278,86 @@ class _Reader:
     def _error(self, at: int, what: str) -> RecipeError:
         line = self.text.count("\n", 0, at) + 1
         return RecipeError(f"{self.name}:{line}: {what}: close it")
+
+
+class Nodes(NamedTuple):
+    """``where``: the file, and its words for it; None where it does not say."""
+
+    where: str
+    nodes: int | None
+    gpus: int | None
+
+
+def nodes_of(written: Written, script: Script) -> list[Nodes]:
+    """What trains first, then what starts it. Raises RecipeError, one line, for a file that does not start."""
+    sizes = [_whole(script.variables.get(name)) for name in ("NODES", "GPUS_PER_NODE")]
+    found = [Nodes("train.sh: NODES, GPUS_PER_NODE", *sizes)] if any(sizes) else []
+    return [*found, *_started(written)]
+
+
+def _started(written: Written) -> Iterator[Nodes]:
+    if text := written.files.get("launch.sbatch"):
+        said = [_whole(_option(text, name)) for name in ("nodes", "gpus-per-node")]
+        yield Nodes("launch.sbatch: --nodes, --gpus-per-node", *said)
+    if (text := written.files.get("hostfile")) is not None:
+        slots = _slots(text)
+        yield Nodes("hostfile: lines, slots", len(slots), next(iter(slots.values())))
+    elif text := written.files.get("launch.sh"):
+        gpus = re.search(r"--num_gpus[ =](\d+)", text)
+        yield Nodes("launch.sh: --num_gpus", 1, int(gpus[1]) if gpus else None)
+    if written.job is not None:
+        yield from _of_a_job(written.job)
+
+
+def _slots(text: str) -> dict[str, int]:
+    """GPUs of each host of a hostfile. Raises RecipeError for one that DeepSpeed's launcher does not read."""
+    found: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not (words := line.partition("#")[0].strip()):
+            continue
+        said = re.fullmatch(r"(\S+)\s+slots=([1-9][0-9]*)", words, re.ASCII)
+        if said is None:
+            raise RecipeError(f"hostfile:{number}: {words!r} is no host: write NAME slots=GPUS")
+        if said[1] in found:
+            raise RecipeError(f"hostfile:{number}: {said[1]} is there twice: name each host once")
+        found[said[1]] = int(said[2])
+    if len({*found.values()}) != 1:
+        raise RecipeError("hostfile: give hosts, all with the same slots: stages are divided evenly")
+    return found
+
+
+def _of_a_job(job: Any) -> Iterator[Nodes]:
+    """Of a PyTorchJob, whose pods' limits have to hold its processes. Raises RecipeError for what is no such number."""
+    roles = _at(job, "spec", "pytorchReplicaSpecs")
+    if not isinstance(roles, dict):
+        raise RecipeError("job.yaml: spec.pytorchReplicaSpecs has no roles: keep what `evenpipe recipe` wrote")
+    replicas = 0
+    for role, said in roles.items():
+        count = _at(said, "replicas")
+        if count is not None and _whole(count) is None:
+            raise RecipeError(f"job.yaml: {role}: replicas: {count!r} is no whole number: give one")
+        replicas += 1 if count is None else int(count)
+    yield Nodes("job.yaml: replicas, nprocPerNode", replicas, _whole(_at(job, "spec", "nprocPerNode")))
+    for role, said in roles.items():
+        containers = _at(said, "template", "spec", "containers")
+        for container in containers if isinstance(containers, list) else []:
+            limit = _at(container, "resources", "limits", "nvidia.com/gpu")
+            if limit is not None and _whole(limit) is None:
+                raise RecipeError(f"job.yaml: {role}: nvidia.com/gpu: {limit!r} is no whole number: give one")
+            yield Nodes(f"job.yaml: {role}'s nvidia.com/gpu", None, _whole(limit))
+
+
+def _at(document: Any, *keys: str) -> Any:
+    """What stands there; None where nothing does."""
+    for key in keys:
+        document = document.get(key) if isinstance(document, dict) else None
+    return document
+
+
+def _option(text: str, name: str) -> str | None:
+    found = re.search(rf"^#SBATCH\s.*--{name}[ =](\S+)", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def _whole(text: object) -> int | None:
+    return int(str(text)) if text is not None and str(text).isdecimal() else None

@@ -1,13 +1,130 @@
-"""The README of a recipe."""
+"""The README of a recipe: what it is predicted to need and to reach, and what would change that."""
 
 from __future__ import annotations
 
-from evenpipe.recipes.predictions import changes_of, stages_of
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final, NamedTuple, get_args
+
+from evenpipe.planner.run import EstimateError, Recompute, Run
 from evenpipe.recipes.recipe import Recipe
 from evenpipe.recipes.rendering import render
-from evenpipe.recipes.scripts import title_of
+from evenpipe.schedule import ScheduleError, choose
 
-__all__ = ["readme_of"]
+__all__ = ["Change", "StageRow", "changes_of", "readme_of", "stages_of"]
+
+_GIB: Final = 2**30
+
+
+class StageRow(NamedTuple):
+    """A GPU of the stage, and where the stage's first replica is."""
+
+    number: int
+    layers: str
+    gib: float
+    weights_gib: float
+    activations_gib: float
+    forward_ms: float
+    backward_ms: float
+    ranks: str
+
+
+class Change(NamedTuple):
+    """One thing done otherwise: what it costs, or why it cannot be. ``times``: its time over that of the recipe."""
+
+    what: str
+    iteration_ms: float
+    times: float
+    most_gib: float
+    fits: bool
+
+
+def stages_of(recipe: Recipe) -> list[StageRow]:
+    """In the order of the model."""
+    run, found = recipe.estimate.run, recipe.estimate
+    layers = run.layers_of(recipe.model)
+    rows = []
+    for number, stage in enumerate(found.stages):
+        parts = (
+            [layers[number + run.stages * chunk] for chunk in range(run.chunks)] if _dealt(run) else [layers[number]]
+        )
+        nbytes = stage.bytes
+        states = nbytes.weights + nbytes.gradients + nbytes.optimizer
+        rows.append(
+            StageRow(
+                number,
+                " + ".join(map(str, parts)),
+                nbytes.total / _GIB,
+                states / _GIB,
+                nbytes.activations / _GIB,
+                stage.forward_ms,
+                stage.backward_ms,
+                _ranks(run, number, recipe.cluster.gpus_per_node),
+            )
+        )
+    return rows
+
+
+def _dealt(run: Run) -> bool:
+    """Whether a stage's chunks are as far apart as there are stages."""
+    return run.chunks > 1
+
+
+def _ranks(run: Run, stage: int, gpus_per_node: int) -> str:
+    """Those of the stage's first replica by Megatron's and DeepSpeed's order, and their node."""
+    inner = run.tensor * run.context
+    first = stage * inner * (1 if run.placement == "pipeline" else run.data)
+    last = first + inner - 1
+    node, other = first // gpus_per_node, last // gpus_per_node
+    said = f"{first}" if inner == 1 else f"{first} to {last}"
+    return f"{said}, node {node}" if node == other else f"{said}, nodes {node} to {other}"
+
+
+def changes_of(recipe: Recipe) -> list[Change]:
+    """One after the other, those that can be."""
+    usual = recipe.estimate.iteration_ms / recipe.run.global_batch
+    found = []
+    for what, run in _otherwise(recipe):
+        try:
+            shown = recipe.estimator(run)
+        except (EstimateError, ScheduleError):
+            continue
+        most = max(stage.bytes.total for stage in shown.stages) / _GIB
+        times = shown.iteration_ms / run.global_batch / usual
+        found.append(Change(what, shown.iteration_ms, times, most, shown.fits))
+    return found
+
+
+def _otherwise(recipe: Recipe) -> Iterator[tuple[str, Run]]:
+    run = recipe.run
+    scopes = [scope for scope in get_args(Recompute) if recipe.framework == "megatron" or scope != "selective"]
+    if run.stages >= 4 and run.spec.balanced is not None:
+        yield "without BPipe" if run.bpipe else "with BPipe", replace(run, bpipe=not run.bpipe)
+    for scope in scopes:
+        if scope != run.recompute:
+            yield f"recomputing {_SCOPES[scope]}", replace(run, recompute=scope, recomputed_layers=None)
+    for size in (run.micro_batch // 2, run.micro_batch * 2):
+        if size:
+            yield f"micro-batches of {size}", replace(run, micro_batch=size)
+    if run.stages > 1:
+        yield from _schedules(run)
+    for times, said in ((0.5, "half"), (2, "twice")):
+        batch = int(run.global_batch * times)
+        if batch:
+            yield f"{said} the samples of an iteration ({batch:,})", replace(run, global_batch=batch)
+
+
+_SCOPES: Final = {"none": "nothing", "selective": "attention's core only", "full": "whole layers"}
+
+
+def _schedules(run: Run) -> Iterator[tuple[str, Run]]:
+    for name, size in (("1f1b", 1), ("kfkb", 2), ("2bw", 1)):
+        if name == run.schedule or run.chunks > 1 or (name == "2bw" and run.micro_batches < run.stages):
+            continue
+        bpipe = run.bpipe and choose(name).balanced is not None
+        late = " (gradients a batch late: other training)" if name == "2bw" else ""
+        other = replace(run, schedule=name, group_size=size, bpipe=bpipe)
+        yield f"schedule {name}{f', groups of {size}' if size > 1 else ''}{late}", other
 
 
 def readme_of(recipe: Recipe) -> str:
@@ -15,7 +132,7 @@ def readme_of(recipe: Recipe) -> str:
     return render(
         "README.md",
         name=recipe.name,
-        title=title_of(recipe),
+        title=recipe.title,
         sizes=_sizes(recipe),
         steps=_steps(recipe),
         trial=_trial(recipe),

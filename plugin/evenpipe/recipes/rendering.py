@@ -1,18 +1,77 @@
-"""Templates, and the filters through which everything that a user has named goes into a file."""
+"""Templates and flags, and the filters through which everything that a user has named goes into a file."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from evenpipe.recipes.errors import RecipeError
-from evenpipe.recipes.flags import word
+from evenpipe.recipes.recipe import RecipeError
 
-__all__ = ["render", "verbatim"]
+__all__ = ["Flag", "Group", "Line", "Variable", "lines", "render", "verbatim", "word"]
+
+
+def word(text: str) -> str:
+    """One word of bash, also in an array, where shellcheck takes a comma for a mistake."""
+    return f"'{text}'" if "," in text and shlex.quote(text) == text else shlex.quote(text)
+
+
+class Variable(NamedTuple):
+    """One that stands at the top of the file: its value may begin with a dash, which `--flag=value` allows."""
+
+    name: str
+
+
+Value: TypeAlias = "int | float | str | Variable | None"
+
+
+class Flag(NamedTuple):
+    """`--name value`; without a value, a switch."""
+
+    name: str
+    value: Value = None
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return f"--{self.name}"
+        if isinstance(self.value, Variable):
+            return f'--{self.name}="${self.value.name}"'
+        text = f"{self.value:g}" if isinstance(self.value, float) else str(self.value)
+        return f"--{self.name} {word(text)}"
+
+
+Line: TypeAlias = Sequence[Flag]
+
+
+@dataclass(frozen=True)
+class Group:
+    """An array of the script: its name, what a comment says of it, and its lines."""
+
+    name: str
+    comment: str
+    lines: tuple[Line, ...]
+
+    def __bool__(self) -> bool:
+        return any(self.lines)
+
+
+def lines(found: Iterable[Iterable[Flag | bool | None]]) -> tuple[Line, ...]:
+    """Without flags that are not to be given, and without lines that are empty then."""
+    return tuple(_filled(found))
+
+
+def _filled(found: Iterable[Iterable[Flag | bool | None]]) -> Iterator[Line]:
+    for line in found:
+        kept = [flag for flag in line if isinstance(flag, Flag)]
+        if kept:
+            yield kept
+
 
 _TEMPLATES: Final = Path(__file__).parent / "templates"
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")

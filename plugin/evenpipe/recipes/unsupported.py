@@ -10,9 +10,7 @@ from typing import Final
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.run import Run
 from evenpipe.planner.search.question import Engine
-from evenpipe.recipes.errors import RecipeError
-from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, Framework, Launcher, Recipe, series
-from evenpipe.recipes.settings import Settings
+from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, Framework, Launcher, Recipe, RecipeError, Settings, series
 from evenpipe.schedule import ScheduleError
 
 __all__ = ["refuse", "refuse_before_planning", "refuse_divided"]

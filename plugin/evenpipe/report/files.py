@@ -1,9 +1,10 @@
-"""Write a file as a whole or not at all, and into a device as it is."""
+"""Write a file as a whole or not at all, and tell a damaged file from a whole one."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import secrets
 import stat
@@ -11,9 +12,20 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
-__all__ = ["check_writable", "is_special", "lacks_room", "move_durably", "write_atomically", "write_durably"]
+__all__ = [
+    "DamagedFile",
+    "check_seal",
+    "check_writable",
+    "is_special",
+    "lacks_room",
+    "move_durably",
+    "sealed",
+    "sha256_of",
+    "write_atomically",
+    "write_durably",
+]
 
 _STDOUT: Final = 1
 
@@ -139,3 +151,61 @@ def check_writable(path: Path) -> str | None:
             return None
     except OSError as error:
         return f"nothing can be written to the folder {folder} ({error.strerror}): name another"
+
+
+_MARK: Final = b"\nevenpipe.sha256 "
+_SEAL_BYTES: Final = len(_MARK) + hashlib.sha256().digest_size * 2
+_READ_BYTES: Final = 1 << 20
+
+
+class DamagedFile(ValueError):
+    """A file does not have the digest that it was written with."""
+
+
+def sha256_of(path: Path, size: int | None = None) -> str:
+    """Return the SHA-256 of a file's first `size` bytes (None: of all), in hexadecimal digits. Raises OSError."""
+    digest = hashlib.sha256()
+    left = path.stat().st_size if size is None else size
+    with path.open("rb") as file:
+        while left and (read := file.read(min(left, _READ_BYTES))):
+            digest.update(read)
+            left -= len(read)
+    return digest.hexdigest()
+
+
+def sealed(fill: Callable[[BinaryIO], object]) -> Callable[[BinaryIO], object]:
+    """Return what writes as `fill` does, and then the digest of all that: readers of ZIP files pass over it."""
+
+    def fill_and_seal(file: BinaryIO) -> None:
+        written = _Hashing(file)
+        fill(written)  # type: ignore[arg-type]
+        file.write(_MARK + written.digest.hexdigest().encode())
+
+    return fill_and_seal
+
+
+def check_seal(path: Path) -> None:
+    """Check that a file ends in the digest of what is before it. Raises DamagedFile where it does not, and OSError."""
+    size = path.stat().st_size - _SEAL_BYTES
+    with path.open("rb") as file:
+        file.seek(max(size, 0))
+        seal = file.read()
+    if not seal.startswith(_MARK):
+        raise DamagedFile(f"{path} is damaged, or of another format: it does not end in its digest")
+    if seal.removeprefix(_MARK) != sha256_of(path, size).encode():
+        raise DamagedFile(f"{path} is damaged: it is not what its digest was made of")
+
+
+class _Hashing:
+    """Passes on what is written to a file, and has its digest."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.digest = hashlib.sha256()
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()

@@ -1,11 +1,12 @@
-"""What each stage held, moved and waited for in an iteration, as a line of a log and as scalars of its writers."""
+"""What each stage held, moved and waited for, predicted and measured, as lines of a log and scalars of its writers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any, Final, NamedTuple, Protocol
 
-__all__ = ["Figures", "kept_line", "log_line", "scalars", "write_scalars"]
+__all__ = ["Figures", "Taken", "comparison_lines", "kept_line", "log_line", "median_ms", "scalars", "write_scalars"]
 
 _MIB: Final = 1 << 20
 
@@ -72,3 +73,27 @@ def kept_line(stage: int, nbytes: Mapping[str, int]) -> str:
     """What a micro-batch saves in tensors that cannot be taken apart, by their types: it stays, and is not counted."""
     each = ", ".join(f"{name} {size / _MIB:.1f} MiB" for name, size in sorted(nbytes.items()))
     return f"stage {stage}, of a micro-batch: saved in types that cannot be taken apart, not counted nor moved: {each}"
+
+
+_MIB: Final = 1 << 20
+
+
+class Taken(NamedTuple):
+    """By a stage: compute milliseconds of a micro-batch, through all of its chunks; bytes that it holds at most."""
+
+    ms: float
+    peak_bytes: int
+
+
+def comparison_lines(names: Sequence[str], predicted: Sequence[Taken], measured: Sequence[Taken]) -> list[str]:
+    """A line a stage; `names`: what each has of the model."""
+    return [
+        f"stage {stage} ({name}) | ms a micro-batch: {plan.ms:.2f} predicted, {run.ms:.2f} measured | "
+        f"peak MiB: {plan.peak_bytes / _MIB:.1f} predicted, {run.peak_bytes / _MIB:.1f} measured |"
+        for stage, (name, plan, run) in enumerate(zip(names, predicted, measured, strict=True))
+    ]
+
+
+def median_ms(iteration_ms: Sequence[float]) -> float:
+    """Of all iterations but the first, where there are others: it also starts up what the others find running."""
+    return median(iteration_ms[1:] or iteration_ms)

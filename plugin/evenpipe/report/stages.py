@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from evenpipe.report.boxes import draw_boxes
 from evenpipe.report.files import write_atomically
+from evenpipe.report.picture import draw_boxes
 from evenpipe.report.timeline import Timeline
 from evenpipe.schedule import KINDS
 

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from evenpipe.report.files import write_atomically
-from evenpipe.report.timeline import Timeline
-from evenpipe.report.trace import perfetto_trace
+from evenpipe.report.timeline import Timeline, perfetto_trace
 from evenpipe.runtime.exchange import gather
 from evenpipe.runtime.executor import Observer
 from evenpipe.runtime.timing import Clock, SpanRecorder

@@ -7,7 +7,7 @@ from importlib import metadata
 from typing import Any, Final
 
 from evenpipe import __version__
-from evenpipe.report.waits import waits_in
+from evenpipe.report.bubbles import waits_in
 from evenpipe.schedule import Program
 from evenpipe.simulate import Simulation, simulation_document
 from evenpipe.train.engines import ENGINES

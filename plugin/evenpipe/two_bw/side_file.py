@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenpipe.report.digests import DamagedFile, check_seal, sealed
-from evenpipe.report.files import lacks_room, write_durably
+from evenpipe.report.files import DamagedFile, check_seal, lacks_room, sealed, write_durably
 from evenpipe.two_bw.stream import TwoBW
 
 __all__ = ["Part", "SideFileError", "resume", "write"]

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from evenpipe.cli.plan_engine import engine_of
+from evenpipe.cli.plan import engine_of
 from evenpipe.planner.descriptions import Model, cluster, framework, model
 from evenpipe.planner.estimate import Estimate, Estimator
 from evenpipe.planner.run import EstimateError, Run

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from evenpipe.cli.plan_engine import engine_of
+from evenpipe.cli.plan import engine_of
 from evenpipe.planner.descriptions import cluster, model
 from evenpipe.planner.estimate import framework_of
 from evenpipe.planner.search.question import Question

@@ -6,9 +6,8 @@ import re
 
 import pytest
 
+from evenpipe.report.bubbles import Case, Room, alternatives, waits_in
 from evenpipe.report.page.words import alternatives_table, explained, summary
-from evenpipe.report.remedies import Case, Room, alternatives
-from evenpipe.report.waits import waits_in
 from evenpipe.schedule import Size, build
 from evenpipe.simulate import Costs, Wire, simulate
 

@@ -15,7 +15,7 @@ from evenpipe.partition.code.loading import load_parts
 from evenpipe.partition.code.part import Draws, Part, StageCodeError, drawing
 from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.trace import Graph
-from evenpipe.report.predicted_vs_measured import Taken, comparison_lines
+from evenpipe.report.log_line import Taken, comparison_lines
 from evenpipe.runtime.resources import StageFigures
 
 __all__ = ["compare_stages", "compare_with_plan", "too_large"]

@@ -1,13 +1,16 @@
-"""What a page has to say, whatever it is of: plain values that the template and the charts take."""
+"""What a page reads and shows: documents as far as it reads them, and plain values for the template and the charts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from evenpipe.simulate import MemoryPoint, Simulation, Span
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-__all__ = ["Drawn", "Pairs", "Table", "View", "amount", "milliseconds", "percent"]
+from evenpipe.schedule import Schedule, ScheduleError, parse
+from evenpipe.simulate import Costs, MemoryPoint, Simulation, Span, Wire
+
+__all__ = ["Drawn", "Pairs", "RunDocument", "SimulationDocument", "Table", "View", "amount", "milliseconds", "percent"]
 
 #: Names and values, in their order.
 Pairs = Sequence[tuple[str, str]]
@@ -75,3 +78,124 @@ def milliseconds(ms: float) -> str:
 def percent(share: float, digits: int = 0) -> str:
     """A share, in [0, 1]."""
     return f"{100 * share:.{digits}f} %"
+
+
+_Ms = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Bytes = Annotated[int, Field(ge=0)]
+_Memory = list[list[tuple[_Ms, int, int]]]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class _Span(_Part):
+    action: str
+    start_ms: _Ms
+    end_ms: _Ms
+
+    @field_validator("action")
+    @classmethod
+    def _is_one(cls, text: str) -> str:
+        parse(text)
+        return text
+
+
+class _Costs(_Part):
+    forward_ms: tuple[_Ms, ...]
+    backward_ms: tuple[_Ms, ...]
+    weight_gradient_ms: tuple[_Ms, ...] | None = None
+    wires: dict[Literal["forward", "backward", "evict", "load", "swap out", "swap in"], tuple[_Ms, _Ms, _Ms]] = {}
+    synchronous_transfers: bool = False
+
+
+class _Stages(_Part):
+    """What both have: a batch in time."""
+
+    timeline: Annotated[list[list[_Span]], Field(min_length=1)]
+    memory: _Memory = []
+
+    def spans(self) -> list[list[Span]]:
+        """By stage, in order of their start."""
+        rows = [[Span(parse(one.action), one.start_ms, one.end_ms) for one in row] for row in self.timeline]
+        return [sorted(row, key=lambda span: span.start_ms) for row in rows]
+
+    def held(self) -> list[list[MemoryPoint]]:
+        """By stage; empty where the document does not say."""
+        return [[MemoryPoint(*point) for point in row] for row in self.memory]
+
+
+class _SimulatedStage(_Part):
+    busy_ms: _Ms
+    idle_ms: _Ms
+    peak_live: _Bytes
+
+
+class SimulationDocument(_Stages):
+    """``evenpipe.simulation/1``; older ones have no schedule and no costs."""
+
+    format: Literal["evenpipe.simulation/1"]
+    makespan_ms: _Ms
+    bubble_fraction: _Ms
+    stages: list[_SimulatedStage]
+    schedule_text: str | None = Field(None, alias="schedule")
+    costs: _Costs | None = None
+    unit_bytes: list[list[_Bytes]] | None = None
+
+    @field_validator("schedule_text")
+    @classmethod
+    def _is_schedule(cls, text: str | None) -> str | None:
+        if text is not None:
+            try:
+                Schedule.parse(text)
+            except ScheduleError as error:
+                raise ValueError(f"is no schedule: {error}") from error
+        return text
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return None if self.schedule_text is None else Schedule.parse(self.schedule_text)
+
+    def simulated_costs(self) -> Costs | None:
+        """Raises SimulationError for times that cannot be."""
+        if self.costs is None:
+            return None
+        given = self.costs
+        halves = given.weight_gradient_ms
+        return Costs(
+            given.forward_ms,
+            given.backward_ms,
+            {kind: Wire(*wire) for kind, wire in given.wires.items()},
+            synchronous_transfers=given.synchronous_transfers,
+            # All zero: no backward was split, so that nothing is known of halves.
+            weight_gradient_ms=halves if halves is not None and any(halves) else None,
+        )
+
+
+class _MeasuredStage(_Part):
+    peak_live: _Bytes
+    peak_saved_bytes: _Bytes
+    evicted_bytes: _Bytes
+    parameter_bytes: _Bytes
+    weight_version_bytes: _Bytes = 0
+    static_bytes: _Bytes
+    message_bytes: _Bytes = 0
+    predicted_peak_bytes: _Bytes
+
+
+class RunDocument(_Stages):
+    """``evenpipe.run/1``."""
+
+    format: Literal["evenpipe.run/1"]
+    title: str
+    losses: list[float | None]
+    losses_hex: list[str] | None = None
+    weights_sha256: str | None = None
+    iteration_ms: Annotated[list[_Ms], Field(min_length=1)]
+    first_iteration: int
+    stages: Annotated[list[_MeasuredStage], Field(min_length=1)]
+    retunes: list[dict[str, Any]]
+    predicted: SimulationDocument
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    device: str

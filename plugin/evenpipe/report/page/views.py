@@ -1,20 +1,38 @@
-"""What a page shows of a run and of a simulation."""
+"""What a page shows of a run, of a simulation, and of runs side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from evenpipe.report.page.content import Drawn, Pairs, Table, View, amount, milliseconds, percent
-from evenpipe.report.page.documents import RunDocument, SimulationDocument
+from evenpipe.report.bubbles import Case, Room, Waits, alternatives, waits_in, with_messages
+from evenpipe.report.log_line import median_ms
+from evenpipe.report.page.content import (
+    Drawn,
+    Pairs,
+    RunDocument,
+    SimulationDocument,
+    Table,
+    View,
+    amount,
+    milliseconds,
+    percent,
+)
 from evenpipe.report.page.words import alternatives_table, explained, summary, waits_table
-from evenpipe.report.remedies import Case, Room, alternatives, with_messages
-from evenpipe.report.typical import median_ms
-from evenpipe.report.waits import Waits, waits_in
 from evenpipe.schedule import COMPUTE, UPDATE, Action, Places, Schedule, ScheduleError, Spec, loop, verify
 from evenpipe.simulate import Costs, MemoryPoint, SimulationError, Span
 
-__all__ = ["chosen_view", "run_view", "simulated_view", "simulation_view"]
+__all__ = [
+    "DIFFERENT",
+    "SAME",
+    "busy",
+    "chosen_view",
+    "compared",
+    "comparison_view",
+    "run_view",
+    "simulated_view",
+    "simulation_view",
+]
 
 _BUSY: Final = COMPUTE | {UPDATE}
 _GIB: Final = 2**30
@@ -23,7 +41,7 @@ _ALIKE: Final = 0.25
 
 
 def run_view(run: RunDocument, able: Callable[[Spec], str | None]) -> View:
-    """A run: its last iteration as measured, over the prediction. ``able``: see `evenpipe.report.remedies.Case`.
+    """A run: its last iteration as measured, over the prediction. ``able``: see `evenpipe.report.bubbles.Case`.
 
     Raises ValueError, one line, where parts of the document do not fit each other.
     """
@@ -256,3 +274,63 @@ def _costs(costs: Costs | None) -> Pairs:
 
 def _pairs(settings: dict[str, Any]) -> Pairs:
     return [(name, "" if value is None else str(value)) for name, value in settings.items()]
+
+
+SAME: Final = "bit-identical"
+DIFFERENT: Final = "DIFFERENT"
+_MIB: Final = 2**20
+
+
+def compared(runs: Mapping[str, RunDocument]) -> Table:
+    """A column a run; losses and weights against those of the first."""
+    first, *others = runs.values()
+    rows = [("last loss", *(_last_loss(run) for run in runs.values()))]
+    rows.append(("all losses", "reference", *(_sameness(first.losses_hex, run.losses_hex) for run in others)))
+    rows.append(
+        ("final weights", "reference", *(_sameness(first.weights_sha256, run.weights_sha256) for run in others))
+    )
+    for number in range(min(len(run.stages) for run in runs.values())):
+        peaks = (run.stages[number].peak_saved_bytes / _MIB for run in runs.values())
+        rows.append((f"stage {number}: peak saved", *(f"{peak:.2f} MiB" for peak in peaks)))
+    rows.append(("median iteration", *(f"{median_ms(run.iteration_ms):.0f} ms" for run in runs.values())))
+    name = next(iter(runs))
+    caption = f"{SAME}: equal to {name} in every bit, over all iterations; median: of all iterations but the first"
+    return Table(caption, ("", *runs), rows)
+
+
+def comparison_view(runs: Mapping[str, RunDocument], machine: Any) -> View:
+    """How a page of several runs begins. ``machine``: what a document says of it, if anything."""
+    table = compared(runs)
+    facts = [
+        (f"{row[0].capitalize()}, of {len(runs)} runs", "; ".join(dict.fromkeys(row[2:])))
+        for row in table.rows
+        if row[1] == "reference" and len(row) > 2
+    ]
+    facts += [
+        (f"Fullest stage, {name}", amount(max(stage.peak_saved_bytes for stage in run.stages)))
+        for name, run in runs.items()
+    ]
+    return View("Side by side", facts, (), table, notes=list(busy(machine)))
+
+
+def busy(machine: Any) -> Iterator[str]:
+    """A line where more was running before the runs than there are cores; ``machine``: load_before and cores."""
+    if not isinstance(machine, dict):
+        return
+    load, cores = machine.get("load_before"), machine.get("cores")
+    if isinstance(load, int | float) and isinstance(cores, int | float) and load > cores:
+        yield (
+            f"The machine was busy before the first run started: a load of {load:.1f} on "
+            f"{cores:g} {'core' if cores == 1 else 'cores'}. Times are not those of an idle one, and compare badly."
+        )
+
+
+def _last_loss(run: RunDocument) -> str:
+    loss = run.losses[-1] if run.losses else None
+    return "" if loss is None else f"{loss:.6f}"
+
+
+def _sameness(reference: Any, other: Any) -> str:
+    if reference is None or other is None:
+        return "not recorded"
+    return SAME if reference == other else DIFFERENT

@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from evenpipe.report.bubbles import Alternative, Case, Reason, Wait, Waits
 from evenpipe.report.page.content import Table, amount, milliseconds, percent
-from evenpipe.report.remedies import Alternative, Case
-from evenpipe.report.waits import Reason, Wait, Waits
 
 __all__ = ["alternatives_table", "explained", "summary", "waits_table"]
 
