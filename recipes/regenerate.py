@@ -18,10 +18,10 @@ from evenpipe.planner.run import Run
 from evenpipe.planner.search.question import Question
 from evenpipe.planner.search.search import search
 from evenpipe.recipes import Recipe, Settings
-from evenpipe.recipes.drawing import draw
 from evenpipe.recipes.files import files_of, write_files
 from evenpipe.recipes.recipe import FRAMEWORKS, LAUNCHERS, Framework, Launcher
 from evenpipe.recipes.unsupported import refuse
+from recipes.drawing import draw
 
 HERE = Path(__file__).resolve().parent
 PICTURE = "picture.png"

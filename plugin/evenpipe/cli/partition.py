@@ -122,7 +122,6 @@ def _division(title: str, split: Split) -> Division:
     return Division(title, forward_ms, backward_ms, [0.0] * len(peaks), peaks, peaks)
 
 
-_GIB: Final = 2**30
 _OUT: Final = (
     "write the plan, and beside it the code of every stage, P.stage0.py and so on (not with --profile, which has no "
     "operations to write)"

@@ -12,15 +12,39 @@ from evenpipe.report.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["Division", "Front", "Limit", "Point", "draw_divisions", "draw_front", "draw_limit"]
+__all__ = ["Division", "Front", "Limit", "Point", "draw_divisions", "draw_front", "draw_limit", "write_png"]
 
 _GIB = 2**30
-_TEXT, _QUIET, _LIMIT = "#2b2b2b", "#777777", "#d1495b"
+_TEXT, _QUIET, _LIMIT, _CHOSEN, _OTHER = "#2b2b2b", "#777777", "#d1495b", "#2f6db5", "#b9cbe0"
 _FORWARD, _BACKWARD, _EXTRA = "#8fb8de", "#3d6ea5", "#e0a458"
 _HELD, _SAVED = "#5b7fa8", "#d6d6d0"
 _WIDTH = 0.72
-_NUMBERED = 10  # more stages than this have no room for numbers above their bars
+# Beyond these there is no room for numbers above bars, and for names of a front's points and of candidates.
+_NUMBERED_STAGES, _NAMED_POINTS, _NAMED_CANDIDATES = 10, 16, 24
+_PLAIN: Final[dict[str, Any]] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}  # behind a name
+
+
+def write_png(path: str | os.PathLike[str], figure: Figure, **options: Any) -> None:
+    """Write the figure as a whole or not at all. Raises OSError."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png", **options)
+    write_atomically(path, image.getvalue())
+
+
+def _page(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure  # what may draw does not wait for it
+
+    return Figure(figsize=(width, height), dpi=150, facecolor="white", layout="constrained")
+
+
+def _plain_axes(axes: Axes, label_pt: int, **grid: Any) -> None:
+    """A grid behind what is drawn, and no frame around it."""
+    axes.tick_params(labelsize=label_pt, colors=_QUIET, length=0)
+    axes.grid(linewidth=0.6, **grid)
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
 
 
 class Division(NamedTuple):
@@ -49,9 +73,7 @@ def draw_divisions(
 
     OSError when ``path`` cannot be written.
     """
-    from matplotlib.figure import Figure  # what may draw does not wait for it
-
-    figure = Figure(figsize=(3.4 * len(divisions) + 0.6, 5.6), dpi=150, facecolor="white", layout="constrained")
+    figure = _page(3.4 * len(divisions) + 0.6, 5.6)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, color=_TEXT)
     rows = figure.subplots(2, len(divisions), sharey="row", squeeze=False)
     for column, division in enumerate(divisions):
@@ -66,9 +88,7 @@ def draw_divisions(
     for axes in rows[:, 0]:
         axes.set_ylim(0, 1.32 * axes.get_ylim()[1])  # room for the legend
         axes.legend(frameon=False, fontsize=7, loc="upper left", ncols=3, labelcolor=_TEXT, columnspacing=1.0)
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    write_atomically(path, image.getvalue())
+    write_png(path, figure)
 
 
 def _times(axes: Axes, division: Division) -> None:
@@ -99,21 +119,13 @@ def _finish(axes: Axes, tops: Sequence[float], inside: bool = False) -> None:
     """Each bar's number above its top, or inside of it, where a line or another bar may be above."""
     from matplotlib.ticker import MaxNLocator
 
-    if len(tops) <= _NUMBERED:
+    if len(tops) <= _NUMBERED_STAGES:
         colour, offset = ("white", -9) if inside else (_TEXT, 1)
         for stage, top in enumerate(tops):
             number = axes.annotate(f"{top:.4g}", (stage, top), (0, offset), textcoords="offset points", ha="center")
             number.set(fontsize=6, color=colour, zorder=5)
     axes.xaxis.set_major_locator(MaxNLocator(16, integer=True))
-    axes.tick_params(labelsize=7, colors=_QUIET, length=0)
-    axes.grid(axis="y", color="#e6e6e2", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[:].set_visible(False)
-
-
-_TEXT, _QUIET, _CHOSEN, _OTHER, _LIMIT = "#2b2b2b", "#777777", "#2f6db5", "#b9cbe0", "#d1495b"
-_NAMED = 16  # more points of the front than this have numbers alone
-_PLAIN: Final[dict[str, Any]] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}  # behind a name
+    _plain_axes(axes, 7, axis="y", color="#e6e6e2")
 
 
 class Point(NamedTuple):
@@ -139,10 +151,9 @@ def draw_front(path: str | os.PathLike[str], shown: Front) -> None:
 
     OSError when ``path`` cannot be written.
     """
-    from matplotlib.figure import Figure  # what may draw does not wait for it
 
-    named = shown.front[:_NAMED]
-    figure = Figure(figsize=(9, 4.6 + 0.24 * len(named)), dpi=150, facecolor="white", layout="constrained")
+    named = shown.front[:_NAMED_POINTS]
+    figure = _page(9, 4.6 + 0.24 * len(named))
     axes = figure.add_subplot()
     axes.set_title(shown.title, loc="left", fontsize=10, color=_TEXT)
     axes.set_xlabel("GiB of the fullest stage", fontsize=9, color=_TEXT)
@@ -179,18 +190,13 @@ def draw_front(path: str | os.PathLike[str], shown: Front) -> None:
     # Not down to 0, where nothing is; below the slowest there is room for the legend.
     axes.set_ylim(max(0, min(speeds) - 0.6 * (max(speeds) - min(speeds)) - 0.1 * min(speeds)), 1.05 * max(speeds))
     axes.set_xlim(right=1.06 * shown.limit)
-    axes.tick_params(labelsize=8, colors=_QUIET, length=0)
-    axes.grid(color="#ececea", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[:].set_visible(False)
+    _plain_axes(axes, 8, color="#ececea")
     axes.legend(facecolor="white", edgecolor="none", framealpha=0.9, fontsize=8, loc="lower left", labelcolor=_TEXT)
     lines = [
         f"{number}  {point.gib:.1f} GiB  {point.speed:.2f}/s  {point.name}" for number, point in enumerate(named, 1)
     ]
     figure.supxlabel("\n".join(lines), x=0.02, ha="left", fontsize=7.5, color=_TEXT)
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    write_atomically(path, image.getvalue())
+    write_png(path, figure)
 
 
 def _numbered_beside(place: tuple[float, float], shown: Front) -> bool:
@@ -210,10 +216,6 @@ def _named_together(points: Sequence[Point], shown: Front) -> dict[tuple[float, 
         at = next(close, (point.gib, point.speed))
         found[at] = f"{found[at]}, {point.name}" if at in found else point.name
     return found
-
-
-_TEXT, _QUIET, _CHOSEN, _PRUNED, _TOO_MUCH = "#2b2b2b", "#777777", "#2f6db5", "#b9cbe0", "#d1495b"
-_NAMED = 24  # more candidates than this have no room for their names
 
 
 @dataclass(frozen=True)
@@ -255,18 +257,14 @@ def draw_limit(path: str | os.PathLike[str], limit: Limit) -> None:
 
     OSError when ``path`` cannot be written.
     """
-    from matplotlib.figure import Figure  # what may draw does not wait for it
-
-    figure = Figure(figsize=(9, 5.4), dpi=150, facecolor="white", layout="constrained")
+    figure = _page(9, 5.4)
     axes = figure.add_subplot()
     _frame(axes, limit)
     _out_of_memory(axes, limit)
     _whole_batch(axes, limit)
     _points(axes, limit)
     axes.legend(facecolor="white", edgecolor="none", framealpha=0.9, fontsize=8, loc="upper right", labelcolor=_TEXT)
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    write_atomically(path, image.getvalue())
+    write_png(path, figure)
 
 
 def _frame(axes: Axes, limit: Limit) -> None:
@@ -286,10 +284,7 @@ def _frame(axes: Axes, limit: Limit) -> None:
     axes.set_yticks(shown, [str(size) for size in shown])
     axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_locator(MaxNLocator(20, integer=True))
-    axes.tick_params(labelsize=8, colors=_QUIET, length=0)
-    axes.grid(color="#ececea", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[:].set_visible(False)
+    _plain_axes(axes, 8, color="#ececea")
 
 
 def _out_of_memory(axes: Axes, limit: Limit) -> None:
@@ -302,8 +297,8 @@ def _out_of_memory(axes: Axes, limit: Limit) -> None:
     # What is out of the picture ends at its edge.
     ends = [(left if curve[0][0] == 1 else curve[0][0], curve[0][1]), *curve, (right, curve[-1][1])]
     ks, bs = zip(*((k, max(b, bottom)) for k, b in ends), strict=True)
-    axes.fill_between(ks, bs, top, color=_TOO_MUCH, alpha=0.10, linewidth=0, label="out of memory", zorder=0)
-    axes.plot(ks, bs, color=_TOO_MUCH, linewidth=1.6, label=f"memory limit, {limit.limit:.4g} GiB", zorder=1)
+    axes.fill_between(ks, bs, top, color=_LIMIT, alpha=0.10, linewidth=0, label="out of memory", zorder=0)
+    axes.plot(ks, bs, color=_LIMIT, linewidth=1.6, label=f"memory limit, {limit.limit:.4g} GiB", zorder=1)
 
 
 def _whole_batch(axes: Axes, limit: Limit) -> None:
@@ -324,11 +319,11 @@ def _points(axes: Axes, limit: Limit) -> None:
     fitting = [point for point, peak in possible.items() if peak <= limit.limit and point not in limit.candidates]
     beyond = [point for point, peak in possible.items() if peak > limit.limit]
     if beyond:
-        axes.scatter(*_columns(beyond), marker="x", s=18, linewidths=0.8, color=_TOO_MUCH, alpha=0.45, zorder=2)
+        axes.scatter(*_columns(beyond), marker="x", s=18, linewidths=0.8, color=_LIMIT, alpha=0.45, zorder=2)
     if fitting:
-        axes.scatter(*_columns(fitting), s=22, color=_PRUNED, label="fits, pruned", zorder=2)
+        axes.scatter(*_columns(fitting), s=22, color=_OTHER, label="fits, pruned", zorder=2)
     axes.scatter(*_columns(chosen), s=46, color=_CHOSEN, label="candidate", zorder=3)
-    if len(chosen) <= _NAMED:
+    if len(chosen) <= _NAMED_CANDIDATES:
         for k, b in chosen:
             axes.annotate(
                 f"k{k}b{b}", (k, b), (0, -13), textcoords="offset points", ha="center", fontsize=7, color=_TEXT

@@ -75,9 +75,6 @@ def kept_line(stage: int, nbytes: Mapping[str, int]) -> str:
     return f"stage {stage}, of a micro-batch: saved in types that cannot be taken apart, not counted nor moved: {each}"
 
 
-_MIB: Final = 1 << 20
-
-
 class Taken(NamedTuple):
     """By a stage: compute milliseconds of a micro-batch, through all of its chunks; bytes that it holds at most."""
 

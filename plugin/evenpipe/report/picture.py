@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 from collections import defaultdict
@@ -18,7 +17,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from evenpipe.report.files import write_atomically
+from evenpipe.report.figures import write_png
 from evenpipe.report.timeline import StageMemory, Timeline
 from evenpipe.schedule import BACKWARD, COMPUTE, DEPARTING, FORWARD, KINDS, UPDATE, Action, Kind
 
@@ -187,9 +186,7 @@ def draw_comparison(
             axes = _panel(figure, _LEFT + index * each, top, each - _GAP, _BARS)
             draw_memory(axes, part, highest, scale=index == 0)
 
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    write_atomically(path, image.getvalue())
+    write_png(path, figure)
 
 
 def _panel(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:

@@ -1,23 +1,25 @@
-"""What each stage needs of its device, beside what it does in an iteration, as a PNG."""
+"""A recipe as a picture: each stage's memory against its device's, and the schedule on the simulator's clock."""
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from evenpipe.report.files import write_atomically
+from evenpipe.recipes import Recipe
+from evenpipe.report.figures import write_png
 from evenpipe.report.picture import draw_boxes
 from evenpipe.report.timeline import Timeline
-from evenpipe.schedule import KINDS
+from evenpipe.schedule import KINDS, Link, Programs, Size, partner
+from evenpipe.simulate import Costs, Wire, simulate
 
-__all__ = ["draw_stages"]
+__all__ = ["draw"]
 
+_GIB: Final = 2**30
 _DPI: Final = 100
 _WIDTH, _LEFT, _BETWEEN, _RIGHT = 11.0, 0.55, 0.2, 0.15
 _BARS: Final = 2.9
@@ -27,8 +29,39 @@ _COLOURS: Final = ("#b9b9b2", "#5b7fa8", "#d6d6d0")
 _TEXT, _QUIET, _TOO_MUCH = "#2b2b2b", "#777777", "#d1495b"
 
 
-def draw_stages(
-    path: str | os.PathLike[str], title: str, parts: Mapping[str, Sequence[float]], limit_gib: float, timeline: Timeline
+def draw(recipe: Recipe, path: Path, title: str) -> None:
+    """A PNG. Of a batch with many micro-batches a shorter one is drawn, in which the pipeline still fills and empties.
+
+    OSError when it cannot be written.
+    """
+    found = recipe.estimate
+    held = [stage.bytes for stage in found.stages]
+    parts = {
+        "weights, gradients, optimizer": [(one.weights + one.gradients + one.optimizer) / _GIB for one in held],
+        "saved activations": [one.activations / _GIB for one in held],
+        "rest": [(one.total - one.weights - one.gradients - one.optimizer - one.activations) / _GIB for one in held],
+    }
+    _draw_stages(path, title, parts, recipe.cluster.device.memory_gib, _timeline(recipe))
+
+
+def _timeline(recipe: Recipe) -> Timeline:
+    run, stages = recipe.estimate.run, recipe.estimate.stages
+    spec = run.spec
+    least = 2 * run.stages if run.stages <= 16 else run.stages + run.stages // 2
+    whole = max(run.group_size, run.stages if run.chunks > 1 else 1)
+    micro_batches = min(run.micro_batches, -(-least // whole) * whole)
+    size = spec.fitted(Size(run.stages, micro_batches, run.chunks, run.group_size, 2 if "stream" in spec.needs else 1))
+    wires: dict[Link, Wire] = {}
+    for stage in range(run.stages // 2 if run.bpipe else 0):
+        other, wire = partner(stage, run.stages), Wire(transmit_ms=stages[stage].eviction_ms)
+        wires |= {Link("evict", stage, other): wire, Link("load", other, stage): wire}
+    forward, backward = (tuple(getattr(stage, field) for stage in stages) for field in ("forward_ms", "backward_ms"))
+    program = Programs(spec, run.bpipe, run.queues)(size)
+    return Timeline.of(simulate(program, Costs(forward, backward, links=wires)), "", micro_batches)
+
+
+def _draw_stages(
+    path: Path, title: str, parts: Mapping[str, Sequence[float]], limit_gib: float, timeline: Timeline
 ) -> None:
     """``parts``: GiB of each stage by what they are for. OSError when ``path`` cannot be written."""
     stages = len(timeline.stages)
@@ -62,9 +95,7 @@ def draw_stages(
             columnspacing=0.8,
             handletextpad=0.4,
         )
-    image = io.BytesIO()
-    figure.savefig(image, format="png", metadata={"Software": None})
-    write_atomically(path, image.getvalue())
+    write_png(path, figure, metadata={"Software": None})
 
 
 def _draw_bars(axes: Axes, parts: Mapping[str, Sequence[float]], limit_gib: float, stages: int) -> None:
