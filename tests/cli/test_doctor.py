@@ -193,7 +193,11 @@ def test_where_rank_0_never_comes_each_says_so() -> None:
 def test_a_rank_that_stops_amid_the_looks_is_named() -> None:
     """It has come, and then stands still: the others wait for as long as they were told, and no longer."""
     port = free_port()
-    stop = "import os, signal\ndoctor.clocks = lambda *_: os.kill(os.getpid(), signal.SIGSTOP) or []"
+    stop = """
+import os, signal
+from evenpipe.doctor import links
+links.clocks = lambda *_: os.kill(os.getpid(), signal.SIGSTOP) or []
+"""
     ranks = [start(rank, 2, port, "--limit-s", "4", before=stop if rank == 1 else "") for rank in range(2)]
     started = time.monotonic()
     try:

@@ -11,126 +11,78 @@ __all__ = ["environment"]
 
 _NCCL: Final = "NCCL's documentation, environment variables"
 _TORCH: Final = "torch's documentation, ProcessGroupNCCL environment variables"
+_DISTRIBUTED: Final = "torch's documentation, torch.distributed"
 _CUDA: Final = "CUDA's programming guide, environment variables"
 _ALLOCATOR: Final = "torch's documentation, CUDA memory management"
 
-#: Keys of PYTORCH_CUDA_ALLOC_CONF; torch stops at others when it first allocates.
-_ALLOCATOR_KEYS: Final = frozenset(
-    (
-        *("backend", "max_split_size_mb", "max_non_split_rounding_mb", "roundup_power2_divisions"),
-        *("roundup_bypass_threshold_mb", "garbage_collection_threshold", "expandable_segments"),
-        *("release_lock_on_cudamalloc", "pinned_use_cuda_host_register", "pinned_num_register_threads"),
-        *("pinned_use_background_threads", "pinned_reserve_segment_size_mb", "graph_capture_record_stream_reuse"),
-        *("per_process_memory_fraction", "pinned_max_power2_size_mb", "pinned_max_round_threshold_mb"),
-    )
-)
-
 
 class _Row(NamedTuple):
-    """A variable that hurts at some values. ``nodes``: with one node it is only worth a note."""
+    """A variable that hurts at some values. ``mild``: that is only worth a note; with one node, if ``mild_alone``."""
 
     name: str
     hurts: Callable[[str], bool]
     why: str
-    remedy: str
     source: str
-    nodes: bool = False
-    note: bool = False
+    remedy: str = "unset it"
+    mild: bool = False
+    mild_alone: bool = False
 
 
-def _on(value: str) -> bool:
-    return value.strip().lower() in ("1", "true", "y", "yes", "on")
-
-
-def _off(value: str) -> bool:
-    return value.strip().lower() in ("0", "false", "n", "no", "off")
+def _among(*values: str) -> Callable[[str], bool]:
+    return lambda value: value.strip().lower() in values
 
 
 def _loopback(value: str) -> bool:
     return value.lstrip("=").split(",") == ["lo"]
 
 
+_ON, _OFF, _NEVER = _among("1", "true", "y", "yes", "on"), _among("0", "false", "n", "no", "off"), _among("loc", "0")
+_OVERRIDES: Final = "overrides what NCCL would choose for each size"
+_LOOPBACK: Final = ("the loopback leads to no other node", "name the network between nodes, such as eth0")
+_WAITS: Final = "the host waits for every collective"
+_FOR_EVER: Final = "when a rank dies, the others wait for ever"
 _ROWS: Final = (
-    _Row("NCCL_P2P_DISABLE", _on, "GPUs of a node talk through the host's memory", "unset it", _NCCL),
-    _Row("NCCL_P2P_LEVEL", lambda v: v.upper() in ("LOC", "0"), "GPUs never talk directly", "unset it", _NCCL),
-    _Row("NCCL_SHM_DISABLE", _on, "GPUs without a direct path talk over the network", "unset it", _NCCL),
-    _Row("NCCL_IB_DISABLE", _on, "nodes talk over TCP, InfiniBand stays unused", "unset it", _NCCL, nodes=True),
+    _Row("NCCL_P2P_DISABLE", _ON, "GPUs of a node talk through the host's memory", _NCCL),
+    _Row("NCCL_P2P_LEVEL", _NEVER, "GPUs never talk directly", _NCCL),
+    _Row("NCCL_SHM_DISABLE", _ON, "GPUs without a direct path talk over the network", _NCCL),
+    _Row("NCCL_IB_DISABLE", _ON, "nodes talk over TCP, InfiniBand stays unused", _NCCL, mild_alone=True),
     _Row(
-        "NCCL_NET_GDR_LEVEL",
-        lambda v: v.upper() in ("LOC", "0"),
-        "what goes to another node is copied through the host's memory",
-        "unset it",
-        _NCCL,
-        nodes=True,
+        *("NCCL_NET_GDR_LEVEL", _NEVER, "what goes to another node is copied through the host's memory", _NCCL),
+        mild_alone=True,
     ),
+    _Row("NCCL_SOCKET_IFNAME", _loopback, _LOOPBACK[0], _NCCL, _LOOPBACK[1], mild_alone=True),
+    _Row("GLOO_SOCKET_IFNAME", _loopback, _LOOPBACK[0], _DISTRIBUTED, _LOOPBACK[1], mild_alone=True),
+    _Row("NCCL_DEBUG", _among("trace"), "every call is logged", _NCCL, "use WARN"),
     _Row(
-        "NCCL_SOCKET_IFNAME",
-        _loopback,
-        "the loopback leads to no other node",
-        "name the network between nodes, such as eth0",
-        _NCCL,
-        nodes=True,
+        *("NCCL_DEBUG", _among("info"), "logs what every communicator does: long logs on many ranks", _NCCL),
+        *("use WARN, but to find a fault", True),
     ),
-    _Row(
-        "GLOO_SOCKET_IFNAME",
-        _loopback,
-        "the loopback leads to no other node",
-        "name the network between nodes, such as eth0",
-        "torch's documentation, torch.distributed",
-        nodes=True,
-    ),
-    _Row("NCCL_DEBUG", lambda v: v.upper() == "TRACE", "every call is logged", "use WARN", _NCCL),
-    _Row(
-        "NCCL_DEBUG",
-        lambda v: v.upper() == "INFO",
-        "logs what every communicator does: long logs on many ranks",
-        "use WARN, but to find a fault",
-        _NCCL,
-        note=True,
-    ),
-    _Row("NCCL_ALGO", bool, "overrides what NCCL would choose for each size", "unset it", _NCCL, note=True),
-    _Row("NCCL_PROTO", bool, "overrides what NCCL would choose for each size", "unset it", _NCCL, note=True),
+    _Row("NCCL_ALGO", bool, _OVERRIDES, _NCCL, mild=True),
+    _Row("NCCL_PROTO", bool, _OVERRIDES, _NCCL, mild=True),
     _Row(
         "NCCL_BUFFSIZE",
-        lambda v: v.isdecimal() and int(v) > 4 << 20,
+        lambda value: value.isdecimal() and int(value) > 4 << 20,
         "every communicator takes more of the GPU's memory, and links have one each",
-        "unset it",
         _NCCL,
-        note=True,
+        mild=True,
     ),
-    _Row("CUDA_LAUNCH_BLOCKING", _on, "the host waits for every kernel, nothing overlaps", "unset it", _CUDA),
-    _Row("CUDA_VISIBLE_DEVICES", lambda v: v.strip() in ("", "-1"), "hides all GPUs", "unset it", _CUDA, note=True),
-    _Row("TORCH_NCCL_BLOCKING_WAIT", _on, "the host waits for every collective", "unset it", _TORCH),
-    _Row("NCCL_BLOCKING_WAIT", _on, "the host waits for every collective (old name)", "unset it", _TORCH),
+    _Row("CUDA_LAUNCH_BLOCKING", _ON, "the host waits for every kernel, nothing overlaps", _CUDA),
+    _Row("CUDA_VISIBLE_DEVICES", _among("", "-1"), "hides all GPUs", _CUDA, mild=True),
+    _Row("TORCH_NCCL_BLOCKING_WAIT", _ON, _WAITS, _TORCH),
+    _Row("NCCL_BLOCKING_WAIT", _ON, f"{_WAITS} (old name)", _TORCH),
+    _Row("TORCH_NCCL_ASYNC_ERROR_HANDLING", _OFF, _FOR_EVER, _TORCH),
+    _Row("NCCL_ASYNC_ERROR_HANDLING", _OFF, _FOR_EVER, _TORCH),
     _Row(
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        _off,
-        "when a rank dies, the others wait for ever",
-        "unset it",
-        _TORCH,
-    ),
-    _Row("NCCL_ASYNC_ERROR_HANDLING", _off, "when a rank dies, the others wait for ever", "unset it", _TORCH),
-    _Row(
-        "TORCH_NCCL_ENABLE_MONITORING",
-        _off,
-        "nobody notices when NCCL's watchdog itself is stuck",
-        "unset it",
-        _TORCH,
-        note=True,
+        *("TORCH_NCCL_ENABLE_MONITORING", _OFF, "nobody notices when NCCL's watchdog itself is stuck", _TORCH),
+        mild=True,
     ),
     _Row(
-        "TORCH_DISTRIBUTED_DEBUG",
-        lambda v: v.upper() == "DETAIL",
-        "every collective is compared between all ranks first",
-        "unset it, or use INFO",
-        "torch's documentation, torch.distributed, debugging",
+        *("TORCH_DISTRIBUTED_DEBUG", _among("detail"), "every collective is compared between all ranks first"),
+        *(f"{_DISTRIBUTED}, debugging", "unset it, or use INFO"),
     ),
-    _Row("TORCH_CPP_LOG_LEVEL", lambda v: v.upper() == "INFO", "torch logs a lot", "use WARNING", _TORCH, note=True),
+    _Row("TORCH_CPP_LOG_LEVEL", _among("info"), "torch logs a lot", _TORCH, "use WARNING", mild=True),
     _Row(
-        "PYTORCH_NO_CUDA_MEMORY_CACHING",
-        bool,
-        "every tensor is a cudaMalloc, which waits for the device",
-        "unset it",
+        *("PYTORCH_NO_CUDA_MEMORY_CACHING", bool, "every tensor is a cudaMalloc, which waits for the device"),
         _ALLOCATOR,
     ),
 )
@@ -150,7 +102,7 @@ def _rows(environ: Mapping[str, str], several_nodes: bool) -> Iterator[Finding]:
         value = environ.get(row.name)
         if value is not None and row.hurts(value):
             said = f"{row.name}={value}: {row.why} ({row.source})"
-            mild = row.note or (row.nodes and not several_nodes)
+            mild = row.mild or (row.mild_alone and not several_nodes)
             yield (noted if mild else problem)("environment", said, row.remedy)
 
 
@@ -171,13 +123,7 @@ def _connections(environ: Mapping[str, str], tensor_parallel: int | None) -> Ite
             f"{name}: all work passes one queue, which helps tensor parallelism only, before Blackwell ({_CUDA})",
             "keep it with tensor or context parallelism only; --tensor-parallel T tells the doctor",
         )
-    elif value not in (None, "1") and (tensor_parallel or 1) > 1:
-        yield noted(
-            "environment",
-            f"{name}: with tensor parallelism Megatron refuses it on GPUs before Blackwell",
-            "set it to 1 on these",
-        )
-    elif value is not None and value.isdecimal() and 1 < int(value) <= 8:
+    elif value is not None and value.isdecimal() and 1 < int(value) <= 8 and tensor_parallel in (None, 1):
         yield noted(
             "environment",
             f"{name}: a rank has streams for compute, each link and each group, and those that share a queue hold each "
@@ -198,16 +144,9 @@ def _allocator(environ: Mapping[str, str]) -> Iterator[Finding]:
         )
         return
     name, value = names[0], environ[names[0]]
-    given = {key.strip(): said.strip() for key, _, said in (part.partition(":") for part in value.split(",")) if key}
-    unknown = [key for key in given if key not in _ALLOCATOR_KEYS]
-    if unknown or not all(given.values()):
-        wrong = unknown[0] if unknown else next(key for key, said in given.items() if not said)
-        yield problem(
-            "allocator",
-            f"{name}={value}: {wrong} is no setting, at which torch stops when it first allocates ({_ALLOCATOR})",
-            "correct it; it is KEY:VALUE,KEY:VALUE, such as expandable_segments:True",
-        )
-    elif given.get("backend") == "cudaMallocAsync":
+    # A key that torch does not know stops the job itself, when it first allocates.
+    given = {key.strip(): setting.strip() for key, _, setting in (part.partition(":") for part in value.split(","))}
+    if given.get("backend") == "cudaMallocAsync":
         yield noted("allocator", f"{name}={value}: peaks and limits are the driver's, which EvenPipe does not see")
     elif given.get("expandable_segments", "").lower() != "true":
         yield noted("allocator", f"{name}={value}: segments do not grow", "add expandable_segments:True")

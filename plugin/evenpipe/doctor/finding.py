@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["Check", "Finding", "Verdict", "fine", "noted", "problem", "run_checks", "unseen"]
+__all__ = ["Check", "Finding", "Reported", "Verdict", "by_finding", "fine", "noted", "problem", "run_checks", "unseen"]
 
 
 class Verdict(Enum):
@@ -47,6 +47,24 @@ def problem(check: str, said: str, remedy: str) -> Finding:
 def unseen(check: str, why: str) -> Finding:
     """Could not be looked at, and why."""
     return Finding(check, Verdict.UNSEEN, why)
+
+
+class Reported(NamedTuple):
+    """A finding, and the ranks that have it."""
+
+    finding: Finding
+    ranks: tuple[int, ...]
+
+
+def by_finding(by_rank: Mapping[int, Sequence[Finding]]) -> list[Reported]:
+    """Return each finding once, with all ranks that have it; checks stay in the order of their first appearance."""
+    ranks: dict[Finding, dict[int, None]] = {}
+    for rank, findings in sorted(by_rank.items()):
+        for finding in findings:
+            ranks.setdefault(finding, {})[rank] = None
+    checks = list(dict.fromkeys(finding.check for finding in ranks))
+    reported = (Reported(finding, tuple(on)) for finding, on in ranks.items())
+    return sorted(reported, key=lambda each: checks.index(each.finding.check))
 
 
 @dataclass(frozen=True)

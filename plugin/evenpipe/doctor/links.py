@@ -1,19 +1,32 @@
-"""What joins the ranks of a job: their clocks, and the links between the stages that would trade activations."""
+"""What the ranks of a job look at together: their clocks, and links between stages that would trade activations."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from evenpipe.doctor.finding import Finding, fine, noted, problem, unseen
-from evenpipe.doctor.job import Launched
+from evenpipe.doctor.finding import (
+    Check,
+    Finding,
+    Reported,
+    Verdict,
+    by_finding,
+    fine,
+    noted,
+    problem,
+    run_checks,
+    unseen,
+)
+from evenpipe.doctor.job import Job, Launched, NoMeetingError, meet
 from evenpipe.runtime.bandwidth import ModelShape, Recompute
 from evenpipe.runtime.placement import Coordinate, place
 
-__all__ = ["Measured", "Pipelines", "Wanted", "clocks", "measure", "pairs", "verdicts"]
+__all__ = ["Pipelines", "Together", "Wanted", "clocks", "gather_findings"]
 
 _ROUND_TRIPS = 5
 _NOTABLE_SECONDS = 0.1
@@ -81,29 +94,29 @@ def _in_megatrons_order(stages: int, replicas: int, tensor: int) -> tuple[Coordi
     return tuple(Coordinate(s, d, t) for s in range(stages) for d in range(replicas) for t in range(tensor))
 
 
-def crossing(pipelines: Pipelines, job: Mapping[int, Launched]) -> list[tuple[int, int, int]]:
+def _crossing(pipelines: Pipelines, job: Mapping[int, Launched]) -> list[tuple[int, int, int]]:
     """Of `trading` those whose ranks are on different nodes."""
     return [pair for pair in pipelines.trading() if job[pair[1]].node != job[pair[2]].node]
 
 
-def pairs(pipelines: Pipelines, job: Mapping[int, Launched]) -> list[Finding]:
+def _pairs(pipelines: Pipelines, job: Mapping[int, Launched]) -> Finding:
     """Which of BPipe's pairs cross nodes, as EvenPipe places ranks and as the launcher does."""
-    trading = pipelines.trading()
+    trading, stages = pipelines.trading(), pipelines.stages
     if not trading:
-        return [unseen("BPipe pairs", "one stage: nothing is traded")]
-    nodes, far = len({one.node for one in job.values()}), crossing(pipelines, job)
+        return unseen("BPipe pairs", "one stage: nothing is traded")
+    nodes, far = len({one.node for one in job.values()}), _crossing(pipelines, job)
     replicas, tensor = (1 + max(one[place] for one in pipelines.coordinates) for place in (1, 2))
-    plain = Pipelines(pipelines.stages, _in_megatrons_order(pipelines.stages, replicas, tensor), False)
+    plain = _crossing(Pipelines(stages, _in_megatrons_order(stages, replicas, tensor), False), job)
     how = "placed pair-adjacent" if pipelines.placed else "in the launcher's order, as they cannot be placed"
     said = (
-        f"{len(far)} of {len(trading)} cross nodes ({how}; {len(crossing(plain, job))} in Megatron's order, "
-        f"{pipelines.stages} stages on {nodes} {'node' if nodes == 1 else 'nodes'})"
+        f"{len(far)} of {len(trading)} cross nodes ({how}; {len(plain)} in Megatron's order, "
+        f"{stages} stages on {nodes} {'node' if nodes == 1 else 'nodes'})"
     )
     if not far:
-        return [fine("BPipe pairs", said)]
-    named = ", ".join(f"{stage}-{pipelines.stages - 1 - stage} (ranks {a} and {b})" for stage, a, b in far[:4])
-    remedy = "start as many ranks on every node, so that two stages' groups fit one" if not pipelines.placed else None
-    return [noted("BPipe pairs", f"{said}: stages {named}", remedy)]
+        return fine("BPipe pairs", said)
+    listed = ", ".join(f"{stage}-{stages - 1 - stage} (ranks {a} and {b})" for stage, a, b in far[:4])
+    remedy = None if pipelines.placed else "start as many ranks on every node, so that two stages' groups fit one"
+    return noted("BPipe pairs", f"{said}: stages {listed}", remedy)
 
 
 def clocks(rank: int, world: int) -> list[Finding]:
@@ -130,11 +143,8 @@ def clocks(rank: int, world: int) -> list[Finding]:
     worst = max(off, key=lambda other: abs(off[other]))
     said = f"the clock of rank {worst} is {off[worst] * 1e3:+,.1f} ms off rank 0's, the most of all"
     if abs(off[worst]) > _WRONG_SECONDS:
-        return [
-            problem(
-                "clocks", said, "run chrony or another NTP client on every host: logs and traces do not fit together"
-            )
-        ]
+        remedy = "run chrony or another NTP client on every host: logs and traces do not fit together"
+        return [problem("clocks", said, remedy)]
     return [(noted if abs(off[worst]) > _NOTABLE_SECONDS else fine)("clocks", said)]
 
 
@@ -147,7 +157,7 @@ class Measured:
     device: str
 
 
-def measure(rank: int, pipelines: Pipelines, wanted: Wanted) -> Measured:
+def _measure_link(rank: int, pipelines: Pipelines, wanted: Wanted) -> Measured:
     """All ranks alike, once torch.distributed has been started; opens links, and closes them again."""
     import torch
 
@@ -172,7 +182,7 @@ def measure(rank: int, pipelines: Pipelines, wanted: Wanted) -> Measured:
     return Measured(gbps, flops, device.type)
 
 
-def verdicts(
+def _verdicts(
     pipelines: Pipelines, job: Mapping[int, Launched], wanted: Wanted, measured: Mapping[int, Measured]
 ) -> tuple[list[Finding], list[dict[str, Any]]]:
     """On the rank that reports: what links carry against what BPipe needs, and a row a pair."""
@@ -224,12 +234,10 @@ def verdicts(
         return [fine("links", f"{said}; {asked}")], rows
     late = any(pair.gbps < need.strict_gbps * 2 / 3 for pair in found)
     lines = [line.rpartition("; ") for line in slow]
-    if late:
-        return [problem("links", f"{line}; {asked}", what) for line, _, what in lines], rows
-    return [noted("links", f"{line}; {asked}", what) for line, _, what in lines], rows
+    return [(problem if late else noted)("links", f"{line}; {asked}", what) for line, _, what in lines], rows
 
 
-def start_group(store: Any, launched: Launched, seconds: float) -> None:
+def _start_group(store: Any, launched: Launched, seconds: float) -> None:
     """torch.distributed, over gloo; NCCL where there are GPUs. Ranks wait so long for each other, and no longer."""
     import torch
     import torch.distributed as dist
@@ -243,10 +251,85 @@ def start_group(store: Any, launched: Launched, seconds: float) -> None:
     )
 
 
-def named(ranks: Sequence[int]) -> str:
+def _named(ranks: Sequence[int]) -> str:
     """ "rank 3", "ranks 1, 2 and 5"."""
     listed = [str(rank) for rank in ranks[:8]]
     if len(ranks) > 8:
         listed.append(f"{len(ranks) - 8} more")
     head = ", ".join(listed[:-1])
     return f"rank {listed[0]}" if len(ranks) == 1 else f"ranks {head} and {listed[-1]}"
+
+
+class Together:
+    """What the ranks of a job look at together: ``job``, once they have met, and ``rows``, one a pair."""
+
+    def __init__(self, launched: Launched, wanted: Wanted, limit_s: float) -> None:
+        self._launched, self._wanted, self._limit_s = launched, wanted, limit_s
+        self.job: Job | None = None
+        self.rows: list[dict[str, Any]] = []
+
+    def meet(self) -> Iterator[Finding]:
+        """Find the other ranks; where all have come, measure what joins them."""
+        launched = self._launched
+        try:
+            job = Job(meet(os.environ, launched, self._limit_s), launched, self._limit_s)
+        except NoMeetingError as error:
+            yield problem("ranks", str(error), error.remedy)
+            return
+        except ImportError as error:
+            yield unseen("ranks", f"torch.distributed cannot be imported: {error}")
+            return
+        self.job = job
+        if job.missing:
+            said = f"{_named(job.missing)} of {launched.world} {'has' if len(job.missing) == 1 else 'have'} not come"
+            yield problem("ranks", said, "see whether that process was started, and reaches MASTER_ADDR:MASTER_PORT")
+        elif not job.agree():
+            yield problem("ranks", "not all ranks see all others", "start the doctor again")
+        else:
+            yield from self._measure(job)
+
+    def _measure(self, job: Job) -> Iterator[Finding]:
+        try:
+            pipelines = Pipelines.of(self._wanted, job.present)
+        except ValueError as error:
+            yield problem("BPipe pairs", str(error), "correct --stages or --tensor-parallel")
+            return
+        if job.reports:
+            yield _pairs(pipelines, job.present)
+        remedy = (
+            "see that no firewall is between nodes, and that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the "
+            "network they share"
+        )
+        waits_for = "ranks that this one is connected with"
+        found, _ = run_checks(
+            [Check("links", lambda: self._links(job, pipelines), 2 * self._limit_s, waits_for, remedy)]
+        )
+        yield from found
+
+    def _links(self, job: Job, pipelines: Pipelines) -> Iterator[Finding]:
+        launched = self._launched
+        _start_group(meet(os.environ, launched, self._limit_s, "group"), launched, self._limit_s)
+        yield from clocks(launched.rank, launched.world)
+        mine = _measure_link(launched.rank, pipelines, self._wanted)
+        measured = job.gather("measured", dataclasses.astuple(mine), self._limit_s)
+        if job.reports and len(measured) == launched.world:
+            of_rank = {rank: Measured(*each) for rank, each in measured.items()}
+            found, self.rows = _verdicts(pipelines, job.present, self._wanted, of_rank)
+            yield from found
+
+
+def gather_findings(job: Job, found: list[Finding], seconds: float) -> list[Reported]:
+    """Return, on the rank that reports, what all ranks have found, and which have not answered in time."""
+    sent = job.gather("report", [(check, verdict.value, *rest) for check, verdict, *rest in found], seconds)
+    reported = by_finding(
+        {
+            rank: [Finding(check, Verdict(verdict), *rest) for check, verdict, *rest in each]
+            for rank, each in sent.items()
+        }
+    )
+    silent = [rank for rank in job.present if rank not in sent]
+    if silent and job.reports:
+        said = f"{_named(silent)} came, and then said nothing for {seconds:g} s"
+        finding = problem("ranks", said, "see what that process is doing (py-spy dump --pid)")
+        reported.append(Reported(finding, tuple(silent)))
+    return reported

@@ -11,7 +11,6 @@ import shlex
 import shutil
 import socket
 import sys
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Final
 
 from evenpipe.doctor.finding import Finding, fine, noted, problem, unseen
 
-__all__ = ["DEFAULT_PORT", "clock", "open_files", "ports", "shared_memory", "storage"]
+__all__ = ["clock", "open_files", "ports", "shared_memory", "storage"]
 
 _SHM: Final = Path("/dev/shm")
 _GIB: Final = 1 << 30
@@ -28,6 +27,15 @@ _FILES_ANYHOW: Final = 1024
 #: Sockets of a rank of gloo to each other one, in the job's groups together; the store's host has one for each, too.
 _FILES_A_RANK: Final = 4
 _STA_UNSYNC: Final = 0x0040
+#: torchrun's and DeepSpeed's.
+_DEFAULT_PORT: Final = 29500
+_CHOOSE: Final = "choose another: torchrun --master-port N, deepspeed --master_port N, MASTER_PORT=N"
+_NETWORK: Final = (
+    *("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs"),
+    *("ceph", "9p", "wekafs", "glusterfs", "afs", "fuse."),
+)
+_GB: Final = 1e9
+_LEAST_FREE_BYTES: Final = 10 * _GB
 
 
 def shared_memory() -> Iterator[Finding]:
@@ -88,11 +96,7 @@ class _Timex(ctypes.Structure):
 
 
 def clock() -> Iterator[Finding]:
-    """Whether the kernel holds its wall clock to be synchronised, and whether the monotonic one is."""
-    if not time.get_clock_info("monotonic").monotonic:
-        yield problem(
-            "clock", "time.monotonic can go back here: timeouts and traces would be wrong", "change the system"
-        )
+    """Whether the kernel holds its wall clock to be synchronised."""
     if not sys.platform.startswith("linux"):
         yield unseen("clock", "whether it is synchronised can only be asked of Linux")
         return
@@ -109,18 +113,12 @@ def clock() -> Iterator[Finding]:
         yield fine("clock", f"synchronised, to {state.maxerror / 1e3:.1f} ms at worst")
 
 
-DEFAULT_PORT = 29500
-"""torchrun's and DeepSpeed's."""
-
-_CHOOSE = "choose another: torchrun --master-port N, deepspeed --master_port N, MASTER_PORT=N"
-
-
 def ports(environ: Mapping[str, str], in_job: bool) -> Iterator[Finding]:
     """Whether rank 0 can listen at MASTER_PORT (29500, if it is not set), and MASTER_ADDR leads somewhere.
 
     ``in_job``: the job's own store listens there by now.
     """
-    given = environ.get("MASTER_PORT", str(DEFAULT_PORT))
+    given = environ.get("MASTER_PORT", str(_DEFAULT_PORT))
     if not given.isdecimal() or not 0 < int(given) < 1 << 16:
         yield problem("ports", f"MASTER_PORT={given} is no port", "use a number from 1024 to 65535")
         return
@@ -203,24 +201,6 @@ def _leads_to(file: Path) -> str:
         return os.readlink(file)
     except OSError:
         return ""
-
-
-_NETWORK: Final = (
-    "nfs",
-    "cifs",
-    "smb",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "9p",
-    "wekafs",
-    "glusterfs",
-    "afs",
-    "fuse.",
-)
-_GB: Final = 1e9
-_LEAST_FREE_BYTES: Final = 10 * _GB
 
 
 def storage(folder: Path | None, several_nodes: bool, checkpoint_bytes: float | None = None) -> Iterator[Finding]:
