@@ -18,7 +18,7 @@ from rich.text import Text
 from evenpipe.cli.parser import Commands, UsageError, add_command, sentence
 from evenpipe.cli.values import gibibytes, positive
 from evenpipe.doctor.environment import environment
-from evenpipe.doctor.finding import Check, Reported, Verdict, by_finding, run_checks
+from evenpipe.doctor.finding import Check, Finding, Reported, Verdict, by_finding, run_checks
 from evenpipe.doctor.installed import apex, framework, gpus, python_and_torch, topology
 from evenpipe.doctor.job import Launched
 from evenpipe.doctor.links import Together, Wanted, gather_findings
@@ -75,7 +75,8 @@ def _run(arguments: Namespace) -> int:
         raise UsageError(str(error)) from None
     together, patience = Together(launched, wanted, float(arguments.limit_s)), arguments.limit_s + _LATE_SECONDS
     limit = _IMPORT_SECONDS + 5 * arguments.limit_s  # each of its checks has a limit of its own within this one
-    of_the_job, waiting = [], False
+    of_the_job: list[Finding] = []
+    waiting = False
     if launched.world > 1:
         of_the_job, waiting = run_checks([Check("ranks", together.meet, limit, "torch and the job's store")])
     found, late = run_checks(_checks(arguments, launched))
