@@ -52,7 +52,7 @@ OURS: Final = {
     "runtime/bandwidth.py": ("column", "console"),
     "runtime/memory.py": ("slot",),
     "runtime/heartbeat.py": ("_life",),
-    "runtime/store.py": ("recording", "saved"),
+    "runtime/store.py": ("counter", "recording", "saved"),
     "torch/two_bw.py": ("pipeline",),
     "train/planned/engine.py": ("pipeline",),
     "torch/planned.py": ("executor",),

@@ -92,7 +92,7 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
         "layers": len(engine.module.forward_funcs),
     }
     if case.measure:
-        snapshot = engine.executor.counter.snapshot()
+        snapshot = engine.executor.counter
         found |= {"peak_bytes": snapshot.peak_bytes, "evicted_bytes": snapshot.evicted_bytes}
     return found
 

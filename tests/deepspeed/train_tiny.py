@@ -223,7 +223,7 @@ def train(case: Case) -> dict[str, Any]:
         "checkpointed": sum(net.is_checkpointable_results),
     }
     if case.measure:
-        snapshot = engine.executor.counter.snapshot()
+        snapshot = engine.executor.counter
         found |= {"peak_units": snapshot.peak_units, "peak_bytes": snapshot.peak_bytes, "left": snapshot.own_units}
         found |= {"evicted_bytes": snapshot.evicted_bytes}
     return found

@@ -106,7 +106,7 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
         "versions": engine.two_bw.versions.peak,
     }
     if case.measure:
-        snapshot = engine.executor.counter.snapshot()
+        snapshot = engine.executor.counter
         found |= {"peak_units": snapshot.peak_units, "left": snapshot.own_units}
     if dist.get_rank() == 0:
         replicas, micro_batches = engine.grid.data_parallel_size, case.config.get("gradient_accumulation_steps", 8)

@@ -1,10 +1,5 @@
-"""Four gloo processes that use channels, case by case, and write down for each case "ok" or what went wrong.
+"""Four gloo processes that use channels, case by case, and write down for each case "ok" or what went wrong."""
 
-Argument: a folder (rank-<rank>.json out). A script of its own, forked after the imports: they cost seconds each.
-"""
-
-import json
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import report
 from torch import Tensor
 
 from evenpipe.runtime.channel import Channel
@@ -264,20 +258,16 @@ CASES: tuple[Callable[[int], None], ...] = (
 )
 
 
-def main(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=LIMIT)
-    outcome = {}
+def outcomes(rank: int, folder: Path) -> dict[str, str]:
+    found = {}
     for case in CASES:
         try:
             case(rank)
-            outcome[case.__name__] = "ok"
+            found[case.__name__] = "ok"
         except Exception:
-            outcome[case.__name__] = traceback.format_exc()
-    (folder / f"rank-{rank}.json").write_text(json.dumps(outcome))
-    dist.barrier()
-    dist.destroy_process_group()
+            found[case.__name__] = traceback.format_exc()
+    return found
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    mp.start_processes(main, (Path(sys.argv[1]),), WORLD, start_method="fork")
+    report(WORLD, outcomes, LIMIT)

@@ -13,8 +13,8 @@ from tests.rig.clocks import Device
 from tests.rig.races import Memory
 
 CHECKED: Final = (
-    *("test_chosen", "test_keeper_chunks", "test_parcel", "test_pool", "test_weight_versions"),
-    *("test_store_counting", "test_store_movable", "test_store_moving"),
+    *("test_memory", "test_recompute_swap"),
+    *("test_store_counting", "test_store_moving", "test_weight_versions"),
 )
 
 
@@ -28,7 +28,7 @@ def checker(request: pytest.FixtureRequest) -> Iterator[None]:
     """Require that the checker of races reports nothing of the test, if the parameter is true.
 
     Tests with drawn examples run plainly: an example of the store takes 0.4 s under the checker. So does
-    `test_composed.py`, whose tensors have no memory of their own, and `test_host_memory.py`, which drops a wait.
+    `test_composed.py`, whose tensors have no memory of their own, and `test_keeper.py`, which drops a wait.
     `test_races.py` checks the processes of `channel_cases.py`, `executor_cases.py`, `keeper_cases.py` and
     `stream_cases.py`, and `HostLink`.
     """

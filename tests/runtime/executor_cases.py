@@ -1,22 +1,18 @@
 """Eight gloo processes that carry out one schedule after the other and write down what came of each.
 
-Arguments: a folder (cases.json in, rank-<rank>.json out). A script of its own, forked after the imports.
+Arguments: a folder (cases.json in, rank-<rank>.json out).
 """
 
-import json
 import random
 import sys
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from evenpipe.runtime import executor as executor_module
@@ -32,6 +28,7 @@ from evenpipe.schedule import Schedule, verify
 
 sys.path.insert(0, str(Path(__file__).parent))
 from compositions import Flattened, Product, Quantized
+from ranks import each_case, report
 
 WORLD = 8
 ROWS, WIDTH = 8, 16  # tensors of multiples of 64 bytes, to which the pool aligns
@@ -256,6 +253,8 @@ def carry_out(case: dict, rank: int) -> dict:
     program = verify(Schedule.parse(case["schedule"]))
     schedule = program.schedule
     stages, chunks = schedule.stages, schedule.chunks
+    if rank >= stages:
+        return {}
     connections = connect(range(stages), program.links, "gloo", torch.device("cpu"))
     slept_ms: list[float] = []
     operations: Counter[str] = Counter()
@@ -282,7 +281,7 @@ def carry_out(case: dict, rank: int) -> dict:
         edges = Edges.alike(torch.empty(rows, WIDTH), chunks)
         stage = ModuleStage(modules, edges, lambda i, rows=rows: sample(i)[:rows].clone(), loss, loss_chunk)
         executor.run(program, stage)
-        memory = executor.counter.snapshot()
+        memory = executor.counter
         batches.append(
             {
                 "losses": [stage.losses[i].item().hex() for i in sorted(stage.losses)],
@@ -309,23 +308,12 @@ def maxima(rank: int) -> list[StageFigures]:
     return list(per_stage(mine, rank % 4, 4, torch.device("cpu")))
 
 
-def work(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+def outcomes(rank: int, folder: Path) -> dict:
     executor_module.Flow = WatchedFlow  # type: ignore[misc]
-    store = dist.FileStore(str(folder / "store"), WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    results = {}
-    for name, case in json.loads((folder / "cases.json").read_text()).items():
-        if rank < Schedule.parse(case["schedule"]).stages:
-            try:
-                results[name] = carry_out(case, rank)
-            except Exception:
-                results[name] = {"error": traceback.format_exc()}
-        dist.barrier()
-    results["maxima"] = maxima(rank)
-    results["texts"] = [gather(f"{word} of {rank}") for word in ("first", "second")]
-    (folder / f"rank-{rank}.json").write_text(json.dumps(results))
+    found = each_case(folder, lambda case: carry_out(case, rank))
+    texts = [gather(f"{word} of {rank}") for word in ("first", "second")]
+    return {name: result for name, result in found.items() if result} | {"maxima": maxima(rank), "texts": texts}
 
 
 if __name__ == "__main__":
-    mp.start_processes(work, (Path(sys.argv[1]),), nprocs=WORLD, start_method="fork")
+    report(WORLD, outcomes)

@@ -1,20 +1,16 @@
 """Four gloo processes that carry out schedules with swaps, and write down what came of each.
 
-Arguments: a folder (cases.json in, rank-<rank>.json out). A script of its own, forked after the imports.
+Arguments: a folder (cases.json in, rank-<rank>.json out).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from evenpipe.runtime.connections import connect
@@ -23,6 +19,9 @@ from evenpipe.runtime.host_memory import HostLink, Passage
 from evenpipe.runtime.recompute_swap import PLAIN_CALLER, Keeper, Keeping, NodeCaller
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Schedule, Unit, swapped_at_once, verify
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ranks import each_case, report
 
 WORLD = 4
 ROWS, WIDTH = 64, 32
@@ -125,19 +124,5 @@ def carry_out(case: dict, rank: int) -> dict:
     }
 
 
-def work(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    results = {}
-    for name, case in json.loads((folder / "cases.json").read_text()).items():
-        try:
-            results[name] = carry_out(case, rank)
-        except Exception:
-            results[name] = {"error": traceback.format_exc()}
-        dist.barrier()
-    (folder / f"rank-{rank}.json").write_text(json.dumps(results))
-
-
 if __name__ == "__main__":
-    mp.start_processes(work, (Path(sys.argv[1]),), nprocs=WORLD, start_method="fork")
+    report(WORLD, lambda rank, folder: each_case(folder, lambda case: carry_out(case, rank)))

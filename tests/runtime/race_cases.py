@@ -1,13 +1,12 @@
 """Four gloo processes that carry out the runtime's cases under the checker of races, and some with mutants of the code.
 
-Argument: a folder (cases.json in, rank-<rank>.json out). A script of its own, forked after the imports.
+Argument: a folder (cases.json in, rank-<rank>.json out).
 """
 
 from __future__ import annotations
 
 import importlib
 import io
-import json
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,7 +24,7 @@ import keeper_cases
 import stream_cases
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import each_case, report
 from stream_cases import SteppedModule
 from torch import Tensor
 
@@ -223,17 +222,11 @@ def carry_out(case: dict[str, Any], rank: int) -> dict[str, Any]:
     return {"races": list(memory.races), **result}
 
 
-def work(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=LIMIT)
-    results = {}
-    for name, case in json.loads((folder / "cases.json").read_text()).items():
-        results[name] = carry_out(case, rank)
-        assert not streams.is_asynchronous(HOST)
-        dist.barrier()
-    (folder / f"rank-{rank}.json").write_text(json.dumps(results))
+def outcomes(rank: int, folder: Path) -> dict[str, Any]:
+    found = each_case(folder, lambda case: carry_out(case, rank))
+    assert not streams.is_asynchronous(HOST)
+    return found
 
 
 if __name__ == "__main__":
-    mp.start_processes(work, (Path(sys.argv[1]),), nprocs=WORLD, start_method="fork")
+    report(WORLD, outcomes, LIMIT)

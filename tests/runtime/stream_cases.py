@@ -3,15 +3,13 @@
 Argument: a folder (rank-<rank>.json out). An optimizer changes weights in place while micro-batches are in flight.
 """
 
-import json
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from executor_cases import ROWS, WIDTH, chunk_module, loss, sample
+from ranks import report
 
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.exchange import Exchange
@@ -142,7 +140,7 @@ def train(rank: int, case: Case, kind: type[SteppedModule] = SteppedModule, swap
             executor.store.assert_empty()
             called = 0
     stage.versions.use(stage.versions.latest)
-    counted = executor.counter.snapshot()
+    counted = executor.counter
     connections.close()
     weights = [value.hex() for parameter in stage.module.parameters() for value in parameter.flatten().tolist()]
     return {
@@ -164,16 +162,10 @@ def exchanges(rank: int) -> list[list[list[float]]]:
     return rows
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+def outcomes(rank: int, folder: Path) -> dict[str, object]:
     found = {name: train(rank, case) for name, case in CASES.items() if rank < case.stages}
-    written = {"cases": found, "exchanges": exchanges(rank)}
-    Path(folder, f"rank-{rank}.json").write_text(json.dumps(written))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"cases": found, "exchanges": exchanges(rank)}
 
 
 if __name__ == "__main__":
-    mp.start_processes(run, (sys.argv[1],), nprocs=WORLD, start_method="fork")
+    report(WORLD, outcomes)

@@ -14,23 +14,10 @@ from evenpipe.runtime.channel import Channel, unrecorded
 from evenpipe.runtime.connections import open_channels
 from tests.reports import reports
 
-SCRIPT = Path(__file__).with_name("channel_cases.py")
+sys.path.insert(0, str(Path(__file__).parent))
+from channel_cases import CASES
 
-CASES = (
-    "every_link_of_a_pipeline_carries_its_own_messages_in_order",
-    "replicas_open_different_links_at_the_same_time",
-    "data_may_be_swapped_while_sending",
-    "data_may_be_swapped_while_receiving",
-    "what_follows_a_message_starts_when_that_is_through",
-    "transfers_may_be_waited_for_in_any_order_and_twice",
-    "a_message_is_any_list_of_tensors",
-    "a_link_has_one_direction",
-    "buffers_must_be_contiguous",
-    "closed_links_can_be_opened_again",
-    "links_wait_as_long_as_the_job_has_ranks_wait",
-    "a_rank_has_no_link_to_itself",
-    "an_unknown_backend_is_refused",
-)
+SCRIPT = Path(__file__).with_name("channel_cases.py")
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +27,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return reports(SCRIPT, folder, 4)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
 def test_channels(case: str, outcomes: list[dict[str, str]]) -> None:
     assert [outcome[case] for outcome in outcomes] == ["ok"] * 4
-
-
-def test_every_case_is_listed_here(outcomes: list[dict[str, str]]) -> None:
-    assert tuple(outcomes[0]) == CASES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn])

@@ -1,5 +1,7 @@
 """Streams without flushes train as the rule of PipeDream-2BW says, to the last bit, also when they are broken off."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from executor_cases import chunk_module, loss, sample
+from executor_cases import chunk_module, loss, reference, sample
 from stream_cases import BATCHES, CASES, WORLD, Case
 
 from tests.reports import reports
@@ -79,3 +81,11 @@ def test_memory_is_bounded_and_nothing_is_left(ranks: list[dict[str, Any]], name
 def test_exchanges_bring_every_row_to_every_rank(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["exchanges"] == [[[float(other), 10.0 * turn] for other in range(WORLD)] for turn in range(2)]
+
+
+def test_stages_that_synchronise_come_to_an_end_and_with_receives_posted_ahead_they_do_not(tmp_path):
+    """1F1B on two stages: F1 on stage 0 waits for B0's gradient, which waits for stage 1 to wait for F1's output."""
+    found = reports(SCRIPT.with_name("synchronised_cases.py"), tmp_path, 2)
+    losses, _ = reference(2, 4, "dense")
+    assert [ours for ours, _ in found] == [[], losses]
+    assert all("Timed out" in ahead or "Connection closed" in ahead for _, ahead in found), found

@@ -213,13 +213,13 @@ class JobLayout:
     @property
     def pairs(self) -> tuple[MeasuredPair, ...]:
         """Every pair that exchanges activations, pipeline by pipeline."""
-        found = []
+        pairs = []
         for processes in self._pipelines.values():
             for stage in self._evictors:
                 evictor, acceptor = processes[stage], processes[partner(stage, self._stages)]
                 gbps = min(process.sends_gbps or 0.0 for process in (evictor, acceptor))
-                found.append(MeasuredPair(stage, acceptor.stage, evictor.node != acceptor.node, gbps))
-        return tuple(found)
+                pairs.append(MeasuredPair(stage, acceptor.stage, evictor.node != acceptor.node, gbps))
+        return tuple(pairs)
 
     def rendered(self, need: Need, order: str, across_nodes: str, within_nodes: str) -> Group:
         """The table and the lines below it: the `order` of ranks, what links need and have, and warnings of slow ones.

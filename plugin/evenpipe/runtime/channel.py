@@ -254,8 +254,8 @@ class Layouts:
         # The receiver has taken those of a few messages ago, and little is kept alive for it.
         if len(self._sending) >= _UNDER_WAY:
             self._sending.popleft().wait()
-        told = [torch.tensor([len(sizes)]), torch.tensor(sizes, dtype=torch.int64)]
-        self._sending.append(self._channel.send(told))
+        message = [torch.tensor([len(sizes)]), torch.tensor(sizes, dtype=torch.int64)]
+        self._sending.append(self._channel.send(message))
 
     def next(self) -> tuple[int, ...]:
         """At the receiver: what the next message consists of, waited for."""

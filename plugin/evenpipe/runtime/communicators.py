@@ -74,16 +74,16 @@ def link_bytes(links: Sequence[Link], stage: int) -> int:
     return _ends(links)[stage] * communicator_bytes(os.environ)
 
 
-def links_line(links: Sequence[Link], told: Sequence[Link], device_type: str) -> str:
-    """For people: how many communicators a stage has at most, what they take, and in how many rounds they open.
+def links_line(links: Sequence[Link], described: Sequence[Link], device_type: str) -> str:
+    """Return a line on how many communicators a stage has at most, what they take, and in how many rounds they open.
 
-    `told`: of which links hosts tell each other, in groups beside them, what messages consist of.
+    `described`: the links of which hosts tell each other, in groups beside them, what messages consist of.
     """
-    most, beside = most_links(links), most_links(told)
+    most, between_hosts = most_links(links), most_links(described)
     of_nccl = f"of NCCL, up to {most * communicator_bytes(os.environ) / _MIB:.0f} MiB of a GPU"
-    taken = of_nccl if device_type == "cuda" else "of gloo"
-    hosts = f", and {beside} of gloo between hosts" if told else ""
-    return f"links: at most {most} communicators a rank {taken}{hosts}; opened in {len(rounds(links))} rounds"
+    memory = of_nccl if device_type == "cuda" else "of gloo"
+    hosts = f", and {between_hosts} of gloo between hosts" if described else ""
+    return f"links: at most {most} communicators a rank {memory}{hosts}; opened in {len(rounds(links))} rounds"
 
 
 def most_links(links: Sequence[Link]) -> int:

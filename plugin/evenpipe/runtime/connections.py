@@ -113,8 +113,8 @@ class Connections:
         """Compare `more` streams of this rank, by name, with those before; say which are one to the device."""
         before = streams.sharing(self.named)
         self.named.update(more)
-        if (said := streams.sharing(self.named)) != before:
-            print(f"evenpipe: rank {dist.get_rank()}: {said}", file=sys.stderr, flush=True)
+        if (line := streams.sharing(self.named)) != before:
+            print(f"evenpipe: rank {dist.get_rank()}: {line}", file=sys.stderr, flush=True)
 
     def give_up(self) -> None:
         """A batch has failed: nobody waits for what is under way any more."""
@@ -151,10 +151,10 @@ def connect(
     varying = [link for link in links if link.kind in kinds]
     heartbeat = Heartbeat(ranks, timeout)
 
-    def opened(those: Sequence[Link], what: str, backend: str, device: torch.device) -> dict[Link, Channel]:
-        named = {link: (f"{link.kind}{what}", ranks[link.source], ranks[link.target]) for link in those}
-        found = open_channels(list(named.values()), backend, device, timeout, heartbeat)
-        return {link: found[name] for link, name in named.items() if name in found}
+    def opened(some: Sequence[Link], what: str, backend: str, device: torch.device) -> dict[Link, Channel]:
+        named = {link: (f"{link.kind}{what}", ranks[link.source], ranks[link.target]) for link in some}
+        channels = open_channels(list(named.values()), backend, device, timeout, heartbeat)
+        return {link: channels[name] for link, name in named.items() if name in channels}
 
     channels = opened(links, "", backend, device)
     rank = dist.get_rank()

@@ -78,8 +78,8 @@ class Exchange:
             with streams.on(self._stream):
                 work.wait()
                 gathered = gathered.cpu()
-        found: list[list[float]] = gathered.view(-1, self._columns).tolist()
-        return found
+        rows: list[list[float]] = gathered.view(-1, self._columns).tolist()
+        return rows
 
 
 class JointExchange:

@@ -29,13 +29,13 @@ def forward_only(channels: Mapping[Link, Channel], schedule: Schedule, stage_ind
     for start in range(0, count, group):
         for number, place in mine:
             for micro_batch in range(start, min(start + group, count)):
-                unit, taken = Unit(micro_batch, place.chunk), None
+                unit, inputs = Unit(micro_batch, place.chunk), None
                 if number:
-                    taken = here.pop(unit, None)
-                if number and taken is None:
-                    taken = stage.receive_buffers(FORWARD, unit)
-                    channels[_link(places.order[number - 1], place)].receive(taken).wait()
-                results = stage.forward(unit, taken)
+                    inputs = here.pop(unit, None)
+                if number and inputs is None:
+                    inputs = stage.receive_buffers(FORWARD, unit)
+                    channels[_link(places.order[number - 1], place)].receive(inputs).wait()
+                results = stage.forward(unit, inputs)
                 if number + 1 == len(places.order):
                     continue
                 after = places.order[number + 1]

@@ -13,7 +13,6 @@ from concurrent.futures import TimeoutError as Unanswered
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from threading import Thread
 from typing import ClassVar, Final, NamedTuple, TypeVar, cast
 
 import torch
@@ -22,25 +21,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 __all__ = [
-    "ANSWER_SECONDS",
-    "BEATS",
-    "PREFIX",
-    "UNANSWERED",
-    "Beat",
-    "Heartbeat",
-    "Silence",
-    "SilentPeer",
-    "answered",
-    "apart",
-    "beats_of",
-    "has_timed_out",
-    "hearing",
-    "how_to_raise",
-    "job_timeout",
-    "present",
-    "remedy",
-    "silent_peer",
-    "wait_for",
+    *("ANSWER_SECONDS", "Beat", "Heartbeat", "SilentPeer", "answered", "apart", "beats_of", "hearing", "how_to_raise"),
+    *("job_timeout", "present", "silent_peer", "wait_for"),
 ]
 
 #: What a job's timeout is set with, by the module whose presence tells who has set it.
@@ -52,7 +34,7 @@ _SET_BY: Final = {
 
 
 def job_timeout() -> timedelta:
-    """The timeout of the job's default process group, whoever set it, or torch's default where its backend tells none.
+    """Return the timeout of the job's default process group, or torch's default where its backend tells none.
 
     That is Megatron-LM's --distributed-timeout-minutes and the `timeout` of `deepspeed.init_distributed` or
     `torch.distributed.init_process_group`. Every backend keeps it in the options that it was made with.
@@ -75,17 +57,16 @@ def how_to_raise() -> str:
     return next(given, "torch.distributed.init_process_group(timeout=...)")
 
 
-PREFIX: Final = "evenpipe/heartbeat/"
+_PREFIX: Final = "evenpipe/heartbeat/"
 ANSWER_SECONDS: Final = 5.0  # within which a store answers, unless the process that keeps it stands still
 
 T = TypeVar("T")
 
 
 class Beat(NamedTuple):
-    """When a process was last heard of, in seconds since 1970, and the rank that it was waiting for.
+    """A process's last sign of life, in seconds since 1970; the rank it was waiting for, and its stage.
 
-    Clocks of hosts are taken to agree within some beats, as NTP has them. `closed`: no further beat is to be expected.
-    `stage`: of its pipeline.
+    Clocks of hosts are taken to agree within some beats, as NTP has them. `closed`: no further beat follows.
     """
 
     at: float
@@ -94,18 +75,18 @@ class Beat(NamedTuple):
     stage: int | None = None
 
     def tell(self, store: Store, rank: int) -> None:
-        """Have it stand in `store` for that `rank`."""
+        """Write it into `store` for that `rank`."""
         store.set(str(rank), json.dumps(self))
 
 
 def beats_of(store: Store, ranks: Iterable[int]) -> dict[int, Beat]:
-    """The last beat of each of `ranks` that has beaten, in few round trips, however many they are."""
+    """Return the last beat of each of `ranks` that has beaten, in few round trips, however many they are."""
     keys = present(store, [str(rank) for rank in ranks])
     return {int(key): Beat(*json.loads(beat)) for key, beat in zip(keys, store.multi_get(keys), strict=True)}
 
 
 def present(store: Store, keys: list[str]) -> list[str]:
-    """Those of `keys` that `store` has, which says only whether it has all that it is asked for: few may be missing."""
+    """Return the `keys` that `store` has. It says only whether it has all it is asked for: few may be missing."""
     if not keys or store.check(keys):
         return keys
     if len(keys) == 1:
@@ -115,7 +96,7 @@ def present(store: Store, keys: list[str]) -> list[str]:
 
 
 def apart(store: Store) -> Store | None:
-    """The same store over a connection of its own, as a TCPStore's is held up by whoever waits in it; None without one.
+    """Return the same store over a connection of its own: whoever waits in a TCPStore's holds it up. None without one.
 
     Before torch 2.8 stores have no `clone`, and those that are written in Python may lack it.
     """
@@ -126,7 +107,7 @@ def apart(store: Store) -> Store | None:
 
 
 def answered(ask: Callable[[], T], seconds: float = ANSWER_SECONDS) -> T:
-    """What `ask` returns or raises; concurrent.futures.TimeoutError where it takes longer, as a store may for ever."""
+    """Return or raise what `ask` does; raise concurrent.futures.TimeoutError after `seconds`: a store may hang."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -135,18 +116,18 @@ def answered(ask: Callable[[], T], seconds: float = ANSWER_SECONDS) -> T:
         except Exception as error:
             answer.set_exception(error)
 
-    Thread(target=run, name="evenpipe-asking", daemon=True).start()
+    threading.Thread(target=run, name="evenpipe-asking", daemon=True).start()
     return answer.result(seconds)
 
 
 #: In a timeout.
-BEATS: Final = 20
+_BEATS: Final = 20
 #: Beats without which a process is taken for dead, once waits have timed out: hosts may be busy.
 _DEAD_AFTER: Final = 5
 #: Of ranks that live all the same, so many are named.
 _MOST_NAMED: Final = 2
 _LONGEST_SEARCH_SECONDS: Final = 3 * ANSWER_SECONDS
-UNANSWERED: Final = "the host on which the ranks met does not answer"
+_UNANSWERED: Final = "the host on which the ranks met does not answer"
 
 
 class SilentPeer(RuntimeError):
@@ -176,7 +157,7 @@ class Silence:
         try:
             name, said = answered(lambda: self._found(missing()))
         except (RuntimeError, Unanswered):
-            name, said = self.name(self._rank), UNANSWERED
+            name, said = self.name(self._rank), _UNANSWERED
         return f"{said}: {name} waited {self._seconds:g} s for {what}: {remedy()}"
 
     def line_of(self, peers: Iterable[int], what: str) -> str:
@@ -205,7 +186,7 @@ class Silence:
         return name, " and ".join(self._said_of(rank, beats, rank in alive) for rank in sorted(silent))
 
     def _alive(self, beats: Mapping[int, Beat]) -> set[int]:
-        earliest = time.time() - _DEAD_AFTER * self._seconds / BEATS
+        earliest = time.time() - _DEAD_AFTER * self._seconds / _BEATS
         return {rank for rank, beat in beats.items() if beat.closed or beat.at > earliest}
 
     def _end_of_waits(self, peer: int, beats: Mapping[int, Beat], alive: set[int]) -> int:
@@ -251,8 +232,8 @@ def hearing(ranks: dist.ProcessGroup | Sequence[int] | None, what: str) -> Itera
     except RuntimeError as error:
         if isinstance(error, SilentPeer) or not has_timed_out(error) or not dist.is_initialized():
             raise
-        found = ranks if isinstance(ranks, Sequence) else dist.get_process_group_ranks(ranks or dist.group.WORLD)
-        line = _of_this_job(lambda own: own.line_of([rank for rank in found if rank != dist.get_rank()], what))
+        awaited = ranks if isinstance(ranks, Sequence) else dist.get_process_group_ranks(ranks or dist.group.WORLD)
+        line = _of_this_job(lambda own: own.line_of([rank for rank in awaited if rank != dist.get_rank()], what))
         if line is None:
             raise
         raise SilentPeer(line) from None
@@ -284,7 +265,7 @@ def _of_this_job(ask: Callable[[Silence], str | None]) -> str | None:
     rank, timeout = dist.get_rank(), job_timeout()
 
     def found() -> str | None:
-        shared = PrefixStore(PREFIX, _get_default_store())
+        shared = PrefixStore(_PREFIX, _get_default_store())
         store = apart(shared) or shared
         return ask(Silence(store, rank, (), timeout)) if beats_of(store, [rank]) else None
 
@@ -328,7 +309,7 @@ class Heartbeat:
         self._rank = dist.get_rank()
         self._life = _Life(stage=list(ranks).index(self._rank) if self._rank in ranks else None)
         self._thread: threading.Thread | None = None
-        shared = PrefixStore(PREFIX, _get_default_store())
+        shared = PrefixStore(_PREFIX, _get_default_store())
         own = apart(shared)
         self._store = shared if own is None else own
         self._silence = Silence(self._store, self._rank, ranks, timeout)
@@ -338,7 +319,7 @@ class Heartbeat:
     def start(self) -> None:
         """Beat from here on, until `stop`, the end of this object, or that of the interpreter."""
         if self._thread is None:
-            beats = (self._store, self._rank, self._life, self._seconds / BEATS)
+            beats = (self._store, self._rank, self._life, self._seconds / _BEATS)
             self._thread = threading.Thread(target=_beat, args=beats, name="evenpipe-heartbeat", daemon=True)
             self._thread.start()
             weakref.finalize(self, _stop, self._thread, self._life)
@@ -380,7 +361,7 @@ class Heartbeat:
 
 def _beat(store: Store, rank: int, life: _Life, seconds: float) -> None:
     """Beat, and look after those watched, until the end of this life or the store's."""
-    told = False
+    reported = False
     while True:
         try:
             Beat(time.time(), life.awaited, stage=life.stage).tell(store, rank)
@@ -388,9 +369,9 @@ def _beat(store: Store, rank: int, life: _Life, seconds: float) -> None:
                 _look_after(life.watched, store, _TOLD_AFTER * seconds)
         except Exception as error:
             # Where this process has no more to do in the job, it may be the first to have ended.
-            if life.watched and not told and not life.ended.is_set() and dist.is_initialized():
-                _say(f"{UNANSWERED}; one that is silent will not be named")
-                told = True
+            if life.watched and not reported and not life.ended.is_set() and dist.is_initialized():
+                _say(f"{_UNANSWERED}; one that is silent will not be named")
+                reported = True
             if not isinstance(error, Unanswered):
                 return
         if life.ended.wait(seconds):

@@ -70,11 +70,11 @@ def check_hosts(sizes: Iterable[int], group: dist.ProcessGroup | None) -> None:
     `sizes`: of this rank's blocks in bytes. All ranks of the group call it before any reserves.
     """
     mine = socket.gethostname(), aligned_bytes(tuple(sizes)), free_bytes()
-    found: list[tuple[str, int, int | None]] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    for host in dict.fromkeys(host for host, _, _ in found):
-        needed = sum(nbytes for where, nbytes, _ in found if where == host)
-        free = min((left for where, _, left in found if where == host and left is not None), default=needed)
+    needs: list[tuple[str, int, int | None]] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(needs, mine, group=group)
+    for host in dict.fromkeys(host for host, _, _ in needs):
+        needed = sum(nbytes for where, nbytes, _ in needs if where == host)
+        free = min((left for where, _, left in needs if where == host and left is not None), default=needed)
         if needed > free:
             raise ValueError(
                 f"swaps take {needed / _GIB:,.1f} GiB of memory of the host {host}, which has {free / _GIB:,.1f} GiB "

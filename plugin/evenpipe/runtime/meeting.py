@@ -77,8 +77,8 @@ class Meeting:
         try:
             store = TCPStore(*self._address, None, holds, timeout=timeout, wait_for_workers=False, multi_tenant=holds)
         except (RuntimeError, ValueError) as error:
-            said = " ".join(str(error).split())[:160]
-            raise NotMet(f"rank {self._rank} meets nobody at {':'.join(map(str, self._address))} ({said})") from None
+            reason = " ".join(str(error).split())[:160]
+            raise NotMet(f"rank {self._rank} meets nobody at {':'.join(map(str, self._address))} ({reason})") from None
         return PrefixStore(self._prefix, store)
 
     def _say(self, store: Store, row: Mapping[str, str] | None) -> None:
@@ -86,18 +86,18 @@ class Meeting:
 
     def _verdict(self, store: Store, seconds: float, warn: Callable[[str], None]) -> str:
         """Return what rank 0 has found, or what is wrong with rank 0."""
-        named_at, deadline, told = time.monotonic() + _NAMED_AFTER_SECONDS, time.monotonic() + seconds, False
+        named_at, deadline, rank_0_came = time.monotonic() + _NAMED_AFTER_SECONDS, time.monotonic() + seconds, False
         try:
             while not store.check(["verdict"]):
                 now = time.monotonic()
-                if not told and (told := store.check(["row/0"])):
+                if not rank_0_came and (rank_0_came := store.check(["row/0"])):
                     host, first = json.loads(store.get("row/0"))
                     if first is None:
                         return f"rank 0 ({host}) {_WITHOUT}"
                     deadline = now + seconds + _READ_SECONDS  # rank 0 waits for others from now on
                 if now > deadline:
                     return f"rank 0 {_ABSENT}"
-                if not told and now > named_at:
+                if not rank_0_came and now > named_at:
                     warn(f"rank 0 {_ABSENT}; rank {self._rank} waits")
                     named_at = deadline
                 time.sleep(_POLL_SECONDS)

@@ -8,59 +8,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "MemoryCounter", "MemorySnapshot", "Slot", "SlotPool", "aligned_bytes"]
+__all__ = ["ALIGNMENT", "MemoryCounter", "Slot", "SlotPool", "aligned_bytes"]
 
 
-@dataclass(frozen=True)
-class MemorySnapshot:
-    """One reading of a `MemoryCounter`; all sizes in bytes, all units in micro-batches (times model chunks).
-
-    `peak_bytes` and `peak_units` are peaks of own plus accepted, and `evicted_bytes` is the total given to the partner,
-    all since the last `reset_peak`.
-    """
-
-    own_bytes: int
-    accepted_bytes: int
-    own_units: int
-    accepted_units: int
-    peak_bytes: int
-    peak_units: int
-    evicted_bytes: int
-
-
+@dataclass
 class MemoryCounter:
     """Exact running totals, fed by `ActivationStore` (own) and `SlotPool` (accepted).
 
-    A peak is a peak of the sum: own and accepted need not have peaked at the same moment.
+    Sizes are in bytes, units in micro-batches (times model chunks). `peak_bytes` and `peak_units` are peaks of the sum
+    of own and accepted, which need not have peaked at the same moment; `evicted_bytes` is the total given to the
+    partner: all since the last `reset_peak`. `largest_saved`: what one micro-batch saved at most; `largest_sent`: the
+    largest message to a neighbour.
     """
 
-    __slots__ = (
-        "accepted_bytes",
-        "accepted_units",
-        "evicted_bytes",
-        "largest_saved",
-        "largest_sent",
-        "own_bytes",
-        "own_units",
-        "peak_bytes",
-        "peak_units",
-    )
-
-    def __init__(self) -> None:
-        self.own_bytes = 0
-        self.accepted_bytes = 0
-        self.own_units = 0
-        self.accepted_units = 0
-        self.peak_bytes = 0
-        self.peak_units = 0
-        self.evicted_bytes = 0
-        self.forget_largest()
+    own_bytes: int = 0
+    accepted_bytes: int = 0
+    own_units: int = 0
+    accepted_units: int = 0
+    peak_bytes: int = 0
+    peak_units: int = 0
+    evicted_bytes: int = 0
+    largest_saved: int = 0
+    largest_sent: int = 0
 
     def forget_largest(self) -> None:
         """Micro-batches that follow have other sizes than those so far."""
-        #: Bytes that one micro-batch saved at most, and of its largest message.
-        self.largest_saved = 0
-        self.largest_sent = 0
+        self.largest_saved = self.largest_sent = 0
 
     def note_saved(self, nbytes: int) -> None:
         """A forward has saved so much."""
@@ -80,10 +53,10 @@ class MemoryCounter:
         self.note_peak()
 
     def note_peak(self) -> None:
-        """What is saved now may be a peak.
+        """Take what is saved now as a peak, if it is one.
 
-        Said when a forward or a load has saved all it saves: what an operation saves and drops again before that (as
-        dropout does inside a recomputed region) waits for no backward; it is workspace.
+        To be called when a forward or a load has saved all it saves. Whatever an operation saves and drops before that
+        (as dropout does inside a recomputed region) waits for no backward; it is workspace.
         """
         self.peak_bytes = max(self.peak_bytes, self.own_bytes + self.accepted_bytes)
 
@@ -97,27 +70,11 @@ class MemoryCounter:
         self.accepted_units += units
         self.peak_units = max(self.peak_units, self.own_units + self.accepted_units)
 
-    def add_evicted(self, nbytes: int) -> None:
-        """Add `nbytes` to the total that was given to the partner."""
-        self.evicted_bytes += nbytes
-
     def reset_peak(self) -> None:
         """Start a new period: peaks fall to what is live now, the evicted total to zero."""
         self.peak_bytes = self.own_bytes + self.accepted_bytes
         self.peak_units = self.own_units + self.accepted_units
         self.evicted_bytes = 0
-
-    def snapshot(self) -> MemorySnapshot:
-        """Return the present totals and peaks as an immutable value."""
-        return MemorySnapshot(
-            own_bytes=self.own_bytes,
-            accepted_bytes=self.accepted_bytes,
-            own_units=self.own_units,
-            accepted_units=self.accepted_units,
-            peak_bytes=self.peak_bytes,
-            peak_units=self.peak_units,
-            evicted_bytes=self.evicted_bytes,
-        )
 
 
 # Every data type and vectorised copy (16 bytes on a GPU, 64 on a CPU) is content with it, and little is lost by it.

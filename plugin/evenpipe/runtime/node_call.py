@@ -24,19 +24,19 @@ Pack = Callable[[Tensor], object]
 def call_noting(
     call: Callable[[], Any], given: Any, note: Callable[[Tensor], None], pack: Pack, unpack: Callable[[Any], Tensor]
 ) -> Any:
-    """What `call()` returns; `note` is told of a tensor in each storage that it allocates, once.
+    """What `call()` returns; `note` gets a tensor in each storage that it allocates, once.
 
     First those that autograd saves, in that order, then those that are returned: the order of a profile's storages.
     `given`: what it takes, in whatever nesting, of which the storages are known.
     """
     known = {part.untyped_storage()._cdata for leaf in tree_leaves(given) for part in plain_parts(leaf)}
-    told = [note]
+    observers = [note]
 
     def see(value: Any) -> None:
         for part in plain_parts(value):
             if (address := part.untyped_storage()._cdata) not in known:
                 known.add(address)
-                told[0](part)
+                observers[0](part)
 
     def packed(tensor: Tensor) -> object:
         see(tensor)
@@ -46,7 +46,7 @@ def call_noting(
         result = call()
     for leaf in tree_leaves(result):
         see(leaf)
-    told.clear()  # autograd holds the hook for as long as what it has saved
+    observers.clear()  # autograd holds the hook for as long as what it has saved
     return result
 
 
@@ -120,8 +120,8 @@ class NodeCall:
 
     def _awaited(self) -> list[NodeCall]:
         """What has to run before it does."""
-        taken = [leaf for leaf in tree_leaves((self._args, self._kwargs), is_leaf=_is_taken) if _is_taken(leaf)]
-        calls = (saved.awaits() for leaf in taken for saved in storages_of(leaf.held))
+        arguments = [leaf for leaf in tree_leaves((self._args, self._kwargs), is_leaf=_is_taken) if _is_taken(leaf)]
+        calls = (saved.awaits() for leaf in arguments for saved in storages_of(leaf.held))
         return [call for call in calls if call is not None]
 
     def _run(self) -> None:
@@ -159,12 +159,12 @@ def _written(op: Callable[..., Any]) -> set[int | str]:
     schema = getattr(op, "_schema", None)
     if schema is None:
         return set()
-    found = [
+    written = [
         (number, argument.name)
         for number, argument in enumerate(schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name.startswith("running_")
     ]
-    return {key for keys in found for key in keys}
+    return {key for keys in written for key in keys}
 
 
 def _nothing(tensor: Tensor) -> object:

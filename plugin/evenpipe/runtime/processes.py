@@ -19,10 +19,10 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 
 def free_bytes() -> int | None:
     """Return bytes that processes can still take on this host and in this container; None where nothing tells."""
-    found = []
+    limits = []
     try:
         rows = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-        found.append(int(rows["MemAvailable"].split()[0]) * 1024)
+        limits.append(int(rows["MemAvailable"].split()[0]) * 1024)
     except (OSError, KeyError, ValueError):
         pass
     try:
@@ -30,10 +30,10 @@ def free_bytes() -> int | None:
         if most != "max":
             files = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
             # What it can let go of: the cache of files, of which shared memory counts as a part (cgroup-v2.rst).
-            found.append(int(most) - int(used) + int(files.get("file", 0)) - int(files.get("shmem", 0)))
+            limits.append(int(most) - int(used) + int(files.get("file", 0)) - int(files.get("shmem", 0)))
     except (OSError, ValueError):
         pass
-    return min(found, default=None)
+    return min(limits, default=None)
 
 
 _WITHOUT_GPU: Final = {"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -87,21 +87,21 @@ def _rest() -> None:
     """Return once no thread of gloo's ran while this one slept, which is when they can have the GIL."""
     deadline = time.monotonic() + _LONGEST_SECONDS
     seen: list[list[str]] = []
-    while (found := _activity()) and time.monotonic() < deadline:
-        if found == seen and all("State:\tS (sleeping)" in thread for thread in found):
+    while (threads := _activity()) and time.monotonic() < deadline:
+        if threads == seen and all("State:\tS (sleeping)" in thread for thread in threads):
             return
-        seen = found
+        seen = threads
         time.sleep(_LOOK_SECONDS)
 
 
 def _activity() -> list[list[str]]:
     """What the kernel says of each of gloo's threads: its state, and how often it has been switched to."""
-    found = []
+    threads = []
     for task in sorted(_TASKS.glob("*")):
         try:
             lines = (task / "status").read_text().splitlines()
         except OSError:  # it has ended
             continue
         if lines[0] == f"Name:\t{_GLOO}":
-            found.append([line for line in lines if line.startswith(("Pid:", "State:")) or "ctxt_switches:" in line])
-    return found
+            threads.append([line for line in lines if line.startswith(("Pid:", "State:")) or "ctxt_switches:" in line])
+    return threads

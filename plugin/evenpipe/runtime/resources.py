@@ -98,8 +98,7 @@ class StageFigures(NamedTuple):
     @classmethod
     def of(cls, resources: Resources) -> StageFigures:
         """This process, after a batch that was measured."""
-        held = resources.counter.snapshot()
-        times = resources.exposed.total_ms(), resources.computed.total_ms()
+        held, times = resources.counter, (resources.exposed.total_ms(), resources.computed.total_ms())
         return cls(held.peak_units, held.peak_bytes, held.evicted_bytes, *times)
 
     @classmethod

@@ -226,7 +226,7 @@ class Recording:
             self.counter.add_own_units(-1)
 
 
-_PLAIN: Final = (Tensor, torch.nn.Parameter)
+PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 
 class Composition(NamedTuple):
@@ -244,8 +244,8 @@ def _flattened(tensor: Tensor) -> Composition | None:
     kind, size, stride = type(tensor), tensor.size(), tensor.stride()
 
     def together(parts: Sequence[Tensor]) -> Tensor:
-        made: Tensor = kind.__tensor_unflatten__(dict(zip(names, parts, strict=True)), context, size, stride)
-        return made
+        tensor_again: Tensor = kind.__tensor_unflatten__(dict(zip(names, parts, strict=True)), context, size, stride)
+        return tensor_again
 
     return Composition([getattr(tensor, name) for name in names], together)
 
@@ -265,9 +265,9 @@ def _quantized(tensor: Tensor) -> Composition | None:
     kind, size, stride, dtype, device = type(tensor), tensor.size(), tensor.stride(), tensor.dtype, tensor.device
 
     def together(parts: Sequence[Tensor]) -> Tensor:
-        made: Tensor = Tensor._make_wrapper_subclass(kind, size, strides=stride, dtype=dtype, device=device)
-        vars(made).update(state, **dict(zip(names, parts, strict=True)))
-        return made
+        tensor_again: Tensor = Tensor._make_wrapper_subclass(kind, size, strides=stride, dtype=dtype, device=device)
+        vars(tensor_again).update(state, **dict(zip(names, parts, strict=True)))
+        return tensor_again
 
     return Composition(parts, together)
 
@@ -281,10 +281,10 @@ def _taken_apart(tensor: Tensor) -> Composition | None:
 
     A ragged tensor is known by the object that its lengths are in, so that another of the same lengths is no match.
     """
-    if type(tensor) in _PLAIN or tensor.layout is not torch.strided:
+    if type(tensor) in PLAIN or tensor.layout is not torch.strided:
         return None
-    found = (composition for way in APART if (composition := way(tensor)) is not None)
-    return next((composition for composition in found if composition.parts), None)
+    compositions = (composition for way in APART if (composition := way(tensor)) is not None)
+    return next((composition for composition in compositions if composition.parts), None)
 
 
 def plain_parts(value: object) -> Iterator[Tensor]:
@@ -325,7 +325,7 @@ class SavedComposition:
 def composed(tensor: Tensor, plain: Callable[[Tensor], object], lasts: Callable[[Tensor], object]) -> object:
     """Return what is held in place of `tensor`: `plain` of its parts, `lasts` of what cannot be taken apart."""
     if (composition := _taken_apart(tensor)) is None:
-        return plain(tensor) if type(tensor) in _PLAIN and tensor.layout is torch.strided else lasts(tensor)
+        return plain(tensor) if type(tensor) in PLAIN and tensor.layout is torch.strided else lasts(tensor)
     return SavedComposition(tensor, [composed(part, plain, lasts) for part in composition.parts], composition.together)
 
 

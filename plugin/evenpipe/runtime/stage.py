@@ -133,8 +133,8 @@ class ModuleStage:
 
     def compute(self, unit: Unit, inputs: list[Tensor] | None) -> Any:
         """What the unit's module returns."""
-        taken = [self._first(unit.micro_batch)] if inputs is None else inputs
-        return self.chunks[unit.chunk](*taken)
+        arguments = [self._first(unit.micro_batch)] if inputs is None else inputs
+        return self.chunks[unit.chunk](*arguments)
 
     def forget(self) -> None:
         """Let go of what has been forwarded and not backwarded."""
@@ -180,14 +180,14 @@ class ModuleStage:
 def check_sent(outputs: Sequence[Any], edge: Sequence[tuple[tuple[int, ...], torch.dtype]], unit: Unit) -> None:
     """Raise ValueError where `outputs` of `unit` have not the shapes and dtypes that the next part receives by."""
     for number, (shape, dtype) in enumerate(edge[: len(outputs)]):
-        one = outputs[number]
-        if not isinstance(one, Tensor) or one.layout != torch.strided:
-            found = str(one.layout) if isinstance(one, Tensor) else type(one).__name__
-            raise ValueError(f"{_output(unit, number)} is {found}: parts hand on dense tensors")
-        if (tuple(one.shape), one.dtype) != (shape, dtype):
+        output = outputs[number]
+        if not isinstance(output, Tensor) or output.layout != torch.strided:
+            kind = str(output.layout) if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(f"{_output(unit, number)} is {kind}: parts hand on dense tensors")
+        if (tuple(output.shape), output.dtype) != (shape, dtype):
             raise ValueError(
-                f"{_output(unit, number)} is {tuple(one.shape)}, {one.dtype}, and the next part receives {shape}, "
-                f"{dtype}: {_remedy(one, dtype)}"
+                f"{_output(unit, number)} is {tuple(output.shape)}, {output.dtype}, and the next part receives "
+                f"{shape}, {dtype}: {_remedy(output, dtype)}"
             )
     if len(outputs) != len(edge):
         raise ValueError(
@@ -250,7 +250,7 @@ def _second_half(weights: Sequence[torch.nn.Parameter], groups: Sequence[dict[st
         ]
         try:
             edges, given = zip(*reached, strict=True)
-            found = torch.autograd.grad(edges, [GradientEdge(node, 0) for node in params], given)
+            of_weights = torch.autograd.grad(edges, [GradientEdge(node, 0) for node in params], given)
         except RuntimeError as error:
             own = next((type(node).__name__ for node in nodes if isinstance(node, BackwardCFunction)), None)
             if own is None:
@@ -262,7 +262,7 @@ def _second_half(weights: Sequence[torch.nn.Parameter], groups: Sequence[dict[st
         finally:
             for handle in handles:
                 handle.remove()
-        for node, gradient in zip(params, found, strict=True):
+        for node, gradient in zip(params, of_weights, strict=True):
             weight = by_node[node]
             weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
@@ -281,9 +281,9 @@ def _of(outputs: dict[int, Tensor], gradients: Sequence[Tensor] | None) -> list[
     return None if gradients is None else [gradients[number] for number in outputs]
 
 
-def _depends(output: Tensor, taken: Sequence[Tensor]) -> bool:
+def _depends(output: Tensor, inputs: Sequence[Tensor]) -> bool:
     """Whether a gradient of `output` reaches any of the leaves `taken`."""
-    leaves = {id(one) for one in taken}
+    leaves = {id(one) for one in inputs}
     nodes, seen = [output.grad_fn], set[Any]()
     while nodes:
         node = nodes.pop()
@@ -296,10 +296,10 @@ def _depends(output: Tensor, taken: Sequence[Tensor]) -> bool:
     return False
 
 
-def _gradient(taken: Tensor, unit: Unit) -> Tensor:
-    if taken.grad is None:
+def _gradient(received: Tensor, unit: Unit) -> Tensor:
+    if received.grad is None:
         raise RuntimeError(
             f"chunk {unit.chunk}: its output does not depend on its input, so that the stage before would wait for a "
             "gradient for ever: have each part of the model use what it takes"
         )
-    return taken.grad
+    return received.grad

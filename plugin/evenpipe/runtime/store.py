@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Final, NamedTuple
 
 import torch
@@ -17,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from evenpipe.runtime import streams
 from evenpipe.runtime.memory import MemoryCounter
+from evenpipe.runtime.movable import may_depart
 from evenpipe.runtime.saved import (
     Geometry,
     Recording,
@@ -228,7 +227,7 @@ class ActivationStore:
         vacated = []
         while recording.message:
             tensor = recording.put_down()
-            self.counter.add_evicted(tensor.numel())
+            self.counter.evicted_bytes += tensor.numel()
             vacated.append(tensor.untyped_storage())
         recording.away = True
         self.counter.add_own_units(-1)
@@ -350,22 +349,9 @@ class ActivationStore:
         return [
             saved
             for saved, handles in recording.by_storage().items()
-            if self._may_depart(saved, [*(handle.tensor for handle in handles), *recording.attached_to(saved)])
+            if self._device in (None, saved.device)
+            and may_depart(saved, [*(handle.tensor for handle in handles), *recording.attached_to(saved)])
         ]
-
-    def _may_depart(self, saved: SavedStorage, aliases: list[Tensor | Geometry]) -> bool:
-        """Return whether nobody but `saved` and `aliases` holds the storage, and whether these can be rebuilt."""
-        storage = saved.storage
-        if storage is None or not saved.movable or saved.aside:
-            return False
-        if saved.nbytes == 0 or self._device not in (None, saved.device):
-            return False
-        if _use_count(storage) != 1 + len(aliases):
-            return False
-        del storage
-        if sys.getrefcount(saved.storage) != _references_of_one_holder():
-            return False
-        return all(isinstance(alias, Tensor) and _can_be_rebuilt(alias) for alias in aliases)
 
 
 def _empty(saved: SavedStorage, handles: Iterable[SavedTensor], recording: Recording) -> None:
@@ -382,35 +368,3 @@ def _as_is(tensor: Tensor) -> Tensor:
     # An alias, because autograd would otherwise hold an output that holds its own node. A leaf has no node, and must
     # itself stay what backward sees: its `.data` may be exchanged until then.
     return tensor if tensor.is_leaf else tensor.detach()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-
-
-def _can_be_rebuilt(tensor: Tensor) -> bool:
-    """Return whether storage and geometry are all there is to this tensor."""
-    return _is_plain(tensor) and not (
-        tensor.is_meta or tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
-    )
-
-
-def _references_of_one_holder() -> int:
-    """Return what `sys.getrefcount` says of a storage that one object holds in Python.
-
-    Asked each time, because torch itself refers to a storage's Python wrapper in some releases and not in others.
-    """
-    tensor = torch.empty(0)
-    holder = SimpleNamespace(storage=tensor.untyped_storage())
-    return sys.getrefcount(holder.storage)
-
-
-def _use_count(storage: torch.UntypedStorage) -> int:
-    """Return the number of tensors and wrappers that hold `storage`; its Python wrapper counts as one."""
-    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None:
-        raise RuntimeError(
-            f"torch {torch.__version__} cannot tell who else holds saved memory (no torch._C._storage_Use_Count), "
-            "so nothing can be evicted: use torch 2.10 or newer, or run without BPipe"
-        )
-    return count(storage._cdata)

@@ -61,21 +61,62 @@ class Stream(Protocol):
         """Return the event of all work so far being done."""
 
 
-class Streams(Protocol):
-    """The streams of one kind of device. `is_asynchronous`: the host goes on before its device has done its work."""
+class _HostEvent:
+    def __init__(self) -> None:
+        self._seconds = time.monotonic()
 
-    is_asynchronous: bool
+    def synchronize(self) -> None:
+        pass
 
-    def opened(self, device: torch.device) -> Stream: ...
-    def current(self, device: torch.device) -> Stream: ...
-    def on(self, stream: Any) -> AbstractContextManager[object]: ...
-    def timed_event(self, device: torch.device) -> Event: ...
-    def pinned(self, device: torch.device, nbytes: int) -> Tensor: ...
-    def synchronize(self, device: torch.device) -> None: ...
-    def records_any_address(self) -> bool: ...
+    def elapsed_time(self, end: _HostEvent, /) -> float:
+        return (end._seconds - self._seconds) * 1e3
 
 
-class _CudaStreams:
+class _HostStream:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def wait_stream(self, stream: Any, /) -> None:
+        pass
+
+    def wait_event(self, event: Any, /) -> None:
+        pass
+
+    def record_event(self) -> _HostEvent:
+        return _HostEvent()
+
+
+class Streams:
+    """The streams of one kind of device; these are the host's, which does its work at once: nothing waits for it.
+
+    `is_asynchronous`: the host goes on before its device has done its work.
+    """
+
+    is_asynchronous = False
+
+    def opened(self, device: torch.device) -> Stream:
+        return _HostStream(device)
+
+    def current(self, device: torch.device) -> Stream:
+        return _HostStream(device)
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def timed_event(self, device: torch.device) -> Event:
+        return _HostEvent()
+
+    def pinned(self, device: torch.device, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def synchronize(self, device: torch.device) -> None:
+        pass
+
+    def records_any_address(self) -> bool:
+        return True
+
+
+class _CudaStreams(Streams):
     is_asynchronous = True
 
     def opened(self, device: torch.device) -> Stream:
@@ -126,59 +167,8 @@ class _Pages(mmap.mmap):
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._address))  # type: ignore[no-untyped-call]
 
 
-class _HostEvent:
-    def __init__(self) -> None:
-        self._seconds = time.monotonic()
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: _HostEvent, /) -> float:
-        return (end._seconds - self._seconds) * 1e3
-
-
-class _HostStream:
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def wait_stream(self, stream: Any, /) -> None:
-        pass
-
-    def wait_event(self, event: Any, /) -> None:
-        pass
-
-    def record_event(self) -> _HostEvent:
-        return _HostEvent()
-
-
-class _HostStreams:
-    """The host does its work at once, so nothing has to be waited for."""
-
-    is_asynchronous = False
-
-    def opened(self, device: torch.device) -> Stream:
-        return _HostStream(device)
-
-    current = opened
-
-    def on(self, stream: Any) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def timed_event(self, device: torch.device) -> Event:
-        return _HostEvent()
-
-    def pinned(self, device: torch.device, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def synchronize(self, device: torch.device) -> None:
-        pass
-
-    def records_any_address(self) -> bool:
-        return True
-
-
 #: By the type of device; any other is treated as the host.
-KINDS: Final[dict[str, Streams]] = {"cuda": _CudaStreams(), "cpu": _HostStreams()}
+KINDS: Final[dict[str, Streams]] = {"cuda": _CudaStreams(), "cpu": Streams()}
 
 
 def _of(device: torch.device) -> Streams:

@@ -157,13 +157,13 @@ def matrix_flops(device: torch.device, dtype: torch.dtype, rows: int, inner: int
         streams.synchronize(device)
         return time.perf_counter() - start
 
-    if device.type != "cuda" and (taken := seconds(1, 1)) > _SLOW_SECONDS:
-        return 2 * inner * columns / taken
+    if device.type != "cuda" and (elapsed := seconds(1, 1)) > _SLOW_SECONDS:
+        return 2 * inner * columns / elapsed
     part, times = rows if device.type == "cuda" else min(rows, _FIRST_ROWS_ON_CPU), 1
-    while (taken := seconds(part, times)) < _LONG_PRODUCT_SECONDS:
+    while (elapsed := seconds(part, times)) < _LONG_PRODUCT_SECONDS:
         part, times = (min(rows, 4 * part), times) if part < rows else (part, 4 * times)
-    taken = min(taken, *(seconds(part, times) for _ in range(_ROUNDS - 1)))
-    return 2 * part * inner * columns * times / taken
+    elapsed = min(elapsed, *(seconds(part, times) for _ in range(_ROUNDS - 1)))
+    return 2 * part * inner * columns * times / elapsed
 
 
 _FIRST_BYTES: Final = 1 << 18
@@ -239,9 +239,9 @@ class _Pair:
         transfer = self._out.send(self._message(nbytes))
         self._await_confirmation()
         self._finish()
-        taken = time.perf_counter() - start
+        elapsed = time.perf_counter() - start
         transfer.wait()
-        return nbytes / taken / 1e9
+        return nbytes / elapsed / 1e9
 
     def _receive(self, nbytes: int) -> None:
         self._back.receive(self._message(nbytes)).wait()

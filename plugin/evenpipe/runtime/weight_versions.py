@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from evenpipe.runtime.saved import Geometry
 
 __all__ = ["Alias", "WeightVersions"]
 
@@ -21,10 +23,14 @@ class Alias(NamedTuple):
 
 
 class _View(NamedTuple):
-    """Something that looks at the parameters' memory: how to point it elsewhere, and what it sees in either memory."""
+    """An attribute that looks at the parameters' memory, and what it sees in either memory."""
 
-    point_at: Callable[[Tensor], None]
+    alias: Alias
     tensors: tuple[Tensor, Tensor]
+
+    def point_at(self, memory: int) -> None:
+        owner, attribute = self.alias
+        setattr(owner, attribute, self.tensors[memory])
 
 
 class WeightVersions:
@@ -47,20 +53,20 @@ class WeightVersions:
         copies = {address: _copy_of(storage) for address, storage in storages.items()}
         self._memories = tuple((storages[address], copies[address]) for address in storages)
 
-        def both(tensor: Tensor) -> tuple[Tensor, Tensor]:
-            address = tensor.untyped_storage()._cdata
-            return _over(storages[address], tensor), _over(copies[address], tensor)
+        def view(alias: Alias, tensor: Tensor) -> _View:
+            address, geometry = tensor.untyped_storage()._cdata, Geometry.of(tensor)
+            return _View(alias, (geometry.over(storages[address]), geometry.over(copies[address])))
 
-        self._used = [_View(_data_of(tensor), both(tensor)) for tensor in self._parameters]
+        self._used = [view(Alias(tensor, "data"), tensor) for tensor in self._parameters]
         known = {id(tensor) for tensor in self._parameters}
         inside = [
             tensor for tensor in others if tensor.untyped_storage()._cdata in storages and id(tensor) not in known
         ]
-        self._written = [_View(_data_of(tensor), both(tensor)) for tensor in inside]
+        self._written = [view(Alias(tensor, "data"), tensor) for tensor in inside]
         for alias in aliases:
             tensor = getattr(alias.owner, alias.attribute)
             if tensor is not None and tensor.untyped_storage()._cdata in storages:
-                self._written.append(_View(_attribute_of(alias), both(tensor)))
+                self._written.append(view(alias, tensor))
         self._stepped = tuple({id(tensor): tensor for tensor in (*self._parameters, *inside)}.values())
         self.latest = 0
         self.peak = 1
@@ -84,7 +90,7 @@ class WeightVersions:
         if memory != self._in_use:
             self._in_use = memory
             for view in self._used:
-                view.point_at(view.tensors[memory])
+                view.point_at(memory)
             torch.clear_autocast_cache()  # which knows a parameter by its address, not by its memory
 
     @contextmanager
@@ -100,7 +106,7 @@ class WeightVersions:
         self.peak = 2
         self.use(self.latest)
         for view in self._written:
-            view.point_at(view.tensors[new])
+            view.point_at(new)
         with _unsafe_preserve_version_counter(self._stepped):
             yield
 
@@ -129,23 +135,3 @@ class WeightVersions:
 def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     copy = torch.UntypedStorage(storage.nbytes(), device=storage.device)  # type: ignore[no-untyped-call]
     return copy.copy_(storage)
-
-
-def _over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
-    """A tensor with the geometry of `like` over `storage`."""
-    empty = torch.empty(0, dtype=like.dtype, device=like.device)
-    return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
-
-
-def _data_of(tensor: Tensor) -> Callable[[Tensor], None]:
-    def point_at(memory: Tensor) -> None:
-        tensor.data = memory
-
-    return point_at
-
-
-def _attribute_of(alias: Alias) -> Callable[[Tensor], None]:
-    def point_at(memory: Tensor) -> None:
-        setattr(alias.owner, alias.attribute, memory)
-
-    return point_at

@@ -80,7 +80,7 @@ def iterate(case: Case, engine: Engine, first: int, ends_after: Callable[[int], 
         of_micro_batches = engine.train(iteration)
         times.append((_clock(case.device) - start) * 1e3)
         _note_step(steps, engine)
-        held = engine.counter.snapshot()
+        held = engine.counter
         peaks.append(StageMeasurement(held.peak_units, held.peak_bytes, held.evicted_bytes, *engine.kept_bytes()))
         if of_micro_batches:
             losses.append(_loss(of_micro_batches, iteration, case))

@@ -63,7 +63,7 @@ def train(of: Learner, schedule: PipelineSchedule, first: int, iterations: int) 
             )
             executor = schedule.executor
             assert executor is not None
-            held = executor.counter.snapshot()
+            held = executor.counter
             found["held"].append(
                 {
                     "micro_batches": len(reduced),

@@ -64,7 +64,7 @@ def main(folder: Path) -> None:
     schedule = PipelineSchedule(bpipe=True, connected=LinkTable(args, config, placement).report)
     in_place_of_megatron(schedule).apply()
     placed = train(LAYOUTS["PP4"])
-    peak = schedule.executor.counter.snapshot().peak_units
+    peak = schedule.executor.counter.peak_units
     seen = {"rank": dist.get_rank(), "variable": os.environ["RANK"], "losses": [stock, placed], "live": peak}
     (folder / f"slot-{slot}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Two parts of a model on one stage, of which one hands the other what both swap."""
+"""Storages that are swapped: memory that a copy still reads is kept, and two parts of a stage may share one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,55 @@ from torch import Tensor
 
 from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.executor import Executor
-from evenpipe.runtime.recompute_swap import PLAIN_CALLER, Keeper, Keeping, NodeCaller
+from evenpipe.runtime.host_memory import Passage
+from evenpipe.runtime.memory import MemoryCounter
+from evenpipe.runtime.recompute_swap import PLAIN_CALLER, Keeper, Keeping, NodeCaller, SwappedStorage
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Size, Unit, build
+
+
+class NotedLink:
+    """Copies at once, and notes which copies are waited for, as long as `saved` has what they read or write."""
+
+    def __init__(self) -> None:
+        self.waited: list[str] = []
+        self.saved: SwappedStorage
+
+    def out(self, memory: torch.Tensor) -> Passage:
+        return self._started("out", memory, memory.clone())
+
+    def back(self, host: torch.Tensor, memory: torch.Tensor) -> Passage:
+        return self._started("back", memory, memory.copy_(host))
+
+    def _started(self, way: str, memory: torch.Tensor, target: torch.Tensor) -> Passage:
+        address = memory.data_ptr()
+
+        def wait() -> None:
+            assert self.saved.storage is not None
+            assert self.saved.storage.data_ptr() == address
+            self.waited.append(way)
+
+        return Passage(target, wait)
+
+
+@pytest.mark.parametrize(
+    ("calls", "waited"),
+    [
+        (("leave", "recall"), ["out"]),  # which a backward that comes early asks back
+        (("leave",), ["out"]),
+        (("leave", "gone", "recall"), ["out", "back"]),
+        ((), []),
+    ],
+)
+def test_what_is_still_read_or_written_is_waited_for(calls, waited):
+    link = NotedLink()
+    link.saved = saved = SwappedStorage(torch.ones(4), link, 0, {}, MemoryCounter())
+    for call in calls:
+        getattr(saved, call)()
+    saved.drop()
+    assert saved.storage is None
+    assert link.waited == waited
+
 
 ROWS, WIDTH = 16, 8
 NBYTES = 4 * ROWS * WIDTH

@@ -1,0 +1,66 @@
+"""Decides by reference counts which saved storages may leave this stage.
+
+Freeing a storage that somebody else still holds would not free its memory, and would bring back another copy of it:
+a module's buffer, the data set, a ctx attribute, another micro-batch. Nobody keeps a list of holders, and torch has no
+public way to ask. Counts tell: a storage may leave if its only holders are the handles and attached tensors that the
+store empties itself. A storage has two counts, of the tensors and wrappers that hold it in C++, and of the references
+to its one wrapper in Python; both have to be those of the store alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from evenpipe.runtime.saved import PLAIN, Geometry, SavedStorage
+
+__all__ = ["may_depart"]
+
+
+def may_depart(saved: SavedStorage, aliases: Sequence[Tensor | Geometry]) -> bool:
+    """Return whether nobody but `saved` and `aliases` holds the storage, and whether these can be rebuilt.
+
+    Raises RuntimeError if this torch cannot tell who holds a storage.
+    """
+    storage = saved.storage
+    if storage is None or not saved.movable or saved.aside or saved.nbytes == 0:
+        return False
+    if _use_count(storage) != 1 + len(aliases):
+        return False
+    del storage
+    if sys.getrefcount(saved.storage) != _references_of_one_holder():
+        return False
+    return all(isinstance(alias, Tensor) and _can_be_rebuilt(alias) for alias in aliases)
+
+
+def _can_be_rebuilt(tensor: Tensor) -> bool:
+    """Return whether storage and geometry are all there is to this tensor."""
+    plain = type(tensor) in PLAIN and tensor.layout is torch.strided
+    return plain and not (
+        tensor.is_meta or tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    )
+
+
+def _references_of_one_holder() -> int:
+    """Return what `sys.getrefcount` says of a storage that one object holds in Python.
+
+    Asked each time, because torch itself refers to a storage's Python wrapper in some releases and not in others.
+    """
+    tensor = torch.empty(0)
+    holder = SimpleNamespace(storage=tensor.untyped_storage())
+    return sys.getrefcount(holder.storage)
+
+
+def _use_count(storage: torch.UntypedStorage) -> int:
+    """Return the number of tensors and wrappers that hold `storage`; its Python wrapper counts as one."""
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot tell who else holds saved memory (no torch._C._storage_Use_Count), "
+            "so nothing can be evicted: use torch 2.10 or newer, or run without BPipe"
+        )
+    return count(storage._cdata)
