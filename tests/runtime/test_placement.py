@@ -213,52 +213,30 @@ def test_apply_refuses_a_launch_that_it_does_not_describe(environ: dict[str, str
     assert environ == before
 
 
-# Real process groups: eight gloo processes on pretended nodes. Groups are written as slots, in the group's order.
+# Real process groups: eight gloo processes on pretended nodes of four GPUs.
 
 Seen = dict[str, Any]
-
-MEGATRON: dict[str, tuple[dict[str, Any], dict[str, list[list[int]]]]] = {
-    "4 stages, 2-way data, nodes of 4": (
-        {"p": 4, "t": 1, "d": 2, "gpus_per_node": 4, "placed": True},
-        {
-            "pipeline": [[0, 2, 3, 1], [4, 6, 7, 5]],
-            "tensor": [[g] for g in range(8)],
-            "data": [[0, 4], [1, 5], [2, 6], [3, 7]],
-        },
-    ),
-    "4 stages, 2-way tensor, nodes of 4": (
-        {"p": 4, "t": 2, "d": 1, "gpus_per_node": 4, "placed": True},
-        {
-            "pipeline": [[0, 4, 6, 2], [1, 5, 7, 3]],
-            "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
-            "data": [[g] for g in range(8)],
-        },
-    ),
-    "8 stages, nodes of 4": (
-        {"p": 8, "t": 1, "d": 1, "gpus_per_node": 4, "placed": True},
-        {
-            "pipeline": [[0, 2, 4, 6, 7, 5, 3, 1]],
-            "tensor": [[g] for g in range(8)],
-            "data": [[g] for g in range(8)],
-        },
-    ),
-    "2 stages, 2-way tensor, 2-way data, nodes of 4": (
-        {"p": 2, "t": 2, "d": 2, "gpus_per_node": 4, "placed": True},
-        {
-            "pipeline": [[0, 2], [1, 3], [4, 6], [5, 7]],
-            "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
-            "data": [[0, 4], [1, 5], [2, 6], [3, 7]],
-        },
-    ),
+#: p, t, d; then the slots, each a digit, of every pipeline, tensor and data group, in the group's order.
+MEGATRON = {
+    "4 stages, 2-way data": ((4, 1, 2), "0231 4675", "0 1 2 3 4 5 6 7", "04 15 26 37"),
+    "4 stages, 2-way tensor": ((4, 2, 1), "0462 1573", "01 23 45 67", "0 1 2 3 4 5 6 7"),
+    "8 stages": ((8, 1, 1), "02467531", "0 1 2 3 4 5 6 7", "0 1 2 3 4 5 6 7"),
+    "2 stages, 2-way tensor, 2-way data": ((2, 2, 2), "02 13 46 57", "01 23 45 67", "04 15 26 37"),
 }
-STANDARD = {"p": 4, "t": 1, "d": 2, "gpus_per_node": 4, "placed": False}
+PER_NODE = 4
+
+
+def case_of(sizes: tuple[int, int, int], placed: bool) -> dict[str, Any]:
+    return {**dict(zip("ptd", sizes, strict=True)), "gpus_per_node": PER_NODE, "placed": placed}
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[list[Seen]]:
     """``seen[case][slot]``: what each process of each case saw; one set of processes runs all cases."""
     folder = tmp_path_factory.mktemp("placement")
-    (folder / "cases.json").write_text(json.dumps([case for case, _ in MEGATRON.values()] + [STANDARD]))
+    (folder / "cases.json").write_text(
+        json.dumps([*(case_of(row[0], True) for row in MEGATRON.values()), case_of((4, 1, 2), False)])
+    )
     script = Path(__file__).with_name("groups_by_slot.py")
     run = subprocess.run([sys.executable, script, folder], timeout=800, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -268,25 +246,25 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[list[Seen]]:
 
 @pytest.mark.parametrize("name", MEGATRON)
 def test_megatron_builds_the_expected_groups(name: str, seen: list[list[Seen]]) -> None:
-    case, groups = MEGATRON[name]
     here = seen[list(MEGATRON).index(name)]
-    for kind, expected in groups.items():
-        assert sorted({tuple(process[kind]) for process in here}) == [tuple(group) for group in expected]
-    assert [process["local_rank"] for process in here] == [g % case["gpus_per_node"] for g in range(8)]
+    for kind, drawing in zip(("pipeline", "tensor", "data"), MEGATRON[name][1:], strict=True):
+        expected = [tuple(map(int, group)) for group in str(drawing).split()]
+        assert sorted({tuple(process[kind]) for process in here}) == expected
+    assert [process["local_rank"] for process in here] == [g % PER_NODE for g in range(8)]
     assert here[0]["rank"] == 0
 
 
-def pairs_on_one_node(pipeline: list[int], gpus_per_node: int) -> list[bool]:
+def pairs_on_one_node(pipeline: list[int]) -> list[bool]:
     p = len(pipeline)
-    return [pipeline[s] // gpus_per_node == pipeline[p - 1 - s] // gpus_per_node for s in range(p // 2)]
+    return [pipeline[s] // PER_NODE == pipeline[p - 1 - s] // PER_NODE for s in range(p // 2)]
 
 
 @pytest.mark.parametrize("name", MEGATRON)
 def test_every_pair_of_megatrons_pipelines_shares_a_node(name: str, seen: list[list[Seen]]) -> None:
     for process in seen[list(MEGATRON).index(name)]:
-        assert all(pairs_on_one_node(process["pipeline"], 4))
+        assert all(pairs_on_one_node(process["pipeline"]))
 
 
 def test_megatrons_own_order_puts_every_pair_on_two_nodes(seen: list[list[Seen]]) -> None:
     for process in seen[-1]:
-        assert not any(pairs_on_one_node(process["pipeline"], 4))
+        assert not any(pairs_on_one_node(process["pipeline"]))

@@ -129,13 +129,15 @@ def test_memory_goes_as_backward_goes() -> None:
     del c
 
 
-def test_a_graph_that_is_dropped_leaves_nothing_here_or_away() -> None:
+def test_leftovers_are_named_and_a_graph_that_is_dropped_leaves_nothing_here_or_away() -> None:
     for away in (False, True):
         x = torch.randn(4).requires_grad_()
         store = ActivationStore()
         with store.recording(0):
             y = x.exp().exp()
         store.attach(0, x)
+        with pytest.raises(RuntimeError, match="outlive the batch: 32 bytes of micro-batches 0"):
+            store.assert_empty()
         if away:
             evict(store, 0)
         assert store.leftover() == [0]
@@ -143,18 +145,6 @@ def test_a_graph_that_is_dropped_leaves_nothing_here_or_away() -> None:
         store.assert_empty()
         assert store.leftover() == []
         assert (store.counter.own_bytes, store.counter.own_units) == (0, 0)
-
-
-def test_leftovers_are_named() -> None:
-    x = torch.randn(4).requires_grad_()
-    store = ActivationStore()
-    with store.recording("F3"):
-        y = x.exp()
-    with pytest.raises(RuntimeError, match="outlive the batch: 16 bytes of micro-batches F3"):
-        store.assert_empty()
-    del y
-    assert store.counter.own_bytes == 0
-    store.assert_empty()
 
 
 def test_tensor_subclasses_and_sparse_tensors_stay_as_they_are() -> None:
@@ -387,18 +377,10 @@ def test_lazily_conjugated_and_negated_tensors_stay(bit: str) -> None:
     assert x.grad is not None
 
 
-def test_only_the_given_device_is_moved() -> None:
-    x = torch.randn(4).requires_grad_()
-    store = ActivationStore(device="meta")
-    with store.recording(0):
-        y = x.exp().exp()
-    assert shippable(store, 0) == []
-    del y
-
-
-def test_empty_storages_are_not_moved() -> None:
-    x = torch.randn(0).requires_grad_()
-    store = ActivationStore()
+@pytest.mark.parametrize(("numbers", "device"), [(0, None), (4, "meta")])
+def test_empty_storages_and_those_of_other_devices_are_not_moved(numbers: int, device: str | None) -> None:
+    x = torch.randn(numbers).requires_grad_()
+    store = ActivationStore(device=device)
     with store.recording(0):
         y = x.exp().exp().sum()
     assert shippable(store, 0) == []

@@ -338,8 +338,12 @@ def test_small_storages_travel_together_and_large_ones_alone(sizes: list[int]) -
     assert len(pieces) <= -(-sum(map(sum, pieces)) // (PIECE_BYTES - SMALL_BYTES))
 
 
-def test_what_is_packed_is_free_at_once_and_what_is_large_is_not_copied() -> None:
+def test_what_is_packed_is_free_at_once_and_what_travels_alone_is_not_copied() -> None:
     store = ActivationStore()
+    alone, memory = chain(store, [SMALL])
+    message = store.ship(0)
+    assert not memory[0].expired()
+    del message, alone
     outputs, memory = chain(store, [SMALL, LARGE, SMALL, SMALL])
     before = store.counter.own_bytes
     message = store.ship(0)
@@ -368,14 +372,6 @@ def test_every_storage_has_memory_of_its_own_again_and_the_piece_is_free() -> No
     outputs.pop(0)
     assert store.counter.own_bytes == before - 8 * SMALL  # what sin and square saved
     del copies
-
-
-def test_one_small_storage_is_not_copied() -> None:
-    store = ActivationStore()
-    outputs, memory = chain(store, [SMALL])
-    message = store.ship(0)
-    assert not memory[0].expired()
-    del message, outputs
 
 
 def test_micro_batches_that_die_on_their_way_are_not_counted() -> None:

@@ -92,7 +92,7 @@ def forward_flops(shape: ModelShape, p: int, t: int, b: float) -> float:
 
 
 def required_gbps(nbytes: float, forward_ms: float, *, relaxed: bool = False) -> float:
-    """GB/s (10^9 bytes/s) that transfers of ``nbytes`` need to stay hidden behind compute.
+    """Return the GB/s (10^9 bytes/s) that transfers of ``nbytes`` need to stay hidden behind compute.
 
     Strict: one transfer within one forward of f = ``forward_ms`` (Eq. 7-9: bytes / f). Relaxed: an eviction and a load
     within one backward and one forward, a backward taking 2f (Eq. 10-12: 2 bytes / 3f).
@@ -124,7 +124,7 @@ def estimated_need(
     fp32: bool,
     flops: float,
 ) -> Need:
-    """What a transfer of one micro-batch of size b needs, if a forward runs at ``flops`` a second all the time.
+    """Return what a transfer of one micro-batch of size b needs, if a forward runs at ``flops`` a second all the time.
 
     An upper bound for dense layers with an MLP of four times the hidden size: a real forward takes longer.
     """
@@ -141,7 +141,7 @@ def estimated_need(
 def bandwidth_warnings(
     pairs: Sequence[MeasuredPair], strict: float, *, across_nodes: str, within_nodes: str
 ) -> tuple[str, ...]:
-    """What a user should know about links slower than ``strict`` GB/s, a line for each kind; empty when all is well.
+    """Return a line for each kind of link that is slower than ``strict`` GB/s; empty when all is well.
 
     ``across_nodes`` and ``within_nodes`` say what to do about pairs of that kind.
     """
@@ -212,7 +212,7 @@ class JobLayout:
 
     @property
     def pairs(self) -> tuple[MeasuredPair, ...]:
-        """Every pair that exchanges activations, pipeline by pipeline."""
+        """Return every pair that exchanges activations, pipeline by pipeline."""
         pairs = []
         for processes in self._pipelines.values():
             for stage in self._evictors:
@@ -222,7 +222,7 @@ class JobLayout:
         return tuple(pairs)
 
     def rendered(self, need: Need, order: str, across_nodes: str, within_nodes: str) -> Group:
-        """The table and the lines below it: the `order` of ranks, what links need and have, and warnings of slow ones.
+        """Return the table, and below it the `order` of ranks, needs and speeds of links, warnings of slow ones.
 
         The last two say what to do about slow pairs between nodes, and within one.
         """
@@ -241,7 +241,7 @@ class JobLayout:
         )
 
     def table(self, strict_gbps: float) -> Table:
-        """The pipeline of rank 0, a row a stage; its links need `strict_gbps`."""
+        """Return the pipeline of rank 0 as a table, a row a stage; its links need `strict_gbps`."""
         table = Table("stage", "node", "local rank", "rank", "role", "partner", "link", "needs GB/s", "has GB/s")
         for column in table.columns:
             column.overflow = "fold"
@@ -261,7 +261,7 @@ class JobLayout:
         return table
 
     def summary(self) -> str:
-        """How many pipelines sit alike, and how many pairs cross nodes."""
+        """Return a line on how many pipelines sit alike, and how many pairs cross nodes."""
         pairs, pipelines = self.pairs, len(self._pipelines)
         crossing = sum(pair.crosses_nodes for pair in pairs)
         alike = sum(_pattern(processes) == _pattern(self._pipelines[0]) for processes in self._pipelines.values())
@@ -271,13 +271,13 @@ class JobLayout:
 
 
 def _pattern(processes: Sequence[ProcessLocation]) -> list[int]:
-    """For each stage, the first stage on its node: the same for pipelines that sit alike on different nodes."""
+    """Return for each stage the first stage on its node: the same for pipelines that sit alike on different nodes."""
     nodes = [process.node for process in processes]
     return [nodes.index(node) for node in nodes]
 
 
 def print_for_a_log(printed: Group) -> None:
-    """On standard output, in wide lines where that is no terminal."""
+    """Print on standard output, in wide lines where that is no terminal."""
     console = Console(file=sys.stdout)
     if not console.is_terminal:
         console.width = _WIDTH_OF_A_LOG

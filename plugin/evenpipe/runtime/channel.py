@@ -26,7 +26,7 @@ class _Work(Protocol):
 
 
 class Group(Protocol):
-    """What a channel uses of `ProcessGroupGloo` and `ProcessGroupNCCL`."""
+    """The part of `ProcessGroupGloo` and `ProcessGroupNCCL` that a channel uses."""
 
     def rank(self) -> int: ...
     def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> _Work: ...
@@ -63,7 +63,7 @@ class Transfer:
                 self.finish()
 
     def finish(self) -> None:
-        """The same for a thread beside the host's own, of which nobody is told whom it awaits."""
+        """Wait as `wait` does, in a thread beside the host's own; nobody learns whom it awaits."""
         with self._lock:
             self.hold_up_stream()
             self._works = self._tensors = ()
@@ -170,7 +170,7 @@ class Channel:
 
 
 def unrecorded(tensor: Tensor) -> Tensor:
-    """All bytes of a contiguous `tensor`, as an alias that keeps them, and that torch's allocator knows nothing of.
+    """Return all bytes of a contiguous `tensor`, as an alias that keeps them and that torch's allocator does not know.
 
     `ProcessGroupNCCL::pointToPoint` has the caching allocator record its stream on what it moves: in 2.6 whatever
     TORCH_NCCL_AVOID_RECORD_STREAMS says (pytorch #132292), and still after collectives have ceased to (#148590, which
@@ -202,7 +202,7 @@ class _PostedLater:
         return self._transfer is not None
 
     def posted(self) -> Transfer:
-        """The message under way, waited for until it is. Raises what kept it from being posted."""
+        """Return the message once it is under way. Raises what kept it from being posted."""
         self._thread.join()
         if self._transfer is None:
             assert self._error is not None, "the thread has ended"
@@ -267,12 +267,12 @@ class Layouts:
 
 
 def shapes_told(tensors: Sequence[Tensor]) -> list[int]:
-    """The shapes of `tensors` as `shapes_heard` takes them."""
+    """Return the shapes of `tensors` as numbers for `shapes_heard`."""
     return [number for tensor in tensors for number in (tensor.dim(), *tensor.shape)]
 
 
 def shapes_heard(numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """The shapes that `shapes_told` gave as `numbers`."""
+    """Return the shapes that `shapes_told` gave as `numbers`."""
     rest, shapes = iter(numbers), []
     for dimensions in rest:
         shapes.append(tuple(islice(rest, dimensions)))

@@ -54,7 +54,7 @@ _GRANULE: Final = 2 * _MIB  # what processes share is allocated in such pieces (
 
 
 def ctas(environ: Mapping[str, str]) -> int:
-    """The most thread blocks of a link: 4, or what `environ` has NCCL take."""
+    """Return the most thread blocks of a link: 4, or what `environ` has NCCL take."""
     most = min(_given(environ, *_MOST), default=_CTAS)
     return max([most, *_given(environ, *_LEAST)])
 
@@ -92,7 +92,7 @@ def most_links(links: Sequence[Link]) -> int:
 
 
 def _ends(links: Sequence[Link]) -> Counter[int]:
-    """Of each stage, how many links it is an end of."""
+    """Return for each stage how many links it is an end of."""
     return Counter(stage for link in links for stage in (link.source, link.target))
 
 

@@ -37,7 +37,7 @@ _SETTINGS: Final[tuple[tuple[str, Queues], ...]] = (
 
 
 def queues_of(ranks: Sequence[int], device: torch.device, held_up: Queues, heartbeat: Heartbeat) -> Queues:
-    """What holds up the devices of `ranks`, all of which call it alike.
+    """Return what holds up the devices of `ranks`, all of which call it alike.
 
     `held_up`: what holds this one's up whatever its environment says, such as timers that synchronise. All get the same
     answer, the strictest of what holds for any. They tell each other through the store in which
@@ -105,7 +105,7 @@ class Connections:
 
     @property
     def device_bytes(self) -> int:
-        """What the communicators of this rank take of its device, outside of torch's memory."""
+        """Return the device memory of this rank's communicators, which torch's allocator does not have."""
         on_device = sum(channel.device.type == "cuda" for channel in self.channels.values())
         return on_device * communicator_bytes(os.environ)
 
@@ -183,7 +183,7 @@ def streams_of(channels: Mapping[Link, Channel], rank: int, device: torch.device
 
 
 def watched(device: str, channels: Iterable[Channel]) -> set[int]:
-    """The ranks at the ends of `channels` whose silence no wait of this host's names.
+    """Return the ranks at the ends of `channels` whose silence no wait of this host's names.
 
     On CUDA it waits for nobody but for layouts: the rest is for NCCL's watchdog, which names a link.
     """

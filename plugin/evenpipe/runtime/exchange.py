@@ -36,19 +36,19 @@ class Exchange:
 
     @classmethod
     def among_all(cls, columns: int, device: torch.device) -> Exchange:
-        """One for all ranks of the job, which make it at the same point."""
+        """Return one for all ranks of the job, which make it at the same point."""
         world = dist.group.WORLD
         assert world is not None, "torch.distributed has been started"
         return cls(world, columns, device)
 
     @property
     def named(self) -> dict[str, streams.Stream]:
-        """The stream on which figures are waited for, by name; none on a device without streams."""
+        """Return the stream on which figures are waited for, by name; none on a device without streams."""
         return {} if self._stream is None else {"figures of ranks": self._stream}
 
     @property
     def under_way(self) -> bool:
-        """Whether a row has been given whose answer has not been taken."""
+        """Return whether a row has been given whose answer has not been taken."""
         return self._gathering is not None
 
     def start(self, row: Sequence[float] | Tensor) -> None:
@@ -94,7 +94,7 @@ class JointExchange:
 
     @property
     def named(self) -> dict[str, streams.Stream]:
-        """The streams of all, by name and the number of the group."""
+        """Return the streams of all, by name and the number of the group."""
         return {f"{name}, {n}": one for n, each in enumerate(self._each) for name, one in each.named.items()}
 
     def start(self, row: Tensor) -> None:
@@ -108,7 +108,7 @@ class JointExchange:
 
 
 def gather(value: Any, timeout: timedelta | None = None) -> list[Any] | None:
-    """All ranks' values, as JSON has them, in order of rank, on rank 0; None elsewhere.
+    """Return all ranks' values, as JSON has them, in order of rank, on rank 0; None elsewhere.
 
     Through the store in which the ranks once found each other: whatever the backend, this opens no connection between
     ranks and takes no memory of a GPU, however many they are, and only rank 0 waits. Raises DistStoreError on rank 0

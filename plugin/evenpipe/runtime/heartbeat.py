@@ -137,7 +137,7 @@ class SilentPeer(RuntimeError):
 
 
 class Silence:
-    """What `rank`, whose pipeline is `ranks` by stage (none: not known), makes of a wait that took `timeout`."""
+    """Finds out who is silent where `rank` has waited for `timeout`. `ranks`: its pipeline by stage (none: unknown)."""
 
     def __init__(self, store: Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
         self._store = store
@@ -171,7 +171,7 @@ class Silence:
         return self.line_of(silent[:1], "other ranks") if silent else None
 
     def _found(self, peers: Iterable[int]) -> tuple[str, str]:
-        """This rank's name, and who is silent, where it waits for `peers`."""
+        """Return this rank's name, and who is silent, where it waits for `peers`."""
         beats = beats_of(self._store, self._ranks or range(dist.get_world_size()))
         alive = self._alive(beats)
         ends = {self._end_of_waits(peer, beats, alive) for peer in peers}
@@ -190,7 +190,7 @@ class Silence:
         return {rank for rank, beat in beats.items() if beat.closed or beat.at > earliest}
 
     def _end_of_waits(self, peer: int, beats: Mapping[int, Beat], alive: set[int]) -> int:
-        """The one whom `peer` waits for, directly or not, and who waits for nobody, or is dead."""
+        """Return the rank that `peer` waits for, directly or not, and that waits for nobody, or is dead."""
         passed = {self._rank}
         while peer in alive and (further := beats[peer].awaited) is not None and further not in passed:
             passed.add(peer)
@@ -261,7 +261,7 @@ def silent_peer(error: BaseException) -> SilentPeer | None:
 
 
 def _of_this_job(ask: Callable[[Silence], str | None]) -> str | None:
-    """What is found without a heartbeat at hand; None where this rank has none, or the store does not answer."""
+    """Ask without a heartbeat at hand; None where this rank has none, or the store does not answer."""
     rank, timeout = dist.get_rank(), job_timeout()
 
     def found() -> str | None:
@@ -281,7 +281,7 @@ _LAST_BEAT_SECONDS: Final = 1.0
 
 @dataclass
 class _Life:
-    """What a heartbeat and its thread share. The thread must not hold the heartbeat, with whose end it ends."""
+    """State of a heartbeat and its thread. The thread must not hold the heartbeat, with whose end it ends."""
 
     awaited: int | None = None
     stage: int | None = None
@@ -291,7 +291,7 @@ class _Life:
 
     @property
     def ends_well(self) -> bool:
-        """Whether nobody should wait for this process any more, where it has ended."""
+        """Return whether nobody should wait for this process any more, where it has ended."""
         return not self.failed and getattr(sys, "last_value", None) is None
 
 

@@ -109,7 +109,7 @@ class HostLink:
 
     @property
     def named(self) -> dict[str, streams.Stream]:
-        """The streams of copies out and back, by name."""
+        """Return the streams of copies out and back, by name."""
         return {"swaps to the host": self._out, "swaps from the host": self._back}
 
     def out(self, memory: Tensor) -> Passage:

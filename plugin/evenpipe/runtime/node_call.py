@@ -24,7 +24,7 @@ Pack = Callable[[Tensor], object]
 def call_noting(
     call: Callable[[], Any], given: Any, note: Callable[[Tensor], None], pack: Pack, unpack: Callable[[Any], Tensor]
 ) -> Any:
-    """What `call()` returns; `note` gets a tensor in each storage that it allocates, once.
+    """Return what `call()` returns; `note` gets a tensor in each storage that it allocates, once.
 
     First those that autograd saves, in that order, then those that are returned: the order of a profile's storages.
     `given`: what it takes, in whatever nesting, of which the storages are known.
@@ -71,7 +71,7 @@ class RerunError(RuntimeError):
 
 
 class NodeCall:
-    """What it takes to run a node's operation again, until it has been: `made` are storages that it then fills anew.
+    """A node's operation and its arguments, until it has run again: `made` are storages that it then fills anew.
 
     It holds its arguments by `hold`, as autograd would hold them; `scope` makes it draw the numbers that it has drawn.
     """
@@ -119,7 +119,7 @@ class NodeCall:
                 due.pop()._run()
 
     def _awaited(self) -> list[NodeCall]:
-        """What has to run before it does."""
+        """Return the calls that have to run before it does."""
         arguments = [leaf for leaf in tree_leaves((self._args, self._kwargs), is_leaf=_is_taken) if _is_taken(leaf)]
         calls = (saved.awaits() for leaf in arguments for saved in storages_of(leaf.held))
         return [call for call in calls if call is not None]
@@ -155,7 +155,7 @@ def _again(value: Any) -> Any:
 
 
 def _written(op: Callable[..., Any]) -> set[int | str]:
-    """The arguments that an operation changes, by place and by name; of batch norms, torch's schemas do not say so."""
+    """Return the arguments that an operation changes, by place and by name; schemas of batch norms do not say so."""
     schema = getattr(op, "_schema", None)
     if schema is None:
         return set()

@@ -34,7 +34,7 @@ class Placement:
     slots: tuple[Coordinate, ...]
 
     def rank_of_slot(self, g: int) -> int:
-        """The rank that Megatron's default order (tp-cp-ep-dp-pp, tensor fastest) gives to slot g's coordinate."""
+        """Return the rank of slot g's coordinate in Megatron's default order (tp-cp-ep-dp-pp, tensor fastest)."""
         pp, dp, tp = self.slots[g]
         return tp + self.t * (dp + self.d * pp)
 
@@ -98,7 +98,7 @@ class Launch(NamedTuple):
 
     @property
     def counts_node_by_node(self) -> bool:
-        """Whether every node has as many processes, as far as this one can tell, numbered one node after the other."""
+        """Return whether all nodes have as many processes, numbered node by node, as far as this one can tell."""
         full = self.group_world_size * self.local_world_size == self.world_size
         return full and self.group_rank * self.local_world_size + self.local_rank == self.rank
 
@@ -137,7 +137,7 @@ def place(p: int, t: int, d: int, gpus_per_node: int) -> Placement:
 
 
 def _group_order(p: int, d: int, groups_per_node: int) -> list[tuple[int, int]]:
-    """The (stage, data rank) of each tensor-parallel group, in slot order.
+    """Return the (stage, data rank) of each tensor-parallel group, in slot order.
 
     Pipeline by pipeline: its pairs, then the middle stage that an odd p leaves without a partner. A pair that would be
     cut by a node's end lets a middle stage, if need be of a later pipeline, take the node's last place (a node of one

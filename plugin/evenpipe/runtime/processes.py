@@ -40,7 +40,7 @@ _WITHOUT_GPU: Final = {"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 class ChildFailed(RuntimeError):
-    """The message is the last line of what the child said on standard error, `details` is all of it."""
+    """The child has failed: the message is the last line of its standard error, `details` is all of it."""
 
     def __init__(self, message: str, details: str) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class ChildFailed(RuntimeError):
 
 
 def answer_of(module: str, question: object) -> Any:
-    """The JSON on the last line that `python -m module` prints, with `question` as JSON on its standard input.
+    """Return the JSON on the last line that `python -m module` prints, with `question` as JSON on its standard input.
 
     It sees no GPU. Raises ChildFailed if it ends with an error.
     """
@@ -95,7 +95,7 @@ def _rest() -> None:
 
 
 def _activity() -> list[list[str]]:
-    """What the kernel says of each of gloo's threads: its state, and how often it has been switched to."""
+    """Return what the kernel knows of each of gloo's threads: its state, and how often it has been switched to."""
     threads = []
     for task in sorted(_TASKS.glob("*")):
         try:

@@ -131,7 +131,7 @@ class SwappedStorage(_ChosenStorage):
             self.drop()
 
     def let_go(self) -> None:
-        """Once the forward's results are handed on, and it is gone: nothing attached to it holds memory any more."""
+        """Empty what is attached to it, once the forward's results are handed on and it is gone."""
         if self._host is None:
             return
         for reference in self._outside:
@@ -184,7 +184,7 @@ Scope = Callable[[int], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Keeping:
-    """What a part of a model does for each micro-batch, in numbers of a profile's nodes and storages.
+    """The work of a part of a model for each micro-batch, in numbers of a profile's nodes and storages.
 
     again: nodes that run again in the backward. dropped: storages that they make, and that are then computed again.
     swapped: storages that are on the host meanwhile. made: of the nodes that make one of these, all that they make, and
@@ -205,7 +205,7 @@ class Keeping:
 
     @property
     def nodes(self) -> frozenset[int]:
-        """Those that have to be called through a `KeepingCaller`."""
+        """Return the nodes that have to be called through a `KeepingCaller`."""
         return frozenset(self.again).union(self.made, self.out, self.gone, self.back)
 
     def sizes_on_host(self, received: Sequence[int]) -> list[int]:
@@ -222,7 +222,7 @@ class NodeCaller:
     """Calls nodes, and leaves to autograd what is kept."""
 
     def __call__(self, node: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `op` returns."""
+        """Return what `op` returns."""
         return op(*args, **kwargs)
 
     def given(self, number: int, tensor: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class KeepingCaller(NodeCaller):
         self.storages: dict[int, SavedStorage] = {}
 
     def __call__(self, node: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `op`, the operation of a node, returns for these arguments.
+        """Return what `op`, the operation of a node, returns for these arguments.
 
         Raises RuntimeError where it allocates other storages than the profile says.
         """
@@ -307,7 +307,7 @@ class KeepingCaller(NodeCaller):
         return saved
 
     def swapped(self, numbers: Iterable[int]) -> Iterator[SwappedStorage]:
-        """Those of these storages that are on the host from forward to backward."""
+        """Give the storages of these that are on the host from forward to backward."""
         for number in numbers:
             if isinstance(saved := self.storages.get(number), SwappedStorage):
                 yield saved
@@ -318,7 +318,7 @@ class KeepingCaller(NodeCaller):
 
 
 class Keeper:
-    """Of one stage: gives each forward its `KeepingCaller`, and moves what is swapped to its host and back."""
+    """Gives each forward of a stage its `KeepingCaller`, and moves what is swapped to its host and back."""
 
     def __init__(self, store: ActivationStore, device: torch.device, link: HostLink | None = None) -> None:
         self._store = store
@@ -346,7 +346,7 @@ class Keeper:
             self._units[unit] = _Swaps(self._leaving, early)
 
     def swap_out(self, unit: Hashable) -> None:
-        """The forward's results are handed on: what has gone to the host is held by nobody here any more."""
+        """Let go of what has gone to the host, when the forward's results are handed on."""
         if unit in self._units:
             for saved in _alive(self._units[unit].swapped):
                 saved.let_go()
@@ -358,13 +358,13 @@ class Keeper:
                 saved.recall()
 
     def forget(self) -> None:
-        """What has been forwarded is never backwarded."""
+        """Forget what has been forwarded, as it is never backwarded."""
         self._units.clear()
         self._leaving.clear()
 
 
 def _bring_back(result: Any, coming: Iterable[weakref.ref[SwappedStorage]]) -> None:
-    """When the backward comes to the node of `result`; where no gradient passes it, they come when asked for."""
+    """Recall them when the backward comes to the node of `result`; without a gradient there, when asked for."""
 
     def recall(gradient: Tensor) -> None:
         for saved in _alive(coming):

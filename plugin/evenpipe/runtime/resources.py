@@ -37,7 +37,7 @@ class Observer:
         """Compute has ended, or a transfer has been waited for."""
 
     def remark(self, line: str) -> None:
-        """What people should know of; said on standard error."""
+        """Print a line that people should know of, on standard error."""
         print(f"evenpipe: {line}", file=sys.stderr, flush=True)
 
     def batch_ended(self) -> None:
@@ -97,13 +97,13 @@ class StageFigures(NamedTuple):
 
     @classmethod
     def of(cls, resources: Resources) -> StageFigures:
-        """This process, after a batch that was measured."""
+        """Return the figures of this process, after a batch that was measured."""
         held, times = resources.counter, (resources.exposed.total_ms(), resources.computed.total_ms())
         return cls(held.peak_units, held.peak_bytes, held.evicted_bytes, *times)
 
     @classmethod
     def of_row(cls, row: Sequence[float]) -> StageFigures:
-        """From numbers as they were exchanged."""
+        """Return the figures from numbers as they were exchanged."""
         live, peak, evicted, *times = row
         return cls(int(live), int(peak), int(evicted), *times)
 
@@ -111,7 +111,7 @@ class StageFigures(NamedTuple):
 def per_stage(
     mine: StageFigures, stage: int, stages: int, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> tuple[StageFigures, ...]:
-    """The largest of each figure, per stage; all ranks of `group` call it, in one all-reduce of doubles on `device`.
+    """Return the largest of each figure, per stage; all ranks of `group` join in one all-reduce of doubles on `device`.
 
     These are exact for all bytes that a machine can hold.
     """

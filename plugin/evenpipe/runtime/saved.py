@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Geometry(NamedTuple):
-    """How a tensor lies in its storage: all that is kept of it while its storage is away."""
+    """A tensor's place in its storage: all that is kept of it while its storage is away."""
 
     dtype: torch.dtype
     device: torch.device
@@ -230,7 +230,7 @@ PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 
 class Composition(NamedTuple):
-    """The tensors that one consists of, and how it is made of such again."""
+    """The tensors of which a tensor consists, and the function that puts it together again."""
 
     parts: list[Tensor]
     together: Callable[[Sequence[Tensor]], Tensor]
@@ -298,7 +298,7 @@ def plain_parts(value: object) -> Iterator[Tensor]:
 
 
 class SavedComposition:
-    """What autograd shall hold in place of a tensor that has been taken apart: what it shall hold of each part.
+    """The handle of a tensor that has been taken apart: the handles of its parts.
 
     The tensor's own version counter is looked at for as long as anybody holds the tensor; parts have theirs.
     """

@@ -34,7 +34,7 @@ class SplitStage(Stage, Protocol):
     """A stage whose backward can be done in two halves."""
 
     def backward_input(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
-        """What `backward` returns; the gradients of the weights are left for `backward_weight`."""
+        """Return what `backward` does; the gradients of the weights are left for `backward_weight`."""
 
     def backward_weight(self, unit: Unit) -> None:
         """Accumulate the gradients of the weights, and let go of what is saved of the unit."""
@@ -44,10 +44,10 @@ class VaryingStage(Stage, Protocol):
     """A stage that gives and takes other tensors from one micro-batch to the next."""
 
     def description(self, unit: Unit, outputs: list[Tensor]) -> list[int]:
-        """What `forward` has returned for `unit`, in as many whole numbers as the next stage's `buffers_like` needs."""
+        """Describe the `outputs` of `unit` in whole numbers, for the next stage's `buffers_like`."""
 
     def buffers_like(self, unit: Unit, description: Sequence[int]) -> list[Tensor]:
-        """What `receive_buffers` gives, for the input of `unit` that the stage before has described so."""
+        """Return buffers for the input of `unit` that the stage before has described so."""
 
 
 class Stepping(Protocol):
@@ -64,7 +64,7 @@ class Stepping(Protocol):
 
 
 class Edges(NamedTuple):
-    """Of each chunk of a stage, tensors like those that it takes and gives for a micro-batch.
+    """For each chunk of a stage, tensors like those that it takes and gives for a micro-batch.
 
     The model's start takes none, and its end gives the loss. What comes back for those that require a gradient is one.
     """
@@ -108,14 +108,14 @@ class ModuleStage:
         self._owed: dict[Unit, Callable[[], object]] = {}  # the second halves of backwards
 
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
-        """Tensors like those of the edge; for gradients like those that have any."""
+        """Return tensors like those of the edge; for gradients like those that have any."""
         if kind == FORWARD:
             like = self._edges.taken[unit.chunk]
             return [_empty(one).requires_grad_(one.requires_grad) for one in like]
         return [_empty(one) for one in self._edges.given[unit.chunk] if one.requires_grad]
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
-        """The chunk's outputs, or its loss where the model ends."""
+        """Return the chunk's outputs, or its loss where the model ends."""
         returned = self.compute(unit, inputs)
         if unit.chunk == self._loss_chunk:
             returned = self._loss(unit.micro_batch, returned)
@@ -132,7 +132,7 @@ class ModuleStage:
         return outputs
 
     def compute(self, unit: Unit, inputs: list[Tensor] | None) -> Any:
-        """What the unit's module returns."""
+        """Return what the unit's module returns."""
         arguments = [self._first(unit.micro_batch)] if inputs is None else inputs
         return self.chunks[unit.chunk](*arguments)
 
@@ -142,14 +142,14 @@ class ModuleStage:
             held.clear()
 
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
-        """The gradients of the received inputs; nothing at the start of the model."""
+        """Return the gradients of the received inputs; nothing at the start of the model."""
         outputs = self._outputs.pop(unit)
         if outputs:
             torch.autograd.backward(list(outputs.values()), _of(outputs, gradients))
         return [_gradient(taken, unit) for taken in self._inputs.pop(unit, ())]
 
     def backward_input(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
-        """The gradients of the received inputs. At the model's start nobody waits for one: all is left for later."""
+        """Return the gradients of the received inputs. At the model's start all is left for later: nobody waits."""
         taken = self._inputs.get(unit)
         if not taken:
             self._owed[unit] = lambda: self.backward(unit, gradients)
@@ -208,7 +208,7 @@ def _remedy(sent: Tensor, dtype: torch.dtype) -> str:
 
 
 class _Start(torch.autograd.Function):
-    """Where a backward starts in place of an output: its graph, with the memory of one element.
+    """The start of a backward in place of an output: its graph, with the memory of one element.
 
     What has been sent on is held by autograd alone, where it needs it. torch's halves of a backward detach it in place.
     """
@@ -272,17 +272,17 @@ def _empty(like: Tensor) -> Tensor:
 
 
 def _learning(tensors: Sequence[Tensor], edge: Sequence[Tensor]) -> list[Tensor]:
-    """Those of the tensors of an edge that a gradient comes back for."""
+    """Return the tensors of an edge that a gradient comes back for."""
     return [one for one, like in zip(tensors, edge, strict=True) if like.requires_grad]
 
 
 def _of(outputs: dict[int, Tensor], gradients: Sequence[Tensor] | None) -> list[Tensor] | None:
-    """Of the gradients that have come back, those of these outputs."""
+    """Return the gradients of these outputs among those that have come back."""
     return None if gradients is None else [gradients[number] for number in outputs]
 
 
 def _depends(output: Tensor, inputs: Sequence[Tensor]) -> bool:
-    """Whether a gradient of `output` reaches any of the leaves `taken`."""
+    """Return whether a gradient of `output` reaches any of the leaves `inputs`."""
     leaves = {id(one) for one in inputs}
     nodes, seen = [output.grad_fn], set[Any]()
     while nodes:

@@ -48,7 +48,7 @@ PIECE_BYTES: Final = 2**24
 
 
 def grouped(storages: Iterable[SavedStorage]) -> list[list[SavedStorage]]:
-    """Those that travel as one tensor: each large storage by itself, small ones up to `PIECE_BYTES` together."""
+    """Group the storages that travel as one tensor: a large one by itself, small ones up to `PIECE_BYTES` together."""
     groups: list[list[SavedStorage]] = []
     piece: list[SavedStorage] = []
     for saved in storages:
@@ -63,13 +63,13 @@ def grouped(storages: Iterable[SavedStorage]) -> list[list[SavedStorage]]:
 
 
 def packed(group: Sequence[SavedStorage]) -> Tensor:
-    """All bytes of a group, one storage after the other, copied in stream order; one storage alone is not copied."""
+    """Return all bytes of a group in a row, copied in stream order; one storage alone is not copied."""
     views = [saved.view() for saved in group]
     return views[0] if len(views) == 1 else torch.cat(views)
 
 
 def taken(group: Sequence[SavedStorage], vacated: list[UntypedStorage]) -> Tensor | None:
-    """Memory of a group's size as `packed`, taken out of what was `vacated`; None where there is none."""
+    """Take memory of a group's size as `packed` out of what was `vacated`; return None where there is none."""
     nbytes, device = _nbytes(group), group[0].device
     for at, storage in enumerate(vacated):
         if storage.nbytes() == nbytes and storage.device == device:
@@ -78,7 +78,7 @@ def taken(group: Sequence[SavedStorage], vacated: list[UntypedStorage]) -> Tenso
 
 
 def memory_for(group: Sequence[SavedStorage], vacated: list[UntypedStorage]) -> Tensor:
-    """Room for a group as `packed`: what is `taken`, or else new; contents undefined."""
+    """Return room for a group as `packed`: what is `taken`, or else new; contents undefined."""
     room = taken(group, vacated)
     return torch.empty(_nbytes(group), dtype=torch.uint8, device=group[0].device) if room is None else room
 
@@ -159,7 +159,7 @@ class ActivationStore:
         self.counter.note_peak()
 
     def recorder(self, key: Hashable) -> Recorder:
-        """What a forward needs that says itself what is kept, inside the recording. Raises RuntimeError outside."""
+        """Return the hooks for a forward that chooses what it keeps. Raises RuntimeError outside the recording."""
         recording = self._recordings.get(key)
         if recording is None:
             raise RuntimeError(f"micro-batch {key}: what is to be recomputed or swapped is chosen inside its recording")
@@ -234,7 +234,7 @@ class ActivationStore:
         return vacated
 
     def fits(self, key: Hashable, vacated: Iterable[torch.UntypedStorage]) -> bool:
-        """Whether all that `refill` would need is among what has been `vacated`, or nothing has been."""
+        """Return whether all that `refill` would need is among what has been `vacated`, or nothing has been."""
         recording = self._recordings.get(key)
         room = list(vacated)
         if recording is None or not recording.away or not room:

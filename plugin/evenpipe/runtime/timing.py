@@ -31,10 +31,10 @@ class Clock(Protocol):
     """Marks moments in a stage's compute. What a mark is, only its clock knows."""
 
     def mark(self) -> Any:
-        """The moment at which compute has got this far."""
+        """Return the moment at which compute has got this far."""
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds from one mark to a later one."""
+        """Return the milliseconds from one mark to a later one."""
 
 
 class HostClock:
@@ -65,7 +65,7 @@ class StreamClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock of what is computed on `device`."""
+    """Return the clock of what is computed on `device`."""
     return StreamClock(device) if streams.is_asynchronous(device) else HostClock()
 
 
@@ -97,7 +97,7 @@ class Stopwatch:
             transfer.wait()
 
     def total_ms(self) -> float:
-        """The sum since the last `restart`, in milliseconds."""
+        """Return the sum since the last `restart`, in milliseconds."""
         return sum(self._clock.elapsed_ms(start, end) for start, end in self._stretches)
 
 
@@ -173,7 +173,7 @@ _BUFFER_BYTES: Final = 1 << 24
 
 
 def sending_gbps(connections: Connections, stage: int, device: torch.device) -> float | None:
-    """GB/s (10^9 bytes/s) at which `stage` sends activations to its partner; None if it has none.
+    """Return the GB/s (10^9 bytes/s) at which `stage` sends activations to its partner; None if it has none.
 
     Both partners call it, between batches; pairs do not wait for each other. Every message is received, and nothing is
     under way when it returns. Takes some 50 ms on links of 0.1 GB/s and more: messages grow until they take a while.
@@ -204,7 +204,7 @@ class _Pair:
         self._byte = torch.ones(1, dtype=torch.uint8, device=device)
 
     def lead(self) -> float:
-        """The evictor's part: a message out, one back, until both have taken long enough."""
+        """Play the evictor's part: a message out, one back, until both have taken long enough."""
         self._there_and_back(_FIRST_BYTES)  # the first message of a link is slow
         nbytes = _FIRST_BYTES
         while True:
@@ -224,7 +224,7 @@ class _Pair:
         return gbps
 
     def follow(self) -> float:
-        """The acceptor's part."""
+        """Play the acceptor's part, and return its own speed."""
         gbps = 0.0
         while nbytes := self._receive_size():
             self._confirm()
@@ -266,5 +266,5 @@ class _Pair:
         return int(nbytes)
 
     def _message(self, nbytes: int) -> list[Tensor]:
-        """As evictions are: many tensors at once. They share memory, since nobody reads it."""
+        """Return a message like an eviction, many tensors at once. They share memory, since nobody reads it."""
         return [self._buffer[:nbytes]] * max(1, nbytes // _BUFFER_BYTES)

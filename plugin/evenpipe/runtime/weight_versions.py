@@ -75,12 +75,12 @@ class WeightVersions:
 
     @property
     def nbytes(self) -> int:
-        """What the second memory takes."""
+        """Return the bytes of the second memory."""
         return sum(storage.nbytes() for storage, _ in self._memories)
 
     @property
     def memory(self) -> list[Tensor]:
-        """The parameters of both versions."""
+        """Return the parameters of both versions."""
         return [tensor for view in self._used for tensor in view.tensors]
 
     def use(self, version: int) -> None:
@@ -111,7 +111,7 @@ class WeightVersions:
             yield
 
     def tensors(self, version: int) -> list[Tensor]:
-        """The parameters of `version`, in the order they were given; views of its memory."""
+        """Return the parameters of `version`, in the order they were given; views of its memory."""
         memory = self._memory_of(version)
         return [view.tensors[memory] for view in self._used]
 

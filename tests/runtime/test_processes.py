@@ -1,8 +1,12 @@
-"""Ranks that were started differently say so before anything waits for them, with rank, host and what differs."""
+"""Processes of a job: ranks that were started differently say so, and one whose last act was over gloo ends well."""
+
+from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +46,24 @@ def test_who_differs_is_named_by_every_rank_that_has_come(ranks, case):
     assert all(error.startswith(NAMED[case]) and "\n" not in error for error in errors if error is not None)
     assert errors.count(None) == (case in ("without flags", "rank 0 without flags", "absent"))
     assert max(rank[case]["seconds"] for rank in ranks) < 15
+
+
+RUN = """
+import runpy, sys
+from evenpipe.runtime.processes import rest_at_exit
+rest_at_exit()
+runpy.run_path(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("command", [("-c", RUN), ("-m", "evenpipe", "run", "--cpu")], ids=["alone", "in CPU mode"])
+def test_gloos_threads_come_to_rest_before_the_interpreter_is_torn_down(command: tuple[str, ...]) -> None:
+    """Without that the process is aborted: "terminate called without an active exception"."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, *command, str(Path(__file__).with_name("exit_at_once.py"))],
+        env=environment,
+        capture_output=True,
+        timeout=800,
+    )
+    assert (run.returncode, run.stderr.partition(b"terminate called")[1]) == (0, b""), run.stderr[-2000:]
