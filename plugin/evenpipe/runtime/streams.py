@@ -35,13 +35,10 @@ _PRIORITY: Final = -1
 
 
 class Event(Protocol):
-    """A moment in a stream's work, named as `torch.cuda.Event` names things."""
+    """A moment in a stream's work, named as `torch.cuda.Event` names things; `elapsed_time` is in milliseconds."""
 
-    def synchronize(self) -> None:
-        """Have the host wait until the stream has got there."""
-
-    def elapsed_time(self, end: Any, /) -> float:
-        """Return the milliseconds until `end`, a later event; both are timed ones."""
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end: Any, /) -> float: ...
 
 
 class Stream(Protocol):
