@@ -1,4 +1,4 @@
-"""What a stage can do: the one table of kinds that everything else follows, actions, and their notation."""
+"""Actions of a stage, their notation, and the one table of their kinds that everything else follows."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ OWN_ENDS: Final = SENDING & RECEIVING
 
 
 class Unit(NamedTuple):
-    """What is saved, evicted and counted: one micro-batch in one model chunk."""
+    """One micro-batch in one model chunk: it is saved, evicted and counted as a whole."""
 
     micro_batch: int
     chunk: int = 0
@@ -208,5 +208,5 @@ def parse(text: str) -> Action:
     if match is None:
         shown = repr(text if len(text) <= 32 else f"{text[:32]}…")
         raise ValueError(f"{shown} is no action: expected F3, B3.1, D3, W3, E3, L3, A3@0, R3@0, O3, I3 or U3")
-    found = {name[0]: value for name, value in match.groupdict().items() if value is not None}
-    return Action(cast(Kind, found["k"]), int(found["n"]), int(found.get("c", 0)), int(found.get("e", -1)))
+    parts = {name[0]: value for name, value in match.groupdict().items() if value is not None}
+    return Action(cast(Kind, parts["k"]), int(parts["n"]), int(parts.get("c", 0)), int(parts.get("e", -1)))

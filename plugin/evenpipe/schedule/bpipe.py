@@ -81,7 +81,7 @@ def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int, ea
     transfers: list[_Transfer] = []
 
     def arriving(slot: int) -> list[int]:
-        """What has to come in with ``slot``: its forward's unit and the next backward's, or its own backward's."""
+        """Units that have to come in with ``slot``: its forward's and the next backward's, or its own backward's."""
         if slot < len(row) and forward[slot]:
             return [used[slot], slot + 1] if slot + 1 in evicted else [used[slot]]
         return [slot] if slot in evicted else []

@@ -159,7 +159,7 @@ def choose(text: str) -> Spec:
 
 
 class Programs:
-    """What to carry out for each size: one schedule, with or without BPipe, built when it is first asked for.
+    """The programs of one schedule, with or without BPipe: each size's is built when it is first asked for.
 
     ``queues``, ``swaps``: see :func:`build`.
     """
@@ -190,7 +190,7 @@ class Programs:
 
 
 def needs_of(schedule: Schedule) -> frozenset[Need]:
-    """What an engine must offer to carry out this schedule."""
+    """Return what an engine must offer to carry out this schedule."""
     return frozenset(_needs_of(schedule))
 
 

@@ -63,7 +63,7 @@ class Step(NamedTuple):
 
 
 class Lazy(Sequence[T]):
-    """So many values, each made by ``make(number)`` when first asked for; equal to any sequence of equal values."""
+    """A number of values, each made by ``make(number)`` when first asked for; equal to any sequence of equal values."""
 
     def __init__(self, count: int, make: Callable[[int], T]) -> None:
         self._numbers = range(count)
@@ -91,10 +91,10 @@ class Lazy(Sequence[T]):
 
 @dataclass(frozen=True)
 class Program:
-    """What engines walk. ``pairs``: partner stages trade, here or in another size under the same settings.
+    """A schedule with its communication, for engines to walk.
 
-    ``queues``: what holds up what a stage is given, which its order goes by. ``clock``: what the order follows where
-    times are known.
+    ``pairs``: partner stages trade, here or in another size under the same settings. ``queues``: what holds up what a
+    stage is given, which its order goes by. ``clock``: what the order follows where times are known.
     """
 
     schedule: Schedule
@@ -109,7 +109,7 @@ class Program:
 
     @cached_property
     def order(self) -> Order:
-        """Where between a stage's actions its ends of messages are."""
+        """The places of a stage's ends of messages between its actions."""
         return Order(self.wiring, self.queues, self.clock)
 
     @cached_property
@@ -119,12 +119,12 @@ class Program:
 
     @cached_property
     def drain(self) -> Sequence[tuple[Message, ...]]:
-        """Per stage, what it sent and has not seen complete."""
+        """Per stage, the messages that it sent and has not seen complete."""
         return Lazy(self.schedule.stages, self._drain)
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
-        """What it, and programs of another size under the same settings, use of connections between stages."""
+        """Connections between stages that it uses, or programs of another size under the same settings."""
         return links(self.schedule.places, self.pairs)
 
     def _drain(self, stage: int) -> tuple[Message, ...]:
@@ -277,7 +277,7 @@ def check_steps(order: Order, gatherings: Column, stage: int, steps: Sequence[St
 
 
 def _part_of(order: Order, gatherings: Column, stage: int) -> dict[Message | Gathering | None, _Key]:
-    """What a stage takes part in beside its actions, and where in the order. Both ends of a message find the same."""
+    """Return the place of all that a stage takes part in beside its actions: the same at both ends of a message."""
     wiring, rows = order.wiring, order.wiring.schedule.table.of(stage)
     moved, computes = wiring.moves[rows], wiring.computes[rows]
     received = rows.start + np.flatnonzero(order.messages[rows] >= 0)

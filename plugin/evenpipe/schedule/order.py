@@ -48,7 +48,7 @@ _TICKS = by_kind(lambda row: row.ticks)
 
 
 def strictest(kinds: Iterable[Queues]) -> Queues:
-    """By which all stages go where several hold, of one stage or of different ones; "many" where none does."""
+    """Return the kind that all stages go by where several hold, of one stage or of different ones; else "many"."""
     return max(kinds, key=get_args(Queues).index, default="many")
 
 
@@ -75,7 +75,7 @@ class Clock(NamedTuple):
         return cls((OF_FORWARD,) * stages, (KINDS[BACKWARD].ticks * OF_FORWARD,) * stages, {})
 
     def ticks(self, schedule: Schedule) -> Column:
-        """What each action takes; the halves of a backward take half of it."""
+        """Return the ticks of each action; a half of a backward takes half of them."""
         table = schedule.table
         forward, backward = (np.array(of, np.int64)[table.stage] for of in (self.forward, self.backward))
         halves = _TICKS[table.kind].astype(np.int64)
@@ -140,11 +140,11 @@ def walk(
         if not len(going):
             break
         actions = at[going]
-        those = before[actions]
-        there = ends[those]
+        waited = before[actions]
+        there = ends[waited]
         there[:, 0] += delay[actions]
         starts = np.maximum(now[going], there.max(axis=1))
-        placed = np.maximum(place[going], places[those].max(axis=1))
+        placed = np.maximum(place[going], places[waited].max(axis=1))
         if batches is not None:
             starts, placed = batches.after(actions, starts, placed)
         others = mate[actions]
@@ -165,7 +165,7 @@ def walk(
 
 
 class _Batches:
-    """What is left of each batch of a stream, and when the last of it ended."""
+    """The rest of each batch of a stream, and when its last part ended."""
 
     def __init__(self, schedule: Schedule) -> None:
         table = schedule.table
@@ -284,12 +284,12 @@ class Order:
         return places
 
     def _first_after(self, stages: Column, places: Column) -> Column:
-        """Of each stage, the first action that comes after the place; the number after its last where none does."""
+        """Return, per stage, the first action that comes after the place; the number after its last if none does."""
         table = self.wiring.schedule.table
         span = int(self.places.max(initial=0)) + 2
         rows = table.stage * np.int64(span) + self.places
-        found: Column = np.searchsorted(rows, stages * np.int64(span) + np.minimum(places, span - 1), side="right")
-        return found
+        first: Column = np.searchsorted(rows, stages * np.int64(span) + np.minimum(places, span - 1), side="right")
+        return first
 
     def posts(self, stage: int) -> tuple[Column, Column]:
         """The receives of a stage in their order: before which action they are posted, and the message."""
@@ -314,7 +314,7 @@ class Order:
         return int(np.cumsum(change).max())
 
     def events(self, stage: int, gatherings: Column) -> list[Event]:
-        """What a stage is given beside its actions, in order, with ``gatherings`` of batches at these places."""
+        """Return what a stage is given beside its actions, in order, with ``gatherings`` of batches at these places."""
         wiring, rows = self.wiring, self.wiring.schedule.table.of(stage)
         posted, received = self.posts(stage)
         given = wiring.gives[rows]

@@ -62,7 +62,7 @@ def with_swaps(schedule: Schedule, positions: Collection[int]) -> Schedule:
     Raises :class:`ScheduleError` for a position that the model does not have.
     """
     parts = schedule.places.order
-    odd = next((one for one in positions if not 0 <= one < len(parts)), None)
+    odd = next((position for position in positions if not 0 <= position < len(parts)), None)
     if odd is not None:
         raise ScheduleError(f"swaps={odd}: the model has parts 0 to {len(parts) - 1}")
     rows = []

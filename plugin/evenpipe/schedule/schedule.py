@@ -34,7 +34,7 @@ __all__ = ["Fault", "Schedule", "fault_of", "format_grid", "marked", "torch_csv"
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every stage does in one batch, or, without a flush, in a stream of so many ``batches``.
+    """The actions of every stage in one batch, or, without a flush, in a stream of so many ``batches``.
 
     ``micro_batches`` are those of one batch; along a stream they are numbered on.
     ``bound`` is the promise that no stage ever holds more than so many live units (micro-batch × model chunk), own
@@ -138,7 +138,7 @@ def _with_head(actions: tuple[tuple[Action, ...], ...], line: int, words: Sequen
         raise ScheduleError(f"line {line}: stages={numbers['stages']}: {len(actions)} rows of actions follow")
     if numbers["chunks"] > max(1, *map(len, actions)):
         raise ScheduleError(f"line {line}: chunks={numbers['chunks']}: more than a row has actions")
-    name = "".join(one for one in given["name"] if one.isprintable())  # it is shown on terminals
+    name = "".join(letter for letter in given["name"] if letter.isprintable())  # it is shown on terminals
     places = parse_places(given["places"], numbers["stages"], numbers["chunks"])
     return Schedule(name, actions=actions, places=places, **numbers)
 
@@ -186,7 +186,7 @@ def format_grid(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
 
 
 class Fault(Exception):
-    """What is wrong, and the step of one stage to point at."""
+    """A defect of a schedule, and the step of one stage to point at."""
 
     def __init__(self, reason: str, stage: int, step: int) -> None:
         super().__init__(reason)

@@ -1,4 +1,4 @@
-"""What one file of ``known/`` says of a schedule, the sizes it is made for, and orders that several of them share."""
+"""Specifications of schedules, one a file of ``known/``, the sizes they are made for, and orders that several share."""
 
 from __future__ import annotations
 

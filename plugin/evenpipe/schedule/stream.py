@@ -50,7 +50,7 @@ _DEFECT = "this is a defect of evenpipe: report it, and run without bpipe"
 
 
 class Stream:
-    """What a schedule without flushes does on so many stages, for ever: that of any number of batches begins so.
+    """The steps of a schedule without flushes, for ever: the schedule of any number of batches begins so.
 
     ``swaps``: the positions of the model's parts that swap tensors to their hosts. ``program``: the unrolled stretch.
     Raises ScheduleError where :func:`build` does.
@@ -106,10 +106,10 @@ class Stream:
         return steps
 
     def owed(self, stage: int, batch: int) -> list[Step]:
-        """What ``stage`` has to take part in if the stream is broken off after the call of ``batch``: what neighbours
-        have sent it by then, and transfers that its partner has started, that it has not come to; in order.
+        """Return what ``stage`` still has to take part in if the stream is broken off after the call of ``batch``.
 
-        So every message then has both its ends.
+        These are receives of what neighbours have sent by then, and transfers that its partner has started, in order.
+        Every message then has both its ends.
         """
         cut, around = (batch + 1) * self.micro_batches - 1, 2 * self.stages
         others = {stage - 1, stage + 1, partner(stage, self.stages)} - {stage, -1, self.stages}

@@ -26,11 +26,11 @@ _MANY = 2**24  # more micro-batches, or chunks, than a schedule has
 
 
 def by_kind(of: Callable[[ActionKind], int]) -> Column:
-    """What ``of`` says of each row of KINDS: ``by_kind(of)[table.kind]`` is that of each action."""
-    found = np.zeros(128, np.int32)
+    """Return ``of`` of each row of KINDS, by letter: ``by_kind(of)[table.kind]`` is that of each action."""
+    columns = np.zeros(128, np.int32)
     for row in KINDS.values():
-        found[ord(row.letter)] = of(row)
-    return found
+        columns[ord(row.letter)] = of(row)
+    return columns
 
 
 _HELD = by_kind(lambda row: row.held)
@@ -64,22 +64,22 @@ class Table:
         return frozenset(map(chr, np.flatnonzero(np.bincount(self.kind))))
 
     def which(self, holds: Callable[[ActionKind], bool]) -> Column:
-        """Of each action, whether that holds for its kind."""
+        """Return, per action, whether ``holds`` is true of its kind."""
         return by_kind(holds)[self.kind] > 0
 
     @cached_property
     def computes(self) -> Column:
-        """Of each action, whether it is compute."""
+        """Per action, whether it is compute."""
         return self.which(lambda row: row.letter in COMPUTE)
 
     @cached_property
     def finishing(self) -> Column:
-        """Of each action, whether it ends what its unit computes."""
+        """Per action, whether it is the last compute of its unit."""
         return self.which(lambda row: row.letter in FINISHING)
 
     @cached_property
     def of_batch(self) -> Column:
-        """Of each action, whether it is an update."""
+        """Per action, whether it is an update."""
         return self.which(lambda row: row.of_batch)
 
     @cached_property
@@ -89,9 +89,9 @@ class Table:
         unit = np.where(self.of_batch, -1, part * _MANY + self.micro_batch.clip(-1, _MANY - 2))
         order = np.argsort(unit, kind="stable").astype(np.int32)
         same = np.flatnonzero(unit[order[1:]] == unit[order[:-1]])
-        found = np.full(len(unit), -1, np.int32)
-        found[order[same + 1]] = order[same]
-        return found
+        previous = np.full(len(unit), -1, np.int32)
+        previous[order[same + 1]] = order[same]
+        return previous
 
 
 def _numbers(rows: Sequence[Sequence[Action]], field: int, count: int) -> Column:
@@ -106,7 +106,7 @@ def _numbers(rows: Sequence[Sequence[Action]], field: int, count: int) -> Column
 
 
 def following(column: Column, actions: Column) -> Column:
-    """What ``column`` has for these actions, of which -1 is none and stays -1."""
+    """Return ``column`` at these actions; -1 is no action, and stays -1."""
     return np.where(actions >= 0, column[actions], -1) if len(column) else actions
 
 

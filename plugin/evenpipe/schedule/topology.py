@@ -1,4 +1,4 @@
-"""Where the model is, and which stages talk: neighbours along the model, BPipe's pairs, a stage and its host."""
+"""Places of the model's parts, and which stages talk: neighbours along it, BPipe's pairs, a stage and its host."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Places:
 
     @property
     def first(self) -> Place:
-        """Where the model starts."""
+        """The start of the model."""
         return self.order[0]
 
     @property
     def last(self) -> Place:
-        """Where the model ends: there is the loss."""
+        """The end of the model, with the loss."""
         return self.order[-1]
 
     @cached_property
@@ -100,12 +100,12 @@ def parse_places(text: str, stages: int, chunks: int) -> Places:
     """The inverse of ``str(places)``. Raises ScheduleError for what is no placement on so many stages and chunks."""
     if text in _NAMED:
         return _NAMED[text](stages, chunks)
-    found = Places(tuple(_places_in(text)))
-    if (found.stages, found.chunks) != (stages, chunks):
+    places = Places(tuple(_places_in(text)))
+    if (places.stages, places.chunks) != (stages, chunks):
         raise ScheduleError(
-            f"places={text}: are {found.stages} stages × {found.chunks} chunks, not {stages} × {chunks}"
+            f"places={text}: are {places.stages} stages × {places.chunks} chunks, not {stages} × {chunks}"
         )
-    return found
+    return places
 
 
 def _places_in(text: str) -> Iterable[Place]:
@@ -128,7 +128,7 @@ class Link(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one link carries for one unit; ``chunk`` is the model chunk as the receiver names it."""
+    """The content of a link for one unit; ``chunk`` is the model chunk as the receiver names it."""
 
     link: Link
     micro_batch: int
@@ -141,7 +141,7 @@ class Message(NamedTuple):
 
 
 class Gathering(NamedTuple):
-    """Where all stages start to exchange what they know of a batch, whose step depends on it."""
+    """The point at which all stages start to exchange what they know of a batch, whose step depends on it."""
 
     batch: int
 
@@ -156,10 +156,10 @@ def links(places: Places, pairs: bool = False) -> tuple[Link, ...]:
 
     Between neighbours there are both ways, whatever a schedule uses of them.
     """
-    joined = [(one.stage, other.stage) for one, other in zip(places.order, places.order[1:], strict=False)]
+    joined = [(before.stage, after.stage) for before, after in zip(places.order, places.order[1:], strict=False)]
     neighbours = dict.fromkeys(pair for pair in joined if pair[0] != pair[1])
-    found = [link for a, b in neighbours for link in (Link("forward", a, b), Link("backward", b, a))]
+    opened = [link for a, b in neighbours for link in (Link("forward", a, b), Link("backward", b, a))]
     for evictor in range(places.stages // 2 if pairs else 0):
         acceptor = partner(evictor, places.stages)
-        found += [Link("evict", evictor, acceptor), Link("load", acceptor, evictor)]
-    return tuple(found)
+        opened += [Link("evict", evictor, acceptor), Link("load", acceptor, evictor)]
+    return tuple(opened)

@@ -75,14 +75,14 @@ def reordered(program: Program, clock: Clock | None, queues: Queues | None = Non
 
     ``queues``: the order goes by these instead, which is as safe, and may be faster.
     """
-    found = replace(program, clock=clock, queues=queues or program.queues)
+    other = replace(program, clock=clock, queues=queues or program.queues)
     with marked(program.schedule):
-        check_order(found.order)
-    return found
+        check_order(other.order)
+    return other
 
 
 def verify_actions(schedule: Schedule) -> None:
-    """What :func:`verify` proves of each stage alone, (1) and (2), of compute that is to be balanced yet."""
+    """Prove (1) and (2) of :func:`verify`, of each stage alone: of compute that is still to be balanced."""
     _check_sizes(schedule)
     with marked(schedule):
         _check_actions(schedule)
@@ -126,24 +126,24 @@ def _check_actions(schedule: Schedule) -> None:
         (evicting & (stage >= other), "evicts on a stage that is no evictor"),
         (~of_batch & ~_TAKES[kind, state], "finds its micro-batch {state}"),
     )
-    found = min(((int(wrong.argmax()), n) for n, (wrong, _) in enumerate(faults) if wrong.any()), default=None)
+    first = min(((int(wrong.argmax()), n) for n, (wrong, _) in enumerate(faults) if wrong.any()), default=None)
     done = _LEAVES[kind] == _STATES.index(DONE)
     missing = _count(schedule, done & ~guest) != micro_batches * chunks
     missing |= _count(schedule, done & guest) != _count(schedule, kind == ord(ACCEPT))
-    for one, row in enumerate(schedule.actions):
-        if found is not None and stage[found[0]] == one:
-            step = found[0] - table.of(one).start
-            said = _said(_STATES[state[found[0]]], row[step].kind)
-            raise Fault(f"{row[step]} {faults[found[1]][1].format(stage=one, state=said)}", one, step)
-        if missing[one]:
-            raise Fault(f"{_missing(schedule, row)} is missing", one, len(row) - 1)
-        if schedule.weight_versions > 1 and (fault := _version_fault(schedule, one)) is not None:
-            raise Fault(fault[1], one, fault[0])
+    for number, row in enumerate(schedule.actions):
+        if first is not None and stage[first[0]] == number:
+            step = first[0] - table.of(number).start
+            said = _said(_STATES[state[first[0]]], row[step].kind)
+            raise Fault(f"{row[step]} {faults[first[1]][1].format(stage=number, state=said)}", number, step)
+        if missing[number]:
+            raise Fault(f"{_missing(schedule, row)} is missing", number, len(row) - 1)
+        if schedule.weight_versions > 1 and (fault := _version_fault(schedule, number)) is not None:
+            raise Fault(fault[1], number, fault[0])
 
 
-def _count(schedule: Schedule, those: Column) -> Column:
-    """How many actions of each stage are ``those``."""
-    return np.bincount(schedule.table.stage[those], minlength=schedule.stages)
+def _count(schedule: Schedule, actions: Column) -> Column:
+    """How many of these ``actions`` each stage has."""
+    return np.bincount(schedule.table.stage[actions], minlength=schedule.stages)
 
 
 def _said(state: State, kind: Kind) -> str:

@@ -40,7 +40,7 @@ class Disagreement(NamedTuple):
 
 
 class _Ports:
-    """Where messages go. A port is a kind of link and the part of the model that takes what comes by it, as a number.
+    """Ends of messages. A port is a kind of link and the part of the model that takes what comes by it, as a number.
 
     ``sends[kind, part]`` and ``takes[kind, part]`` are the ports of an action on a unit of that part; -1: none.
     ``link`` is the link that a port is on: a number in ``links``, which are in order.
@@ -173,13 +173,13 @@ class Wiring:
         return np.concatenate([np.where(np.diff(last, prepend=-1), last, -1) for last in sent])
 
     def leaving(self, stage: int) -> tuple[Column, Column, Column]:
-        """Of a stage's departures: the message, the stage that the unit belongs to, and its chunk."""
+        """Return, per departure of a stage, the message, the stage that the unit belongs to, and its chunk."""
         table, departures = self.schedule.table, self.departures(stage)
         owner = np.where(table.evictor[departures] >= 0, table.evictor[departures], stage)
         return self.gives[departures], owner, table.chunk[departures]
 
     def waits(self, stage: int) -> tuple[Column, Column, Column, Column]:
-        """Of each action of a stage: how many departures it waits for, and up to three messages after these."""
+        """Return, per action of a stage, how many departures it waits for, and up to three messages after these."""
         rows = self.schedule.table.of(stage)
         inputs = np.where((self.computes & self.remote)[rows], np.arange(rows.start, rows.stop), -1)
         departing = np.diff(self.gone[rows], prepend=0)
@@ -223,7 +223,7 @@ class Wiring:
         return None
 
     def _unit(self, action: int, ports: Column) -> Unit | None:
-        """What an action sends or takes by its port, as the receiver names it."""
+        """Return the unit that an action sends or takes by its port, as the receiver names it."""
         chunk = ports[action] % len(self.schedule.places.order) % self.schedule.chunks
         return None if action < 0 else Unit(int(self.schedule.table.micro_batch[action]), int(chunk))
 

@@ -1,4 +1,4 @@
-"""What compute and communication cost: stage times and the wires between stages."""
+"""Costs of compute and communication: stage times and the wires between stages."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Costs:
         )
 
     def of(self, stage: int) -> Mapping[Cost, float]:
-        """What each kind of compute takes on a stage, all its chunks together."""
+        """Return the time of each kind of compute on a stage, all its chunks together."""
         return costs_of_halves(self.forward_ms[stage], self.backward_ms[stage], self._weight_gradient_ms[stage])
 
     def wire(self, link: Link) -> Wire:
@@ -88,7 +88,7 @@ class Costs:
 
 
 def costs_of_halves(forward_ms: Any, backward_ms: Any, weight_gradient_ms: Any) -> dict[Cost, Any]:
-    """What each kind of compute takes: numbers, or arrays of them."""
+    """Return the time of each kind of compute: numbers, or arrays of them."""
     return {
         "forward": forward_ms,
         "backward": backward_ms,

@@ -51,7 +51,7 @@ What = Message | Action | Gathering
 
 
 class Call(NamedTuple):
-    """What a host enqueues: an end of a message, a wait, compute, an end of a gathering, an update's wait for one.
+    """A call that a host enqueues: an end of a message or of a gathering, a wait, compute, an update's wait.
 
     ``follows``: messages that the stream of an end waits for before it.
     """
@@ -62,7 +62,7 @@ class Call(NamedTuple):
 
 
 class Environment(NamedTuple):
-    """What devices are like. ``one_queue``: all calls of a stage pass one (CUDA_DEVICE_MAX_CONNECTIONS=1).
+    """The properties of devices. ``one_queue``: all calls of a stage pass one (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
     ``shared``: all that two stages send each other passes one communicator, both ways, one message after the other.
     """
@@ -73,12 +73,12 @@ class Environment(NamedTuple):
 
     @property
     def queues(self) -> Queues:
-        """What a program's order goes by here."""
+        """Return the kind of queues that a program's order goes by here."""
         holds: dict[Queues, bool] = {"one": self.one_queue, "synchronised": self.synchronised != "never"}
         return strictest(kind for kind in holds if holds[kind])
 
     def stream(self, link: Link) -> object:
-        """What names the stream of a link's ends, on both of its stages."""
+        """Return the name of the stream of a link's ends, on both of its stages."""
         return frozenset((link.source, link.target)) if self.shared else link
 
     def synchronises(self, calls: Sequence[Call], at: int) -> bool:
@@ -97,7 +97,7 @@ PLAIN: Final = Environment()
 
 
 def calls_of(program: Program, stage: int) -> list[Call]:
-    """What the host of a stage enqueues in one batch, or stream of batches; swaps with that host are left out."""
+    """Return the calls of a stage's host in one batch, or stream of batches; swaps with that host are left out."""
     calls = [call for step in program.steps[stage] for call in _calls(step)]
     return [*calls, *_waits(program.drain[stage])]
 
@@ -180,7 +180,7 @@ class Device:
         last_compute: list[int] = []  # of the compute stream
         last_of: dict[object, int] = {}  # what is complete last on each other stream
         enqueued: list[int] = []
-        taken: list[int] = []
+        through: list[int] = []
         for at, (kind, what, follows) in enumerate(calls):
             under_way = [*last_compute, *last_of.values()] if environment.synchronises(calls, at) else []
             if kind == "update":
@@ -190,11 +190,11 @@ class Device:
             takes_ms = of_stage[row.cost] / chunks if row is not None and row.cost is not None else 0.0
             event = self._event([*enqueued, *last_compute], takes_ms)
             if environment.one_queue:
-                self._awaits[event] += taken[-1:]
-            taken.append(event)
+                self._awaits[event] += through[-1:]
+            through.append(event)
             if kind == "wait":
                 self._awaits[event].append(complete[what])
-            self._awaits[event] += [complete[one] for one in follows]
+            self._awaits[event] += [complete[message] for message in follows]
             if kind in ("wait", "compute"):
                 last_compute = [event]
             elif kind != "update":
@@ -202,7 +202,7 @@ class Device:
                 self._awaits[event] += [last_of[stream]] if stream in last_of else []
                 self._awaits[complete[what]].append(event)
                 last_of[stream] = complete[what]
-        return taken
+        return through
 
     def _event(self, awaits: Iterable[int], takes_ms: float = 0.0) -> int:
         self._awaits.append([*awaits])

@@ -1,4 +1,4 @@
-"""What a simulation finds: when every action ran, and what every stage did and held; and the document of it."""
+"""The result of a simulation: when every action ran, what every stage did and held; and the document of it."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ class _StageClock:
         self.now_ms = now_ms
 
     def result(self, makespan_ms: float) -> StageResult:
-        """What the stage did and held; only after the walk."""
+        """Return what the stage did and held; only after the walk."""
         # Added up in order, not by `sum`, whose rounding depends on Python's version.
         takes_ms = self._takes_ms
         busy_ms = reduce(add, (takes_ms[action.kind] for action in self._actions if action.kind in takes_ms), 0.0)

@@ -35,7 +35,7 @@ def own() -> tuple[str, ...]:
 
 
 def names() -> tuple[str, ...]:
-    """What :func:`find` knows; nothing of another package is imported for it."""
+    """Return the names that :func:`find` knows; this imports nothing of another package."""
     return (*_own(), *_others())
 
 
