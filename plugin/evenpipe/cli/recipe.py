@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 from evenpipe.cli.estimate import model_and_cluster
 from evenpipe.cli.parser import Commands, UsageError, add_command, sentence
 from evenpipe.cli.plan import SEARCHED, add_search_options, engine_of, question_from
-from evenpipe.cli.run_estimate import in_megatron, least_gpus
+from evenpipe.cli.run_estimate import in_megatron, smallest_cluster
 from evenpipe.cli.values import sample_count
 from evenpipe.deepspeed.section import SectionError, section_of
 from evenpipe.planner.arguments import FlagError
@@ -107,7 +106,7 @@ def show_converted(words: Sequence[str], on: str | None) -> None:
     """Print the difference and the new line. UsageError, one line, for what cannot be told or does not fit."""
     try:
         line = read_line(words[1:] if words[:1] == ["--"] else words)
-        nodes = cluster(on) if on else _least(line.flags)
+        nodes = cluster(on or smallest_cluster(_CLUSTER, cluster(_CLUSTER).gpus_per_node, line.flags))
         found = convert(line, nodes)
     except (RecipeError, FlagError, DescriptionError) as error:
         raise UsageError(in_megatron(str(error))) from error
@@ -122,14 +121,6 @@ def show_converted(words: Sequence[str], on: str | None) -> None:
         print(f"and in DeepSpeed's configuration, such as: {_SECTION}")
     print()
     print(found.command)
-
-
-def _least(flags: Sequence[str]) -> Cluster:
-    """As many GPUs of the usual kind as one replica needs."""
-    found = cluster(_CLUSTER)
-    least, gpus = least_gpus(flags), found.gpus_per_node
-    nodes, each = (1, least) if least < gpus else (math.lcm(least, gpus) // gpus, gpus)
-    return cluster(f"{nodes}x{each}-{_CLUSTER}")
 
 
 def _said(estimate: Estimate) -> str:

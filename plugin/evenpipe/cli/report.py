@@ -242,14 +242,14 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: is no JSON document: name what `evenpipe train --out` has written") from error
     if not isinstance(document, dict) or not isinstance(document.get("format"), str):
-        raise UsageError(f"{path}: is no document of EvenPipe (it has no format): use one of {_known()}")
+        raise UsageError(f"{path}: is no document of EvenPipe (it has no format): use one of {', '.join(_KINDS)}")
     return document
 
 
 def _views(document: dict[str, Any], path: Path) -> tuple[str, list[View]]:
     kind = document["format"]
     if kind not in _KINDS:
-        raise UsageError(f"{path}: format {kind!r} has no page: use one of {_known()}")
+        raise UsageError(f"{path}: format {kind!r} has no page: use one of {', '.join(_KINDS)}")
     try:
         return _KINDS[kind](document)
     except ValidationError as error:
@@ -261,43 +261,30 @@ def _views(document: dict[str, Any], path: Path) -> tuple[str, list[View]]:
         raise UsageError(f"{path}: {error}: write it anew with this release of EvenPipe") from error
 
 
-def _of_run(document: dict[str, Any]) -> tuple[str, list[View]]:
-    return "Run", [run_view(RunDocument.model_validate(document), _able(document))]
-
-
 def demo_views(document: dict[str, Any]) -> tuple[str, list[View]]:
     """The title and the parts of the page of what `evenpipe demo --json` prints. Raises ValueError."""
     runs = document.get("runs")
     if not isinstance(runs, dict) or not runs:
         raise ValueError("runs: has no runs")
-    views = [_of_run(run)[1][0]._replace(title=name) for name, run in runs.items()]
+    views = [_run_view(run)._replace(title=name) for name, run in runs.items()]
     each = {name: RunDocument.model_validate(run) for name, run in runs.items()}
     return "Demo: one GPT on four pipeline stages", [comparison_view(each, document.get("machine")), *views]
 
 
-def _of_simulation(document: dict[str, Any]) -> tuple[str, list[View]]:
-    return "Simulation", [simulation_view(SimulationDocument.model_validate(document))]
-
-
-def _of_partition(document: dict[str, Any]) -> tuple[str, list[View]]:
-    return "Partition", [partition_view(document)]
-
-
-def _of_plan(document: dict[str, Any]) -> tuple[str, list[View]]:
-    return "Plan", [plan_view(document)]
+def _run_view(document: dict[str, Any]) -> View:
+    return run_view(RunDocument.model_validate(document), _able(document))
 
 
 _KINDS: Final[Mapping[str, Callable[[dict[str, Any]], tuple[str, list[View]]]]] = {
-    "evenpipe.run/1": _of_run,
+    "evenpipe.run/1": lambda document: ("Run", [_run_view(document)]),
     "evenpipe.demo/1": demo_views,
-    "evenpipe.simulation/1": _of_simulation,
-    "evenpipe.partition/1": _of_partition,
-    "evenpipe.plan/1": _of_plan,
+    "evenpipe.simulation/1": lambda document: (
+        "Simulation",
+        [simulation_view(SimulationDocument.model_validate(document))],
+    ),
+    "evenpipe.partition/1": lambda document: ("Partition", [partition_view(document)]),
+    "evenpipe.plan/1": lambda document: ("Plan", [plan_view(document)]),
 }
-
-
-def _known() -> str:
-    return ", ".join(_KINDS)
 
 
 def _able(document: dict[str, Any]) -> Callable[[Spec], str | None]:

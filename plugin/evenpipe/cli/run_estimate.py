@@ -22,7 +22,7 @@ from evenpipe.planner.run import EstimateError
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import in_flags
 
-__all__ = ["estimated", "in_megatron", "least_gpus"]
+__all__ = ["estimated", "in_megatron", "smallest_cluster"]
 
 _CLUSTER: Final = "a100-80gb"
 #: Flags of `evenpipe estimate` as Megatron spells them.
@@ -123,14 +123,21 @@ def _cluster(arguments: Namespace) -> tuple[Cluster, list[str]]:
     if (world := os.environ.get("WORLD_SIZE", "")).isdecimal() and int(world) > 1:
         each = int(os.environ.get("LOCAL_WORLD_SIZE", min(int(world), gpus)))
         return cluster(f"{max(1, int(world) // each)}x{each}-{name}"), notes
-    least = least_gpus(arguments.flags)
-    nodes, each = (1, least) if least < gpus else (math.lcm(least, gpus) // gpus, gpus)
-    if (nodes, each) != (1, gpus) or not arguments.cluster:
-        notes.append(f"as few GPUs as the flags need: name --cluster {nodes}x{each}-{name}, or another size")
-    return cluster(f"{nodes}x{each}-{name}"), notes
+    name_with_size = smallest_cluster(name, gpus, arguments.flags)
+    if name_with_size != f"1x{gpus}-{name}" or not arguments.cluster:
+        notes.append(f"as few GPUs as the flags need: name --cluster {name_with_size}, or another size")
+    return cluster(name_with_size), notes
 
 
-def least_gpus(flags: Sequence[str]) -> int:
+def smallest_cluster(name: str, gpus_per_node: int, flags: Sequence[str]) -> str:
+    """Return the name of the smallest cluster of such nodes that holds one replica."""
+    least = _least_gpus(flags)
+    if least < gpus_per_node:
+        return f"1x{least}-{name}"
+    return f"{math.lcm(least, gpus_per_node) // gpus_per_node}x{gpus_per_node}-{name}"
+
+
+def _least_gpus(flags: Sequence[str]) -> int:
     """GPUs of one replica."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=SUPPRESS)
     for size in _SIZES:

@@ -30,10 +30,7 @@ _MOST_SAMPLES: Final = 100_000
 
 def duration_ms(text: str) -> float:
     """A finite number of milliseconds, at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; give milliseconds, such as 2.5") from None
+    value = _number(text, "milliseconds", "2.5")
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"{text} is no duration; give a finite number of milliseconds, at least 0")
     return value
@@ -86,13 +83,17 @@ def bandwidth_gbps(text: str) -> float:
 
 
 def _above_zero(text: str, what: str, unit: str, example: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; give {unit}, such as {example}") from None
+    value = _number(text, unit, example)
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text} is no {what}; give a finite number of {unit} above 0")
     return value
+
+
+def _number(text: str, unit: str, example: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; give {unit}, such as {example}") from None
 
 
 def output_file(text: str) -> Path:

@@ -11,25 +11,12 @@ from evenpipe.recipes.recipe import Recipe
 from evenpipe.recipes.rendering import render
 from evenpipe.schedule import ScheduleError, choose
 
-__all__ = ["Change", "StageRow", "changes_of", "readme_of", "stages_of"]
+__all__ = ["readme_of"]
 
 _GIB: Final = 2**30
 
 
-class StageRow(NamedTuple):
-    """A GPU of the stage, and where the stage's first replica is."""
-
-    number: int
-    layers: str
-    gib: float
-    weights_gib: float
-    activations_gib: float
-    forward_ms: float
-    backward_ms: float
-    ranks: str
-
-
-class Change(NamedTuple):
+class _Change(NamedTuple):
     """One thing done otherwise: what it costs, or why it cannot be. ``times``: its time over that of the recipe."""
 
     what: str
@@ -39,39 +26,16 @@ class Change(NamedTuple):
     fits: bool
 
 
-def stages_of(recipe: Recipe) -> list[StageRow]:
-    """In the order of the model."""
-    run, found = recipe.estimate.run, recipe.estimate
-    layers = run.layers_of(recipe.model)
-    rows = []
-    for number, stage in enumerate(found.stages):
-        parts = (
-            [layers[number + run.stages * chunk] for chunk in range(run.chunks)] if _dealt(run) else [layers[number]]
-        )
-        nbytes = stage.bytes
-        states = nbytes.weights + nbytes.gradients + nbytes.optimizer
-        rows.append(
-            StageRow(
-                number,
-                " + ".join(map(str, parts)),
-                nbytes.total / _GIB,
-                states / _GIB,
-                nbytes.activations / _GIB,
-                stage.forward_ms,
-                stage.backward_ms,
-                _ranks(run, number, recipe.cluster.gpus_per_node),
-            )
-        )
-    return rows
+def _layers(recipe: Recipe) -> list[str]:
+    """Layers of each stage, those of its chunks apart: the first chunks of all stages come first."""
+    run = recipe.estimate.run
+    parts = run.layers_of(recipe.model)
+    return [" + ".join(map(str, parts[stage :: run.stages])) for stage in range(run.stages)]
 
 
-def _dealt(run: Run) -> bool:
-    """Whether a stage's chunks are as far apart as there are stages."""
-    return run.chunks > 1
-
-
-def _ranks(run: Run, stage: int, gpus_per_node: int) -> str:
+def _ranks(recipe: Recipe, stage: int) -> str:
     """Those of the stage's first replica by Megatron's and DeepSpeed's order, and their node."""
+    run, gpus_per_node = recipe.estimate.run, recipe.cluster.gpus_per_node
     inner = run.tensor * run.context
     first = stage * inner * (1 if run.placement == "pipeline" else run.data)
     last = first + inner - 1
@@ -80,7 +44,7 @@ def _ranks(run: Run, stage: int, gpus_per_node: int) -> str:
     return f"{said}, node {node}" if node == other else f"{said}, nodes {node} to {other}"
 
 
-def changes_of(recipe: Recipe) -> list[Change]:
+def _changes(recipe: Recipe) -> list[_Change]:
     """One after the other, those that can be."""
     usual = recipe.estimate.iteration_ms / recipe.run.global_batch
     found = []
@@ -91,7 +55,7 @@ def changes_of(recipe: Recipe) -> list[Change]:
             continue
         most = max(stage.bytes.total for stage in shown.stages) / _GIB
         times = shown.iteration_ms / run.global_batch / usual
-        found.append(Change(what, shown.iteration_ms, times, most, shown.fits))
+        found.append(_Change(what, shown.iteration_ms, times, most, shown.fits))
     return found
 
 
@@ -133,8 +97,9 @@ def readme_of(recipe: Recipe) -> str:
         recipe=recipe,
         sizes=_sizes(recipe),
         most=max(stage.bytes.total for stage in recipe.estimate.stages) / _GIB,
-        stages=stages_of(recipe),
-        changes=changes_of(recipe),
+        layers=_layers(recipe),
+        ranks=[_ranks(recipe, stage) for stage in range(recipe.estimate.run.stages)],
+        changes=_changes(recipe),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -61,16 +61,10 @@ class Group:
         return any(self.lines)
 
 
-def lines(found: Iterable[Iterable[Flag | bool | None]]) -> tuple[Line, ...]:
-    """Without flags that are not to be given, and without lines that are empty then."""
-    return tuple(_filled(found))
-
-
-def _filled(found: Iterable[Iterable[Flag | bool | None]]) -> Iterator[Line]:
-    for line in found:
-        kept = [flag for flag in line if isinstance(flag, Flag)]
-        if kept:
-            yield kept
+def lines(flags: Iterable[Iterable[Flag | bool | None]]) -> tuple[Line, ...]:
+    """Return the lines without flags that are not to be given, and without lines that are empty then."""
+    given = ([flag for flag in line if isinstance(flag, Flag)] for line in flags)
+    return tuple(line for line in given if line)
 
 
 _TEMPLATES: Final = Path(__file__).parent / "templates"
@@ -88,7 +82,7 @@ def render(template: str, **values: Any) -> str:
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
     )
-    filters = {"sh": _shell, "line": _line, "directive": _directive, "yaml": _yaml, "block": _block, "cell": _cell}
+    filters = {"sh": word, "line": _line, "directive": _directive, "yaml": _yaml, "block": _block, "cell": _cell}
     environment.filters.update(filters)
     return environment.get_template(f"{template}.j2").render(values)
 
@@ -96,11 +90,6 @@ def render(template: str, **values: Any) -> str:
 def verbatim(name: str) -> str:
     """A file that is the same in every recipe."""
     return (_TEMPLATES / f"{name}.j2").read_text(encoding="utf-8")
-
-
-def _shell(text: object) -> str:
-    """One word of bash."""
-    return word(str(text))
 
 
 def _line(text: str) -> str:
