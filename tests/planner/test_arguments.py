@@ -179,3 +179,16 @@ def test_virtual_stages_are_estimated_in_megatrons_groups() -> None:
         shown = run(**flags, microbatch_group_size_per_vp_stage=group)
         found[group] = estimate(model("gpt3-96b"), nodes, shown).stages[0].bytes.activations
     assert found[12] / found[8] == pytest.approx(27 / 23, rel=0.01)  # 2 (p - 1) + (v - 1) k + 1
+
+
+def test_learned_positions_have_as_many_rows_as_the_flags_say() -> None:
+    """The embedding's other parameters are 51,200 words."""
+    shape = Run(global_batch=1, precision="bf16", attention="flash")
+
+    def rows(**changed: Any) -> float:
+        of = model_of(args(**changed), "own")
+        return parameters_of({"embedding": 1}, Blocks(of, shape)).all / of.hidden - 51200
+
+    assert rows() == 2048
+    assert rows(max_position_embeddings=4096) == 4096
+    assert rows(max_position_embeddings=4096, position_embedding_type="rope") == 0

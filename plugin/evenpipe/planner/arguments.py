@@ -204,6 +204,7 @@ def model_of(args: Namespace, name: str, causal: bool = True) -> Model:
         "biases": bool(value("add_bias_linear", True)),
         "dropout": bool(value("hidden_dropout", 0.1) or value("attention_dropout", 0.1)),
         "positions": "learned" if value.learned_positions else "rotary",
+        "max_positions": value("max_position_embeddings", 0),
         "vocabulary": padded_vocabulary(value),
         "sequence": value.needed("seq_length"),
         "causal": causal,

@@ -172,9 +172,10 @@ class Model(Described):
 
     key_value_heads: of grouped-query attention; as many as heads, if left out. head_dim: hidden / heads, if left out.
     ffn: inner size of the MLP, 4 × hidden, if left out; gated: two projections in, as SwiGLU. biases: of all linear
-    layers. dropout: of embedding, attention and residuals. causal: each token sees those before it; without it, the
-    head is BERT's. tied: head and embedding are one matrix. mtp_layers: extra layers that predict further tokens
-    (DeepSeek-V3 §2.2). framework: what it was trained with, as published.
+    layers. dropout: of embedding, attention and residuals. max_positions: rows of learned positions; ``sequence``, if
+    left out. causal: each token sees those before it; without it, the head is BERT's. tied: head and embedding are one
+    matrix. mtp_layers: extra layers that predict further tokens (DeepSeek-V3 §2.2). framework: what it was trained
+    with, as published.
     """
 
     layers: int = Field(ge=1)
@@ -188,6 +189,7 @@ class Model(Described):
     biases: bool = True
     dropout: bool = True
     positions: Literal["learned", "rotary"] = "learned"
+    max_positions: int = Field(default=0, ge=0)
     vocabulary: int = Field(ge=1)
     sequence: int = Field(ge=1)
     causal: bool = True

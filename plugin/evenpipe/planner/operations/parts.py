@@ -126,9 +126,10 @@ def embedding(shard: Shard, positions: bool = True) -> list[Operation]:
     is divided, a reduce-scatter, whose gradient is gathered.
     """
     model, e, n = shard.model, shard.run.element_bytes, shard.residual
+    learned = positions and model.positions == "learned"
     count = model.vocabulary * model.hidden / shard.run.tensor
-    count += model.sequence * model.hidden if positions and model.positions == "learned" else 0
-    mask, indices = int(model.dropout), 1 + (positions and model.positions == "learned")
+    count += (model.max_positions or model.sequence) * model.hidden if learned else 0
+    mask, indices = int(model.dropout), 1 + learned
     moved = Moved((3 * e + mask) * n, 3)
     summed, gathered = shard.collectives("row")
     return [
