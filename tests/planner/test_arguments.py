@@ -98,7 +98,7 @@ def test_every_second_layer_may_have_experts() -> None:
 
 
 def test_expert_tensor_parallelism_of_its_own_gives_each_rank_whole_experts() -> None:
-    of = model_of(args(num_experts=8, moe_ffn_hidden_size=4096), "own")
+    of = model_of(args(num_experts=8, moe_ffn_hidden_size=4096, add_bias_linear=False), "own")
 
     def expert_parameters(run: Run) -> float:
         return parameters_of({"expert layer": 1}, Blocks(of, run)).expert

@@ -194,8 +194,8 @@ def test_tensor_parallel_ranks_reduce_the_loss_and_gather_what_the_head_reads() 
         for one in (*blocks["embedding"], *blocks["head"])
     }
     tokens, half = GPT.sequence, 3 / 4 * 2 * GPT.sequence * GPT.hidden
-    assert sent["embedding"] == sent["logits"] == [half]
-    assert sent["loss"] == [2 * 3 / 4 * 4 * tokens] * 3
+    assert sent["embedding"] == sent["output_layer"] == [half]
+    assert sent["cross_entropy"] == [2 * 3 / 4 * 4 * tokens] * 3
 
 
 def test_a_further_token_s_stage_has_an_embedding_of_its_own() -> None:
@@ -207,6 +207,7 @@ def test_a_further_token_s_stage_has_an_embedding_of_its_own() -> None:
     assert "second embedding" not in parts_of(tied, run)[-1], "the head's copy is one"
     moved = parts_of(tied, replace(run, further_part=6))
     assert (moved[6]["second embedding"], moved[6]["further token"]) == (1, 1)
+    assert [part["further head"] for part in moved] == [0] * 7 + [1], "the loss of a further token is with the other"
     count = parameters_of({"second embedding": 1}, Blocks(of, run)).shared
     assert count == of.vocabulary * of.hidden
 

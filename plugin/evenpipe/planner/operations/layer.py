@@ -13,12 +13,12 @@ def attention(shard: Shard) -> list[Operation]:
     out = shard.model.heads * sizes[2] / shard.run.tensor
     e, n = shard.run.element_bytes, shard.tokens * out
     return [
-        shard.norm("norm of attention"),
+        shard.norm("input_norm"),
         *into,
         *_core(shard, *sizes),
-        Operation("transposed context", (Moved(2 * e * n),), (Moved(2 * e * n),)),
+        Operation("core_attention.transposed", (Moved(2 * e * n),), (Moved(2 * e * n),)),
         shard.linear("projection", shard.model.hidden, out, "row"),
-        shard.residual_add("residual of attention"),
+        shard.residual_add("projection.residual"),
     ]
 
 
@@ -58,12 +58,12 @@ def _grouped(shard: Shard) -> tuple[list[Operation], Sizes]:
     """Queries, keys and values by one matrix; with as many keys and values as queries this is multi-head attention."""
     model, t, e = shard.model, shard.run.tensor, shard.run.element_bytes
     width = (model.heads + 2 * model.key_value_heads) * model.head_dim / t
-    made = shard.linear("queries, keys, values", width, model.hidden, "column", kept=shard.residual)
+    made = shard.linear("qkv", width, model.hidden, "column", kept=shard.residual)
     n = shard.tokens * width
     return [
         made,
         # Bias or rotation: read, written; the gradients are put together again.
-        Operation("bias or rotation", (Moved(2 * e * n),), (Moved(3 * e * n, 2),), saved_bytes=e * n),
+        Operation("core_attention.rotation", (Moved(2 * e * n),), (Moved(3 * e * n, 2),), saved_bytes=e * n),
     ], (model.head_dim, model.key_value_heads / model.heads, model.head_dim)
 
 
@@ -81,11 +81,11 @@ def _latent(shard: Shard) -> tuple[list[Operation], Sizes]:
     of_down = shard.tokens / (t if shard.run.sequence_parallel else 1)
     n = shard.tokens * a * (2 * key + latent.value_dim)
     return [
-        shard.linear("down", down, model.hidden, tokens=of_down, kept=shard.residual),
-        shard.norm("norm of ranks", of_down * down, down),
-        shard.linear("queries", a * key, latent.query_rank),
-        shard.linear("keys, values", a * (latent.plain_dim + latent.value_dim), latent.key_value_rank),
-        Operation("rotation", (Moved(2 * e * n),), (Moved(3 * e * n, 2),), saved_bytes=e * n),
+        shard.linear("qkv.down", down, model.hidden, tokens=of_down, kept=shard.residual),
+        shard.norm("qkv.norm", of_down * down, down),
+        shard.linear("qkv.queries", a * key, latent.query_rank),
+        shard.linear("qkv.keys_values", a * (latent.plain_dim + latent.value_dim), latent.key_value_rank),
+        Operation("core_attention.rotation", (Moved(2 * e * n),), (Moved(3 * e * n, 2),), saved_bytes=e * n),
     ], (key, 1.0, latent.value_dim)
 
 
@@ -108,7 +108,7 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
             scratch += e * length * heads * (key + value)
         return [
             Operation(
-                "fused attention",
+                "core_attention.fused",
                 (FusedAttention(flops, False), *exchanged),
                 (FusedAttention(2.5 * flops, True), *exchanged, *exchanged),
                 saved_bytes=4 * queries * heads,  # the logarithm of each row's sum
@@ -126,9 +126,11 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
     dropped = Moved((2 * e + 1) * scores) if model.dropout else None
     drop = () if dropped is None else (dropped,)
     return [
-        Operation("scores", (products[0], *exchanged), (products[1], products[1], *exchanged), core=True),
         Operation(
-            "softmax",
+            "core_attention.scores", (products[0], *exchanged), (products[1], products[1], *exchanged), core=True
+        ),
+        Operation(
+            "core_attention.softmax",
             softmax,
             of_softmax,
             # In fp32 for the backward, and, where nothing is dropped, cast for the context's product.
@@ -136,34 +138,36 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
             scratch_bytes=(e if fused else 10) * scores,
             core=True,
         ),
-        Operation("dropout", drop, drop, saved_bytes=(e + 1) * scores if model.dropout else 0, core=True),
-        Operation("context", (products[1],), products, core=True),
+        Operation(
+            "core_attention.dropout", drop, drop, saved_bytes=(e + 1) * scores if model.dropout else 0, core=True
+        ),
+        Operation("core_attention.context", (products[1],), products, core=True),
     ]
 
 
 def mlp(shard: Shard) -> list[Operation]:
     """The MLP block of a layer, from its norm to its residual."""
     return [
-        shard.norm("norm of MLP"),
+        shard.norm("mlp_norm"),
         *_two_layers(shard, shard.model.ffn / shard.run.tensor),
-        shard.residual_add("residual of MLP"),
+        shard.residual_add("fc2.residual"),
     ]
 
 
-def _two_layers(shard: Shard, inner: float) -> list[Operation]:
+def _two_layers(shard: Shard, inner: float, prefix: str = "") -> list[Operation]:
     ways = 2 if shard.model.gated else 1
     return [
-        shard.linear("up", ways * inner, shard.model.hidden, "column", kept=shard.residual),
-        _activation(shard, shard.tokens * inner, ways),
-        shard.linear("down", shard.model.hidden, inner, "row"),
+        shard.linear(f"{prefix}fc1", ways * inner, shard.model.hidden, "column", kept=shard.residual),
+        _activation(shard, f"{prefix}activation", shard.tokens * inner, ways),
+        shard.linear(f"{prefix}fc2", shard.model.hidden, inner, "row"),
     ]
 
 
-def _activation(shard: Shard, elements: float, ways: int) -> Operation:
+def _activation(shard: Shard, name: str, elements: float, ways: int) -> Operation:
     """GELU with its bias, or of a gated MLP the product with the gate: the input is kept."""
     e = shard.run.element_bytes
     return Operation(
-        "activation",
+        name,
         (Moved((ways + 1) * e * elements),),
         (Moved((2 * ways + 2) * e * elements, 2),),
         saved_bytes=ways * e * elements,
@@ -187,9 +191,9 @@ def experts(shard: Shard) -> list[Operation]:
     exchanged = (sent,) if run.expert > 1 else ()
     moved = Moved(3 * e * part, 2)
     gates = shard.residual / model.hidden * chosen.count
-    shared = _two_layers(shard, chosen.shared_ffn / run.tensor) if chosen.shared_ffn else []
+    shared = _two_layers(shard, chosen.shared_ffn / run.tensor, "shared_") if chosen.shared_ffn else []
     return [
-        shard.norm("norm of experts"),
+        shard.norm("mlp_norm"),
         Operation(
             "router",
             (Gemm(shard.residual / model.hidden, chosen.count, model.hidden), Moved(16 * gates, 6)),
@@ -198,19 +202,21 @@ def experts(shard: Shard) -> list[Operation]:
             Parameters(chosen.count * model.hidden),
             saved_bytes=e * shard.residual + 8 * gates,
         ),
-        Operation("dispatch", (moved, *exchanged), (moved, *exchanged), saved_bytes=8 * routed / run.expert_ways),
-        _expert_products(shard, "experts up", own, routed, ways * inner, model.hidden),
-        _activation(shard, routed * inner, ways),
-        _expert_products(shard, "experts down", own, routed, model.hidden, inner),
+        Operation(
+            "experts.dispatch", (moved, *exchanged), (moved, *exchanged), saved_bytes=8 * routed / run.expert_ways
+        ),
+        _expert_products(shard, "experts.fc1", own, routed, ways * inner, model.hidden),
+        _activation(shard, "experts.activation", routed * inner, ways),
+        _expert_products(shard, "experts.fc2", own, routed, model.hidden, inner),
         # The weighted sum needs what each expert gave.
-        Operation("combine", (*exchanged, moved), (*exchanged, moved), saved_bytes=e * part),
+        Operation("experts.combine", (*exchanged, moved), (*exchanged, moved), saved_bytes=e * part),
         *shared,
-        shard.residual_add("residual of experts"),
+        shard.residual_add("experts.residual"),
     ]
 
 
 def _expert_products(shard: Shard, name: str, own: float, routed: float, outputs: float, inputs: float) -> Operation:
-    """One matrix product an expert, of its part of the ``routed`` tokens."""
+    """One matrix product an expert, of its part of the ``routed`` tokens, with a bias for each output."""
     m = routed / own
     t = shard.run.expert_ways
     half = Collective((t - 1) / t * shard.run.element_bytes * routed * shard.model.hidden, "tensor")
@@ -220,6 +226,6 @@ def _expert_products(shard: Shard, name: str, own: float, routed: float, outputs
         (Gemm(m, outputs, inputs, own), *collected),
         (Gemm(m, inputs, outputs, own), *collected),
         (Gemm(inputs, outputs, m, own),),
-        Parameters(0, own * outputs * inputs),
+        Parameters(0, own * (outputs * inputs + (outputs if shard.model.biases else 0))),
         saved_bytes=shard.run.element_bytes * routed * inputs,
     )

@@ -80,9 +80,11 @@ class Parameters(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    """``forward`` and ``backward``: what is carried out, in which ``weight_gradient`` are the works that nobody waits
-    for. ``saved_bytes``: kept from forward to backward; ``scratch_bytes``: taken while its backward runs; ``core``: of
-    attention, which selective recomputation carries out again.
+    """Works of one GPU. ``name``: a module of Megatron's, behind a dot one of its operations.
+
+    ``weight_gradient``: the works of the backward that nobody waits for. ``saved_bytes``: kept from forward to
+    backward; ``scratch_bytes``: taken while its backward runs; ``core``: of attention, which selective recomputation
+    carries out again.
     """
 
     name: str
@@ -148,7 +150,8 @@ class Shard:
         """
         m, e = self.tokens if tokens is None else tokens, self.run.element_bytes
         of_input, of_weight = Gemm(m, inputs, outputs), Gemm(inputs, outputs, m)
-        forward, backward = self.collectives(split, of_input, of_weight)
+        whole = inputs if split == "column" else outputs
+        forward, backward = self.collectives(split, m * whole, of_input, of_weight)
         biases = self.model.hidden if split == "row" else outputs
         return Operation(
             name,
@@ -160,9 +163,10 @@ class Shard:
         )
 
     def collectives(
-        self, split: Split | None, of_input: Gemm | None = None, of_weight: Gemm | None = None
+        self, split: Split | None, elements: float, of_input: Gemm | None = None, of_weight: Gemm | None = None
     ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-        """Those of forward and backward, the latter beside the products for the gradients of input and weight.
+        """Those of a tensor of so many elements, forward and backward, the latter beside the products for the gradients
+        of input and weight.
 
         A ring moves (t − 1)/t of a tensor for a gathering or a reduce-scatter, twice that for an all-reduce; sequence
         parallelism makes two halves of an all-reduce, and gathers a column-parallel layer's input again for the
@@ -171,7 +175,7 @@ class Shard:
         t = self.run.tensor
         if split is None or t == 1:
             return (), ()
-        half = Collective((t - 1) / t * self.run.element_bytes * self.hidden, "tensor")
+        half = Collective((t - 1) / t * self.run.element_bytes * elements, "tensor")
         whole = half._replace(nbytes=2 * half.nbytes)
         if split == "row":
             return ((half,), (half,)) if self.run.sequence_parallel else ((whole,), ())

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.operations.layer import attention, experts, mask_bytes, mlp
-from evenpipe.planner.operations.operation import Gemm, Moved, Operation, Parameters, Shard
+from evenpipe.planner.operations.operation import Collective, Moved, Operation, Parameters, Shard
 from evenpipe.planner.run import Run
 
-__all__ = ["Block", "Blocks", "Part", "embedding", "head", "joined", "parts_of"]
+__all__ = ["Block", "Blocks", "Part", "parts_of"]
 
 Block = Literal[
     "embedding",
@@ -35,10 +36,10 @@ _WITH_ATTENTION: Final = _RECOMPUTED | {"kept layer", "kept expert layer"}
 
 
 def parts_of(model: Model, run: Run) -> list[Part]:
-    """Each part of the pipeline, in the order of the model. What MTP adds is with the last, unless the run says where.
+    """Each part of the pipeline, in the order of the model. MTP layers are in the last, unless the run says where.
 
-    Where that is another stage than the embedding's, it has an embedding of its own, as Megatron's has; a tied head's
-    copy is one already.
+    On another stage than the embedding's, they have an embedding of their own, as Megatron's have; a tied head's copy
+    is one already. Their heads are with the model's own (`GPTModel._postprocess`, from megatron-core 0.14 on).
     """
     found: list[Counter[Block]] = []
     done = 0
@@ -62,7 +63,7 @@ def parts_of(model: Model, run: Run) -> list[Part]:
     if model.mtp_layers:
         where = len(found) - 1 if run.further_part is None else run.further_part
         found[where]["further token"] += model.mtp_layers
-        found[where]["further head"] += model.mtp_layers
+        found[-1]["further head"] += model.mtp_layers
         shared = where % run.stages == 0 or (model.tied and where == len(found) - 1)
         found[where]["second embedding"] += not shared
     return [+one for one in found]
@@ -83,10 +84,10 @@ class Blocks:
             "expert layer": lambda: attention(shard) + experts(shard),
             "kept expert layer": lambda: attention(shard) + experts(shard),
             "second embedding": lambda: embedding(shard, positions=False),
-            "further token": lambda: joined(shard) + attention(shard) + last(shard),
+            "further token": lambda: [*joined(shard), *attention(shard), *last(shard), shard.norm("final_norm")],
             "head": lambda: head(shard, True),
             "tied head": lambda: head(shard, False),
-            "further head": lambda: head(shard, False),
+            "further head": lambda: logits(shard, False),
         }
 
     @cached_property
@@ -131,7 +132,7 @@ def embedding(shard: Shard, positions: bool = True) -> list[Operation]:
     count += (model.max_positions or model.sequence) * model.hidden if learned else 0
     mask, indices = int(model.dropout), 1 + learned
     moved = Moved((3 * e + mask) * n, 3)
-    summed, gathered = shard.collectives("row")
+    summed, gathered = shard.collectives("row", shard.hidden)
     return [
         Operation(
             "embedding",
@@ -145,29 +146,31 @@ def embedding(shard: Shard, positions: bool = True) -> list[Operation]:
 
 
 def head(shard: Shard, copies_embedding: bool) -> list[Operation]:
-    """The last norm, the logits, and the loss in fp32: a copy, maximum, difference, exponential and sum of each row.
+    """The last norm and `logits`; before it a BERT has a linear layer of its own."""
+    before = [] if shard.model.causal else _masked_head(shard)
+    return [*before, shard.norm("final_norm"), *logits(shard, copies_embedding)]
+
+
+def logits(shard: Shard, copies_embedding: bool) -> list[Operation]:
+    """The logits, and the loss in fp32: a copy, maximum, difference, exponential and sum of each row.
 
     copies_embedding: the matrix is here, and not on the stage of the embedding, or its own. Tensor-parallel ranks have
     a part of each row: its maximum, sum and wanted logit are reduced among them. All in place of the copy, as Megatron
     has it since 2020 (`cross_entropy.py`), but the gradient in half precision.
     """
-    model, e = shard.model, shard.run.element_bytes
-    made = shard.linear("logits", model.vocabulary / shard.run.tensor, model.hidden, "column", kept=shard.residual)
-    n = shard.tokens * model.vocabulary / shard.run.tensor
-    count = model.vocabulary * model.hidden / shard.run.tensor if copies_embedding else 0
-    count += 0 if model.causal else model.vocabulary / shard.run.tensor  # BERT's biases
-    logits = Operation(
-        made.name, made.forward, made.backward, made.weight_gradient, Parameters(count), made.saved_bytes
-    )
+    model, e, width = shard.model, shard.run.element_bytes, shard.model.vocabulary / shard.run.tensor
+    product = shard.linear("output_layer", width, model.hidden, "column", kept=shard.residual)
+    n = shard.tokens * width
+    count = width * model.hidden if copies_embedding else 0
+    count += 0 if model.causal else width  # BERT's biases
     loss = Operation(
-        "loss",
+        "cross_entropy",
         (Moved((e + 4 + 4 + 8 + 8 + 4) * n, 5), *shard.reduced_rows(3)),
         (Moved(22 * n, 3),),
         saved_bytes=4 * n + _OF_A_TOKEN * shard.tokens,
         scratch_bytes=e * n if e < 4 else 0,
     )
-    before = [] if model.causal else _masked_head(shard)
-    return [*before, shard.norm("last norm"), logits, loss]
+    return [replace(product, parameters=Parameters(count)), loss]
 
 
 def _masked_head(shard: Shard) -> list[Operation]:
@@ -175,25 +178,26 @@ def _masked_head(shard: Shard) -> list[Operation]:
     e, n, h = shard.run.element_bytes, shard.residual, shard.model.hidden
     made = shard.linear("transform", h, h, tokens=n / h, kept=n)
     return [
-        shard.norm("norm before transform"),
+        shard.norm("transform_norm"),
         made,
-        Operation("activation of head", (Moved(2 * e * n),), (Moved(4 * e * n, 2),), saved_bytes=e * n),
+        Operation("transform.activation", (Moved(2 * e * n),), (Moved(4 * e * n, 2),), saved_bytes=e * n),
     ]
 
 
 def joined(shard: Shard) -> list[Operation]:
-    """Before the layer that predicts a further token: its embedding joined with the hidden state (DeepSeek-V3 §2.2)."""
-    h, n = shard.model.hidden, shard.residual
-    of = Gemm(n / h, h, 2 * h)
+    """Before the layer that predicts a further token: its embedding joined with the hidden state (DeepSeek-V3 §2.2).
+
+    Each tensor-parallel rank makes some columns of the result, which are then gathered (`eh_proj`).
+    """
+    h, t = shard.model.hidden, shard.run.tensor
+    product = shard.linear("joining", h / t, 2 * h, "column", kept=2 * shard.residual)
+    columns = Collective((t - 1) / t * shard.run.element_bytes * shard.hidden, "tensor")
     return [
-        shard.norm("norm of embedding"),
-        shard.norm("norm of hidden state"),
-        Operation(
-            "joined",
-            (of,),
-            (Gemm(n / h, 2 * h, h),),
-            (Gemm(2 * h, h, n / h),),
-            Parameters(2 * h * h),
-            saved_bytes=2 * shard.run.element_bytes * n,
+        shard.norm("embedding_norm"),
+        shard.norm("hidden_norm"),
+        replace(
+            product,
+            forward=(*product.forward, *([columns] if t > 1 else [])),
+            parameters=Parameters(2 * h * h / t),
         ),
     ]
