@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from evenpipe.partition.layouts.best import best_layout
+from evenpipe.partition.layouts.plan import best_layout
 from evenpipe.planner.descriptions import device
 from tests.megatron_lm.launch import differences, gpt_flags, launch
 

@@ -21,13 +21,12 @@ from evenpipe.cli.values import bandwidth_gbps, gibibytes, output_file, picture_
 from evenpipe.partition.code import StageCodeError, write_stages
 from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.dawnpiper.problem import PartitionError
-from evenpipe.partition.layouts import LayoutError, LayoutPlan, Split
-from evenpipe.partition.layouts.best import best_layout
+from evenpipe.partition.layouts.gpt import LayoutError
+from evenpipe.partition.layouts.plan import LayoutPlan, Split, best_layout
 from evenpipe.partition.models import MODELS
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.finding import find_plan, fits_into, largest_batch
 from evenpipe.partition.search.plan import Plan
-from evenpipe.partition.timing import RooflineError
 from evenpipe.planner.descriptions import DescriptionError, device, names
 from evenpipe.report.figures import Division, draw_divisions
 from evenpipe.report.files import is_special, write_atomically
@@ -65,7 +64,7 @@ def show_layout(arguments: Namespace) -> None:
                 half_layers=arguments.half_layers,
                 recompute=arguments.optimize == "recompute",
             )
-        except (LayoutError, RooflineError, DescriptionError) as error:
+        except (LayoutError, DescriptionError) as error:
             raise UsageError(str(error)) from error
     document = json.dumps(found.to_json())
     write("--out", arguments.out, lambda path: write_atomically(path, document))

@@ -19,13 +19,15 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from evenpipe.megatron.cpu_mode import install_cpu_mode
 from evenpipe.megatron.script.flags import add_flags
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
-from evenpipe.partition.layouts import LayoutError, Pipeline, Shape, even_layout, kinds
-from evenpipe.partition.layouts.flags import parse_flags
+from evenpipe.partition.layouts.gpt import Gpt, LayoutError, Pipeline, parse_flags
+from evenpipe.partition.layouts.layers import kinds
 from evenpipe.partition.layouts.measured import measured
+from evenpipe.partition.layouts.plan import even_layout
 from evenpipe.runtime.precisions import PRECISIONS
 
 __all__ = ["build", "read"]
@@ -39,7 +41,7 @@ _NEED_A_GPU: Final = (
 )
 
 
-def read(flags: Sequence[str], world_size: int | None) -> tuple[Namespace, Shape, Pipeline]:
+def read(flags: Sequence[str], world_size: int | None) -> tuple[Namespace, Gpt, Pipeline]:
     """Parsed by megatron.training, where there is one, which also validates them with the even layout in them."""
     if flags and not flags[0].startswith("-"):
         if not Path(flags[0]).is_file():
@@ -48,24 +50,24 @@ def read(flags: Sequence[str], world_size: int | None) -> tuple[Namespace, Shape
         flags = flags[1:]
     if importlib.util.find_spec("megatron.training") is None:
         args = parse_flags(flags)
-        shape = Shape.of(args, world_size)
-        return args, shape, shape.pipeline(args)
+        gpt = Gpt.of(args, world_size)
+        return args, gpt, gpt.pipeline(args)
     from megatron.training import arguments
 
     sys.argv = ["pretrain_gpt.py", *flags]
     args = arguments.parse_args(extra_args_provider=add_flags)
-    shape = Shape.of(args, world_size)
-    pipeline = shape.pipeline(args)
+    gpt = Gpt.of(args, world_size)
+    pipeline = gpt.pipeline(args)
     checked = copy.deepcopy(args)
-    checked.pipeline_model_parallel_layout = even_layout(shape, pipeline)
+    checked.pipeline_model_parallel_layout = even_layout(gpt, pipeline)
     checked.num_virtual_stages_per_pipeline_rank = checked.num_layers_per_virtual_pipeline_stage = None
-    checked.world_size = shape.stage_ranks * pipeline.stages
+    checked.world_size = gpt.run.gpus
     arguments.validate_args(checked)
     arguments.core_transformer_config_from_args(checked)
-    return checked, shape, pipeline
+    return checked, gpt, pipeline
 
 
-def build(args: Namespace, shape: Shape) -> tuple[torch.nn.Module, dict[str, torch.nn.Module]]:
+def build(args: Namespace, gpt: Gpt) -> tuple[torch.nn.Module, dict[str, torch.nn.Module]]:
     """A model with one layer of each kind, and its parts by kind, in order; what follows them is "loss"."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
@@ -74,60 +76,65 @@ def build(args: Namespace, shape: Shape) -> tuple[torch.nn.Module, dict[str, tor
 
     from evenpipe.megatron.train_engine.profile import fake_groups
 
+    described, run = gpt
     dist.new_group = fake_groups(dist.new_group)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shape.tensor_parallel)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=shape.tensor_parallel)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=run.tensor)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=run.tensor)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    layers = [kind for kind in kinds(shape) if kind in ("dense", "experts")]
-    if (layers[-1] == "experts") != shape.experts[-1]:
+    layers = [kind for kind in kinds(gpt) if kind in ("dense", "experts")]
+    if (layers[-1] == "experts") != gpt.has_experts(described.layers - 1):
         layers.reverse()  # MTP layers are like the last one
-    config = _config(args, shape, [int(kind == "experts") for kind in layers])
+    config = _config(args, gpt, [int(kind == "experts") for kind in layers])
     spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
-        vocab_size=shape.vocabulary,
-        max_sequence_length=shape.positions or shape.sequence,
-        share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="learned_absolute" if shape.positions else "rope",
-        mtp_block_spec=specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if shape.mtp else None,
-    ).to(PRECISIONS[shape.precision])
+        vocab_size=described.vocabulary,
+        max_sequence_length=described.max_positions or described.sequence,
+        share_embeddings_and_output_weights=described.tied,
+        position_embedding_type="learned_absolute" if described.positions == "learned" else "rope",
+        mtp_block_spec=specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+        if described.mtp_layers
+        else None,
+    ).to(PRECISIONS[str(run.precision)])
     parts = {"embedding": model.embedding, **dict(zip(layers, model.decoder.layers, strict=True))}
-    return model, parts | ({"mtp": model.mtp} if shape.mtp else {})
+    return model, parts | ({"mtp": model.mtp} if described.mtp_layers else {})
 
 
-def _config(args: Namespace, shape: Shape, layers: list[int]) -> Any:
+def _config(args: Namespace, gpt: Gpt, layers: list[int]) -> Any:
     """Megatron's, of what the flags say about a layer, for as many layers as there are kinds, and without a GPU."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     silent = {name: value for name, value in vars(args).items() if name in known and value is not None}
-    experts = shape.expert_count // shape.expert_parallel
+    model, run = gpt
+    described = model.experts
+    experts = described.count // run.expert if described else 0
     decided: dict[str, Any] = {
         **dict.fromkeys(_NEED_A_GPU, False),
         "num_layers": len(layers),
         "moe_layer_freq": layers,
         "num_moe_experts": experts or None,
-        "moe_router_topk": min(shape.top_k, experts) if experts else 2,
-        "num_query_groups": shape.groups,
-        "kv_channels": shape.head_size,
-        "ffn_hidden_size": shape.ffn,
-        "moe_ffn_hidden_size": shape.expert_ffn if experts else None,
-        "gated_linear_unit": shape.gated,
+        "moe_router_topk": min(described.chosen, experts) if described else 2,
+        "num_query_groups": model.key_value_heads,
+        "kv_channels": model.head_dim,
+        "ffn_hidden_size": model.ffn,
+        "moe_ffn_hidden_size": described.ffn if described else None,
+        "gated_linear_unit": model.gated,
         "pipeline_model_parallel_size": 1,
         "expert_model_parallel_size": 1,
-        "tensor_model_parallel_size": shape.tensor_parallel,
-        "params_dtype": PRECISIONS[shape.precision],
+        "tensor_model_parallel_size": run.tensor,
+        "params_dtype": PRECISIONS[str(run.precision)],
         "transformer_impl": "local",
         "use_cpu_initialization": True,
         "moe_token_dispatcher_type": "alltoall",
         "attention_softmax_in_fp32": True,
         "deallocate_pipeline_outputs": False,
     }
-    if shape.gated:
+    if model.gated:
         decided["activation_func"] = torch.nn.functional.silu
     # Full recomputation, added to what is measured without, would hide where a layer's nodes are.
-    decided["recompute_granularity"] = "selective" if shape.recompute == "selective" else None
+    decided["recompute_granularity"] = "selective" if run.recompute == "selective" else None
     decided |= {"recompute_method": None, "recompute_num_layers": None}
     left_out = ("pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size", "fp8", "fp4")
     given = {name: value for name, value in {**silent, **decided}.items() if name in known and name not in left_out}
@@ -139,13 +146,17 @@ def _main() -> None:
     install_cpu_mode()
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            args, shape, pipeline = read(asked["flags"], asked["world_size"])
+            args, gpt, pipeline = read(asked["flags"], asked["world_size"])
             series = MEGATRON_CORE.series(RELEASES)
-            times = measured(shape, lambda: build(args, shape)) if asked["measure"] else {}
+            times = measured(gpt, lambda: build(args, gpt)) if asked["measure"] else {}
     except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise SystemExit(" ".join(str(error).split()) or f"Megatron refuses these flags: {where.line}") from None
-    found = {"shape": dataclasses.asdict(shape), "pipeline": dataclasses.astuple(pipeline), "times": times}
+    found = {
+        "gpt": TypeAdapter(Gpt).dump_python(gpt, mode="json"),
+        "pipeline": dataclasses.astuple(pipeline),
+        "times": times,
+    }
     print(json.dumps({**found, "version": series, "mtp_apart": series not in _MTP_WITH_LOSS}))
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "padded_vocabulary",
     "parse_flags",
     "run_of",
+    "undescribed",
 ]
 
 
@@ -173,8 +174,8 @@ def parse_flags(flags: Sequence[str]) -> tuple[Namespace, list[str]]:
     return found, unknown
 
 
-#: Models whose layers are none of those that are described.
-_OTHERS: Final = {
+#: Flags of models whose layers are not described.
+_UNDESCRIBED: Final = {
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
     "experimental_attention_variant": "--experimental-attention-variant",
     "hybrid_layer_pattern": "--hybrid-layer-pattern",
@@ -183,15 +184,19 @@ _OTHERS: Final = {
 }
 
 
+def undescribed(args: Namespace) -> str | None:
+    """The flag that asks for layers that are not described, if any."""
+    return next((flag for name, flag in _UNDESCRIBED.items() if getattr(args, name, None)), None)
+
+
 def model_of(args: Namespace, name: str, causal: bool = True) -> Model:
     """From arguments that Megatron has parsed; ``causal``: each token sees those before it, as BERT's do not.
 
     Raises FlagError for a model that is none of these, DescriptionError for sizes that do not go together.
     """
     value = Values(args)
-    for other, flag in _OTHERS.items():
-        if value(other, None):
-            raise FlagError(f"{flag}: estimates are of GPT and BERT with equal layers: leave --estimate out")
+    if (flag := undescribed(args)) is not None:
+        raise FlagError(f"{flag}: estimates are of GPT and BERT with equal layers: leave --estimate out")
     said: dict[str, Any] = {
         "layers": value.needed("num_layers"),
         "hidden": value.needed("hidden_size"),
@@ -262,6 +267,8 @@ def run_of(args: Namespace, pipelined: Pipelined, layout: Sequence[Sequence[str]
     waits = () if ours else ("1f1b",) if value("overlap_p2p_comm", False) else ("1f1b", "interleaved")
     further = [n for n, kinds in enumerate(layout or ()) if "mtp" in kinds]
     precision: Any = value.precision
+    # `validate_args` has bf16 gradients accumulated in fp32, whatever the flag says.
+    in_fp32 = value("accumulate_allreduce_grads_in_fp32", False) or precision != "fp16"
     recompute: Any = value.recompute or "none"
     return Run(
         global_batch=value.needed("global_batch_size"),
@@ -286,7 +293,7 @@ def run_of(args: Namespace, pipelined: Pipelined, layout: Sequence[Sequence[str]
         attention=_attention(value),
         sequence_parallel=bool(value("sequence_parallel", False)),
         sharded_optimizer=bool(value("use_distributed_optimizer", False)),
-        gradients_in_fp32=bool(value("accumulate_allreduce_grads_in_fp32", False)),
+        gradients_in_fp32=bool(in_fp32),
         overlap_collectives=bool(value("async_tensor_model_parallel_allreduce", True)),
         overlap_gradients=bool(value("overlap_grad_reduce", False)),
         overlap_parameters=bool(value("overlap_param_gather", False)),

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from evenpipe.megatron.layout_model import read
-from evenpipe.partition.layouts import LayoutError
-from evenpipe.partition.layouts.best import best_layout
+from evenpipe.partition.layouts.gpt import LayoutError
 from evenpipe.partition.layouts.measured import measured
+from evenpipe.partition.layouts.plan import best_layout
 from evenpipe.partition.layouts.search import moves
 from evenpipe.partition.layouts.split import Problem
 from evenpipe.partition.profile import Profile
@@ -95,9 +95,9 @@ def test_by_a_devices_peaks_nothing_is_run():
 
 
 def test_a_model_that_is_too_large_for_this_cpu_needs_a_device():
-    _, shape, _ = read([*SMALL, "--hidden-size", "12288", "--num-attention-heads", "96", "--seq-length", "2048"], None)
+    _, gpt, _ = read([*SMALL, "--hidden-size", "12288", "--num-attention-heads", "96", "--seq-length", "2048"], None)
     with pytest.raises(LayoutError, match="cannot be timed on this CPU"):
-        measured(shape, build=lambda: pytest.fail("it was built"))
+        measured(gpt, build=lambda: pytest.fail("it was built"))
 
 
 @pytest.mark.parametrize(

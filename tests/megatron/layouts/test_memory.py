@@ -3,7 +3,9 @@
 import pytest
 
 from evenpipe.megatron.layout_model import read
-from evenpipe.partition.layouts.best import best_layout
+from evenpipe.partition.layouts.plan import best_layout
+from evenpipe.planner.operations.operation import Parameters
+from evenpipe.planner.stage_bytes import states
 from evenpipe.train.profile import PlannedRun, stage_memory
 
 SAMPLES = 2
@@ -30,6 +32,6 @@ def test_of_the_even_split_with_tied_embeddings():
 
 def test_a_distributed_optimizer_is_shared_by_all_replicas():
     """18 bytes a parameter in bf16; 6 and 12 / 4 with four replicas."""
-    shapes = [read([*FLAGS, "--bf16", *flags], 4 * 4)[1] for flags in ([], ["--use-distributed-optimizer"])]
-    assert [shape.parameter_bytes for shape in shapes] == [18, 9]
-    assert [shape.data_parallel for shape in shapes] == [4, 4]
+    runs = [read([*FLAGS, "--bf16", *flags], 4 * 4)[1].run for flags in ([], ["--use-distributed-optimizer"])]
+    assert [states(Parameters(1), run).stay for run in runs] == [18, 9]
+    assert [run.data for run in runs] == [4, 4]

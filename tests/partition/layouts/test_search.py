@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.partition.layouts.bound import lower_bound_ms
+from evenpipe.partition.layouts.gpt import LayoutError, Pipeline
 from evenpipe.partition.layouts.layers import Layer
-from evenpipe.partition.layouts.search import best_split, moves
-from evenpipe.partition.layouts.shape import LayoutError, Pipeline
+from evenpipe.partition.layouts.search import best_split, lower_bound_ms, moves
 from evenpipe.partition.layouts.split import Problem
 
 milliseconds = st.integers(1, 30).map(float)

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from evenpipe.partition.layouts.gpt import LayoutError, Pipeline
 from evenpipe.partition.layouts.layers import Layer, layout_text, parts_of
-from evenpipe.partition.layouts.shape import LayoutError, Pipeline
 from evenpipe.partition.layouts.split import Problem
 
 EMBEDDING = Layer("E", "embedding", 1, 2, saved_bytes=1, static_bytes=100, words_bytes=1000)

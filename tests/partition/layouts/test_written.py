@@ -4,8 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from evenpipe.partition.layouts import Pipeline
-from evenpipe.partition.layouts.shape import LayoutError
+from evenpipe.partition.layouts.gpt import LayoutError, Pipeline
 from evenpipe.partition.layouts.written import WrittenLayout
 from tests.partition.layouts.written_plan import FLAGS, write_plan
 

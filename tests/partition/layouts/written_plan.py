@@ -4,7 +4,9 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from evenpipe.partition.layouts import Pipeline, Shape, Time, kinds, layers_of, plan_layout
+from evenpipe.partition.layouts.gpt import Gpt, Pipeline
+from evenpipe.partition.layouts.layers import Time, kinds, layers_of
+from evenpipe.partition.layouts.plan import plan_layout
 
 __all__ = ["FLAGS", "write_plan"]
 
@@ -24,8 +26,8 @@ FLAGS = {
 
 def write_plan(path: Path, chunks: int = 1) -> Path:
     """For FLAGS, and so many chunks a stage; returns `path`."""
-    shape = Shape.of(Namespace(**FLAGS))
-    layers = layers_of(shape, {kind: {kind: Time(1.0, 2.0, 100)} for kind in kinds(shape)})
-    plan = plan_layout(layers, Pipeline(2, chunks, 8), mtp_apart=True, source="roofline", shape=shape)
+    gpt = Gpt.of(Namespace(**FLAGS))
+    layers = layers_of(gpt, {kind: {kind: Time(1.0, 2.0, 100)} for kind in kinds(gpt)})
+    plan = plan_layout(layers, Pipeline(2, chunks, 8), mtp_apart=True, source="roofline", gpt=gpt)
     path.write_text(json.dumps(plan.to_json()))
     return path

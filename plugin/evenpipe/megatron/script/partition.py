@@ -53,7 +53,7 @@ def _read(config: EvenPipeConfig) -> WrittenLayout | None:
         return None
     assert isinstance(config.partition, Path)
     # Imported here: a run without a plan does not pay for it.
-    from evenpipe.partition.layouts.shape import LayoutError
+    from evenpipe.partition.layouts.gpt import LayoutError
     from evenpipe.partition.layouts.written import WrittenLayout
 
     try:

@@ -7,30 +7,29 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from evenpipe.partition.layouts.layers import Layer, Time, layers_of, layout_text, parts_of
+from pydantic import TypeAdapter
+
+from evenpipe.partition.layouts.gpt import Gpt, LayoutError, Pipeline
+from evenpipe.partition.layouts.layers import (
+    Layer,
+    Time,
+    described,
+    kinds,
+    layers_of,
+    layout_text,
+    parts_of,
+    profile_of,
+)
 from evenpipe.partition.layouts.search import best_split
-from evenpipe.partition.layouts.shape import LayoutError, Pipeline, Shape
 from evenpipe.partition.layouts.split import Cuts, Problem
-from evenpipe.partition.layouts.work import kinds
+from evenpipe.partition.layouts.written import FORMAT, Shape, StagePlan
+from evenpipe.partition.profile import Profile
+from evenpipe.planner.descriptions import Device
+from evenpipe.runtime.processes import ChildFailed, answer_of
 
-__all__ = ["FORMAT", "LayoutPlan", "Split", "StagePlan", "even_layout", "plan_layout"]
+__all__ = ["LayoutPlan", "Split", "best_layout", "even_layout", "plan_layout"]
 
-FORMAT: Final = "evenpipe.layout/1"
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """A stage: its chunks as Megatron writes them, milliseconds of a micro-batch through all of them, bytes at most.
-
-    The first `recompute_layers` transformer layers of each chunk are computed again in its backward, whose milliseconds
-    have that; the one layer that is there again at a time is not in the bytes.
-    """
-
-    layers: tuple[str, ...]
-    forward_ms: float
-    backward_ms: float
-    peak_bytes: int
-    recompute_layers: int = 0
+_CHILD: Final = "evenpipe.megatron.layout_model"
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class LayoutPlan:
     """What `--pipeline-model-parallel-layout` is best, and the even split that Megatron would make without it.
 
     `proven`: no layout has a faster slowest stage. `source`: what the times are from. `layers`: what was cut, by kind.
-    `shape`: the model's.
+    `gpt`: the model.
     """
 
     best: Split
@@ -74,7 +73,7 @@ class LayoutPlan:
     layers: tuple[Layer, ...]
     source: str
     search_ms: float
-    shape: Shape | None = None
+    gpt: Gpt | None = None
 
     @property
     def layout(self) -> str:
@@ -93,7 +92,7 @@ class LayoutPlan:
             "proven": self.proven,
             "schedule": self.pipeline.schedule,
             "pipeline": asdict(self.pipeline),
-            "shape": None if self.shape is None else asdict(self.shape),
+            "shape": None if self.gpt is None else asdict(Shape.of(self.gpt)),
             **self.best.to_json(),
             "even": self.even.to_json(),
             "layers": [asdict(layer) for layer in self.layers],
@@ -108,7 +107,7 @@ def plan_layout(
     source: str,
     limit_bytes: int | None = None,
     recompute: bool = False,
-    shape: Shape | None = None,
+    gpt: Gpt | None = None,
 ) -> LayoutPlan:
     """The layout with the fastest slowest stage among those within `limit_bytes` a stage.
 
@@ -131,13 +130,13 @@ def plan_layout(
         layers=problem.layers,
         source=source,
         search_ms=1e3 * (time.perf_counter() - start),
-        shape=shape,
+        gpt=gpt,
     )
 
 
-def even_layout(shape: Shape, pipeline: Pipeline) -> str:
+def even_layout(gpt: Gpt, pipeline: Pipeline) -> str:
     """The even split, as a layout that Megatron takes whatever the number of layers. Raises LayoutError."""
-    layers = layers_of(shape, {kind: {kind: Time(0.0, 0.0, 0)} for kind in kinds(shape)})
+    layers = layers_of(gpt, {kind: {kind: Time(0.0, 0.0, 0)} for kind in kinds(gpt)})
     problem = Problem(layers, pipeline, mtp_apart=False)
     return layout_text(parts_of(layers, problem.even))
 
@@ -152,3 +151,50 @@ def _split(problem: Problem, cuts: Cuts) -> Split:
         ),
         tuple(number for number, part in enumerate(parts) if part and not part[0].symbols),
     )
+
+
+def best_layout(
+    flags: Sequence[str],
+    device: Device | None = None,
+    *,
+    world_size: int | None = None,
+    limit_bytes: int | None = None,
+    half_layers: bool = False,
+    recompute: bool = False,
+) -> tuple[LayoutPlan, Profile]:
+    """For the flags of pretrain_gpt.py, which its path may precede: a checkout's own parser then reads them.
+
+    Times are the planner's for `device`; None: measured on this CPU, one layer of each kind. `world_size`: GPUs of the
+    whole run, for the share of a distributed optimizer; None: as few as can be. `limit_bytes`: of each stage's memory.
+    `half_layers`: a stage may end between a layer's attention and MLP, and `recompute`: each computes as many layers
+    again as it needs to fit; either takes `--evenpipe-partition` to run.
+    The profile lists every node that was timed. Megatron is not touched in the calling process.
+
+    Raises LayoutError, one line.
+    """
+    asked = {"flags": list(flags), "world_size": world_size, "measure": device is None}
+    try:
+        found = answer_of(_CHILD, asked)
+    except ChildFailed as error:
+        raise LayoutError(str(error)) from error
+    gpt = TypeAdapter(Gpt).validate_python(found["gpt"])
+    if recompute and gpt.run.recompute != "none":
+        raise LayoutError(
+            f"--recompute-granularity {gpt.run.recompute}: the plan says what each stage computes again: leave it out"
+        )
+    if device is None:
+        times = {kind: {name: Time(*time) for name, time in nodes.items()} for kind, nodes in found["times"].items()}
+    else:
+        times = described(gpt, device)
+    where = "cpu" if device is None else device.name
+    profile = profile_of(gpt, times, device=where, versions={"megatron-core": found["version"]})
+    plan = plan_layout(
+        layers_of(gpt, times, half_layers),
+        Pipeline(*found["pipeline"]),
+        mtp_apart=found["mtp_apart"],
+        source=profile.origin.source,
+        limit_bytes=limit_bytes,
+        recompute=recompute,
+        gpt=gpt,
+    )
+    return plan, profile

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.layouts.gpt import LayoutError, Pipeline
 from evenpipe.partition.layouts.layers import Layer
-from evenpipe.partition.layouts.shape import LayoutError, Pipeline
 
 __all__ = ["Cuts", "Fitted", "Problem", "StageCost"]
 

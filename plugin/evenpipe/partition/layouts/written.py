@@ -3,71 +3,140 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from evenpipe.partition.layouts.plan import FORMAT, StagePlan
-from evenpipe.partition.layouts.shape import LayoutError, Pipeline, Shape, laid_out_by
+from evenpipe.partition.layouts.gpt import Gpt, LayoutError, Pipeline, laid_out_by
 from evenpipe.planner.arguments import expert_layers
 
-__all__ = ["WrittenLayout"]
+__all__ = ["FORMAT", "Shape", "StagePlan", "WrittenLayout"]
 
-_FLAGS: Final = {
-    "tensor_parallel": "--tensor-model-parallel-size",
-    "context_parallel": "--context-parallel-size",
-    "expert_parallel": "--expert-model-parallel-size",
-    "expert_tensor_parallel": "--expert-tensor-parallel-size",
-    "sequence_parallel": "--sequence-parallel",
-    "hidden": "--hidden-size",
-    "heads": "--num-attention-heads",
-    "groups": "--num-query-groups",
-    "head_size": "--kv-channels",
-    "ffn": "--ffn-hidden-size",
-    "gated": "--swiglu",
-    "bias": "--add-bias-linear",
-    "norm_bias": "biases of --normalization",
-    "sequence": "--seq-length",
-    "micro_batch": "--micro-batch-size",
-    "vocabulary": "padded --vocab-size",
-    "positions": "learned positions of --max-position-embeddings",
-    "tied": "tied embeddings",
-    "experts": "layers of experts by --moe-layer-freq",
-    "expert_count": "--num-experts",
-    "top_k": "--moe-router-topk",
-    "expert_ffn": "--moe-ffn-hidden-size",
-    "shared_ffn": "--moe-shared-expert-intermediate-size",
-    "mtp": "--mtp-num-layers",
-    "precision": "precision",
-    "recompute": "--recompute-granularity",
+FORMAT: Final = "evenpipe.layout/1"
+
+#: By key of a plan's shape: its flag, and its attribute of a TransformerConfig. Replicas, and what they share of an
+#: optimizer, do not matter to a layout; Megatron itself compares its numbers of layers and stages with the layout.
+_ENTRIES: Final[Mapping[str, tuple[str, str | None]]] = {
+    "tensor_parallel": ("--tensor-model-parallel-size", "tensor_model_parallel_size"),
+    "context_parallel": ("--context-parallel-size", "context_parallel_size"),
+    "expert_parallel": ("--expert-model-parallel-size", "expert_model_parallel_size"),
+    "expert_tensor_parallel": ("--expert-tensor-parallel-size", None),
+    "sequence_parallel": ("--sequence-parallel", "sequence_parallel"),
+    "hidden": ("--hidden-size", "hidden_size"),
+    "heads": ("--num-attention-heads", "num_attention_heads"),
+    "groups": ("--num-query-groups", "num_query_groups"),
+    "head_size": ("--kv-channels", "kv_channels"),
+    "ffn": ("--ffn-hidden-size", "ffn_hidden_size"),
+    "gated": ("--swiglu", "gated_linear_unit"),
+    "bias": ("--add-bias-linear", None),
+    "norm_bias": ("biases of --normalization", None),
+    "sequence": ("--seq-length", None),
+    "micro_batch": ("--micro-batch-size", None),
+    "vocabulary": ("padded --vocab-size", None),
+    "positions": ("learned positions of --max-position-embeddings", None),
+    "tied": ("tied embeddings", None),
+    "experts": ("layers of experts by --moe-layer-freq", None),
+    "expert_count": ("--num-experts", "num_moe_experts"),
+    "top_k": ("--moe-router-topk", "moe_router_topk"),
+    "expert_ffn": ("--moe-ffn-hidden-size", "moe_ffn_hidden_size"),
+    "shared_ffn": ("--moe-shared-expert-intermediate-size", "moe_shared_expert_intermediate_size"),
+    "mtp": ("--mtp-num-layers", "mtp_num_layers"),
+    "precision": ("precision", None),
+    "recompute": ("--recompute-granularity", None),
 }
-"""What a plan is for; replicas, and what they share of an optimizer, do not matter to a layout."""
-
-_CONFIGURED: Final = {
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "groups": "num_query_groups",
-    "head_size": "kv_channels",
-    "ffn": "ffn_hidden_size",
-    "gated": "gated_linear_unit",
-    "tensor_parallel": "tensor_model_parallel_size",
-    "context_parallel": "context_parallel_size",
-    "expert_parallel": "expert_model_parallel_size",
-    "sequence_parallel": "sequence_parallel",
-    "mtp": "mtp_num_layers",
-    "expert_count": "num_moe_experts",
-}
-"""As attributes of a TransformerConfig; Megatron itself compares its numbers of layers and stages with the layout."""
-
-_CONFIGURED_EXPERTS: Final = {
-    "top_k": "moe_router_topk",
-    "expert_ffn": "moe_ffn_hidden_size",
-    "shared_ffn": "moe_shared_expert_intermediate_size",
-}
-"""The same, which say something of a model with experts alone."""
-
+_TOP_K: Final = 2  # `--moe-router-topk`, if left out
 _VIRTUAL: Final = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model as a plan has it, by the names of its document.
+
+    `experts` has one entry a transformer layer: whether it is one of experts; `mtp` counts layers. `bias`, `norm_bias`:
+    products and norms have one. `vocabulary` is padded; `positions` counts learned ones.
+    """
+
+    hidden: int
+    heads: int
+    groups: int
+    head_size: int
+    ffn: int
+    gated: bool
+    bias: bool
+    norm_bias: bool
+    sequence: int
+    micro_batch: int
+    vocabulary: int
+    positions: int
+    tied: bool
+    experts: tuple[bool, ...]
+    expert_count: int
+    top_k: int
+    expert_ffn: int
+    shared_ffn: int
+    mtp: int
+    precision: str
+    recompute: str | None
+    tensor_parallel: int
+    context_parallel: int
+    expert_parallel: int
+    expert_tensor_parallel: int
+    sequence_parallel: bool
+    data_parallel: int
+    distributed_optimizer: bool
+
+    @classmethod
+    def of(cls, gpt: Gpt) -> Shape:
+        model, run = gpt
+        experts = model.experts
+        return cls(
+            hidden=model.hidden,
+            heads=model.heads,
+            groups=model.key_value_heads,
+            head_size=model.head_dim,
+            ffn=model.ffn,
+            gated=model.gated,
+            bias=model.biases,
+            norm_bias=model.norm == "layer",
+            sequence=model.sequence,
+            micro_batch=run.micro_batch,
+            vocabulary=model.vocabulary,
+            positions=(model.max_positions or model.sequence) if model.positions == "learned" else 0,
+            tied=model.tied,
+            experts=tuple(gpt.has_experts(layer) for layer in range(model.layers)),
+            expert_count=experts.count if experts else 0,
+            top_k=experts.chosen if experts else _TOP_K,
+            expert_ffn=experts.ffn if experts else model.ffn,
+            shared_ffn=experts.shared_ffn if experts else 0,
+            mtp=model.mtp_layers,
+            precision=str(run.precision),
+            recompute=None if run.recompute == "none" else run.recompute,
+            tensor_parallel=run.tensor,
+            context_parallel=run.context,
+            expert_parallel=run.expert,
+            expert_tensor_parallel=run.expert_ways,
+            sequence_parallel=bool(run.sequence_parallel),
+            data_parallel=run.data,
+            distributed_optimizer=bool(run.sharded_optimizer),
+        )
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage: its chunks as Megatron writes them, milliseconds of a micro-batch through all of them, bytes at most.
+
+    The first `recompute_layers` transformer layers of each chunk are computed again in its backward, whose milliseconds
+    have that; the one layer that is there again at a time is not in the bytes.
+    """
+
+    layers: tuple[str, ...]
+    forward_ms: float
+    backward_ms: float
+    peak_bytes: int
+    recompute_layers: int = 0
 
 
 class WrittenLayout(BaseModel):
@@ -120,21 +189,23 @@ class WrittenLayout(BaseModel):
             # The tokenizer, which knows, is made later.
             args = Namespace(**{**vars(args), "padded_vocab_size": self.shape.vocabulary})
         try:
-            mine = Shape.of(args)
+            mine = Shape.of(Gpt.of(args))
         except LayoutError as error:
             return str(error)
         if len(mine.experts) != len(self.shape.experts):
             return _differs("--num-layers", len(mine.experts), len(self.shape.experts))
-        for field, what in _FLAGS.items():
-            if (given := getattr(mine, field)) != (planned := getattr(self.shape, field)):
-                return _differs(what, given, planned)
+        for key, (flag, _) in _ENTRIES.items():
+            if (given := getattr(mine, key)) != (planned := getattr(self.shape, key)):
+                return _differs(flag, given, planned)
         return None
 
     def unlike(self, config: Any) -> str | None:
         """The same for a model configuration of Megatron's, as far as it says what a model is."""
         experts = self.shape.expert_count
-        for field, attribute in {**_CONFIGURED, **(_CONFIGURED_EXPERTS if experts else {})}.items():
-            if ((given := getattr(config, attribute, None)) or 0) != (planned := getattr(self.shape, field)):
+        for key, (_, attribute) in _ENTRIES.items():
+            if attribute is None or (attribute.startswith("moe_") and not experts):
+                continue
+            if ((given := getattr(config, attribute, None)) or 0) != (planned := getattr(self.shape, key)):
                 return _differs(attribute, given, planned)
         if experts and expert_layers(config.moe_layer_freq, len(self.shape.experts)) != self.shape.experts:
             return _differs("moe_layer_freq", config.moe_layer_freq, self.shape.experts)
@@ -143,7 +214,7 @@ class WrittenLayout(BaseModel):
     def other_vocabulary(self, padded: int) -> str | None:
         """The same for a vocabulary that is known only later."""
         planned = self.shape.vocabulary
-        return None if padded == planned else _differs(_FLAGS["vocabulary"], padded, planned)
+        return None if padded == planned else _differs(_ENTRIES["vocabulary"][0], padded, planned)
 
 
 def _differs(what: str, given: Any, planned: Any) -> str:

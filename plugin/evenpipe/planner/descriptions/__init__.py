@@ -1,6 +1,6 @@
 """Descriptions: models, devices, clusters and frameworks, in YAML files, every constant with its source."""
 
-from evenpipe.planner.descriptions.catalog import cluster, described, device, framework, model, names
+from evenpipe.planner.descriptions.catalog import cluster, described, device, framework, model, names, node_of
 from evenpipe.planner.descriptions.kinds import (
     Cluster,
     DescriptionError,
@@ -27,4 +27,5 @@ __all__ = [
     "framework",
     "model",
     "names",
+    "node_of",
 ]

@@ -15,7 +15,18 @@ from pydantic import BaseModel, ValidationError
 
 from evenpipe.planner.descriptions.kinds import Cluster, Described, DescriptionError, Device, Framework, Model
 
-__all__ = ["cluster", "described", "device", "entries", "framework", "model", "names", "nearest", "read_file"]
+__all__ = [
+    "cluster",
+    "described",
+    "device",
+    "entries",
+    "framework",
+    "model",
+    "names",
+    "nearest",
+    "node_of",
+    "read_file",
+]
 
 _Kind = TypeVar("_Kind", bound=Described)
 _SIZED = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)-(.+)", re.ASCII)
@@ -53,6 +64,12 @@ def cluster(name: str) -> Cluster:
     found = described(Cluster, name, {**said, "device": of}, where)
     sized = _SIZED.fullmatch(name)
     return found.of_size(int(sized[1]), int(sized[2])) if sized and key != name else found
+
+
+def node_of(device: Device, gpus: int) -> Cluster:
+    """One node of so many GPUs, with the latencies that the package's clusters have within a node."""
+    update = {"name": device.name, "gpus_per_node": gpus, "device": device, "peer_gbps": device.peer_gbps}
+    return cluster("a100-80gb").model_copy(update=update)
 
 
 def names(room: str) -> list[str]:
