@@ -1,14 +1,19 @@
-"""An iteration that is counted on from its steady state is the one that the simulator walks to its end."""
+"""An iteration on the simulator's clock, and what a run's links take where its ranks are."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenpipe.planner.descriptions import cluster, model
+from evenpipe.planner.estimate import estimate
 from evenpipe.planner.iteration import simulated
+from evenpipe.planner.kernels import FITTED, Links
+from evenpipe.planner.run import EstimateError, Run
 from evenpipe.schedule import Program, Programs, Size, find
 from evenpipe.simulate import Costs, Wire, simulate
 
@@ -79,3 +84,54 @@ def test_long_batches_of_a_stream_are_not_walked_to_their_end(message: Wire | No
         simulate(Programs("2bw")(Size(8, 512, batches=n)), costs_of(times, message)).makespan_ms for n in (3, 4)
     )
     assert found.makespan_ms == pytest.approx(4 * (other - one), rel=1e-3)
+
+
+NODES = cluster("4x8-a100-80gb-25gbit")
+INSIDE = NODES.peer_gbps * 1e9 * FITTED.peer
+BETWEEN = NODES.node_gbps * 1e9 * FITTED.node
+
+
+def links(**changed: object) -> Links:
+    sizes = {"global_batch": 32, "tensor": 2, "stages": 4, "data": 4, **changed}
+    return Links(Run(**sizes), NODES, FITTED)  # type: ignore[arg-type]
+
+
+def test_replicas_of_a_stage_in_one_node_reduce_there_and_stages_are_nodes_apart() -> None:
+    found = links(placement="replicas")
+    assert found.reduction(1e9) == pytest.approx(1e9 / INSIDE)
+    assert found.message(1e6)[1] == pytest.approx(1e6 / BETWEEN)
+
+
+def test_a_pipeline_in_one_node_sends_there_and_its_replicas_are_nodes_apart() -> None:
+    found = links(placement="pipeline")
+    assert found.reduction(1e9) == pytest.approx(1e9 / BETWEEN)
+    assert found.message(1e6)[1] == pytest.approx(1e6 / INSIDE)
+
+
+def test_within_one_node_it_is_all_the_same() -> None:
+    for one in ("replicas", "pipeline"):
+        found = links(data=1, placement=one)
+        assert found.message(1e6)[1] == pytest.approx(1e6 / INSIDE)
+
+
+def test_tied_embeddings_are_summed_where_their_stages_are() -> None:
+    """In one node where a pipeline is placed in one, or where the first stage and the last are a pair of BPipe's."""
+    nodes = cluster("2x8-a100-80gb")
+    run = Run(global_batch=32, stages=8, data=2)
+    across, inside, paired = (
+        Links(one, nodes, FITTED).between_ends(1e9)
+        for one in (run, replace(run, placement="pipeline"), replace(run, bpipe=True))
+    )
+    assert inside == paired < across / 2
+
+
+def test_how_sure_an_estimate_is_depends_on_the_links_between_nodes() -> None:
+    run = Run(global_batch=128, stages=8, tensor=4, micro_batch=2, recompute="selective", bpipe=True)
+    fast, slow = (estimate(model("gpt3-96b"), cluster(f"4x8-a100-80gb{one}"), run) for one in ("", "-25gbit"))
+    assert fast.uncertainty.high < 0.05 < slow.uncertainty.high
+
+
+def test_a_pipeline_in_one_node_is_refused_where_replicas_share_out_experts() -> None:
+    run = Run(global_batch=32, stages=2, data=8, expert=8, placement="pipeline")
+    with pytest.raises(EstimateError, match="placement=pipeline: Megatron places replicas first"):
+        estimate(model("mixtral-8x7b"), cluster("2x8-h100"), run)
