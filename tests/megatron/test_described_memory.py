@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 from evenpipe.planner.descriptions import Model
 from evenpipe.planner.operations.parts import Blocks, parts_of
 from evenpipe.planner.run import Recompute, Run
-from evenpipe.planner.stage_bytes import chunks_of, stage_memory_of
+from evenpipe.planner.stage_bytes import chunks_of, states
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.schedule import links, loop
 from evenpipe.train.profile import PlannedRun, stage_memories
@@ -46,7 +46,7 @@ def described(kind: str, recompute: Recompute, dropout: float) -> list[tuple[int
         sharded_optimizer=False,
     )
     chunks = chunks_of(parts_of(model, run), Blocks(model, run))
-    return [(stage.static_bytes, stage.sample_bytes) for stage in stage_memory_of(chunks, run, 2 * 256 * 384)]
+    return [(round(states(chunk.parameters, run).stay), round(chunk.kept_bytes)) for chunk in chunks]
 
 
 @pytest.mark.long

@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple
 from evenpipe.planner.advice import reason_of, warnings_of
 from evenpipe.planner.descriptions import Cluster, Framework, Model, framework
 from evenpipe.planner.iteration import (
-    Beside,
     HandOver,
     PartTime,
     batch_end,
@@ -244,7 +243,7 @@ class Estimator:
         ends = {places.order[0].stage, places.order[-1].stage}
         copied = self.model.tied and stage in ends and len(ends) > 1
         embedding = self.model.vocabulary * self.model.hidden / run.tensor if copied else 0
-        return batch_end(parameters, run, kernels, Beside(*(ms / _MS for ms in own_ms)), embedding)
+        return batch_end(parameters, run, kernels, *(ms / _MS for ms in own_ms), embedding)
 
     def _costs(
         self,

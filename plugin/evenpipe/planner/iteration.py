@@ -15,7 +15,6 @@ from evenpipe.schedule import Programs, Size
 from evenpipe.simulate import Costs, simulate
 
 __all__ = [
-    "Beside",
     "HandOver",
     "PartTime",
     "Simulated",
@@ -159,16 +158,12 @@ def _run(programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence[Sequ
 _STEP_BYTES = 58
 
 
-class Beside(NamedTuple):
-    """Seconds of a micro-batch's forward and backward, behind which what is overlapped may hide."""
+def batch_end(
+    parameters: Parameters, run: Run, kernels: Kernels, forward: float, backward: float, embedding: float = 0
+) -> float:
+    """Of one stage, whose forward and backward take so many seconds for a micro-batch.
 
-    forward: float
-    backward: float
-
-
-def batch_end(parameters: Parameters, run: Run, kernels: Kernels, beside: Beside, embedding: float = 0) -> float:
-    """Of one stage. ``embedding``: parameters of it that another stage has a copy of, whose gradients are summed.
-
+    ``embedding``: parameters of it that another stage has a copy of, whose gradients are summed.
     Reductions hide behind the last micro-batch's backward, gatherings behind the first one's forward: those of experts
     and of all else behind the same.
     """
@@ -187,7 +182,7 @@ def batch_end(parameters: Parameters, run: Run, kernels: Kernels, beside: Beside
             reduced += kernels.links.reduction(ring * again, experts)
         stepped += kernels.moved(_STEP_BYTES * count / (size if run.sharded_optimizer else 1))
     if run.overlap_gradients:
-        reduced = max(0.0, reduced - beside.backward)
+        reduced = max(0.0, reduced - backward)
     if run.overlap_parameters:
-        gathered = max(0.0, gathered - beside.forward)
+        gathered = max(0.0, gathered - forward)
     return reduced + gathered + stepped + kernels.links.between_ends(embedding * gradient)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from decimal import ROUND_CEILING, Context, Decimal
+from math import isqrt
 from typing import NamedTuple
 
 from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes
@@ -155,8 +156,9 @@ def candidates(
 
 
 def divisors(samples: int) -> list[int]:
-    """The sizes that micro-batches of so many samples together may have."""
-    return [size for size in range(1, samples + 1) if samples % size == 0]
+    """The sizes that micro-batches of so many samples together may have, in ascending order."""
+    small = [size for size in range(1, isqrt(samples) + 1) if samples % size == 0]
+    return sorted({*small, *(samples // size for size in small)})
 
 
 def _least(memory: Sequence[StageMemory], tried: Sequence[Candidate], schedule: GroupedSchedule) -> str:

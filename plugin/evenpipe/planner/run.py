@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Final, Literal, get_args
 
-from evenpipe.planner.descriptions import Cluster, Framework, Model, Precision
+from evenpipe.planner.descriptions import Cluster, Device, Framework, Model, Precision
 from evenpipe.schedule import Queues, ScheduleError, Spec, choose
 
 __all__ = ["ITERATIONS_WITH_LATE_GRADIENTS", "Attention", "EstimateError", "Placement", "Recompute", "Run"]
@@ -175,13 +175,7 @@ class Run:
                 raise EstimateError(f"{option}={size}: must be at least 1")
         if self.recompute not in get_args(Recompute):
             raise EstimateError(f"recompute={self.recompute}: choose one of {', '.join(get_args(Recompute))}")
-        if self.precision not in cluster.device.tflops:
-            computes = ", ".join(cluster.device.tflops)
-            raise EstimateError(
-                f"precision={self.precision}: {cluster.device.name} computes {computes}: choose of these"
-            )
-        if self.precision == "fp32" and self.attention == "flash":
-            raise EstimateError("attention=flash: computes fp16 and bf16, not fp32: choose unfused, or a precision")
+        self.check_precision(cluster.device)
         self._fills(cluster)
         heads = ("heads", model.heads) if model.latent else ("key_value_heads", model.key_value_heads)
         self._divides("tensor_parallel", self.tensor, heads[1], f"{model.name}'s {heads[0]}")
@@ -208,6 +202,14 @@ class Run:
                 f"× data parallel {self.data}): {max(1, round(self.global_batch / each)) * each} is"
             )
         self._layout(model)
+
+    def check_precision(self, device: Device) -> None:
+        """Raises EstimateError for a precision that the device, or the run's attention, does not compute in."""
+        if self.precision not in device.tflops:
+            computes = ", ".join(device.tflops)
+            raise EstimateError(f"precision={self.precision}: {device.name} computes {computes}: choose of these")
+        if self.precision == "fp32" and self.attention == "flash":
+            raise EstimateError("attention=flash: computes fp16 and bf16, not fp32: choose unfused, or a precision")
 
     def _fills(self, cluster: Cluster) -> None:
         if self.gpus == cluster.gpus:

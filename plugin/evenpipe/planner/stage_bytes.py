@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from evenpipe.planner.descriptions import Device
-from evenpipe.planner.memory import StageMemory
-from evenpipe.planner.operations.operation import Parameters, total
+from evenpipe.planner.operations.operation import Parameters, summed, total
 from evenpipe.planner.operations.parts import Block, Blocks, Part
 from evenpipe.planner.run import Recompute, Run
 from evenpipe.schedule import Places
@@ -20,7 +19,6 @@ __all__ = [
     "chunks_of",
     "parameters_of",
     "stage_bytes",
-    "stage_memory_of",
     "states",
 ]
 
@@ -110,8 +108,7 @@ def chunks_of(parts: Sequence[Part], blocks: Blocks) -> list[Chunk]:
 
 def parameters_of(part: Part, blocks: Blocks) -> Parameters:
     """Of one GPU."""
-    each = [(total(blocks.operations[block]), count) for block, count in part.items()]
-    return Parameters(sum(one.shared * n for one, n in each), sum(one.expert * n for one, n in each))
+    return summed(total(blocks.operations[block]).times(count) for block, count in part.items())
 
 
 def _working(block: Block, blocks: Blocks) -> float:
@@ -159,18 +156,3 @@ def stage_states(own: Sequence[Chunk], run: Run, versions: int) -> States:
     """Those of a stage that has these chunks."""
     each = [states(chunk.parameters, run, versions) for chunk in own]
     return States(*map(sum, zip(*each, strict=True)))
-
-
-def stage_memory_of(chunks: Sequence[Chunk], run: Run, message_bytes: float) -> tuple[StageMemory, ...]:
-    """The same as what a measurement finds, for the tuner and the memory-limit curve: one chunk a stage."""
-    return tuple(
-        StageMemory(
-            static_bytes=round(stage_states([chunk], run, 1).stay),
-            shared_bytes=0,
-            fixed_bytes=0,
-            sample_bytes=round(chunk.kept_bytes / run.micro_batch),
-            message_bytes=round(message_bytes / run.micro_batch),
-            workspace_bytes=round(chunk.working_bytes / run.micro_batch),
-        )
-        for chunk in chunks
-    )

@@ -28,6 +28,7 @@ EXPERTS = (
     *("--moe-router-topk", "2", "--disable-bias-linear", "--swiglu", "--normalization", "RMSNorm"),
     *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
 )
+BIASED_EXPERTS = ("--num-experts", "4", "--moe-ffn-hidden-size", "64", "--max-position-embeddings", "128")
 MTP = ("--mtp-num-layers", "2")
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 VIRTUAL = ("--num-virtual-stages-per-pipeline-rank", "2")
@@ -68,7 +69,9 @@ def cuts_of(plan):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("flags", [(*EXPERTS, *MTP, *TENSOR), ()], ids=["experts, MTP, TP 2", "dense"])
+@pytest.mark.parametrize(
+    "flags", [(*EXPERTS, *MTP, *TENSOR), (*BIASED_EXPERTS, *MTP), ()], ids=["experts, MTP, TP 2", "biases", "dense"]
+)
 def test_parameters_are_those_of_megatrons_own_model(flags):
     script = Path(__file__).with_name("count_parameters.py")
     done = subprocess.run([sys.executable, script, *SMALL, *flags], capture_output=True, text=True, check=False)

@@ -199,7 +199,7 @@ def experts(shard: Shard) -> list[Operation]:
             (Gemm(shard.residual / model.hidden, chosen.count, model.hidden), Moved(16 * gates, 6)),
             (Gemm(shard.residual / model.hidden, model.hidden, chosen.count), Moved(16 * gates, 6)),
             (Gemm(model.hidden, chosen.count, shard.residual / model.hidden),),
-            Parameters(chosen.count * model.hidden),
+            Parameters(chosen.count * (model.hidden + model.biases)),
             saved_bytes=e * shard.residual + 8 * gates,
         ),
         Operation(

@@ -77,6 +77,9 @@ class Parameters(NamedTuple):
     def all(self) -> float:
         return self.shared + self.expert
 
+    def times(self, count: float) -> Parameters:
+        return Parameters(self.shared * count, self.expert * count)
+
 
 @dataclass(frozen=True)
 class Operation:

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from evenpipe.planner.descriptions import Cluster, Device, Model
 from evenpipe.planner.estimate import Positions
-from evenpipe.planner.iteration import Beside, HandOver, PartTime, batch_end, part_times
+from evenpipe.planner.iteration import HandOver, PartTime, batch_end, part_times
 from evenpipe.planner.kernels import FITTED, Kernels
 from evenpipe.planner.operations.operation import Parameters, summed
 from evenpipe.planner.operations.parts import Block, Blocks, Part, parts_of
@@ -64,8 +64,7 @@ class Profile:
     def parameters(self, stages: int) -> Parameters:
         """Of all stages, one GPU of each."""
         every = self._parts_of(stages, 1, (0,) * (stages - 1) + (self._layers,))
-        each = [(self._chunks[kind].parameters, count) for part in every for kind, count in part]
-        return Parameters(*(sum(one[field] * count for one, count in each) for field in range(2)))
+        return summed(self._chunks[kind].parameters.times(count) for part in every for kind, count in part)
 
     def parts(self, stages: int, chunks: int, layout: tuple[int, ...] | None) -> list[PartCost]:
         """Each part of the pipeline, in the order of the model."""
@@ -79,7 +78,7 @@ class Profile:
         return PartCost(
             PartTime(*(sum(one.time[field] * count for one, count in each) for field in range(3))),
             Chunk(
-                Parameters(*(sum(one.chunk.parameters[field] * count for one, count in each) for field in range(2))),
+                summed(one.chunk.parameters.times(count) for one, count in each),
                 sum((one.chunk.kept_bytes - one.chunk.mask_bytes) * count for one, count in each) + mask,
                 max((one.chunk.working_bytes for one, _ in each), default=0.0),
                 mask,
@@ -243,6 +242,6 @@ def least_end_ms(parts: Sequence[PartCost], where: Positions, run: Run, kernels:
     for stage in {0, len(where.at) - 1}:
         own = [parts[n] for n in where.at[stage]]
         parameters = summed(one.chunk.parameters for one in own)
-        beside = Beside(sum(one.time.forward for one in own), sum(one.time.backward for one in own))
-        most = max(most, batch_end(parameters, run, kernels, beside))
+        forward, backward = (sum(one.time[field] for one in own) for field in range(2))
+        most = max(most, batch_end(parameters, run, kernels, forward, backward))
     return _MS * most

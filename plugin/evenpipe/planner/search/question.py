@@ -9,10 +9,11 @@ from typing import Final, get_args
 
 from evenpipe.planner.descriptions import Cluster, Framework, Model
 from evenpipe.planner.estimate import framework_of
+from evenpipe.planner.memory import divisors
 from evenpipe.planner.run import EstimateError, Placement, Recompute, Run
 from evenpipe.schedule import NEEDS, Need, Spec, find, offered
 
-__all__ = ["Engine", "Question", "divisors", "nothing_fits"]
+__all__ = ["Engine", "Question", "nothing_fits"]
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,7 @@ class Question:
 
     def check(self) -> None:
         """Raises EstimateError for what no run on this cluster can compute in, and where no schedule is left."""
-        precision, device = self.base(1).precision, self.cluster.device
-        if precision not in device.tflops:
-            computes = ", ".join(device.tflops)
-            raise EstimateError(f"precision={precision}: {device.name} computes {computes}: choose of these")
-        if precision == "fp32" and self.base(1).attention == "flash":
-            raise EstimateError("attention=flash: computes fp16 and bf16, not fp32: choose unfused, or a precision")
+        self.base(1).check_precision(self.cluster.device)
         reasons = [self.refused(find(name)) for name in self.schedules]
         if all(reasons):
             able = ", ".join(offered(self.engine.offers))
@@ -144,12 +140,6 @@ class Question:
         if self.model.experts is None:
             return [1]
         return [e for e in divisors(self.model.experts.count) if replicas % e == 0]
-
-
-def divisors(n: int) -> list[int]:
-    """In ascending order."""
-    small = [k for k in range(1, int(n**0.5) + 1) if n % k == 0]
-    return sorted({*small, *(n // k for k in small)})
 
 
 _GIB: Final = 2**30
