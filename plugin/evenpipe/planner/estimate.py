@@ -243,7 +243,8 @@ class Estimator:
         ends = {places.order[0].stage, places.order[-1].stage}
         copied = self.model.tied and stage in ends and len(ends) > 1
         embedding = self.model.vocabulary * self.model.hidden / run.tensor if copied else 0
-        return batch_end(parameters, run, kernels, *(ms / _MS for ms in own_ms), embedding)
+        forward, backward = own_ms
+        return batch_end(parameters, run, kernels, forward / _MS, backward / _MS, embedding)
 
     def _costs(
         self,
