@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from evenpipe.planner.descriptions import Model, cluster, model
 from evenpipe.planner.estimate import Estimate, Estimator, estimate, model_flops
-from evenpipe.planner.iteration import Beside, batch_end
+from evenpipe.planner.iteration import batch_end
 from evenpipe.planner.kernels import FITTED, Kernels, Links
 from evenpipe.planner.operations.operation import Collective, Parameters
 from evenpipe.planner.operations.parts import Blocks, parts_of
@@ -166,9 +166,9 @@ def test_what_is_reduced_beside_a_backward_hides_behind_it_once() -> None:
     kernels = Kernels(run, cluster("8x8-h100"), FITTED)
     dense, experts = Parameters(10**9), Parameters(0, 10**9)
     both = Parameters(10**9, 10**9)
-    open_ = sum(batch_end(one, run, kernels, Beside(0, 0)) for one in (dense, experts))
-    assert batch_end(both, run, kernels, Beside(0, 0)) == pytest.approx(open_)
-    assert batch_end(both, run, kernels, Beside(0, 0.005)) == pytest.approx(open_ - 0.005)
+    open_ = sum(batch_end(one, run, kernels, 0, 0) for one in (dense, experts))
+    assert batch_end(both, run, kernels, 0, 0) == pytest.approx(open_)
+    assert batch_end(both, run, kernels, 0, 0.005) == pytest.approx(open_ - 0.005)
 
 
 def test_tied_embeddings_sum_their_gradients_where_they_are_on_different_stages() -> None:
