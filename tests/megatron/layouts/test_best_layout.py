@@ -85,7 +85,7 @@ def test_by_a_devices_peaks_nothing_is_run():
     big = ("--hidden-size", "4096", "--num-attention-heads", "32", "--num-layers", "32", "--seq-length", "4096")
     wide = ("--vocab-size", "128256", "--max-position-embeddings", "4096", "--bf16")
     plan, profile = best_layout([*SMALL, *big, *wide], device("a100-80gb"), limit_bytes=80 * 2**30)
-    assert plan.source == "roofline"
+    assert plan.source == "estimated"
     assert plan.layout.count("t") == 32
     assert plan.layout.split("|")[-1].count("t") < 8
     assert plan.best.max_stage_ms < 0.95 * plan.even.max_stage_ms

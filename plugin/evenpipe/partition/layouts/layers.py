@@ -204,7 +204,7 @@ def profile_of(gpt: Gpt, times: Times, *, device: str, versions: Mapping[str, st
             micro_batch_size=gpt.run.micro_batch,
             device=device,
             precision=str(gpt.run.precision),
-            source="measured on this CPU" if device == "cpu" else "roofline",
+            source="measured on this CPU" if device == "cpu" else "estimated",
             digest=sha256(repr((gpt, [row.name for row in rows])).encode()).hexdigest(),
             versions=dict(versions),
         ),
