@@ -69,8 +69,8 @@ class Profile:
     def parts(self, stages: int, chunks: int, layout: tuple[int, ...] | None) -> list[PartCost]:
         """Each part of the pipeline, in the order of the model."""
         parts = self._parts_of(stages, chunks, layout)
-        summed = {part: self._summed(part) for part in set(parts)}
-        return [summed[part] for part in parts]
+        costs = {part: self._summed(part) for part in set(parts)}
+        return [costs[part] for part in parts]
 
     def _summed(self, part: _Counts) -> PartCost:
         each = [(self._of[kind], count) for kind, count in part]
