@@ -46,10 +46,10 @@ with warnings.catch_warnings():
     from variants import installed, patches_for
 
     from evenpipe.megatron.cpu_mode import cpu_mode
-    from evenpipe.megatron.train_engine.step import Learner, Stepped, make_learner, micro_batches, train_step
+    from evenpipe.megatron.train_engine.learner import Learner, Stepped, make_learner, micro_batches, train_step
     from evenpipe.train import data
+    from evenpipe.train.engine import FailureContext
     from evenpipe.train.options import OptionsError, TrainOptions
-    from evenpipe.train.recorder import FailureContext
 
 #: EvenPipe's schedule of each variant.
 SCHEDULES: Final[dict[str, str | None]] = {"megatron": None, "evenpipe": "1f1b", "2bw": "2bw"}

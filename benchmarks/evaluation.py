@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import pipeline_parallel
 
-from evenpipe.megatron.train_engine.step import Learner, forward_step, micro_batches
+from evenpipe.megatron.train_engine.learner import Learner, forward_step, micro_batches
 from evenpipe.train.data import Corpus
 
 __all__ = ["Held", "split"]

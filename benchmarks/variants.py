@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
-from evenpipe.megatron.train_engine.step import Learner
+from evenpipe.megatron.train_engine.learner import Learner
 from evenpipe.megatron.two_bw import StreamSchedule, TwoBWOptimizer
 from evenpipe.upstream import PatchSet
 

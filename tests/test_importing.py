@@ -89,7 +89,7 @@ def test_what_is_asked_for_twice_is_applied_once() -> None:
 def test_training_in_plain_torch_imports_no_framework() -> None:
     run("""
         import sys
-        import evenpipe.train.launch, evenpipe.train.module.engine, evenpipe.train.process
+        import evenpipe.train.launch, evenpipe.train.plain, evenpipe.train.process
         found = {"megatron", "deepspeed", "evenpipe.megatron", "evenpipe.deepspeed"} & set(sys.modules)
         assert not found, found
     """)

@@ -54,7 +54,7 @@ OURS: Final = {
     "runtime/heartbeat.py": ("_life",),
     "runtime/store.py": ("counter", "recording", "saved"),
     "torch/two_bw.py": ("pipeline",),
-    "train/planned/engine.py": ("pipeline",),
+    "train/plain.py": ("pipeline",),
     "torch/planned.py": ("executor",),
     "train/saver.py": ("draft",),
 }

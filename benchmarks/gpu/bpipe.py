@@ -20,9 +20,9 @@ from evenpipe.planner.memory import peak_bytes
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.schedule import Programs, links, loop
 from evenpipe.train.engine import engine_module
+from evenpipe.train.machine import stage_memory
 from evenpipe.train.options import TrainOptions
 from evenpipe.train.predict import predict
-from evenpipe.train.profile import stage_memory
 
 from .rank import Rank
 from .training import evicting_group, options_of, train

@@ -15,8 +15,8 @@ import torch
 
 from evenpipe.runtime.bandwidth import ModelShape, forward_flops
 from evenpipe.runtime.timing import clock_for, matrix_flops
-from evenpipe.train.module.model import initialised_piece
 from evenpipe.train.options import TrainOptions
+from evenpipe.train.transformer import initialised_piece
 
 from .rank import Rank
 

@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from evenpipe.runtime.communicators import communicator_bytes, ctas
 from evenpipe.schedule import EVICT, Program, Size, build, find, names
-from evenpipe.train.module.model import initialised_piece
 from evenpipe.train.options import TrainOptions
+from evenpipe.train.transformer import initialised_piece
 
 from .loop import Loops, Turns
 from .looped import Case, Result, gradients_of, keeper_cases, seen_by_sanitizer, unwaited, without_pipeline

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from evenpipe.schedule import Action
-from evenpipe.train.recorder import FailureContext, Recorder
+from evenpipe.train.engine import FailureContext, Recorder
 
 from .rank import ENDED, UNDER_WAY, Rank
 from .training import evicting_group, options_of, train

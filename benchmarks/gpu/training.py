@@ -7,12 +7,10 @@ from typing import Any
 
 from evenpipe.schedule import EVICT
 from evenpipe.train import data
-from evenpipe.train.engine import Case, engine_module
-from evenpipe.train.gather import Share, combine, gather
+from evenpipe.train.engine import Case, FailureContext, Recorder, engine_module
 from evenpipe.train.options import OptionsError, TrainOptions
-from evenpipe.train.recorder import FailureContext, Recorder
 from evenpipe.train.result import RunResult
-from evenpipe.train.run import iterate
+from evenpipe.train.run import Share, combine, gather, iterate
 
 from .rank import Rank
 

@@ -68,7 +68,7 @@ def _serve() -> None:
     # megatron-core warns of every optional package that is missing.
     with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
-        for name in ("evenpipe.train.module.engine", "evenpipe.megatron.train_engine.engine"):
+        for name in ("evenpipe.train.plain", "evenpipe.megatron.train_engine.engine"):
             import_module(name)
     for module in dict.fromkeys(part.module for part in registry.PARTS):
         import_module(f"benchmarks.gpu.{module}")

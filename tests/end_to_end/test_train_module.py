@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from evenpipe.torch.two_bw import scaled_to
 from evenpipe.train import data
-from evenpipe.train.gather import digest
 from evenpipe.train.launch import StageFailed, run_cases
-from evenpipe.train.module.engine import clip, loss_of, squares
-from evenpipe.train.module.model import initialised_piece
 from evenpipe.train.options import OptionsError, TrainOptions
-from evenpipe.train.plain import learning_rate, make_optimizer
+from evenpipe.train.plain import learning_rate, loss_of, make_optimizer, squares_of
 from evenpipe.train.predict import predict
 from evenpipe.train.result import RunResult
+from evenpipe.train.run import digest
+from evenpipe.train.transformer import initialised_piece
 from tests.oracle.recurrence import TwoBWUpdates
 from tests.rig.faults import Fault
 
@@ -111,9 +112,8 @@ def train_in_one_process(options: TrainOptions) -> tuple[tuple[float, ...], str]
         for total, parameter in zip(sums, parameters, strict=True):
             parameter.grad = total / options.data_parallel
         losses.append(sum(of_replicas) / len(of_replicas))
-        clip(
-            [parameter.grad for parameter in parameters], [squares(piece).item() for piece in pieces], options.clip_grad
-        )
+        norm = math.sqrt(sum(squares_of(piece).item() for piece in pieces))
+        scaled_to(options.clip_grad, norm, [parameter.grad for parameter in parameters])
         updates.update([parameters[number].grad for number in order], learning_rate(options, iteration))
     return tuple(losses), hashlib.sha256("".join(digest([piece]) for piece in newest).encode()).hexdigest()
 

@@ -18,9 +18,8 @@ from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.train_engine.engine import opened
 from evenpipe.schedule import Action
 from evenpipe.train import data
-from evenpipe.train.engine import Case
+from evenpipe.train.engine import Case, FailureContext, Recorder
 from evenpipe.train.options import TrainOptions
-from evenpipe.train.recorder import FailureContext, Recorder
 from evenpipe.train.run import iterate
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -14,7 +14,7 @@ from evenpipe.planner.run import Recompute, Run
 from evenpipe.planner.stage_bytes import chunks_of, states
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.schedule import links, loop
-from evenpipe.train.profile import PlannedRun, stage_memories
+from evenpipe.train.machine import PlannedRun, stage_memories
 
 #: Of six heads no fused softmax makes a kernel, on the meta device as on a GPU.
 SIZES = {"layers": 8, "hidden": 384, "heads": 6}

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from evenpipe.megatron.cpu_mode.core import without_transformer_engine
-from evenpipe.megatron.train_engine.models import initialise
+from evenpipe.megatron.train_engine.learner import initialise
 from evenpipe.train.data import Corpus, MicroBatch
 from evenpipe.train.options import TrainOptions
 

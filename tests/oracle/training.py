@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.train import data
-from evenpipe.train.gather import digest
 from evenpipe.train.options import TrainOptions
+from evenpipe.train.run import digest
 from tests.oracle.process import Trained
 from tests.oracle.recurrence import TwoBWUpdates, clip, descend, global_norm
 from tests.oracle.stages import Stage, build_stages, forward_backward

@@ -37,8 +37,8 @@ class Fault(NamedTuple):
         import torch
         from torch.nn.modules.module import register_module_forward_hook
 
+        from evenpipe.train.engine import FailureContext
         from evenpipe.train.process import train_cases
-        from evenpipe.train.recorder import FailureContext
 
         stage, _, text = self.at.partition(":")
         action, start_iteration, start_action = parse(text), FailureContext.start_iteration, FailureContext.start_action

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from evenpipe.train.checkpoint import Draft, check, find, refuse_misfit
-from evenpipe.train.manifest import FileEntry, Manifest
+from evenpipe.train.checkpoint import Draft, FileEntry, Manifest, check, find, refuse_misfit
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.ownership import Disturbed, acquire
 
@@ -255,7 +254,7 @@ def test_a_checkpoint_of_another_format_is_refused_in_one_line(kept: tuple[str, 
 
 def test_a_manifest_with_an_option_too_many_or_too_few_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    found = find(tmp_path)
+    found = find(tmp_path).manifest
     fewer = {name: value for name, value in found.options.items() if name != "heads"}
     for options in (fewer, found.options | {"another": 1}):
         with pytest.raises(ValueError, match="options: they are those of another version of EvenPipe"):

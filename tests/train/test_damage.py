@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from evenpipe.train.checkpoint import Draft, find
-from evenpipe.train.manifest import FORMAT, FileEntry, rank_file
+from evenpipe.train.checkpoint import FORMAT, Draft, FileEntry, find, rank_file
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.ownership import Disturbed, acquire, owned, release
 from evenpipe.train.saver import state_of
@@ -39,7 +38,7 @@ def save(folder: Path, iteration: int, files: list[bytes]) -> None:
 def used(folder: Path) -> tuple[int, dict[str, object], list[float]]:
     checkpoint = find(folder)
     weights = [state_of(checkpoint, rank)["weight"] for rank in range(2)]
-    return checkpoint.iterations, checkpoint.options, [weight.double().sum().item() for weight in weights]
+    return checkpoint.iterations, checkpoint.manifest.options, [weight.double().sum().item() for weight in weights]
 
 
 @pytest.mark.parametrize("name", ["latest", "iter_0000005/checkpoint.json", "iter_0000005/rank_00001.pt"])

@@ -18,11 +18,10 @@ import torch.multiprocessing as mp
 from megatron.core import pipeline_parallel
 
 from evenpipe.megatron.train_engine.engine import MegatronEngine, opened, prepare
-from evenpipe.megatron.train_engine.step import forward_step, micro_batches
+from evenpipe.megatron.train_engine.learner import forward_step, micro_batches
 from evenpipe.train import data
-from evenpipe.train.engine import Case
+from evenpipe.train.engine import Case, FailureContext, Recorder
 from evenpipe.train.options import TrainOptions
-from evenpipe.train.recorder import FailureContext, Recorder
 
 WORLD, ITERATIONS, RESUMED_AFTER = 2, 10, (2, 3, 6)
 SMALL = {"layers": 2, "hidden": 16, "heads": 2, "seq_length": 16, "stages": WORLD, "micro_batches": 3, "experts": 4}

@@ -19,8 +19,8 @@ from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.planner.memory import PlanError, StageMemory, candidates, divisors, peak_bytes
 from evenpipe.report.figures import Limit, draw_limit
 from evenpipe.schedule import Programs
+from evenpipe.train.machine import PlannedRun, ProfileError, stage_memory
 from evenpipe.train.options import TrainOptions
-from evenpipe.train.profile import PlannedRun, ProfileError, stage_memory
 
 __all__ = ["add_to"]
 

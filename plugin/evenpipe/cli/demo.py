@@ -22,9 +22,8 @@ from evenpipe.report.page.content import RunDocument
 from evenpipe.report.page.views import DIFFERENT, SAME, busy, compared
 from evenpipe.report.timeline import StageMemory, Timeline
 from evenpipe.simulate import Simulation
-from evenpipe.train.document import run_document
 from evenpipe.train.options import TrainOptions
-from evenpipe.train.predict import predict
+from evenpipe.train.predict import predict, run_document
 from evenpipe.train.result import RunResult
 
 __all__ = ["add_to"]

@@ -23,9 +23,8 @@ from evenpipe.settings.contradictions import one_group
 from evenpipe.settings.spelling import COMMAND
 from evenpipe.simulate import Simulation
 from evenpipe.train import checkpoint, data
-from evenpipe.train.document import run_document
 from evenpipe.train.options import OptionsError, TrainOptions
-from evenpipe.train.predict import last_program, predict, predicted_peaks
+from evenpipe.train.predict import last_program, predict, predicted_peaks, run_document
 from evenpipe.train.result import RunResult
 
 __all__ = ["add_to"]

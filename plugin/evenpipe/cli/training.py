@@ -17,8 +17,7 @@ from evenpipe.train.engines import ENGINES
 from evenpipe.train.launch import StageFailed, Stopped, run_cases
 from evenpipe.train.machine import check_memory
 from evenpipe.train.options import OptionsError, TrainOptions
-from evenpipe.train.reports import Iteration
-from evenpipe.train.result import RunResult
+from evenpipe.train.result import Iteration, RunResult
 from evenpipe.upstream.installed import too_old_torch
 
 __all__ = ["add_fields", "options_from", "run_training"]

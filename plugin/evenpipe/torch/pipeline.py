@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from evenpipe.schedule import Need, Program, Spec, check_offers, find, needs_of,
 from evenpipe.torch.evaluation import Evaluation, check_gradients, evaluating
 from evenpipe.torch.offers import MODULE_OFFERS
 from evenpipe.torch.ties import Ties
-from evenpipe.torch.two_bw import PlainGradients, TwoBWTraining
+from evenpipe.torch.two_bw import PlainGradients, TwoBWTraining, scaled_to
 from evenpipe.torch.weighing import Tokens, mean_loss, share_of, weights_of
 from evenpipe.tuner.process_memory import KeptBytes, static_bytes
 
@@ -94,15 +95,14 @@ class Pipeline(ABC):
         *,
         clip_grad: float = 0.0,
         replicas: dist.ProcessGroup | None = None,
-        squares: Callable[[], Tensor] | None = None,
     ) -> TwoBWTraining:
         """Train under a schedule without flushes, 2bw: iterate over what is returned, a batch at a time.
 
         batches: each what `step` takes (of several arguments a tuple); read one ahead. optimizer: of this stage's
         parameters; stepped, and gradients let go of, by what is returned, and not by the loop. clip_grad: the largest
         norm of the gradients of all stages; 0: any. replicas: the processes with this stage in other pipelines, whose
-        gradients' mean is taken. squares: see `PlainGradients`. Another call begins anew, with both versions the newest
-        weights. Raises ValueError for a program that flushes.
+        gradients' mean is taken. Another call begins anew, with both versions the newest weights. Raises ValueError for
+        a program that flushes.
         """
         if self.versions is None:
             raise ValueError(f"program: {self.program.schedule.name} flushes after every batch: call step")
@@ -111,7 +111,7 @@ class Pipeline(ABC):
         if self._training is not None:
             self._training.drain()  # a loop may have left it before its batches ended
         gradients = PlainGradients(
-            self.versions, optimizer, squares or self.squares, group, clip_grad, replicas, self.shared_gradients
+            self.versions, optimizer, self.squares, group, clip_grad, replicas, self.shared_gradients
         )
         self._training = TwoBWTraining(self, batches, gradients)
         return self._training
@@ -151,6 +151,18 @@ class Pipeline(ABC):
                 if parameter.grad is not None:
                     found[places.position(self.stage, chunk)] += parameter.grad.double().square().sum()
         return found
+
+    def clip_grad_norm(self, limit: float) -> float:
+        """Scale all stages' gradients so that their norm is at most `limit`, 0 for any; return the norm before.
+
+        Of copies of a parameter, one counts. All ranks of the group call it, between `step` and the optimizer's.
+        """
+        squares = self.squares()
+        # Each is of one stage: whatever order this sum is made in, it is exact.
+        dist.all_reduce(squares, group=self._group)
+        norm = math.sqrt(sum(squares.tolist()))
+        scaled_to(limit, norm, [one.grad for one in self.parameters() if one.grad is not None])
+        return norm
 
     @abstractmethod
     def shared(self, batch: Any) -> Sequence[tuple[Any, ...]]:

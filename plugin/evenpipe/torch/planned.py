@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +34,6 @@ from evenpipe.torch.evaluation import Evaluation, Shown, WithoutDropout
 from evenpipe.torch.offers import PLANNED_OFFERS
 from evenpipe.torch.pipeline import Pipeline, shares, stage_in
 from evenpipe.torch.ties import Ties
-from evenpipe.torch.two_bw import scaled_to
 from evenpipe.torch.weighing import Tokens, mean_loss, share_of, weights_of
 
 __all__ = ["PlannedPipeline"]
@@ -208,18 +206,6 @@ class PlannedPipeline(Pipeline):
             if gradient is not None:
                 found[number] = gradient.double().square().sum()
         return found
-
-    def clip_grad_norm(self, limit: float) -> float:
-        """Scale all stages' gradients so that their norm is at most `limit`, 0 for any; returns the norm before.
-
-        Of copies of a parameter, one counts. All ranks of the group call it, between `step` and the optimizer's.
-        """
-        found = self.squares()
-        # Each is of one stage: whatever order this sum is made in, it is exact.
-        dist.all_reduce(found, group=self._group)
-        norm = math.sqrt(sum(found.tolist()))
-        scaled_to(limit, norm, [one.grad for one in self._parameters.values() if one.grad is not None])
-        return norm
 
     def numbered(self) -> Iterator[tuple[int, nn.Parameter]]:
         """This stage's parameters, with their number in the whole model."""

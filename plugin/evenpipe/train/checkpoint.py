@@ -2,7 +2,7 @@
 
 DIR/latest                           iter_0000010 and the digest of its manifest
 DIR/owner.json                       which run saves there; empty when none does
-DIR/iter_0000010/checkpoint.json     the manifest (`evenpipe.train.manifest`)
+DIR/iter_0000010/checkpoint.json     the `Manifest`
 DIR/iter_0000010/rank_00000.pt       what one process needs to go on; names run, iteration and rank, too
 DIR/iter_0000015.1f00c3d2.partial/   being written or removed, or left by a process that was killed: never loaded
 DIR/iter_0000010.replaced/           makes room for another of its name, and comes back if that never arrives
@@ -11,24 +11,38 @@ DIR/iter_0000010.replaced/           makes room for another of its name, and com
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import Annotated, Any, BinaryIO, Final, Literal, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from evenpipe.report.files import check_writable, move_durably, write_durably
 from evenpipe.settings.spelling import command_flag
 from evenpipe.train.engines import ENGINES
-from evenpipe.train.manifest import MUST_AGREE, FileEntry, Manifest
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.ownership import Disturbed, holding
 
-__all__ = ["Checkpoint", "Draft", "check", "damaged", "find", "refuse_misfit"]
+__all__ = [
+    "FORMAT",
+    "MUST_AGREE",
+    "Checkpoint",
+    "Draft",
+    "FileEntry",
+    "Manifest",
+    "check",
+    "damaged",
+    "find",
+    "rank_file",
+    "refuse_misfit",
+]
+
+FORMAT: Final = "evenpipe.checkpoint/2"
 
 _LATEST: Final = "latest"
 _MANIFEST: Final = "checkpoint.json"
@@ -39,16 +53,100 @@ _MOST_BYTES: Final = 2**24
 _BLOCK_BYTES: Final = 2**20
 
 
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_Options = dict[str, bool | int | float | str]
+#: Options that decide which parameters and optimizer state there are, and which process has them.
+MUST_AGREE: Final = (
+    "model",
+    "layers",
+    "hidden",
+    "heads",
+    "seq_length",
+    "untie_embeddings",
+    "experts",
+    "expert_parallel",
+    "stages",
+    "data_parallel",
+    "tensor_parallel",
+    "chunks",
+    "precision",
+    "optimizer",
+    "distributed_optimizer",
+)
+#: Their product is the number of processes, each of which has a file.
+_SIZES: Final = ("stages", "data_parallel", "tensor_parallel")
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of a process' file."""
+    return f"rank_{rank:05d}.pt"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileEntry(_Frozen):
+    """The size of a file, and the SHA-256 of its bytes."""
+
+    bytes: int = Field(ge=0)
+    sha256: _Digest
+
+
+class Manifest(_Frozen):
+    """`checkpoint.json`. `digest` is the SHA-256 of all other fields, so that no byte of it can change unnoticed."""
+
+    format: Literal["evenpipe.checkpoint/2"]
+    iteration: int = Field(ge=1)
+    framework: str
+    options: _Options
+    run: str = Field(pattern=r"^[0-9a-f]{32}$")
+    files: dict[str, FileEntry]
+    digest: _Digest
+
+    @classmethod
+    def of(cls, **fields: Any) -> Manifest:
+        """Return the manifest with these fields, sealed. Raises ValueError where they do not fit together."""
+        unsealed = cls.model_construct(format=FORMAT, **fields)
+        return cls(format=FORMAT, **fields, digest=unsealed._seal())
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Manifest:
+        if self.digest != self._seal():
+            raise ValueError("its digest is another")
+        if self.framework not in {engine.framework for engine in ENGINES.values()}:
+            raise ValueError(f"framework: {self.framework!r} is unknown")
+        if self.options.keys() != set(MUST_AGREE):
+            raise ValueError("options: they are those of another version of EvenPipe")
+        self._check_files()
+        return self
+
+    def _check_files(self) -> None:
+        """Raise ValueError unless there is one file for each process of the run."""
+        processes = 1
+        for name in _SIZES:
+            size = self.options[name]
+            if type(size) is not int or size < 1:
+                raise ValueError(f"options: {name} is no number of processes")
+            processes *= size
+        if len(self.files) != processes or any(rank_file(rank) not in self.files for rank in range(processes)):
+            raise ValueError(f"files: expected {rank_file(0)} to {rank_file(processes - 1)} and no other")
+
+    def _seal(self) -> str:
+        fields = self.model_dump(mode="json", exclude={"digest"})
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
 class Checkpoint(NamedTuple):
-    """A complete checkpoint: its folder, how many iterations it has behind it, and what must agree with a run's."""
+    """A complete checkpoint."""
 
     folder: Path
-    iterations: int
-    framework: str
-    options: dict[str, bool | int | float | str]
-    files: Mapping[str, FileEntry]
-    run: str
-    digest: str
+    manifest: Manifest
+
+    @property
+    def iterations(self) -> int:
+        """How many it has behind it."""
+        return self.manifest.iteration
 
     @contextmanager
     def opened(self, name: str) -> Iterator[BinaryIO]:
@@ -56,7 +154,7 @@ class Checkpoint(NamedTuple):
 
         Raises OptionsError where they are not.
         """
-        path, entry = self.folder / name, self.files[name]
+        path, entry = self.folder / name, self.manifest.files[name]
         try:
             file = path.open("rb")
         except OSError as error:
@@ -181,7 +279,7 @@ def find(directory: Path) -> Checkpoint:
         except OptionsError as error:
             problems.append(error)
             continue
-        if checkpoint.digest == digest:
+        if checkpoint.manifest.digest == digest:
             return checkpoint
         problems.append(damaged(path, f"{folder.name} is not the checkpoint that it names", f"name {folder} itself"))
     raise problems[0]
@@ -189,13 +287,13 @@ def find(directory: Path) -> Checkpoint:
 
 def refuse_misfit(options: TrainOptions, checkpoint: Checkpoint) -> None:
     """Raise OptionsError, naming flag and values, where a run with `options` cannot go on from `checkpoint`."""
-    if checkpoint.framework != ENGINES[options.engine].framework:
-        engine = next(name for name, package in ENGINES.items() if package.framework == checkpoint.framework)
+    if checkpoint.manifest.framework != ENGINES[options.engine].framework:
+        engine = next(name for name, package in ENGINES.items() if package.framework == checkpoint.manifest.framework)
         raise OptionsError(
             f"--engine {options.engine}: {checkpoint.folder} was saved with --engine {engine}: "
             "use that, or another --load"
         )
-    for name, saved in checkpoint.options.items():
+    for name, saved in checkpoint.manifest.options.items():
         mine = getattr(options, name)
         if mine != saved:
             raise OptionsError(_disagreement(command_flag(name), mine, saved, checkpoint.folder))
@@ -238,15 +336,7 @@ def _read(folder: Path) -> Checkpoint:
     for name, entry in manifest.files.items():
         if sizes.get(name) != entry.bytes:
             raise damaged(folder, f"{name} {'has another size' if name in sizes else 'is not there'}")
-    return Checkpoint(
-        folder,
-        manifest.iteration,
-        manifest.framework,
-        manifest.options,
-        manifest.files,
-        manifest.run,
-        manifest.digest,
-    )
+    return Checkpoint(folder, manifest)
 
 
 def _bytes_of(path: Path) -> bytes:

@@ -1,19 +1,21 @@
-"""Text to training samples: bytes are the tokens, and every sample is a function of where in the run it is used."""
+"""Training samples, each a function of where in the run it is used: of a text, or like the inputs of a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from evenpipe.train.fields import BUILTIN_TEXT
-from evenpipe.train.options import OptionsError, TrainOptions
+from evenpipe.train.options import BUILTIN_TEXT, OptionsError, TrainOptions
 
-__all__ = ["MASK_TOKEN", "Corpus", "MicroBatch", "load", "sample_bytes"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["MASK_TOKEN", "Corpus", "MicroBatch", "load", "random_batch", "sample_bytes"]
 
 MASK_TOKEN: Final = 256
 _MASKED_FRACTION: Final = 0.15
@@ -77,6 +79,25 @@ def load(options: TrainOptions) -> Corpus:
 def sample_bytes(options: TrainOptions) -> int:
     """Bytes of text in one sample: a GPT sample carries the label of its last token too."""
     return options.seq_length + 1 if options.model == "gpt" else options.seq_length
+
+
+def random_batch(inputs: Mapping[str, Tensor], micro_batches: int, *key: int) -> dict[str, Tensor]:
+    """A batch of so many micro-batches like `inputs`, always the same for one key.
+
+    Every number is drawn from those that the input of that name has, so that token ids stay in the vocabulary and a
+    mask of ones is one. What has no dimension is as it is.
+    """
+    import torch  # options of a run are checked without it
+
+    random = torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
+
+    def drawn(like: Tensor) -> Tensor:
+        if not like.dim():
+            return like
+        shape = (micro_batches * like.shape[0], *like.shape[1:])
+        return like.flatten()[torch.randint(like.numel(), shape, generator=random)]
+
+    return {name: drawn(inputs[name]) for name in sorted(inputs)}
 
 
 def _builtin() -> bytes:

@@ -31,6 +31,7 @@ class EnginePackage(NamedTuple):
 
 
 _MEGATRON: Final = "evenpipe.megatron.train_engine.engine"
+_PLAIN: Final = "evenpipe.train.plain"
 _MEGATRON_CORE: Final = ("megatron", "megatron-core is not installed: pip install 'evenpipe[megatron]'")
 #: By the value of --engine.
 ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType(
@@ -39,7 +40,7 @@ ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType(
             "megatron", _MEGATRON, "megatron-core", frozenset(["chunks", "groups", "stream"]), _MEGATRON_CORE
         ),
         "megatron": EnginePackage("megatron", _MEGATRON, "--engine megatron", frozenset(["chunks"]), _MEGATRON_CORE),
-        "module": EnginePackage("module", "evenpipe.train.module.engine", "--engine module", MODULE_OFFERS),
-        "planned": EnginePackage("planned", "evenpipe.train.planned.engine", "a plan of a plain model", PLANNED_OFFERS),
+        "module": EnginePackage("module", _PLAIN, "--engine module", MODULE_OFFERS),
+        "planned": EnginePackage("planned", _PLAIN, "a plan of a plain model", PLANNED_OFFERS),
     }
 )

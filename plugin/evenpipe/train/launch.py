@@ -21,8 +21,7 @@ from evenpipe.train.engines import ENGINES
 from evenpipe.train.machine import check_room
 from evenpipe.train.options import OptionsError, TrainOptions, device_type
 from evenpipe.train.ownership import Disturbed, owned
-from evenpipe.train.reports import STOPPING, Failure, Iteration, Note, Results, Saved, Stopping
-from evenpipe.train.result import RunResult
+from evenpipe.train.result import STOPPING, Failure, Iteration, Note, Results, RunResult, Saved, Stopping
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext

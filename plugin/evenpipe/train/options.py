@@ -7,21 +7,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from evenpipe.schedule import ScheduleError, Stream, check_offers
+from evenpipe.schedule import Program, Programs, Schedule, ScheduleError, Size, Stream, check_offers, choose, names
 from evenpipe.settings.config import EvenPipeConfig, first_problem
 from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in
 from evenpipe.settings.spelling import COMMAND, command_flag, in_flags
 from evenpipe.train.engines import ENGINES
-from evenpipe.train.fields import EXPERTS_OF_A_TOKEN, TrainFields
 
-__all__ = ["RULES", "OptionsError", "TrainOptions", "device_type", "fits_this_machine"]
+__all__ = [
+    "BUILTIN_TEXT",
+    "EXPERTS_OF_A_TOKEN",
+    "RULES",
+    "OptionsError",
+    "TrainOptions",
+    "device_type",
+    "fits_this_machine",
+]
 
+BUILTIN_TEXT: Final = "builtin"
+#: Of `experts`, those that take a token.
+EXPERTS_OF_A_TOKEN: Final = 2
 #: Beyond any machine's GPUs; a typing error should not start a thousand processes.
 _MOST_PROCESSES: Final = 256
 #: What engines in plain PyTorch know of settings of which they know only some.
@@ -60,7 +71,7 @@ def device_type(world_size: int) -> str:
     return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world_size else "cpu"
 
 
-def fits_this_machine(options: TrainFields) -> None:
+def fits_this_machine(options: TrainOptions) -> None:
     if options.world_size > _MOST_PROCESSES:
         raise ValueError(
             f"--stages {options.stages}: with --data-parallel {options.data_parallel} and --tensor-parallel "
@@ -70,7 +81,7 @@ def fits_this_machine(options: TrainFields) -> None:
         raise ValueError("--data: no file named: give a text file, or builtin")
 
 
-def _model_fits_its_ranks(options: TrainFields) -> None:
+def _model_fits_its_ranks(options: TrainOptions) -> None:
     if options.partition is not None:
         return
     layers, heads, hidden, ranks = options.layers, options.heads, options.hidden, options.tensor_parallel
@@ -88,7 +99,7 @@ def _model_fits_its_ranks(options: TrainFields) -> None:
     _experts_fit_their_ranks(options)
 
 
-def _experts_fit_their_ranks(options: TrainFields) -> None:
+def _experts_fit_their_ranks(options: TrainOptions) -> None:
     ranks = options.expert_parallel
     given = f"--expert-parallel {ranks}"
     if not options.experts:
@@ -109,13 +120,13 @@ def _experts_fit_their_ranks(options: TrainFields) -> None:
         )
 
 
-def _lengths_can_vary(options: TrainFields) -> None:
+def _lengths_can_vary(options: TrainOptions) -> None:
     given = f"--min-length {options.min_length}"
     if options.min_length == 1 or options.min_length > options.seq_length:
         raise ValueError(f"{given}: lengths are from 2 to --seq-length {options.seq_length}: choose one of these")
 
 
-def _schedule_exists(options: TrainFields) -> None:
+def _schedule_exists(options: TrainOptions) -> None:
     asked = f"--schedule {options.schedule}"
     if options.engine == "megatron" and options.schedule not in _MEGATRONS:
         needs = options.programs.spec.needs
@@ -136,7 +147,7 @@ def _schedule_exists(options: TrainFields) -> None:
         raise ValueError(line if line.startswith(asked) else re.sub(r"^--schedule \S+:", f"{asked}:", line)) from None
 
 
-def _settings_go_together(options: TrainFields) -> None:
+def _settings_go_together(options: TrainOptions) -> None:
     shared = ("schedule", "bpipe", "group_size", "retune_interval", "memory_gib")
     config = EvenPipeConfig.of(**{setting: getattr(options, setting) for setting in shared})
     on_cpu = options.group_size == "auto" and device_type(options.world_size) == "cpu"
@@ -145,7 +156,7 @@ def _settings_go_together(options: TrainFields) -> None:
         raise ValueError(line)
 
 
-def _engine_knows_its_settings(options: TrainFields) -> None:
+def _engine_knows_its_settings(options: TrainOptions) -> None:
     if (options.engine == "planned") != (options.partition is not None):
         raise ValueError("--engine planned: trains what a plan cuts: give --partition P.json, or leave --engine out")
     if options.trust and options.partition is None:
@@ -161,7 +172,7 @@ def _engine_knows_its_settings(options: TrainFields) -> None:
         raise ValueError("--group-size auto: --engine module chooses none: give a number, or use --engine evenpipe")
 
 
-def _optimizer_knows_its_settings(options: TrainFields) -> None:
+def _optimizer_knows_its_settings(options: TrainOptions) -> None:
     if options.momentum and options.optimizer == "adam":
         raise ValueError(f"--momentum {options.momentum}: is of SGD: use --optimizer sgd, or leave --momentum out")
     if options.distributed_optimizer and options.optimizer != "adam":
@@ -178,7 +189,7 @@ def _optimizer_knows_its_settings(options: TrainFields) -> None:
         )
 
 
-def _saved_somewhere(options: TrainFields) -> None:
+def _saved_somewhere(options: TrainOptions) -> None:
     if options.save_interval and options.save is None:
         raise ValueError(f"--save-interval {options.save_interval}: no folder to save to: give --save DIR")
     if options.keep and options.save is None:
@@ -201,10 +212,110 @@ RULES: Final = (
 )
 
 
-class TrainOptions(TrainFields):
-    """A training run. `TrainOptions.of(...)` gives one-line errors, the constructor pydantic's own."""
+class TrainOptions(BaseModel):
+    """A training run; immutable. `TrainOptions.of(...)` gives one-line errors, the constructor pydantic's own.
 
-    rules: ClassVar[tuple[Callable[[TrainFields], None], ...]] = RULES
+    The fields' descriptions are the help of the command-line flags.
+    """
+
+    rules: ClassVar[tuple[Callable[[TrainOptions], None], ...]] = RULES
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    partition: str | None = Field(
+        None, description="train the model that this plan cuts (evenpipe partition --out), on random data, as it says"
+    )
+    model: Literal["gpt", "bert"] = Field("gpt", description="gpt | bert")
+    layers: int = Field(8, ge=1, description="transformer layers of the whole model")
+    hidden: int = Field(128, ge=1, description="hidden size")
+    heads: int = Field(4, ge=1, description="attention heads")
+    seq_length: int = Field(128, ge=2, description="tokens (bytes of text) in a sample")
+    min_length: int = Field(
+        0, ge=0, description="let micro-batches have lengths of their own, from this to --seq-length; 0: all have that"
+    )
+    untie_embeddings: bool = Field(
+        False, description="give the output layer weights of its own (--engine module: always)"
+    )
+    experts: int = Field(
+        0, ge=0, description="experts in each layer (gpt), two of which take a token; none is dropped; 0: dense"
+    )
+    expert_parallel: int = Field(
+        1, ge=1, description="data-parallel replicas among which the experts of each layer are shared out"
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout of hidden states and attention")
+    data: str = Field(BUILTIN_TEXT, description="a text file, or builtin: text that comes with Python")
+
+    stages: int = Field(4, ge=1, description="pipeline stages")
+    data_parallel: int = Field(1, ge=1, description="data-parallel replicas")
+    tensor_parallel: int = Field(1, ge=1, description="tensor-parallel ranks of every stage")
+    chunks: int = Field(1, ge=1, description="model chunks a stage (interleaved only)")
+
+    micro_batch_size: int = Field(1, ge=1, description="samples in a micro-batch")
+    micro_batches: int = Field(8, ge=1, description="micro-batches in an iteration of each replica")
+    iterations: int = Field(5, ge=1, description="optimizer steps, those before a --load among them")
+    seed: int = Field(1234, ge=0, lt=2**31, description="of weights, samples and dropout")
+
+    timeout_minutes: float = Field(
+        10.0,
+        gt=0,
+        le=24 * 60,
+        allow_inf_nan=False,
+        description="how long processes wait for each other; then the run ends, and the one that is silent is named",
+    )
+
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="of the model: fp32 | bf16 | fp16; the optimizer's is always fp32"
+    )
+    initial_loss_scale: float = Field(
+        65536.0, ge=1, allow_inf_nan=False, description="where the dynamic loss scale of fp16 starts"
+    )
+    optimizer: Literal["adam", "sgd"] = Field("adam", description="adam | sgd")
+    momentum: float = Field(0.0, ge=0, lt=1, description="of SGD")
+    weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False, description="weight decay")
+    lr: float = Field(1e-3, gt=0, le=1e6, allow_inf_nan=False, description="learning rate")
+    lr_warmup: int = Field(0, ge=0, description="iterations in which the learning rate rises to --lr")
+    lr_decay: Literal["none", "cosine"] = Field("none", description="none | cosine (to a tenth in the last iteration)")
+    clip_grad: float = Field(
+        1.0, ge=0, allow_inf_nan=False, description="clip the gradient to this norm; 0 does not clip"
+    )
+    distributed_optimizer: bool = Field(False, description="share the optimizer's state out between replicas")
+
+    schedule: str = Field("1f1b", description=" | ".join((*names(), "file:PATH")))
+    group_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        1, description="micro-batches in a row (kfkb only): a number, or auto, which is chosen again as links change"
+    )
+    retune_interval: int | None = Field(
+        None,
+        ge=1,
+        description="iterations between two choices of --group-size auto; as many as an hour takes, if left out",
+    )
+    memory_gib: float | None = Field(
+        None,
+        gt=0,
+        le=2**30,
+        description="what --group-size auto may use on each device; nine tenths of a GPU's, if left out",
+    )
+    engine: Literal["evenpipe", "megatron", "module", "planned"] = Field(
+        "evenpipe",
+        description="who carries the schedule out: evenpipe (in megatron-core) | megatron (its own functions) | "
+        "module (plain PyTorch); planned: what --partition does, plain PyTorch too",
+    )
+    bpipe: bool = Field(False, description="level the stages' memory by evicting to partner stages")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="what the backward computes again: none | selective (attention) | full (each layer)"
+    )
+    overlap_grad_reduce: bool = Field(False, description="reduce gradients between replicas during the last backward")
+
+    save: str | None = Field(
+        None, description="folder for checkpoints: one at the end, and one on SIGTERM, SIGINT or SIGHUP"
+    )
+    save_interval: int = Field(0, ge=0, description="also save whenever so many iterations are done; 0: only then")
+    keep: int = Field(
+        0, ge=0, description="checkpoints that stay in --save, the newest ones; older ones are removed; 0: all stay"
+    )
+    load: str | None = Field(None, description="go on from the latest checkpoint in this folder")
+    trust: bool = Field(
+        False, description="execute stage files of the plan in --partition that have changed since it was written"
+    )
 
     @classmethod
     def of(cls, **values: Any) -> TrainOptions:
@@ -219,6 +330,42 @@ class TrainOptions(TrainFields):
         for rule in self.rules:
             rule(self)
         return self
+
+    @property
+    def world_size(self) -> int:
+        """Processes: stages × data-parallel × tensor-parallel."""
+        return self.stages * self.data_parallel * self.tensor_parallel
+
+    @property
+    def programs(self) -> Programs:
+        """The schedule that these options ask for, for any size. Raises ScheduleError when there is none."""
+        return Programs(choose(self.schedule), self.bpipe, swaps=self.swaps)
+
+    @cached_property
+    def swaps(self) -> tuple[int, ...]:
+        """The positions of the parts of a plan that swap tensors to their hosts."""
+        if self.partition is None:
+            return ()
+        from evenpipe.partition.search.plan import Plan
+
+        return Plan.read(Path(self.partition)).swaps
+
+    @property
+    def streams(self) -> bool:
+        """Whether batches are not flushed."""
+        return "stream" in self.programs.spec.needs
+
+    @cached_property
+    def program(self) -> Program:
+        """The verified program of these options, auto being 1. Raises ScheduleError when there is none."""
+        group_size = 1 if self.group_size == "auto" else self.group_size
+        batches = min(self.iterations, 3) if self.streams else 1
+        return self.programs(Size(self.stages, self.micro_batches, self.chunks, group_size, batches))
+
+    @property
+    def plan(self) -> Schedule:
+        """The schedule of `program`."""
+        return self.program.schedule
 
 
 def _as_planned(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,17 +1,25 @@
-"""What a run's schedule should take and hold, from what one micro-batch took and saved."""
+"""A run beside its prediction, from what one micro-batch took and saved; and both as one JSON document."""
 
 from __future__ import annotations
 
+import platform
 from collections import defaultdict
 from collections.abc import Iterable
+from importlib import metadata
 from statistics import median
+from typing import Any, Final
 
+from evenpipe import __version__
+from evenpipe.report.bubbles import waits_in
 from evenpipe.schedule import KINDS, Cost, Program, Size
-from evenpipe.simulate import Costs, Simulation, Span, simulate
-from evenpipe.train.options import TrainOptions
+from evenpipe.simulate import Costs, Simulation, Span, simulate, simulation_document
+from evenpipe.train.engines import ENGINES
+from evenpipe.train.options import TrainOptions, device_type
 from evenpipe.train.result import RunResult
 
-__all__ = ["last_program", "measured_costs", "predict", "predicted_peaks", "through_the_stages"]
+__all__ = ["last_program", "measured_costs", "predict", "predicted_peaks", "run_document", "through_the_stages"]
+
+_PACKAGES: Final = ("torch", "numpy")
 
 
 def last_program(options: TrainOptions, result: RunResult) -> Program:
@@ -61,3 +69,31 @@ def _through_the_stage(spans: Iterable[Span], chunks: int) -> dict[Cost, float]:
         if (cost := KINDS[action.kind].cost) is not None:
             taken[cost].append(end_ms - start_ms)
     return {cost: chunks * median(times) for cost, times in taken.items()}
+
+
+def run_document(
+    title: str, options: TrainOptions, program: Program, result: RunResult, prediction: Simulation
+) -> dict[str, Any]:
+    """What `result` measured, and:
+
+    predicted: `evenpipe.simulation/1` of the last iteration, from the stages' median times, links being free. waits:
+    what each stage waited for in the last iteration, by what was waited for. settings: the options. versions, device.
+    """
+    waits = waits_in(program.schedule.places, result.spans)
+    document = result.to_json() | {
+        "title": title,
+        "predicted": simulation_document(program, measured_costs(program, result), prediction, result.unit_bytes),
+        "waits": [wait.to_json() for wait in waits.stages],
+        "settings": options.model_dump(mode="json"),
+        "versions": _versions(options),
+        "device": device_type(options.world_size),
+    }
+    for stage, predicted in zip(document["stages"], predicted_peaks(prediction, result), strict=True):
+        stage["predicted_peak_bytes"] = predicted
+    return document
+
+
+def _versions(options: TrainOptions) -> dict[str, str]:
+    of_engine = ("megatron-core",) if ENGINES[options.engine].framework == "megatron" else ()
+    found = {name: metadata.version(name) for name in (*_PACKAGES, *of_engine)}
+    return {"evenpipe": __version__, "python": platform.python_version(), **found, "system": platform.platform()}

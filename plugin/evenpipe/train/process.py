@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from evenpipe.runtime.heartbeat import silent_peer
-from evenpipe.train.engine import engine_module
+from evenpipe.train.engine import FailureContext, engine_module
 from evenpipe.train.options import OptionsError, TrainOptions
-from evenpipe.train.recorder import FailureContext
-from evenpipe.train.reports import STOPPING, Failure, Iteration, Report, Results, Stopping
+from evenpipe.train.result import STOPPING, Failure, Iteration, Report, Results, Stopping
 from evenpipe.train.run import run_case
 from evenpipe.train.saver import StopRequest
 

@@ -1,16 +1,32 @@
-"""What a training run found: losses, weights, times, and what every stage held."""
+"""What training processes report to the command that has started them: each iteration, failures, and the result."""
 
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from evenpipe.simulate import MemoryPoint, Span
 from evenpipe.tuner.tuner import Retune
 
-__all__ = ["RunResult", "StageMeasurement"]
+__all__ = [
+    "STOPPING",
+    "Failure",
+    "Iteration",
+    "Note",
+    "Report",
+    "Results",
+    "RunResult",
+    "Saved",
+    "StageMeasurement",
+    "Stopping",
+]
+
+#: What ends a run politely: a scheduler, Ctrl-C, a terminal that is closed.
+STOPPING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StageMeasurement(NamedTuple):
@@ -66,7 +82,7 @@ class RunResult:
 
     def to_json(self) -> dict[str, Any]:
         """The part of the document `evenpipe.run/1` that was measured. What is not finite is null there, but in
-        `losses_hex`; see `evenpipe.train.document` for the rest."""
+        `losses_hex`; `evenpipe.train.predict.run_document` adds the rest."""
         return {
             "format": "evenpipe.run/1",
             "first_iteration": self.first_iteration,
@@ -87,3 +103,56 @@ class RunResult:
 
 def _finite(values: Iterable[float | None]) -> list[float | None]:
     return [value if value is not None and math.isfinite(value) else None for value in values]
+
+
+class Iteration(NamedTuple):
+    """One finished iteration of case `case`, both counted from 0; reported by the process that knows the loss."""
+
+    iteration: int
+    loss: float
+    ms: float
+    case: int = 0
+
+
+class Failure(NamedTuple):
+    """An error in one process. `clock` (seconds, monotonic) is the same clock in all processes of a machine.
+
+    `of_options`: `error` is a line that names the flag with which it was asked for.
+    """
+
+    clock: float
+    stage: int
+    position: str
+    error: str
+    traceback: str
+    of_options: bool = False
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} failed at {self.position}: {self.error}"
+
+
+class Saved(NamedTuple):
+    """A checkpoint is complete, in `folder`."""
+
+    folder: Path
+
+
+class Note(NamedTuple):
+    """Something that the user should know, in one line."""
+
+    text: str
+
+
+class Stopping(NamedTuple):
+    """A process ends early, as the signal `number` has asked it to."""
+
+    number: int
+
+
+class Results(NamedTuple):
+    """Of all cases; from rank 0."""
+
+    runs: list[RunResult]
+
+
+Report: TypeAlias = Iteration | Failure | Saved | Note | Stopping | Results

@@ -15,12 +15,11 @@ import torch.distributed as dist
 
 from evenpipe.report.files import lacks_room
 from evenpipe.runtime.exchange import Exchange
-from evenpipe.train.checkpoint import Checkpoint, Draft, damaged, find, refuse_misfit
+from evenpipe.train.checkpoint import FORMAT, Checkpoint, Draft, FileEntry, damaged, find, rank_file, refuse_misfit
 from evenpipe.train.engine import Case, Engine
-from evenpipe.train.manifest import FORMAT, FileEntry, rank_file
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.ownership import Disturbed
-from evenpipe.train.reports import STOPPING
+from evenpipe.train.result import STOPPING
 
 __all__ = ["Agreement", "NotSaved", "Saver", "StopRequest", "load", "state_of"]
 
@@ -193,7 +192,7 @@ def state_of(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
             raise damaged(path, f"torch.load cannot read it, {type(error).__name__}") from None
     if not isinstance(content, dict):
         raise damaged(path, "it holds no state of a run")
-    identity = {"format": FORMAT, "run": checkpoint.run, "iteration": checkpoint.iterations, "rank": rank}
+    identity = {"format": FORMAT, "run": checkpoint.manifest.run, "iteration": checkpoint.iterations, "rank": rank}
     for key, expected in identity.items():
         if content.get(key) != expected:
             raise damaged(path, f"it is of {key} {content.get(key)}, not {expected}")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule
     from evenpipe.megatron.schedule import PipelineSchedule
-    from evenpipe.megatron.train_engine.step import Learner
+    from evenpipe.megatron.train_engine.learner import Learner
     from evenpipe.tuner.loop import Conditions
 
 STAGES, SIZE, MICRO_BATCHES = 4, 2, 8
@@ -33,7 +33,7 @@ LIMIT_BYTES = 1 << 30
 def learner(dropout: float = 0.0, **others: Any) -> Learner:
     import torch
 
-    from evenpipe.megatron.train_engine.step import make_learner
+    from evenpipe.megatron.train_engine.learner import make_learner
     from evenpipe.train import data
     from evenpipe.train.options import TrainOptions
 
@@ -45,9 +45,9 @@ def learner(dropout: float = 0.0, **others: Any) -> Learner:
 def train(of: Learner, schedule: PipelineSchedule, first: int, iterations: int) -> dict[str, Any]:
     """Losses on the last stage, a digest of the weights, and per iteration what was held and done."""
     from evenpipe.megatron.schedule import in_place_of_megatron
-    from evenpipe.megatron.train_engine.step import micro_batches, train_step
-    from evenpipe.train.gather import digest
-    from evenpipe.train.recorder import FailureContext
+    from evenpipe.megatron.train_engine.learner import micro_batches, train_step
+    from evenpipe.train.engine import FailureContext
+    from evenpipe.train.run import digest
 
     found: dict[str, Any] = {"losses": [], "held": []}
     streams = micro_batches(of, first)

@@ -6,7 +6,7 @@ from evenpipe.megatron.layout_model import read
 from evenpipe.partition.layouts.plan import best_layout
 from evenpipe.planner.operations.operation import Parameters
 from evenpipe.planner.stage_bytes import states
-from evenpipe.train.profile import PlannedRun, stage_memory
+from evenpipe.train.machine import PlannedRun, stage_memory
 
 SAMPLES = 2
 RUN = PlannedRun(

@@ -15,8 +15,8 @@ from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.planner.memory import StageMemory, unit_bytes
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.schedule import links, loop
+from evenpipe.train.machine import PlannedRun, ProfileError, stage_memories, stage_memory
 from evenpipe.train.options import TrainOptions
-from evenpipe.train.profile import PlannedRun, ProfileError, stage_memories, stage_memory
 from tests.reports import reports
 from tests.selected import marked, selected
 

@@ -31,10 +31,9 @@ from evenpipe.torch.evaluation import Evaluation
 from evenpipe.torch.pipeline import ModulePipeline
 from evenpipe.torch.planned import PlannedPipeline
 from evenpipe.train.data import load
-from evenpipe.train.engine import Case
+from evenpipe.train.engine import Case, FailureContext, Recorder
 from evenpipe.train.options import TrainOptions
-from evenpipe.train.planned.engine import PlannedEngine
-from evenpipe.train.recorder import FailureContext, Recorder
+from evenpipe.train.plain import PlannedEngine
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.train.planned.cases import Alike

@@ -23,7 +23,7 @@ from evenpipe.megatron.adaptive.static_memory import static_bytes, workspace_byt
 from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import installed_release
-from evenpipe.megatron.train_engine.step import Learner, Tensors, forward_step, make_learner
+from evenpipe.megatron.train_engine.learner import Learner, Tensors, forward_step, make_learner
 from evenpipe.planner.memory import Measured, StageMemory, stage_memory
 from evenpipe.runtime.precisions import PRECISIONS
 from evenpipe.runtime.store import ActivationStore

@@ -1,1 +1,0 @@
-"""The engine "module": a small transformer of plain `nn.Module`s, in pipelines of plain PyTorch."""

@@ -1,1 +1,0 @@
-"""The engine of a plain model that `evenpipe partition` has cut."""
