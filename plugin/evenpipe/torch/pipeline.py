@@ -16,11 +16,10 @@ from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.schedule import Need, Program, Spec, check_offers, find, needs_of, verify
-from evenpipe.torch.evaluation import Evaluation, check_gradients, evaluating
+from evenpipe.torch.batches import Evaluation, Tokens, check_gradients, evaluating, mean_loss, share_of, weights_of
 from evenpipe.torch.offers import MODULE_OFFERS
 from evenpipe.torch.ties import Ties
 from evenpipe.torch.two_bw import PlainGradients, TwoBWTraining, scaled_to
-from evenpipe.torch.weighing import Tokens, mean_loss, share_of, weights_of
 from evenpipe.tuner.process_memory import KeptBytes, static_bytes
 
 __all__ = ["ModulePipeline", "Pipeline", "shares", "stage_in"]

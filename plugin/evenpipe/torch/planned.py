@@ -30,11 +30,10 @@ from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.runtime.resources import StageFigures, per_stage
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.schedule import Unit
-from evenpipe.torch.evaluation import Evaluation, Shown, WithoutDropout
+from evenpipe.torch.batches import Evaluation, Shown, Tokens, WithoutDropout, mean_loss, share_of, weights_of
 from evenpipe.torch.offers import PLANNED_OFFERS
 from evenpipe.torch.pipeline import Pipeline, shares, stage_in
 from evenpipe.torch.ties import Ties
-from evenpipe.torch.weighing import Tokens, mean_loss, share_of, weights_of
 
 __all__ = ["PlannedPipeline"]
 

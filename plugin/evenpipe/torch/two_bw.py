@@ -16,9 +16,8 @@ from evenpipe.runtime.heartbeat import wait_for
 from evenpipe.runtime.stage import ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
 from evenpipe.schedule import Program, Stream, find, swapping
-from evenpipe.torch.evaluation import check_gradients
+from evenpipe.torch.batches import check_gradients, mean_loss
 from evenpipe.torch.ties import Ties
-from evenpipe.torch.weighing import mean_loss
 from evenpipe.two_bw.gradients import Gradients, Outcome, ParameterGradients
 from evenpipe.two_bw.stream import BatchState, TwoBW
 

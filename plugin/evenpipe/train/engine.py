@@ -175,9 +175,6 @@ class Engine(Protocol):
     def begin(self, iteration: int) -> None:
         """`iteration`, counted from 0, is the first to be trained; called once, after `restore`."""
 
-    def start_batch(self) -> None:
-        """A batch begins."""
-
     def train(self, iteration: int) -> list[float]:
         """Train on the batch of `iteration`; the micro-batches' losses, where the model ends, else nothing.
 

@@ -1,7 +1,4 @@
-"""What `evenpipe train` runs: one frozen, checked set of options, and errors in one line that names a flag.
-
-Every rule on what goes together raises ValueError with such a line.
-"""
+"""The options of `evenpipe train`, checked. Each rule raises ValueError: one line that names a flag and a remedy."""
 
 from __future__ import annotations
 
@@ -97,6 +94,9 @@ def _model_fits_its_ranks(options: TrainOptions) -> None:
     if heads % ranks:
         raise ValueError(f"--tensor-parallel {ranks}: does not divide --heads {heads}: use a divisor of it")
     _experts_fit_their_ranks(options)
+    shortest, longest = options.min_length, options.seq_length
+    if shortest == 1 or shortest > longest:
+        raise ValueError(f"--min-length {shortest}: lengths are from 2 to --seq-length {longest}: choose one of these")
 
 
 def _experts_fit_their_ranks(options: TrainOptions) -> None:
@@ -118,12 +118,6 @@ def _experts_fit_their_ranks(options: TrainOptions) -> None:
             f"--experts {options.experts}: --tensor-parallel {options.tensor_parallel} would need sequence "
             "parallelism, which is not offered here: leave --tensor-parallel out"
         )
-
-
-def _lengths_can_vary(options: TrainOptions) -> None:
-    given = f"--min-length {options.min_length}"
-    if options.min_length == 1 or options.min_length > options.seq_length:
-        raise ValueError(f"{given}: lengths are from 2 to --seq-length {options.seq_length}: choose one of these")
 
 
 def _schedule_exists(options: TrainOptions) -> None:
@@ -204,7 +198,6 @@ RULES: Final = (
     fits_this_machine,
     _schedule_exists,
     _model_fits_its_ranks,
-    _lengths_can_vary,
     _settings_go_together,
     _engine_knows_its_settings,
     _optimizer_knows_its_settings,

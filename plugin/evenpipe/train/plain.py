@@ -95,12 +95,12 @@ class PlainEngine(Observer, ABC):
         return self.pipeline.executor.counter
 
     def restore(self, state: dict[str, Any]) -> str | None:
-        if [list(part.state_dict()) for part in self.parts] != [list(saved) for saved in state["parameters"]]:
+        if [list(part.state_dict()) for part in self.pipeline.chunks] != [list(saved) for saved in state["parameters"]]:
             raise OptionsError(
                 f"--load {self._case.options.load}: the checkpoint has other parts of the model on stage "
                 f"{self.coordinates.stage}: use the --schedule that it was saved with"
             )
-        for part, saved in zip(self.parts, state["parameters"], strict=True):
+        for part, saved in zip(self.pipeline.chunks, state["parameters"], strict=True):
             part.load_state_dict(saved)
         self.optimizer.load_state_dict(state["optimizer"])
         self._saved_steps = state.get("steps")
@@ -120,9 +120,6 @@ class PlainEngine(Observer, ABC):
                 batches, self.optimizer, clip_grad=options.clip_grad, replicas=self.replicas
             )
             self._training.load_state_dict(self._saved_steps)
-
-    def start_batch(self) -> None:
-        """Nothing is to be done."""
 
     def train(self, iteration: int) -> list[float]:
         for group in self.optimizer.param_groups:
@@ -170,7 +167,7 @@ class PlainEngine(Observer, ABC):
 
     def state(self) -> dict[str, Any]:
         return {
-            "parameters": [part.state_dict() for part in self.parts],
+            "parameters": [part.state_dict() for part in self.pipeline.chunks],
             "optimizer": self.optimizer.state_dict(),
             **({} if self._training is None else {"steps": self._training.two_bw.state_dict()}),
         }
@@ -182,11 +179,6 @@ class PlainEngine(Observer, ABC):
         self._case.recorder.ended(action)
         if action.kind == FORWARD:
             self._case.recorder.saved(action, self.pipeline.executor.store.nbytes(action.unit))
-
-    @property
-    def parts(self) -> Sequence[nn.Module]:
-        """Those of the model that are here."""
-        return self.pipeline.chunks
 
 
 class ModuleEngine(PlainEngine):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections import defaultdict
-from collections.abc import Iterable
 from importlib import metadata
 from statistics import median
 from typing import Any, Final
@@ -12,7 +11,7 @@ from typing import Any, Final
 from evenpipe import __version__
 from evenpipe.report.bubbles import waits_in
 from evenpipe.schedule import KINDS, Cost, Program, Size
-from evenpipe.simulate import Costs, Simulation, Span, simulate, simulation_document
+from evenpipe.simulate import Costs, Simulation, simulate, simulation_document
 from evenpipe.train.engines import ENGINES
 from evenpipe.train.options import TrainOptions, device_type
 from evenpipe.train.result import RunResult
@@ -54,21 +53,19 @@ def measured_costs(program: Program, result: RunResult) -> Costs:
 
 def through_the_stages(program: Program, result: RunResult) -> list[dict[Cost, float]]:
     """Of every stage, what each kind of compute takes for one micro-batch, in all of its chunks: medians, in ms."""
-    return [_through_the_stage(spans, program.schedule.chunks) for spans in result.spans]
+    stages = []
+    for spans in result.spans:
+        times: dict[Cost, list[float]] = defaultdict(list)
+        for action, start_ms, end_ms in spans:
+            if (cost := KINDS[action.kind].cost) is not None:
+                times[cost].append(end_ms - start_ms)
+        stages.append({cost: program.schedule.chunks * median(each) for cost, each in times.items()})
+    return stages
 
 
 def predicted_peaks(prediction: Simulation, result: RunResult) -> tuple[int, ...]:
     """Bytes of saved activations at each stage's peak over all iterations, of which `prediction` is the last."""
     return result.predicted_saved_bytes or tuple(stage.peak_bytes for stage in prediction.stages)
-
-
-def _through_the_stage(spans: Iterable[Span], chunks: int) -> dict[Cost, float]:
-    """What each kind of compute that there is takes for one micro-batch, in all chunks of a stage."""
-    taken: dict[Cost, list[float]] = defaultdict(list)
-    for action, start_ms, end_ms in spans:
-        if (cost := KINDS[action.kind].cost) is not None:
-            taken[cost].append(end_ms - start_ms)
-    return {cost: chunks * median(times) for cost, times in taken.items()}
 
 
 def run_document(

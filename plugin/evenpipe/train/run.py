@@ -110,7 +110,6 @@ def iterate(case: Case, engine: Engine, first: int, ends_after: Callable[[int], 
     steps: dict[int, OptimizerStep] = {}
     for iteration in range(first, case.options.iterations):
         case.failure.start_iteration(iteration)
-        engine.start_batch()
         engine.counter.reset_peak()
         case.recorder.start_batch()
         start = _clock(case.device)

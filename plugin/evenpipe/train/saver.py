@@ -7,6 +7,7 @@ import io
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,52 +63,44 @@ class Agreement:
         return self._exchange.under_way and any(asked for (asked,) in self._exchange.finish())
 
 
+@dataclass(frozen=True)
 class Saver:
     """Saves one process' part of `run`, which owns the folder of --save.
 
     `saved` is called with the folder of each checkpoint, on rank 0.
     """
 
-    def __init__(
-        self,
-        case: Case,
-        engine: Engine,
-        agreement: Agreement,
-        group: dist.ProcessGroup,
-        run: str,
-        saved: Callable[[Path], None],
-    ) -> None:
-        assert case.options.save is not None
-        self._directory = Path(case.options.save)
-        self._case = case
-        self._engine = engine
-        self._agreement = agreement
-        self._group = group
-        self._run = run
-        self._saved = saved
+    case: Case
+    engine: Engine
+    agreement: Agreement
+    group: dist.ProcessGroup
+    run: str
+    saved: Callable[[Path], None]
 
     def ends_after(self, iterations: int) -> bool:
         """So many iterations are done: save if it is time to. Whether the run is to end here."""
-        options = self._case.options
-        end = self._agreement.to_stop() or iterations == options.iterations
+        options = self.case.options
+        end = self.agreement.to_stop() or iterations == options.iterations
         due = end or (options.save_interval and iterations % options.save_interval == 0)
         if due:
             # Before anybody waits for all: a stage may be amid transfers with a partner who has gone no further.
-            self._engine.drain()
+            self.engine.drain()
         if end:
-            self._agreement.end()
+            self.agreement.end()
         if due:
             self.save(iterations)
         return end
 
     def save(self, iterations: int) -> None:
         """All processes save what they need to go on after so many iterations, amid nothing. Raises NotSaved."""
-        self._case.failure.enter("saving")
-        draft, rank = Draft(self._directory, iterations, self._run), dist.get_rank(self._group)
+        self.case.failure.enter("saving")
+        assert self.case.options.save is not None
+        draft = Draft(Path(self.case.options.save), iterations, self.run)
+        rank = dist.get_rank(self.group)
         [draft.partial, *_] = self._together(draft, draft.begin if rank == 0 else None)
         contents = io.BytesIO()
-        identity = {"format": FORMAT, "run": self._run, "iteration": iterations, "rank": rank}
-        torch.save({**identity, "state": self._engine.state()}, contents)
+        identity = {"format": FORMAT, "run": self.run, "iteration": iterations, "rank": rank}
+        torch.save({**identity, "state": self.engine.state()}, contents)
         entry = FileEntry(bytes=contents.tell(), sha256=hashlib.sha256(contents.getbuffer()).hexdigest())
 
         def write() -> FileEntry:
@@ -115,9 +108,9 @@ class Saver:
             return entry
 
         files = {rank_file(number): written for number, written in enumerate(self._together(draft, write))}
-        self._together(draft, (lambda: draft.complete(self._case.options, files)) if rank == 0 else None)
+        self._together(draft, (lambda: draft.complete(self.case.options, files)) if rank == 0 else None)
         if rank == 0:
-            self._saved(draft.final)
+            self.saved(draft.final)
 
     def _together(self, draft: Draft, act: Callable[[], Any] | None) -> list[Any]:
         """Return what each process' act gave, once all have acted. When one could not, there is no draft any more."""
@@ -130,15 +123,15 @@ class Saver:
         except OSError as error:
             reason = f"{error.filename or draft.partial}: {error.strerror or error}"
             room = "make room, or " if lacks_room(error) else ""
-            failed = f"--save {self._directory}: {reason}: {room}save elsewhere"
-        every: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(every, (failed, given), group=self._group)
+            failed = f"--save {draft.final.parent}: {reason}: {room}save elsewhere"
+        every: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(every, (failed, given), group=self.group)
         failures = [failure for failure, _ in every if failure is not None]
         if not failures:
             return [one for _, one in every]
-        if dist.get_rank(self._group) == 0:
+        if dist.get_rank(self.group) == 0:
             draft.discard()
-        dist.barrier(group=self._group)
+        dist.barrier(group=self.group)
         if failed is None:
             # The error of the process that failed is to be the first of the run.
             time.sleep(0.2)

@@ -27,7 +27,7 @@ from evenpipe.runtime import host_memory
 from evenpipe.runtime.executor import Observer
 from evenpipe.schedule import Size, build
 from evenpipe.torch import planned as planned_pipeline
-from evenpipe.torch.evaluation import Evaluation
+from evenpipe.torch.batches import Evaluation
 from evenpipe.torch.pipeline import ModulePipeline
 from evenpipe.torch.planned import PlannedPipeline
 from evenpipe.train.data import load

@@ -103,10 +103,8 @@ class MegatronEngine:
         if self.schedule.adaptive is not None:
             self.schedule.adaptive.iteration = iteration
 
-    def start_batch(self) -> None:
-        self.schedule.start_batch()
-
     def train(self, iteration: int) -> list[float]:
+        self.schedule.start_batch()
         try:
             stepped = train_step(self.learner, self._streams, self._failure)
         except PlanError as error:

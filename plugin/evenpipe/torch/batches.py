@@ -1,4 +1,4 @@
-"""A batch without gradients: what comes of it, and what is switched off on the way."""
+"""How much each micro-batch counts in a batch's loss; a batch without gradients, and what is switched off for it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,55 @@ from torch.overrides import TorchFunctionMode
 
 from evenpipe.runtime.recompute_swap import NodeCaller
 
-__all__ = ["Evaluation", "Shown", "WithoutDropout", "check_gradients", "evaluating"]
+__all__ = [
+    "Evaluation",
+    "Shown",
+    "Tokens",
+    "WithoutDropout",
+    "check_gradients",
+    "evaluating",
+    "mean_loss",
+    "share_of",
+    "weights_of",
+]
 
+#: How many tokens, or whatever else it is a mean over, each micro-batch's loss has.
+Tokens = Tensor | Sequence[float]
 #: Arguments by which operations know that a model trains, and what they are in an evaluation.
 _SWITCHES: Final = {"train": False, "training": False, "use_input_stats": False, "dropout_p": 0.0}
+
+
+def weights_of(tokens: Tokens | None, total: float | None, count: int) -> list[float | None]:
+    """Return the weight of each of `count` micro-batches: its share of `total`, which is all `tokens` if left out.
+
+    None for each without `tokens`: all count the same. Raises ValueError.
+    """
+    if tokens is None:
+        if total is not None:
+            raise ValueError("total: says of how many tokens: give tokens, how many each micro-batch has")
+        return [None] * count
+    values = [float(one) for one in tokens]
+    if len(values) != count:
+        raise ValueError(f"tokens: {len(values)} numbers for {count} micro-batches: give one for each")
+    whole = sum(values) if total is None else float(total)
+    if min(values) < 0 or not whole > 0:
+        raise ValueError(f"tokens: {values} of {whole}: give how many tokens each micro-batch's loss is a mean over")
+    return [one / whole for one in values]
+
+
+def share_of(loss: Tensor, weight: float | None, count: int) -> Tensor:
+    """A micro-batch's part of the batch's loss. A mean over no tokens is no number, and counts nothing."""
+    if weight is None:
+        return loss / count
+    return loss * weight if weight else torch.nan_to_num(loss, 0.0, 0.0, 0.0) * 0.0
+
+
+def mean_loss(losses: Sequence[Tensor], items: Sequence[Sequence[Any]]) -> Tensor:
+    """The batch's, of its micro-batches' losses; the last of what each of them gets is its weight."""
+    weights = [item[-1] for item in items]
+    if None in weights:
+        return torch.stack(list(losses)).mean()
+    return torch.stack([share_of(*one, len(items)) for one in zip(losses, weights, strict=True)]).sum()
 
 
 class Evaluation(NamedTuple):
