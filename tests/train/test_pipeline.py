@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from evenpipe.schedule import Size, build
+from evenpipe.runtime.weight_versions import WeightVersions
+from evenpipe.schedule import Size, build, find
 from evenpipe.torch.pipeline import ModulePipeline
+from evenpipe.torch.ties import Ties
+from evenpipe.torch.two_bw import PlainGradients
+from evenpipe.two_bw.stream import TwoBW
 
 MICRO_BATCHES = 3
 
@@ -94,3 +99,61 @@ def test_a_loop_that_was_left_early_has_made_its_steps_when_another_begins(pipel
 def test_a_rate_that_is_a_tensor_is_that_of_its_own_batch(pipeline: ModulePipeline) -> None:
     for one, other in zip(weights_after([3, 3]), weights_after([3, 3], rate=torch.tensor(0.1)), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_gradients_are_clipped_to_the_norm_of_all_and_zero_clips_nothing(pipeline: ModulePipeline) -> None:
+    inputs = torch.randn(2 * MICRO_BATCHES, 4, generator=torch.Generator().manual_seed(0))
+    pipeline.step(inputs, inputs)
+    norm = torch.cat([gradient.flatten() for gradient in pipeline.gradients]).norm().item()
+    assert pipeline.clip_grad_norm(0.0) == pytest.approx(norm)
+    assert pipeline.clip_grad_norm(norm / 2) == pytest.approx(norm)
+    assert pipeline.clip_grad_norm(norm) == pytest.approx(norm / 2, rel=1e-4)
+
+
+class Shared(Ties):
+    """Shared gradients, of which each is the sum of two alike; `told` says what was asked for."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self._given: list[Tensor] = []
+
+    def fill(self) -> None:
+        self.told.append("fill")
+
+    def start(self, gradients: Mapping[int, Tensor]) -> None:
+        self.told.append("start")
+        self._given = [*gradients.values()]
+
+    def finish(self) -> None:
+        self.told.append("finish")
+        for gradient in self._given:
+            gradient.mul_(2)
+        self._given = []
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def test_shared_gradients_are_sent_where_all_stages_gather_and_not_where_this_one_submits(
+    pipeline: ModulePipeline,
+) -> None:
+    """The last stage submits before the first has ended its batch, and would hold up what that needs of it."""
+    weight, shared, alone = torch.nn.Parameter(torch.ones(3)), Shared(), dist.group.WORLD
+    assert alone is not None
+
+    def squares() -> Tensor:
+        zero = torch.zeros(1, dtype=torch.float64)
+        return zero if weight.grad is None else weight.grad.double().square().sum().view(1)
+
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    gradients = PlainGradients(WeightVersions([weight]), optimizer, squares, alone, ties=shared)
+    two_bw = TwoBW(gradients, find("2bw"), bpipe=False)
+    weight.grad = torch.full((3,), 0.25)
+    two_bw.submit()
+    assert shared.told == ["fill"]
+    two_bw.gather()
+    assert shared.told == ["fill", "start", "finish"]
+    two_bw.update()
+    assert shared.told == ["fill", "start", "finish"]
+    assert weight.tolist() == [0.5] * 3
+    assert two_bw.submit().grad_norm == pytest.approx(3**0.5 / 2)

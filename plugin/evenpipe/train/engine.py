@@ -29,6 +29,7 @@ __all__ = [
     "OptimizerStep",
     "Recorder",
     "Tuned",
+    "changed_versions",
     "engine_module",
 ]
 
@@ -220,6 +221,15 @@ class EngineModule(Protocol):
 
     def opened(self, case: Case) -> AbstractContextManager[Engine]:
         """The engine of one run, ready to train inside; needs torch.distributed initialised. Leaves nothing behind."""
+
+
+def changed_versions(saved: bool, kept: bool) -> str | None:
+    """What to tell the user where a checkpoint has two versions of the weights and the run keeps one, or vice versa."""
+    if saved == kept:
+        return None
+    if saved:
+        return "the checkpoint has two versions of the weights: this run goes on from the newer one"
+    return "the checkpoint has one version of the weights: both versions of this run start from it"
 
 
 def engine_module(name: str) -> EngineModule:

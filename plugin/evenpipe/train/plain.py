@@ -25,7 +25,7 @@ from evenpipe.torch.pipeline import ModulePipeline
 from evenpipe.torch.planned import PlannedPipeline
 from evenpipe.torch.two_bw import TwoBWTraining
 from evenpipe.train.data import random_batch
-from evenpipe.train.engine import Case, Coordinates, OptimizerStep, Tuned
+from evenpipe.train.engine import Case, Coordinates, OptimizerStep, Tuned, changed_versions
 from evenpipe.train.options import OptionsError, TrainOptions
 from evenpipe.train.run import digest
 from evenpipe.train.transformer import Part, initialised_piece, pieces_of
@@ -104,11 +104,7 @@ class PlainEngine(Observer, ABC):
             part.load_state_dict(saved)
         self.optimizer.load_state_dict(state["optimizer"])
         self._saved_steps = state.get("steps")
-        if (self._saved_steps is not None) == self._case.options.streams:
-            return None
-        if self._saved_steps is not None:
-            return "the checkpoint has two versions of the weights: this run goes on from the newer one"
-        return "the checkpoint has one version of the weights: both versions of this run start from it"
+        return changed_versions(self._saved_steps is not None, self._case.options.streams)
 
     def begin(self, iteration: int) -> None:
         """Under a schedule without flushes batches are read ahead from here on."""

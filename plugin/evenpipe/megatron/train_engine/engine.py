@@ -21,7 +21,7 @@ from evenpipe.megatron.train_engine.schedules import InstalledSchedule, installe
 from evenpipe.megatron.two_bw.expert_losses import forget_model
 from evenpipe.planner.memory import PlanError
 from evenpipe.runtime.memory import MemoryCounter
-from evenpipe.train.engine import Case, Coordinates, FailureContext, OptimizerStep, Tuned
+from evenpipe.train.engine import Case, Coordinates, FailureContext, OptimizerStep, Tuned, changed_versions
 from evenpipe.train.options import OptionsError
 from evenpipe.train.run import digest
 from evenpipe.tuner.process_memory import KeptBytes
@@ -91,11 +91,7 @@ class MegatronEngine:
         extra = schedule.extra
         if extra is not None:
             extra.load_state_dict(state["extra"])
-        if (extra is None) == (state["extra"] is None):
-            return None
-        if extra is None:
-            return "the checkpoint has two versions of the weights: this run goes on from the newer one"
-        return "the checkpoint has one version of the weights: both versions of this run start from it"
+        return changed_versions(state["extra"] is not None, extra is not None)
 
     def begin(self, iteration: int) -> None:
         self._first = iteration
