@@ -19,7 +19,7 @@ __all__ = ["PlannedRun", "ProfileError", "check_memory", "check_room", "least_by
 
 _SHARED: Final = Path("/dev/shm")
 _MIB: Final = 2**20
-#: Semaphores and buffers, journals and logs: free space in MiB, whatever the number of processes.
+#: Semaphores, sockets and buffers: free space in MiB, whatever the number of processes.
 _LEAST_FREE_MIB: Final = 4
 #: Open files of a process: libraries and standard streams, and what each of its peers adds in sockets and pipes.
 _FILES_BY_ITSELF: Final = 64
