@@ -58,8 +58,8 @@ def follow_waits(accelerator: Accelerator) -> None:
         return told
 
     dist.Work.wait = wait  # type: ignore[method-assign]
-    Layouts.tell = for_hosts(Layouts.tell)  # type: ignore[method-assign]
-    Layouts.next = for_hosts(Layouts.next)  # type: ignore[method-assign]
+    Layouts.send = for_hosts(Layouts.send)  # type: ignore[method-assign]
+    Layouts.receive = for_hosts(Layouts.receive)  # type: ignore[method-assign]
 
 
 class _Stretch(torch.autograd.Function):

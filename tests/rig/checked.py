@@ -72,7 +72,7 @@ def checking(memory: Memory) -> Iterator[Memory]:
         patch.setitem(streams.KINDS, "cpu", CheckedStreams(memory))
         patch.setattr(connections, "_open_group", opened)
         patch.setattr(exchange.dist, "all_gather_into_tensor", CheckedGathers(memory))
-        for name in ("tell", "next"):
+        for name in ("send", "receive"):
             patch.setattr(channel.Layouts, name, _on_host(getattr(channel.Layouts, name)))
         with Operations(memory), Crossings(memory), BackwardStreams(memory):
             yield memory

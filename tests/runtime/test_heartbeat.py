@@ -62,7 +62,7 @@ def test_the_beats_of_a_thousand_ranks_take_few_round_trips(missing: tuple[int, 
     store = Counting()
     beats = {rank: Beat(float(rank), rank + 1) for rank in range(1024) if rank not in missing}
     for rank, beat in beats.items():
-        beat.tell(store, rank)
+        beat.write(store, rank)
     assert beats_of(store, range(1024)) == beats
     assert store.requests <= requests
 
@@ -127,9 +127,9 @@ def test_of_those_watched_the_silent_is_told_of_once_and_who_has_closed_is_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     store, long_ago = HashStore(), time.time() - 100
-    Beat(long_ago).tell(store, 1)
-    Beat(long_ago, closed=True).tell(store, 2)
-    Beat(time.time() + 100).tell(store, 3)
+    Beat(long_ago).write(store, 1)
+    Beat(long_ago, closed=True).write(store, 2)
+    Beat(time.time() + 100).write(store, 3)
     lived(store, _Life(watched={rank: f"rank {rank}" for rank in (1, 2, 3, 4)}))
     assert capsys.readouterr().err.count("\n") == 1
     lived(store, _Life(watched={1: "rank 1"}))
@@ -141,7 +141,7 @@ def test_a_closed_standard_error_does_not_end_the_beats(monkeypatch: pytest.Monk
     closed.close()
     monkeypatch.setattr(sys, "stderr", closed)
     store = HashStore()
-    Beat(0.0).tell(store, 1)
+    Beat(0.0).write(store, 1)
     lived(store, _Life(watched={1: "rank 1"}))
     assert beats_of(store, [0])[0].closed
 
@@ -216,7 +216,7 @@ def test_who_is_named_where_waits_have_timed_out(
     monkeypatch.setattr(heartbeat.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(heartbeat.dist, "get_world_size", lambda: 9)
     for rank, (ago, *others) in beats.items():
-        Beat(time.time() + ago, *others).tell(PrefixStore("evenpipe/heartbeat/", store), rank)
+        Beat(time.time() + ago, *others).write(PrefixStore("evenpipe/heartbeat/", store), rank)
     asking = Heartbeat(range(4), timedelta(minutes=1))
     line = rf"^{named}: rank 0 \(stage 0\) waited 60 s for it: look after "
     with pytest.raises(SilentPeer, match=line), asking.naming(lambda: missing, "it"):
@@ -253,7 +253,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[PrefixStore]:
 
 def told(store: PrefixStore, *ages: float) -> None:
     for rank, age in enumerate(ages):
-        Beat(time.time() + age, stage=rank).tell(store, rank)
+        Beat(time.time() + age, stage=rank).write(store, rank)
 
 
 def waiting_for(ranks: list[int]) -> str:

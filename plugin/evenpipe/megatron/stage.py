@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evenpipe.megatron.grad_sync import GradSync, Sync
 from evenpipe.megatron.supported import CoreRelease
-from evenpipe.runtime.channel import shapes_heard, shapes_told
+from evenpipe.runtime.channel import shapes_received, shapes_sent
 from evenpipe.runtime.stage import check_sent
 from evenpipe.schedule import BACKWARD, FORWARD, Kind, Schedule, Unit
 
@@ -74,11 +74,11 @@ class MegatronStage:
 
     def description(self, unit: Unit, outputs: list[Tensor]) -> list[int]:
         """Their shapes; all have Megatron's pipeline dtype."""
-        return shapes_told(outputs)
+        return shapes_sent(outputs)
 
     def buffers_like(self, unit: Unit, description: Sequence[int]) -> list[Tensor]:
         """Of these shapes."""
-        return self._buffers(shapes_heard(description))
+        return self._buffers(shapes_received(description))
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
         """Megatron's `forward_step`; the output is handed over as an alias, since Megatron frees it right away."""

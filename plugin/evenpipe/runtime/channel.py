@@ -18,7 +18,7 @@ from torch.utils import dlpack
 
 from evenpipe.runtime import streams
 
-__all__ = ["Awaiting", "Channel", "Group", "Layouts", "Transfer", "shapes_heard", "shapes_told", "unrecorded"]
+__all__ = ["Awaiting", "Channel", "Group", "Layouts", "Transfer", "shapes_received", "shapes_sent", "unrecorded"]
 
 
 class _Work(Protocol):
@@ -237,28 +237,28 @@ _UNDER_WAY: Final = 4
 
 
 class Layouts:
-    """Sizes in bytes of the tensors as which an evicted micro-batch travels, one micro-batch after the other; or what
-    the tensors are like that one stage gives the next, in whole numbers of its own.
+    """Sizes in bytes of the tensors in which an evicted micro-batch travels; or whole numbers that describe the tensors
+    that one stage gives the next.
 
     No two need be alike: who holds a storage for a moment, and what a router or a packed sequence made of the data,
-    differs from one to the next. They travel between the hosts, and no device waits for them. The sender tells them
-    when it starts to send, where the receiver starts to receive, which has one place in the order of both.
+    differs from one to the next. They travel between the hosts, and no device waits for them. The sender sends
+    them when it starts to send, where the receiver starts to receive: one place in the order of both.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._sending: deque[Transfer] = deque()
 
-    def tell(self, sizes: Sequence[int]) -> None:
-        """At the sender: what it is about to send consists of."""
+    def send(self, sizes: Sequence[int]) -> None:
+        """Send what the next message consists of, when its sending starts."""
         # The receiver has taken those of a few messages ago, and little is kept alive for it.
         if len(self._sending) >= _UNDER_WAY:
             self._sending.popleft().wait()
         message = [torch.tensor([len(sizes)]), torch.tensor(sizes, dtype=torch.int64)]
         self._sending.append(self._channel.send(message))
 
-    def next(self) -> tuple[int, ...]:
-        """At the receiver: what the next message consists of, waited for."""
+    def receive(self) -> tuple[int, ...]:
+        """Wait for what the next message consists of, and return it."""
         count = torch.empty(1, dtype=torch.int64)
         self._channel.receive([count]).wait()
         sizes = torch.empty(int(count), dtype=torch.int64)
@@ -266,13 +266,13 @@ class Layouts:
         return tuple(sizes.tolist())
 
 
-def shapes_told(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the shapes of `tensors` as numbers for `shapes_heard`."""
+def shapes_sent(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the shapes of `tensors` as numbers for `shapes_received`."""
     return [number for tensor in tensors for number in (tensor.dim(), *tensor.shape)]
 
 
-def shapes_heard(numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the shapes that `shapes_told` gave as `numbers`."""
+def shapes_received(numbers: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the shapes that `shapes_sent` gave as `numbers`."""
     rest, shapes = iter(numbers), []
     for dimensions in rest:
         shapes.append(tuple(islice(rest, dimensions)))

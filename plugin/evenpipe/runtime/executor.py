@@ -209,7 +209,7 @@ class Flow:
                 continue
             unit = Unit(item.micro_batch, item.chunk)
             if item.link in self.layouts:
-                description = self.layouts[item.link].next()
+                description = self.layouts[item.link].receive()
                 self.received[item] = cast(VaryingStage, self.stage).buffers_like(unit, description)
             else:
                 kind: Kind = FORWARD if item.link.kind == "forward" else BACKWARD
@@ -259,7 +259,7 @@ class Flow:
             if self.resources.measure:
                 self.resources.counter.note_sent(sum(result.nbytes for result in results))
             if message.link in self.layouts:
-                self.layouts[message.link].tell(cast(VaryingStage, self.stage).description(unit, results))
+                self.layouts[message.link].send(cast(VaryingStage, self.stage).description(unit, results))
             self.send(message, results)
         elif message.link.kind == "forward":  # leaves, like inputs that were received: the next part's graph begins
             self.received[message] = [result.detach().requires_grad_(result.requires_grad) for result in results]
@@ -289,7 +289,7 @@ class Flow:
 
     def evict(self, message: Message, unit: Unit) -> None:
         tensors = self.resources.store.ship(unit)
-        self.layouts[message.link].tell([tensor.numel() for tensor in tensors])
+        self.layouts[message.link].send([tensor.numel() for tensor in tensors])
         self.send(message, tensors)
 
     def load(self, message: Message, unit: Unit) -> None:
@@ -304,7 +304,7 @@ class Flow:
         self.receive(message, store.refill(unit, vacated))
 
     def accept(self, message: Message, unit: Unit) -> None:
-        sizes = self.layouts[message.link].next()
+        sizes = self.layouts[message.link].receive()
         self.resources.pool.reserve(self.slots_needed, aligned_bytes(sizes))
         slot = self.resources.pool.acquire(aligned_bytes(sizes))
         self.guests[unit] = _Guest(slot, slot.parts(sizes))

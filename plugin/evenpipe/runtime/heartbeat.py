@@ -74,7 +74,7 @@ class Beat(NamedTuple):
     closed: bool = False
     stage: int | None = None
 
-    def tell(self, store: Store, rank: int) -> None:
+    def write(self, store: Store, rank: int) -> None:
         """Write it into `store` for that `rank`."""
         store.set(str(rank), json.dumps(self))
 
@@ -364,7 +364,7 @@ def _beat(store: Store, rank: int, life: _Life, seconds: float) -> None:
     reported = False
     while True:
         try:
-            Beat(time.time(), life.awaited, stage=life.stage).tell(store, rank)
+            Beat(time.time(), life.awaited, stage=life.stage).write(store, rank)
             if life.watched:
                 _look_after(life.watched, store, _TOLD_AFTER * seconds)
         except Exception as error:
@@ -378,7 +378,7 @@ def _beat(store: Store, rank: int, life: _Life, seconds: float) -> None:
             break
     if life.ends_well:
         with suppress(Exception):  # of the store, which may have ended
-            Beat(time.time(), closed=True, stage=life.stage).tell(store, rank)
+            Beat(time.time(), closed=True, stage=life.stage).write(store, rank)
 
 
 def _look_after(watched: dict[int, str], store: Store, longest: float) -> None:

@@ -127,21 +127,21 @@ class _Alone:
         self.stage = stage
         self.message_bytes: list[int] = []
         self._is_first, self._is_last = index == 0, index == stages - 1
-        self._told = layouts.get(Link("forward", index - 1, index))
-        self._telling = layouts.get(Link("forward", index, index + 1))
+        self._receiving = layouts.get(Link("forward", index - 1, index))
+        self._sending = layouts.get(Link("forward", index, index + 1))
 
     def inputs(self, unit: Unit) -> list[Tensor] | None:
         if self._is_first:
             return None
-        if self._told is None:
+        if self._receiving is None:
             return _made_up(self.stage.receive_buffers(FORWARD, unit))
-        return _made_up(cast(VaryingStage, self.stage).buffers_like(unit, self._told.next()))
+        return _made_up(cast(VaryingStage, self.stage).buffers_like(unit, self._receiving.receive()))
 
     def tell(self, unit: Unit, inputs: list[Tensor] | None, outputs: list[Tensor]) -> None:
         """After a forward."""
         self.message_bytes.append(max(sum(one.nbytes for one in given) for given in (inputs or [], outputs)))
-        if self._telling is not None:
-            self._telling.tell(cast(VaryingStage, self.stage).description(unit, outputs))
+        if self._sending is not None:
+            self._sending.send(cast(VaryingStage, self.stage).description(unit, outputs))
 
     def gradients(self, unit: Unit) -> list[Tensor] | None:
         """After the forward, which says what they are like."""
