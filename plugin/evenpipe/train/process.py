@@ -87,7 +87,7 @@ def _environment(device_type: str, rank: int, cases: tuple[TrainOptions, ...]) -
     for number in STOPPING:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(cases[0].world_size)}
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(cases[0].world_size)})
     # Megatron asks for one queue where tensors are sharded; elsewhere each stream is to have its own: CUDA's most.
     sharded = any(options.tensor_parallel > 1 for options in cases)
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if sharded else "32"
