@@ -145,7 +145,20 @@ def test_what_names_no_command_answers_without_any_package(words: str, status: i
 
 
 @pytest.mark.parametrize(
-    "command", ["schedule", "simulate", "candidates", "estimate", "plan", "recipe", "train", "report", "doctor", "run"]
+    "command",
+    [
+        "schedule",
+        "simulate",
+        "candidates",
+        "estimate",
+        "plan",
+        "recipe",
+        "partition",
+        "train",
+        "report",
+        "doctor",
+        "run",
+    ],
 )
 def test_the_help_of_a_command_waits_for_neither_torch_nor_matplotlib(command: str) -> None:
     run(f"""

@@ -8,22 +8,17 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 from rich.table import Table
 
 from evenpipe.cli.parser import Commands, Parser, UsageError, add_command
 from evenpipe.cli.partition_shown import front_table, plan_table, ways_to_cut
-from evenpipe.cli.partition_sources import Source
 from evenpipe.cli.values import bandwidth_gbps, gibibytes, output_file, picture_file, positive, write
-from evenpipe.partition.code import StageCodeError, write_stages
+from evenpipe.partition.configurations import MODELS
 from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.dawnpiper.problem import PartitionError
-from evenpipe.partition.layouts.gpt import LayoutError
-from evenpipe.partition.layouts.plan import LayoutPlan, Split, best_layout
-from evenpipe.partition.models import MODELS
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.finding import find_plan, fits_into, largest_batch
 from evenpipe.partition.search.plan import Plan
@@ -33,6 +28,10 @@ from evenpipe.report.files import is_special, write_atomically
 from evenpipe.schedule import ScheduleError
 from evenpipe.settings.spelling import in_flags
 
+if TYPE_CHECKING:
+    from evenpipe.cli.partition_sources import Source
+    from evenpipe.partition.layouts.plan import LayoutPlan, Split
+
 __all__ = ["add_to", "show_layout"]
 
 _GIB: Final = 2**30
@@ -40,6 +39,11 @@ _GIB: Final = 2**30
 
 def show_layout(arguments: Namespace) -> None:
     """Print it, and write what is asked for. UsageError for flags that there is no layout for."""
+    # These bring torch, which --help has no use for.
+    from evenpipe.partition.layouts.gpt import LayoutError
+    from evenpipe.partition.layouts.plan import best_layout
+    from evenpipe.partition.timing import RooflineError
+
     if find_spec("megatron") is None:
         raise UsageError("megatron-core is not installed: pip install 'evenpipe[megatron]'")
     if not arguments.flags:
@@ -221,6 +225,8 @@ def _add_pipeline(parser: Parser) -> None:
 
 
 def _run(arguments: Namespace) -> None:
+    from evenpipe.cli.partition_sources import Source  # it brings torch, which --help has no use for
+
     if arguments.megatron:
         show_layout(arguments)
         return
@@ -285,30 +291,12 @@ def _workload(arguments: Namespace) -> Workload:
 
 def _write(arguments: Namespace, source: Source, profile: Profile, plan: Plan) -> None:
     write("--profile-out", arguments.profile_out, profile.write)
-    write("--out", arguments.out, lambda path: _write_plan(path, source, profile, plan))
+    write("--out", arguments.out, lambda path: source.write_plan(path, profile, plan))
     write(
         "--picture",
         arguments.picture,
         lambda path: draw_divisions(path, _title(plan), ways_to_cut(profile, plan), plan.limit_bytes / _GIB),
     )
-
-
-def _write_plan(path: Path, source: Source, profile: Profile, plan: Plan) -> None:
-    graph = source.graph(plan.origin.micro_batch_size)
-    if graph is not None:
-        try:
-            with TemporaryDirectory() as folder:  # what is not the model's is not written
-                draft = Path(folder, path.name)
-                write_stages(graph, profile, plan, draft)
-                reason = source.compare(draft, graph)
-            if reason is not None:
-                said = f"note: the stages were not compared with the uncut model: {reason}"
-                Console(stderr=True).print(said, highlight=False, soft_wrap=True)
-            write_stages(graph, profile, plan, path)
-        except StageCodeError as error:
-            raise UsageError(f"--out {path}: {error}") from error
-    else:
-        plan.write(path)
 
 
 def _title(plan: Plan) -> str:

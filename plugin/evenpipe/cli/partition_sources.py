@@ -8,17 +8,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from evenpipe.cli.parser import UsageError
-from evenpipe.partition.code import compare_stages, too_large
+from evenpipe.partition.code import StageCodeError, compare_stages, too_large, write_stages
 from evenpipe.partition.models import Example, ModelError, build, from_config, from_function
 from evenpipe.partition.profile import Profile, ProfileError
 from evenpipe.partition.profiling import Profiles, profile
 from evenpipe.partition.search.batch_clock import StageLinks
+from evenpipe.partition.search.plan import Plan
 from evenpipe.partition.timing import Measured, Roofline, RooflineError, TimeSource
 from evenpipe.partition.trace import Graph, TraceError, trace, weightless
 from evenpipe.planner.descriptions import Cluster, DescriptionError, cluster, device
@@ -103,8 +105,26 @@ class Source:
             name, graph = self._traced
             return self._told(profile(graph, times, name, lambda done, total: show("profiling", done, total)))
 
-    def graph(self, micro_batch_size: int) -> Graph | None:
-        """What the profile for micro-batches of that size is of; None where it is read from a file, without one."""
+    def write_plan(self, path: Path, profile: Profile, plan: Plan) -> None:
+        """Write the plan, and the code of its stages beside it where the model is there, if it is the model's."""
+        graph = self._graph_of(plan.origin.micro_batch_size)
+        if graph is None:
+            plan.write(path)
+            return
+        try:
+            with TemporaryDirectory() as folder:  # code that computes something else is not written
+                draft = Path(folder, path.name)
+                write_stages(graph, profile, plan, draft)
+                reason = self._compare(draft, graph)
+            if reason is not None:
+                note = f"note: the stages were not compared with the uncut model: {reason}"
+                Console(stderr=True).print(note, highlight=False, soft_wrap=True)
+            write_stages(graph, profile, plan, path)
+        except StageCodeError as error:
+            raise UsageError(f"--out {path}: {error}") from error
+
+    def _graph_of(self, micro_batch_size: int) -> Graph | None:
+        """Return the graph that the profile for that size is of; None where it is read from a file, without one."""
         if self._read is not None:
             return None
         if not self.arguments.max_batch:
@@ -113,7 +133,7 @@ class Source:
             show("tracing", 0, 0)
             return self._graph(micro_batch_size)
 
-    def compare(self, plan: Path, graph: Graph) -> str | None:
+    def _compare(self, plan: Path, graph: Graph) -> str | None:
         """Hold the stages beside `plan` against the model, with values, on a micro-batch; why not, if it is too large.
 
         Raises StageCodeError where they differ.

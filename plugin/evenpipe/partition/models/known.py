@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from evenpipe.partition.configurations import CONFIGURATIONS, MODELS
 from evenpipe.partition.models.amoebanet import AmoebaNet
 from evenpipe.partition.models.described import (
     Example,
@@ -21,53 +20,11 @@ from evenpipe.partition.models.described import (
 )
 from evenpipe.partition.profile import Origin
 
-__all__ = ["MODELS", "build", "example_of"]
-
-_T5: Final = {
-    "model_type": "t5",
-    "architectures": ["T5ForConditionalGeneration"],
-    "d_model": 1024,
-    "d_kv": 64,
-    "num_layers": 24,
-    "num_heads": 16,
-    "decoder_start_token_id": 0,
-}
-_SMALL_T5: Final = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
-
-# Configurations as their authors published them. The paper's T5 has 780 million parameters, to which t5-v1.1-large
-# (783 M) is nearer than t5-large (738 M).
-_CONFIGURATIONS: Final[Mapping[str, tuple[dict[str, Any], dict[str, Any]]]] = {  # full size, and what is small
-    "bert-large": (
-        {
-            "model_type": "bert",
-            "architectures": ["BertForPreTraining"],
-            "hidden_size": 1024,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "intermediate_size": 4096,
-        },
-        {
-            "hidden_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "intermediate_size": 128,
-            "vocab_size": 128,
-        },
-    ),
-    "gpt2-large": (
-        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 1280, "n_layer": 36, "n_head": 20},
-        {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "bos_token_id": 0, "eos_token_id": 0},
-    ),
-    "t5-large": (_T5 | {"d_ff": 4096}, _SMALL_T5),
-    "t5-v1.1-large": (
-        _T5 | {"d_ff": 2816, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-        _SMALL_T5,
-    ),
-}
+__all__ = ["build", "example_of"]
 
 
 def _transformer(name: str, micro_batch_size: int, attention: str, sequence_length: int, small: bool) -> Example:
-    full, smaller = _CONFIGURATIONS[name]
+    full, smaller = CONFIGURATIONS[name]
     length = min(sequence_length, 32) if small else sequence_length
     model = for_training(full | (smaller if small else {}), attention, name)
     return Example(name, model, inputs_of(model, micro_batch_size, length))
@@ -82,9 +39,6 @@ def _amoebanet(micro_batch_size: int, small: bool) -> Example:
         "labels": torch.randint(classes, (micro_batch_size,)),
     }
     return Example("amoebanet-d", model, inputs)
-
-
-MODELS: Final = (*_CONFIGURATIONS, "amoebanet-d")
 
 
 def build(
@@ -108,7 +62,7 @@ def build(
     if name not in MODELS:
         raise ModelError(f"no model {name!r}: there are {', '.join(MODELS)}; --module and --hf take any other")
     with made_in(precision):
-        if name in _CONFIGURATIONS:
+        if name in CONFIGURATIONS:
             return _transformer(name, micro_batch_size, attention, sequence_length, small)
         return _amoebanet(micro_batch_size, small)
 
