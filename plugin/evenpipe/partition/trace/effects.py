@@ -28,7 +28,6 @@ from evenpipe.partition.trace.state import Leaf, functions_of, leaves_of
 
 __all__ = ["effect_of"]
 
-#: What a model would have to do in place of what cannot be kept.
 _OWN_GRADIENT: Final = (
     "would lose the gradient that it defines: write it in torch's operations, as x + (f(x) - x).detach(), or make it a "
     "torch.library.custom_op with register_autograd"
@@ -39,10 +38,10 @@ _STATE: Final = (
     "changes with every forward, and a plan's would not: make it a buffer that is changed in place, or take it out"
 )
 _RANDOM: Final = "forward draws Python's or NumPy's random numbers, which a plan would draw once: draw them with torch"
-#: Makes the backwards of torch.library.custom_op's.
+#: Makes the backwards of torch.library.custom_op's, which export keeps.
 _KEPT_BY_EXPORT: Final = "torch._library"
 _TORCH: Final = str(Path(torch.__file__).parent)
-#: By which two gradients of one forward may differ, of their norm.
+#: Share of its norm by which two gradients of one forward may differ.
 _ROUNDING: Final = 1e-3
 
 
@@ -54,25 +53,29 @@ def effect_of(model: nn.Module, run: Callable[[], object], weightless: Callable[
     torch's. A mask that the first forward makes is no such state. Nor is a tensor that each forward replaces unread.
     `weightless` returns a tensor's weightless copy.
     """
-    observed: list[str] = []
+    effects: list[str] = []
     run()
-    before, drawn = leaves_of(model, weightless), _generators()
-    with _observing(observed) as read:
+    before, generators = leaves_of(model, weightless), _generators()
+    with _observing(effects) as read:
         run()
-    if observed:
-        return observed[0]
+    if effects:
+        return effects[0]
     after = leaves_of(model, weightless)
     for name, leaves in before.items():
-        if any(_changed(one, now, read) for one, now in zip(leaves, after.get(name, ()), strict=False)):
+        if any(_changed(old, new, read) for old, new in zip(leaves, after.get(name, ()), strict=False)):
             return f"{_place_of(model, name)}: {name} {_STATE}"
-    return None if drawn == _generators() else f"{_source_of(type(model))}: {_RANDOM}"
+    return None if generators == _generators() else f"{_source_of(type(model))}: {_RANDOM}"
 
 
-def _changed(before: Leaf, now: Leaf, read: Collection[int]) -> bool:
+def _changed(before: Leaf, after: Leaf, read: Collection[int]) -> bool:
     """Whether a forward changes this state: a tensor in place, or to another one after it has `read` it."""
-    if before.tensor is None or now.tensor is None:
-        return before.words != now.words
-    return before.versions != now.versions if before.tensor is now.tensor else id(before.tensor) in read
+    if before.tensor is None or after.tensor is None:
+        return before.words != after.words
+    return before.versions != after.versions if before.tensor is after.tensor else id(before.tensor) in read
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 class _Reads(TorchFunctionMode):
@@ -85,34 +88,34 @@ class _Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") != "__get__" or isinstance(returned, Tensor):  # its shape is not its value
-            self.tensors.update(id(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
+            self.tensors.update(map(id, _tensors((args, kwargs))))
         return returned
 
 
 @contextlib.contextmanager
-def _observing(found: list[str]) -> Iterator[set[int]]:
-    """Inside, what is said of Functions and hooks is appended to `found`; yield the identities of tensors read."""
+def _observing(effects: list[str]) -> Iterator[set[int]]:
+    """Inside, messages on Functions and hooks are appended to `effects`; yield the identities of tensors read."""
     apply, register = Function.__dict__["apply"], Tensor.__dict__["register_hook"]
     reads = _Reads()
 
-    def applied(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        reads.tensors.update(id(one) for one in args if isinstance(one, Tensor))
-        learns = any(isinstance(one, Tensor) and one.requires_grad for one in args)
-        if torch.is_grad_enabled() and learns:
+    def observed_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        tensors = [argument for argument in args if isinstance(argument, Tensor)]
+        reads.tensors.update(map(id, tensors))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             kept = cls.__module__.startswith(_KEPT_BY_EXPORT)
             if issubclass(cls, BackwardHookFunction):
-                found.append(f"{_caller()}: {_HOOK}")
+                effects.append(f"{_caller()}: {_HOOK}")
             elif not kept and not _derives(cls, apply.__get__(None, cls), args, kwargs):
                 what = _REENTRANT if issubclass(cls, CheckpointFunction) else f"{cls.__name__} {_OWN_GRADIENT}"
-                found.append(f"{_caller()}: {what}")
+                effects.append(f"{_caller()}: {what}")
         return apply.__get__(None, cls)(*args, **kwargs)
 
-    def registered(tensor: Tensor, hook: Any) -> Any:
-        found.append(f"{_caller()}: {_HOOK}")
+    def observed_register(tensor: Tensor, hook: Any) -> Any:
+        effects.append(f"{_caller()}: {_HOOK}")
         return register(tensor, hook)
 
-    Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
-    Tensor.register_hook = registered  # type: ignore[method-assign]
+    Function.apply = classmethod(observed_apply)  # type: ignore[assignment, method-assign]
+    Tensor.register_hook = observed_register  # type: ignore[method-assign]
     try:
         with reads:
             yield reads.tensors
@@ -125,36 +128,42 @@ def _derives(
     function: type[Function], apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
     """Whether its backward is what autograd makes of its forward, by random numbers of the shapes of `args`."""
+
+    def inlined(*given: Any) -> Any:
+        if function.setup_context is not Function.setup_context:
+            return function.forward(*given, **kwargs)
+        needs = tuple(isinstance(argument, Tensor) and argument.requires_grad for argument in given)
+        return function.forward(_Context(needs), *given, **kwargs)
+
     try:
         with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(0)
             given = tree_map_only(Tensor, _random_like, args)
-            own = _gradients(lambda *all_args: apply(*all_args, **kwargs), given)
-            autograds = _gradients(lambda *all_args: _inlined(function, all_args, kwargs), given)
-            return all(map(_alike, own, autograds))
-    except Exception:  # what runs with other numbers only is not known to be right
+            own = _gradients(lambda *given: apply(*given, **kwargs), given)
+            return all(map(_alike, own, _gradients(inlined, given)))
+    except Exception:  # a function that runs with other numbers only is not known to be right
         return False
 
 
-def _alike(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return bool((one - other).norm() <= _ROUNDING * other.norm())
+def _alike(gradient: Tensor | None, other: Tensor | None) -> bool:
+    if gradient is None or other is None:
+        return gradient is other
+    return bool((gradient - other).norm() <= _ROUNDING * other.norm())
 
 
 def _random_like(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point():
-        made = torch.randn(tensor.shape, dtype=torch.float64).to(tensor.dtype)
-        return made.requires_grad_(tensor.requires_grad)
+        values = torch.randn(tensor.shape, dtype=torch.float64).to(tensor.dtype)
+        return values.requires_grad_(tensor.requires_grad)
     return torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
 def _gradients(call: Callable[..., Any], args: tuple[Any, ...]) -> list[Tensor | None]:
-    leaves = [one for one in args if isinstance(one, Tensor) and one.requires_grad]
-    given = [one.clone() if isinstance(one, Tensor) else one for one in args]  # what may be changed in place
-    outputs = [one for one in tree_leaves(call(*given)) if isinstance(one, Tensor) and one.requires_grad]
+    leaves = [argument for argument in args if isinstance(argument, Tensor) and argument.requires_grad]
+    given = [argument.clone() if isinstance(argument, Tensor) else argument for argument in args]  # may change in place
+    outputs = [tensor for tensor in _tensors(call(*given)) if tensor.requires_grad]
     torch.manual_seed(1)
-    return list(torch.autograd.grad(outputs, leaves, [torch.randn_like(one) for one in outputs], allow_unused=True))
+    return list(torch.autograd.grad(outputs, leaves, [torch.randn_like(out) for out in outputs], allow_unused=True))
 
 
 class _Context:
@@ -171,19 +180,12 @@ class _Context:
         return lambda *args, **kwargs: None
 
 
-def _inlined(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if function.setup_context is not Function.setup_context:
-        return function.forward(*args, **kwargs)
-    needs = tuple(isinstance(one, Tensor) and one.requires_grad for one in args)
-    return function.forward(_Context(needs), *args, **kwargs)
-
-
 def _generators() -> str:
-    return repr((random.getstate(), [list(map(str, np.ravel(one))) for one in np.random.get_state()]))
+    return repr((random.getstate(), [list(map(str, np.ravel(part))) for part in np.random.get_state()]))
 
 
 def _caller() -> str:
-    """`FILE:LINE: \\`code\\`` of the innermost call outside torch and this file."""
+    """Return `FILE:LINE: \\`code\\`` of the innermost call outside torch and this file."""
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith((_TORCH, "<")) and frame.filename != __file__:
             return f"{frame.filename}:{frame.lineno}: `{frame.line}`"
@@ -191,7 +193,7 @@ def _caller() -> str:
 
 
 def _place_of(model: nn.Module, name: str) -> str:
-    """Where state is changed, as far as the source of the functions that the model reaches tells."""
+    """Return where state is changed, as far as the source of the functions that the model reaches tells."""
     trees = []
     for function in functions_of(model):
         if function.__name__ != "__init__" and not (function.__module__ or "").startswith("torch."):
@@ -209,18 +211,17 @@ def _place_of(model: nn.Module, name: str) -> str:
 
 def _changes(node: ast.AST, name: str) -> bool:
     """Whether it assigns to what is so named, to an entry or an attribute of it, or calls a method of it."""
-    targets: list[Any] = []
-    if isinstance(node, ast.Assign):
-        targets = node.targets
-    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-        targets = [node.target]
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        targets = [node.func.value]
-    for target in targets:
-        for inner in ast.walk(target):
-            if name in (getattr(inner, "attr", None), getattr(inner, "id", None)):
-                return True
-    return False
+    match node:
+        case ast.Assign(targets=targets):
+            pass
+        case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
+            targets = [target]
+        case ast.Call(func=ast.Attribute(value=owner)):
+            targets = [owner]
+        case _:
+            return False
+    inside = (inner for target in targets for inner in ast.walk(target))
+    return any(name in (getattr(inner, "attr", None), getattr(inner, "id", None)) for inner in inside)
 
 
 def _source_of(kind: type) -> str:

@@ -20,20 +20,31 @@ from evenpipe.partition.models import Example
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import profile
 from evenpipe.partition.search.plan import plan_of
+from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph, trace
 from evenpipe.planner.descriptions import device
 from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.runtime.store import ActivationStore
-from tests.partition.code.cut import SEED, batches, drawn_cuts, written
-from tests.partition.code.test_keeping import HOST, OnCpu
+from tests.partition.code.cut import SEED, batches, drawn_cuts, profiled, written
 
 STAGES = 2
+HOST = torch.device("cpu")
 #: How, to what share of its bytes, and over what link (10^9 bytes/s).
 WAYS: list[tuple[Optimize, float, float]] = [
     ("recompute", 0.6, 0.0),
     ("swap+recompute", 0.6, 1e3),
     ("swap+recompute", 0.6, 0.5),
 ]
+
+
+class OnCpu(Roofline):
+    """A GPU's times, with the bytes of the kernels that run here."""
+
+    device_type = "cpu"
+
+
+def profiled_here(example: Example, graph: Graph) -> Profile:
+    return profile(graph, OnCpu(device("a100-40gb")), example.name)
 
 
 class Stages:
@@ -106,7 +117,7 @@ def made(
 def test_parts_that_recompute_and_swap_train_bit_for_bit_in_the_planned_bytes(small, tmp_path, name):
     """To 3 %, or to one tensor of so small a model: a part runs in the model's own order, and is weighed by depth."""
     example, graph = small(name)
-    found = profile(graph, OnCpu(device("a100-40gb")), name)
+    found = profiled_here(example, graph)
     given = batches(example, 2)
     before = {key: value.clone() for key, value in example.model.state_dict().items()}
     did = set[str]()
@@ -128,12 +139,21 @@ def test_parts_that_recompute_and_swap_train_bit_for_bit_in_the_planned_bytes(sm
             for one, part, nbytes, store in zip(fits, parts, stages.kept, stages.stores, strict=True):
                 did |= {"recompute"} if part.KEEPING.again else set()
                 did |= {"swap"} if part.KEEPING.swapped else set()
+                did |= {"both"} if part.KEEPING.swapped and part.KEEPING.again else set()
                 leaving = set(part.KEEPING.swapped).difference(*part.KEEPING.gone.values())
                 assert nbytes == one.kept + sum(found.storages[number].nbytes for number in leaving), way
                 planned, tensor = one.kept + one.transient, max(storage.nbytes for storage in found.storages)
                 assert abs(store.counter.peak_bytes - planned) <= max(0.03 * planned, tensor), (cuts, way)
         example.model.load_state_dict(before)
-    assert did == {"recompute", "swap"}
+    assert did == {"recompute", "swap", "both"}
+
+
+def test_a_plan_on_a_profile_of_other_kernels_is_refused(small, tmp_path):
+    example, graph = small("bert-large")
+    cuts, way = drawn_cuts(graph, STAGES - 1, 1), ("recompute", 0.7, 0.0)
+    _, parts = made(example, graph, profiled(example, graph), cuts, tmp_path / "plan.json", way)
+    with pytest.raises(RuntimeError, match="make a plan on a profile of this device"):
+        Stages(example, parts).step(0, example.inputs)
 
 
 class InPlace(nn.Module):
@@ -153,7 +173,7 @@ class InPlace(nn.Module):
 def test_what_is_changed_in_place_is_kept_as_it_is(tmp_path):
     example = Example("in place", InPlace(), {"x": torch.ones(16, 32)})
     graph = trace(example.model, example.inputs)
-    found = profile(graph, OnCpu(device("a100-40gb")), example.name)
+    found = profiled_here(example, graph)
     given = batches(example, 2)
     cuts = drawn_cuts(graph, STAGES - 1, 1)
     changed = {number for number, one in enumerate(found.storages) if one.changers}
@@ -185,7 +205,7 @@ def shifted(path: Path, fits_of: Callable[[int], tuple[Fit, Fit]]) -> tuple[Exam
     """It and its parts, cut behind its first linear layer; `fits_of` is told the storage that the first node makes."""
     example = Example("shifted", Shifted(), {"x": torch.ones(64, 32)})
     graph = trace(example.model, example.inputs)
-    found = profile(graph, OnCpu(device("a100-40gb")), example.name)
+    found = profiled_here(example, graph)
     cut = next(number for number, name in enumerate(graph.names) if "linear" in name)
     workload = Workload("1f1b", 2 * STAGES)
     problem = Problem(Costs(found), copies_of(workload, STAGES), 1 << 50)

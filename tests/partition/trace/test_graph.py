@@ -1,52 +1,14 @@
-"""Where a graph may be cut: two stages then have exactly the gradients of one."""
+"""A traced graph: its loss, where it may be cut, what every stage computes for itself, and what cannot be traced."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import inspect
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from evenpipe.partition.trace import trace
-from tests.partition.trace.split import run
-
-
-def gradients(graph, example, cut):
-    torch.manual_seed(1)
-    return run(graph, example.model, example.inputs, cut)
-
-
-def after_cuts(graph, example, many):
-    """For cuts all over the graph: the name of the node, and each gradient with and without the cut."""
-    allowed = [number for number, cut in enumerate(graph.cut_allowed) if cut]
-    whole = gradients(graph, example, None)
-    for cut in allowed[1 :: len(allowed) // many]:
-        stages = gradients(graph, example, cut)
-        assert stages.keys() == whole.keys()
-        for key, value in whole.items():
-            yield f"cut after {graph.names[cut]}: {key}", key, stages[key], value
-
-
-@pytest.mark.parametrize("name", ["bert-large", "gpt2-large", "t5-large"])
-def test_a_cut_leaves_every_gradient_bit_for_bit(small, name):
-    """But T5's embedding, tied in three places, whose gradients two stages add up in another order: the last bit."""
-    example, graph = small(name)
-
-    for where, key, stages, whole in after_cuts(graph, example, 10):
-        if key == "shared.weight":
-            torch.testing.assert_close(stages, whole, rtol=0, atol=2e-7 * float(whole.abs().max()), msg=where)
-        else:
-            assert torch.equal(stages, whole), where
-
-
-@pytest.mark.long
-def test_a_cut_leaves_convolutions_gradients_but_for_rounding(small):
-    """A concatenation's gradients are slices in one stage and copies in two: batch norm adds those up otherwise."""
-    example, graph = small("amoebanet-d")
-
-    for where, _, stages, whole in after_cuts(graph, example, 4):
-        torch.testing.assert_close(stages, whole, rtol=0, atol=1e-5 * float(whole.abs().max()), msg=where)
+from evenpipe.partition.trace import TraceError, trace
 
 
 def test_the_graph_computes_the_models_own_loss(small):
@@ -54,7 +16,9 @@ def test_the_graph_computes_the_models_own_loss(small):
     example.model.eval()
     try:
         graph = trace(example.model, example.inputs)
-        assert torch.equal(gradients(graph, example, None)["loss"], example.model(**example.inputs).loss)
+        held = dict(example.model.named_parameters()) | dict(example.model.named_buffers())
+        loss = torch.func.functional_call(graph.module, held, kwargs=dict(example.inputs))
+        assert torch.equal(loss, example.model(**example.inputs).loss)
     finally:
         example.model.train()
 
@@ -73,22 +37,14 @@ class InPlace(nn.Module):
         return out
 
 
-class Trained(NamedTuple):
-    model: nn.Module
-    inputs: dict[str, Tensor]
-
-
 def test_no_cut_between_a_tensor_and_a_change_of_it_in_place():
-    example = Trained(InPlace(), {"x": torch.ones(2, 8)})
-    graph = trace(*example)
+    graph = trace(InPlace(), {"x": torch.ones(2, 8)})
     at = {str(node.target): number for number, node in enumerate(graph.nodes)}
     view, change = at["aten.view.default"], at["aten.add_.Tensor"]
 
     first = next(number for number, node in enumerate(graph.nodes) if str(node.target) == "aten.linear.default")
     assert not any(graph.cut_allowed[first:change])
     assert first < view < change
-    with pytest.raises(RuntimeError, match="in-place"):
-        gradients(graph, example, view)
 
 
 def test_no_cut_where_two_views_of_one_storage_would_be_sent():
@@ -163,3 +119,54 @@ def test_layers_end_where_their_blocks_do(small):
         "bert.encoder.layer.1.output.LayerNorm",
     ]
     assert graph.layer_ends[-1] == len(graph.nodes) - 1
+
+
+class Branching(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.sum() > 0:
+            return y.mean()
+        return y.sum()
+
+
+class Counting(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y[y > 0].sum()
+
+
+class Reading(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.sum() * y.max().item()
+
+
+class Lossless(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [(Branching, "if y.sum() > 0"), (Counting, "y[y > 0]"), (Reading, "y.max().item()")],
+)
+def test_the_users_line_is_named_and_nothing_is_printed(model, line, capfd):
+    with pytest.raises(TraceError) as caught:
+        trace(model(8, 8), {"x": torch.zeros(2, 8)})
+
+    source, start = inspect.getsourcelines(model)
+    number = start + next(offset for offset, text in enumerate(source) if line in text)
+    message = str(caught.value)
+    assert line in message
+    assert f"{__file__}:{number}" in message
+    assert "\n" not in message
+    assert capfd.readouterr().err == ""
+
+
+def test_a_model_without_a_loss_is_told_what_to_return():
+    with pytest.raises(TraceError, match="Lossless returns no loss"):
+        trace(Lossless(8, 8), {"input": torch.zeros(2, 8)})
+
+
+def test_an_argument_that_forward_lacks_is_named():
+    with pytest.raises(TraceError, match="no argument 'y'"):
+        trace(Branching(8, 8), {"y": torch.zeros(2, 8)})
