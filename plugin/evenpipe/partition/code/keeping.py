@@ -1,10 +1,11 @@
-"""What a plan's part keeps, storage by storage: from a profile and what was chosen to what a forward does about it."""
+"""From what a part of a plan recomputes and swaps, storage by storage, to what its forward does at which node."""
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence, Set
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ _ByNode = dict[int, tuple[int, ...]]
 
 
 class Kept(NamedTuple):
-    """What of a part's code goes through `keep`: nodes by their numbers, received values by those of their storages."""
+    """The calls of a part's code through `keep`: nodes by their numbers, received values by their storages'."""
 
     keeping: Keeping
     nodes: Mapping[fx.Node, int]
@@ -32,13 +33,14 @@ class Kept(NamedTuple):
 
 
 def kept(graph: Graph, profile: Profile, part: Stage, host_gbps: float, selected: PartNodes) -> Kept:
-    """For the code of one part of a plan of this graph and profile."""
+    """Return the calls through `keep` of one part of a plan of this graph and profile."""
     numbers = {node: number for number, node in enumerate(graph.nodes)}
     own = [node for node in selected.body if node in numbers]
     ordinals = {numbers[node]: node.meta["ordinal"] for node in own if "ordinal" in node.meta}
-    found = {node: _storage_of(graph, profile, numbers, node) for node in selected.received}
-    given = {node: number for node, number in found.items() if number in part.swap_storages}
-    _check_given(profile, part, set(given.values()), [graph.names[numbers[node]] for node in found if found[node] < 0])
+    storages = {node: _storage_of(graph, profile, numbers, node) for node in selected.received}
+    given = {node: number for node, number in storages.items() if number in part.swap_storages}
+    unknown = [graph.names[numbers[node]] for node, number in storages.items() if number < 0]
+    _check_given(profile, part, set(given.values()), unknown)
     relayed = frozenset(number for node, number in given.items() if node in selected.sent)
     order = [numbers[node] for node in own]
     keeping = keeping_of(profile, part, host_gbps, order, ordinals, given.values(), relayed)
@@ -46,7 +48,7 @@ def kept(graph: Graph, profile: Profile, part: Stage, host_gbps: float, selected
 
 
 def _check_given(profile: Profile, part: Stage, given: Set[int], unknown: Sequence[str]) -> None:
-    """That everything that the plan swaps is found. Raises StageCodeError."""
+    """Raise StageCodeError where the plan swaps something that the part is not given."""
     received = {number for number in part.swap_storages if profile.storages[number].producer < part.first_node}
     if missing := sorted(received - given):
         made_by = profile.nodes[profile.storages[missing[0]].producer].name
@@ -58,24 +60,21 @@ def _check_given(profile: Profile, part: Stage, given: Set[int], unknown: Sequen
 
 
 def _storage_of(graph: Graph, profile: Profile, numbers: Mapping[fx.Node, int], node: fx.Node) -> int:
-    """The profile's number of the storage that a node's result lies in; -1 where that cannot be told.
+    """Return the profile's number of the storage that a node's result lies in; -1 where that cannot be told.
 
-    It is of the first node that returns something in it, and of what that allocates, what these nodes read.
+    The first node that returns something in it allocates it; among what that node allocates, its readers tell it.
     """
     storage = graph.observed[node].values[0].storage
-    maker = next(one for one in graph.nodes if any(value.storage == storage for value in graph.observed[one].values))
-    readers = {numbers[one] for one in graph.nodes if one is not maker and storage in graph.observed[one].reads}
-    found = [
+    maker = next(other for other in graph.nodes if storage in graph.observed[other].returns)
+    readers = {numbers[other] for other in graph.nodes if other is not maker and storage in graph.observed[other].reads}
+    # Taking one of several results out reads nothing.
+    takes = {number for number, other in enumerate(graph.nodes) if other.target is operator.getitem}
+    candidates = [
         number
-        for number, one in enumerate(profile.storages)
-        if one.producer == numbers[maker] and readers == {user for user in one.users if _reads(graph.nodes[user])}
+        for number, allocated in enumerate(profile.storages)
+        if allocated.producer == numbers[maker] and readers == set(allocated.users) - takes
     ]
-    return found[0] if len(found) == 1 else -1
-
-
-def _reads(node: fx.Node) -> bool:
-    """Taking one of several results out reads nothing."""
-    return node.target is not operator.getitem
+    return candidates[0] if len(candidates) == 1 else -1
 
 
 def keeping_of(
@@ -87,7 +86,7 @@ def keeping_of(
     given: Collection[int] = (),
     relayed: Set[int] = frozenset(),
 ) -> Keeping:
-    """What the part of a plan on this profile does in every micro-batch's forward.
+    """Return what the part of a plan on this profile does in every micro-batch's forward.
 
     `host_gbps`: the plan's. `order`: of the part's nodes, as they are run. `ordinals`: of random nodes, by which they
     draw the same numbers when they run again. `given`: storages that the part receives, and swaps; of these `relayed`
@@ -97,9 +96,9 @@ def keeping_of(
     names = {node.name: number for number, node in enumerate(profile.nodes)}
     again = frozenset(names[name] for name in part.recompute)
     dropped = _passed_on(profile, again, frozenset(order)).union(part.drop_storages)
-    swapped = [one for one in part.swap_storages if ranges.producer[one] >= part.first_node or one in given]
+    swapped = [number for number in part.swap_storages if ranges.producer[number] >= part.first_node or number in given]
     makers = {ranges.producer[number] for number in dropped.union(swapped)}.intersection(order)
-    out, gone, back, early = _Moves(profile, ranges, swapped, order, host_gbps).found(again, part.drop_storages)
+    out, gone, back, early = _Moves(profile, ranges, swapped, order, host_gbps).at_nodes(again, part.drop_storages)
     back = {node: left for node, numbers in back.items() if (left := tuple(n for n in numbers if n not in relayed))}
     early += tuple(number for number in sorted(relayed) if number not in early)
     return Keeping(
@@ -116,14 +115,14 @@ def keeping_of(
 
 
 def _passed_on(profile: Profile, again: frozenset[int], part: frozenset[int]) -> frozenset[int]:
-    """What a node that runs again makes for others that do, and that no backward of the part needs."""
+    """Return what nodes that run again make for others that do, and that no backward of the part needs."""
     return frozenset(
         number
-        for number, one in enumerate(profile.storages)
-        if one.producer in again
-        and part.isdisjoint(one.savers)
-        and not again.isdisjoint(one.users)
-        and not one.changers
+        for number, storage in enumerate(profile.storages)
+        if storage.producer in again
+        and part.isdisjoint(storage.savers)
+        and not again.isdisjoint(storage.users)
+        and not storage.changers
     )
 
 
@@ -142,8 +141,8 @@ class _Moves:
         )
         self._ms_a_byte = 1 / (host_gbps * 1e6) if host_gbps else 0.0
 
-    def found(self, again: Set[int], drop: Collection[int]) -> tuple[_ByNode, _ByNode, _ByNode, tuple[int, ...]]:
-        """`out`, `gone`, `back` and `early` of a `Keeping`."""
+    def at_nodes(self, again: Set[int], drop: Collection[int]) -> tuple[_ByNode, _ByNode, _ByNode, tuple[int, ...]]:
+        """Return `out`, `gone`, `back` and `early` of a `Keeping`."""
         numbers = self._numbers
         forward, backward = self._forward, self._backward
         takes = np.array([self._ranges.nbytes[number] * self._ms_a_byte for number in numbers])
@@ -169,22 +168,22 @@ class _Moves:
         return _settled(out), _settled(gone), _settled(back), tuple(early)
 
     def _last(self, nodes: Sequence[int]) -> int:
-        """The place of the last of these nodes that the part runs; its first where it runs none."""
+        """Return the place of the last of these nodes that the part runs; the first place where it runs none."""
         return max((self._place[node] for node in nodes if node in self._place), default=0)
 
     def _needed_again(self, again: Set[int], dropped: Set[int]) -> dict[int, int]:
-        """By storage, from which place's backward on a node that runs again reads it.
+        """Return, by storage, from which place's backward on a node that runs again reads it.
 
-        A node does when the first backward needs what it makes, or a node that reads it runs again.
+        A node runs again when the first backward needs what it makes, or a node that reads it runs again.
         """
         graph = self._ranges
         runs, read_at = dict[int, int](), dict[int, int]()
         for node in sorted(again, key=self._place.__getitem__, reverse=True):
-            at = max((self._last(self._storages[one].savers) for one in graph.makes[node] if one in dropped), default=0)
-            users = (user for one in graph.makes[node] for user in graph.users[one] if user in runs)
-            runs[node] = at = max(at, max((runs[user] for user in users), default=0))
-            for one in graph.reads[node]:
-                read_at[one] = max(read_at.get(one, 0), at)
+            needed = (self._last(self._storages[number].savers) for number in graph.makes[node] if number in dropped)
+            users = (runs[user] for number in graph.makes[node] for user in graph.users[number] if user in runs)
+            runs[node] = at = max(chain(needed, users), default=0)
+            for number in graph.reads[node]:
+                read_at[number] = max(read_at.get(number, 0), at)
         return read_at
 
 

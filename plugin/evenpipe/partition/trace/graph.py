@@ -128,7 +128,7 @@ class Graph:
         new = {source for node in own for source in node.all_input_nodes if source in prefix}
         while new:
             needed |= new
-            storages = {value.storage for node in needed for value in self.observed[node].values}
+            storages = frozenset[int]().union(*(self.observed[node].returns for node in needed))
             new = {source for node in needed for source in node.all_input_nodes if source in prefix}
             new |= {node for node in prefix if self.observed[node].changes & storages}
             new -= needed
@@ -160,7 +160,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Any]) -> Graph:
     observed = {copies[node]: behaviour for node, behaviour in observed.items() if node in copies}
     nodes = tuple(node for unit in units for node in unit)
     sent = crossings(nodes)
-    resident = {value.storage for node in observed.keys() - set(nodes) for value in observed[node].values}
+    resident = frozenset[int]().union(*(observed[node].returns for node in observed.keys() - set(nodes)))
     allowed = allowed_cuts(units, sent, observed, resident)
     called = [node for node in own if node in copies and node.op == "call_function"]
     return Graph(

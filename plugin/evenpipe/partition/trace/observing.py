@@ -40,6 +40,11 @@ class Observed(NamedTuple):
     changes: frozenset[int] = frozenset()
     random: bool = False
 
+    @property
+    def returns(self) -> frozenset[int]:
+        """The storages of its results."""
+        return frozenset(value.storage for value in self.values)
+
 
 class StorageNumbers:
     """Numbers storages in the order in which they are first seen, and keeps them, so that none is mistaken."""

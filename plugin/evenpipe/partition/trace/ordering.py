@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx, nn
 
@@ -14,47 +14,36 @@ __all__ = ["Unit", "allowed_cuts", "crossings", "ordered", "prefix_of"]
 Unit = tuple[fx.Node, ...]
 
 
-def prefix_of(nodes: Iterable[fx.Node], seen: Mapping[fx.Node, Observed], module: nn.Module) -> set[fx.Node]:
-    """Masks, position ids and the like: what inputs alone determine, and no gradient passes.
+def prefix_of(nodes: Sequence[fx.Node], observed: Mapping[fx.Node, Observed], module: nn.Module) -> set[fx.Node]:
+    """Return masks, position ids and the like: what inputs alone determine, and no gradient passes.
 
     Stages compute them anew instead of sending them. So they read no parameter, draw no random number and change
     nothing that a node outside reads.
     """
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    nodes = list(nodes)
-    forbidden: frozenset[int] = frozenset()
+    forbidden: frozenset[int] = frozenset()  # storages that a node outside changes
     while True:
         prefix: set[fx.Node] = set()
         fresh: set[int] = set()
         for node in nodes:
             if node.op == "placeholder" or (node.op == "get_attr" and node.target not in parameters):
                 prefix.add(node)
-            elif node.op == "call_function" and _replicable(node, seen, prefix, fresh, forbidden):
-                prefix.add(node)
-                fresh.update({value.storage for value in seen[node].values} - seen[node].reads)
+            elif node.op == "call_function" and prefix.issuperset(node.all_input_nodes):
+                behaviour = observed[node]
+                touched = behaviour.returns | behaviour.reads
+                gradient = any(value.requires_grad for value in behaviour.values)
+                if behaviour.changes <= fresh and not (behaviour.random or gradient or touched & forbidden):
+                    prefix.add(node)
+                    fresh.update(behaviour.returns - behaviour.reads)
         outside = [node for node in nodes if node.op == "call_function" and node not in prefix]
-        changed = frozenset[int]().union(*(seen[node].changes for node in outside))
+        changed = frozenset[int]().union(*(observed[node].changes for node in outside))
         if changed <= forbidden:
             return prefix
         forbidden |= changed
 
 
-def _replicable(
-    node: fx.Node, seen: Mapping[fx.Node, Observed], prefix: set[fx.Node], fresh: set[int], forbidden: frozenset[int]
-) -> bool:
-    it = seen[node]
-    made = {value.storage for value in it.values}
-    return (
-        not it.random
-        and not any(value.requires_grad for value in it.values)
-        and it.changes <= fresh
-        and not (made | it.reads) & forbidden
-        and all(source in prefix for source in node.all_input_nodes)
-    )
-
-
-def ordered(nodes: Sequence[fx.Node], seen: Mapping[fx.Node, Observed]) -> list[Unit]:
-    """The nodes in units that stay together, by depth, then by the start of their forward.
+def ordered(nodes: Sequence[fx.Node], observed: Mapping[fx.Node, Observed]) -> list[Unit]:
+    """Return the nodes in units that stay together, by depth, then by the start of their forward.
 
     Depth is counted from the loss: the longest way to it is first. Counted from the inputs, as deep as an operation can
     be early, every decoder layer of T5 would have its cross-attention's keys and values right behind the encoder, and
@@ -74,9 +63,9 @@ def ordered(nodes: Sequence[fx.Node], seen: Mapping[fx.Node, Observed]) -> list[
         before[number].update(unit_of[source] for source in node.all_input_nodes if source in unit_of)
         if node.target is operator.getitem:
             continue
-        it = seen[node]
-        for storage in it.reads | {value.storage for value in it.values}:
-            if storage in it.changes:
+        behaviour = observed[node]
+        for storage in behaviour.reads | behaviour.returns:
+            if storage in behaviour.changes:
                 before[number].update(touched.get(storage, ()))
                 changed[storage] = number
             elif storage in changed:
@@ -111,27 +100,27 @@ def _units(nodes: Sequence[fx.Node]) -> list[Unit]:
 
 
 def crossings(order: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
-    """After each node, the nodes so far whose results are still needed: what a cut there sends.
+    """Return, for each node, the nodes so far whose results are still needed: a cut there sends them.
 
-    What skips over stages is handed on by each of them, so it crosses every cut in between.
+    A value that skips over stages is handed on by each of them, so it crosses every cut in between.
     """
     place = {node: number for number, node in enumerate(order)}
     last = {node: max((place[user] for user in node.users if user in place), default=-1) for node in order}
     live: list[fx.Node] = []
-    result = []
+    crossing = []
     for number, node in enumerate(order):
         live = [other for other in [*live, node] if last[other] > number]
-        result.append(tuple(live))
-    return result
+        crossing.append(tuple(live))
+    return crossing
 
 
 def allowed_cuts(
     units: Sequence[Unit],
     sent: Sequence[tuple[fx.Node, ...]],
-    seen: Mapping[fx.Node, Observed],
+    observed: Mapping[fx.Node, Observed],
     resident: Collection[int],
 ) -> list[bool]:
-    """For each node, whether a stage may end with it; the last ends no stage but the last.
+    """Return, for each node, whether a stage may end with it; the last ends no stage but the last.
 
     What is sent is received as copies. So every tensor sent has memory of its own: of two views of one storage a
     change in place would reach one only, and a view of a parameter (`resident` storages) is no message. Nor is there
@@ -143,19 +132,14 @@ def allowed_cuts(
     allowed[-1] = False
     first: dict[int, int] = {}
     for number, node in enumerate(order):
-        it = seen[node]
-        for storage in it.reads | {value.storage for value in it.values}:
+        behaviour = observed[node]
+        for storage in behaviour.reads | behaviour.returns:
             first.setdefault(storage, number)
-        for storage in it.changes:
+        for storage in behaviour.changes:
             allowed[first[storage] : number] = [False] * (number - first[storage])
     for number, nodes in enumerate(sent):
-        values = [value for node in nodes for value in seen[node].values]
-        storages = [value.storage for value in values]
-        allowed[number] = (
-            allowed[number]
-            and all(seen[node].tensor for node in nodes)
-            and bool(values)
-            and len(set(storages)) == len(storages)
-            and not any(storage in resident for storage in storages)
-        )
+        storages = [value.storage for node in nodes for value in observed[node].values]
+        tensors = all(observed[node].tensor for node in nodes)
+        apart = len(set(storages)) == len(storages) and not any(storage in resident for storage in storages)
+        allowed[number] = allowed[number] and tensors and bool(storages) and apart
     return allowed

@@ -72,14 +72,14 @@ def leaves_of(model: nn.Module, weightless: Callable[[Tensor], Tensor]) -> dict[
 
     `weightless` returns the same copy for the same tensor. Each tensor is kept, so no later one has its identity.
     """
-    found: dict[str, list[Leaf]] = {}
+    leaves: dict[str, list[Leaf]] = {}
     for _, holders in _walk(model):
         for holder in holders:
             if holder.size is not None:
-                found.setdefault(holder.name, []).append(Leaf(str(holder.size)))
+                leaves.setdefault(holder.name, []).append(Leaf(str(holder.size)))
             for key, value in holder.fields.items():
-                found.setdefault(_name(holder, key), []).append(_leaf(value, weightless))
-    return found
+                leaves.setdefault(_name(holder, key), []).append(_leaf(value, weightless))
+    return leaves
 
 
 def functions_of(model: nn.Module) -> list[types.FunctionType]:
@@ -92,7 +92,7 @@ def _walk(model: nn.Module) -> Iterator[tuple[object, list[_Holder]]]:
     modules = list(model.named_modules())
     queue: deque[tuple[str, object, int]] = deque((path, module, 0) for path, module in modules)
     # Parameters, buffers and modules are the graph's own.
-    seen = {id(table) for _, one in modules for table in (one._parameters, one._buffers, one._modules)}
+    seen = {id(table) for _, module in modules for table in (module._parameters, module._buffers, module._modules)}
     while queue:
         name, value, depth = queue.popleft()
         if id(value) in seen:
@@ -102,8 +102,10 @@ def _walk(model: nn.Module) -> Iterator[tuple[object, list[_Holder]]]:
         yield value, holders
         if depth < _DEPTH:
             for holder in holders:
-                inner = ((_name(holder, key), one, depth + 1) for key, one in holder.fields.items())
-                queue.extend(item for item in inner if not isinstance(item[1], (*_PRINTED, Tensor)))
+                followed = {
+                    k: field for k, field in holder.fields.items() if not isinstance(field, (*_PRINTED, Tensor))
+                }
+                queue.extend((_name(holder, key), field, depth + 1) for key, field in followed.items())
             bases = (value if isinstance(value, type) else type(value)).__mro__
             queue.extend((base.__name__, base, depth + 1) for base in bases if not _foreign(base))
 
@@ -116,15 +118,15 @@ def _opened(name: str, value: object) -> Iterator[_Holder]:
         yield from () if _foreign(value) else _of_function(value)
     elif isinstance(value, type):
         if not _foreign(value):
-            fields = {key: one for key, one in vars(value).items() if not key.startswith("__") or callable(one)}
+            fields = {key: field for key, field in vars(value).items() if not key.startswith("__") or callable(field)}
             yield _Holder(name, value, fields)
     elif isinstance(value, _WRAPPERS):
         fields = {key: getattr(value, key) for key in _WRAPPED if hasattr(value, key)}
         yield _Holder(name, (), fields, "{name}")
     elif isinstance(value, (nn.Module, *_NAMESPACES)) or not _foreign(type(value)):
-        held = getattr(value, "__dict__", None)
-        if isinstance(held, dict):
-            yield _Holder(name, held, dict(held), size=len(held))
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            yield _Holder(name, attributes, dict(attributes), size=len(attributes))
         slots = {key for base in type(value).__mro__ for key in _slots(base) if hasattr(value, key)}
         if slots:
             yield _Holder(name, value, {key: getattr(value, key) for key in sorted(slots)})
@@ -140,7 +142,7 @@ def _contents(value: Any) -> dict[Any, Any]:
 
 def _slots(kind: type) -> tuple[str, ...]:
     named = () if _foreign(kind) else vars(kind).get("__slots__", ())
-    return (named,) if isinstance(named, str) else tuple(one for one in named if not one.startswith("__"))
+    return (named,) if isinstance(named, str) else tuple(name for name in named if not name.startswith("__"))
 
 
 def _of_function(function: types.FunctionType) -> Iterator[_Holder]:
@@ -154,9 +156,9 @@ def _of_function(function: types.FunctionType) -> Iterator[_Holder]:
             continue
         seen.add(id(table))
         fields = {key: table[key] for key in names if key in table}
-        files = {key: one for key, one in fields.items() if isinstance(one, types.ModuleType)}
-        tables.extend((one.__name__, vars(one), "{name}.{key}") for one in files.values() if not _foreign(one))
-        yield _Holder(path, table, {key: one for key, one in fields.items() if key not in files}, label)
+        files = {key: field for key, field in fields.items() if isinstance(field, types.ModuleType)}
+        tables.extend((file.__name__, vars(file), "{name}.{key}") for file in files.values() if not _foreign(file))
+        yield _Holder(path, table, {key: field for key, field in fields.items() if key not in files}, label)
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # nothing is assigned to it yet
             yield _Holder(variable, cell, {"cell_contents": cell.cell_contents}, "{name}")
@@ -186,7 +188,7 @@ def _name(holder: _Holder, key: object) -> str:
 
 def _leaf(value: object, weightless: Callable[[Tensor], Tensor]) -> Leaf:
     if isinstance(value, Tensor):
-        versions = (0 if one.is_inference() else one._version for one in (value, weightless(value)))
+        versions = (0 if tensor.is_inference() else tensor._version for tensor in (value, weightless(value)))
         return Leaf("a tensor", value, tuple(versions))
     if isinstance(value, _PRINTED):
         return Leaf(repr(value))
@@ -203,7 +205,7 @@ def _restore(holder: _Holder) -> None:
     owner, fields = holder.owner, holder.fields
     if isinstance(owner, dict):
         if holder.size is None or len(fields) < holder.size:
-            owner.update({key: one for key, one in fields.items() if owner.get(key, owner) is not one})
+            owner.update({key: field for key, field in fields.items() if owner.get(key, owner) is not field})
         elif not _same(_contents(owner), fields):
             owner.clear()
             owner.update(fields)
@@ -212,11 +214,11 @@ def _restore(holder: _Holder) -> None:
             owner.clear()
             (owner.update if isinstance(owner, set) else owner.extend)(fields.values())
     elif not isinstance(owner, tuple | frozenset):
-        held = vars(owner) if isinstance(owner, type) else None
-        for key, one in fields.items():
-            if (held.get(key) if held is not None else getattr(owner, key, None)) is not one:
-                setattr(owner, key, one)
+        attributes = vars(owner) if isinstance(owner, type) else None
+        for key, field in fields.items():
+            if (attributes.get(key) if attributes is not None else getattr(owner, key, None)) is not field:
+                setattr(owner, key, field)
 
 
-def _same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    return len(one) == len(other) and all(key in one and one[key] is value for key, value in other.items())
+def _same(table: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    return len(table) == len(other) and all(key in table and table[key] is value for key, value in other.items())
