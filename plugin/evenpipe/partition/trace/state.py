@@ -102,10 +102,8 @@ def _walk(model: nn.Module) -> Iterator[tuple[object, list[_Holder]]]:
         yield value, holders
         if depth < _DEPTH:
             for holder in holders:
-                followed = {
-                    k: field for k, field in holder.fields.items() if not isinstance(field, (*_PRINTED, Tensor))
-                }
-                queue.extend((_name(holder, key), field, depth + 1) for key, field in followed.items())
+                inner = ((_name(holder, key), field, depth + 1) for key, field in holder.fields.items())
+                queue.extend(item for item in inner if not isinstance(item[1], (*_PRINTED, Tensor)))
             bases = (value if isinstance(value, type) else type(value)).__mro__
             queue.extend((base.__name__, base, depth + 1) for base in bases if not _foreign(base))
 
