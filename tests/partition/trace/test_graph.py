@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenpipe.partition.trace import TraceError, trace
+from evenpipe.partition.trace import TraceError, tensors_of, trace
 
 
 def test_the_graph_computes_the_models_own_loss(small):
@@ -16,7 +16,8 @@ def test_the_graph_computes_the_models_own_loss(small):
     example.model.eval()
     try:
         graph = trace(example.model, example.inputs)
-        held = dict(example.model.named_parameters()) | dict(example.model.named_buffers())
+        own = tensors_of(example.model)
+        held = {name: own[name] for name in tensors_of(graph.module) if name in own}
         loss = torch.func.functional_call(graph.module, held, kwargs=dict(example.inputs))
         assert torch.equal(loss, example.model(**example.inputs).loss)
     finally:
