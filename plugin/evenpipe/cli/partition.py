@@ -42,7 +42,6 @@ def show_layout(arguments: Namespace) -> None:
     # These bring torch, which --help has no use for.
     from evenpipe.partition.layouts.gpt import LayoutError
     from evenpipe.partition.layouts.plan import best_layout
-    from evenpipe.partition.timing import RooflineError
 
     if find_spec("megatron") is None:
         raise UsageError("megatron-core is not installed: pip install 'evenpipe[megatron]'")
