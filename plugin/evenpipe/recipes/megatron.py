@@ -16,11 +16,7 @@ from evenpipe.settings.config import ConfigError, EvenPipeConfig
 from evenpipe.settings.contradictions import CONTRADICTIONS, contradiction_in
 from evenpipe.settings.spelling import FLAGS, flag
 
-__all__ = ["Described", "described_by", "flag_groups", "kinds_of", "layout_of", "script_of", "settings_of"]
-
-
-def script_of(recipe: Recipe) -> str:
-    return f"pretrain_{recipe.kind}.py"
+__all__ = ["Described", "described_by", "flag_groups", "kinds_of", "layout_of", "settings_of"]
 
 
 def flag_groups(recipe: Recipe) -> list[Group]:
