@@ -27,13 +27,12 @@ from harness import Benchmark, positive, progress_bar
 from matplotlib.figure import Figure
 from rich.table import Table
 from rivals.layers import Layers
-from rivals.profiles import DEVICE, EVERY, LIMIT_BYTES, MODELS, profiles_of
+from rivals.profiles import DEVICE, EVERY, LIMIT_BYTES, MODELS, problem_of, profiles_of
 from rivals.vpipe import vpipe
 
 from evenpipe.partition.costs.matrices import Costs
 from evenpipe.partition.dawnpiper.balance import Balance
-from evenpipe.partition.dawnpiper.copies import Workload, copies_of
-from evenpipe.partition.dawnpiper.problem import Problem
+from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.finding import find_plan, largest_batch
 
@@ -45,11 +44,6 @@ PARTS = ("figures", "appendix", "detailed")
 def waste(peaks: Sequence[float]) -> float:
     """The part of all stages' memory that is empty when the fullest is full."""
     return 1 - fmean(peaks) / max(peaks)
-
-
-def problem_of(profile: Profile, mode: str, stages: int, optimize: Any = "none") -> Problem:
-    copies = copies_of(Workload.of_mode(mode, stages), stages)
-    return Problem(Costs(profile), copies, LIMIT_BYTES, optimize, DEVICE.host_gbps)
 
 
 def wasted(profile: Profile, mode: str, stages: int) -> float:

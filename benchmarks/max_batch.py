@@ -21,15 +21,12 @@ from rich.table import Table
 from rivals.gpipe import gpipe_fits
 from rivals.layers import Layers
 from rivals.pipedream import pipedream_fits
-from rivals.profiles import DEVICE, EVERY, LIMIT_BYTES, MODELS, profiles_of
+from rivals.profiles import DEVICE, EVERY, LIMIT_BYTES, MODELS, problem_of, profiles_of
 from rivals.vpipe import vpipe
 from rivals.zero import zero_fits
 
-from evenpipe.partition.costs.matrices import Costs
 from evenpipe.partition.dawnpiper.bipar import bipar
 from evenpipe.partition.dawnpiper.capuchin import Optimize
-from evenpipe.partition.dawnpiper.copies import Workload, copies_of
-from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.exact import best_partition
 from evenpipe.partition.search.finding import largest_batch
@@ -55,24 +52,19 @@ def _layered(fits: Callable[..., bool], stages: int, *more: Any) -> Fits:
     return lambda profile: fits(Layers(profile), stages, LIMIT_BYTES, *more)
 
 
-def _problem(profile: Profile, mode: str, optimize: Optimize, stages: int) -> Problem:
-    copies = copies_of(Workload.of_mode(mode, stages), stages)
-    return Problem(Costs(profile), copies, LIMIT_BYTES, optimize, DEVICE.host_gbps)
-
-
 def _vpipe(mode: str, optimize: Optimize, memory_aware: bool, stages: int) -> Fits:
-    return lambda profile: vpipe(Layers(profile), _problem(profile, mode, optimize, stages), memory_aware) is not None
+    return lambda profile: vpipe(Layers(profile), problem_of(profile, mode, stages, optimize), memory_aware) is not None
 
 
 def _ours(mode: str, optimize: Optimize, stages: int) -> Fits:
-    return lambda profile: best_partition(_problem(profile, mode, optimize, stages), 0) is not None
+    return lambda profile: best_partition(problem_of(profile, mode, stages, optimize), 0) is not None
 
 
 def _bipar(mode: str, optimize: Optimize, stages: int) -> Fits:
     """Whether Algorithm 1, to its end, finds anything: the first that it finds is enough."""
 
     def fits(profile: Profile) -> bool:
-        problem = _problem(profile, mode, optimize, stages)
+        problem = problem_of(profile, mode, stages, optimize)
         part = bipar(problem, floor_ms=inf).part
         peaks = None if part is None else problem.peaks(part.cuts)
         return peaks is not None and max(peaks) <= LIMIT_BYTES

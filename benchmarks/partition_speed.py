@@ -26,13 +26,11 @@ from harness import Benchmark, positive, progress_bar, run_in_processes
 from rich.console import Group
 from rich.table import Table
 from rivals.layers import Layers
-from rivals.profiles import DEVICE, LIMIT_BYTES, MODELS, profiles_of
+from rivals.profiles import DEVICE, LIMIT_BYTES, MODELS, problem_of, profiles_of
 from rivals.vpipe import Division, vpipe
 
-from evenpipe.partition.costs.matrices import Costs
 from evenpipe.partition.dawnpiper.capuchin import Optimize
-from evenpipe.partition.dawnpiper.copies import Workload, copies_of
-from evenpipe.partition.dawnpiper.problem import Problem
+from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.batch_clock import BatchClock, StageLinks
 from evenpipe.partition.search.finding import find_plan, largest_batch
@@ -69,12 +67,6 @@ class Pair(NamedTuple):
     time: float
 
 
-def problem_of(profile: Profile, mode: str, stages: int, optimize: Optimize) -> Problem:
-    """What both of them cut."""
-    copies = copies_of(Workload.of_mode(mode, stages), stages)
-    return Problem(Costs(profile), copies, LIMIT_BYTES, optimize, DEVICE.host_gbps)
-
-
 def vpipes(profile: Profile, mode: str, stages: int, optimize: Optimize) -> Division | None:
     """What vPipe settles on."""
     return vpipe(Layers(profile), problem_of(profile, mode, stages, optimize), optimize != "none")
@@ -101,7 +93,7 @@ def pair_of(title: str, mode: str, stages: int, size: int, period: float, links:
     cuts = [layers.boundaries[boundary] for boundary in division.boundaries]
     rival = plan_of(problem, cuts, [stage.fit for stage in division.stages], workload)
     if links is not None:
-        clock = BatchClock(problem.costs, problem.copies, workload, links)
+        clock = BatchClock(problem, workload, links)
         rival = rival.model_copy(update={"crossings": clock.crossings(cuts)})
     ours = find_plan(profile, workload, stages, LIMIT_BYTES, "swap+recompute", DEVICE.host_gbps, links=links)
     plans = {"vpipe": rival, "evenpipe": ours}

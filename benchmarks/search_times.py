@@ -14,13 +14,12 @@ from typing import Any
 
 from harness import Benchmark, progress_bar
 from rich.table import Table
-from rivals.profiles import DEVICE, EVERY, LIMIT_BYTES, profiles_of
+from rivals.profiles import DEVICE, EVERY, LIMIT_BYTES, problem_of, profiles_of
 
-from evenpipe.partition.costs.matrices import Costs
 from evenpipe.partition.dawnpiper.bipar import bipar
 from evenpipe.partition.dawnpiper.capuchin import Optimize
-from evenpipe.partition.dawnpiper.copies import Workload, copies_of
-from evenpipe.partition.dawnpiper.problem import PartitionError, Problem
+from evenpipe.partition.dawnpiper.copies import Workload
+from evenpipe.partition.dawnpiper.problem import PartitionError
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.finding import find_plan, fits_into, largest_batch
 
@@ -67,8 +66,7 @@ def measure(
 
 def alone(profile: Profile, stages: int, optimize: Optimize, exact_ms: float, minutes: float) -> dict[str, Any]:
     """BiPar by itself: its longest stage over the plan's, nodes tried, φ, whether it ended, and what it took."""
-    copies = copies_of(Workload.of_mode("async", stages), stages)
-    problem = Problem(Costs(profile), copies, LIMIT_BYTES, optimize, DEVICE.host_gbps)
+    problem = problem_of(profile, "async", stages, optimize)
     began = time.process_time()
     found = bipar(problem, most_weighed=minutes * RANGES_A_MINUTE)
     return {

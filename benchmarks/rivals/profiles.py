@@ -6,6 +6,9 @@ from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Final
 
+from evenpipe.partition.dawnpiper.capuchin import Optimize
+from evenpipe.partition.dawnpiper.copies import Workload
+from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.models import build
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import Profiles
@@ -13,7 +16,7 @@ from evenpipe.partition.timing import Roofline
 from evenpipe.partition.trace import Graph, trace, weightless
 from evenpipe.planner.descriptions import device
 
-__all__ = ["DEVICE", "EVERY", "LIMIT_BYTES", "MODELS", "profiles_of"]
+__all__ = ["DEVICE", "EVERY", "LIMIT_BYTES", "MODELS", "problem_of", "profiles_of"]
 
 DEVICE: Final = device("a100-40gb")
 LIMIT_BYTES: Final = 40 * 10**9
@@ -32,3 +35,8 @@ def profiles_of(title: str) -> Callable[[int], Profile]:
         return trace(example.model, example.inputs)
 
     return lru_cache(maxsize=64)(Profiles(graph_of, Roofline(DEVICE), title).at)
+
+
+def problem_of(profile: Profile, mode: str, stages: int, optimize: Optimize = "none") -> Problem:
+    """The problem that all methods solve, in a mode of the paper."""
+    return Problem.of(profile, Workload.of_mode(mode, stages), stages, LIMIT_BYTES, optimize, DEVICE.host_gbps)

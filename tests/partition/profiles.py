@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from evenpipe.partition.costs.matrices import Costs
 from evenpipe.partition.dawnpiper.capuchin import Optimize
-from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.profile import Node, Origin, Parameter, Profile, Storage
 
@@ -29,7 +28,7 @@ def problem_of(
     """The problem of a profile; a schedule's name alone stands for four micro-batches of it."""
     if isinstance(workload, str):
         workload = Workload(workload, 4)
-    return Problem(Costs(profile), copies_of(workload, stages), limit, optimize, host_gbps)
+    return Problem.of(profile, workload, stages, limit, optimize, host_gbps)
 
 
 def origin(model: str = "drawn", micro_batch_size: int = 1) -> Origin:

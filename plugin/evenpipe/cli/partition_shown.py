@@ -7,9 +7,7 @@ from typing import Final
 
 from rich.table import Column, Table
 
-from evenpipe.partition.costs.matrices import Costs
 from evenpipe.partition.dawnpiper.balance import Balance
-from evenpipe.partition.dawnpiper.copies import copies_of
 from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.plan import Plan, Stage, plan_of
@@ -64,8 +62,7 @@ def front_table(plan: Plan) -> Table:
 
 def ways_to_cut(profile: Profile, plan: Plan) -> list[Division]:
     """The plan beside its model cut evenly by layers, for equal times, and for equal peaks, with nothing optimised."""
-    copies = copies_of(plan.workload, plan.stage_count)
-    problem = Problem(Costs(profile), copies, plan.limit_bytes)
+    problem = Problem.of(profile, plan.workload, plan.stage_count, plan.limit_bytes)
     balance = Balance(problem)
     others = {
         "uniform": balance.layer_cuts(),

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.partition.code import Draws, Part, drawing, load_parts, write_stages
-from evenpipe.partition.costs.matrices import Costs
-from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.models import Example
 from evenpipe.partition.profile import Profile
@@ -32,7 +31,7 @@ def profiled(example: Example, graph: Graph) -> Profile:
 def plan_at(found: Profile, stages: int, cuts: Sequence[int], schedule: str = "1f1b", chunks: int = 1) -> Plan:
     """A plan of these cuts, which name the last node of each part but the last."""
     workload = Workload(schedule, 2 * stages, chunks)
-    problem = Problem(Costs(found), copies_of(workload, stages), 1 << 50)
+    problem = Problem.of(found, workload, stages, 1 << 50)
     starts = problem.costs.starts.tolist()
     bounds = [0, *(starts.index(cut + 1) for cut in cuts), problem.costs.last]
     return plan_of(problem, bounds, problem.fits_of(bounds), workload)

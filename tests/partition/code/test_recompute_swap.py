@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe.partition.code import Draws, Part, StageCodeError, users_lines
-from evenpipe.partition.costs.matrices import Costs
 from evenpipe.partition.dawnpiper.capuchin import Around, Fit, Load, Optimize, fit
-from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.models import Example
 from evenpipe.partition.profile import Profile
@@ -98,7 +97,7 @@ def made(
     """What each part does to keep that share of its bytes, and its code."""
     optimize, share, gbps = way
     workload = Workload("1f1b", 2 * STAGES)
-    problem = Problem(Costs(found), copies_of(workload, STAGES), 1 << 50, optimize, gbps)
+    problem = Problem.of(found, workload, STAGES, 1 << 50, optimize, gbps)
     starts = [0, *(cut + 1 for cut in cuts), len(found.nodes)]
     fits = []
     for start, stop in pairwise(starts):
@@ -208,7 +207,7 @@ def shifted(path: Path, fits_of: Callable[[int], tuple[Fit, Fit]]) -> tuple[Exam
     found = profiled_here(example, graph)
     cut = next(number for number, name in enumerate(graph.names) if "linear" in name)
     workload = Workload("1f1b", 2 * STAGES)
-    problem = Problem(Costs(found), copies_of(workload, STAGES), 1 << 50)
+    problem = Problem.of(found, workload, STAGES, 1 << 50)
     first = next(number for number, one in enumerate(found.storages) if one.producer == 0)
     bounds = [0, problem.costs.starts.tolist().index(cut + 1), problem.costs.last]
     return example, written(example, graph, plan_of(problem, bounds, fits_of(first), workload), found, path)

@@ -9,10 +9,9 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 
-from evenpipe.partition.costs.matrices import Costs
 from evenpipe.partition.dawnpiper.bipar import bipar
 from evenpipe.partition.dawnpiper.capuchin import Optimize
-from evenpipe.partition.dawnpiper.copies import Workload, copies_of
+from evenpipe.partition.dawnpiper.copies import Workload
 from evenpipe.partition.models import build as build_model
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.profiling import Profiles
@@ -41,9 +40,8 @@ def simulated_ms(plan: Plan) -> float:
 
 def fastest_layers_ms(profile: Profile, workload: Workload, stages: int, links: StageLinks) -> float:
     """Of layer cuts in unlimited memory, independently of what the search has of them."""
-    costs = Costs(profile)
-    clock = BatchClock(costs, copies_of(workload, stages), workload, links)
-    layers = np.array(costs.layers)
+    problem = problem_of(profile, workload, stages)
+    clock, layers = BatchClock(problem, workload, links), np.array(problem.costs.layers)
 
     def ms(inner: Sequence[Sequence[int]]) -> np.ndarray:
         rows = layers[np.pad(np.array(inner), ((0, 0), (1, 1)), constant_values=((0, 0), (0, len(layers) - 1)))]
@@ -90,8 +88,8 @@ def test_without_links_messages_are_free_and_plans_lose_to_layers_on_slow_ones()
     free = find_plan(profile, workload, 4, PLENTY)
     assert free.batch_ms is None
     assert not free.crossings
-    costs = Costs(profile)
-    clock = BatchClock(costs, copies_of(workload, 4), workload, links)
+    problem = problem_of(profile, workload, 4)
+    clock, costs = BatchClock(problem, workload, links), problem.costs
     cuts = [0, *(int(np.searchsorted(costs.starts, cut + 1)) for cut in free.cuts), costs.last]
     taken_ms = float(clock.ms(np.array([cuts]), np.zeros((1, 4)))[0, -1])
     plan = find_plan(profile, workload, 4, PLENTY, links=links)
@@ -126,7 +124,7 @@ def test_layer_cuts_that_have_to_save_memory_are_among_the_candidates(optimize: 
     assert max(part.peak_bytes for part in plan.stages) <= limit
     assert plan.batch_ms is not None
     problem = problem_of(profile, workload, 4, limit, optimize, 0.5)
-    clock, layers = BatchClock(problem.costs, problem.copies, workload, links), problem.costs.layers
+    clock, layers = BatchClock(problem, workload, links), problem.costs.layers
     for inner in ((2, 4, 6), (1, 3, 6), (2, 4, 7)):
         cuts = [layers[number] for number in (0, *inner, len(layers) - 1)]
         fits = problem.fits_of(cuts)

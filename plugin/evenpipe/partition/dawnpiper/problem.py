@@ -14,9 +14,10 @@ from evenpipe.partition.costs.matrices import Costs, Numbers
 from evenpipe.partition.costs.recompute import RecomputedBytes
 from evenpipe.partition.costs.storages import Graph
 from evenpipe.partition.dawnpiper.capuchin import Around, Fit, Load, Optimize, fit
-from evenpipe.partition.dawnpiper.copies import Copies
+from evenpipe.partition.dawnpiper.copies import Copies, Workload, copies_of
+from evenpipe.partition.profile import Profile
 
-__all__ = ["Cell", "PartitionError", "Problem", "check_cuts"]
+__all__ = ["Cell", "PartitionError", "Problem"]
 
 #: A range of so many nodes takes twice as long to weigh as one of a few.
 _AS_LONG = 400
@@ -33,7 +34,7 @@ class Cell(NamedTuple):
     fit: Fit
 
 
-def check_cuts(costs: Costs, stages: int, positions: int) -> None:
+def _check_cuts(costs: Costs, stages: int, positions: int) -> None:
     """Raise PartitionError for more positions than the model can be cut into."""
     if positions > costs.last:
         chunks = f" × {positions // stages} chunks" if positions > stages else ""
@@ -71,8 +72,23 @@ class Problem:
     places: Numbers | None = None
     _known: _Known = field(default_factory=_Known)
 
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        workload: Workload,
+        stages: int,
+        limit_bytes: int,
+        optimize: Optimize = "none",
+        host_gbps: float = 0.0,
+    ) -> Problem:
+        """Return the problem of a profile. Raises PartitionError for too few cuts, and as `copies_of` does."""
+        costs = Costs(profile)
+        _check_cuts(costs, stages, stages * workload.chunks)  # before a schedule of so many is made and verified
+        return cls(costs, copies_of(workload, stages), limit_bytes, optimize, host_gbps)
+
     def __post_init__(self) -> None:
-        check_cuts(self.costs, self.copies.stages, self.copies.positions)
+        _check_cuts(self.costs, self.copies.stages, self.copies.positions)
         if not self.loads:
             object.__setattr__(self, "loads", tuple(map(self._alone, range(self.copies.positions))))
 

@@ -8,8 +8,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from evenpipe.partition.costs.matrices import Costs, Numbers
-from evenpipe.partition.dawnpiper.copies import PIPEDREAM, Copies, Workload
+from evenpipe.partition.costs.matrices import Numbers
+from evenpipe.partition.dawnpiper.copies import PIPEDREAM, Workload
+from evenpipe.partition.dawnpiper.problem import Problem
 from evenpipe.partition.search.plan import Crossing
 from evenpipe.planner.descriptions import Cluster
 from evenpipe.schedule import Program, Size, build, find
@@ -58,11 +59,11 @@ class BatchClock:
     A schedule that streams has two views: a batch alone, and the mean of several without a flush.
     """
 
-    def __init__(self, costs: Costs, copies: Copies, workload: Workload, links: StageLinks) -> None:
+    def __init__(self, problem: Problem, workload: Workload, links: StageLinks) -> None:
         """Raises ScheduleError where there is no such schedule."""
-        self._costs, self._links, self._owners = costs, links, np.array(copies.owners)
-        self._stages = copies.stages
-        self._views = _views(workload, copies.stages)
+        self._costs, self._links, self._owners = problem.costs, links, np.array(problem.copies.owners)
+        self._stages = problem.copies.stages
+        self._views = _views(workload, self._stages)
 
     @property
     def views(self) -> int:

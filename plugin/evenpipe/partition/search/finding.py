@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from math import ceil, inf
 from typing import Final
 
-from evenpipe.partition.costs.matrices import Costs
 from evenpipe.partition.dawnpiper.bipar import bipar
 from evenpipe.partition.dawnpiper.capuchin import Optimize
-from evenpipe.partition.dawnpiper.copies import Workload, copies_of
-from evenpipe.partition.dawnpiper.problem import PartitionError, Problem, check_cuts
+from evenpipe.partition.dawnpiper.copies import Workload
+from evenpipe.partition.dawnpiper.problem import PartitionError, Problem
 from evenpipe.partition.profile import Profile
 from evenpipe.partition.search.batch_clock import BatchClock, StageLinks
 from evenpipe.partition.search.choosing import Reached, Way, fastest_batch, longest_ms
@@ -58,7 +57,7 @@ def find_plan(
     """
     began = time.perf_counter()
     with _no_collection():
-        problem = _problem(profile, workload, stages, limit_bytes, optimize, host_gbps)
+        problem = Problem.of(profile, workload, stages, limit_bytes, optimize, host_gbps)
         plan = _plan(problem, workload, links)
     return plan.model_copy(update={"search_ms": (time.perf_counter() - began) * 1e3})
 
@@ -88,7 +87,7 @@ def _plan(problem: Problem, workload: Workload, links: StageLinks | None) -> Pla
     if links is None or problem.copies.positions == 1:
         chosen, reached = min(ways, key=lambda way: longest_ms(problem, way), default=None), Reached()
     else:
-        chosen, reached = fastest_batch(problem, BatchClock(problem.costs, problem.copies, workload, links), ways)
+        chosen, reached = fastest_batch(problem, BatchClock(problem, workload, links), ways)
     if chosen is None:
         raise PartitionError(_too_little(problem))
     plan = plan_of(problem, chosen.cuts, chosen.fits, workload)
@@ -114,16 +113,8 @@ def fits_into(
     host_gbps: float = 0.0,
 ) -> bool:
     """Return whether the exact search finds a plan. Raises as `find_plan` does, except for the limit."""
-    problem = _problem(profile, workload, stages, limit_bytes, optimize, host_gbps)
+    problem = Problem.of(profile, workload, stages, limit_bytes, optimize, host_gbps)
     return best_partition(problem, 0) is not None
-
-
-def _problem(
-    profile: Profile, workload: Workload, stages: int, limit_bytes: int, optimize: Optimize, host_gbps: float
-) -> Problem:
-    costs = Costs(profile)
-    check_cuts(costs, stages, stages * workload.chunks)  # before a schedule of so many is made and verified
-    return Problem(costs, copies_of(workload, stages), limit_bytes, optimize, host_gbps)
 
 
 def _too_little(problem: Problem) -> str:
