@@ -51,13 +51,6 @@ def bipar(
     return Binary(part, len(search.tried), search.widest, not search.cut_short)
 
 
-class _Bound(NamedTuple):
-    """A lower bound of the longer of two adjacent stages, infinite if one cannot fit; exact if `as_it_is`."""
-
-    least_ms: float
-    as_it_is: bool
-
-
 class _BiPar:
     def __init__(
         self, problem: Problem, floor_ms: float, ceiling_ms: float, most_weighed: float, most_parts: float
@@ -74,17 +67,18 @@ class _BiPar:
         compute_cut, memory_cut = self._balanced(first, last, sid, sid, sid + 1)  # 2
         cuts = self._sorted_cuts(compute_cut, memory_cut, first + 1, last - 1)  # 6
         bounds = self._bounds(first, cuts, last, sid)
-        at_once = bounds[compute_cut]
-        if at_once.as_it_is and at_once.least_ms < inf:  # 3
+        least_ms, exact = bounds[compute_cut]
+        if exact and least_ms < inf:  # 3
             self.tried.add(compute_cut)
-            return Part(at_once.least_ms, (first, compute_cut, last))  # 4
+            return Part(least_ms, (first, compute_cut, last))  # 4
         parts = list[Part]()
         for cut in cuts:  # 7
-            if self.ceiling_ms < bounds[cut].least_ms < inf:
+            least_ms, exact = bounds[cut]
+            if self.ceiling_ms < least_ms < inf:
                 continue
             self.tried.add(cut)
-            ms = self._longer_ms(first, cut, last, sid, bounds[cut])  # 8
-            if ms is None:  # 10
+            ms = least_ms if exact or least_ms == inf else self._mem_opt(first, cut, last, sid)  # 8
+            if ms == inf:  # 10
                 break  # 11
             parts.append(Part(ms, (first, cut, last)))  # 9
             if ms <= self.floor_ms or self._ended:
@@ -149,22 +143,20 @@ class _BiPar:
         self.widest = max(self.widest, len(cuts))
         return cuts if memory_cut <= compute_cut else cuts[::-1]
 
-    def _bounds(self, first: int, cuts: list[int], last: int, sid: int) -> dict[int, _Bound]:
-        """Return the bounds of two adjacent stages, for all cuts at once."""
+    def _bounds(self, first: int, cuts: list[int], last: int, sid: int) -> dict[int, tuple[float, bool]]:
+        """Return lower bounds of the longer of two adjacent stages, infinite if one cannot fit; and which are exact."""
         ascending = np.sort(cuts)
         before, exact_before = self.problem.lower_ms(sid, np.array([first]), ascending)
         behind, exact_behind = self.problem.lower_ms(sid + 1, ascending, np.array([last]))
         least_ms = np.maximum(before[0], behind[:, 0]).tolist()
-        as_it_is = (exact_before[0] & exact_behind[:, 0]).tolist()
-        return {cut: _Bound(*of) for cut, *of in zip(ascending.tolist(), least_ms, as_it_is, strict=True)}
+        exact = (exact_before[0] & exact_behind[:, 0]).tolist()
+        return dict(zip(ascending.tolist(), zip(least_ms, exact, strict=True), strict=True))
 
-    def _longer_ms(self, first: int, cut: int, last: int, sid: int, bound: _Bound) -> float | None:
-        """MemOpt of two adjacent stages; None: one does not fit."""
-        if bound.as_it_is or bound.least_ms == inf:
-            return bound.least_ms if bound.least_ms < inf else None
+    def _mem_opt(self, first: int, cut: int, last: int, sid: int) -> float:
+        """MemOpt: the longer of two adjacent stages, infinite if one does not fit."""
         before = self._single(first, cut, sid)
         behind = self._single(cut, last, sid + 1) if before is not None else None
-        return max(before.ms, behind.ms) if before is not None and behind is not None else None
+        return max(before.ms, behind.ms) if before is not None and behind is not None else inf
 
     def _single(self, first: int, last: int, position: int) -> Part | None:
         cell = self.problem.cell(position, first, last)
