@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.runtime.exchange import Exchange, JointExchange
+from evenpipe.runtime.heartbeat import wait_for
 from evenpipe.runtime.weight_versions import WeightVersions
 
-__all__ = ["Gradients", "LossScale", "Outcome", "ParameterGradients", "held_gradient_bytes"]
+__all__ = ["Gradients", "LossScale", "Outcome", "ParameterGradients", "TiedSums", "held_gradient_bytes"]
 
 
 class Outcome(NamedTuple):
@@ -114,6 +116,44 @@ class Gradients(ABC):
         neither a norm, nor an overflow, nor a tied weight's other end decides what the step is.
         """
         return stage == 0 or not self.waits
+
+
+class TiedSums:
+    """Gradients of tied weights, summed in place, in the background, over the stages that share each.
+
+    The norm counts a weight on the first stage that has it, which is the last to end a batch.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: list[tuple[Tensor, dist.ProcessGroup, dist.Work, bool, Callable[[Tensor], None] | None]] = []
+
+    def start(
+        self,
+        gradient: Tensor,
+        group: dist.ProcessGroup,
+        is_first: bool,
+        then: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        """Give this stage's part, on all stages of `group` at one place of their order; `then` takes the sum."""
+        work = dist.all_reduce(gradient, group=group, async_op=True)
+        assert work is not None, "this stage is of the group"
+        self._under_way.append((gradient, group, work, is_first, then))
+
+    def finish(self, counted: bool = False) -> None:
+        """Wait for all sums. Nothing to do twice.
+
+        `counted`: only for weights that are counted here. Other stages have given their parts, as they end a batch
+        earlier.
+        """
+        under_way, self._under_way = self._under_way, []
+        for tied in under_way:
+            gradient, group, work, is_first, then = tied
+            if counted and not is_first:
+                self._under_way.append(tied)
+                continue
+            wait_for([work], group, "gradients of tied weights", gradient.device)
+            if then is not None:
+                then(gradient)
 
 
 class ParameterGradients:

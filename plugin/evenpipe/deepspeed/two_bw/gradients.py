@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenpipe.runtime.exchange import Exchange
-from evenpipe.runtime.heartbeat import job_timeout, wait_for
+from evenpipe.runtime.heartbeat import job_timeout
 from evenpipe.runtime.weight_versions import WeightVersions
-from evenpipe.two_bw.gradients import Gradients, LossScale, Outcome
+from evenpipe.two_bw.gradients import Gradients, LossScale, Outcome, TiedSums
 
 __all__ = ["EngineGradients"]
 
@@ -38,6 +38,7 @@ class EngineGradients(Gradients):
     def __init__(self, engine: Any, decides: bool, weights: Sequence[Tensor] = ()) -> None:
         self._optimizer = optimizer = engine.optimizer
         self._ties = _Ties(engine, self)
+        self._sums = TiedSums()
         self._norm = 0.0  # of gradients that are multiplied by the loss scale
         self.versions = WeightVersions(list(engine.module.parameters()), weights)
         self.exchange = Exchange(engine.grid.get_pipe_parallel_group(), 1, engine.device) if decides else None
@@ -64,8 +65,8 @@ class EngineGradients(Gradients):
 
     def hold(self) -> Tensor:
         """The figure is the sum of squares, of sums over the stages that share a weight."""
-        self._ties.start()
-        self._ties.finish(counted=True)
+        self._ties.start(self._sums)
+        self._sums.finish(counted=True)
         return self._squares().view(1)
 
     def outcome(self, rows: list[list[float]]) -> Outcome:
@@ -75,7 +76,7 @@ class EngineGradients(Gradients):
         return Outcome(updated, self._norm / scale if updated else None, None)
 
     def step(self, outcome: Outcome) -> None:
-        self._ties.finish()
+        self._sums.finish()
         # The optimizer skips the step where the norm is no number.
         with self._at_its_scale():
             self._step(self._optimizer.step, self._norm)
@@ -159,10 +160,7 @@ class _Tie(NamedTuple):
 
 
 class _Ties:
-    """The tied weights of one stage of `engine`; all ranks make one alike.
-
-    A weight is counted in the norm by the first stage that has it, which is the last to end a batch.
-    """
+    """The tied weights of one stage of `engine`; all ranks make one alike."""
 
     def __init__(self, engine: Any, gradients: EngineGradients) -> None:
         self._gradients = gradients
@@ -179,33 +177,17 @@ class _Ties:
             for weight, group in engine.module.get_tied_weights_and_groups()
         ]
         self._own_groups = list(summed_over.values()) if gradients.sharded else []
-        self._under_way: list[tuple[_Tie, Tensor, dist.Work]] = []
 
     def __bool__(self) -> bool:
         return bool(self._ties)
 
-    def start(self) -> None:
+    def start(self, sums: TiedSums) -> None:
         """Give this stage's part of a batch's gradients, which are kept."""
         for tie in self._ties:
             gradient = self._gradients.kept(tie.weight)
             if gradient is not None:
-                work = dist.all_reduce(gradient, group=tie.group, async_op=True)
-                assert work is not None
-                self._under_way.append((tie, gradient, work))
-
-    def finish(self, counted: bool = False) -> None:
-        """Wait for all: what is kept are the sums. Nothing to do twice.
-
-        `counted`: only for the weights that are counted here. Other stages have given their parts, as they end a batch
-        earlier.
-        """
-        under_way, self._under_way = self._under_way, []
-        for tie, gradient, work in under_way:
-            if tie.is_first or not counted:
-                wait_for([work], tie.group, "gradients of tied weights", gradient.device)
-                self._gradients.put_back(tie.weight, gradient)
-            else:
-                self._under_way.append((tie, gradient, work))
+                put_back = functools.partial(self._gradients.put_back, tie.weight)
+                sums.start(gradient, tie.group, tie.is_first, put_back)
 
     def close(self) -> None:
         """Destroy the groups that were made for this, once nothing is under way; the end of all groups does it too."""

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
@@ -19,9 +18,9 @@ from torch import Tensor
 
 from evenpipe.megatron.unsupported import refused_with_two_versions
 from evenpipe.runtime.exchange import JointExchange
-from evenpipe.runtime.heartbeat import hearing, wait_for
+from evenpipe.runtime.heartbeat import hearing
 from evenpipe.runtime.weight_versions import Alias, WeightVersions
-from evenpipe.two_bw.gradients import Gradients, LossScale, Outcome, held_gradient_bytes
+from evenpipe.two_bw.gradients import Gradients, LossScale, Outcome, TiedSums, held_gradient_bytes
 
 __all__ = ["TwoBWOptimizer"]
 
@@ -76,7 +75,7 @@ class TwoBWOptimizer(Gradients):
         self._own: OwnGradients | None = None
         self._reduced = True  # within the stage
         self._pending = False  # whether a step is still to be made
-        self._embedding: tuple[dist.Work, dist.ProcessGroup, torch.device] | None = None
+        self._sums = TiedSums()
         self._stage = 0
         self._finalize: Callable[[Any], object] = lambda groups: None
         self._process_groups: Any = None
@@ -129,10 +128,11 @@ class TwoBWOptimizer(Gradients):
         embedding = self._process_groups.embd
         with self._gradients.in_place():
             if self._tied is not None and embedding is not None and embedding.size() > 1:
-                self._start_embedding(self._tied.main_grad, embedding)  # type: ignore[attr-defined]
-                if self._stage == 0:
-                    # It counts the sum; the other ends have given their parts by now.
-                    self._end_embedding()
+                # It has a bucket of its own at all ends, whose shards are alike: a shard of padding alone has nothing.
+                gradient: Tensor = self._tied.main_grad  # type: ignore[attr-defined]
+                if gradient.numel() > 0:
+                    self._sums.start(gradient, embedding, self._stage == 0)
+                self._sums.finish(counted=True)
             scale = None if self.loss_scale is None else self.loss_scale.submitted
             return torch.cat([_local_figures(some, scale, self._count_zeros) for some in self._counted_in.values()])
 
@@ -142,7 +142,7 @@ class TwoBWOptimizer(Gradients):
         return Outcome(not skipped, None if skipped else math.sqrt(squares), zeros if self._count_zeros else None)
 
     def step(self, outcome: Outcome) -> None:
-        self._end_embedding()
+        self._sums.finish()
         for bucket in self._buckets:
             # Have Megatron look again where parameters lie whose shards the ranks gather.
             bucket.cached_param_buffer_shard_list = [None] * len(bucket.buckets)
@@ -179,21 +179,6 @@ class TwoBWOptimizer(Gradients):
         with hearing(None, "replicas' gradients"):
             self._finalize(groups)
         self._gradients.keep()
-
-    def _start_embedding(self, gradient: Tensor, group: dist.ProcessGroup) -> None:
-        """Sum the gradient of the tied embedding with those of its other ends, in place.
-
-        It has a bucket of its own at all ends, whose shards are alike: of a shard that is padding, there is nothing.
-        """
-        if gradient.numel() > 0:
-            work = dist.all_reduce(gradient, group=group, async_op=True)
-            self._embedding = (work, group, gradient.device) if work is not None else None
-
-    def _end_embedding(self) -> None:
-        """Wait for it, if it was started."""
-        if self._embedding is not None:
-            (work, group, device), self._embedding = self._embedding, None
-            wait_for([work], group, "the gradient of the tied embedding", device)
 
     @property
     def _gradients(self) -> OwnGradients:
