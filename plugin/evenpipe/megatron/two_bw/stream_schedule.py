@@ -12,12 +12,11 @@ from torch import Tensor
 from evenpipe.megatron.grad_sync import Sync, without_sync
 from evenpipe.megatron.schedule import Call, PipelineSchedule
 from evenpipe.megatron.stage import Batch, MegatronStage
-from evenpipe.megatron.supported import CoreRelease
 from evenpipe.megatron.two_bw.expert_losses import ExpertLosses
 from evenpipe.megatron.two_bw.optimizer import TwoBWOptimizer
 from evenpipe.megatron.two_bw_symbols import TWO_BW
 from evenpipe.runtime.executor import Observer
-from evenpipe.schedule import Schedule, Spec, Stream, Unit
+from evenpipe.schedule import Spec, Stream, Unit
 from evenpipe.two_bw.inputs import ReadAhead
 from evenpipe.two_bw.stream import TwoBW
 from evenpipe.upstream import verify
@@ -93,8 +92,8 @@ class StreamSchedule(PipelineSchedule):
 
         def make_stage(stream: Stream) -> _StreamStage:
             optimizer.start_stream(place, finalized, call.groups)
-            schedule = stream.program.schedule
-            return _StreamStage(batch, schedule, place, executor.device, self._release, optimizer, two_bw.inputs)
+            arguments = batch, stream.program.schedule, place, executor.device, self._release
+            return _StreamStage(optimizer, two_bw.inputs, *arguments)
 
         sizes = stages, batch.num_microbatches
         with two_bw.call(executor, sizes, batch.data_iterators[0], make_stage) as called:
@@ -105,7 +104,7 @@ class StreamSchedule(PipelineSchedule):
         return stage.losses
 
     def _weights(self, chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
-        # A forward points its parameters at its version when it is being recorded already.
+        # Autograd saves those of whichever version a forward runs on.
         assert self._attached is not None, "it is attached before the first batch"
         return [*super()._weights(chunks), *self._attached[1].versions.memory]
 
@@ -113,17 +112,8 @@ class StreamSchedule(PipelineSchedule):
 class _StreamStage(MegatronStage):
     """Micro-batches are numbered along the stream; the gradients of a batch make way for the next one's."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        schedule: Schedule,
-        stage: int,
-        device: torch.device,
-        release: CoreRelease,
-        optimizer: TwoBWOptimizer,
-        inputs: ReadAhead,
-    ) -> None:
-        super().__init__(batch, schedule, stage, device, release)
+    def __init__(self, optimizer: TwoBWOptimizer, inputs: ReadAhead, *args: Any) -> None:
+        super().__init__(*args)
         self._optimizer = optimizer
         self._read_ahead = inputs
         self._sync = Sync()
