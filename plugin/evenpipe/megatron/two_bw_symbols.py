@@ -1,4 +1,4 @@
-"""What 2BW calls of megatron-core beyond its schedules, and sets on the objects of a run."""
+"""Symbols of megatron-core that 2BW calls beyond its schedules, or sets on the objects of a run."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def scaled_to(limit: float, norm: float, gradients: Sequence[Tensor]) -> None:
 
 
 class TwoBWPipeline(Protocol):
-    """What `TwoBWTraining` asks of a pipeline."""
+    """The pipeline, as far as `TwoBWTraining` needs it."""
 
     program: Program
     executor: Executor
@@ -126,7 +126,7 @@ class TwoBWPipeline(Protocol):
     losses: list[Tensor]
 
     def shared(self, batch: Any) -> Sequence[Any]:
-        """What each micro-batch gets of a batch."""
+        """Return each micro-batch's share of a batch."""
 
     def made(self, item: Callable[[int], Any], found: dict[int, Tensor], first: int) -> ModuleStage:
         """A stage whose micro-batch i gets `item(i)`, and leaves its loss in `found[i]`; batch `first` has the 0th."""
@@ -162,7 +162,7 @@ class TwoBWTraining(Iterator[Tensor | None]):
         self.two_bw.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the parameters and the optimizer's state; all steps are made."""
+        """Return what a checkpoint needs beside parameters and the optimizer's state; all steps are made."""
         self.drain()
         return self.two_bw.state_dict()
 

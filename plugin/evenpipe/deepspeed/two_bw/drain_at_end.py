@@ -35,7 +35,7 @@ def let_go(engine: Any) -> None:
 
 
 def ending_patches() -> PatchSet:
-    """What `drain_at_the_end` applies, for the rest of the process."""
+    """Return the patch that `drain_at_the_end` applies, for the rest of the process."""
     destroy = Patch(
         name="ending",
         targets=(_SYMBOL, "torch.distributed:destroy_process_group"),

@@ -20,7 +20,7 @@ __all__ = ["ExpertLosses", "forget_model"]
 
 
 class ExpertLosses:
-    """What Megatron's routers add up for the log, of a batch at a time.
+    """The sums that Megatron's routers make for the log, of each batch apart.
 
     Megatron has one sum, which it adds up over all stages in every iteration, and clears. Under 2BW, stages forward the
     first micro-batches of the next batch by then, and a sum over them would join all stages. So each batch has its own
@@ -39,7 +39,7 @@ class ExpertLosses:
         self._works: list[dist.Work] = []
 
     def use(self, batch: int) -> None:
-        """What is computed from now on is of `batch`."""
+        """Sum for `batch` from now on."""
         if batch == self._present:
             return
         self._put_away()
@@ -49,7 +49,7 @@ class ExpertLosses:
             values.copy_(kept.get(name, torch.zeros_like(values)))
 
     def drop(self, first: int) -> None:
-        """What has been computed of `first` and later batches will be computed again."""
+        """Forget `first` and later batches, whose forwards will be computed again."""
         self._put_away()
         self._of = {batch: values for batch, values in self._of.items() if batch < first}
 
@@ -99,7 +99,7 @@ class ExpertLosses:
 
     def _finish(self) -> None:
         if self._works:
-            [device] = {one.device for one in self._summed.values()}
+            [device] = {values.device for values in self._summed.values()}
             wait_for(self._works, self._stages, "losses of experts", device)
         self._works = []
 

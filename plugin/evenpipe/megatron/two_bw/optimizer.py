@@ -116,7 +116,7 @@ class TwoBWOptimizer(Gradients):
         self._reduced, self._pending = False, True
 
     def before_first_backward(self) -> None:
-        """Of a batch: the gradients of the one before make way."""
+        """Make room for a batch's gradients: those of the batch before are held by now."""
         self._end_within_stage()
         assert not self._pending or self._gradients.waits, "a step that does not wait is finished by now"
         for zero in self._zero:
@@ -134,7 +134,7 @@ class TwoBWOptimizer(Gradients):
                     self._sums.start(gradient, embedding, self._stage == 0)
                 self._sums.finish(counted=True)
             scale = None if self.loss_scale is None else self.loss_scale.submitted
-            return torch.cat([_local_figures(some, scale, self._count_zeros) for some in self._counted_in.values()])
+            return torch.cat([_local_figures(parts, scale, self._count_zeros) for parts in self._counted_in.values()])
 
     def outcome(self, rows: list[list[float]]) -> Outcome:
         squares, overflows, zeros = (sum(column) for column in zip(*rows, strict=True))
@@ -192,7 +192,7 @@ class TwoBWOptimizer(Gradients):
 
 
 class OwnGradients:
-    """What the optimizer of this rank steps with: all gradients, or, of a distributed optimizer, the rank's shard.
+    """The gradients that this rank's optimizer steps with: all, or the rank's shard if it is distributed.
 
     With `waits` they have memory of their own, allocated once, where a batch's wait for their step while the next ones
     accumulate; else they are seen where Megatron's buffers have them.
@@ -262,12 +262,12 @@ def _weight_versions(model: Sequence[Any], optimizers: Sequence[Any]) -> WeightV
     parameters = [parameter for chunk in model for parameter in chunk.parameters() if parameter.requires_grad]
     shards = [
         tensor
-        for one in optimizers
+        for optimizer in optimizers
         for name in ("shard_float16_groups", "shard_fp32_groups")
-        for group in getattr(one, name, None) or ()
+        for group in getattr(optimizer, name, None) or ()
         for tensor in group
     ]
-    stepped = [tensor for one in optimizers for tensor in one.get_parameters()]
+    stepped = [tensor for optimizer in optimizers for tensor in optimizer.get_parameters()]
     aliases = [Alias(owner, "param_data") for buffer in _buffers(model) for owner in (buffer, *buffer.buckets)]
     return WeightVersions(parameters, [*shards, *stepped], aliases)
 
@@ -303,7 +303,7 @@ def _local_figures(optimizers: Sequence[Any], scale: Tensor | None, zeros: bool)
     They are the sum of squares, in units of a loss that is not scaled; 1 if a value is not finite (only looked for with
     a `scale`); and, if asked for, the number of zeros. What other processes count too is left out, as in Megatron.
     """
-    gradients = [gradient for one in optimizers for gradient in _counted(one)]
+    gradients = [gradient for optimizer in optimizers for gradient in _counted(optimizer)]
     device = torch.device(torch.cuda.current_device())
     figures = torch.zeros(3, dtype=torch.float64, device=device)
     if not gradients:

@@ -67,7 +67,7 @@ CALLED: Final = (
         "2bw: a timer is read without the barriers that would join all stages",
     ),
 )
-"""What is called beside the symbols of `evenpipe.megatron.two_bw`."""
+"""Symbols that are called beside those of `evenpipe.megatron.two_bw`."""
 
 
 class TwoBWLoop:
@@ -103,12 +103,12 @@ class TwoBWLoop:
             args.rerun_mode = "disabled"
 
     def patches(self) -> PatchSet:
-        """What gives Megatron's training loop two weight versions."""
+        """Return the patches that give Megatron's training loop two weight versions."""
         series = MEGATRON_CORE.series(RELEASES)
         return PatchSet("2bw", [patch for patch in two_bw_patches(self) if series in patch.versions], CALLED)
 
     def step_log(self) -> StepLog | None:
-        """What follows Megatron's log; None before an optimizer has been made."""
+        """Return the lines that follow Megatron's log; None before there is an optimizer."""
         return self._steps
 
     def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
@@ -161,7 +161,7 @@ class TwoBWLoop:
         return decide() if self._exit is None else self._exit.made_by(decide)
 
     def interrupted(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In place of an `original` in which all ranks wait for each other."""
+        """Interrupt the stream before `original`, in which all ranks wait for each other."""
         self.interrupt()
         return original(*args, **kwargs)
 
@@ -202,7 +202,7 @@ class ExitDecision:
         self._exchange: Exchange | None = None
 
     def made_by(self, decide: Callable[[], bool]) -> bool:
-        """What `decide`, Megatron's function, says; all ranks call it in every iteration."""
+        """Return the answer of `decide`, Megatron's function; all ranks call it in every iteration."""
         signalled, expired = self._gathered()
         if signalled or expired:
             self._ending()
@@ -252,7 +252,7 @@ class ExitDecision:
 
 
 def two_bw_patches(training: Any) -> list[Patch]:
-    """What :class:`TwoBWLoop` applies; made without looking at what is installed, or at `training`."""
+    """Return the patches of every release, without a look at the installed one or at `training`."""
     interrupted = functools.partial(TwoBWLoop.interrupted, training)
     return [
         set_up_patch(
