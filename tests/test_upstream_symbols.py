@@ -29,7 +29,7 @@ SOURCE: Final = Path(evenpipe.__file__).parent
 #: What holds objects of other packages, and what only reads files, draws or computes.
 ROOMS: Final = ("megatron", "deepspeed", "two_bw", "runtime", "torch", "train")
 PACKAGES: Final = ("megatron", "deepspeed")
-LISTS: Final = ("symbols.py", "two_bw_symbols.py", "supported.py", "training_supported.py")
+LISTS: Final = ("symbols.py", "supported.py")
 
 #: An instance or class in its own methods; `ctx` of an autograd function, which is made to be written to.
 OWN: Final = frozenset(("self", "cls", "ctx"))
@@ -75,7 +75,7 @@ MARKS: Final = frozenset(
 COMPUTED: Final = {
     ("runtime/weight_versions.py", "owner"): ("param_data",),
     ("megatron/cpu_mode/core.py", "dispatcher"): ("input_splits", "output_splits"),
-    ("megatron/process_groups.py", "groups"): (),  # made here
+    ("megatron/schedule.py", "groups"): (),  # made here
     ("deepspeed/arrange.py", "module"): (),  # layers, by number
     ("deepspeed/planned/cutting.py", "module"): ("tied_modules", "loss_fn"),
 }

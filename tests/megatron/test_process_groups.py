@@ -10,7 +10,7 @@ pytest.importorskip("megatron.core")
 from megatron.core import process_groups_config
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from evenpipe.megatron.process_groups import process_groups
+from evenpipe.megatron.schedule import process_groups
 from evenpipe.megatron.supported import installed_release
 
 RELEASE = installed_release()

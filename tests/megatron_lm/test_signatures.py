@@ -3,7 +3,7 @@
 import pytest
 
 from evenpipe.megatron.supported import RELEASES
-from evenpipe.megatron.training_supported import TRAINING
+from evenpipe.megatron.symbols import TRAINING
 from evenpipe.upstream.source import found_in, literal_in
 
 

@@ -20,9 +20,8 @@ from evenpipe.megatron.script.log import log_patches
 from evenpipe.megatron.script.predicted_vs_measured import comparison_patches
 from evenpipe.megatron.script.two_bw.training import CALLED, two_bw_patches
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
+from evenpipe.megatron.symbols import TWO_BW, layer_kinds, without_processes
 from evenpipe.megatron.train_engine.stock import reporting_to
-from evenpipe.megatron.train_engine.symbols import layer_kinds, without_processes
-from evenpipe.megatron.two_bw_symbols import TWO_BW
 from evenpipe.upstream import ANY, PatchSet, UpstreamError
 from evenpipe.upstream.findings import (
     Finding,

@@ -14,11 +14,11 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 
 from evenpipe.megatron.adaptive.static_memory import workspace_bytes
-from evenpipe.megatron.adaptive.symbols import LOGGED_LOSSES
 from evenpipe.megatron.grad_sync import without_sync
 from evenpipe.megatron.random_numbers import random_numbers_kept
 from evenpipe.megatron.schedule import Call, PipelineSchedule
 from evenpipe.megatron.stage import Batch, MegatronStage
+from evenpipe.megatron.symbols import LOGGED_LOSSES
 from evenpipe.megatron.unsupported import refuse_unsupported
 from evenpipe.planner.grouped import GroupedSchedule
 from evenpipe.planner.memory import Measured, divisors

@@ -21,7 +21,7 @@ from evenpipe.megatron.cpu_mode.core import (
     without_transformer_engine,
 )
 from evenpipe.megatron.supported import core_patch, expected
-from evenpipe.megatron.training_supported import training_patch
+from evenpipe.megatron.symbols import training_patch
 from evenpipe.runtime.processes import rest_at_exit
 from evenpipe.upstream import PRESENT, PatchSet
 from evenpipe.upstream.ending import apply_or_end, end_job

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-from evenpipe.megatron.adaptive.symbols import ADAPTIVE
 from evenpipe.megatron.script.hooks import folders_loaded_from, save_patch, set_up_patch, with_values
 from evenpipe.megatron.script.log import say, say_on_last_rank
+from evenpipe.megatron.symbols import ADAPTIVE
 from evenpipe.megatron.unsupported import packs, why_one_size
 from evenpipe.planner.memory import PlanError
 from evenpipe.settings.config import EvenPipeConfig

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from evenpipe.megatron.training_supported import training_patch
+from evenpipe.megatron.symbols import training_patch
 from evenpipe.upstream import Patch
 
 __all__ = ["Training", "folder_of", "folders_loaded_from", "save_patch", "set_up_patch", "with_values"]

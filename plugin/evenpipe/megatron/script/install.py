@@ -9,7 +9,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from evenpipe.megatron.training_supported import training_patch
+from evenpipe.megatron.symbols import training_patch
 from evenpipe.upstream import PatchSet
 from evenpipe.upstream.ending import apply_or_end, end_where_torch_is_too_old
 from evenpipe.upstream.imports import when_imported

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from evenpipe.megatron.supported import PARALLEL_STATE, Changes, expected, members
-from evenpipe.megatron.training_supported import training_expected, training_patch
+from evenpipe.megatron.symbols import training_expected, training_patch
 from evenpipe.report.log_line import kept_line, log_line, write_scalars
 from evenpipe.runtime.resources import StageFigures, per_stage
 from evenpipe.upstream import PatchSet

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from evenpipe.megatron.adaptive.symbols import STATIC_MEMORY
 from evenpipe.megatron.script.hooks import set_up_patch
 from evenpipe.megatron.script.log import say_on_last_rank
+from evenpipe.megatron.symbols import STATIC_MEMORY
 from evenpipe.partition.layouts.written import WrittenLayout
 from evenpipe.report.log_line import Taken, comparison_lines
 from evenpipe.runtime.resources import StageFigures, per_stage

@@ -9,9 +9,9 @@ from typing import Final, TypeAlias
 from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
 from evenpipe.megatron.adaptive.static_memory import static_bytes
 from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
+from evenpipe.megatron.symbols import TRAINED
 from evenpipe.megatron.train_engine.learner import Learner
 from evenpipe.megatron.train_engine.stock import StockSchedule, reporting_to
-from evenpipe.megatron.train_engine.symbols import TRAINED
 from evenpipe.megatron.two_bw import StreamSchedule, TwoBWOptimizer
 from evenpipe.runtime.executor import Observer
 from evenpipe.runtime.memory import MemoryCounter

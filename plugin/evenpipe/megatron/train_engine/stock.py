@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from evenpipe.megatron.supported import SCHEDULES, core_patch
-from evenpipe.megatron.train_engine.symbols import TRAINED
+from evenpipe.megatron.symbols import TRAINED
 from evenpipe.runtime.memory import MemoryCounter
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import BACKWARD, FORWARD, Action, Kind

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from evenpipe.megatron.script.hooks import save_patch, set_up_patch, with_values
 from evenpipe.megatron.script.log import say, say_on_last_rank, show_figures
 from evenpipe.megatron.supported import MEGATRON_CORE, PARALLEL_STATE, RELEASES, Changes, core_patch, expected, members
-from evenpipe.megatron.training_supported import training_expected, training_patch
+from evenpipe.megatron.symbols import training_expected, training_patch
 from evenpipe.two_bw.log import StepLog
 from evenpipe.upstream import PRESENT, Patch, PatchSet
 from evenpipe.upstream.ending import end_job

@@ -1,0 +1,343 @@
+"""List what each feature calls of Megatron beyond schedules, with the signature in every supported series.
+
+A feature verifies its list when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from evenpipe.megatron.supported import MEGATRON_CORE, PARALLEL_STATE, Changes, expected, members, since
+from evenpipe.upstream import ANY, PRESENT, Distribution, Expectation, Patch, around
+
+__all__ = [
+    "ADAPTIVE",
+    "LOGGED_LOSSES",
+    "RANDOM_NUMBERS",
+    "STATIC_MEMORY",
+    "TRAINED",
+    "TRAINING",
+    "TWO_BW",
+    "layer_kinds",
+    "training_expected",
+    "training_patch",
+    "without_processes",
+]
+
+
+_MEGATRON_LM = Distribution("Megatron-LM", "megatron.core:__version__", MEGATRON_CORE.releases)
+"""megatron.training states no version; it travels with megatron.core, in a checkout and, from 0.17 on, in the wheel."""
+
+_LOG = (
+    "loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter, grad_norm, "
+    "params_norm, num_zeros_in_grad, max_attention_logit, pg_collection=None, is_first_iteration=False"
+)
+_SAVE = (
+    "iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far, "
+    "checkpointing_context=None, pipeline_rank=None, expert_rank=None, tensor_rank=None, pipeline_parallel=None, "
+    "expert_parallel=None, non_persistent_ckpt=False, train_data_iterator=None, preprocess_common_state_dict_fn=None"
+)
+_SAVE_GROUPS = "release=False, tp_group=None, pp_group=None, dp_cp_group=None"
+_UTILS = "megatron.training.utils"
+_INITIALIZE = (
+    "allow_no_cuda=False, skip_mpu_initialization=False, get_embedding_ranks=None, get_position_embedding_ranks=None"
+)
+
+_CHANGES: Mapping[str, Changes] = {
+    "megatron.training.arguments:add_megatron_arguments": "(parser)",
+    "megatron.training.arguments:core_transformer_config_from_args": "(args, config_class=None)",
+    "megatron.training.arguments:parse_args": "(extra_args_provider=None, ignore_unknown_args=False)",
+    "megatron.training.arguments:validate_args": "(args, defaults={})",
+    "megatron.training.global_vars:set_global_variables": "(args, build_tokenizer=True)",
+    "megatron.training.initialize:initialize_megatron": {
+        "0.14": (
+            f"(extra_args_provider=None, args_defaults={{}}, ignore_unknown_args=False, {_INITIALIZE}, "
+            "parsed_args=None, store=None)"
+        ),
+        "0.18": f"({_INITIALIZE}, store=None)",
+        "0.19": (
+            f"({_INITIALIZE}, store=None, skip_model_parallel_init=False, seed_pp_group=None, seed_dp_group=None, "
+            "seed_tp_group=None, seed_ep_group=None, seed_etp_group=None, skip_random_seed=False)"
+        ),
+    },
+    "megatron.training:get_signal_handler": "()",
+    "megatron.training:get_tensorboard_writer": "()",
+    "megatron.training:get_wandb_writer": "()",
+    "megatron.training:print_rank_last": "(message)",
+    "megatron.training.dist_signal_handler:DistributedSignalHandler._signal_received": PRESENT,
+    "megatron.training.initialize:_compile_dependencies": "()",
+    "megatron.training.initialize:set_jit_fusion_options": {"0.14": "()", "0.19": "(tp_size=None)"},
+    "megatron.training.training:_TRAIN_START_TIME": PRESENT,
+    "megatron.training.training:training_log": {
+        "0.14": (
+            "(loss_dict, total_loss_dict, learning_rate, decoupled_learning_rate, iteration, loss_scale, "
+            "report_memory_flag, skipped_iter, grad_norm, params_norm, num_zeros_in_grad)"
+        ),
+        "0.16": f"({_LOG})",
+        "0.18": f"({_LOG}, seqlen_squared_sum_in_batch=None, total_real_tokens_in_batch=None)",
+    },
+    "megatron.training.training:setup_model_and_optimizer": {
+        "0.14": (
+            "(model_provider_func, model_type, no_wd_decay_cond=None, scale_lr_cond=None, lr_mult=1.0, "
+            "checkpointing_context=None)"
+        ),
+        "0.16": "(model_provider_func, model_type, checkpointing_context=None)",
+        "0.19": (
+            "(model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, "
+            "pg_collection=None)"
+        ),
+    },
+    "megatron.training.training:print_datetime": {"0.14": "(string)", "0.16": "(string, override_timestamp=None)"},
+    "megatron.training.training:checkpoint_and_decide_exit": (
+        "(model, optimizer, opt_param_scheduler, iteration, num_floating_point_operations_so_far, "
+        "checkpointing_context, train_data_iterator)"
+    ),
+    "megatron.training.checkpointing:save_checkpoint": {
+        "0.14": f"({_SAVE})",
+        "0.15": f"({_SAVE}, release=False)",
+        "0.16": f"({_SAVE}, {_SAVE_GROUPS})",
+        "0.19": f"({_SAVE}, {_SAVE_GROUPS}, dp_group=None, expt_dp_group=None, rng_state_key_prefix='')",
+    },
+    "megatron.training.checkpointing:check_checkpoint_args": {
+        "0.14": "(checkpoint_args)",
+        "0.19": "(checkpoint_args, skip_args=None)",
+    },
+    f"{_UTILS}:logical_and_across_model_parallel_group": {"0.14": "(input)", "0.18": None},
+    f"{_UTILS}:reduce_max_stat_across_model_parallel_group": {"0.14": "(stat)", "0.18": None},
+    f"{_UTILS}.common_utils:logical_and_across_model_parallel_group": {
+        "0.18": "(input)",
+        "0.19": "(input, group=None)",
+    },
+    f"{_UTILS}.common_utils:reduce_max_stat_across_model_parallel_group": {
+        "0.18": "(stat)",
+        "0.19": "(stat, group=None)",
+    },
+}
+TRAINING: Mapping[str, Mapping[str, str]] = {symbol: since(changes) for symbol, changes in _CHANGES.items()}
+
+
+def training_expected(*symbols: str) -> list[Expectation]:
+    """Return those of the symbols above that a feature calls."""
+    return [Expectation(symbol, _MEGATRON_LM, TRAINING[symbol]) for symbol in symbols]
+
+
+def training_patch(name: str, symbol: str, call: Callable[..., Any], reason: str) -> Patch:
+    """The patch of one of the symbols above, wherever it is bound; `call` goes :func:`around` it."""
+    return Patch(name, (symbol,), _MEGATRON_LM, TRAINING[symbol], around(call), reason, rebinds=True)
+
+
+_TRANSFORMER: Final = "megatron.core.transformer"
+_DDP: Final = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
+_OPTIMIZERS: Final = "megatron.core.optimizer.optimizer"
+
+LOGGED_LOSSES: Final[Mapping[str, Changes]] = {
+    f"{_TRANSFORMER}.multi_token_prediction:MTPLossLoggingHelper.tracker": PRESENT,
+    f"{_TRANSFORMER}.experimental_attention_variant.dsa:DSAIndexerLossLoggingHelper.tracker": {"0.16": PRESENT},
+}
+"""Dictionaries, beside the experts', in which models add up losses for the log; a model need not use their modules."""
+
+STATIC_MEMORY: Final = expected(
+    {
+        f"{PARALLEL_STATE}:get_global_memory_buffer": "()",
+        "megatron.core.utils:GlobalMemoryBuffer.buffer": PRESENT,
+        **members(_DDP, ("module", "buffers", "expert_parallel_buffers")),
+        **members("megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer", ("param_data", "grad_data")),
+        **members(f"{_OPTIMIZERS}:ChainedOptimizer", ("chained_optimizers", "is_stub_optimizer")),
+        f"{_OPTIMIZERS}:MegatronOptimizer.optimizer": PRESENT,
+    }
+)
+"""What a process holds from batch to batch."""
+
+RANDOM_NUMBERS: Final = expected(
+    {
+        "megatron.core.tensor_parallel:get_cuda_rng_tracker": (
+            "(use_te_rng_tracker=False, inference_rng_tracker=False, use_cudagraphable_rng=False)"
+        ),
+        "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.get_states": "(self)",
+        "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.set_states": "(self, states)",
+    }
+)
+"""What leaves Megatron's random numbers as they were."""
+
+ADAPTIVE: Final = (
+    *STATIC_MEMORY,
+    *RANDOM_NUMBERS,
+    *expected(
+        {
+            f"{_DDP}.zero_grad_buffer": "(self)",
+            f"{_TRANSFORMER}.moe.moe_utils:clear_aux_losses_tracker": "()",
+            "megatron.core.models.bert.bert_model:BertModel": PRESENT,
+            **LOGGED_LOSSES,
+        }
+    ),
+)
+"""Of --group-size auto."""
+
+
+_OPTIMIZER: Final = "megatron.core.optimizer.optimizer"
+_PLAIN: Final = f"{_OPTIMIZER}:MegatronOptimizer"
+_CHAINED: Final = f"{_OPTIMIZER}:ChainedOptimizer"
+_HALF: Final = f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params"
+_SHARDED: Final = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_SCALER: Final = "megatron.core.optimizer.grad_scaler:MegatronGradScaler"
+_CLIP: Final = "megatron.core.optimizer.clip_grads"
+_BUFFERS: Final = "megatron.core.distributed.param_and_grad_buffer"
+_GROUP: Final = f"{_BUFFERS}:_ParamAndGradBucketGroup"
+_GROUPS: Final = "megatron.core.process_groups_config"
+_MOE: Final = "megatron.core.transformer.moe"
+_GRAD_SYNC: Final = {"0.14": "(self)", "0.16": "(self, force_all_reduce=False)"}
+
+_CALLED: Final[Mapping[str, Changes]] = {
+    f"{_CLIP}:clip_grad_by_total_norm_fp32": "(parameters, max_norm, total_norm, use_decoupled_grad=False)",
+    **members(_CLIP, ("multi_tensor_applier", "l2_norm_impl")),
+    **members(_PLAIN, ("get_grad_stats_parallel_group", "get_parameters"), "(self)"),
+    **members(_PLAIN, ("param_groups", "config")),
+    **members(_CHAINED, ("chained_optimizers", "is_stub_optimizer")),
+    **members(f"{_OPTIMIZER}:FP32Optimizer", ("prepare_grads", "step_with_ready_grads"), "(self)"),
+    **members(f"{_OPTIMIZER}:MixedPrecisionOptimizer", ("prepare_grads", "step_with_ready_grads"), "(self)"),
+    f"{_OPTIMIZER}:MixedPrecisionOptimizer.grad_scaler": PRESENT,
+    f"{_SCALER}.scale": PRESENT,
+    f"{_SCALER}.update": "(self, found_inf)",
+    **members(_HALF, ("_copy_model_grads_to_main_grads", "_collect_main_grad_data_for_unscaling"), "(self)"),
+    **members(_HALF, ("float16_groups", "fp32_from_fp32_groups")),
+    **members(
+        _SHARDED,
+        ("_copy_model_grads_to_main_grads", "_collect_main_grad_data_for_unscaling", "step_with_ready_grads"),
+        "(self)",
+    ),
+    **members(_SHARDED, ("model_float16_groups", "model_fp32_groups", "shard_float16_groups", "shard_fp32_groups")),
+    "megatron.core.optimizer.distrib_optimizer:Range.normalize": "(self, start=0)",
+    **members(_GROUP, ("start_grad_sync", "finish_grad_sync"), _GRAD_SYNC),
+    f"{_GROUP}.start_param_sync": "(self, force_sync=False)",
+    **members(_GROUP, ("buckets", "grad_reduce_handle")),
+    **members(
+        _DDP, ("buffers", "expert_parallel_buffers", "bucket_groups", "expert_parallel_bucket_groups", "ddp_config")
+    ),
+    **members(f"{_BUFFERS}:_ParamAndGradBuffer", ("buckets", "grad_data", "data_parallel_group", "ddp_config")),
+    **members(f"{_BUFFERS}:_ParamAndGradBucket", ("params", "grad_data")),
+    "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate": {
+        "0.14": "(param)",
+        "0.16": "(param, tp_group=None)",
+        "0.19": "(param, tp_group=None, expert_tp_group=None)",
+    },
+    "megatron.core.transformer.module:param_is_not_shared": "(param)",
+    f"{_MOE}.moe_utils:get_moe_layer_wise_logging_tracker": {"0.14": "()", "0.18": None},
+    f"{_MOE}.moe_utils:get_moe_metrics_tracker": {"0.18": "()"},
+    f"{_MOE}.moe_logging:MoEMetricsTracker.metrics": {"0.18": PRESENT},
+}
+
+_STEPS: Final = "2bw: a step is submitted in one iteration and finished in the next; what it needs is kept until then"
+_ASSIGNED: Final[Mapping[str, Mapping[str, Changes]]] = {
+    _STEPS: {
+        f"{_DDP}.zero_grad_buffer": "(self)",
+        f"{_PLAIN}.zero_grad": "(self, set_to_none=True)",
+        f"{_PLAIN}.step": "(self)",
+    },
+    "2bw: losses have the loss scale of their own batch": {
+        f"{_PLAIN}.scale_loss": "(self, loss)",
+        "megatron.core.model_parallel_config:ModelParallelConfig.grad_scale_func": PRESENT,
+    },
+    "2bw: the optimizer steps with gradients that were kept, which of a distributed one are its shard alone": {
+        f"{_SHARDED}._get_model_param_range_map": "(self, param)",
+        f"{_BUFFERS}:_ParamAndGradBuffer.main_grad": PRESENT,
+    },
+    "2bw: weights have two versions, which take turns": {
+        f"{_BUFFERS}:_ParamAndGradBuffer.param_data": PRESENT,
+        f"{_BUFFERS}:_ParamAndGradBucket.param_data": PRESENT,
+        f"{_GROUP}.cached_param_buffer_shard_list": PRESENT,
+    },
+    "2bw: gradients are reduced beside the next forward, whether or not Megatron overlaps it": {
+        f"{_GROUP}.ddp_config": PRESENT,
+    },
+    "2bw: what Megatron would sum over stages while they wait for each other is summed beside what they compute": {
+        f"{PARALLEL_STATE}:get_pipeline_model_parallel_group": "(check_initialized=True)",
+        **members(f"{_GROUPS}:ProcessGroupCollection", ("pp", "embd", "pos_embd"), {"0.15": PRESENT}),
+        **members(f"{_GROUPS}:GradFinalizeProcessGroups", ("embd", "pos_embd"), {"0.14": PRESENT, "0.15": None}),
+    },
+}
+
+TWO_BW: Final = (
+    *expected(_CALLED),
+    *(each for reason, symbols in _ASSIGNED.items() for each in expected(symbols, reason)),
+)
+"""Beside what a schedule calls, and what the training loop of a script is patched with."""
+
+
+_MODELS: Final = "megatron.core.models"
+_CONFIG: Final = "megatron.core.model_parallel_config:ModelParallelConfig"
+_SCHEDULER: Final = "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler"
+_TENSOR_PARALLEL: Final = "megatron.core.tensor_parallel"
+_ANY_RANK: Final = (
+    *("get_pipeline_model_parallel_rank", "get_tensor_model_parallel_rank", "get_data_parallel_rank"),
+    "get_expert_model_parallel_rank",
+)
+
+_LAYER_KINDS: Final[dict[str, Changes]] = {
+    **members(PARALLEL_STATE, ("initialize_model_parallel",)),
+    f"{_TENSOR_PARALLEL}:model_parallel_cuda_manual_seed": PRESENT,
+    f"{_MODELS}.gpt:GPTModel": PRESENT,
+    **members(f"{_MODELS}.gpt.gpt_layer_specs", ("get_gpt_decoder_block_spec", "get_gpt_mtp_block_spec")),
+    "megatron.core.transformer.transformer_config:TransformerConfig": PRESENT,
+}
+
+TRAINED: Final = (
+    *expected(
+        {
+            **members(PARALLEL_STATE, ("initialize_model_parallel", *_ANY_RANK, "get_data_parallel_group")),
+            f"{PARALLEL_STATE}:destroy_model_parallel": "()",
+            **members(
+                "megatron.core.distributed",
+                ("DistributedDataParallel", "DistributedDataParallelConfig", "finalize_model_grads"),
+            ),
+            **members(
+                "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
+                ("no_sync", "zero_grad_buffer"),
+                "(self)",
+            ),
+            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.start_grad_sync": (
+                "(self, *unused)"
+            ),
+            f"{_MODELS}.bert.bert_layer_specs:bert_layer_local_spec": PRESENT,
+            f"{_MODELS}.bert.bert_model:BertModel": PRESENT,
+            f"{_MODELS}.gpt:GPTModel": PRESENT,
+            f"{_MODELS}.gpt.gpt_layer_specs:get_gpt_layer_local_spec": PRESENT,
+            **members("megatron.core.optimizer", ("MegatronOptimizer", "OptimizerConfig", "get_megatron_optimizer")),
+            **members(
+                "megatron.core.optimizer.optimizer:ChainedOptimizer", ("chained_optimizers", "is_stub_optimizer")
+            ),
+            _SCHEDULER: PRESENT,
+            f"{_SCHEDULER}.step": "(self, increment)",
+            f"{_SCHEDULER}.state_dict": "(self)",
+            f"{_SCHEDULER}.load_state_dict": "(self, state_dict)",
+            "megatron.core.transformer.module:Float16Module": "(config, module)",
+            "megatron.core.transformer.transformer_config:TransformerConfig": PRESENT,
+            "megatron.core.pipeline_parallel:get_forward_backward_func": PRESENT,
+            f"{_TENSOR_PARALLEL}:get_cuda_rng_tracker": PRESENT,
+            f"{_TENSOR_PARALLEL}:model_parallel_cuda_manual_seed": PRESENT,
+        }
+    ),
+    *expected(
+        members(_CONFIG, ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "grad_scale_func")),
+        "as Megatron-LM's training loop sets them",
+    ),
+)
+
+
+def layer_kinds() -> list[Expectation]:
+    """Return what is called to build a small model that has each kind of layer once, from a script's flags."""
+    of_scripts = training_expected(
+        *(f"megatron.training.arguments:{name}" for name in ("parse_args", "validate_args")),
+        "megatron.training.arguments:core_transformer_config_from_args",
+    )
+    return [*of_scripts, *expected(_LAYER_KINDS)]
+
+
+def without_processes() -> list[Expectation]:
+    """Return what of torch is set in a process of its own, where a model is made without memory or other ranks."""
+    group = "groups are made of one process, whatever backend is asked for"
+    mask = "on the meta device, dropout saves what CUDA's does"
+    torch = Distribution("torch")
+    return [
+        Expectation("torch.distributed.distributed_c10d:new_group", torch, {ANY: PRESENT}, group),
+        Expectation("torch.nn.functional:dropout", torch, {ANY: PRESENT}, mask),
+    ]
