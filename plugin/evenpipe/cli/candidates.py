@@ -86,7 +86,7 @@ def _run(arguments: Namespace) -> None:
 
 
 def _plan(arguments: Namespace) -> tuple[TrainOptions, int]:
-    """The checked options, and a replica's samples in an iteration."""
+    """Return the checked options, and a replica's samples in an iteration."""
     options = options_from(arguments, PlannedRun, (*_MODEL, "stages"))
     if options.stages == 1:
         raise UsageError("--stages 1: one stage is no pipeline: use at least 2")
@@ -133,7 +133,7 @@ def _limit(
     schedule: GroupedSchedule,
     found: Sequence[Candidate],
 ) -> Limit:
-    """Every (k, b) up to one step beyond the candidates."""
+    """Return every (k, b) up to one step beyond the candidates."""
     sizes = divisors(samples)
     sizes = sizes[: sizes.index(found[0].b) + 2]
     points = [Candidate(k, b, samples // b) for k in range(1, len(found) + 2) for b in sizes]

@@ -104,7 +104,7 @@ def _draw(path: Path, results: Sequence[RunResult], predictions: Sequence[Simula
 
 
 def _machine() -> dict[str, Any]:
-    """How many processes wanted to run in the last minute, and on how many cores."""
+    """Return how many processes wanted to run in the last minute, and on how many cores."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     return {"load_before": os.getloadavg()[0], "cores": cores}
 

@@ -35,7 +35,7 @@ MODEL_HELP: Final = "a name, or PATH.yaml[:NAME]"
 
 
 def add_what_and_where(parser: ArgumentParser) -> _ArgumentGroup:
-    """The options that `evenpipe estimate` and `evenpipe plan` both begin with."""
+    """Return the options that `evenpipe estimate` and `evenpipe plan` both begin with."""
     group = parser.add_argument_group("what and where")
     group.add_argument("--model", required=True, metavar="NAME", help=MODEL_HELP)
     group.add_argument("--cluster", required=True, metavar="NAME", help="NODESxGPUS-NAME, or PATH.yaml[:NAME]")
@@ -193,7 +193,7 @@ def _run(arguments: Namespace) -> None:
 
 
 def _run_of(arguments: Namespace, nodes: Cluster) -> Run:
-    """The run that is asked for, over the whole cluster."""
+    """Return the run that is asked for, over the whole cluster."""
     of_replica = arguments.tensor_parallel * arguments.stages * arguments.context_parallel
     data = arguments.data_parallel
     if data is None:

@@ -43,7 +43,7 @@ def add_output_options(parser: Parser) -> None:
 
 
 def program_from(arguments: Namespace, queues: Queues = "many") -> Program:
-    """The verified program that the options ask for, on such devices; UsageError where there is none."""
+    """Return the verified program that the options ask for, on such devices; UsageError where there is none."""
     try:
         spec = choose(arguments.schedule)
         table = spec.table
@@ -62,7 +62,7 @@ def program_from(arguments: Namespace, queues: Queues = "many") -> Program:
 
 
 def title_of(schedule: Schedule, bpipe: bool) -> str:
-    """What a picture of the schedule is called."""
+    """Return what a picture of the schedule is called."""
     group = f", k={schedule.group_size}" if schedule.group_size > 1 else ""
     chunks = f", {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     name = f"{schedule.name} with BPipe" if bpipe else schedule.name

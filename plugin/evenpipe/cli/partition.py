@@ -99,7 +99,7 @@ def _flag(found: LayoutPlan, out: Path | None) -> str:
 
 
 def _table(found: LayoutPlan) -> Table:
-    """A row for each stage: the layout, and the even split."""
+    """Return a row for each stage: the layout, and the even split."""
     proven = "no other is faster" if found.proven else "the best that was found"
     caption = (
         f"slowest {found.best.max_stage_ms:,.4g} ms, {proven}; even split {found.even.max_stage_ms:,.4g} ms; "
@@ -116,7 +116,7 @@ def _table(found: LayoutPlan) -> Table:
 
 
 def _division(title: str, split: Split) -> Division:
-    """A layout as the picture shows it: it saves no memory by recomputation or swapping."""
+    """Return a layout as the picture shows it: it saves no memory by recomputation or swapping."""
     peaks = [stage.peak_bytes for stage in split.stages]
     forward_ms, backward_ms = (
         [getattr(stage, time) for stage in split.stages] for time in ("forward_ms", "backward_ms")

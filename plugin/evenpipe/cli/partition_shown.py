@@ -48,7 +48,7 @@ def plan_table(plan: Plan) -> Table:
 
 
 def front_table(plan: Plan) -> Table:
-    """A row for each way to cut of which none else has both a shorter longest part and fewer bytes to send."""
+    """Return a row for each way to cut of which none else has both a shorter longest part and fewer bytes to send."""
     layers = "" if plan.layers_batch_ms is None else f", with the fastest layer cuts {plan.layers_batch_ms:,.4g} ms"
     made_by = "" if plan.algorithm is None else f" ({_MADE_BY[plan.algorithm]})"
     chosen = "" if plan.batch_ms is None else f"chosen{made_by}: {plan.batch_ms:,.4g} ms a batch{layers}"

@@ -182,7 +182,7 @@ def _times(gib: str, times: int) -> str:
 
 
 def drawn(plan: Plan, question: Question, found: Found) -> Front:
-    """The front, the fastest runs, and the best of each family that fits."""
+    """Return the front, the fastest runs, and the best of each family that fits."""
     front = [Point(one.most_bytes / _GIB, one.estimate.samples_per_second, brief(one)) for one in found.front]
     others: Sequence[Point] = [
         Point(one.most_bytes / _GIB, one.estimate.samples_per_second, family.value)

@@ -224,7 +224,7 @@ def _recipe(arguments: Namespace) -> Recipe:
 
 
 def _planned(arguments: Namespace, of: Model, nodes: Cluster) -> tuple[Run, str]:
-    """The run, and the framework whose defaults it has."""
+    """Return the run, and the framework whose defaults it has."""
     if arguments.plan is not None:
         options = ("global_batch_size", *SEARCHED)
         given = [f"--{name.replace('_', '-')}" for name in options if getattr(arguments, name) is not None]

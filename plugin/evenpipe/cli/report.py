@@ -43,7 +43,7 @@ _MOST_DRAWN: Final = 1024
 
 
 def partition_view(document: dict[str, Any]) -> View:
-    """A partition, simulated where it is of a schedule that trains, and not of PipeDream's."""
+    """Return a partition, simulated where it is of a schedule that trains, and not of PipeDream's."""
     from evenpipe.cli.partition_shown import division
     from evenpipe.partition.dawnpiper.copies import PIPEDREAM
     from evenpipe.partition.search.plan import Plan as Partition
@@ -116,7 +116,7 @@ def _parts(plan: Partition) -> Table:
 
 
 def plan_view(document: dict[str, Any]) -> View:
-    """A plan: its fastest run simulated, and all the others. Raises ValueError, one line, where it has none."""
+    """Return a plan: its fastest run simulated, and all the others. Raises ValueError, one line, where it has none."""
     from evenpipe.planner.search.plan import Plan
 
     plan = Plan.model_validate(document)
@@ -172,7 +172,7 @@ def plan_view(document: dict[str, Any]) -> View:
 
 
 def _drawn_program(run: PlannedRun) -> tuple[Program, int]:
-    """The run's schedule, with no more micro-batches than can be seen, and how many these are."""
+    """Return the run's schedule, with no more micro-batches than can be seen, and how many these are."""
     count = min(run.micro_batches, max(2 * run.stages, _MOST_DRAWN // run.stages // run.stages * run.stages))
     size = Size(run.stages, count, run.chunks, run.group_size, 3 if run.schedule == "2bw" else 1)
     return build(run.schedule, size, run.bpipe), count
@@ -262,7 +262,7 @@ def _views(document: dict[str, Any], path: Path) -> tuple[str, list[View]]:
 
 
 def demo_views(document: dict[str, Any]) -> tuple[str, list[View]]:
-    """The title and the parts of the page of what `evenpipe demo --json` prints. Raises ValueError."""
+    """Return the title and the parts of the page of what `evenpipe demo --json` prints. Raises ValueError."""
     runs = document.get("runs")
     if not isinstance(runs, dict) or not runs:
         raise ValueError("runs: has no runs")

@@ -113,7 +113,7 @@ def in_megatron(line: str) -> str:
 
 
 def _cluster(arguments: Namespace) -> tuple[Cluster, list[str]]:
-    """What is named; without sizes, what torchrun says of them, else as few nodes as the flags need."""
+    """Return what is named; without sizes, what torchrun says of them, else as few nodes as the flags need."""
     name: str = arguments.cluster or _CLUSTER
     notes = [] if arguments.cluster else [f"no --cluster is named before the script: taken for {_CLUSTER}"]
     found = cluster(name)

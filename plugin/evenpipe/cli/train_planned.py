@@ -40,7 +40,7 @@ class Compared(NamedTuple):
         return [dict(zip(names, row, strict=True)) for row in rows]
 
     def table(self, caption: str) -> Table:
-        """A row a stage."""
+        """Return a row a stage."""
         columns = ("stage", "ms planned", "ms measured", "peak MiB planned", "peak MiB measured")
         table = Table(*columns, caption=caption)
         for stage, row in enumerate(self.document()):

@@ -36,7 +36,7 @@ def add_fields(group: _ArgumentGroup, names: Iterable[str]) -> None:
 
 
 def options_from(arguments: Namespace, kind: type[TrainOptions], names: Collection[str]) -> TrainOptions:
-    """The options of these names, checked as that kind does; UsageError, in one line, for what cannot be."""
+    """Return the options of these names, checked as that kind does; UsageError, in one line, for what cannot be."""
     try:
         return kind.of(**{name: value for name, value in vars(arguments).items() if name in names})
     except OptionsError as error:
@@ -44,7 +44,7 @@ def options_from(arguments: Namespace, kind: type[TrainOptions], names: Collecti
 
 
 def run_training(command: str, cases: Sequence[TrainOptions], names: Sequence[str]) -> list[RunResult]:
-    """The results of `cases`, shown under `names` while they run, for the sub-command `command`.
+    """Return the results of `cases`, shown under `names` while they run, for the sub-command `command`.
 
     A failure ends the process: status 1 and the failure as the last line; 128 + n for signal n. UsageError without
     what the engine needs, and for options that turned out wrong.

@@ -29,7 +29,7 @@ _MOST_SAMPLES: Final = 100_000
 
 
 def duration_ms(text: str) -> float:
-    """A finite number of milliseconds, at least 0."""
+    """Return a finite number of milliseconds, at least 0."""
     value = _number(text, "milliseconds", "2.5")
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"{text} is no duration; give a finite number of milliseconds, at least 0")
@@ -60,7 +60,7 @@ def _whole(text: str, most: int) -> int:
 
 
 def group_size(text: str) -> int:
-    """A whole number; what the schedule needs of it, the schedule says."""
+    """Return a whole number; what the schedule needs of it, the schedule says."""
     if text == "auto":
         raise argparse.ArgumentTypeError("auto is chosen in a run, by `evenpipe train` or a script; give a number")
     try:
@@ -70,7 +70,7 @@ def group_size(text: str) -> int:
 
 
 def gibibytes(text: str) -> float:
-    """A number of GiB above 0, up to 2**30, which is more than any machine has."""
+    """Return a number of GiB above 0, up to 2**30, which is more than any machine has."""
     value = _above_zero(text, "amount of memory", "GiB", "79.5")
     if value > 2**30:
         raise argparse.ArgumentTypeError(f"{text} is no amount of memory; give GiB, such as 79.5")
@@ -78,7 +78,7 @@ def gibibytes(text: str) -> float:
 
 
 def bandwidth_gbps(text: str) -> float:
-    """A finite number of 10^9 bytes/s above 0."""
+    """Return a finite number of 10^9 bytes/s above 0."""
     return _above_zero(text, "bandwidth", "GB/s", "31.5")
 
 

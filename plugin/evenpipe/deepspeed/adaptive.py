@@ -178,11 +178,11 @@ class _Measurements:
         return len(self.backwards) > _TIMED
 
     def largest(self, message_bytes: int) -> Measured:
-        """The most that one of the micro-batches has needed."""
+        """Return the most that one of the micro-batches has needed."""
         return Measured(0, 0, max(self.held, default=0), 0, message_bytes, 0, 0)
 
     def summary(self, message_bytes: int, static_bytes: int, differ: bool) -> Measured:
-        """What the micro-batches show but the first, which loads kernels and fills caches.
+        """Return what the micro-batches show but the first, which loads kernels and fills caches.
 
         Where they `differ`, the largest counts: what two of them save says nothing of what they share. Times are the
         largest one's too: as much longer than the mean as its messages are.

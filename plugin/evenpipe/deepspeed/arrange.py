@@ -179,7 +179,7 @@ class _PairAdjacentTopology(PipeDataParallelTopology):  # type: ignore[misc]
 def _wanted_topology(
     section: Section, present: PipeDataParallelTopology, environ: Mapping[str, str]
 ) -> _PairAdjacentTopology | None:
-    """The topology that the section asks for; None where ranks stay as they are.
+    """Return the topology that the section asks for; None where ranks stay as they are.
 
     Left to itself, it is asked for with bpipe on several nodes that have room for pairs, if there are pairs that trade
     (from 4 stages). Raises SectionError where it was asked for in so many words and cannot be.

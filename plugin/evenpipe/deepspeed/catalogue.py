@@ -23,19 +23,19 @@ _NO_SECTION: Any = None
 
 
 def catalogue() -> tuple[Item, ...]:
-    """What each feature replaces and calls, in the list that it verifies; made without importing DeepSpeed."""
+    """Return what each feature replaces and calls, in the list that it verifies; made without importing DeepSpeed."""
     sets = (start_patches(), engine_patches(_NO_SECTION), checkpointing_patches(), ending_patches())
     return tuple(item for each in sets for item in items_of(Purpose.TRAINING, each))
 
 
 def installed_in() -> Path | None:
-    """The folder that an import would take DeepSpeed from; None where it is not installed."""
+    """Return the folder that an import would take DeepSpeed from; None where it is not installed."""
     spec = importlib.util.find_spec(DEEPSPEED.name)
     return None if spec is None or spec.origin is None else Path(spec.origin).parents[1]
 
 
 def look() -> Findings | None:
-    """What this interpreter would import; None where DeepSpeed is not installed.
+    """Return what this interpreter would import; None where DeepSpeed is not installed.
 
     DeepSpeed's symbols are read from its source: an import looks for devices and compilers.
     """

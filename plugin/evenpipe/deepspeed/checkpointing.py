@@ -13,7 +13,7 @@ __all__ = ["checkpointing_patches", "show_saved_tensors"]
 
 
 def checkpointing_patches() -> PatchSet:
-    """What `show_saved_tensors` applies, for the rest of the process."""
+    """Return what `show_saved_tensors` applies, for the rest of the process."""
     return PatchSet(
         "deepspeed-checkpointing",
         [

@@ -98,7 +98,7 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         return None
 
     def number_of(self, unit: Unit) -> int:
-        """Which of all batches' micro-batches this one of the present batch is; other replicas' are between."""
+        """Return which of all batches' micro-batches this one of the present batch is; other replicas' are between."""
         own: int = self.global_steps * self.micro_batches + unit.micro_batch
         replicas, replica = self.grid.data_parallel_size, self.grid.data_parallel_id
         return own * int(replicas) + int(replica)
@@ -187,7 +187,7 @@ def _executor(engine: EvenPipeEngine, weights: Iterable[Tensor]) -> Executor:
 
 
 def trace_of(engine: Any) -> IterationTrace | None:
-    """What records the timeline that the section of `engine` asks for; None where it asks for none.
+    """Return what records the timeline that the section of `engine` asks for; None where it asks for none.
 
     An iteration is the `train_batch` that makes `global_steps` its number. Raises SectionError on rank 0 where it could
     not write the file.

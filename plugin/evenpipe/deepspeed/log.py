@@ -29,7 +29,7 @@ def print_line(line: str) -> None:
 
 
 def step_log(engine: Any) -> StepLog:
-    """What follows the log of an EvenPipeEngine under 2bw, whose stages are not to wait for each other."""
+    """Return what follows the log of an EvenPipeEngine under 2bw, whose stages are not to wait for each other."""
     known: Any = weakref.proxy(engine)  # which has this
     return StepLog(
         engine.two_bw,

@@ -32,7 +32,7 @@ class Backward(schedule.BackwardPass):  # type: ignore[misc]
 
 
 def _instruction(row: ActionKind) -> Any:
-    """The instruction of a kind of action that DeepSpeed has none for."""
+    """Return the instruction of a kind of action that DeepSpeed has none for."""
     name = row.name.title().replace(" ", "")
     return type(name, (schedule.PipeInstruction,), {"__doc__": f"{row.letter}: {row.name}", "__module__": __name__})
 
@@ -113,7 +113,7 @@ class StreamSchedule(_Steps):
 
 
 def _buffers(steps: tuple[Step, ...]) -> dict[Unit, int]:
-    """The lowest buffer that is free at each micro-batch's forward."""
+    """Return the lowest buffer that is free at each micro-batch's forward."""
     buffers: dict[Unit, int] = {}
     in_use: set[int] = set()
     for step in steps:

@@ -37,7 +37,7 @@ class SectionError(ValueError):
 
 
 def with_deepspeeds_names(error: ScheduleError) -> str:
-    """What a schedule cannot be, with the name that DeepSpeed's configuration has for what schedules count."""
+    """Return what a schedule cannot be, with the name that DeepSpeed's configuration has for what schedules count."""
     return str(error).replace("micro_batches=", "gradient_accumulation_steps=")
 
 
@@ -64,7 +64,7 @@ class Section(EvenPipeConfig):
 
 
 def section_of(config: Mapping[str, Any]) -> Section | None:
-    """The checked section of a DeepSpeed configuration; None where there is none. Raises SectionError."""
+    """Return the checked section of a DeepSpeed configuration; None where there is none. Raises SectionError."""
     if NAME not in config:
         _check_misspelt(config)
         return None

@@ -185,7 +185,7 @@ def _gradients(inputs: Any) -> list[Tensor]:
 
 
 def tensors_of(value: Any) -> tuple[Tensor, ...]:
-    """The tensors of a stage's input or output."""
+    """Return the tensors of a stage's input or output."""
     return value if isinstance(value, tuple) else (value,)
 
 

@@ -27,7 +27,7 @@ def install() -> None:
 
 
 def start_patches() -> PatchSet:
-    """What `install` applies."""
+    """Return what `install` applies."""
     start = Patch(
         name="initialize",
         targets=(INITIALIZE,),
@@ -41,7 +41,7 @@ def start_patches() -> PatchSet:
 
 
 def engine_patches(section: Section) -> PatchSet:
-    """What is applied while `deepspeed.initialize` makes an engine with a section: all others are stock."""
+    """Return what is applied while `deepspeed.initialize` makes an engine with a section: all others are stock."""
     engine = Patch(
         name="engine",
         targets=(ENGINE, "deepspeed:PipelineEngine"),
@@ -109,7 +109,7 @@ def _has_one_stage(model: Any) -> bool:
 
 
 def _config(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The configuration, from wherever `deepspeed.initialize` would take it; None where it would find none."""
+    """Return the configuration, from wherever `deepspeed.initialize` would take it; None where it would find none."""
     from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
     places = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))

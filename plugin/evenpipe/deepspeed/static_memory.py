@@ -12,7 +12,7 @@ __all__ = ["static_bytes"]
 
 
 def static_bytes(engine: Any) -> int:
-    """Bytes of weights, gradients and all tensors of DeepSpeed's optimizer.
+    """Return bytes of weights, gradients and all tensors of DeepSpeed's optimizer.
 
     Each kind of optimizer keeps flat buffers, shards and fp32 copies under names of its own, so whatever can be reached
     is counted. What there is not between batches, or not yet, counts too: gradients, and the state that a first step

@@ -29,7 +29,7 @@ CHECKPOINTS = (f"{_CHECKPOINTING}:checkpoint", f"{_CHECKPOINTING}:non_reentrant_
 
 
 def _present(owner: str, *names: str) -> dict[str, str]:
-    """Names in a module, or of a class in one, that only have to be there."""
+    """Return names in a module, or of a class in one, that only have to be there."""
     return {f"{owner}{'.' if ':' in owner else ':'}{name}": PRESENT for name in names}
 
 
@@ -179,12 +179,12 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
 
 
 def recorded(symbol: str) -> Mapping[str, str]:
-    """The recorded signature of `symbol` in every supported release."""
+    """Return the recorded signature of `symbol` in every supported release."""
     return MappingProxyType(dict.fromkeys(RELEASES, _SIGNATURES[symbol]))
 
 
 def expectations() -> list[Expectation]:
-    """All symbols that EvenPipe calls, overrides, or sets on single objects, and does not replace everywhere."""
+    """Return all symbols that EvenPipe calls, overrides, or sets on single objects, and does not replace everywhere."""
     called = [symbol for symbol in _SIGNATURES if symbol not in _REPLACED]
     return [Expectation(symbol, DEEPSPEED, recorded(symbol), _REASONS.get(symbol)) for symbol in called]
 

@@ -34,7 +34,7 @@ class Launched(NamedTuple):
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Launched:
-        """A job of one where nothing is said. Raises ValueError for a variable that is no number, naming it."""
+        """Return a job of one where nothing is said. Raises ValueError for a variable that is no number, naming it."""
         host = socket.gethostname()
 
         def number(name: str, default: int) -> int:
@@ -68,7 +68,7 @@ class Job:
         return self._launched.rank == min(self.present)
 
     def agree(self) -> bool:
-        """Whether all ranks have seen all others: what they then do together, they all do."""
+        """Return whether all ranks have seen all others: what they then do together, they all do."""
         self._store.set(f"complete/{self._launched.rank}", json.dumps(not self.missing))
         found = self._await("complete", range(self._launched.world), self._seconds)
         return len(found) == self._launched.world and all(found.values())
@@ -104,7 +104,7 @@ class Job:
 
 
 def meet(environ: Mapping[str, str], launched: Launched, seconds: float, purpose: str = "doctor") -> Any:
-    """A connection to the job's store, which torchrun's agent holds, or else rank 0. Raises NoMeetingError."""
+    """Return a connection to the job's store, which torchrun's agent holds, or else rank 0. Raises NoMeetingError."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")

@@ -71,7 +71,7 @@ class Pipelines:
         return cls(stages, _in_megatrons_order(stages, replicas, tensor), False)
 
     def pipeline_of(self, rank: int) -> list[int]:
-        """The ranks of the pipeline that ``rank`` is in, by stage."""
+        """Return the ranks of the pipeline that ``rank`` is in, by stage."""
         _, dp, tp = self.coordinates[rank]
         ranks = {one.pp: rank for rank, one in enumerate(self.coordinates) if (one.dp, one.tp) == (dp, tp)}
         return [ranks[stage] for stage in range(self.stages)]
@@ -100,7 +100,7 @@ def _crossing(pipelines: Pipelines, job: Mapping[int, Launched]) -> list[tuple[i
 
 
 def _pairs(pipelines: Pipelines, job: Mapping[int, Launched]) -> Finding:
-    """Which of BPipe's pairs cross nodes, as EvenPipe places ranks and as the launcher does."""
+    """Return which of BPipe's pairs cross nodes, as EvenPipe places ranks and as the launcher does."""
     trading, stages = pipelines.trading(), pipelines.stages
     if not trading:
         return unseen("BPipe pairs", "one stage: nothing is traded")

@@ -178,7 +178,7 @@ def _outgoing() -> tuple[int, int]:
 
 
 def _by_whom(port: int) -> str:
-    """The process that listens at ``port``, as far as this one may know."""
+    """Return the process that listens at ``port``, as far as this one may know."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         try:

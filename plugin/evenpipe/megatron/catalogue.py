@@ -81,7 +81,7 @@ def examine(root: Path) -> Findings:
 
 
 def version_in(root: Path) -> str:
-    """The version of the megatron-core in `root`, without the commit that an import of a checkout adds to it.
+    """Return the version of the megatron-core in `root`, without the commit that an import of a checkout adds to it.
 
     Raises UpstreamError where its file does not state one.
     """

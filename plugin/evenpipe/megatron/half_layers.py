@@ -122,6 +122,6 @@ def _state(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _device() -> torch.device:
-    """Where tensors can be sent from, and random numbers are drawn."""
+    """Return where tensors can be sent from, and random numbers are drawn."""
     backend = dist.get_backend(parallel_state.get_pipeline_model_parallel_group())
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")

@@ -68,7 +68,7 @@ def read(flags: Sequence[str], world_size: int | None) -> tuple[Namespace, Gpt, 
 
 
 def build(args: Namespace, gpt: Gpt) -> tuple[torch.nn.Module, dict[str, torch.nn.Module]]:
-    """A model with one layer of each kind, and its parts by kind, in order; what follows them is "loss"."""
+    """Return a model with one layer of each kind, and its parts by kind, in order; what follows them is "loss"."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs

@@ -45,7 +45,7 @@ _GLOBAL: Mapping[str, Callable[[], Any]] = {
 
 
 def process_groups(release: CoreRelease, communicator: Any, given: Any) -> Any:
-    """An instance of `release.process_groups_class` with at least tp, pp and cp.
+    """Return an instance of `release.process_groups_class` with at least tp, pp and cp.
 
     Like Megatron, takes either both a communicator and groups or neither; raises ValueError otherwise, and for those of
     a pipeline of several modules.
@@ -167,7 +167,7 @@ class PipelineSchedule:
         force_all_reduce: bool = False,
         **groups_given: Any,
     ) -> Call:
-        """The checked arguments."""
+        """Return the checked arguments."""
         chunks = list(model) if isinstance(model, list) else [model]
         iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator]
         config, release = get_model_config(chunks[0]), self._release
@@ -245,7 +245,7 @@ class PipelineSchedule:
         return "one" if self.bpipe and self._sizes_differ(config) else "many"
 
     def _sizes_differ(self, config: Any) -> bool:
-        """Whether micro-batches save other sizes than one another."""
+        """Return whether micro-batches save other sizes than one another."""
         names = ("num_moe_experts", "variable_seq_lengths", "num_microbatches_with_partial_activation_checkpoints")
         return any(getattr(config, name, None) for name in names)
 
@@ -278,7 +278,7 @@ class PipelineSchedule:
 
 
 def _synchronises(config: Any) -> bool:
-    """Whether Megatron's timers around every forward and backward do (`--timing-log-level 2`)."""
+    """Return whether Megatron's timers around every forward and backward do (`--timing-log-level 2`)."""
     return getattr(config.timers, "_log_level", 0) >= 2
 
 

@@ -35,7 +35,7 @@ Changes: TypeAlias = str | Mapping[str, str | None]
 
 
 def since(changes: Changes) -> Mapping[str, str]:
-    """The signature in every series that has it."""
+    """Return the signature in every series that has it."""
     if isinstance(changes, str):
         changes = {_SERIES[0]: changes}
     signatures = {}
@@ -172,7 +172,7 @@ class CoreRelease:
         return _takes(_SIGNATURES[_FINALIZE][self.series], "force_all_reduce")
 
     def backward_takes(self, argument: str) -> bool:
-        """Whether `backward_step` has a parameter of that name."""
+        """Return whether `backward_step` has a parameter of that name."""
         return _takes(_SIGNATURES[f"{SCHEDULES}:backward_step"][self.series], argument)
 
 
@@ -192,7 +192,7 @@ RELEASES: Mapping[str, CoreRelease] = {
 
 
 def installed_release() -> CoreRelease:
-    """The release that an import of megatron.core loads, with every signature verified.
+    """Return the release that an import of megatron.core loads, with every signature verified.
 
     Raises UpstreamError naming the version when it is not supported, or the first symbol that is not as recorded.
     """

@@ -122,7 +122,7 @@ def training_expected(*symbols: str) -> list[Expectation]:
 
 
 def training_patch(name: str, symbol: str, call: Callable[..., Any], reason: str) -> Patch:
-    """The patch of one of the symbols above, wherever it is bound; `call` goes :func:`around` it."""
+    """Return the patch of one of the symbols above, wherever it is bound; `call` goes :func:`around` it."""
     return Patch(name, (symbol,), _MEGATRON_LM, TRAINING[symbol], around(call), reason, rebinds=True)
 
 

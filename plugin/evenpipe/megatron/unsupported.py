@@ -200,12 +200,12 @@ def refused_with_tuning(args: Any) -> Iterator[Refusal]:
 
 
 def packs(args: Any) -> bool:
-    """Whether micro-batches are of sequences packed together, which Megatron's arguments ask for."""
+    """Return whether micro-batches are of sequences packed together, which Megatron's arguments ask for."""
     return any(getattr(args, setting, None) for setting in _PACKS)
 
 
 def why_one_size(args: Any) -> str | None:
-    """Why micro-batches have to stay of --micro-batch-size samples; None where their data decide."""
+    """Return why micro-batches have to stay of --micro-batch-size samples; None where their data decide."""
     for setting, reason in _ONE_SIZE.items():
         if getattr(args, setting, None):
             return f"--{setting.replace('_', '-')} {reason}"

@@ -329,7 +329,7 @@ def _cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The memory-efficient kernel, which any mask and precision goes through (flash attention saves the same).
+    """Return the memory-efficient kernel, which any mask and precision goes through (flash attention saves the same).
 
     With dropout, a CPU's attention takes the path that keeps all scores, and CUDA's does not.
     """

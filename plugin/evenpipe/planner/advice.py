@@ -31,7 +31,7 @@ def reason_of(held: Sequence[StageBytes], device: Device, run: Run) -> str | Non
 
 
 def _remedy(held: Sequence[StageBytes], most: int, device: Device, run: Run) -> str:
-    """The flag that changes most of what is too much."""
+    """Return the flag that changes most of what is too much."""
     stage = held[most]
     if stage.weights + stage.gradients + stage.optimizer + stage.communicators > device.memory_gib * _GIB:
         sharded = "" if run.sharded_optimizer or run.data == 1 else "shard the optimizer (--sharded-optimizer), or "

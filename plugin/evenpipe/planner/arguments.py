@@ -100,7 +100,7 @@ def expert_layers(frequency: int | str | Sequence[int], layers: int) -> tuple[bo
 
 
 def _pattern(text: str) -> list[int]:
-    """The value of an expression of lists, `+` and `*`, without running it."""
+    """Return the value of an expression of lists, `+` and `*`, without running it."""
     try:
         found = _value_of(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, TypeError):
@@ -185,7 +185,7 @@ _UNDESCRIBED: Final = {
 
 
 def undescribed(args: Namespace) -> str | None:
-    """The flag that asks for layers that are not described, if any."""
+    """Return the flag that asks for layers that are not described, if any."""
     return next((flag for name, flag in _UNDESCRIBED.items() if getattr(args, name, None)), None)
 
 

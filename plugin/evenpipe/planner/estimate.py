@@ -117,7 +117,7 @@ class Estimate:
     run: Run
 
     def to_json(self) -> dict[str, Any]:
-        """The document ``evenpipe.estimate/1``."""
+        """Return the document ``evenpipe.estimate/1``."""
         return {
             "format": "evenpipe.estimate/1",
             "fits": self.fits,
@@ -139,7 +139,7 @@ class Estimate:
 
 
 def framework_of(model: Model, cluster: Cluster) -> Framework:
-    """What a run of the model on these devices is taken to be trained with, where nothing is said."""
+    """Return what a run of the model on these devices is taken to be trained with, where nothing is said."""
     return framework(cluster.device.framework or model.framework)
 
 
@@ -217,7 +217,7 @@ class Estimator:
         )
 
     def _scheduled(self, run: Run) -> tuple[Programs, Size]:
-        """The schedule's programs, and the size to build."""
+        """Return the schedule's programs, and the size to build."""
         try:
             spec = run.spec
             batches = 3 if "stream" in spec.needs else 1
@@ -238,7 +238,7 @@ class Estimator:
         kernels: Kernels,
         own_ms: tuple[float, float],
     ) -> float:
-        """Seconds of the stage after its last micro-batch."""
+        """Return seconds of the stage after its last micro-batch."""
         parameters = summed(chunks[places.position(stage, chunk)].parameters for chunk in range(places.chunks))
         ends = {places.order[0].stage, places.order[-1].stage}
         copied = self.model.tied and stage in ends and len(ends) > 1
@@ -254,7 +254,7 @@ class Estimator:
         over: HandOver,
         evictions: Sequence[Wire],
     ) -> tuple[Costs, list[tuple[float, float]]]:
-        """What the simulator is told, and per stage what it computes alone, forward and backward."""
+        """Return what the simulator is told, and per stage what it computes alone, forward and backward."""
         own, busy, weights = [], [], []
         where = positions_of(places)
         for positions, sends, returns in zip(where.at, where.sends, where.returns, strict=True):

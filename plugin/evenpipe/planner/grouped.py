@@ -33,13 +33,13 @@ class GroupedSchedule(NamedTuple):
     stages: int
 
     def program(self, candidate: Candidate) -> Program:
-        """What is carried out under ``candidate``: built when it is first asked for, and kept."""
+        """Return what is carried out under ``candidate``: built when it is first asked for, and kept."""
         return self.programs(self._size(candidate))
 
     def ordered(
         self, candidate: Candidate, times: StageTimes, message_ms: Mapping[Link, float]
     ) -> tuple[Program, float]:
-        """The program of ``candidate`` in the order in which a batch takes least, and ms.
+        """Return the program of ``candidate`` in the order in which a batch takes least, and ms.
 
         That is the order by assumed times, by these, or that which puts messages off. From the same numbers the same,
         wherever it is asked for. No order has more `messages_at_once`.
@@ -79,7 +79,7 @@ class GroupedSchedule(NamedTuple):
         return tuple(order.messages_at_once(stage) + candidate.k for stage in range(self.stages))
 
     def _settled(self, candidate: Candidate) -> Program:
-        """A program of as many micro-batches as it takes to hold as much as under ``candidate``."""
+        """Return a program of as many micro-batches as it takes to hold as much as under ``candidate``."""
         spec, size = self.programs.spec, self._size(candidate)
         if spec.settled is not None:
             size = size._replace(micro_batches=spec.settled(size))
@@ -97,7 +97,7 @@ class StageTimes(NamedTuple):
 
 
 def average_ms(measured_ms: Iterable[float]) -> float:
-    """The mean of two or more times of the same computation but the longest (Ada-Grouper §5.2).
+    """Return the mean of two or more times of the same computation but the longest (Ada-Grouper §5.2).
 
     Nobody else uses the device (§4.3), so what takes much longer than the rest has been held up by a busy host.
     """

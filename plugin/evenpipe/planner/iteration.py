@@ -64,7 +64,7 @@ class HandOver(NamedTuple):
 
 
 def message_bytes_of(model: Model, run: Run) -> float:
-    """The activations of a micro-batch between two layers, of one tensor-parallel group."""
+    """Return the activations of a micro-batch between two layers, of one tensor-parallel group."""
     return run.element_bytes * model.sequence // run.context * run.micro_batch * model.hidden
 
 
@@ -97,7 +97,7 @@ class Simulated(NamedTuple):
 
 
 def simulated(programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence[Sequence[int]]) -> Simulated:
-    """A batch of ``size``, or of a stream the time by which one more batch makes it longer.
+    """Return a batch of ``size``, or of a stream the time by which one more batch makes it longer.
 
     A long batch is not walked to its end, as long as its stages hold no more than those of a shorter one. Where
     messages are free, and each further period of the schedule adds what the slowest stage takes for it, more of them do
@@ -142,7 +142,7 @@ def _counted_on(programs: Programs, size: Size, walk: Callable[[Size], Simulated
 
 
 def _added(programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence[Sequence[int]]) -> Simulated:
-    """What one more batch of a stream adds."""
+    """Return what one more batch of a stream adds."""
     few, many = (_run(programs, size._replace(batches=n), costs, unit_bytes) for n in (_BATCHES, _BATCHES + 1))
     return many._replace(makespan_ms=many.makespan_ms - few.makespan_ms)
 

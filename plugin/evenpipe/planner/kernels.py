@@ -57,7 +57,7 @@ class Links:
         self._node = cluster.node_gbps * 1e9 * calibration.node
 
     def collective(self, nbytes: float, group: Group) -> float:
-        """Seconds of a collective in which each rank sends so many bytes."""
+        """Return seconds of a collective in which each rank sends so many bytes."""
         t, c = self._run.tensor, self._run.context
         if group == "expert":
             return self._all_to_all(nbytes)
@@ -65,7 +65,7 @@ class Links:
         return nbytes / self._ring(size, stride) + self._latency(size * stride) * 1e-6
 
     def reduction(self, nbytes: float, experts: bool = False) -> float:
-        """Seconds of a ring over the ranks that have the same parameters, in which each sends so many bytes."""
+        """Return seconds of a ring over the ranks that have the same parameters, in which each sends so many bytes."""
         run = self._run
         size, stride = run.replicas, run.tensor
         if experts:
@@ -75,7 +75,7 @@ class Links:
         return nbytes / self._ring(size, stride) if size > 1 else 0.0
 
     def between_ends(self, nbytes: float) -> float:
-        """Seconds in which the first stage and the last sum so many bytes that each of them has."""
+        """Return seconds in which the first stage and the last sum so many bytes that each of them has."""
         run = self._run
         if self._in_pairs or self._span <= self._cluster.gpus_per_node:  # the first and the last are a pair of BPipe's
             return nbytes / self._peer

@@ -59,7 +59,7 @@ class Measured(NamedTuple):
 
 
 def stage_times(measured: Sequence[Measured]) -> StageTimes:
-    """What the stages compute for micro-batches of the size that was measured."""
+    """Return what the stages compute for micro-batches of the size that was measured."""
     return StageTimes(tuple(one.forward_ms for one in measured), tuple(one.backward_ms for one in measured))
 
 
@@ -89,12 +89,12 @@ def growth(few_bytes: float, few: int, more_bytes: float, more: int) -> tuple[in
 
 
 def _by(nbytes: float, samples: int) -> int:
-    """Bytes a sample, rounded up."""
+    """Return bytes a sample, rounded up."""
     return int(-(-nbytes // samples))
 
 
 def unit_bytes(stage: StageMemory, micro_batch_size: int) -> int:
-    """What one micro-batch of so many samples saves for its backward."""
+    """Return what one micro-batch of so many samples saves for its backward."""
     return stage.fixed_bytes + micro_batch_size * stage.sample_bytes
 
 
@@ -156,13 +156,13 @@ def candidates(
 
 
 def divisors(samples: int) -> list[int]:
-    """The sizes that micro-batches of so many samples together may have, in ascending order."""
+    """Return the sizes that micro-batches of so many samples together may have, in ascending order."""
     small = [size for size in range(1, isqrt(samples) + 1) if samples % size == 0]
     return sorted({*small, *(samples // size for size in small)})
 
 
 def _least(memory: Sequence[StageMemory], tried: Sequence[Candidate], schedule: GroupedSchedule) -> str:
-    """What to say where none of ``tried`` fits."""
+    """Return what to say where none of ``tried`` fits."""
     peaks = {candidate: peak_bytes(memory, candidate, schedule) for candidate in tried}
     best = min(peaks, key=lambda candidate: max(peaks[candidate]))
     needed = max(peaks[best])

@@ -76,7 +76,7 @@ class Run:
     fused_softmax: bool = True
 
     def of(self, framework: Framework) -> Run:
-        """The same with ``framework``'s defaults, where nothing is said."""
+        """Return the same with ``framework``'s defaults, where nothing is said."""
         unsaid = {key for key in Framework.model_fields if getattr(self, key, 0) is None}
         filled = replace(self, **framework.model_dump(include=unsaid))
         # Without a flush the newest weights are not those that the next forward runs on: nothing is gathered beside it.

@@ -74,7 +74,7 @@ def uncertainty_of(model: Model, cluster: Cluster, of: Framework, run: Run) -> U
 
 
 def _without_source(model: Model, cluster: Cluster, run: Run) -> str:
-    """The first of the run's kinds that no source has; empty where all have one."""
+    """Return the first of the run's kinds that no source has; empty where all have one."""
     kinds = {
         f"on {cluster.device.name}": cluster.device.name not in _MEASURED_DEVICES,
         f"in {run.precision}": run.precision == "fp32",

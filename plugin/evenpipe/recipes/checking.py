@@ -190,7 +190,7 @@ def _cluster(written: Written, every: Sequence[Nodes]) -> Cluster:
 
 
 def _command(script: Script) -> tuple[str, list[str]]:
-    """The training script, and its flags."""
+    """Return the training script, and its flags."""
     words = script.command[script.command.index("evenpipe") + 2 :]
     at = next((n for n, word in enumerate(words) if word.endswith(".py")), None)
     if at is None:
@@ -199,7 +199,7 @@ def _command(script: Script) -> tuple[str, list[str]]:
 
 
 def _known(flags: list[str]) -> tuple[list[str], list[str]]:
-    """What only a shell could tell, by the flag that it is for, and the words without it."""
+    """Return what only a shell could tell, by the flag that it is for, and the words without it."""
     unknown: list[str] = []
     known: list[str] = []
     for word in flags:

@@ -23,7 +23,7 @@ _ENDS: Final = 2
 
 
 def training_files(recipe: Recipe) -> dict[str, str]:
-    """The configuration, and the scripts that it is for."""
+    """Return the configuration, and the scripts that it is for."""
     scripts = {name: verbatim(name) for name in ("train.py", "model.py", "data.py")}
     return {**scripts, CONFIGURATION: _written(configuration_of(recipe))}
 
@@ -80,7 +80,7 @@ def _model(model: Model) -> Any:
 
 
 def boundaries_of(model: Model, run: Run) -> list[int]:
-    """The layers of model.py at which stages begin, and their number."""
+    """Return the layers of model.py at which stages begin, and their number."""
     each = list(run.layers_of(model))
     each[0] += _ENDS
     each[-1] += _ENDS
@@ -88,7 +88,7 @@ def boundaries_of(model: Model, run: Run) -> list[int]:
 
 
 def configuration_of(recipe: Recipe) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given."""
+    """Return what `deepspeed.initialize` is given."""
     run, given = recipe.run, recipe.settings
     section: dict[str, Any] = {"schedule": run.spec.name}
     if run.group_size > 1:

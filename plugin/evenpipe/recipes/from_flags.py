@@ -78,7 +78,7 @@ def read_line(words: Sequence[str]) -> Line:
 
 
 def with_evenpipe(line: Line, flags: Sequence[str]) -> Line:
-    """The line that runs the script through `evenpipe run`."""
+    """Return the line that runs the script through `evenpipe run`."""
     name = ["--deepspeed"] if line.of_deepspeed else []
     before = list(line.before)
     if line.by_deepspeed:
@@ -93,7 +93,7 @@ def with_evenpipe(line: Line, flags: Sequence[str]) -> Line:
 
 
 def convert(line: Line, nodes: Cluster) -> Converted:
-    """The fastest of EvenPipe's schedules that fits, everything else left as it is.
+    """Return the fastest of EvenPipe's schedules that fits, everything else left as it is.
 
     Raises RecipeError, one line; FlagError and DescriptionError for flags that describe no run, EstimateError for a run
     that cannot be.
@@ -151,7 +151,7 @@ def _words(line: Line) -> list[str]:
 
 
 def _lines(line: Line) -> list[str]:
-    """The launcher's words on a line, the script's flags on one each."""
+    """Return the launcher's words on a line, the script's flags on one each."""
     found = [" ".join(map(_word, (*line.before, line.script)))]
     for flag in line.flags:
         if flag.startswith("--") or len(found) == 1:

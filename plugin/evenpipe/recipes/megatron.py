@@ -90,7 +90,7 @@ def _experts(model: Model) -> list[Sequence[Flag | bool | None]]:
 
 
 def _frequency(model: Model) -> Flag | None:
-    """Which layers have experts, where it is not all of them."""
+    """Return which layers have experts, where it is not all of them."""
     each = [model.expert_layers(layer, layer + 1) for layer in range(model.layers)]
     if all(each):
         return None
@@ -207,7 +207,7 @@ _FLAG: Final = "--pipeline-model-parallel-layout"
 
 
 def kinds_of(layout: str, layers: int, stages: int) -> list[list[str]]:
-    """The kinds of layers of each part. Raises FlagError where it is none for so many layers and stages."""
+    """Return the kinds of layers of each part. Raises FlagError where it is none for so many layers and stages."""
     text = layout.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)

@@ -227,7 +227,7 @@ class _Reader:
         return pieces, None, at + 1
 
     def _expansion(self, at: int) -> tuple[str, int]:
-        """The value of what begins with a dollar or a backquote, and where it ends."""
+        """Return the value of what begins with a dollar or a backquote, and where it ends."""
         if name := _NAME.match(self.text, at + 1) if self.text[at] == "$" else None:
             return self.found.variables.get(name[0], UNKNOWN), name.end()
         following = self.text[at + 1 : at + 2]
@@ -254,7 +254,7 @@ class _Reader:
         return "$", at + 1
 
     def _brace(self, at: int) -> int:
-        """Where `${` ends."""
+        """Return where `${` ends."""
         start, quote = at, ""
         while at < len(self.text):
             character = self.text[at]
@@ -289,7 +289,7 @@ class Nodes(NamedTuple):
 
 
 def nodes_of(written: Written, script: Script) -> list[Nodes]:
-    """What trains first, then what starts it. Raises RecipeError, one line, for a file that does not start."""
+    """Return what trains first, then what starts it. Raises RecipeError, one line, for a file that does not start."""
     sizes = [_whole(script.variables.get(name)) for name in ("NODES", "GPUS_PER_NODE")]
     found = [Nodes("train.sh: NODES, GPUS_PER_NODE", *sizes)] if any(sizes) else []
     return [*found, *_started(written)]
@@ -348,7 +348,7 @@ def _of_a_job(job: Any) -> Iterator[Nodes]:
 
 
 def _at(document: Any, *keys: str) -> Any:
-    """What stands there; None where nothing does."""
+    """Return what stands there; None where nothing does."""
     for key in keys:
         document = document.get(key) if isinstance(document, dict) else None
     return document

@@ -254,7 +254,7 @@ class Recipe:
         return [f"node{number}" for number in range(self.cluster.nodes)]
 
     def to_json(self) -> dict[str, Any]:
-        """The document ``evenpipe.recipe/1``: what a recipe that was edited is compared with."""
+        """Return the document ``evenpipe.recipe/1``: what a recipe that was edited is compared with."""
         settings = self.settings.model_dump(include={"release"})
         return {
             "format": FORMAT,
@@ -286,7 +286,7 @@ def read_plan(path: Path, model: str, cluster: str) -> Plan:
 
 
 def run_of_plan(one: PlannedRun) -> Run:
-    """What a plan says of a run; precision and attention only where they were asked for."""
+    """Return what a plan says of a run; precision and attention only where they were asked for."""
     words = one.flags.split()
     asked: dict[str, Any] = {
         name: words[words.index(f"--{name}") + 1] for name in ("precision", "attention") if f"--{name}" in words

@@ -78,7 +78,7 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9_.,:/@%+=-]+", re.ASCII)
 
 
 def render(template: str, **values: Any) -> str:
-    """The text of a file."""
+    """Return the text of a file."""
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
     )
@@ -88,12 +88,12 @@ def render(template: str, **values: Any) -> str:
 
 
 def verbatim(name: str) -> str:
-    """A file that is the same in every recipe."""
+    """Return a file that is the same in every recipe."""
     return (_TEMPLATES / f"{name}.j2").read_text(encoding="utf-8")
 
 
 def _line(text: str) -> str:
-    """What stays in its line, in a comment."""
+    """Return what stays in its line, in a comment."""
     return _CONTROL.sub(" ", text)
 
 
@@ -103,7 +103,7 @@ def _cell(text: str) -> str:
 
 
 def _directive(value: object) -> str:
-    """The value of an option behind #SBATCH: sbatch reads quotes and backslashes, and lines end it."""
+    """Return the value of an option behind #SBATCH: sbatch reads quotes and backslashes, and lines end it."""
     text = str(value)
     if _PLAIN.fullmatch(text):
         return text
@@ -114,12 +114,12 @@ def _directive(value: object) -> str:
 
 
 def _yaml(text: str) -> str:
-    """A scalar on one line."""
+    """Return a scalar on one line."""
     return str(yaml.safe_dump(text, default_style='"', allow_unicode=True, width=float("inf"))).rstrip("\n")
 
 
 def _block(text: str, indent: int) -> str:
-    """Lines as they are, where YAML can hold them."""
+    """Return lines as they are, where YAML can hold them."""
     lines = text.removesuffix("\n").split("\n")
     if _NOT_IN_A_BLOCK.search(text) or not text.endswith("\n") or text.endswith("\n\n") or text.startswith((" ", "\n")):
         return _yaml(text)

@@ -64,7 +64,7 @@ class Waits(NamedTuple):
     message_ms: dict[tuple[Reason, int, int], float]
 
     def share(self, wait: Wait) -> float:
-        """The part of the batch that the stage spends so."""
+        """Return the part of the batch that the stage spends so."""
         return wait.total_ms / self.batch_ms if self.batch_ms else 0.0
 
 
@@ -161,7 +161,7 @@ def _messages(gaps: Iterable[_Gap]) -> dict[tuple[Reason, int, int], float]:
 
 
 def _blamed(gap: _Gap, message_ms: dict[tuple[Reason, int, int], float]) -> tuple[Reason, int | None, float]:
-    """What a gap is for: reason, source, and how much of it passed with a message under way."""
+    """Return what a gap is for: reason, source, and how much of it passed with a message under way."""
     if gap.moved_ms is not None and gap.start_ms < gap.moved_ms <= gap.end_ms and gap.moved_ms > (gap.ready_ms or 0.0):
         return "transfer", None, 0.0
     if gap.reason is None or gap.source is None or gap.ready_ms is None:
@@ -229,7 +229,7 @@ class Alternative(NamedTuple):
 
 
 def with_messages(costs: Costs, waits: Waits) -> Costs:
-    """The costs with each link as slow as its messages were; one of which nothing is known is free."""
+    """Return the costs with each link as slow as its messages were; one of which nothing is known is free."""
     links = {
         Link("forward" if reason == "forward" else "backward", source, target): Wire(transmit_ms=ms)
         for (reason, source, target), ms in waits.message_ms.items()
@@ -238,7 +238,7 @@ def with_messages(costs: Costs, waits: Waits) -> Costs:
 
 
 def alternatives(case: Case) -> list[Alternative]:
-    """The present case first; then whatever else can be built of it, the fastest first."""
+    """Return the present case first; then whatever else can be built of it, the fastest first."""
     present = _of(case, "none", "as it is", "", case.schedule.batches)
     others = [one for one in _others(case) if one is not None]
     return [present, *sorted(others, key=lambda one: one.batch_ms)] if present is not None else []
@@ -281,7 +281,7 @@ def _scheduled(case: Case, name: str, flags: str, **size: int) -> Alternative | 
 
 
 def _resized(case: Case, name: str | None = None, bpipe: bool | None = None, **size: int) -> Case | None:
-    """The case with another schedule, under BPipe where it was and can be; None where there is no such."""
+    """Return the case with another schedule, under BPipe where it was and can be; None where there is no such."""
     old = case.schedule
     now = Size(old.stages, old.micro_batches, old.chunks, old.group_size, old.batches)._replace(**size)
     try:

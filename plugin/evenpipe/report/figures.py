@@ -200,7 +200,7 @@ def draw_front(path: str | os.PathLike[str], shown: Front) -> None:
 
 
 def _numbered_beside(place: tuple[float, float], shown: Front) -> bool:
-    """Whether a point of the front, with its number, is where a name to the left would be."""
+    """Return whether a point of the front, with its number, is where a name to the left would be."""
     wide = shown.limit - min(point.gib for point in shown.front)
     high = max(point.speed for point in shown.front)
     return any(0 <= place[0] - at.gib < wide / 10 and abs(place[1] - at.speed) < high / 25 for at in shown.front)

@@ -51,7 +51,7 @@ def timeline_grid(program: Program, width: int = 120) -> Text:
 
 
 def _lines(spans: Iterable[Span]) -> list[_Line]:
-    """A stage's text lines, slot to action: its compute, then as many for the rest as starts in one slot."""
+    """Return a stage's text lines, slot to action: its compute, then as many for the rest as starts in one slot."""
     lines: list[_Line] = [{}]
     for action, start, _ in spans:
         slot = round(start)

@@ -51,7 +51,7 @@ def log_line(iteration: int, stages: Sequence[Figures]) -> str:
 
 
 def scalars(stages: Sequence[Figures]) -> dict[str, float]:
-    """The same by names for TensorBoard and Weights & Biases."""
+    """Return the same by names for TensorBoard and Weights & Biases."""
     return {
         f"evenpipe/{column.tag}/stage-{stage}": column.value(figures)
         for column in _COLUMNS
@@ -83,7 +83,7 @@ class Taken(NamedTuple):
 
 
 def comparison_lines(names: Sequence[str], predicted: Sequence[Taken], measured: Sequence[Taken]) -> list[str]:
-    """A line a stage; `names`: what each has of the model."""
+    """Return a line a stage; `names`: what each has of the model."""
     return [
         f"stage {stage} ({name}) | ms a micro-batch: {plan.ms:.2f} predicted, {run.ms:.2f} measured | "
         f"peak MiB: {plan.peak_bytes / _MIB:.1f} predicted, {run.peak_bytes / _MIB:.1f} measured |"

@@ -125,7 +125,7 @@ def _place(action: Action) -> tuple[float, float]:
 
 
 def shade(kind: Kind, fullness: float) -> tuple[float, float, float]:
-    """The kind's colour, made fuller by up to 1."""
+    """Return the kind's colour, made fuller by up to 1."""
     hue, saturation, value = rgb_to_hsv(*to_rgb(KINDS[kind].colour))
     return hsv_to_rgb(hue, saturation * (1 + 0.7 * fullness), value * (1 - 0.1 * fullness))
 

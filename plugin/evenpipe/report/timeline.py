@@ -27,7 +27,7 @@ class Timeline:
 
     @classmethod
     def of(cls, simulation: Simulation, title: str, micro_batches: int | None = None) -> Timeline:
-        """A simulation's timeline."""
+        """Return a simulation's timeline."""
         return cls(title, simulation.timeline, micro_batches=micro_batches)
 
     def version(self, action: Action) -> int:
@@ -35,7 +35,7 @@ class Timeline:
         return 0 if self.micro_batches is None else required_version(action.micro_batch // self.micro_batches)
 
     def name(self, row: int) -> str:
-        """What a row is called."""
+        """Return what a row is called."""
         return f"stage {row}" if self.names is None else self.names[row]
 
     @property
@@ -95,7 +95,7 @@ def _lanes(transfers: Sequence[Span]) -> Iterator[tuple[int, Span]]:
 
 
 def _event(stage: int, thread: int, span: Span) -> dict[str, Any]:
-    """A slice, or an instant of the thread (``"s": "t"``) for an update that takes no time."""
+    """Return a slice, or an instant of the thread (``"s": "t"``) for an update that takes no time."""
     action = span.action
     update, duration_us = action.kind == UPDATE, (span.end_ms - span.start_ms) * 1e3
     return {

@@ -200,7 +200,7 @@ _NOTATION = re.compile(
 
 
 def parse(text: str) -> Action:
-    """The action that ``text`` denotes, e.g. ``F3``, ``B3.1`` (model chunk 1), ``A3@0`` (accepted from stage 0).
+    """Return the action that ``text`` denotes, e.g. ``F3``, ``B3.1`` (model chunk 1), ``A3@0`` (accepted from stage 0).
 
     Raises ``ValueError`` for anything else.
     """

@@ -37,7 +37,7 @@ class _Transfer(NamedTuple):
 
 
 def balance(schedule: Schedule, bound: int, queues: Queues = "many") -> Schedule:
-    """The same compute orders with transfers added, so that no stage holds more than ``bound`` live units.
+    """Return the same compute orders with transfers added, so that no stage holds more than ``bound`` live units.
 
     With one queue, a load that waits for its room holds up the compute behind it, so it starts after that. Works on
     any compute orders. Raises :class:`ScheduleError` if an evictor cannot get below the bound; whether every
@@ -121,7 +121,7 @@ def _plan(row: Sequence[Action], ends: Sequence[int], bound: int, stage: int, ea
 
 
 def _bubble_before(slot: int, row: Sequence[Action], ends: Sequence[int]) -> bool:
-    """Whether the stage waits before the compute action of ``slot``."""
+    """Return whether the stage waits before the compute action of ``slot``."""
     return slot < len(row) and ends[slot] - ends[slot - 1] > KINDS[row[slot].kind].ticks
 
 
@@ -163,5 +163,5 @@ def _receive(
 
 
 def _boundary(slot: int, ends: Sequence[int]) -> int:
-    """The logical time just before the compute action ``slot``."""
+    """Return the logical time just before the compute action ``slot``."""
     return ends[slot - 1] if slot else 0

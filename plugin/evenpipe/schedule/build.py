@@ -62,7 +62,7 @@ def without_cycle_collector() -> Iterator[None]:
 def build(
     spec: Spec | str, size: Size, bpipe: bool = False, queues: Queues = "many", swaps: Collection[int] = ()
 ) -> Program:
-    """The verified program of a schedule, given or named, for p stages and m micro-batches.
+    """Return the verified program of a schedule, given or named, for p stages and m micro-batches.
 
     ``queues``: see :class:`evenpipe.schedule.Program`. ``swaps``: the positions of the model's parts that swap
     tensors to their hosts and back (:func:`evenpipe.schedule.with_swaps`).
@@ -174,11 +174,11 @@ class Programs:
         self._built: dict[Size, Program] = {}
 
     def for_queues(self, queues: Queues) -> Programs:
-        """The same, for devices of that kind."""
+        """Return the same, for devices of that kind."""
         return self if queues == self.queues else Programs(self.spec, self.bpipe, queues, self.swaps)
 
     def __call__(self, size: Size) -> Program:
-        """The verified program. Raises :class:`ScheduleError` as :func:`build` does."""
+        """Return the verified program. Raises :class:`ScheduleError` as :func:`build` does."""
         if size not in self._built:
             chunked = self.spec.chunked if size.chunks > 1 else None
             self._built[size] = build(chunked or self.spec, size, self.bpipe, self.queues, self.swaps)
@@ -218,7 +218,7 @@ def _check_needs(spec: Spec, schedule: Schedule) -> None:
 
 
 def offered(offers: frozenset[Need]) -> list[str]:
-    """The package's own schedules that an engine with these ``offers`` carries out."""
+    """Return the package's own schedules that an engine with these ``offers`` carries out."""
     return [name for name in own() if find(name).needs <= offers]
 
 

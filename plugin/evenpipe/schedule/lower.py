@@ -140,7 +140,7 @@ def lower(schedule: Schedule, pairs: bool = False, queues: Queues = "many") -> P
 
 
 def steps_of(program: Program, stage: int, gatherings: Column) -> tuple[Step, ...]:
-    """The steps of one stage, with the ``gatherings`` of batches that have these places in the order.
+    """Return the steps of one stage, with the ``gatherings`` of batches that have these places in the order.
 
     Raises :class:`ScheduleError` unless they keep to that order (:func:`check_steps`).
     """

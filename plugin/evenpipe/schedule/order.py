@@ -64,14 +64,14 @@ class Clock(NamedTuple):
 
     @classmethod
     def of(cls, forward_ms: Sequence[float], backward_ms: Sequence[float], message_ms: Mapping[Link, float]) -> Clock:
-        """The clock of measured times, which are above 0, of one model chunk a stage."""
+        """Return the clock of measured times, which are above 0, of one model chunk a stage."""
         tick_ms = math.fsum(forward_ms) / len(forward_ms) / OF_FORWARD
         forward, backward = (tuple(round(ms / tick_ms) for ms in times) for times in (forward_ms, backward_ms))
         return cls(forward, backward, {link: round(ms / tick_ms) for link, ms in message_ms.items()})
 
     @classmethod
     def assumed(cls, stages: int) -> Clock:
-        """The clock where nothing is known."""
+        """Return the clock where nothing is known."""
         return cls((OF_FORWARD,) * stages, (KINDS[BACKWARD].ticks * OF_FORWARD,) * stages, {})
 
     def ticks(self, schedule: Schedule) -> Column:
@@ -177,7 +177,7 @@ class _Batches:
         self._ends, self.places = np.zeros((2, schedule.batches), np.int64)
 
     def may(self, actions: Column) -> Column:
-        """Whether each action is no update, or one of a batch that is over."""
+        """Return whether each action is no update, or one of a batch that is over."""
         able: Column = ~self._updates[actions] | (self._left[self._batch[actions]] == 0)
         return able
 
@@ -292,7 +292,7 @@ class Order:
         return first
 
     def posts(self, stage: int) -> tuple[Column, Column]:
-        """The receives of a stage in their order: before which action they are posted, and the message."""
+        """Return the receives of a stage in their order: before which action they are posted, and the message."""
         rows = self.wiring.schedule.table.of(stage)
         received = rows.start + np.flatnonzero(self.messages[rows] >= 0)
         received = received[np.lexsort((received, self.messages[received]))]

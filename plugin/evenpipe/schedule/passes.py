@@ -25,7 +25,7 @@ __all__ = ["required_version", "returns_beside", "swapped_at_once", "swapping", 
 
 
 def required_version(batch: int) -> int:
-    """The weight version that all micro-batches of ``batch`` (from 0) use, forward and backward.
+    """Return the weight version that all micro-batches of ``batch`` (from 0) use, forward and backward.
 
     "the weight version to be used for microbatch k is max(⌊(k − 1)/m⌋ − 1, 0)" (PipeDream-2BW §3.1, k from 1).
     """
@@ -73,7 +73,7 @@ def with_swaps(schedule: Schedule, positions: Collection[int]) -> Schedule:
 
 
 def swapping(schedule: Schedule) -> tuple[int, ...]:
-    """The positions of the model's parts that do so in ``schedule``."""
+    """Return the positions of the model's parts that do so in ``schedule``."""
     rows = enumerate(schedule.actions)
     swapped = {(stage, action.chunk) for stage, row in rows for action in row if action.kind == SWAP_OUT}
     parts = enumerate(schedule.places.order)

@@ -61,14 +61,14 @@ class Schedule:
             object.__setattr__(self, "places", loop(max(1, self.stages), max(1, self.chunks)))
 
     def __str__(self) -> str:
-        """A head line and a line a stage: ``Schedule.parse(str(schedule)) == schedule``."""
+        """Return a head line and a line a stage: ``Schedule.parse(str(schedule)) == schedule``."""
         head = {name: getattr(self, name) for name in _HEAD}
         rows = "\n".join(" ".join(map(str, row)) for row in self.actions)
         return " ".join([f"format={_FORMAT}", *(f"{key}={value}" for key, value in head.items())]) + f"\n{rows}\n"
 
     @classmethod
     def parse(cls, text: str | Iterable[str], *, name: str = "parsed", bound: int | None = None) -> Schedule:
-        """The schedule that ``text`` denotes: a line of actions a stage, blank lines and those with # left out.
+        """Return the schedule that ``text`` denotes: a line of actions a stage, blank lines and those with # left out.
 
         Without a head line (see ``str``) the sizes are those that the actions show, in one batch, and ``name`` and
         ``bound`` those given, the bound else what it needs. Raises :class:`ScheduleError`: one line with its number.
@@ -122,7 +122,7 @@ def _row(words: Sequence[str], line: int) -> tuple[Action, ...]:
 
 
 def _with_head(actions: tuple[tuple[Action, ...], ...], line: int, words: Sequence[str]) -> Schedule:
-    """The schedule with these rows that the head line ``words`` describes."""
+    """Return the schedule with these rows that the head line ``words`` describes."""
     keys = [word.partition("=")[0] for word in words]
     given = dict(word.partition("=")[::2] for word in words)
     if given.pop("format") != _FORMAT:

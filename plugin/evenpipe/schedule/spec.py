@@ -78,7 +78,7 @@ class Spec:
 
     @classmethod
     def of(cls, schedule: Schedule, needs: frozenset[Need]) -> Spec:
-        """A schedule of one size only, such as a user's own table, which is carried out as it stands."""
+        """Return a schedule of one size only, such as a user's own table, which is carried out as it stands."""
         return cls(
             schedule.name,
             f"{schedule.stages} stages, {schedule.micro_batches} micro-batches",
@@ -142,7 +142,7 @@ _action = lru_cache(1 << 16)(Action)  # the same on every stage
 
 
 def units(micro_batches: int) -> list[Unit]:
-    """All micro-batches of one model chunk, in order."""
+    """Return all micro-batches of one model chunk, in order."""
     return [Unit(number) for number in range(micro_batches)]
 
 

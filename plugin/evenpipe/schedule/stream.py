@@ -213,13 +213,13 @@ class _Endless:
         return step
 
     def _end(self, micro_batch: int) -> int:
-        """How many steps there are up to the backward of that micro-batch, included."""
+        """Return how many steps there are up to the backward of that micro-batch, included."""
         times = max(0, (micro_batch - self._first) // self._period)
         return self._ends[micro_batch - times * self._period] + times * self._length if micro_batch >= 0 else 0
 
 
 def _later(item: Any, by: int) -> Any:
-    """A step, or a part of one, so many micro-batches later."""
+    """Return a step, or a part of one, so many micro-batches later."""
     match item:
         case Message() | Action():
             return item._replace(micro_batch=item.micro_batch + by)
@@ -247,7 +247,7 @@ def _insert_update(steps: list[Step], batch: int, after: int) -> int:
 
 
 def _gatherings(program: Program) -> Column:
-    """The places of gatherings, as if each micro-batch were the last of a batch: see :class:`Order`.
+    """Return the places of gatherings, as if each micro-batch were the last of a batch: see :class:`Order`.
 
     The update comes after the first forward of stage 0 that follows its backward, the last of all stages.
     """

@@ -55,7 +55,7 @@ class Table:
         self.micro_batch, self.chunk, self.evictor = (_numbers(rows, field, len(letters)) for field in (1, 2, 3))
 
     def of(self, stage: int) -> slice:
-        """The numbers of a stage's actions."""
+        """Return the numbers of a stage's actions."""
         return slice(int(self.first[stage]), int(self.first[stage + 1]))
 
     @cached_property

@@ -67,11 +67,11 @@ class Places:
         return {place: position for position, place in enumerate(self.order)}
 
     def position(self, stage: int, chunk: int) -> int:
-        """How many parts of the model come before this one."""
+        """Return how many parts of the model come before this one."""
         return self._positions[Place(stage, chunk)]
 
     def neighbour(self, stage: int, chunk: int, direction: int) -> Place | None:
-        """The part after (+1) or before (−1) this one; None at the model's end or start."""
+        """Return the part after (+1) or before (−1) this one; None at the model's end or start."""
         position = self.position(stage, chunk) + direction
         return self.order[position] if 0 <= position < len(self.order) else None
 

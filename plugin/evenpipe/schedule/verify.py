@@ -71,7 +71,7 @@ def verify(schedule: Schedule, pairs: bool = False, queues: Queues = "many") -> 
 
 
 def reordered(program: Program, clock: Clock | None, queues: Queues | None = None) -> Program:
-    """The verified ``program`` in the order of a clock, of which (5) is proven anew; None: of assumed times.
+    """Return the verified ``program`` in the order of a clock, of which (5) is proven anew; None: of assumed times.
 
     ``queues``: the order goes by these instead, which is as safe, and may be faster.
     """
@@ -142,7 +142,7 @@ def _check_actions(schedule: Schedule) -> None:
 
 
 def _count(schedule: Schedule, actions: Column) -> Column:
-    """How many of these ``actions`` each stage has."""
+    """Return how many of these ``actions`` each stage has."""
     return np.bincount(schedule.table.stage[actions], minlength=schedule.stages)
 
 

@@ -159,7 +159,7 @@ class Wiring:
         return np.where(self.computes & ~self._remote(self._sends), -1, self.starts)
 
     def departures(self, stage: int) -> Column:
-        """The transfers with which units leave a stage, in order."""
+        """Return the transfers with which units leave a stage, in order."""
         rows = self.schedule.table.of(stage)
         departures: Column = rows.start + np.flatnonzero(LEAVING[self.schedule.table.kind[rows]])
         return departures
@@ -186,7 +186,7 @@ class Wiring:
         return departing, self.after[rows], inputs, following(self.gives, self.settles[rows])
 
     def left_over(self, stage: int) -> Column:
-        """The messages, but for departures, that a stage has not seen complete at its end, in that order."""
+        """Return the messages, but for departures, that a stage has not seen complete at its end, in that order."""
         table = self.schedule.table
         rows = table.of(stage)
         actions = np.arange(rows.start, rows.stop)
@@ -199,7 +199,7 @@ class Wiring:
         return self.starts[np.array(left, np.int64)]
 
     def messages(self, numbers: Column) -> list[Message | None]:
-        """The messages of these numbers; None for -1. The chunk is the receiver's."""
+        """Return the messages of these numbers; None for -1. The chunk is the receiver's."""
         table = self.schedule.table
         columns = (column[numbers].tolist() for column in (self.link_of, table.micro_batch, table.chunk))
         return [
@@ -228,11 +228,11 @@ class Wiring:
         return None if action < 0 else Unit(int(self.schedule.table.micro_batch[action]), int(chunk))
 
     def _remote(self, ports: Column) -> Column:
-        """Whether what goes by these ports goes from stage to stage."""
+        """Return whether what goes by these ports goes from stage to stage."""
         remote = np.array([link.source != link.target for link in self.links] + [False])
         return remote[np.where(ports >= 0, self._ports.link[ports], -1)]
 
     def _by_link(self, ports: Column) -> Column:
-        """The actions that send, or take, by a link between stages: link by link, in the order of each stage."""
+        """Return the actions that send, or take, by a link between stages: link by link, in the order of each stage."""
         actions = np.flatnonzero(self._remote(ports)).astype(np.int32)
         return actions[np.argsort(self._ports.link[ports[actions]].astype(np.uint16), kind="stable")]

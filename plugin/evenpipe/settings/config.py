@@ -127,7 +127,7 @@ class EvenPipeConfig(BaseModel):
 
 
 def first_problem(error: ValidationError) -> tuple[tuple[int | str, ...], Any, str]:
-    """The path of the first setting that is not one, what it was given, and what is wrong with that."""
+    """Return the path of the first setting that is not one, what it was given, and what is wrong with that."""
     setting = error.errors()[0]["loc"][0]
     # A setting of several types has something to say for each of them: that counts which fits up to a place in a list.
     of_types = [found for found in error.errors() if found["loc"][0] == setting]

@@ -60,7 +60,7 @@ class _Mention(NamedTuple):
 
 
 def only_tuned(setting: str) -> Contradiction:
-    """The row of a setting that only a tuned group size makes use of."""
+    """Return the row of a setting that only a tuned group size makes use of."""
     return Contradiction(
         setting,
         lambda config: getattr(config, setting) is not None and config.group_size != "auto",

@@ -23,14 +23,14 @@ class Spelling(NamedTuple):
 
 
 def flag(setting: str) -> str:
-    """The flag of a field of EvenPipeConfig on Megatron's command line: `schedule` is --evenpipe-schedule."""
+    """Return the flag of a field of EvenPipeConfig on Megatron's command line: `schedule` is --evenpipe-schedule."""
     extra = EvenPipeConfig.model_fields[setting].json_schema_extra
     assert isinstance(extra, dict)
     return str(extra["flag"])
 
 
 def _with_flags(flag_of: Callable[[str], str]) -> Spelling:
-    """The spelling of a command line whose flags are what `flag_of` makes of a setting's name."""
+    """Return the spelling of a command line whose flags are what `flag_of` makes of a setting's name."""
 
     def written(setting: str, value: Any) -> str:
         name = flag_of(setting)
@@ -62,6 +62,6 @@ SECTION: Final = Spelling(_path, _key)
 
 
 def in_flags(error: Exception) -> str:
-    """The first line of `error`, with `chunks=1:` as the commands of `evenpipe` have it: `--chunks 1:`."""
+    """Return the first line of `error`, with `chunks=1:` as the commands of `evenpipe` have it: `--chunks 1:`."""
     line = str(error).partition("\n")[0]
     return re.sub(r"^(\w+)(?:=(\S+))?:", lambda match: COMMAND.mention(match[1], match[2]) + ":", line)

@@ -29,7 +29,7 @@ class Wire(NamedTuple):
 
     @classmethod
     def of(cls, message_bytes: float, gbps: float, latency_ms: float = 0.0) -> Wire:
-        """The wire of messages of ``message_bytes`` bytes at ``gbps`` (10^9 bytes/s), which must be above 0."""
+        """Return the wire of messages of ``message_bytes`` bytes at ``gbps`` (10^9 bytes/s), which must be above 0."""
         if not gbps > 0:
             raise SimulationError(f"gbps={gbps}: a link needs a bandwidth above 0")
         return cls(latency_ms, message_bytes / (gbps * 1e6))
@@ -83,7 +83,7 @@ class Costs:
         return costs_of_halves(self.forward_ms[stage], self.backward_ms[stage], self._weight_gradient_ms[stage])
 
     def wire(self, link: Link) -> Wire:
-        """The wire of one link: its own, or that of its kind, or a free one."""
+        """Return the wire of one link: its own, or that of its kind, or a free one."""
         return self.links.get(link) or self.wires.get(link.kind) or Wire()
 
 

@@ -82,7 +82,7 @@ class Environment(NamedTuple):
         return frozenset((link.source, link.target)) if self.shared else link
 
     def synchronises(self, calls: Sequence[Call], at: int) -> bool:
-        """Whether the host waits, just before the call of that number, for all that it has enqueued."""
+        """Return whether the host waits, just before the call of that number, for all that it has enqueued."""
         kinds = {
             "never": (),
             "compute": (calls[at],),

@@ -112,7 +112,7 @@ class Simulation:
     timeline: Sequence[tuple[Span, ...]]
 
     def to_json(self) -> dict[str, Any]:
-        """The document ``evenpipe.simulation/1``."""
+        """Return the document ``evenpipe.simulation/1``."""
         return {
             "format": "evenpipe.simulation/1",
             "makespan_ms": self.makespan_ms,

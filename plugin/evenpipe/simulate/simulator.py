@@ -273,7 +273,7 @@ class _StageClock:
 
 
 def _numbers(column: Column) -> array[int]:
-    """A column of which Python reads one number after the other quickly."""
+    """Return a column of which Python reads one number after the other quickly."""
     numbers = array("i")
     numbers.frombytes(column.astype("i").tobytes())
     return numbers

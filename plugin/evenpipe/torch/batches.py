@@ -49,14 +49,14 @@ def weights_of(tokens: Tokens | None, total: float | None, count: int) -> list[f
 
 
 def share_of(loss: Tensor, weight: float | None, count: int) -> Tensor:
-    """A micro-batch's part of the batch's loss. A mean over no tokens is no number, and counts nothing."""
+    """Return a micro-batch's part of the batch's loss. A mean over no tokens is no number, and counts nothing."""
     if weight is None:
         return loss / count
     return loss * weight if weight else torch.nan_to_num(loss, 0.0, 0.0, 0.0) * 0.0
 
 
 def mean_loss(losses: Sequence[Tensor], items: Sequence[Sequence[Any]]) -> Tensor:
-    """The batch's, of its micro-batches' losses; the last of what each of them gets is its weight."""
+    """Return the batch's, of its micro-batches' losses; the last of what each of them gets is its weight."""
     weights = [item[-1] for item in items]
     if None in weights:
         return torch.stack(list(losses)).mean()

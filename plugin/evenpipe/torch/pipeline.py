@@ -26,7 +26,7 @@ __all__ = ["ModulePipeline", "Pipeline", "shares", "stage_in"]
 
 
 def stage_in(program: Program, group: dist.ProcessGroup | None, offers: frozenset[Need], called: str) -> int:
-    """Which stage of `program` this rank of `group` is.
+    """Return which stage of `program` this rank of `group` is.
 
     Raises ValueError where `program` is not for such a group, or needs more than `called` offers.
     """
@@ -128,7 +128,7 @@ class Pipeline(ABC):
         return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
 
     def kept_bytes(self, optimizer: torch.optim.Optimizer) -> KeptBytes:
-        """What this process keeps from batch to batch, `optimizer`'s state included."""
+        """Return what this process keeps from batch to batch, `optimizer`'s state included."""
         parameters = list(self.parameters())
         # Counters of steps are numbers, in tensors of no dimension.
         state = [value for each in optimizer.state.values() for value in each.values()]
@@ -172,13 +172,13 @@ class Pipeline(ABC):
 
     @abstractmethod
     def made(self, item: Callable[[int], Any], found: dict[int, Tensor], first: int) -> ModuleStage:
-        """What computes micro-batches: of the i-th `item(i)` says what it gets, and its loss goes to `found[i]`.
+        """Return what computes micro-batches: of the i-th `item(i)` says what it gets, and its loss goes to `found[i]`.
 
         first: the batch, as `batches` counts, that begins with the 0th.
         """
 
     def carry_out(self, batch: Any) -> Tensor | None:
-        """A batch of the program; its mean loss, where the model ends."""
+        """Return a batch of the program; its mean loss, where the model ends."""
         check_gradients()
         if self.versions is not None:
             raise ValueError(
@@ -241,7 +241,7 @@ class ModulePipeline(Pipeline):
         marked = any(one.requires_grad for position in range(last) for one in given(position))
 
         def between(position: int) -> list[Tensor]:
-            """What leaves the part at `position`."""
+            """Return what leaves the part at `position`."""
             if position == last:
                 return [torch.empty((), requires_grad=True)]
             floats = [(one, one.is_floating_point()) for one in given(position)]
@@ -302,7 +302,7 @@ class ModulePipeline(Pipeline):
         return Evaluation(mean_loss(losses, items) if losses else None, losses, outputs)
 
     def shared(self, batch: Any) -> Sequence[tuple[Any, Any, float | None]]:
-        """An input and a target, of which only the model's ends have any, and a weight."""
+        """Return an input and a target, of which only the model's ends have any, and a weight."""
         count = self.program.schedule.micro_batches
         inputs, targets, tokens, total = (*batch, None, None)[:4]
         first = shares("inputs", inputs, count) if self.is_first else [None] * count
@@ -322,7 +322,7 @@ class ModulePipeline(Pipeline):
 
 
 def shares(name: str, values: Tensor | Sequence[Any], count: int) -> Sequence[Any]:
-    """What each of `count` micro-batches gets of `values`."""
+    """Return what each of `count` micro-batches gets of `values`."""
     if not isinstance(values, Tensor):
         if len(values) != count:
             raise ValueError(f"{name}: {len(values)} entries for {count} micro-batches: give one for each")

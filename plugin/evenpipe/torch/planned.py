@@ -211,7 +211,7 @@ class PlannedPipeline(Pipeline):
         return ((number, self._parameters[name]) for number, name in enumerate(self._learned) if name in self._own)
 
     def truth(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """What the plan says of every stage's time and memory, and what the last batch took: a line a stage.
+        """Return what the plan says of every stage's time and memory, and what the last batch took: a line a stage.
 
         For the first stage; nothing elsewhere. All ranks of the group call it after `optimizer`'s step, with gradients
         in place. Memory is saved activations, parameters, gradients, optimizer, and a message each way. Raises
@@ -229,7 +229,7 @@ class PlannedPipeline(Pipeline):
         return {name: one.detach() for name, one in self._own.items()}
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
-        """The uncut model's, on the host of the first stage; None elsewhere. All ranks of the group call it."""
+        """Return the uncut model's, on the host of the first stage; None elsewhere. All ranks of the group call it."""
         mine = {name: one.cpu() for name, one in self.state_dict().items() if self._owner[name] == self.stage}
         ranks = dist.get_process_group_ranks(self._group)
         gathered: list[Any] | None = [None] * len(ranks) if self.stage == 0 else None
@@ -241,7 +241,7 @@ class PlannedPipeline(Pipeline):
         return {name: whole[name if name in whole else self._names[name]] for name in self._saved}
 
     def _is_saved(self, name: str) -> bool:
-        """Whether the model's `state_dict` has this parameter or buffer, under whatever name."""
+        """Return whether the model's `state_dict` has this parameter or buffer, under whatever name."""
         return any(self._names.get(saved) == name for saved in self._saved)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -72,7 +72,7 @@ class Ties:
                 parameter.grad = earlier.add_(parameter.grad)
 
     def __bool__(self) -> bool:
-        """Whether this stage has any."""
+        """Return whether this stage has any."""
         return bool(self._tied)
 
     def fill(self) -> None:

@@ -45,7 +45,7 @@ class Recording:
         self.spans = SpanRecorder(clock)
 
     def row(self, place: Place) -> Row:
-        """What it was."""
+        """Return what it was."""
         last = self._barriers[-1]
         return Row(
             [*place.order, dist.get_rank()],
@@ -68,7 +68,7 @@ class Row(NamedTuple):
     spans: list[tuple[str, float, float]]
 
     def timeline(self, first: Row) -> tuple[Span, ...]:
-        """The spans in milliseconds after `first` left the last barrier.
+        """Return the spans in milliseconds after `first` left the last barrier.
 
         Two ranks have left a barrier at the same time, as far as anybody knows: the median over the barriers of how
         much later this rank did by its own count is how far that count is ahead.

@@ -349,7 +349,7 @@ def _replaced(final: Path) -> Path:
 
 
 def _aside(folder: Path) -> Path:
-    """A name beside it that is never loaded, and that no other run uses."""
+    """Return a name beside it that is never loaded, and that no other run uses."""
     return folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.partial")
 
 

@@ -46,7 +46,7 @@ class Corpus:
         return 256 if self.options.model == "gpt" else MASK_TOKEN + 1
 
     def micro_batch(self, iteration: int, micro_batch: int, replica: int) -> MicroBatch:
-        """The samples that data-parallel `replica` uses there: always the same for one seed."""
+        """Return the samples that data-parallel `replica` uses there: always the same for one seed."""
         random = np.random.default_rng((self.options.seed, iteration, micro_batch, replica))
         length = sample_bytes(self.options)
         if shortest := self.options.min_length:
@@ -62,7 +62,7 @@ class Corpus:
 
 
 def load(options: TrainOptions) -> Corpus:
-    """The corpus that `options.data` names.
+    """Return the corpus that `options.data` names.
 
     Raises OptionsError when the file is missing, unreadable, empty or shorter than one sample.
     """
@@ -77,12 +77,12 @@ def load(options: TrainOptions) -> Corpus:
 
 
 def sample_bytes(options: TrainOptions) -> int:
-    """Bytes of text in one sample: a GPT sample carries the label of its last token too."""
+    """Return bytes of text in one sample: a GPT sample carries the label of its last token too."""
     return options.seq_length + 1 if options.model == "gpt" else options.seq_length
 
 
 def random_batch(inputs: Mapping[str, Tensor], micro_batches: int, *key: int) -> dict[str, Tensor]:
-    """A batch of so many micro-batches like `inputs`, always the same for one key.
+    """Return a batch of so many micro-batches like `inputs`, always the same for one key.
 
     Every number is drawn from those that the input of that name has, so that token ids stay in the vocabulary and a
     mask of ones is one. What has no dimension is as it is.

@@ -198,7 +198,7 @@ class Engine(Protocol):
         """What has been chosen while training."""
 
     def kept_bytes(self) -> KeptBytes:
-        """What stays from batch to batch."""
+        """Return what stays from batch to batch."""
 
     def weights(self) -> dict[tuple[int, int], str]:
         """Digests of the parameters here (`evenpipe.train.run.digest`), in the order of the keys over all processes.

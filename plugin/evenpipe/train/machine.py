@@ -115,7 +115,7 @@ class PlannedRun(TrainOptions):
 
 
 def stage_memory(options: TrainOptions, device: str | None = None) -> tuple[StageMemory, ...]:
-    """What one process of every stage holds, with one model chunk a stage; byte for byte what a run would count.
+    """Return what one process of every stage holds, with one model chunk a stage; byte for byte what a run would count.
 
     `device` None is what `evenpipe train` would take here; on CPU dropout's masks are larger. Raises ProfileError.
     """

@@ -388,7 +388,7 @@ def _as_planned(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_one_line(error: ValidationError) -> str:
-    """The first thing that pydantic found, as a line of ours."""
+    """Return the first thing that pydantic found, as a line of ours."""
     first = error.errors()[0]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])

@@ -139,7 +139,7 @@ def _locked(folder: Path, patience: float) -> Iterator[tuple[int, bool]]:
 
 
 def _lock(file: int, path: Path, patience: float) -> bool:
-    """Whether there are locks where the file is."""
+    """Return whether there are locks where the file is."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -156,7 +156,7 @@ def _lock(file: int, path: Path, patience: float) -> bool:
 
 
 def _read(file: int) -> _Owner | None:
-    """The owner that is written there; None if nobody is, or what is there cannot be read."""
+    """Return the owner that is written there; None if nobody is, or what is there cannot be read."""
     try:
         return _Owner.model_validate_json(os.pread(file, _MOST_BYTES, 0))
     except ValidationError:
@@ -197,7 +197,7 @@ def _renew(folder: Path, run: str, ended: threading.Event) -> None:
 
 
 def _machine() -> str:
-    """Names the boot of a kernel and the space of process numbers, which containers have of their own."""
+    """Return names the boot of a kernel and the space of process numbers, which containers have of their own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -206,7 +206,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """The tick at which a process has started; empty where it has ended."""
+    """Return the tick at which a process has started; empty where it has ended."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         state, *fields = line.rpartition(")")[2].split()

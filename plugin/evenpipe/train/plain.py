@@ -81,7 +81,7 @@ class PlainEngine(Observer, ABC):
 
     @abstractmethod
     def batch(self, iteration: int) -> tuple[Any, ...]:
-        """The arguments of the pipeline's `step` in that iteration."""
+        """Return the arguments of the pipeline's `step` in that iteration."""
 
     @abstractmethod
     def weights(self) -> dict[tuple[int, int], str]: ...
@@ -284,7 +284,7 @@ def loss_of(logits: Tensor, target: Sequence[Tensor]) -> Tensor:
 
 
 def squares_of(piece: nn.Module) -> Tensor:
-    """The sum of squares of a piece's gradients, in fp64."""
+    """Return the sum of squares of a piece's gradients, in fp64."""
     gradients = [parameter.grad for parameter in piece.parameters() if parameter.grad is not None]
     sums = [gradient.double().square().sum() for gradient in gradients]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)

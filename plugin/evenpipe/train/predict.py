@@ -22,7 +22,7 @@ _PACKAGES: Final = ("torch", "numpy")
 
 
 def last_program(options: TrainOptions, result: RunResult) -> Program:
-    """The program of the last iteration: what the options ask for, or what was decided last."""
+    """Return the program of the last iteration: what the options ask for, or what was decided last."""
     if not result.retunes:
         return options.program
     decided = result.retunes[-1]
@@ -39,7 +39,7 @@ def predict(program: Program, result: RunResult) -> Simulation:
 
 
 def measured_costs(program: Program, result: RunResult) -> Costs:
-    """Every stage's median times of a micro-batch; links are free."""
+    """Return every stage's median times of a micro-batch; links are free."""
     taken = through_the_stages(program, result)
     halves = [(costs.get("input_gradient", 0.0), costs.get("weight_gradient", 0.0)) for costs in taken]
     # Where some backwards are split and some are whole, a half may have been measured to take longer than a whole.
@@ -64,14 +64,14 @@ def through_the_stages(program: Program, result: RunResult) -> list[dict[Cost, f
 
 
 def predicted_peaks(prediction: Simulation, result: RunResult) -> tuple[int, ...]:
-    """Bytes of saved activations at each stage's peak over all iterations, of which `prediction` is the last."""
+    """Return bytes of saved activations at each stage's peak over all iterations, of which `prediction` is the last."""
     return result.predicted_saved_bytes or tuple(stage.peak_bytes for stage in prediction.stages)
 
 
 def run_document(
     title: str, options: TrainOptions, program: Program, result: RunResult, prediction: Simulation
 ) -> dict[str, Any]:
-    """What `result` measured, and:
+    """Return what `result` measured, and:
 
     predicted: `evenpipe.simulation/1` of the last iteration, from the stages' median times, links being free. waits:
     what each stage waited for in the last iteration, by what was waited for. settings: the options. versions, device.

@@ -81,7 +81,7 @@ class RunResult:
     predicted_saved_bytes: tuple[int, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The part of the document `evenpipe.run/1` that was measured. What is not finite is null there, but in
+        """Return the part of the document `evenpipe.run/1` that was measured. What is not finite is null there, but in
         `losses_hex`; `evenpipe.train.predict.run_document` adds the rest."""
         return {
             "format": "evenpipe.run/1",

@@ -165,7 +165,7 @@ def _ending(
 
 
 def _loss(of_micro_batches: Sequence[float], iteration: int, case: Case) -> float:
-    """The mean over the micro-batches of this replica."""
+    """Return the mean over the micro-batches of this replica."""
     for micro_batch, value in enumerate(of_micro_batches):
         if case.options.precision != "fp16" and not math.isfinite(value):
             case.failure.enter(str(Action(FORWARD, micro_batch, case.options.plan.places.last.chunk)))
@@ -177,14 +177,14 @@ def _loss(of_micro_batches: Sequence[float], iteration: int, case: Case) -> floa
 
 
 def _over_replicas(loss: float, replicas: dist.ProcessGroup, device: torch.device) -> float:
-    """The mean over data-parallel replicas, for the log."""
+    """Return the mean over data-parallel replicas, for the log."""
     mean = torch.tensor(loss, dtype=torch.float64, device=device)
     dist.all_reduce(mean, group=replicas)
     return mean.item() / replicas.size()
 
 
 def _clock(device: torch.device) -> float:
-    """Seconds, once the device has computed what it was told; transfers may still be under way."""
+    """Return seconds, once the device has computed what it was told; transfers may still be under way."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return time.perf_counter()
@@ -205,7 +205,7 @@ def digest(
 
 
 def gather(share: Share, group: dist.ProcessGroup | None) -> list[Share] | None:
-    """Every process' share, in order of rank, on rank 0; None elsewhere. `group` must move host memory."""
+    """Return every process' share, in order of rank, on rank 0; None elsewhere. `group` must move host memory."""
     world = dist.get_world_size()
     shares: list[Share] | None = [share] * world if dist.get_rank() == 0 else None
     dist.gather_object(share, shares, dst=0, group=group)

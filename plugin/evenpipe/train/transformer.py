@@ -94,7 +94,7 @@ class Part(nn.Module):
 
 
 def pieces_of(options: TrainOptions, part: int, parts: int) -> range:
-    """Which pieces part `part` of `parts` has: as many layers as every other, and what is at the model's ends.
+    """Return which pieces part `part` of `parts` has: as many layers as every other, and what is at the model's ends.
 
     Piece 0 is the embedding, 1 to `layers` are layers, and the one after them is the head.
     """
@@ -104,7 +104,7 @@ def pieces_of(options: TrainOptions, part: int, parts: int) -> range:
 
 
 def initialised_piece(options: TrainOptions, vocabulary: int, number: int) -> nn.Module:
-    """A piece with weights that depend on the seed and its place in the whole model alone.
+    """Return a piece with weights that depend on the seed and its place in the whole model alone.
 
     Matrices are normal with a deviation of 0.02, of what adds to the residual stream 0.02 / √(2 · layers) (GPT-2);
     norms begin as ones, biases as zeros.

@@ -46,7 +46,7 @@ class DryRun:
         self._shared_bytes: int | None = None
 
     def measured(self, make: Callable[[Schedule], Stage], workspace: Callable[[], int], different: int = 0) -> Measured:
-        """What micro-batches take and hold here, but for what stays from batch to batch, which is 0.
+        """Return what micro-batches take and hold here, but for what stays from batch to batch, which is 0.
 
         `make` gives the stage that trains on micro-batches of a schedule; `workspace` what it keeps of memory beside
         what autograd saves, when some have been weighed.
@@ -73,7 +73,7 @@ class DryRun:
         return Measured(forward_ms, backward_ms, each, shared, longest, workspace_bytes, 0)
 
     def _shared(self, alone: _Alone) -> tuple[int, int]:
-        """Bytes that a micro-batch saves, and that are shared."""
+        """Return bytes that a micro-batch saves, and that are shared."""
         if self._shared_bytes is None:
             saved = self._weighed(alone, [Unit(0), Unit(1)])
             self._shared_bytes = saved[0] - saved[-1]

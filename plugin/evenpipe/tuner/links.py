@@ -77,7 +77,7 @@ def _messages_ms(
     stages: int,
     device: torch.device,
 ) -> dict[tuple[Candidate, Link], float]:
-    """What a message of each candidate takes between neighbours."""
+    """Return what a message of each candidate takes between neighbours."""
     burst_of = {one: Burst(min(one.k, _LONGEST_BURST), message_bytes[one.b]) for one in candidates}
     bursts = sorted(set(burst_of.values()))
     tested = links(loop(stages))
@@ -96,7 +96,7 @@ def _evictions_ms(
     stages: int,
     device: torch.device,
 ) -> dict[tuple[Candidate, Link], float]:
-    """What an eviction and a load of each candidate take between partners."""
+    """Return what an eviction and a load of each candidate take between partners."""
     pairs = links(loop(stages), pairs=True)[len(links(loop(stages))) :]
     gbps = sending_gbps(connections, stage, device)
     mine = [1e-6 / gbps if gbps is not None and link.source == stage else 0.0 for link in pairs]
@@ -115,7 +115,7 @@ def of_all_stages(mine: Measured, stage: int, stages: int, device: torch.device)
 
 
 def fits_on_all(nbytes: int, limit_bytes: int, device: torch.device) -> bool:
-    """Whether no rank's `nbytes` are more than its limit, so that all go on, or none."""
+    """Return whether no rank's `nbytes` are more than its limit, so that all go on, or none."""
     return bool(highest_of_all([nbytes - limit_bytes], device)[0] <= 0)
 
 

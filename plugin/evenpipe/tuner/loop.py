@@ -55,7 +55,7 @@ class Conditions(NamedTuple):
         return tuple(map(max, zip(*peaks, strict=True)))
 
     def state_dict(self, tuner: Tuner) -> dict[str, Any]:
-        """What a run needs to go on tuning as this one would, as JSON has it; the same on all ranks."""
+        """Return what a run needs to go on tuning as this one would, as JSON has it; the same on all ranks."""
         return {**self._named(), "memory": [list(stage) for stage in self.memory], "tuner": tuner.state_dict()}
 
     def resumed(
@@ -154,7 +154,7 @@ def explore(
 
 
 def _alike(saved: Sequence[StageMemory], now: Sequence[StageMemory], static_only: bool) -> bool:
-    """Whether runs hold the same, but for what libraries of other versions may keep."""
+    """Return whether runs hold the same, but for what libraries of other versions may keep."""
     compared = 1 if static_only else None
     return len(saved) == len(now) and all(
         math.isclose(before, after, rel_tol=_SAME)
@@ -240,11 +240,11 @@ class AdaptiveLoop:
             torch.cuda.empty_cache()  # of blocks of a size that will not be asked for again
 
     def due(self, iteration: int) -> bool:
-        """Whether `choose` will measure the links before `iteration`."""
+        """Return whether `choose` will measure the links before `iteration`."""
         return self.explored is not None and self.explored.tuner.due(iteration)
 
     def choose(self, executor: Executor, iteration: int, samples: int) -> Candidate:
-        """The candidate for `iteration`: the one of before, or, where a decision is due, what rank 0 decides.
+        """Return the candidate for `iteration`: the one of before, or, where a decision is due, what rank 0 decides.
 
         Raises ValueError if this is no batch of as many `samples` as it was started for.
         """
@@ -290,7 +290,7 @@ class AdaptiveLoop:
 
 
 def decision_line(decided: Retune, before: tuple[int, int] | None, seconds: float) -> str:
-    """A decision for people; `before` is the (k, b) that it is in place of, `seconds` how long it took."""
+    """Return a decision for people; `before` is the (k, b) that it is in place of, `seconds` how long it took."""
     now = decided.k, decided.b
     was = "" if before is None else " (as before)" if before == now else f" (was k={before[0]}, b={before[1]})"
     estimates = ", ".join(f"{name} {ms:,.{1 if ms < 100 else 0}f} ms" for name, ms in decided.estimates_ms.items())

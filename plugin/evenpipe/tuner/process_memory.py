@@ -36,7 +36,7 @@ def limit_bytes(gib: float | None, device: torch.device) -> int:
 
 
 def static_bytes(tensors: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Bytes of `tensors`, and of the state that `optimizers` will make in their first step.
+    """Return bytes of `tensors`, and of the state that `optimizers` will make in their first step.
 
     That is, for parameters without a state, two averages of Adam's, or SGD's momentum.
     """
@@ -51,7 +51,7 @@ def static_bytes(tensors: Iterable[Tensor], optimizers: Iterable[torch.optim.Opt
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of `tensors`, of which a shared one counts once."""
+    """Return bytes of the storages of `tensors`, of which a shared one counts once."""
     storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

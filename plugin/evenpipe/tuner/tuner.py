@@ -80,7 +80,7 @@ class Tuner:
         return tuple(dict.fromkeys((*present, *self._adopted)))
 
     def due(self, iteration: int) -> bool:
-        """Whether to measure and decide before `iteration`."""
+        """Return whether to measure and decide before `iteration`."""
         return self.current not in self.candidates or iteration >= self._next
 
     def observe(self, candidate: Candidate, link: Link, message_ms: Sequence[float]) -> None:
@@ -97,7 +97,7 @@ class Tuner:
         self._windows[candidate.name, link] = [*kept, *message_ms]
 
     def message_ms(self, candidate: Candidate) -> dict[Link, float]:
-        """What a message of `candidate` takes on each link: the moving average of what was observed."""
+        """Return what a message of `candidate` takes on each link: the moving average of what was observed."""
         return {link: fmean(window) for (name, link), window in self._windows.items() if name == candidate.name}
 
     def decide(self, iteration: int) -> tuple[Candidate, list[float], int]:
@@ -124,7 +124,7 @@ class Tuner:
         return retune
 
     def state_dict(self) -> dict[str, Any]:
-        """All that goes into a checkpoint, as JSON has it; the same on every rank."""
+        """Return all that goes into a checkpoint, as JSON has it; the same on every rank."""
         return {
             "candidates": [list(candidate) for candidate in self.candidates],
             "current": None if self.current is None else list(self.current),
@@ -207,7 +207,7 @@ def save_with(
 
 
 def read_state(paths: Iterable[Path], settings: Mapping[str, Any], limit_bytes: int) -> dict[str, Any] | None:
-    """The state in the first of `paths` saved under these settings and this limit; None where there is none."""
+    """Return the state in the first of `paths` saved under these settings and this limit; None where there is none."""
     wanted = {"format": _FORMAT, "settings": _as_json(settings)}
     for path in paths:
         try:

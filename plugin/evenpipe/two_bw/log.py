@@ -93,7 +93,7 @@ class StepLog:
             self._logged = finished[0]
 
     def _finished(self) -> tuple[int, Outcome] | None:
-        """The step that was finished last, and its iteration as the log counts."""
+        """Return the step that was finished last, and its iteration as the log counts."""
         finished = self._two_bw.finished
         return None if finished is None else (self._first + finished[0], finished[1])
 

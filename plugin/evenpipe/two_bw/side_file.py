@@ -102,7 +102,7 @@ def resume(
 
 
 def _first(part: Part, iteration: int) -> Mapping[str, Any]:
-    """The state in the first usable file. Raises FileNotFoundError, or _Unusable."""
+    """Return the state in the first usable file. Raises FileNotFoundError, or _Unusable."""
     wrong: str | None = None
     for path in part.paths:
         try:

@@ -299,5 +299,5 @@ def _with_settings(groups: Sequence[dict[str, Any]], settings: _Settings) -> Ite
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """A copy that takes no memory of a device."""
+    """Return a copy that takes no memory of a device."""
     return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())

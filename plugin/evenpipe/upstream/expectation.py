@@ -30,7 +30,7 @@ class Distribution:
     releases: tuple[str, ...] = ()
 
     def version(self) -> str:
-        """The version that an import would load. Raises UpstreamError when the package is absent."""
+        """Return the version that an import would load. Raises UpstreamError when the package is absent."""
         try:
             if self.version_at is None:
                 return metadata.version(self.name)
@@ -88,7 +88,7 @@ def verify(expectations: Iterable[Expectation]) -> None:
 
 
 def _root(symbol: str) -> Path:
-    """The folder that the package of `symbol` would be imported from; nothing is imported."""
+    """Return the folder that the package of `symbol` would be imported from; nothing is imported."""
     package = ".".join(module_of(symbol).split(".")[:2])  # of a namespace, such as megatron, each may have another
     for folder in _folders(package.partition(".")[0]):
         if path_of(folder.parent, package) is not None:

@@ -59,7 +59,7 @@ class Item:
         return self.reason is not None
 
     def in_package(self, package: str) -> bool:
-        """Whether it is defined in that package."""
+        """Return whether it is defined in that package."""
         return f"{module_of(self.symbols[0])}.".startswith(f"{package}.")
 
 
@@ -130,7 +130,7 @@ class Findings:
         return not self.problems()
 
     def problems(self, *purposes: Purpose) -> tuple[str, ...]:
-        """The lines that say what keeps these from working; by default all but CPU mode."""
+        """Return the lines that say what keeps these from working; by default all but CPU mode."""
         of = purposes or _TRAINS
         lines = [self.problem, *(finding.detail for finding in self.findings if finding.item.purpose in of)]
         return tuple(dict.fromkeys(line for line in lines if line is not None))

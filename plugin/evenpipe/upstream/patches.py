@@ -100,7 +100,7 @@ class PatchSet:
         return bool(self._bindings)
 
     def list(self) -> tuple[Patch, ...]:
-        """The patches, in the order in which they are applied."""
+        """Return the patches, in the order in which they are applied."""
         return self._patches
 
     def check(self) -> tuple[PatchState, ...]:
@@ -193,7 +193,7 @@ class PatchSet:
 
 
 def _fitting_slots(patch: Patch) -> tuple[Slot, ...]:
-    """Where the symbol is bound, the definition first. Raises UpstreamError when anything is not as recorded."""
+    """Return where the symbol is bound, the definition first. Raises UpstreamError when anything is not as recorded."""
     series = patch.distribution.series(patch.versions)
     slots = tuple(locate(target) for target in patch.targets)
     for target, slot in zip(patch.targets, slots, strict=True):

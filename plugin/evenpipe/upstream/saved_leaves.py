@@ -38,7 +38,7 @@ def keeping_identity() -> Patch:
 
 
 def keeps_identity() -> bool:
-    """Whether the patch is applied in this process."""
+    """Return whether the patch is applied in this process."""
     return hasattr(torch.autograd.function.BackwardCFunction.saved_tensors, MARK)
 
 
@@ -55,7 +55,7 @@ class _SavedTensors:
 
 
 def _itself(tensor: Tensor | None) -> Tensor | None:
-    """The leaf that was saved, if `tensor` was made from one. It lives as long as its gradient is expected."""
+    """Return the leaf that was saved, if `tensor` was made from one. It lives as long as its gradient is expected."""
     if tensor is None or not tensor.requires_grad or not tensor.is_leaf or type(tensor) is Parameter:
         return tensor
     with torch.enable_grad():

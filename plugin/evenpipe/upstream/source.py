@@ -48,7 +48,7 @@ class Value:
     node: ast.expr
 
     def literal(self) -> Any:
-        """The value of a literal, or of a name that is bound to one. Raises Unreadable for other expressions."""
+        """Return the value of a literal, or of a name that is bound to one. Raises Unreadable for other expressions."""
         try:
             return ast.literal_eval(self.node)
         except ValueError:
@@ -69,11 +69,11 @@ class Class:
     node: ast.ClassDef
 
     def own(self, name: str) -> list[Found]:
-        """What the class itself binds `name` to; several where a condition decides."""
+        """Return what the class itself binds `name` to; several where a condition decides."""
         return [_found(self.module, statement, name) for statement in _binding(self.node.body, name)]
 
     def find(self, name: str) -> list[Found]:
-        """The same, looked for in the base classes too. Raises Unreadable where it is in none."""
+        """Return the same, looked for in the base classes too. Raises Unreadable where it is in none."""
         for definition in self.lineage():
             if found := definition.own(name):
                 return found
@@ -107,7 +107,7 @@ Found: TypeAlias = Function | Class | Value
 
 
 def decorators_of(definition: Function | Class) -> set[str]:
-    """The last parts of the decorators' names."""
+    """Return the last parts of the decorators' names."""
     return _last_names(definition.node.decorator_list)
 
 
@@ -123,7 +123,7 @@ class Module:
 
     @classmethod
     def named(cls, root: Path, name: str, read: dict[str, Module]) -> Module:
-        """The module of that name in the folder `root`, or among what was `read` of it, which it joins.
+        """Return the module of that name in the folder `root`, or among what was `read` of it, which it joins.
 
         Raises Unreadable where there is none, or no Python in it.
         """
@@ -151,7 +151,7 @@ class Module:
         return path_of(self.root, f"{self.name}.{name}") is not None
 
     def find(self, name: str) -> list[Found]:
-        """What `name` is bound to, seen through assignments and imports; several where a condition decides.
+        """Return what `name` is bound to, seen through assignments and imports; several where a condition decides.
 
         Leaves out what comes from outside of the tree, where something else is left. Raises Unreadable when nothing is.
         """
@@ -178,7 +178,7 @@ class Module:
         return [found]
 
     def _imported(self, statement: ast.ImportFrom) -> str:
-        """The full name of the module that an import takes from."""
+        """Return the full name of the module that an import takes from."""
         if statement.level == 0:
             return statement.module or ""
         up = statement.level - (self.path.name == "__init__.py")
@@ -187,7 +187,7 @@ class Module:
 
 
 def path_of(root: Path, module: str) -> Path | None:
-    """The file of a module in the folder `root`; None where there is none."""
+    """Return the file of a module in the folder `root`; None where there is none."""
     bare = root.joinpath(*module.split("."))
     return next((path for path in (bare / "__init__.py", bare.with_name(f"{bare.name}.py")) if path.is_file()), None)
 
@@ -208,7 +208,7 @@ def _found(module: Module, statement: ast.stmt, name: str) -> Found:
 
 
 def _binding(body: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
-    """The statements one of which binds `name`: the last, and those in branches after it."""
+    """Return the statements one of which binds `name`: the last, and those in branches after it."""
     found: list[ast.stmt] = []
     for statement in body:
         if name in _names(statement):
@@ -291,7 +291,7 @@ def literal_in(root: Path, symbol: str) -> Any:
 
 
 def _scope(root: Path, symbol: str, read: Read) -> tuple[Module | Class, str]:
-    """What the last name of `symbol` is looked for in, and that name."""
+    """Return what the last name of `symbol` is looked for in, and that name."""
     *owners, name = symbol.partition(":")[2].split(".")
     scope: Module | Class = Module.named(root, module_of(symbol), read)
     for owner in owners:

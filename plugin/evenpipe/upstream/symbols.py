@@ -50,7 +50,7 @@ class Slot(NamedTuple):
 
 
 def module_of(symbol: str) -> str:
-    """The module part of "module.path:attribute.path". Raises ValueError for any other form."""
+    """Return the module part of "module.path:attribute.path". Raises ValueError for any other form."""
     module, colon, path = symbol.partition(":")
     if not (module and colon and path):
         raise ValueError(f"{symbol!r} is not of the form module.path:attribute.path")
@@ -104,7 +104,7 @@ def signature_of(symbol: Any) -> str:
 
 
 def code_module(symbol: Any) -> str | None:
-    """The module whose code runs when `symbol` is called; None where Python cannot tell (functions in C).
+    """Return the module whose code runs when `symbol` is called; None where Python cannot tell (functions in C).
 
     `__module__` would not do: `functools.wraps` copies it onto a foreign wrapper. A function that
     `contextlib.contextmanager` made belongs to the generator inside it, and one that torch's compiler is to leave alone
@@ -121,7 +121,7 @@ def code_module(symbol: Any) -> str | None:
 
 
 def original_of(symbol: Any) -> Any:
-    """What upstream itself bound, seen through a replacement of ours."""
+    """Return what upstream itself bound, seen through a replacement of ours."""
     mark = getattr(symbol, MARK, None)
     return symbol if mark is None else mark.original
 

@@ -23,7 +23,7 @@ _IN_ORDER: Final = "CUDA work is ordered with streams; CPU work happens in progr
 
 
 def no_gpu() -> str | None:
-    """Why these patches must not be applied in this process, as there is a GPU; else None."""
+    """Return why these patches must not be applied in this process, as there is a GPU; else None."""
     import torch
 
     if not torch.cuda.is_available():
@@ -201,5 +201,5 @@ class _Stream:
         """Nothing to wait for."""
 
     def record_event(self, event: object = None) -> _Stream:
-        """What has happened when this stream has: an event is waited for like a stream."""
+        """Return what has happened when this stream has: an event is waited for like a stream."""
         return self

@@ -74,7 +74,7 @@ def _with_file(module: Any, numbers: list[int]) -> list[int]:
 
 
 def _scope(module: Any, layer: str) -> Any:
-    """What this stage has of a layer."""
+    """Return what this stage has of a layer."""
     scope = module
     for step in layer.split("."):
         scope = scope._modules.get(step) if scope is not None else None

@@ -66,13 +66,13 @@ def _failing_alike(module: Any) -> Iterator[None]:
 
 
 def layer_of(name: str) -> str:
-    """The layer that a parameter is of: "3" of "3.weight"; "tied_modules.embedding" of a tied one."""
+    """Return the layer that a parameter is of: "3" of "3.weight"; "tied_modules.embedding" of a tied one."""
     first, _, rest = name.partition(".")
     return f"{first}.{rest.partition('.')[0]}" if first == TIED else first
 
 
 def layers_of(module: Any) -> dict[str, list[int]]:
-    """What each of these names stands for: numbers of layers of a PipelineModule, in its order."""
+    """Return what each of these names stands for: numbers of layers of a PipelineModule, in its order."""
     found: dict[str, list[int]] = {}
     for number, layer in enumerate(module._layer_specs):
         name = f"{TIED}.{layer.key}" if isinstance(layer, TiedLayerSpec) else str(number)
@@ -98,7 +98,7 @@ def _refuse(module: Any, path: Path, stages: int) -> None:
 
 
 def _whole(module: Any, path: Path, types: Sequence[type[Part]], dtype: torch.dtype) -> nn.Module:
-    """The layers that this stage has anything of, and those that no stage has, as one module would have them.
+    """Return the layers that this stage has anything of, and those that no stage has, as one module would have them.
 
     Raises SectionError where the layers have parameters that the plan does not know.
     """
@@ -188,7 +188,7 @@ def _take(module: Any, part: Part, stage: CutStage) -> None:
 
 
 def _own(part: Part, types: Sequence[type[Part]]) -> list[str]:
-    """The stage's parameters, each by that of its names which the stages' code has for it."""
+    """Return the stage's parameters, each by that of its names which the stages' code has for it."""
     planned = {name for one in types for name in one.STATE}
     names: dict[int, str] = {}
     for name, one in sorted(part.named_parameters(remove_duplicate=False)):

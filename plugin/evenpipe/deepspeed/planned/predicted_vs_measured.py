@@ -28,6 +28,6 @@ class PlanComparison:
         self._static_bytes = [int(nbytes) for nbytes in table.tolist()]
 
     def lines(self, stages: Sequence[StageFigures]) -> list[str]:
-        """A line a stage, of a batch that was measured."""
+        """Return a line a stage, of a batch that was measured."""
         held = zip(stages, self._static_bytes, strict=True)
         return compare_with_plan(self._plan, [one._replace(peak_bytes=one.peak_bytes + static) for one, static in held])

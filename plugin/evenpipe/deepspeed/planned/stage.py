@@ -114,7 +114,7 @@ class CutStage:
         return any(one.RANDOM or any(name.endswith("running_mean") for name in one.STATE) for one in self.types)
 
     def __call__(self, given: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        """The message to the next stage, or the loss."""
+        """Return the message to the next stage, or the loss."""
         if self._first:
             inputs, received = named(INPUTS, given), tuple[Tensor, ...]()
             self._check(inputs)
@@ -163,7 +163,7 @@ def named(name: str, given: Any) -> dict[str, Tensor]:
 
 
 def jointly(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """A scalar with a backward that is one of all `outputs`; DeepSpeed's own is one after the other's."""
+    """Return a scalar with a backward that is one of all `outputs`; DeepSpeed's own is one after the other's."""
     joint: Tensor = _Joint.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
     return joint
 
@@ -180,13 +180,13 @@ class _Joint(torch.autograd.Function):
 
 
 def _read_from(types: Sequence[type[Part]]) -> dict[str, torch.dtype]:
-    """The micro-batch's inputs that these parts read, and their types, labels apart."""
+    """Return the micro-batch's inputs that these parts read, and their types, labels apart."""
     found = (one for part in types for one in zip(part.INPUTS, part.INPUT_DTYPES, strict=True))
     return {name: dtype for name, dtype in found if not is_label(name)}
 
 
 def is_label(name: str) -> bool:
-    """Whether an input of the traced module is a label, or one of several."""
+    """Return whether an input of the traced module is a label, or one of several."""
     return name == LABELS or name.startswith(f"{LABELS}_")
 
 

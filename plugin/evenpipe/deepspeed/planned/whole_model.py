@@ -40,7 +40,7 @@ class WholeModel(nn.Module):
         cast_parameters(self, dtype)
 
     def forward(self, inputs: Any, labels: Any) -> Tensor:
-        """A micro-batch's loss; `inputs` and `labels`: the pair that DeepSpeed's data iterators give."""
+        """Return a micro-batch's loss; `inputs` and `labels`: the pair that DeepSpeed's data iterators give."""
         for call in self._calls:
             inputs = call(inputs)
         return self.loss_fn(inputs, labels)

@@ -75,7 +75,7 @@ def _draining_first(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _has_failed() -> bool:
-    """Whether an error is on its way, or has ended the script; the end of the data is none."""
+    """Return whether an error is on its way, or has ended the script; the end of the data is none."""
     error = sys.exc_info()[0]
     on_its_way = error is not None and not issubclass(error, StopIteration)
     return on_its_way or getattr(sys, "last_value", None) is not None

@@ -22,7 +22,7 @@ __all__ = ["FlatGradients", "HalfGradients", "PlainGradients", "ShardedGradients
 
 
 def kind_of(engine: Any) -> type[PlainGradients | HalfGradients | FlatGradients | ShardedGradients] | None:
-    """The kind for `engine`'s optimizer; None for one that is not known here."""
+    """Return the kind for `engine`'s optimizer; None for one that is not known here."""
     optimizer = engine.optimizer
     if isinstance(optimizer, BF16_Optimizer):
         return FlatGradients if optimizer.using_real_optimizer else None
@@ -304,7 +304,7 @@ def _packed(pieces: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_counted(weight: Tensor) -> bool:
-    """Whether this stage counts its gradient, and not another stage that has the weight too."""
+    """Return whether this stage counts its gradient, and not another stage that has the weight too."""
     return not getattr(weight, "ds_pipe_replicated", False)
 
 
@@ -314,5 +314,5 @@ def _norm(gradient: Tensor) -> Tensor:
 
 
 def _sum_of_squares(norms: list[Tensor]) -> Tensor:
-    """A double."""
+    """Return a double."""
     return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)

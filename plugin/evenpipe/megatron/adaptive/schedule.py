@@ -192,7 +192,7 @@ def _samples(arguments: Mapping[str, Any]) -> int:
 
 
 def _in_micro_batches_of(size: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments for the same samples in micro-batches of `size`, which divides the batch."""
+    """Return the arguments for the same samples in micro-batches of `size`, which divides the batch."""
     return {
         **arguments,
         "micro_batch_size": size,

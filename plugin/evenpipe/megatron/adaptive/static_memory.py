@@ -15,7 +15,7 @@ __all__ = ["static_bytes", "workspace_bytes"]
 
 
 def static_bytes(chunks: Sequence[Any], optimizer: Any) -> int:
-    """Bytes of parameters, buffers and gradients of `chunks` (Megatron's DDP), and of its `optimizer`'s tensors.
+    """Return bytes of parameters, buffers and gradients of `chunks` (Megatron's DDP), and of its `optimizer`'s tensors.
 
     What Adam or SGD's momentum will make in their first step counts already; shared storages count once.
     """
@@ -25,7 +25,7 @@ def static_bytes(chunks: Sequence[Any], optimizer: Any) -> int:
 
 
 def workspace_bytes() -> int:
-    """Bytes that Megatron keeps for its largest attention scores so far."""
+    """Return bytes that Megatron keeps for its largest attention scores so far."""
     return sum(tensor.nbytes for tensor in parallel_state.get_global_memory_buffer().buffer.values())
 
 

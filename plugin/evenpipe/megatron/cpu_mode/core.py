@@ -39,7 +39,7 @@ _TRITON_KERNELS = (
 
 
 def have_dataset_helpers() -> bool:
-    """Whether Megatron's compiled dataset helpers are loaded or can be."""
+    """Return whether Megatron's compiled dataset helpers are loaded or can be."""
     return _HELPERS in sys.modules or importlib.util.find_spec(_HELPERS) is not None
 
 
@@ -122,7 +122,7 @@ _ASSIGNED: Final = (
 
 
 def cpu_mode(device: str = "cpu") -> PatchSet:
-    """The patches that make megatron-core train on CPU; nothing changes before `apply()` is called on them.
+    """Return the patches that make megatron-core train on CPU; nothing changes before `apply()` is called on them.
 
     With `device` "meta" models have shapes but neither memory nor values: to find out what they would take.
 
@@ -256,7 +256,7 @@ def _with_state(original: Callable[[Any], Any], optimizer: Any) -> Any:
 
 
 def _without_step(original: Callable[[Any, Any], dict[str, Any]], optimizer: Any, model_param: Any) -> dict[str, Any]:
-    """The tensors that are saved; upstream keeps the step count apart, with the parameter groups."""
+    """Return the tensors that are saved; upstream keeps the step count apart, with the parameter groups."""
     return {name: tensor for name, tensor in original(optimizer, model_param).items() if name != "step"}
 
 

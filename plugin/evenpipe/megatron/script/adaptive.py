@@ -137,7 +137,7 @@ class AdaptiveTraining:
 
 
 def adaptive_patches(training: AdaptiveTraining) -> PatchSet:
-    """What calls `training` with Megatron's model, optimizer and checkpoints."""
+    """Return what calls `training` with Megatron's model, optimizer and checkpoints."""
     model_and_optimizer = f"{_AUTO}: the first place that has model and optimizer, whose memory counts"
     saved = f"{_AUTO}: what has been measured and decided is saved beside what Megatron saves"
     set_up = set_up_patch(training, "model-and-optimizer", model_and_optimizer)

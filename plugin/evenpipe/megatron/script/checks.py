@@ -144,7 +144,7 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
 
 
 def _asked(config: EvenPipeConfig) -> str:
-    """The flag that asked for EvenPipe, as the user wrote it."""
+    """Return the flag that asked for EvenPipe, as the user wrote it."""
     if config.group_size == "auto":
         return f"{flag('group_size')} auto"
     if config.schedule is not None:

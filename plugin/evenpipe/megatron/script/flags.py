@@ -27,7 +27,7 @@ _NEGATED: Final = "--no-evenpipe-"
 
 
 def destination(setting: str) -> str:
-    """The attribute of Megatron's arguments that holds a field of EvenPipeConfig: `bpipe` is evenpipe_bpipe."""
+    """Return the attribute of Megatron's arguments that holds a field of EvenPipeConfig: `bpipe` is evenpipe_bpipe."""
     return f"evenpipe_{setting}"
 
 
@@ -88,7 +88,7 @@ def _complain(original: Callable[[str], NoReturn], message: str) -> NoReturn:
 
 
 def config_from(args: Namespace, argv: Sequence[str] | None = None) -> EvenPipeConfig:
-    """The settings in Megatron's `args`; those that are missing there (a YAML configuration) come from `argv`.
+    """Return the settings in Megatron's `args`; those that are missing there (a YAML configuration) come from `argv`.
 
     `argv` is the process's by default. `args` gets what was missing; a YAML configuration may use short names, as flags
     have them. Raises ArgumentError for a value that cannot be.

@@ -41,7 +41,7 @@ def install(listener: Listener | None = None) -> None:
 
 
 def script_patches(listener: Listener | None = None) -> tuple[PatchSet, ...]:
-    """The sets that `install` applies; each is there for one module."""
+    """Return the sets that `install` applies; each is there for one module."""
     flags = training_patch(
         "flags",
         "megatron.training.arguments:add_megatron_arguments",

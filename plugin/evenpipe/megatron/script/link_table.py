@@ -82,7 +82,7 @@ class LinkTable:
         return "ranks are placed pair-adjacent: partners are neighbours"
 
     def _remedies(self) -> tuple[str, str]:
-        """What to do about slow links between nodes, and within one."""
+        """Return what to do about slow links between nodes, and within one."""
         recompute = (
             "use faster links" if recompute_scope(self._args) == "full" else "recompute more (--recompute-granularity)"
         )
@@ -119,7 +119,7 @@ def transfer_need(args: Namespace, flops: float) -> Need:
 
 
 def recompute_scope(args: Namespace) -> Recompute:
-    """What Megatron's arguments have recomputed; fused attention saves as little as recomputed attention."""
+    """Return what Megatron's arguments have recomputed; fused attention saves as little as recomputed attention."""
     if args.recompute_granularity == "full":
         return "full"
     recomputed = args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"])

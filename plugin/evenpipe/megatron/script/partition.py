@@ -27,7 +27,7 @@ def lay_out(args: Namespace) -> None:
 
 
 def planned(config: EvenPipeConfig, args: Namespace) -> WrittenLayout | None:
-    """The plan whose layout validated `args` have; None where none is asked for. Raises ArgumentError."""
+    """Return the plan whose layout validated `args` have; None where none is asked for. Raises ArgumentError."""
     if (plan := _read(config)) is None:
         return None
     if str(getattr(args, "pipeline_model_parallel_layout", None)) != plan.layout:

@@ -50,6 +50,6 @@ class LayoutComparison:
 
 
 def comparison_patches(comparison: Any) -> PatchSet:
-    """What calls `comparison` with Megatron's model and optimizer."""
+    """Return what calls `comparison` with Megatron's model and optimizer."""
     reason = "what model and optimizer hold counts in what a plan says of memory"
     return PatchSet("truth", [set_up_patch(comparison, "planned", reason)], STATIC_MEMORY)

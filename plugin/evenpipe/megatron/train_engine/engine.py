@@ -182,7 +182,7 @@ def _masters(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
 
 
 def _optimizer_state(optimizer: MegatronOptimizer) -> dict[str, Any]:
-    """The state of one Megatron optimizer, this process' share if it is distributed.
+    """Return the state of one Megatron optimizer, this process' share if it is distributed.
 
     Megatron's own `state_dict` leaves the distributed optimizer's tensors to other functions, which gather them on one
     rank; here every process keeps its own. Settings such as the rate are not kept: they are as the run's options say.

@@ -206,7 +206,7 @@ def _synchronise_gradients(
 
 
 def make_optimizer(options: TrainOptions, replica: Replica) -> MegatronOptimizer:
-    """The optimizer of this process' chunks; the loss is scaled as it wants it."""
+    """Return the optimizer of this process' chunks; the loss is scaled as it wants it."""
     config = OptimizerConfig(
         optimizer=options.optimizer,
         lr=options.lr,

@@ -48,7 +48,7 @@ def without_memory(device: str) -> None:
 
 
 def profile(options: TrainOptions) -> tuple[StageMemory, ...]:
-    """Every stage of a model with one chunk a stage. All stages between the first and the last are alike."""
+    """Return every stage of a model with one chunk a stage. All stages between the first and the last are alike."""
     last = options.stages - 1
     found = {stage: _profile(options, stage) for stage in sorted({0, min(1, last), last})}
     return tuple(found.get(stage, found[min(1, last)]) for stage in range(options.stages))

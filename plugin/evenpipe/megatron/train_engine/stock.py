@@ -57,7 +57,7 @@ class StockSchedule:
 
 
 def reporting_to(schedule: StockSchedule) -> PatchSet:
-    """The patches under which Megatron's forward and backward steps report to `schedule`."""
+    """Return the patches under which Megatron's forward and backward steps report to `schedule`."""
     reason = "Megatron's schedules do not tell which micro-batch they are at, when, and what it saved"
     steps: dict[str, Kind] = {"forward_step": FORWARD, "backward_step": BACKWARD}
     return PatchSet(

@@ -80,7 +80,7 @@ def _constants(graph: Graph) -> dict[str, Tensor]:
 
 
 def _is_lifted(name: str) -> bool:
-    """Whether the user's code makes it; it is named by the module whose forward does."""
+    """Return whether the user's code makes it; it is named by the module whose forward does."""
     return name.rpartition(".")[2].startswith(_LIFTED)
 
 

@@ -77,7 +77,7 @@ class Gpt(NamedTuple):
         return self.run.gpus // self.run.stages
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the transformer layer of that number, from 0, has experts."""
+        """Return whether the transformer layer of that number, from 0, has experts."""
         return self.model.expert_layers(layer, layer + 1) > 0
 
     def pipeline(self, args: Namespace) -> Pipeline:
@@ -125,7 +125,7 @@ def _completed(value: Values, args: Namespace, world_size: int | None) -> Namesp
 
 
 def laid_out_by(args: Namespace) -> str | None:
-    """The flag with which a user lays layers out by hand, if any."""
+    """Return the flag with which a user lays layers out by hand, if any."""
     return next((flag for name, flag in _HAND_LAYOUTS.items() if getattr(args, name, None)), None)
 
 

@@ -78,7 +78,7 @@ class Layer:
 
 
 def kinds(gpt: Gpt) -> tuple[str, ...]:
-    """The kinds of layers that the model has, in the order of their first."""
+    """Return the kinds of layers that the model has, in the order of their first."""
     layers = dict.fromkeys(_TRANSFORMER[gpt.has_experts(layer)] for layer in range(gpt.model.layers))
     return ("embedding", *layers, *(("mtp",) if gpt.model.mtp_layers else ()), "loss")
 
@@ -126,7 +126,7 @@ def described(gpt: Gpt, device: Device) -> dict[str, dict[str, Time]]:
 
 
 def layers_of(gpt: Gpt, times: Times, halves: bool = False) -> tuple[Layer, ...]:
-    """The model in order: embedding, transformer layers, MTP layers as one, output and loss.
+    """Return the model in order: embedding, transformer layers, MTP layers as one, output and loss.
 
     `halves`: transformer layers may be cut between attention and MLP.
     """
@@ -148,7 +148,7 @@ def layers_of(gpt: Gpt, times: Times, halves: bool = False) -> tuple[Layer, ...]
 
 
 def _cut(nodes: Mapping[str, _T]) -> tuple[dict[str, _T], dict[str, _T]]:
-    """The nodes of a transformer layer before its second half, and the others."""
+    """Return the nodes of a transformer layer before its second half, and the others."""
     items = list(nodes.items())
     at = list(nodes).index(_SECOND_HALF)
     return dict(items[:at]), dict(items[at:])
@@ -177,7 +177,7 @@ def _parameters(gpt: Gpt, nodes: Nodes) -> tuple[Parameters, Parameters]:
 
 
 def parts_of(layers: Sequence[Layer], cuts: Sequence[int]) -> tuple[tuple[Layer, ...], ...]:
-    """The parts between `cuts`: each is the number of layers before it, in ascending order."""
+    """Return the parts between `cuts`: each is the number of layers before it, in ascending order."""
     ends = [0, *cuts, len(layers)]
     return tuple(tuple(layers[first:end]) for first, end in pairwise(ends))
 

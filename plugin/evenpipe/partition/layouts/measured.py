@@ -40,7 +40,7 @@ _MODULES: Final = {
 
 
 def measured(gpt: Gpt, build: Callable[[], tuple[Module, dict[str, Module]]]) -> dict[str, dict[str, Time]]:
-    """Milliseconds and saved bytes of the nodes of one layer of each kind, by kind, by node.
+    """Return milliseconds and saved bytes of the nodes of one layer of each kind, by kind, by node.
 
     `build` makes a model with one layer of each kind, and its parts by kind, in order. Raises LayoutError if it would
     take too long.
@@ -73,7 +73,7 @@ def measured(gpt: Gpt, build: Callable[[], tuple[Module, dict[str, Module]]]) ->
 
 
 def _nodes(kind: str, part: Module) -> dict[str, Module]:
-    """The modules of a transformer layer that are timed, in order; what follows them is its end."""
+    """Return the modules of a transformer layer that are timed, in order; what follows them is its end."""
     if kind not in ("dense", "experts"):
         return {kind: part}
     known = dict(part.named_modules())
@@ -131,7 +131,7 @@ class _Boundaries:
 def _run(
     model: Module, forward: Callable[[], Tensor], parts: Mapping[str, Module], last: str
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds of each part's forward and backward, once."""
+    """Return milliseconds of each part's forward and backward, once."""
     ended: dict[str, float] = {}
     reached: dict[str, float] = {}
 
@@ -164,7 +164,7 @@ def _differences(moments: list[float]) -> list[float]:
 
 
 def _saved(model: Module, forward: Callable[[], Tensor], parts: Mapping[str, Module], last: str) -> dict[str, int]:
-    """Bytes that each part saves for one forward, seen in two that are alive at once."""
+    """Return bytes that each part saves for one forward, seen in two that are alive at once."""
     known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     alive, seen = [], []
     for _ in range(2):

@@ -84,7 +84,7 @@ class LayoutPlan:
         return self.best.stages
 
     def to_json(self) -> dict[str, Any]:
-        """A document of format `evenpipe.layout/1`."""
+        """Return a document of format `evenpipe.layout/1`."""
         return {
             "format": FORMAT,
             "search_ms": self.search_ms,
@@ -109,7 +109,7 @@ def plan_layout(
     recompute: bool = False,
     gpt: Gpt | None = None,
 ) -> LayoutPlan:
-    """The layout with the fastest slowest stage among those within `limit_bytes` a stage.
+    """Return the layout with the fastest slowest stage among those within `limit_bytes` a stage.
 
     `mtp_apart`: Megatron takes MTP layers on another stage than the loss (since 0.16). `recompute`: each stage computes
     as many layers again as it needs to fit. Raises LayoutError.
@@ -135,7 +135,7 @@ def plan_layout(
 
 
 def even_layout(gpt: Gpt, pipeline: Pipeline) -> str:
-    """The even split, as a layout that Megatron takes whatever the number of layers. Raises LayoutError."""
+    """Return the even split, as a layout that Megatron takes whatever the number of layers. Raises LayoutError."""
     layers = layers_of(gpt, {kind: {kind: Time(0.0, 0.0, 0)} for kind in kinds(gpt)})
     problem = Problem(layers, pipeline, mtp_apart=False)
     return layout_text(parts_of(layers, problem.even))

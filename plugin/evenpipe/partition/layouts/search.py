@@ -172,14 +172,14 @@ def _by_labels(problem: Problem, limit_bytes: float, slowest_ms: float) -> tuple
 def _unevenness(
     problem: Problem, ends: NDArray[np.int64], times: NDArray[np.float64], part: int
 ) -> NDArray[np.float64]:
-    """How far the stages, and what has been done, are from an equal share."""
+    """Return how far the stages, and what has been done, are from an equal share."""
     share = problem.total_ms[-1] * (part + 1) / problem.pipeline.parts
     behind = problem.total_ms[ends[:, -1]] - share
     return np.asarray((times**2).sum(axis=1) + behind**2)
 
 
 def lower_bound_ms(problem: Problem) -> float:
-    """The least time in which stages can do all layers between them, if each may take any of them.
+    """Return the least time in which stages can do all layers between them, if each may take any of them.
 
     Embedding and loss stay where they are, MTP layers are tried on each stage, which differ only in being the last.
     """
@@ -211,7 +211,7 @@ def _least(fixed: list[float], counts: Counter[float]) -> float:
 
 
 def _fits(fixed: list[float], counts: Counter[float], limit: float) -> bool:
-    """Whether all layers find room: exact for layers of two durations, for more than two what they add up to."""
+    """Return whether all layers find room: exact for layers of two durations, for more than two what they add up to."""
     if len(counts) > 2:
         return True
     durations = sorted(counts.items(), key=lambda item: item[1])

@@ -133,11 +133,11 @@ class Problem:
         return together[0], together[1] + again_ms, held
 
     def _ends(self, cuts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where parts begin and end."""
+        """Return where parts begin and end."""
         return np.pad(cuts, ((0, 0), (1, 0))), np.pad(cuts, ((0, 0), (0, 1)), constant_values=len(self.layers))
 
     def fitted(self, stage: int, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> Fitted:
-        """How a stage fits, for rows of where parts begin and end: all parts, or those that are known yet.
+        """Return how a stage fits, for rows of where parts begin and end: all parts, or those that are known yet.
 
         Megatron computes the first layers of every chunk again, as many in each (`--recompute-method block`): here the
         fewest that make it fit, all if that does not.
@@ -163,7 +163,7 @@ class Problem:
     def _held(
         self, stage: int, firsts: NDArray[np.int64], ends: NDArray[np.int64], saves: NDArray[np.int64] | int = 0
     ) -> NDArray[np.int64]:
-        """Bytes at most, with so many fewer saved of each part."""
+        """Return bytes at most, with so many fewer saved of each part."""
         known, own = ends.shape[1], slice(stage, None, self.pipeline.stages)
         saved = self.saved_bytes[ends] - self.saved_bytes[firsts] - saves
         static = (self.static_bytes[ends] - self.static_bytes[firsts])[:, own].sum(axis=1)

@@ -200,7 +200,7 @@ class WrittenLayout(BaseModel):
         return None
 
     def unlike(self, config: Any) -> str | None:
-        """The same for a model configuration of Megatron's, as far as it says what a model is."""
+        """Return the same for a model configuration of Megatron's, as far as it says what a model is."""
         experts = self.shape.expert_count
         for key, (_, attribute) in _ENTRIES.items():
             if attribute is None or (attribute.startswith("moe_") and not experts):
@@ -212,7 +212,7 @@ class WrittenLayout(BaseModel):
         return None
 
     def other_vocabulary(self, padded: int) -> str | None:
-        """The same for a vocabulary that is known only later."""
+        """Return the same for a vocabulary that is known only later."""
         planned = self.shape.vocabulary
         return None if padded == planned else _differs(_ENTRIES["vocabulary"][0], padded, planned)
 

@@ -153,7 +153,7 @@ class AmoebaNet(nn.Module):
         self.classifier = nn.Linear(last, classes)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The loss of images (batch, 3, height, width), their classes `labels` (batch)."""
+        """Return the loss of images (batch, 3, height, width), their classes `labels` (batch)."""
         before = last = self.stem(images)
         for cell in self.cells:
             before, last = last, cell(before, last)

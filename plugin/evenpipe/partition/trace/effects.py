@@ -68,7 +68,7 @@ def effect_of(model: nn.Module, run: Callable[[], object], weightless: Callable[
 
 
 def _changed(before: Leaf, after: Leaf, read: Collection[int]) -> bool:
-    """Whether a forward changes this state: a tensor in place, or to another one after it has `read` it."""
+    """Return whether a forward changes this state: a tensor in place, or to another one after it has `read` it."""
     if before.tensor is None or after.tensor is None:
         return before.words != after.words
     return before.versions != after.versions if before.tensor is after.tensor else id(before.tensor) in read
@@ -127,7 +127,7 @@ def _observing(effects: list[str]) -> Iterator[set[int]]:
 def _derives(
     function: type[Function], apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether its backward is what autograd makes of its forward, by random numbers of the shapes of `args`."""
+    """Return whether its backward is what autograd makes of its forward, by random numbers of the shapes of `args`."""
 
     def inlined(*given: Any) -> Any:
         if function.setup_context is not Function.setup_context:
@@ -210,7 +210,7 @@ def _place_of(model: nn.Module, name: str) -> str:
 
 
 def _changes(node: ast.AST, name: str) -> bool:
-    """Whether it assigns to what is so named, to an entry or an attribute of it, or calls a method of it."""
+    """Return whether it assigns to what is so named, to an entry or an attribute of it, or calls a method of it."""
     match node:
         case ast.Assign(targets=targets):
             pass

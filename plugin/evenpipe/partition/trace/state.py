@@ -174,7 +174,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def _foreign(value: Any) -> bool:
-    """Whether a class, a function or a module is torch's, NumPy's or the standard library's."""
+    """Return whether a class, a function or a module is torch's, NumPy's or the standard library's."""
     where = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
     return str(where).partition(".")[0] in _FOREIGN
 

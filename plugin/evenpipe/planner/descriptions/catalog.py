@@ -33,22 +33,22 @@ _SIZED = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)-(.+)", re.ASCII)
 
 
 def model(name: str) -> Model:
-    """The model of that name, of the package or, for ``PATH.yaml`` and ``PATH.yaml:NAME``, of a file."""
+    """Return the model of that name, of the package or, for ``PATH.yaml`` and ``PATH.yaml:NAME``, of a file."""
     return _one(Model, "models", name)
 
 
 def device(name: str) -> Device:
-    """The device of that name, found as models are."""
+    """Return the device of that name, found as models are."""
     return _one(Device, "devices", name)
 
 
 def framework(name: str) -> Framework:
-    """The framework of that name, found as models are."""
+    """Return the framework of that name, found as models are."""
     return _one(Framework, "frameworks", name)
 
 
 def cluster(name: str) -> Cluster:
-    """The cluster of that name, found as models are; ``NODESxGPUS-NAME`` is one of that kind in another size.
+    """Return the cluster of that name, found as models are; ``NODESxGPUS-NAME`` is one of that kind in another size.
 
     So ``4x8-a100-80gb`` are four nodes of eight. A node with other than the kind's GPUs has the same adapters, which
     its GPUs share: at most what a GPU's own link to its host carries. The device of a cluster is a device's name.
@@ -73,7 +73,7 @@ def node_of(device: Device, gpus: int) -> Cluster:
 
 
 def names(room: str) -> list[str]:
-    """What there is in the package: ``room`` is models, devices, clusters or frameworks."""
+    """Return what there is in the package: ``room`` is models, devices, clusters or frameworks."""
     return [name for found in entries(room).values() for name in found]
 
 
@@ -83,7 +83,7 @@ def _one(kind: type[_Kind], room: str, name: str) -> _Kind:
 
 
 def _found(room: str, name: str) -> tuple[str, str, Mapping[str, Any]]:
-    """Where it is described, under which name, and what is said of it."""
+    """Return where it is described, under which name, and what is said of it."""
     path, _, key = name.partition(".yaml")
     if path != name:
         path, key = f"{path}.yaml", key.removeprefix(":")
@@ -107,7 +107,7 @@ Entries = Mapping[str, Mapping[str, Any]]
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """What to say after an unknown name."""
+    """Return what to say after an unknown name."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
 
@@ -125,7 +125,7 @@ _MOST_CHARACTERS: Final = 2**22
 
 
 def read_file(path: Path, room: str) -> Entries:
-    """What a user's own file describes. Raises DescriptionError."""
+    """Return what a user's own file describes. Raises DescriptionError."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_MOST_CHARACTERS + 1)
@@ -180,7 +180,7 @@ def described(kind: type[_Kind], name: str, said: Mapping[str, Any], where: str)
 
 
 def _keys(kind: type[BaseModel], path: list[str]) -> list[str]:
-    """The keys that there are where the last of ``path`` is not one."""
+    """Return the keys that there are where the last of ``path`` is not one."""
     for key in path[:-1]:
         annotation = kind.model_fields[key].annotation
         inner = [annotation, *getattr(annotation, "__args__", ())]

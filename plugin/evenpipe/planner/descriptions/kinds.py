@@ -49,7 +49,7 @@ class Described(Values):
         return self
 
     def unsourced(self) -> list[str]:
-        """The keys that are given and have no source."""
+        """Return the keys that are given and have no source."""
         given = self.model_fields_set - {"name", "sources"}
         return [] if _ALL in self.sources else sorted(given - set(self.sources))
 
@@ -224,7 +224,7 @@ class Model(Described):
         return self
 
     def expert_layers(self, first: int, end: int) -> int:
-        """How many of the layers from ``first`` to before ``end`` have experts."""
+        """Return how many of the layers from ``first`` to before ``end`` have experts."""
         if self.experts is None:
             return 0
         if self.experts.layers:

@@ -8,7 +8,7 @@ __all__ = ["attention", "experts", "mask_bytes", "mlp", "softmax_is_fused"]
 
 
 def attention(shard: Shard) -> list[Operation]:
-    """The attention block of a layer, from its norm to its residual."""
+    """Return the attention block of a layer, from its norm to its residual."""
     into, sizes = _latent(shard) if shard.model.latent else _grouped(shard)
     out = shard.model.heads * sizes[2] / shard.run.tensor
     e, n = shard.run.element_bytes, shard.tokens * out
@@ -23,7 +23,7 @@ def attention(shard: Shard) -> list[Operation]:
 
 
 def softmax_is_fused(shard: Shard) -> bool:
-    """Whether Megatron's fused softmax takes this shape (``fused_softmax.py``, ``is_kernel_available``)."""
+    """Return whether Megatron's fused softmax takes this shape (``fused_softmax.py``, ``is_kernel_available``)."""
     run, model = shard.run, shard.model
     rows = run.micro_batch * model.heads // run.tensor
     length = model.sequence // run.context
@@ -146,7 +146,7 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
 
 
 def mlp(shard: Shard) -> list[Operation]:
-    """The MLP block of a layer, from its norm to its residual."""
+    """Return the MLP block of a layer, from its norm to its residual."""
     return [
         shard.norm("mlp_norm"),
         *_two_layers(shard, shard.model.ffn / shard.run.tensor),
@@ -175,7 +175,7 @@ def _activation(shard: Shard, name: str, elements: float, ways: int) -> Operatio
 
 
 def experts(shard: Shard) -> list[Operation]:
-    """The experts of a layer, their router, and the ways to them and back; tokens are taken to be spread evenly.
+    """Return the experts of a layer, their router, and the ways to them and back; tokens are taken to be spread evenly.
 
     Each rank has count / ep experts, whose matrices are divided among `expert_ways` ranks. Every token goes to
     ``chosen`` of them by an all-to-all over the expert-parallel ranks.

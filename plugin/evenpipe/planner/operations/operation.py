@@ -107,7 +107,7 @@ def summed(parameters: Iterable[Parameters]) -> Parameters:
 
 
 def total(operations: Iterable[Operation]) -> Parameters:
-    """The parameters of all of them."""
+    """Return the parameters of all of them."""
     return summed(one.parameters for one in operations)
 
 

@@ -96,7 +96,7 @@ class Blocks:
         return {kind: make() for kind, make in self._made.items() if with_experts or "expert" not in kind}
 
     def mask_bytes(self, part: Part) -> float:
-        """What all layers of the part together keep of a micro-batch's mask."""
+        """Return what all layers of the part together keep of a micro-batch's mask."""
         return mask_bytes(self._shard) if any(kind in _WITH_ATTENTION for kind in part) else 0
 
     def recomputed(self, block: Block) -> Recomputed:
@@ -146,13 +146,13 @@ def embedding(shard: Shard, positions: bool = True) -> list[Operation]:
 
 
 def head(shard: Shard, copies_embedding: bool) -> list[Operation]:
-    """The last norm and `logits`; before it a BERT has a linear layer of its own."""
+    """Return the last norm and `logits`; before it a BERT has a linear layer of its own."""
     before = [] if shard.model.causal else _masked_head(shard)
     return [*before, shard.norm("final_norm"), *logits(shard, copies_embedding)]
 
 
 def logits(shard: Shard, copies_embedding: bool) -> list[Operation]:
-    """The logits, and the loss in fp32: a copy, maximum, difference, exponential and sum of each row.
+    """Return the logits, and the loss in fp32: a copy, maximum, difference, exponential and sum of each row.
 
     copies_embedding: the matrix is here, and not on the stage of the embedding, or its own. Tensor-parallel ranks have
     a part of each row: its maximum, sum and wanted logit are reduced among them. All in place of the copy, as Megatron

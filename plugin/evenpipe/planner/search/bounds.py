@@ -67,7 +67,7 @@ class Profile:
         return summed(self._chunks[kind].parameters.times(count) for part in every for kind, count in part)
 
     def parts(self, stages: int, chunks: int, layout: tuple[int, ...] | None) -> list[PartCost]:
-        """Each part of the pipeline, in the order of the model."""
+        """Return each part of the pipeline, in the order of the model."""
         parts = self._parts_of(stages, chunks, layout)
         costs = {part: self._summed(part) for part in set(parts)}
         return [costs[part] for part in parts]

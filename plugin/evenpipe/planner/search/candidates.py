@@ -141,7 +141,7 @@ def _placements(question: Question, run: Run) -> list[Placement]:
 
 
 def ways(run: Run, schedules: tuple[str, ...], bpipe: bool) -> Sequence[Way]:
-    """Every schedule of these that can be of a shape, with and without BPipe."""
+    """Return every schedule of these that can be of a shape, with and without BPipe."""
     # Ranks that are numbered along the pipeline are not pair-adjacent.
     return _ways(run.stages, run.micro_batches, run.chunks, schedules, bpipe and run.placement == "replicas")
 

@@ -92,7 +92,7 @@ def _why(one: Planned, best: Planned) -> str:
 
 
 def brief(one: Planned) -> str:
-    """The run in few words."""
+    """Return the run in few words."""
     run = one.run
     words = [f"t={run.tensor} p={run.stages} d={run.data}"]
     words += [f"c={run.context}"] * (run.context > 1)
@@ -180,7 +180,7 @@ class Plan(_Part):
 
 
 def plan_of(question: Question, found: Found) -> Plan:
-    """What a search has found, as it is written."""
+    """Return what a search has found, as it is written."""
     return Plan(
         model=question.model.name,
         cluster=question.cluster.name,

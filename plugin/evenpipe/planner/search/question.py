@@ -34,7 +34,7 @@ class Engine:
     delayed_sharded: bool = True
 
     def lacks(self, spec: Spec) -> str:
-        """What it does not offer of what the schedule needs, in words; empty where it runs it."""
+        """Return what it does not offer of what the schedule needs, in words; empty where it runs it."""
         return " and ".join(NEEDS[need] for need in NEEDS if need in spec.needs - self.offers)
 
 
@@ -66,7 +66,7 @@ class Question:
     context: int | None = None
 
     def refused(self, spec: Spec) -> str:
-        """Why a plan may not have the schedule; empty where it may."""
+        """Return why a plan may not have the schedule; empty where it may."""
         lacking = self.engine.lacks(spec)
         if lacking:
             return f"{self.engine.called} does not run it ({lacking})"
@@ -79,7 +79,7 @@ class Question:
         return self.framework or framework_of(self.model, self.cluster)
 
     def base(self, tensor: int) -> Run:
-        """A run with the framework's defaults filled in, which depend on tensor parallelism."""
+        """Return a run with the framework's defaults filled in, which depend on tensor parallelism."""
         return replace(self.asked, tensor=tensor).of(self.of)
 
     def check(self) -> None:

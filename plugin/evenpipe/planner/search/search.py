@@ -68,7 +68,7 @@ class ParetoFront:
         return self.points[at - 1].most_bytes if at else math.inf
 
     def takes(self, ms: float, nbytes: int) -> bool:
-        """Whether such a run would be of the front."""
+        """Return whether such a run would be of the front."""
         if self.points and ms >= self._slowest * self.points[0].ms_to_loss:
             return False
         return nbytes < self.least(ms) - self._close
@@ -111,7 +111,7 @@ class Found:
 
 
 def search(question: Question, top: int = 1) -> Found:
-    """The fastest runs, the front of memory against speed, and the best of each family.
+    """Return the fastest runs, the front of memory against speed, and the best of each family.
 
     Runs are compared by the time to the same loss: a run with late gradients needs more iterations (`Run.iterations`).
 
@@ -201,7 +201,7 @@ def _enter(planned: Planned, candidate: Candidate, found: Found, front: ParetoFr
 
 
 def _without_bpipe(question: Question, run: Run) -> Run:
-    """The same run, its ranks in the same places: pairs of stages are next to each other before replicas are."""
+    """Return the same run, its ranks in the same places: pairs of stages are next to each other before replicas are."""
     cluster = question.cluster
     in_pairs = 2 * run.together <= cluster.gpus_per_node and run.data > 1 and cluster.nodes > 1
     return replace(run, bpipe=False, placement="pipeline" if in_pairs else "replicas")

@@ -54,7 +54,7 @@ def timeline_chart(view: View, target: str) -> str:
 
 
 def memory_chart(view: View, target: str) -> str:
-    """The JSON of a chart of what each stage holds: areas, and over them the prediction as a line."""
+    """Return the JSON of a chart of what each stage holds: areas, and over them the prediction as a line."""
     plot = _plot(view, "saved activations in time", _peaks(view.drawn))
     highest, last_ms = _height(view.drawn), _duration(view)
     for index, one in enumerate(view.drawn):
@@ -76,7 +76,7 @@ def memory_chart(view: View, target: str) -> str:
 
 
 def memory_legend(drawn: Sequence[Drawn]) -> tuple[Sequence[tuple[str, str, str]], str]:
-    """What is drawn how (area or line, colour, words), and what the height of a stage's row stands for."""
+    """Return what is drawn how (area or line, colour, words), and what the height of a stage's row stands for."""
     first, *others = drawn
     said = [("area", first, "area"), *(("line", one, "line") for one in others)]
     highest = _height(drawn)
@@ -136,7 +136,7 @@ def _plot(view: View, title: str, said: Sequence[str] = ()) -> Any:
 
 
 def _row_px(drawn: int, stages: int) -> int:
-    """How high a stage's row is: with its edge, a transfer is to have three pixels of it."""
+    """Return how high a stage's row is: with its edge, a transfer is to have three pixels of it."""
     if stages > 16:
         return 40 if drawn > 1 else 20
     return 48 if drawn > 1 else 34
@@ -147,7 +147,7 @@ def _duration(view: View) -> float:
 
 
 def _columns(drawn: Sequence[Drawn]) -> dict[str, Any]:
-    """A row an action: compute first, so that ticks and transfers are drawn over it."""
+    """Return a row an action: compute first, so that ticks and transfers are drawn over it."""
     rows = [row for index, one in enumerate(drawn) for row in _rows(one, index, len(drawn))]
     rows.sort(key=lambda row: row["kind"] not in COMPUTE)
     names = rows[0].keys() if rows else ("kind", "start", "end", "top", "bottom", "number")
@@ -193,7 +193,7 @@ def _lane(action: Action) -> tuple[float, float]:
 
 
 def action_words(action: Action) -> str:
-    """What an action is, in words."""
+    """Return what an action is, in words."""
     row = KINDS[action.kind]
     of = f"{row.name} of {'batch' if row.of_batch else 'micro-batch'} {action.micro_batch}"
     chunk = f", chunk {action.chunk}" if action.chunk else ""
@@ -219,7 +219,7 @@ def _held(one: Drawn, point: Any) -> int:
 
 
 def held_words(one: Drawn, point: Any) -> str:
-    """What a stage holds, in bytes where they are known."""
+    """Return what a stage holds, in bytes where they are known."""
     return amount(point.bytes) if one.sized else f"{point.live} live"
 
 

@@ -37,7 +37,7 @@ class Drawn(NamedTuple):
 
     @classmethod
     def of(cls, simulation: Simulation, sized: bool) -> Drawn:
-        """A prediction."""
+        """Return a prediction."""
         return cls("predicted", simulation.timeline, [stage.memory for stage in simulation.stages], sized)
 
     @property
@@ -65,18 +65,18 @@ class View(NamedTuple):
 
 
 def amount(nbytes: float) -> str:
-    """Bytes as people read them."""
+    """Return bytes as people read them."""
     power = min(4, max(0, (int(nbytes).bit_length() - 1) // 10))
     return f"{nbytes / 1024**power:,.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def milliseconds(ms: float) -> str:
-    """A time as people read it: four digits, or all before the point."""
+    """Return a time as people read it: four digits, or all before the point."""
     return f"{ms:,.0f} ms" if ms >= 1000 else f"{ms:.4g} ms"
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """A share, in [0, 1]."""
+    """Return a share, in [0, 1]."""
     return f"{100 * share:.{digits}f} %"
 
 

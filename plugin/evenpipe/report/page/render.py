@@ -51,7 +51,7 @@ class _Shown(NamedTuple):
 
 
 def page(title: str, views: Sequence[View]) -> str:
-    """The HTML. It asks nothing of a network: its policy lets a browser load nothing at all."""
+    """Return the HTML. It asks nothing of a network: its policy lets a browser load nothing at all."""
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, autoescape=True, trim_blocks=True
     )
@@ -112,7 +112,7 @@ def _actions(drawn: Sequence[Drawn]) -> list[list[_Row]]:
 
 
 def _held(one: Drawn, times: Sequence[Sequence[float]], stage: int, at_ms: float) -> str:
-    """What the stage holds once an action has ended at ``at_ms``.
+    """Return what the stage holds once an action has ended at ``at_ms``.
 
     In simulations the next action often starts at that very time: what is gone by then counts, what comes does not.
     """

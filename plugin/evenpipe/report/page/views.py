@@ -41,7 +41,7 @@ _ALIKE: Final = 0.25
 
 
 def run_view(run: RunDocument, able: Callable[[Spec], str | None]) -> View:
-    """A run: its last iteration as measured, over the prediction. ``able``: see `evenpipe.report.bubbles.Case`.
+    """Return a run: its last iteration as measured, over the prediction. ``able``: see `evenpipe.report.bubbles.Case`.
 
     Raises ValueError, one line, where parts of the document do not fit each other.
     """
@@ -82,7 +82,7 @@ def run_view(run: RunDocument, able: Callable[[Spec], str | None]) -> View:
 
 
 def _room(run: RunDocument) -> Room:
-    """What stages held beside saved activations, and the limit that the run was given, if any."""
+    """Return what stages held beside saved activations, and the limit that the run was given, if any."""
     limit_gib = run.settings.get("memory_gib")
     return Room(
         [stage.static_bytes + stage.message_bytes for stage in run.stages],
@@ -103,7 +103,7 @@ def _unlike(run: RunDocument, typical_ms: float) -> Iterator[str]:
 
 
 def simulation_view(document: SimulationDocument) -> View:
-    """A simulation. Raises ValueError, one line, where parts of the document do not fit each other."""
+    """Return a simulation. Raises ValueError, one line, where parts of the document do not fit each other."""
     schedule = document.schedule
     title = "simulation" if schedule is None else _title(schedule)
     return simulated_view(title, document, document.unit_bytes, settings=_costs(document.simulated_costs()))
@@ -179,7 +179,7 @@ def _explained(
 
 
 def _beside(spans: Sequence[Sequence[Span]], predicted: SimulationDocument, schedule: Schedule | None) -> Drawn:
-    """The prediction of what was measured: of a stream, which was simulated as its last batches, that part."""
+    """Return the prediction of what was measured: of a stream, which was simulated as its last batches, that part."""
     rows, held = predicted.spans(), predicted.held()
     if schedule is None or schedule.batches == 1:
         return Drawn("predicted", rows, held, sized=True)
@@ -200,7 +200,7 @@ def _beside(spans: Sequence[Sequence[Span]], predicted: SimulationDocument, sche
 
 
 def _from(start: float, points: Sequence[MemoryPoint]) -> list[MemoryPoint]:
-    """What is held from ``start`` on, counted from there."""
+    """Return what is held from ``start`` on, counted from there."""
     before = [point for point in points if point.at_ms <= start][-1:]
     return [p._replace(at_ms=max(0.0, p.at_ms - start)) for p in (*before, *(q for q in points if q.at_ms > start))]
 
@@ -282,7 +282,7 @@ _MIB: Final = 2**20
 
 
 def compared(runs: Mapping[str, RunDocument]) -> Table:
-    """A column a run; losses and weights against those of the first."""
+    """Return a column a run; losses and weights against those of the first."""
     first, *others = runs.values()
     rows = [("last loss", *(_last_loss(run) for run in runs.values()))]
     rows.append(("all losses", "reference", *(_sameness(first.losses_hex, run.losses_hex) for run in others)))
@@ -299,7 +299,7 @@ def compared(runs: Mapping[str, RunDocument]) -> Table:
 
 
 def comparison_view(runs: Mapping[str, RunDocument], machine: Any) -> View:
-    """How a page of several runs begins. ``machine``: what a document says of it, if anything."""
+    """Return how a page of several runs begins. ``machine``: what a document says of it, if anything."""
     table = compared(runs)
     facts = [
         (f"{row[0].capitalize()}, of {len(runs)} runs", "; ".join(dict.fromkeys(row[2:])))

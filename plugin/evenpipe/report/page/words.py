@@ -29,7 +29,7 @@ _SAME: Final = 0.01
 
 
 def summary(waits: Waits) -> str:
-    """How much of the batch stages are idle, and what for."""
+    """Return how much of the batch stages are idle, and what for."""
     if not waits.stages:
         return "No stage ever waits."
     total: dict[Reason, float] = defaultdict(float)
@@ -177,7 +177,7 @@ def _best_for(wait: Wait, present: Alternative, faster: Sequence[Alternative]) -
 
 
 def _part(wait: Wait, waits: Waits) -> tuple[float, float]:
-    """The part of the batch that the same wait takes elsewhere, and that its messages take of it."""
+    """Return the part of the batch that the same wait takes elsewhere, and that its messages take of it."""
     key = (wait.stage, wait.reason, wait.source)
     same = [one for one in waits.stages if (one.stage, one.reason, one.source) == key]
     if not waits.batch_ms:
@@ -205,7 +205,7 @@ def _change(one: Alternative) -> str:
 
 
 def _does(effect: _Effect) -> str:
-    """What becomes shorter."""
+    """Return what becomes shorter."""
     said = []
     if effect.waits:
         said.append(f"the {_of(effect.waits)} would at least be halved")
@@ -238,7 +238,7 @@ def _count(number: int, one: str, several: str) -> str:
 
 
 def _memory(one: Alternative, present: Alternative, case: Case) -> str:
-    """What the fullest stage would hold, beside what it holds now."""
+    """Return what the fullest stage would hold, beside what it holds now."""
     ratio = one.peak / present.peak if present.peak else 1.0
     sized = case.unit_bytes is not None
     now, then = _held(present, sized), _held(one, sized)
@@ -275,7 +275,7 @@ def _too_large(case: Case, simulated: Sequence[Alternative]) -> Iterator[str]:
 
 
 def waits_table(waits: Waits) -> Table:
-    """All waits of a batch."""
+    """Return all waits of a batch."""
     rows = [
         (
             f"stage {wait.stage}",
@@ -303,7 +303,7 @@ _REASONS: Final[dict[Reason, str]] = {
 
 
 def alternatives_table(case: Case, simulated: Sequence[Alternative]) -> Table:
-    """What else was simulated, the fastest first."""
+    """Return what else was simulated, the fastest first."""
     present = simulated[0]
     limit = None if case.room is None else case.room.limit_bytes
     needs = any(one.needs is not None for one in simulated)

@@ -30,7 +30,7 @@ def _others() -> dict[str, EntryPoint]:
 
 
 def own() -> tuple[str, ...]:
-    """The package's own schedules, those first that ask least of an engine."""
+    """Return the package's own schedules, those first that ask least of an engine."""
     return tuple(_own())
 
 
@@ -40,7 +40,7 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Spec:
-    """The schedule of that name.
+    """Return the schedule of that name.
 
     Raises :class:`ScheduleError`, one line, if there is none, with what may have been meant, or if another package's
     cannot be had.

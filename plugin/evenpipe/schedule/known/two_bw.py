@@ -23,7 +23,7 @@ def _order(size: Size) -> list[list[Action]]:
 
 
 def _update_follows(size: Size, batch: int) -> int:
-    """The first micro-batch that stage 0 forwards after its last backward of ``batch``, the last of all stages.
+    """Return the first micro-batch that stage 0 forwards after its last backward of ``batch``, the last of all stages.
 
     So once it is there, whatever the update needs of other stages is under way: no stage waits for another. It comes
     before the first forward on the new weights if m ≥ p; on stage 0 it comes before the next batch's first backward.

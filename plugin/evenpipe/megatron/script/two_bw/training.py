@@ -221,7 +221,7 @@ class ExitDecision:
         return with_values(self._args, exit_signal_handler=self._handles_signal, exit_duration_in_mins=self._minutes)
 
     def _gathered(self) -> tuple[bool, bool]:
-        """Whether any rank had got a signal an iteration before, and whether any rank's time was up."""
+        """Return whether any rank had got a signal an iteration before, and whether any rank's time was up."""
         if not self._handles_signal and not self._minutes:
             return False, False
         if self._exchange is None:
