@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from evenpipe.planner.group_memory import peak_bytes
 from evenpipe.planner.grouped import Candidate, GroupedSchedule
-from evenpipe.planner.memory import peak_bytes
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.schedule import Programs, links, loop
 from evenpipe.train.engine import engine_module

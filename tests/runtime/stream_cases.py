@@ -17,7 +17,7 @@ from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.recompute_swap import Keeper
 from evenpipe.runtime.stage import Edges, ModuleStage
 from evenpipe.runtime.weight_versions import WeightVersions
-from evenpipe.schedule import Action, Stream, Unit, find, links, loop, required_version
+from evenpipe.schedule import Action, Stream, Unit, batch_of, find, links, loop, required_version
 
 WORLD = 6
 BATCHES = 7
@@ -86,7 +86,7 @@ class SteppedModule(ModuleStage):
         return loss(self._number(micro_batch), output)
 
     def use(self, unit: Unit) -> None:
-        self.versions.use(required_version(self.first + unit.micro_batch // self.micro_batches))
+        self.versions.use(required_version(self.first + batch_of(unit.micro_batch, self.micro_batches)))
 
     def gather(self) -> None:
         """No step depends on another stage."""

@@ -214,8 +214,8 @@ def test_which_would_block(monkeypatch, shape):
     [
         lambda event: [],
         lambda event: [event, event],
-        lambda event: [event._replace(before=event.before - 1)],
-        lambda event: [event._replace(before=event.before + 1)],
+        lambda event: [event._replace(next_action=event.next_action - 1)],
+        lambda event: [event._replace(next_action=event.next_action + 1)],
     ],
     ids=["dropped", "doubled", "early", "late"],
 )

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from evenpipe.planner.group_memory import Measured
 from evenpipe.planner.grouped import GroupedSchedule
-from evenpipe.planner.memory import Measured
 from evenpipe.runtime.connections import Connections, connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Link, Programs, links, loop

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from evenpipe.planner.group_memory import Measured, PlanError, divisors
 from evenpipe.planner.grouped import GroupedSchedule
-from evenpipe.planner.memory import Measured, PlanError, divisors
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Programs, links, loop

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evenpipe.planner.memory import Measured
+from evenpipe.planner.group_memory import Measured
 from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import FORWARD, Kind, Schedule, Unit

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from evenpipe.planner.group_memory import Measured, PlanError, StageMemory, stage_memory
 from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes
-from evenpipe.planner.memory import Measured, PlanError, StageMemory, stage_memory
 from evenpipe.schedule import Programs
 from evenpipe.tuner.loop import Conditions, Explored, explore
 from evenpipe.tuner.tuner import Tuner

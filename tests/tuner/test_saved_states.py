@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from evenpipe.planner.group_memory import StageMemory
 from evenpipe.planner.grouped import GroupedSchedule
-from evenpipe.planner.memory import StageMemory
 from evenpipe.schedule import Programs, find
 from evenpipe.tuner.loop import Conditions
 

@@ -15,8 +15,8 @@ from rich.table import Table
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.training import add_fields, options_from
 from evenpipe.cli.values import gibibytes, picture_file, sample_count, write
+from evenpipe.planner.group_memory import PlanError, StageMemory, candidates, divisors, peak_bytes
 from evenpipe.planner.grouped import Candidate, GroupedSchedule
-from evenpipe.planner.memory import PlanError, StageMemory, candidates, divisors, peak_bytes
 from evenpipe.report.figures import Limit, draw_limit
 from evenpipe.schedule import Programs
 from evenpipe.train.machine import PlannedRun, ProfileError, stage_memory

@@ -15,8 +15,8 @@ from evenpipe.deepspeed.log import print_once
 from evenpipe.deepspeed.section import NAME, SectionError
 from evenpipe.deepspeed.stage import EngineStage, tensors_of
 from evenpipe.deepspeed.static_memory import static_bytes
+from evenpipe.planner.group_memory import Measured, PlanError, divisors
 from evenpipe.planner.grouped import GroupedSchedule, average_ms
-from evenpipe.planner.memory import Measured, PlanError, divisors
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Unit
 from evenpipe.settings.contradictions import CONTRADICTIONS_ON_CPU, contradiction_in

@@ -84,13 +84,13 @@ class StageBytes(NamedTuple):
 class Chunk(NamedTuple):
     """A part of the pipeline on one GPU: parameters; bytes kept of a micro-batch, and those taken in its backward.
 
-    ``mask_bytes``: of those kept, what all of its layers share.
+    ``attention_mask_bytes``: of those kept, what all of its layers share.
     """
 
     parameters: Parameters
     kept_bytes: float
     working_bytes: float
-    mask_bytes: float = 0.0
+    attention_mask_bytes: float = 0.0
 
 
 def chunks_of(parts: Sequence[Part], blocks: Blocks) -> list[Chunk]:
@@ -98,9 +98,10 @@ def chunks_of(parts: Sequence[Part], blocks: Blocks) -> list[Chunk]:
     return [
         Chunk(
             parameters_of(part, blocks),
-            sum(count * blocks.recomputed(block).kept_bytes for block, count in part.items()) + blocks.mask_bytes(part),
+            sum(count * blocks.recomputed(block).kept_bytes for block, count in part.items())
+            + blocks.attention_mask_bytes(part),
             max((_working(block, blocks) for block in part), default=0.0),
-            blocks.mask_bytes(part),
+            blocks.attention_mask_bytes(part),
         )
         for part in parts
     ]

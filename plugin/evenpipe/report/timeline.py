@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evenpipe.schedule import COMPUTE, KINDS, UPDATE, Action, required_version
+from evenpipe.schedule import COMPUTE, KINDS, UPDATE, Action, batch_of, required_version
 from evenpipe.simulate import Simulation, Span
 
 __all__ = ["StageMemory", "Timeline", "perfetto_trace"]
@@ -32,7 +32,7 @@ class Timeline:
 
     def version(self, action: Action) -> int:
         """The weight version that a forward or backward uses: 0 throughout, but in a stream of several batches."""
-        return 0 if self.micro_batches is None else required_version(action.micro_batch // self.micro_batches)
+        return 0 if self.micro_batches is None else required_version(batch_of(action.micro_batch, self.micro_batches))
 
     def name(self, row: int) -> str:
         """Return what a row is called."""

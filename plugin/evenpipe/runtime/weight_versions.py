@@ -85,7 +85,8 @@ class WeightVersions:
 
     def use(self, version: int) -> None:
         """Point the parameters at `version`: the newest, or the one before."""
-        assert version in (self.latest, self.latest - 1), f"version {version} of {self.latest} is not kept"
+        kept = (self.latest - 1, self.latest)
+        assert version in kept, f"version {version} is asked for, and {kept} are kept"
         memory = self._memory_of(version)
         if memory != self._in_use:
             self._in_use = memory

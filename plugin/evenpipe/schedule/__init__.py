@@ -41,7 +41,14 @@ from evenpipe.schedule.build import (
 from evenpipe.schedule.known import find, names, own
 from evenpipe.schedule.lower import Lazy, Program, Step, lower
 from evenpipe.schedule.order import Clock, Queues, strictest
-from evenpipe.schedule.passes import required_version, returns_beside, swapped_at_once, swapping, with_swaps
+from evenpipe.schedule.passes import (
+    batch_of,
+    required_version,
+    returns_beside,
+    swapped_at_once,
+    swapping,
+    with_swaps,
+)
 from evenpipe.schedule.schedule import Schedule, format_grid, torch_csv
 from evenpipe.schedule.spec import Drawing, Need, Size, Spec
 from evenpipe.schedule.stream import Stream
@@ -96,6 +103,7 @@ __all__ = [
     "Unit",
     "Wiring",
     "balance",
+    "batch_of",
     "build",
     "check_offers",
     "choose",

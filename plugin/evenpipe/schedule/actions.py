@@ -159,7 +159,10 @@ OWN_ENDS: Final = SENDING & RECEIVING
 
 
 class Unit(NamedTuple):
-    """One micro-batch in one model chunk: it is saved, evicted and counted as a whole."""
+    """One micro-batch in one model chunk: it is saved, evicted and counted as a whole.
+
+    Micro-batches count from 0 in a batch; those of a stream without flushes go on along it.
+    """
 
     micro_batch: int
     chunk: int = 0

@@ -180,10 +180,10 @@ def _posts(program: Program, stage: int, gatherings: Column) -> tuple[_Posts, _P
     events = program.order.events(stage, gatherings)
     messages = program.wiring.messages(np.array([event.message for event in events], np.int64))
     for event, message in zip(events, messages, strict=True):
-        if event.sends:  # what has been found of this gap comes before the send
-            then_post[event.before - 1] = post.pop(event.before, [])
+        if event.sends:  # by the action that sends: what this gap has posted so far comes before the send
+            then_post[event.next_action - 1] = post.pop(event.next_action, [])
         else:
-            post[event.before].append(Gathering(event.batch) if message is None else message)
+            post[event.next_action].append(Gathering(event.batch) if message is None else message)
     return post, then_post
 
 
@@ -268,9 +268,14 @@ def check_steps(order: Order, gatherings: Column, stage: int, steps: Sequence[St
             keys.append((own[at], 0, 0) if step.transfer is None else missing.pop(step.transfer, _NOWHERE))
             keys += [missing.pop(item, _NOWHERE) for item in (*step.then_post, *sent)]
             begun.update((step.transfer, *step.then_post, *sent))
-            in_order = all(early < late for early, late in pairwise((latest, *keys)))
-            if not (completes and in_order and step.action == row[at]):
-                raise Fault(f"{row[at]} is given beside what has another place in the one order: {_DEFECT}", stage, at)
+            if not completes or step.action != row[at]:
+                wrong = "waits for what is not under way" if not completes else f"is carried out as {step.action}"
+                raise Fault(f"{row[at]} {wrong}: {_DEFECT}", stage, at)
+            for early, late in pairwise((latest, *keys)):
+                if early >= late:
+                    part = ("compute", "message", "gathering")[late[1]]
+                    where = f"has another place in the one order: {late[0]} comes after {early[0]}"
+                    raise Fault(f"a {part} of {row[at]} {where}: {_DEFECT}", stage, at)
             latest = keys[-1]
         if missing or len(steps) != len(row):
             raise Fault(f"{row[-1]} ends what lacks a part of the one order: {_DEFECT}", stage, len(row) - 1)

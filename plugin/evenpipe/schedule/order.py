@@ -208,13 +208,13 @@ def boundaries(schedule: Schedule) -> list[Column]:
 
 
 class Event(NamedTuple):
-    """Something that a stage is given between two of its actions; ``before`` is the first action that comes after it.
+    """Something that a stage is given between two of its actions; ``next_action`` is the first that comes after it.
 
-    ``message``: the end of a message, known by the action that takes it; ``sends``: the end that sends. Or, where that
-    is -1, the gathering of what all stages know of a ``batch``.
+    ``message``: the end of a message, known by the action that takes it; ``sends``: the end that sends, part of
+    the action right before that. Or, where that is -1, the gathering of what all stages know of a ``batch``.
     """
 
-    before: int
+    next_action: int
     place: int
     message: int
     sends: bool = False

@@ -21,7 +21,23 @@ from evenpipe.schedule.actions import (
 )
 from evenpipe.schedule.schedule import Schedule
 
-__all__ = ["required_version", "returns_beside", "swapped_at_once", "swapping", "with_swaps", "with_updates"]
+__all__ = [
+    "batch_of",
+    "required_version",
+    "returns_beside",
+    "swapped_at_once",
+    "swapping",
+    "with_swaps",
+    "with_updates",
+]
+
+
+def batch_of(micro_batch: int, micro_batches: int) -> int:
+    """Return the batch of a micro-batch that is numbered along a stream of batches of so many; both count from 0.
+
+    PipeDream-2BW's ⌊(k − 1)/m⌋ (§3.1), whose k counts from 1.
+    """
+    return micro_batch // micro_batches
 
 
 def required_version(batch: int) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from evenpipe.planner.memory import StageMemory
+from evenpipe.planner.group_memory import StageMemory
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.runtime.processes import ChildFailed, answer_of, free_bytes
 from evenpipe.schedule import links, loop

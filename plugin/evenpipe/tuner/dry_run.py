@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from evenpipe.planner.group_memory import Measured
 from evenpipe.planner.grouped import average_ms
-from evenpipe.planner.memory import Measured
 from evenpipe.runtime.channel import Layouts
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import Stage, VaryingStage

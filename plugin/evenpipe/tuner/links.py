@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
+from evenpipe.planner.group_memory import Measured
 from evenpipe.planner.grouped import Candidate
-from evenpipe.planner.memory import Measured
 from evenpipe.runtime.channel import Transfer
 from evenpipe.runtime.connections import Connections
 from evenpipe.runtime.timing import sending_gbps

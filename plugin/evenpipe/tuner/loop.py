@@ -9,8 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from evenpipe.planner.grouped import Candidate, GroupedSchedule
-from evenpipe.planner.memory import (
+from evenpipe.planner.group_memory import (
     Measured,
     PlanError,
     StageMemory,
@@ -21,6 +20,7 @@ from evenpipe.planner.memory import (
     stage_times,
     unit_bytes,
 )
+from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.runtime.executor import Executor
 from evenpipe.tuner.links import of_all_stages, retune
 from evenpipe.tuner.tuner import Retune, Tuner, thinned_out

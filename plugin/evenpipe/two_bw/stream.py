@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evenpipe.runtime.executor import Executor
 from evenpipe.runtime.stage import Stage
-from evenpipe.schedule import Spec, Step, Stream, Unit, required_version
+from evenpipe.schedule import Spec, Step, Stream, Unit, batch_of, required_version
 from evenpipe.two_bw.gradients import Gradients, Outcome
 from evenpipe.two_bw.inputs import ReadAhead
 
@@ -23,7 +23,7 @@ _NOTHING_KNOWN = Outcome(True, None, None)
 
 
 class StreamStage(Stage, Protocol):
-    """A framework's stage; micro-batches are numbered along the stream."""
+    """A framework's stage. Micro-batches are numbered along the stream, from 0 where it begins."""
 
     def forget(self) -> None:
         """Let go of what has been forwarded and not backwarded."""
@@ -73,7 +73,7 @@ class TwoBW:
         self.gradients = gradients
         self.versions = gradients.versions
         self.inputs = ReadAhead()
-        self.batch = 0  # that is submitted next; the first that runs on two equal versions is 0
+        self.batch = 0  # the next to be submitted: 0 where both versions begin equal, 1 after a resume with both
         self.loaded_at = 0
         #: The batch with which the present stream began.
         self.first = 0
@@ -132,7 +132,7 @@ class TwoBW:
     def use(self, unit: Unit) -> None:
         """Point the parameters at the weights that all of the unit's batch uses."""
         assert self._stream is not None, "a call is being carried out"
-        batch = self.first + unit.micro_batch // self._stream[0].micro_batches
+        batch = self.first + batch_of(unit.micro_batch, self._stream[0].micro_batches)
         self.versions.use(required_version(batch))
         if self._state is not None:
             self._state.use(batch)

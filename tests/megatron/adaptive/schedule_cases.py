@@ -116,8 +116,8 @@ def switching(
     turns: tuple[tuple[int, int], ...], bpipe: bool, dropout: float, schedule_of: Callable[[], Any] = lambda: "kfkb"
 ) -> dict[str, Any]:
     """`turns` are decided for, one after the other; with what was predicted for each."""
+    from evenpipe.planner.group_memory import saved_peaks
     from evenpipe.planner.grouped import Candidate
-    from evenpipe.planner.memory import saved_peaks
     from evenpipe.tuner.loop import Conditions
     from evenpipe.tuner.tuner import Tuner
 
@@ -231,8 +231,8 @@ def lengths() -> dict[str, Any]:
     The largest group that fits is decided for, with BPipe, in much memory, until then.
     """
     from evenpipe.megatron.schedule import PipelineSchedule
+    from evenpipe.planner.group_memory import peak_bytes, saved_peaks
     from evenpipe.planner.grouped import Candidate, GroupedSchedule
-    from evenpipe.planner.memory import peak_bytes, saved_peaks
     from evenpipe.schedule import Programs
     from evenpipe.tuner.tuner import Tuner
 

@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from evenpipe.planner.group_memory import StageMemory, unit_bytes
 from evenpipe.planner.grouped import Candidate, GroupedSchedule
-from evenpipe.planner.memory import StageMemory, unit_bytes
 from evenpipe.runtime.communicators import link_bytes
 from evenpipe.schedule import links, loop
 from evenpipe.train.machine import PlannedRun, ProfileError, stage_memories, stage_memory

@@ -14,7 +14,7 @@ from evenpipe.megatron.script.hooks import folders_loaded_from, save_patch, set_
 from evenpipe.megatron.script.log import say, say_on_last_rank
 from evenpipe.megatron.symbols import ADAPTIVE
 from evenpipe.megatron.unsupported import packs, why_one_size
-from evenpipe.planner.memory import PlanError
+from evenpipe.planner.group_memory import PlanError
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.tuner.process_memory import limit_bytes
 from evenpipe.tuner.samples import LossWeights, loader_of

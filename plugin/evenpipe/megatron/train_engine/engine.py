@@ -19,7 +19,7 @@ from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.train_engine.learner import Learner, Tensors, make_learner, micro_batches, train_step
 from evenpipe.megatron.train_engine.schedules import InstalledSchedule, installed_schedule
 from evenpipe.megatron.two_bw.expert_losses import forget_model
-from evenpipe.planner.memory import PlanError
+from evenpipe.planner.group_memory import PlanError
 from evenpipe.runtime.memory import MemoryCounter
 from evenpipe.train.engine import Case, Coordinates, FailureContext, OptimizerStep, Tuned, changed_versions
 from evenpipe.train.options import OptionsError

@@ -24,7 +24,7 @@ from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import installed_release
 from evenpipe.megatron.train_engine.learner import Learner, Tensors, forward_step, make_learner
-from evenpipe.planner.memory import Measured, StageMemory, stage_memory
+from evenpipe.planner.group_memory import Measured, StageMemory, stage_memory
 from evenpipe.runtime.precisions import PRECISIONS
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.schedule import FORWARD, Size, Unit, build

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from evenpipe.planner.operations.operation import Collective, FusedAttention, Gemm, Moved, Operation, Parameters, Shard
 
-__all__ = ["attention", "experts", "mask_bytes", "mlp", "softmax_is_fused"]
+__all__ = ["attention", "attention_mask_bytes", "experts", "mlp", "softmax_is_fused"]
 
 
 def attention(shard: Shard) -> list[Operation]:
@@ -36,8 +36,8 @@ def softmax_is_fused(shard: Shard) -> bool:
     )
 
 
-def mask_bytes(shard: Shard) -> float:
-    """Of the mask that a micro-batch keeps, once for all layers of a part, with Megatron's own attention.
+def attention_mask_bytes(shard: Shard) -> float:
+    """Return the bytes of the attention mask that a micro-batch keeps once for all layers of a part (Megatron's own).
 
     BERT's is its own, and an input of what is carried out again; a causal one is the unfused softmax's only.
     """
@@ -139,7 +139,12 @@ def _core(shard: Shard, key: float, shared: float, value: float) -> list[Operati
             core=True,
         ),
         Operation(
-            "core_attention.dropout", drop, drop, saved_bytes=(e + 1) * scores if model.dropout else 0, core=True
+            # What the product with the values takes, and a mask of one byte.
+            "core_attention.dropout",
+            drop,
+            drop,
+            saved_bytes=(e + 1) * scores if model.dropout else 0,
+            core=True,
         ),
         Operation("core_attention.context", (products[1],), products, core=True),
     ]

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
 from evenpipe.planner.descriptions import Model
-from evenpipe.planner.operations.layer import attention, experts, mask_bytes, mlp
+from evenpipe.planner.operations.layer import attention, attention_mask_bytes, experts, mlp
 from evenpipe.planner.operations.operation import Collective, Moved, Operation, Parameters, Shard
 from evenpipe.planner.run import Run
 
@@ -95,9 +95,9 @@ class Blocks:
         with_experts = self._shard.model.experts is not None
         return {kind: make() for kind, make in self._made.items() if with_experts or "expert" not in kind}
 
-    def mask_bytes(self, part: Part) -> float:
+    def attention_mask_bytes(self, part: Part) -> float:
         """Return what all layers of the part together keep of a micro-batch's mask."""
-        return mask_bytes(self._shard) if any(kind in _WITH_ATTENTION for kind in part) else 0
+        return attention_mask_bytes(self._shard) if any(kind in _WITH_ATTENTION for kind in part) else 0
 
     def recomputed(self, block: Block) -> Recomputed:
         """What of the block is carried out again before its backward, and what it keeps until then."""

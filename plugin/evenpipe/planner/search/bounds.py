@@ -74,12 +74,12 @@ class Profile:
 
     def _summed(self, part: _Counts) -> PartCost:
         each = [(self._of[kind], count) for kind, count in part]
-        mask = max((one.chunk.mask_bytes for one, _ in each), default=0.0)
+        mask = max((one.chunk.attention_mask_bytes for one, _ in each), default=0.0)
         return PartCost(
             PartTime(*(sum(one.time[field] * count for one, count in each) for field in range(3))),
             Chunk(
                 summed(one.chunk.parameters.times(count) for one, count in each),
-                sum((one.chunk.kept_bytes - one.chunk.mask_bytes) * count for one, count in each) + mask,
+                sum((one.chunk.kept_bytes - one.chunk.attention_mask_bytes) * count for one, count in each) + mask,
                 max((one.chunk.working_bytes for one, _ in each), default=0.0),
                 mask,
             ),

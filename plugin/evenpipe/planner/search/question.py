@@ -9,7 +9,7 @@ from typing import Final, get_args
 
 from evenpipe.planner.descriptions import Cluster, Framework, Model
 from evenpipe.planner.estimate import framework_of
-from evenpipe.planner.memory import divisors
+from evenpipe.planner.group_memory import divisors
 from evenpipe.planner.run import EstimateError, Placement, Recompute, Run
 from evenpipe.schedule import NEEDS, Need, Spec, find, offered
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes, average_ms, estimate_ms
-from evenpipe.planner.memory import (
+from evenpipe.planner.group_memory import (
     Measured,
     PlanError,
     StageMemory,
@@ -22,6 +21,7 @@ from evenpipe.planner.memory import (
     stage_times,
     unit_bytes,
 )
+from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes, average_ms, estimate_ms
 from evenpipe.schedule import Action, Programs, Size, Spec, lower, reordered
 from evenpipe.simulate import Costs, simulate
 from tests.schedules import build
