@@ -3,7 +3,10 @@
 import os
 import re
 import signal
+import subprocess
 import sys
+import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -89,6 +92,36 @@ def test_a_signal_to_the_command_ends_all_processes(number: signal.Signals) -> N
     status, line = ending_of(number.name)
     assert line == f"evenpipe train: stopped by {number.name}"
     assert status == 128 + number
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGQUIT,)])
+def test_a_save_that_does_not_come_to_an_end_is_not_waited_for_if_told_so(
+    numbers: tuple[signal.Signals, ...], tmp_path: Path
+) -> None:
+    with Run(save=str(tmp_path)) as run:
+        run.stop(1)
+        for number in numbers:
+            os.kill(run.process.pid, number)
+            time.sleep(0.5)
+        status, line = run.ending()
+    assert line.startswith(f"evenpipe train: stopped by {numbers[0].name}")
+    assert status == 128 + numbers[0]
+
+
+def test_what_a_script_has_written_before_it_trains_is_not_lost() -> None:
+    program = """
+        from evenpipe.train.launch import run_cases
+        from evenpipe.train.options import TrainOptions
+        if __name__ == "__main__":
+            print("before", flush=False)
+            tiny = {"layers": 1, "hidden": 16, "heads": 2, "seq_length": 16}
+            run_cases([TrainOptions(engine="module", stages=1, iterations=1, **tiny)])
+            print("after")
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "before\nafter\n"), done.stderr
 
 
 def test_no_process_outlives_a_command_that_was_killed() -> None:

@@ -178,7 +178,7 @@ class Pipeline(ABC):
         """
 
     def carry_out(self, batch: Any) -> Tensor | None:
-        """Return a batch of the program; its mean loss, where the model ends."""
+        """Carry out a batch of the program; return its mean loss, where the model ends."""
         check_gradients()
         if self.versions is not None:
             raise ValueError(

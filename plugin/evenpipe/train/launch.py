@@ -10,11 +10,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 from evenpipe.train.engines import ENGINES
@@ -57,7 +58,8 @@ class Stopped(RuntimeError):
 def run_cases(cases: Sequence[TrainOptions], progress: Progress = lambda iteration: None) -> list[RunResult]:
     """Train every case; consecutive ones of one world size and engine share processes. Results in their order.
 
-    `progress` is called with the number of the case among all. All processes have ended when this returns or raises.
+    `progress` is called from another thread, with the number of the case among all. All processes have ended when this
+    returns or raises.
     Raises StageFailed for the failure that came first, OptionsError where that is one of the options which only a run
     could find, and Stopped when SIGINT, SIGTERM, SIGHUP or SIGQUIT ends the run (in the main thread: others get no
     signals).
@@ -84,15 +86,15 @@ def _run_together(cases: tuple[TrainOptions, ...], progress: Progress) -> list[R
     world_size = cases[0].world_size
     check_room(world_size)
     kind, run = device_type(world_size), uuid.uuid4().hex
-    with _owned(cases, run), _signals() as signals, ExitStack() as ending:
+    with _owned(cases, run), _signals() as signals, _aside(progress) as tell, ExitStack() as ending:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = _context(kind, ENGINES[cases[0].engine].path)
-        team = _Team(cases, progress, signals)
+        team = _Team(cases, tell, signals)
         ending.callback(team.kill)
         for rank in range(world_size):
             reader, writer = context.Pipe(duplex=False)
             arguments = (cases, kind, rank, store.port, run, writer)
-            member = context.Process(target=process.train_cases, args=arguments, daemon=True)
+            member = context.Process(target=process.train_cases, args=arguments)  # a loader's workers are its own
             with _silent():
                 member.start()
             writer.close()
@@ -111,6 +113,24 @@ def _owned(cases: Sequence[TrainOptions], run: str) -> Iterator[None]:
             except Disturbed as error:
                 raise OptionsError(f"--save {error}") from None
         yield
+
+
+@contextmanager
+def _aside(progress: Progress) -> Iterator[Progress]:
+    """Call `progress` from a thread of its own: what it waits for, such as a terminal, holds up no training."""
+    told = SimpleQueue[Iteration | None]()
+
+    def tell() -> None:
+        for done in iter(told.get, None):
+            progress(done)
+
+    thread = threading.Thread(target=tell, name="evenpipe-progress", daemon=True)
+    thread.start()
+    try:
+        yield told.put
+    finally:
+        told.put(None)
+        thread.join()
 
 
 def _say(line: str) -> None:
@@ -139,15 +159,21 @@ def _context(kind: str, engine: str) -> ForkServerContext | SpawnContext:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Processes that start inside write to nobody: megatron-core warns of every optional package that is missing."""
-    kept = [os.dup(number) for number in (1, 2)]
+    """Have processes that start inside write to nobody: megatron-core warns of every missing optional package."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()  # what is buffered is the caller's, and would go to nobody too
+    kept = {}
+    for number in (1, 2):
+        with suppress(OSError):  # it is closed
+            kept[number] = os.dup(number)
     with open(os.devnull, "wb") as nobody:
-        for number in (1, 2):
+        for number in kept:
             os.dup2(nobody.fileno(), number)
     try:
         yield
     finally:
-        for number, file in enumerate(kept, 1):
+        for number, file in kept.items():
             os.dup2(file, number)
             os.close(file)
 
@@ -180,7 +206,9 @@ class _Team:
         self._readers: list[Connection] = []
         self._failures: list[Failure] = []
         self._saved: Path | None = None
+        self._stopping: int | None = None
         self._results: list[RunResult] = []
+        self._statuses: dict[int, int] = {}  # of the processes that have failed, by rank, the first to fail first
 
     def add(self, process: BaseProcess, reader: Connection) -> None:
         self._processes.append(process)
@@ -193,26 +221,32 @@ class _Team:
 
     def results(self) -> list[RunResult]:
         """Wait for all processes. Raises what `run_cases` does."""
-        passed_on, deadline = False, float("inf")
+        heard, deadline = 0, float("inf")
         while self._readers or any(process.exitcode is None for process in self._processes):
             running = [process.sentinel for process in self._processes if process.exitcode is None]
             for ready in wait([*self._readers, *running], _POLL_SECONDS):
                 if isinstance(ready, Connection):
                     self._read(ready)
-            if self._signals and not passed_on:
-                passed_on = True
-                if not self._saves or self._signals[0] == signal.SIGQUIT:
+            for rank, process in enumerate(self._processes):
+                if process.exitcode and rank not in self._statuses:
+                    self._statuses[rank] = process.exitcode
+            if self._signals and not heard:
+                heard = len(self._signals)
+                if not self._saves:
                     break  # nothing is waited for
                 for process in self._processes:
                     if process.exitcode is None and process.pid is not None:
-                        os.kill(process.pid, self._signals[0])
-            if self._failures or any(process.exitcode for process in self._processes):
+                        with suppress(ProcessLookupError):  # it has ended, and nobody has said so yet
+                            os.kill(process.pid, self._signals[0])
+            if signal.SIGQUIT in self._signals or signal.SIGINT in self._signals[heard:]:
+                break  # a second Ctrl-C, say: the save is not waited for
+            left = self._stopping is not None and any(process.exitcode is not None for process in self._processes)
+            if self._failures or self._statuses or left:
                 deadline = min(deadline, time.monotonic() + _NOTICE_SECONDS)
             if time.monotonic() > deadline:
                 break
-        statuses = [process.exitcode for process in self._processes]
         self.kill()
-        if (error := self._error(statuses)) is not None:
+        if (error := self._error()) is not None:
             raise error
         return self._results
 
@@ -231,18 +265,19 @@ class _Team:
         elif isinstance(report, Failure):
             self._failures.append(report)
         elif isinstance(report, Stopping):
-            self._signals.append(report.number)  # which came to a process rather than to its parent
+            self._stopping = report.number  # which came to a process, perhaps not to its parent
         elif isinstance(report, Results):
             self._results += report.runs  # rank 0's: the others have none
 
-    def _error(self, statuses: Sequence[int | None]) -> StageFailed | OptionsError | Stopped | None:
-        """What ended the run: a signal, the first process that died without a word, or the earliest error reported."""
-        ended = [(rank, status) for rank, status in enumerate(statuses) if status]
-        if self._signals:
+    def _error(self) -> StageFailed | OptionsError | Stopped | None:
+        """Return what ended the run: a signal, the first process that died without a word, or the earliest error."""
+        ended = self._statuses.items()
+        signals = self._signals or ([] if self._stopping is None else [self._stopping])
+        if signals:
             # A run that saves goes on for a moment, in which it may fail; any other loses processes to the signal.
-            by_signal = any(-status in self._signals for _, status in ended)
+            by_signal = signal.SIGQUIT in signals or any(-status in signals for _, status in ended)
             if not self._saves or by_signal or not (self._failures or ended):
-                return Stopped(self._signals[0], self._saved)
+                return Stopped(signals[0], self._saved)
         for rank, status in ended:
             if status < 0:
                 name = signal.Signals(-status).name

@@ -197,7 +197,7 @@ def _renew(folder: Path, run: str, ended: threading.Event) -> None:
 
 
 def _machine() -> str:
-    """Return names the boot of a kernel and the space of process numbers, which containers have of their own."""
+    """Name the boot of a kernel and the space of process numbers, which containers have of their own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

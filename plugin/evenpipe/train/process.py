@@ -39,10 +39,10 @@ def train_cases(
     of one module. Never raises: an error is reported, and ends the process with status 1.
     """
     gc.freeze()  # what is imported stays: the collector need not walk it in every process, 0.8 s a collection
-    _end_with_the_parent()
-    _environment(device_type, rank, cases)
     failure = FailureContext(0)
     try:
+        _end_with_the_parent()
+        _environment(device_type, rank, cases)
         device = _device(device_type, rank)
         engine_module(cases[0].engine).prepare(device)
         timeout = timedelta(minutes=cases[0].timeout_minutes)

@@ -65,11 +65,11 @@ class StepLog:
             exchange.start([stage, *figures])
             self._sent = iteration, stages
 
-        self._two_bw.start_with_figures(send)
+        self._two_bw.start_with_figures(self, send)
 
     def gathered(self) -> None:
         """Show the figures that were sent, if any: of each the largest, per stage."""
-        self._two_bw.start_waiting()
+        self._two_bw.start_waiting(self)
         if self._exchange is None or self._sent is None:
             return
         (iteration, stages), self._sent = self._sent, None

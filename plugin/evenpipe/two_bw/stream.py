@@ -88,7 +88,7 @@ class TwoBW:
         self._settings: _Settings | None = None  # of the submitted step's own batch
         self._row: Tensor | None = None  # of figures, from when they are known until they are sent
         self._ungathered = False  # whether the submitted step's figures are still to be sent
-        self._with_figures: list[Callable[[], None]] = []
+        self._with_figures: dict[object, Callable[[], None]] = {}  # by whose exchange it is
         self._unread: int | None = None  # a batch whose step is finished, but not what was gathered of it
         self._finished: int | None = None
 
@@ -163,7 +163,8 @@ class TwoBW:
             self.gradients.exchange.start(row)
         if self._state is not None:
             self._state.gather(self.batch - 1)
-        self.start_waiting()
+        for owner in tuple(self._with_figures):
+            self.start_waiting(owner)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -184,20 +185,19 @@ class TwoBW:
         if scale is not None:
             scale.step_ended(self.batch - 1, not outcome.updated)
 
-    def start_with_figures(self, exchange: Callable[[], None]) -> None:
-        """Start an `exchange` between all stages where the submitted step is gathered; at once if it has been.
+    def start_with_figures(self, owner: object, exchange: Callable[[], None]) -> None:
+        """Start the `owner`'s `exchange` between all stages where the submitted step is gathered, or now if it was.
 
         The last stage would begin it between two batches, and then a wait of its host for its device would wait for the
         first stage. Under BPipe, that one ends its batch by what the last does in the next.
         """
-        self._with_figures.append(exchange)
+        self._with_figures[owner] = exchange
         if not self._ungathered:
-            self.start_waiting()
+            self.start_waiting(owner)
 
-    def start_waiting(self) -> None:
-        """Start, on all stages alike, the exchanges that wait for the figures of a step."""
-        waiting, self._with_figures = self._with_figures, []
-        for exchange in waiting:
+    def start_waiting(self, owner: object) -> None:
+        """Start the `owner`'s exchange, if one waits for the figures of a step; all stages alike call it."""
+        if (exchange := self._with_figures.pop(owner, None)) is not None:
             exchange()
 
     def drain(self) -> None:

@@ -230,10 +230,10 @@ class ExitDecision:
             from evenpipe.runtime.exchange import Exchange
 
             self._exchange = Exchange.among_all(2, torch.device(torch.cuda.current_device()))
-        self._two_bw.start_waiting()
+        self._two_bw.start_waiting(self)
         rows = self._exchange.finish() if self._exchange.under_way else []
         answers = [self._got_signal(), self._time_is_up()]
-        self._two_bw.start_with_figures(functools.partial(self._exchange.start, answers))
+        self._two_bw.start_with_figures(self, functools.partial(self._exchange.start, answers))
         return any(row[0] for row in rows), any(row[1] for row in rows)
 
     def _got_signal(self) -> bool:
