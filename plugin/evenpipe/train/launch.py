@@ -238,7 +238,7 @@ class _Team:
                     if process.exitcode is None and process.pid is not None:
                         with suppress(ProcessLookupError):  # it has ended, and nobody has said so yet
                             os.kill(process.pid, self._signals[0])
-            if signal.SIGQUIT in self._signals or signal.SIGINT in self._signals[heard:]:
+            if signal.SIGQUIT in self._signals or (heard and signal.SIGINT in self._signals[heard:]):
                 break  # a second Ctrl-C, say: the save is not waited for
             left = self._stopping is not None and any(process.exitcode is not None for process in self._processes)
             if self._failures or self._statuses or left:
