@@ -133,7 +133,7 @@ def test_of_those_watched_the_silent_is_told_of_once_and_who_has_closed_is_not(
     lived(store, _Life(watched={rank: f"rank {rank}" for rank in (1, 2, 3, 4)}))
     assert capsys.readouterr().err.count("\n") == 1
     lived(store, _Life(watched={1: "rank 1"}))
-    assert capsys.readouterr().err.startswith("evenpipe: rank 1 has given no sign of life for 100 s: look after")
+    assert re.match(r"evenpipe: rank 1 has given no sign of life for 10\d s: look after", capsys.readouterr().err)
 
 
 def test_a_closed_standard_error_does_not_end_the_beats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,10 @@ def waiting_for(ranks: list[int]) -> str:
 def test_of_those_that_all_wait_for_the_silent_one_is_named(job: PrefixStore) -> None:
     told(job, NOW, NOW, LONG_AGO)
     line = waiting_for([0, 1, 2])
-    assert line.startswith("rank 2 (stage 2) has given no sign of life for 100 s: rank 0 (stage 0) waited 60 s for ")
+    # A busy machine takes a second from one to the other.
+    assert re.match(
+        r"rank 2 \(stage 2\) has given no sign of life for 10\d s: rank 0 \(stage 0\) waited 60 s for ", line
+    )
     assert line.endswith(f"raise the timeout ({how_to_raise()})")
 
 
@@ -287,7 +290,7 @@ def test_an_error_that_nobody_caught_names_who_is_silent_if_anybody_is(job: Pref
     told(job, NOW, NOW, NOW)
     assert silent_peer(TIMED_OUT) is None
     told(job, NOW, NOW, LONG_AGO)
-    assert "rank 2 (stage 2) has given no sign of life for 100 s: rank 0 " in str(silent_peer(TIMED_OUT))
+    assert re.search(r"rank 2 \(stage 2\) has given no sign of life for 10\d s: rank 0 ", str(silent_peer(TIMED_OUT)))
     assert silent_peer(ValueError("timed out")) is None
     assert silent_peer(RuntimeError("closed by peer")) is None
 

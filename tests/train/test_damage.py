@@ -146,7 +146,10 @@ def test_of_pairs_of_jobs_in_one_folder_one_saves_and_the_other_is_told_who(tmp_
         jobs = [Job(folder, run * 32, 1, 60) for run in ("1", "2")]
         ended = sorted(job.ending() for job in jobs)
         assert ended[0] == (0, "")
-        assert ended[1][0] == 0 or "saves there: stop it first, or save elsewhere" in ended[1][1]
+        status, line = ended[1]
+        # On a busy machine the other may still be writing its name.
+        refusals = "saves there: stop it first, or save elsewhere", "another process keeps it locked"
+        assert status == 0 or any(refusal in line for refusal in refusals)
         all_are_whole(folder)
 
 
