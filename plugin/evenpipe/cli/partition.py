@@ -87,7 +87,7 @@ def show_layout(arguments: Namespace) -> None:
 
 
 def _flag(found: LayoutPlan, out: Path | None) -> str:
-    """What to give the run. Megatron's own flags know whole layers only, and recompute as many on every stage."""
+    """Return the flags for the run. Megatron's own cut whole layers only, and recompute as many on every stage."""
     path = "P.json, which --out P.json writes" if out is None else str(out)
     if found.best.halves:
         layers = ", ".join(map(str, found.best.cut_layers))

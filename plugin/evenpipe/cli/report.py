@@ -83,7 +83,7 @@ def partition_view(document: dict[str, Any]) -> View:
 
 
 def _kept(plan: Partition) -> list[list[int]] | None:
-    """Of each stage, what a micro-batch keeps in each of its chunks; None where the document does not say."""
+    """Return the bytes that a micro-batch keeps, by stage and chunk; None where the document does not say."""
     kept: list[list[int]] = [[] for _ in range(plan.stage_count)]
     for part in plan.stages:
         if part.kept_bytes is None or part.weight_bytes is None or part.beside_bytes is None:

@@ -1,4 +1,4 @@
-"""What is installed, and whether EvenPipe knows it; the GPUs of this machine, and what joins them."""
+"""Check installed packages against what EvenPipe knows, the GPUs of this machine, and the links between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a job look at together: their clocks, and links between stages that would trade activations."""
+"""Check what is between the ranks of a job: their clocks, and links between stages that would trade activations."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 class Together:
-    """What the ranks of a job look at together: ``job``, once they have met, and ``rows``, one a pair."""
+    """The findings of all ranks of ``job``, once they have met; ``rows`` has one a pair."""
 
     def __init__(self, launched: Launched, wanted: Wanted, limit_s: float) -> None:
         self._launched, self._wanted, self._limit_s = launched, wanted, limit_s

@@ -1,4 +1,4 @@
-"""What the machine gives: shared memory, files, clock, the port where ranks meet, and where checkpoints go."""
+"""Check this machine: shared memory, files, clock, the port where ranks meet, and the folder of checkpoints."""
 
 from __future__ import annotations
 

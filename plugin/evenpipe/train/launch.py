@@ -221,7 +221,7 @@ class _Team:
 
     def results(self) -> list[RunResult]:
         """Wait for all processes. Raises what `run_cases` does."""
-        heard, deadline = 0, float("inf")
+        passed_on, deadline = False, float("inf")
         while self._readers or any(process.exitcode is None for process in self._processes):
             running = [process.sentinel for process in self._processes if process.exitcode is None]
             for ready in wait([*self._readers, *running], _POLL_SECONDS):
@@ -230,15 +230,15 @@ class _Team:
             for rank, process in enumerate(self._processes):
                 if process.exitcode and rank not in self._statuses:
                     self._statuses[rank] = process.exitcode
-            if self._signals and not heard:
-                heard = len(self._signals)
+            if self._signals and not passed_on:
+                passed_on = True
                 if not self._saves:
                     break  # nothing is waited for
                 for process in self._processes:
                     if process.exitcode is None and process.pid is not None:
                         with suppress(ProcessLookupError):  # it has ended, and nobody has said so yet
                             os.kill(process.pid, self._signals[0])
-            if signal.SIGQUIT in self._signals or (heard and signal.SIGINT in self._signals[heard:]):
+            if signal.SIGQUIT in self._signals or signal.SIGINT in self._signals[1:]:
                 break  # a second Ctrl-C, say: the save is not waited for
             left = self._stopping is not None and any(process.exitcode is not None for process in self._processes)
             if self._failures or self._statuses or left:
