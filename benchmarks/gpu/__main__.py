@@ -20,7 +20,7 @@ from evenpipe.upstream.installed import too_old_torch
 
 from .gpus import usable, why_none
 from .parts import carry_out, not_reached
-from .registry import PARTS, ROOT, described
+from .registry import PARTS, ROOT, described, place_of
 from .report import document, unchecked, why_not_writable, write
 
 _SECONDS: Final = 590.0
@@ -29,7 +29,8 @@ _STAGES: Final = 4
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make gpu", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--place", choices=("cpu", "shared", "nccl"), help="cpu: tries the parts out, on small sizes")
+    places = ("cpu", "shared", "nccl-shared", "nccl")
+    parser.add_argument("--place", choices=places, help="cpu: tries the parts out, on small sizes")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="parts (default: all)")
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="the most that all parts take together")
     parser.add_argument("--into", type=Path, default=ROOT / "docs", help="folder of gpu.json and gpu.md")
@@ -42,8 +43,8 @@ def main() -> None:
         print(f"make gpu: {said}. Nothing was measured", file=sys.stderr)
         sys.exit(2)
     gpus, warned = usable()
-    place = arguments.place or ("nccl" if gpus > 1 else "shared")
-    if place != "cpu" and not gpus:
+    place = arguments.place or (place_of(gpus) if gpus else None)
+    if place is None or (place != "cpu" and not gpus):
         sys.exit(f"make gpu: {why_none(warned)}. Nothing was measured, and nothing written")
     if place == "cpu" and arguments.into == ROOT / "docs":
         sys.exit("--place cpu: says nothing of GPUs, and must not be written into docs: name another folder by --into")

@@ -25,7 +25,7 @@ _MIB: Final = 2**20
 
 def run(rank: Rank) -> None:
     with rank.world(rank.ranks):
-        over_nccl = rank.place == "nccl"
+        over_nccl = rank.place.startswith("nccl")
         opened, backend = links(loop(rank.ranks), pairs=True), "nccl" if over_nccl else "gloo"
         if over_nccl:
             connect(range(rank.ranks), opened, backend, rank.device).close()  # what is taken once is taken here
@@ -39,12 +39,14 @@ def run(rank: Rank) -> None:
         gbps = sending_gbps(connections, rank.number, rank.device)
         if gbps is not None:
             rank.row(f"stage {rank.number} to its partner", gbps, "GB/s")
-        if over_nccl:
+        if rank.place == "nccl":
             _count_sms(rank, connections)
         connections.close()
     if not over_nccl:
         why = "NCCL takes no two ranks on one GPU; links were measured through the host's memory"
         rank.unchecked("NCCL's links, communicators and SMs", why)
+    elif rank.place == "nccl-shared":
+        rank.unchecked("NCCL's links between GPUs, and SMs", "the stages share one GPU, whose time they take in turn")
 
 
 def _count_sms(rank: Rank, connections: Connections) -> None:

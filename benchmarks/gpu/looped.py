@@ -255,4 +255,6 @@ def seen_by_sanitizer(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> N
     if errors:
         from torch.cuda._sanitizer import CUDASanitizerErrors
 
+        for error in errors:
+            print(error, file=sys.stderr)
         raise CUDASanitizerErrors(errors)

@@ -112,8 +112,9 @@ def _start(part: Part, place: str, rank: int, count: int, folder: Path) -> subpr
     environment = dict(part.environment)
     if place == "cpu":
         environment.pop("TORCH_CUDA_SANITIZER", None)
-    elif place == "shared" and part.over_nccl:
-        place, environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "nccl-shared", "1"
+    elif place == "nccl-shared":
+        # Not more thread blocks than all ranks' groups have room for (NCCL 2.30, environment variables).
+        environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", **environment}
     words = (part.module, part.argument, place, str(rank), str(count), str(folder))
     path = os.pathsep.join([str(ROOT), str(ROOT / "plugin"), os.environ.get("PYTHONPATH", "")])
     with open(folder / f"rank-{rank}.log", "wb") as log:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -10,7 +11,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-__all__ = ["PARTS", "ROOT", "Part", "checkout", "described", "lacking"]
+__all__ = ["PARTS", "ROOT", "Part", "checkout", "described", "lacking", "nccl_version", "place_of"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 _SHARES_A_GPU: Final = (2, 30)  # of NCCL; src/init.cc there, NCCL_MULTI_RANK_GPU_ENABLE
@@ -34,8 +35,6 @@ class Part(NamedTuple):
     may_hang: bool = False
     #: The control of those: what ended in them says something only if this does not end.
     must_hang: bool = False
-    #: Its ranks are joined by NCCL, also where they share one GPU.
-    over_nccl: bool = False
 
 
 def _synchronised(name: str, argument: str, checks: str, *environment: tuple[str, str]) -> Part:
@@ -82,17 +81,15 @@ PARTS: Final = (
         "it is `HUNG`",
     ),
     Part(
-        *("a script of Megatron-LM", "scripts", "megatron", 120),
+        *("a script of Megatron-LM", "scripts", "megatron", 150),
         "losses of `pretrain_gpt.py` under EvenPipe's flags against those without: two stages, the distributed "
         "optimizer, both overlaps",
         needs=("Megatron-LM", "several ranks"),
-        over_nccl=True,
     ),
     Part(
         *("a script of DeepSpeed", "scripts", "deepspeed", 90),
         "losses of `examples/deepspeed/gpt.py` with a section of EvenPipe's against those of DeepSpeed's own engine",
         needs=("DeepSpeed", "several ranks"),
-        over_nccl=True,
     ),
     Part(
         *("bit-identity in Megatron", "identity", "evenpipe", 120),
@@ -148,11 +145,27 @@ def _installed(module: str, called: str) -> str | None:
     return None if find_spec(module) else f"{called} is not installed"
 
 
+def nccl_version() -> tuple[int, ...]:
+    """Of the library that this process calls; torch.cuda.nccl.version() is of the one that torch was built with."""
+    code = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(code))
+    except OSError:  # linked into torch
+        return tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    return code.value // 10_000, code.value // 100 % 100, code.value % 100
+
+
+def place_of(gpus: int) -> str:
+    """Where the stages are on a machine with so many GPUs: see `Rank`."""
+    if gpus > 1:
+        return "nccl"
+    return "nccl-shared" if nccl_version() >= _SHARES_A_GPU else "shared"
+
+
 def _takes_several_ranks(place: str) -> str | None:
-    found = torch.cuda.nccl.version() if place == "shared" else _SHARES_A_GPU
-    if found >= _SHARES_A_GPU:
+    if place != "shared":
         return None
-    return f"NCCL {'.'.join(map(str, found))} takes no two ranks on one GPU, as 2.30 does"
+    return f"NCCL {'.'.join(map(str, nccl_version()))} takes no two ranks on one GPU, as 2.30 does"
 
 
 #: What parts need, and why a machine lacks it; None where it is there.

@@ -18,7 +18,7 @@ import torch
 
 from evenpipe.report.files import check_writable, write_atomically
 
-from .registry import ROOT
+from .registry import ROOT, nccl_version
 
 __all__ = ["document", "said", "table", "unchecked", "why_not_writable", "write"]
 
@@ -27,6 +27,7 @@ _BEGIN, _END = "<!-- what `make gpu` found -->", "<!-- end of what `make gpu` fo
 _ROOM, _ROOM_FOR_LOGS = 1 << 20, 1 << 28
 _PLACES: Final = {
     "shared": "all stages on one GPU, messages through the host's memory",
+    "nccl-shared": "all stages on one GPU, messages over NCCL",
     "nccl": "a GPU for each stage, messages over NCCL",
     "cpu": "on the CPU, which says nothing of GPUs",
 }
@@ -45,7 +46,7 @@ def document(place: str, seconds: float, parts: Sequence[dict[str, Any]]) -> dic
         "versions": {
             "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
             "CUDA": torch.version.cuda,
-            "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if found else None,
+            "NCCL": ".".join(map(str, nccl_version())) if found else None,
             "torch": torch.__version__,
             **{name: _version(name) for name in ("megatron-core", "deepspeed", "transformer-engine")},
             "python": platform.python_version(),

@@ -31,11 +31,11 @@ _MEGATRON: Final = (
     "--overlap-grad-reduce",
 )
 _SIZES: Final = (("1024", "1024"), ("64", "64"))  # hidden size, tokens
-#: Where neither Transformer Engine nor Apex has the kernels that are Megatron's default.
-_WITHOUT_KERNELS: Final = (
-    *("--transformer-impl", "local", "--no-gradient-accumulation-fusion", "--no-persist-layer-norm"),
-    *("--no-masked-softmax-fusion",),
-)
+#: By the module that has the kernels which are Megatron's default: what to say where it is not there.
+_WITHOUT_KERNELS: Final = {
+    "transformer_engine": (*("--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion"),),
+    "fused_weight_gradient_mlp_cuda": ("--no-gradient-accumulation-fusion",),
+}
 
 
 class _Job(NamedTuple):
@@ -116,7 +116,8 @@ def _megatron(rank: Rank) -> list[_Job]:
     start = ["-m", "evenpipe", "run", *(["--cpu"] if rank.place == "cpu" else []), "pretrain_gpt.py", *_MEGATRON]
     start += ["--hidden-size", hidden, "--seq-length", tokens, "--max-position-embeddings", tokens]
     if rank.place != "cpu":
-        start += ["--bf16", *([] if find_spec("transformer_engine") else _WITHOUT_KERNELS)]
+        lacking = [flags for module, flags in _WITHOUT_KERNELS.items() if not find_spec(module)]
+        start += ["--bf16", *(flag for flags in lacking for flag in flags)]
     both = [*start, "--overlap-param-gather"]
     return [
         _Job("Megatron's own 1f1b", both),

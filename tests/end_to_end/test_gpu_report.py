@@ -270,7 +270,7 @@ def test_a_stage_that_fails_does_not_leave_the_others_waiting():
 
 
 def test_what_a_machine_lacks_is_in_the_list_of_what_was_not_checked(monkeypatch):
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    monkeypatch.setattr(registry, "nccl_version", lambda: (2, 29, 7))
     by_name = {part.name: part for part in registry.PARTS}
     entry = parts.carry_out(by_name["a script of DeepSpeed"], "shared", 4, 100, print)
     assert (entry["status"], entry["why"]) == ("skipped", "NCCL 2.29.7 takes no two ranks on one GPU, as 2.30 does")
@@ -278,8 +278,10 @@ def test_what_a_machine_lacks_is_in_the_list_of_what_was_not_checked(monkeypatch
     line = f"{by_name['a script of DeepSpeed'].checks}: {entry['why']} (a script of DeepSpeed)"
     assert found["unchecked"] == [line]
     assert f"- {line}" in report.table(found)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 3))
-    assert registry.lacking(by_name["a script of DeepSpeed"], "shared") is None
+    assert registry.place_of(1) == "shared"
+    monkeypatch.setattr(registry, "nccl_version", lambda: (2, 30, 3))
+    assert registry.place_of(1) == "nccl-shared"
+    assert registry.lacking(by_name["a script of DeepSpeed"], "nccl-shared") is None
     monkeypatch.setenv("MEGATRON_LM", "/nowhere")
     monkeypatch.setattr(registry, "ROOT", Path("/nowhere"))
     why = registry.lacking(by_name["a script of Megatron-LM"], "nccl")
