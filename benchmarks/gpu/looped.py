@@ -233,6 +233,8 @@ def _sanitizing(on: bool) -> Iterator[None]:
 
     class InThisThread(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket is torch.ops.aten.set_:  # taken for a write, of memory that may still leave
+                return func(*args, **(kwargs or {}))
             return dispatch.__torch_dispatch__(func, types, args, kwargs)
 
     with InThisThread():

@@ -81,7 +81,7 @@ PARTS: Final = (
         "it is `HUNG`",
     ),
     Part(
-        *("a script of Megatron-LM", "scripts", "megatron", 150),
+        *("a script of Megatron-LM", "scripts", "megatron", 240),
         "losses of `pretrain_gpt.py` under EvenPipe's flags against those without: two stages, the distributed "
         "optimizer, both overlaps",
         needs=("Megatron-LM", "several ranks"),

@@ -121,9 +121,9 @@ def _megatron(rank: Rank) -> list[_Job]:
     both = [*start, "--overlap-param-gather"]
     return [
         _Job("Megatron's own 1f1b", both),
-        *rank.pick([_Job("1f1b", [*both, "--evenpipe-schedule", "1f1b"])], []),
         _Job("4F4B with BPipe", [*both, "--evenpipe-schedule", "kfkb", "--group-size", "4", "--bpipe"]),
         _Job("2bw, gradients' overlap alone", [*start, "--evenpipe-schedule", "2bw"], alike=False),
+        *rank.pick([_Job("1f1b", [*both, "--evenpipe-schedule", "1f1b"])], []),
     ]
 
 
