@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from evenpipe.schedule import BACKWARD, FORWARD, Schedule, Unit
+from evenpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Schedule
 
-__all__ = ["GradSync", "Sync", "without_sync"]
+__all__ = ["GradSync", "Sync", "halves", "without_sync"]
 
 
 class Sync:
@@ -33,8 +33,9 @@ class Sync:
 class GradSync(Sync):
     """One batch on one stage.
 
-    The reduction of a chunk is enabled for its last backward only. With `config.grad_sync_func` all stages start a
-    chunk's reduction at the same time instead: stage s, which runs s actions ahead, waits for s more backwards.
+    The reduction of a chunk is enabled for its last backward only; of backwards in two halves for the last of either
+    half, as each has the gradients of its own parameters. With `config.grad_sync_func` all stages start a chunk's
+    reduction at the same time instead: stage s, which runs s actions ahead, waits for s more backwards.
     """
 
     def __init__(self, config: Any, model: Sequence[Any], schedule: Schedule, stage: int) -> None:
@@ -46,9 +47,12 @@ class GradSync(Sync):
         self._lag = stage if interleaved else 0
         row = schedule.actions[stage]
         self._forwards = [action.unit for action in row if action.kind == FORWARD]
-        self._backwards = [action.unit for action in row if action.kind == BACKWARD]
-        self._last = schedule.micro_batches - 1
-        self._forward = self._backward = 0
+        self._backwards = [*halves(row)]
+        last = {(action.chunk, action.kind): action for action in self._backwards}
+        self._last = {*last.values()}
+        #: Those after which a unit has all its gradients.
+        self._completing = [action for action in self._backwards if action.kind != INPUT_GRADIENT]
+        self._forward = self._backward = self._completed = 0
         self._synchronised: set[int] = set()
         self._disabled: ExitStack | None = None
         # Without interleaving only the first stage, which ends last, reduces during its last backward; the others
@@ -71,19 +75,21 @@ class GradSync(Sync):
             self._synchronise_parameters(chunk)
 
     def before_backward(self) -> None:
-        unit = self._backwards[self._backward]
-        if self._during_backward and unit.micro_batch == self._last:
+        action = self._backwards[self._backward]
+        if self._during_backward and action in self._last:
             self._enable()
-            self._synchronised.add(unit.chunk)
+            self._synchronised.add(action.chunk)
 
     def after_backward(self) -> None:
-        behind = self._backward - self._lag
+        action, behind = self._backwards[self._backward], self._completed - self._lag
         self._backward += 1
-        if len(self._model) == 1:
-            return
-        if self._grad_sync is not None and behind >= 0 and self._backwards[behind].micro_batch == self._last:
-            self._enable()
-            self._synchronise_gradients(self._backwards[behind])
+        if action.kind != INPUT_GRADIENT:
+            self._completed += 1
+            if len(self._model) == 1:
+                return
+            if self._grad_sync is not None and behind >= 0 and (late := self._completing[behind]) in self._last:
+                self._enable()
+                self._synchronise_gradients(late.chunk)
         self._disable()
 
     def finish(self) -> None:
@@ -91,16 +97,16 @@ class GradSync(Sync):
         self._enable()
         for chunk in range(len(self._model) if self._grad_sync is not None else 0):
             if chunk not in self._synchronised:
-                self._synchronise_gradients(Unit(self._last, chunk))
+                self._synchronise_gradients(chunk)
 
     def _synchronise_parameters(self, chunk: int) -> None:
         assert self._param_sync is not None
         self._param_sync[chunk](self._model[chunk].parameters())
 
-    def _synchronise_gradients(self, unit: Unit) -> None:
+    def _synchronise_gradients(self, chunk: int) -> None:
         assert self._grad_sync is not None
-        self._grad_sync[unit.chunk](self._model[unit.chunk].parameters())
-        self._synchronised.add(unit.chunk)
+        self._grad_sync[chunk](self._model[chunk].parameters())
+        self._synchronised.add(chunk)
 
     def _disable(self) -> None:
         if self._disabled is None:
@@ -110,6 +116,16 @@ class GradSync(Sync):
         if self._disabled is not None:
             self._disabled.close()
             self._disabled = None
+
+
+def halves(row: Sequence[Action]) -> Iterator[Action]:
+    """The backwards of a stage; each as two halves, where it has any that are."""
+    split = any(action.kind == WEIGHT_GRADIENT for action in row)
+    for action in row:
+        if action.kind == BACKWARD and split:
+            yield from (action._replace(kind=INPUT_GRADIENT), action._replace(kind=WEIGHT_GRADIENT))
+        elif action.kind in (BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
+            yield action
 
 
 def without_sync(config: Any) -> ExitStack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -91,7 +92,7 @@ class PipelineSchedule:
     `connected` is called once, by all stages of the pipeline, when `executor` and its links have been made.
     """
 
-    offers: ClassVar[frozenset[Need]] = frozenset(["chunks", "groups"])
+    offers: ClassVar[frozenset[Need]] = frozenset(["chunks", "groups", "split"])
 
     def __init__(
         self,
@@ -112,6 +113,11 @@ class PipelineSchedule:
         self._connected = connected
         self._release: CoreRelease = installed_release()
         self._model: list[torch.nn.Module] | None = None
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What carries it out must be able to."""
+        return self.programs.spec.needs
 
     def program(self, stages: int, micro_batches: int, chunks: int, settings: Any) -> Program:
         """What is carried out for so many micro-batches under Megatron's `settings`: verified when first asked for."""
@@ -220,7 +226,14 @@ class PipelineSchedule:
             raise ValueError(str(refusal))
         executor = self._executor(pipeline, batch)
         program = self.program(*size)
-        stage = MegatronStage(batch, program.schedule, pipeline.rank(), executor.device, release)
+        stage = MegatronStage(
+            batch,
+            program.schedule,
+            pipeline.rank(),
+            executor.device,
+            release,
+            executor.store.recording if self.bpipe or self.measure else lambda unit: nullcontext(),
+        )
         stage.start()
         executor.run(program, stage)
         stage.finish()

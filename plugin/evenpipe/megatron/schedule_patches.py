@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from evenpipe.megatron.supported import MEGATRON_CORE, SCHEDULES, of_schedules, recorded
+from evenpipe.megatron.weight_gradients import linear_layers_called, linear_layers_in_halves
 from evenpipe.upstream import Patch, PatchSet, around
 from evenpipe.upstream.saved_leaves import keeping_identity
 
@@ -16,7 +17,10 @@ _CHOICE = f"{SCHEDULES}:get_forward_backward_func"
 
 
 def in_place_of_megatron(schedule: Callable[..., Any]) -> PatchSet:
-    """The patches under which `get_forward_backward_func` returns `schedule` where it would return a pipelined one."""
+    """The patches under which `get_forward_backward_func` returns `schedule` where it would return a pipelined one.
+
+    Where `schedule.needs` backwards in two halves, layers can do them too.
+    """
     choice = Patch(
         name="schedule",
         targets=(_CHOICE, "megatron.core.pipeline_parallel:get_forward_backward_func"),
@@ -28,7 +32,9 @@ def in_place_of_megatron(schedule: Callable[..., Any]) -> PatchSet:
         rebinds=True,
     )
     called = [each for each in of_schedules() if each.symbol != _CHOICE]
-    return PatchSet("schedule", [choice, keeping_identity()], called)
+    halves = "split" in getattr(schedule, "needs", ())
+    layers, calls = (linear_layers_in_halves(), linear_layers_called()) if halves else ((), ())
+    return PatchSet("schedule", [choice, keeping_identity(), *layers], [*called, *calls])
 
 
 def _choose(schedule: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +14,10 @@ from torch import Tensor
 
 from evenpipe.megatron.grad_sync import GradSync, Sync
 from evenpipe.megatron.supported import CoreRelease
+from evenpipe.megatron.weight_gradients import WeightGradients
 from evenpipe.runtime.channel import shapes_received, shapes_sent
 from evenpipe.runtime.stage import check_sent
-from evenpipe.schedule import BACKWARD, FORWARD, Kind, Schedule, Unit
+from evenpipe.schedule import FORWARD, WEIGHT_GRADIENT, Kind, Schedule, Unit
 
 __all__ = ["Batch", "MegatronStage"]
 
@@ -34,9 +37,20 @@ class Batch(NamedTuple):
 
 
 class MegatronStage:
-    """One batch on one stage. `losses` is what the schedule function returns; `tokens` counts them on the device."""
+    """One batch on one stage. `losses` is what the schedule function returns; `tokens` counts them on the device.
 
-    def __init__(self, batch: Batch, schedule: Schedule, stage: int, device: torch.device, release: CoreRelease):
+    `recording(unit)` is entered to save what the second half of a backward needs.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        schedule: Schedule,
+        stage: int,
+        device: torch.device,
+        release: CoreRelease,
+        recording: Callable[[Unit], AbstractContextManager[object]] = lambda unit: nullcontext(),
+    ):
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device=device)
         self._batch = batch
@@ -49,7 +63,9 @@ class MegatronStage:
         if release.backward_takes("pipeline_model_parallel_size"):
             self._backward_arguments["pipeline_model_parallel_size"] = schedule.stages
         kinds = [action.kind for action in schedule.actions[stage]]
-        self._outstanding = kinds[: kinds.index(BACKWARD)].count(FORWARD)
+        split = WEIGHT_GRADIENT in kinds
+        self._weight_gradients = [WeightGradients(chunk, recording) for chunk in batch.model] if split else []
+        self._outstanding = len([*takewhile(lambda kind: kind == FORWARD, kinds)])
         self._forwards = 0
         self._inputs: dict[Unit, list[Tensor | None]] = {}
         self._outputs: dict[Unit, list[Tensor]] = {}
@@ -58,9 +74,13 @@ class MegatronStage:
     def start(self) -> None:
         """Before the first action."""
         self._sync.start()
+        for of_chunk in self._weight_gradients:
+            of_chunk.begin()
 
     def finish(self) -> None:
         """After the last action."""
+        for of_chunk in self._weight_gradients:
+            of_chunk.end()
         self._sync.finish()
 
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
@@ -118,11 +138,32 @@ class MegatronStage:
 
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         """Megatron's `backward_step`."""
+        if self._weight_gradients:
+            found = self.backward_input(unit, gradients)
+            self.backward_weight(unit)
+            return found
         self._sync.before_backward()
+        found = self._backward_step(unit, gradients)
+        self._sync.after_backward()
+        return found
+
+    def backward_input(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
+        """Megatron's `backward_step` without the weights of linear layers."""
+        self._sync.before_backward()
+        found = self._weight_gradients[unit.chunk].leave(unit, lambda: self._backward_step(unit, gradients))
+        self._sync.after_backward()
+        return found
+
+    def backward_weight(self, unit: Unit) -> None:
+        """What that left."""
+        self._sync.before_backward()
+        self._weight_gradients[unit.chunk].compute(unit)
+        self._sync.after_backward()
+
+    def _backward_step(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         given, outputs = self._inputs.pop(unit), self._outputs.pop(unit)
         upstream: list[Tensor | None] = [None] * len(outputs) if gradients is None else list(gradients)
         results = schedules.backward_step(given, outputs, upstream, **self._backward_arguments)
-        self._sync.after_backward()
         return [result for result in results if result is not None]
 
     def _buffers(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

@@ -1,0 +1,237 @@
+"""Backwards in two halves in megatron-core: what the first leaves of its linear layers for the second.
+
+The first half computes the gradients of inputs, which a stage waits for; the second the products that are the weights'
+gradients (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, §2). What is no linear layer (norms, biases, embeddings,
+routers) has its gradients in the first half: a few per cent of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from evenpipe.megatron.supported import MEGATRON_CORE, Changes, expected, members, since
+from evenpipe.runtime import streams
+from evenpipe.schedule import Unit
+from evenpipe.upstream import PRESENT, Expectation, Patch
+
+__all__ = ["WeightGradients", "linear_layers_called", "linear_layers_in_halves"]
+
+_LAYERS: Final = "megatron.core.tensor_parallel.layers"
+_LINEAR: Final = f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication"
+_ARGUMENTS: Final = (
+    "ctx, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, grad_output_buffer, "
+    "wgrad_deferral_limit, tp_group"
+)
+_FORWARD: Final[Changes] = {"0.14": f"({_ARGUMENTS})", "0.19": f"({_ARGUMENTS}, gtp_remat_size)"}
+#: On a parameter, while a batch whose backwards are in halves is under way.
+_MARK: Final = "evenpipe_weight_gradients"
+
+
+class _Use(NamedTuple):
+    """One use of a weight in a first half: what its gradient is the product of."""
+
+    weight: torch.nn.Parameter
+    taken: Tensor
+    gradient: Tensor
+    linear: Any
+    stream: streams.Stream
+
+
+class WeightGradients:
+    """The second halves of the backwards of one model chunk.
+
+    Between `begin` and `end` its linear layers leave their weights out of autograd's graph, so that a backward neither
+    computes their gradients nor runs the hooks on them. A second half is a backward of its own, through one node a
+    weight: gradients are accumulated, and hooks of data parallelism run, as a whole backward has it.
+
+    A weight that an embedding of the chunk looks up too stays in the first half: its gradients are one sum.
+    `recording(unit)` is entered to save what a second half needs, so that it is counted.
+    """
+
+    def __init__(self, chunk: torch.nn.Module, recording: Callable[[Unit], AbstractContextManager[object]]) -> None:
+        from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+
+        looked_up = {id(one.weight) for one in chunk.modules() if isinstance(one, VocabParallelEmbedding)}
+        self._weights = [one for one in chunk.parameters() if one.requires_grad and id(one) not in looked_up]
+        self._recording = recording
+        self._uses: list[_Use] | None = None
+        self._left: dict[Unit, list[Tensor]] = {}
+
+    def begin(self) -> None:
+        """Before a batch."""
+        for weight in self._weights:
+            setattr(weight, _MARK, self)
+
+    def end(self) -> None:
+        """After a batch. Raises RuntimeError where a second half has not been computed."""
+        for weight in self._weights:
+            delattr(weight, _MARK)
+        if self._left:
+            raise RuntimeError(f"no action computes the weight gradients of micro-batch {next(iter(self._left))}")
+
+    def leave(self, unit: Unit, backward: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return what `backward`, the first half of `unit`, returns; what it leaves is kept for `compute`."""
+        self._uses = []
+        found = backward()
+        uses, self._uses = self._uses, None
+        of_weight: dict[int, list[_Use]] = {}
+        for use in uses:  # a weight comes where it is used last, as its gradient is then complete
+            of_weight[id(use.weight)] = [*of_weight.pop(id(use.weight), []), use]
+        with self._recording(unit), torch.enable_grad():
+            self._left[unit] = [_product_of(uses) for uses in of_weight.values()]
+        return found
+
+    def compute(self, unit: Unit) -> None:
+        """Accumulate the gradients that the first half of `unit` has left, in the order of a whole backward."""
+        left = self._left.pop(unit)[::-1]
+        while left:
+            node = left.pop()
+            torch.autograd.backward(node, node.detach())
+
+    def add(self, use: _Use) -> None:
+        """Leave a product for the second half. Raises RuntimeError outside of a first half."""
+        if self._uses is None:
+            raise RuntimeError("a backward outside of the schedule reaches layers whose backwards are in halves")
+        self._uses.append(use)
+
+
+def linear_layers_in_halves() -> list[Patch]:
+    """The patch under which layers of chunks with `WeightGradients` under way leave their products to them."""
+    reason = "one autograd function computes the gradients of inputs and of weights, and no release can leave one out"
+    return [Patch("linear layers", (_LINEAR,), MEGATRON_CORE, since("(*args, **kwargs)"), _in_halves, reason, rebinds=True)]
+
+
+def linear_layers_called() -> list[Expectation]:
+    """What the replacement calls."""
+    return expected(
+        {
+            f"{_LINEAR}.forward": _FORWARD,
+            f"{_LAYERS}:prepare_input_tensors_for_wgrad_compute": "(grad_output, all_gathered_input)",
+            f"{_LAYERS}:VocabParallelEmbedding": PRESENT,
+            **members(_LAYERS, ("dist_all_gather_func", "dist_reduce_scatter_func", "get_global_memory_buffer")),
+        }
+    )
+
+
+def _in_halves(whole: Any) -> Any:
+    """`whole`, Megatron's autograd function of a linear layer, with the weight left out where it is marked."""
+
+    class InputGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, taken: Tensor, bias: Tensor | None, weight: _Beside, *rest: Any) -> Tensor:
+            ctx.weight, ctx.rest = weight.parameter, len(rest)
+            return cast(Tensor, whole.forward(ctx, taken, weight.parameter, bias, *rest))
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            taken, _ = ctx.saved_tensors
+            weight = ctx.weight
+            use = _Use(weight, taken.detach(), gradient.detach(), _Linear.of(ctx), streams.current(gradient.device))
+            getattr(weight, _MARK).add(use)
+            of_bias = _flat(gradient, gradient)[0].sum(dim=0) if ctx.use_bias else None
+            return _of_input(ctx, taken, weight, gradient), of_bias, None, *[None] * ctx.rest
+
+    class Linear(whole):  # type: ignore[misc]
+        @classmethod
+        def apply(cls, taken: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+            buffer, sharded = rest[3], rest[6:] > (1,)
+            left = torch.is_grad_enabled() and taken.requires_grad and hasattr(weight, _MARK)
+            if not left or sharded or buffer is not None:
+                return whole.apply(taken, weight, bias, *rest)
+            return InputGradient.apply(taken, bias, _Beside(weight), *rest)
+
+    return Linear
+
+
+class _Beside(NamedTuple):
+    """A parameter that autograd is not shown."""
+
+    parameter: Any
+
+
+class _Linear(NamedTuple):
+    """How a linear layer is computed, from the context of its autograd function."""
+
+    sequence_parallel: bool
+    group: Any
+    fused: bool
+    main_grad: Tensor | None
+
+    @classmethod
+    def of(cls, ctx: Any) -> _Linear:
+        return cls(ctx.sequence_parallel, ctx.tp_group, ctx.gradient_accumulation_fusion, ctx.main_grad)
+
+
+def _of_input(ctx: Any, taken: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of the input, reduced among tensor-parallel ranks as Megatron does it."""
+    from megatron.core.tensor_parallel import layers
+
+    found = gradient.matmul(weight)
+    if ctx.allreduce_dgrad:
+        torch.distributed.all_reduce(found, group=ctx.tp_group)
+    if not ctx.sequence_parallel:
+        return found
+    part = torch.empty_like(taken, requires_grad=False)
+    layers.dist_reduce_scatter_func(part, found, group=ctx.tp_group)
+    return part
+
+
+def _product_of(uses: list[_Use]) -> Tensor:
+    """The node whose backward accumulates the gradient of the weight of `uses`; on the stream of the last."""
+    tensors = [tensor for use in uses for tensor in (use.taken, use.gradient)]
+    with streams.on(uses[-1].stream):
+        return cast(Tensor, _Products.apply(uses[-1].weight, [use.linear for use in uses], *tensors))  # type: ignore[no-untyped-call]
+
+
+class _Products(torch.autograd.Function):
+    """Its backward gives the gradient of a weight: the sum of the products of its uses, in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, linear: list[_Linear], *tensors: Tensor) -> Tensor:
+        ctx.weight, ctx.linear = weight, linear
+        ctx.save_for_backward(*tensors)
+        return weight.new_empty(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> Any:
+        saved, total = ctx.saved_tensors, None
+        for linear, taken, gradient in zip(ctx.linear, saved[::2], saved[1::2], strict=True):
+            product = _product(ctx.weight, linear, taken, gradient)
+            total = product if total is None else total + product
+        return total, None, *[None] * len(saved)
+
+
+def _product(weight: Any, linear: _Linear, taken: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of `weight` by one use; where Megatron's kernel has added it to `main_grad`, what stands for it."""
+    from megatron.core.tensor_parallel import layers
+
+    if linear.sequence_parallel:
+        shape = [taken.size(0) * linear.group.size(), *taken.shape[1:]]
+        whole = layers.get_global_memory_buffer().get_tensor(shape, taken.dtype, "mpu")
+        layers.dist_all_gather_func(whole, taken, group=linear.group)
+        taken = whole
+    gradient, taken = _flat(gradient, taken)
+    if not linear.fused:
+        return gradient.t().matmul(taken)
+    assert linear.main_grad is not None, "Megatron fuses into it"
+    kernels = layers.fused_weight_gradient_mlp_cuda
+    fuse = kernels.wgrad_gemm_accum_fp32 if linear.main_grad.dtype == torch.float32 else kernels.wgrad_gemm_accum_fp16
+    weight.main_grad = linear.main_grad
+    fuse(taken, gradient, weight.main_grad)
+    weight.grad_added_to_main_grad = True
+    return torch.empty(weight.shape, dtype=taken.dtype, device=taken.device)
+
+
+def _flat(gradient: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
+    from megatron.core.tensor_parallel import layers
+
+    found: tuple[Tensor, Tensor] = layers.prepare_input_tensors_for_wgrad_compute(gradient, taken)
+    return found
