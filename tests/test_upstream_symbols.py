@@ -69,6 +69,7 @@ MARKS: Final = frozenset(
         "_opt_called",  # torch's, by which its learning-rate schedulers know that an optimizer steps
         *("_timeout", "max_ctas", "global_ranks_in_group", "group_name"),  # options of a group of ours
         "truth",  # of an engine of ours
+        *("main_grad", "grad_added_to_main_grad"),  # of a parameter, as Megatron's layers set them in a backward
     )
 )
 #: Where the name is not in the statement: what has to be in the list, if anything.
@@ -78,6 +79,7 @@ COMPUTED: Final = {
     ("megatron/schedule.py", "groups"): (),  # made here
     ("deepspeed/arrange.py", "module"): (),  # layers, by number
     ("deepspeed/planned/cutting.py", "module"): ("tied_modules", "loss_fn"),
+    ("megatron/weight_gradients.py", "weight"): (),  # a mark of ours
 }
 
 

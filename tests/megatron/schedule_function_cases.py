@@ -29,6 +29,7 @@ WORLD = 4
 PLAIN = ("megatron", "1f1b")
 ENGINES = (*PLAIN, "bpipe")
 GROUPED = (*ENGINES, "3F3B")
+HALVES = "zb-h1"
 
 
 class Layout(NamedTuple):
@@ -132,20 +133,20 @@ VARIABLE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall
 SEVERAL = (Call(micro_batches=4), Call(), EVALUATION, Call(micro_batches=4))
 
 CASES = {
-    "bare modules": Case(ddp=None),
+    "bare modules": Case(ddp=None, engines=(*ENGINES, HALVES)),
     "lists of one": Case(
         calls=(Call(model_as_list=True, iterator_as_list=True), Call(model_as_list=True), Call(iterator_as_list=True))
     ),
     "loss of tokens": Case(calls=TOKENS),
-    "loss per token": Case(calls=TOKENS, config={"calculate_per_token_loss": True}),
+    "loss per token": Case(calls=TOKENS, config={"calculate_per_token_loss": True}, engines=(*ENGINES, HALVES)),
     "outputs kept": Case(config={"deallocate_pipeline_outputs": False}),
     "scaled loss": Case(loss_scale=128.0),
-    "bf16": Case(precision="bf16"),
-    "timers": Case(timers=True),
+    "bf16": Case(precision="bf16", engines=(*ENGINES, HALVES)),
+    "timers": Case(timers=True, engines=(*ENGINES, HALVES)),
     "given groups": Case(calls=(GIVEN, GIVEN)),
     "given only a communicator": Case(calls=(Call(groups=("communicator",)),)),
     "given only groups": Case(calls=(Call(groups=("groups",)),)),
-    "partial recomputation": Case(config=PARTIAL, engines=(*PLAIN, "3F3B")),
+    "partial recomputation": Case(config=PARTIAL, engines=(*PLAIN, "3F3B", HALVES)),
     "partial recomputation with BPipe": Case(config=PARTIAL_2, engines=BALANCED),
     "recomputation of a block, fp16, untied": Case(
         calls=(Call(), Call()),
@@ -153,13 +154,13 @@ CASES = {
         optimizer={"initial_loss_scale": 256.0},
         precision="fp16",
         tied=False,
-        engines=BALANCED,
+        engines=(*BALANCED, HALVES),
     ),
-    "recomputation of parts": Case(calls=(Call(),), config={**PARTS, "num_layers": 8}, engines=BALANCED),
+    "recomputation of parts": Case(calls=(Call(),), config={**PARTS, "num_layers": 8}, engines=(*BALANCED, HALVES)),
     "experts of one capacity": Case(calls=(Call(),), config={**EXPERTS, **PADDED}, engines=BALANCED),
     "experts without a capacity": Case(
         config={**EXPERTS, "num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01},
-        engines=(*BALANCED, "3F3B"),
+        engines=(*BALANCED, "3F3B", HALVES),
     ),
     "experts that a whole batch balances": Case(
         calls=(Call(), Call(), Call()),
@@ -172,18 +173,20 @@ CASES = {
         engines=BALANCED,
     ),
     "uneven layout": Case(
-        calls=(Call(),), config={"num_layers": 4, "pipeline_model_parallel_layout": "E|ttt|t|L"}, engines=BALANCED
+        calls=(Call(),),
+        config={"num_layers": 4, "pipeline_model_parallel_layout": "E|ttt|t|L"},
+        engines=(*BALANCED, HALVES),
     ),
     "adjusted shapes": Case(calls=(Call(arguments={"seq_length": 16, "adjust_tensor_shapes_fn": halved}),)),
     "length of the decoder": Case(calls=(Call(arguments={"seq_length": 16, "decoder_seq_length": 8}),)),
     "evaluation between batches": Case(calls=(EVALUATION, Call(), EVALUATION, Call(micro_batches=4))),
     "collection between batches": Case(calls=(Call(), COLLECTION, Call(micro_batches=4))),
     "other numbers of micro-batches": Case(
-        calls=(Call(micro_batches=2), Call(), Call(micro_batches=5)), engines=GROUPED
+        calls=(Call(micro_batches=2), Call(), Call(micro_batches=5)), engines=(*GROUPED, HALVES)
     ),
     "other lengths": Case(calls=(Call(), Call(sequence=12, micro_batches=4), Call(sequence=4, micro_batches=4))),
-    "micro-batches of lengths of their own": Case(calls=RAGGED, config=VARIABLE, engines=GROUPED),
-    "packed sequences": Case(calls=PACKED, config=VARIABLE, engines=(*BALANCED, "3F3B", "auto")),
+    "micro-batches of lengths of their own": Case(calls=RAGGED, config=VARIABLE, engines=(*GROUPED, HALVES)),
+    "packed sequences": Case(calls=PACKED, config=VARIABLE, engines=(*BALANCED, "3F3B", "auto", HALVES)),
     "interleaved, bare modules": Case(PP4_V2, ddp=None),
     "interleaved, loss per token": Case(PP4_V2, calls=TOKENS, config={"calculate_per_token_loss": True}),
     "interleaved, given groups": Case(PP4_V2, calls=(GIVEN, GIVEN)),
@@ -207,22 +210,24 @@ CASES = {
         config={"microbatch_group_size_per_vp_stage": 6},
     ),
     "interleaved, other lengths": Case(PP4_V2, calls=(Call(), Call(sequence=12))),
-    "overlapped reduction": Case(PP2, ddp=REDUCED, synchronise=("no_sync",)),
-    "aligned reduction": Case(PP2, ddp=REDUCED, synchronise=("no_sync", "grad_sync"), engines=GROUPED),
+    "overlapped reduction": Case(PP2, ddp=REDUCED, synchronise=("no_sync",), engines=(*ENGINES, HALVES)),
+    "aligned reduction": Case(PP2, ddp=REDUCED, synchronise=("no_sync", "grad_sync"), engines=(*GROUPED, HALVES)),
     "distributed optimizer": Case(
         PP2,
         SEVERAL,
         ddp=GATHERED,
         optimizer=SHARDED,
         synchronise=("no_sync", "grad_sync", "param_sync"),
-        engines=GROUPED,
+        engines=(*GROUPED, HALVES),
     ),
     "interleaved, overlapped reduction": Case(PP2_V3, ddp=REDUCED, synchronise=("no_sync",)),
     "interleaved, aligned reduction": Case(PP2_V3, ddp=REDUCED, synchronise=("no_sync", "grad_sync")),
     "interleaved, distributed optimizer": Case(
         PP2_V3, SEVERAL, ddp=GATHERED, optimizer=SHARDED, synchronise=("no_sync", "grad_sync", "param_sync")
     ),
-    "fused gradients": Case(config=FUSED, ddp=REDUCED, synchronise=("no_sync",), precision="bf16"),
+    "fused gradients": Case(
+        config=FUSED, ddp=REDUCED, synchronise=("no_sync",), precision="bf16", engines=(*ENGINES, HALVES)
+    ),
     "fused gradients, distributed optimizer": Case(
         PP2,
         SEVERAL,
@@ -230,12 +235,12 @@ CASES = {
         ddp=GATHERED,
         optimizer=SHARDED,
         synchronise=("no_sync", "grad_sync", "param_sync"),
-        engines=MEASURED,
+        engines=(*MEASURED, HALVES),
     ),
     "sequence parallel, recomputation": Case(
         TP2_PP2,
         config={"sequence_parallel": True, "num_layers": 4, **BLOCK},
-        engines=("megatron", "1f1b", "measured"),
+        engines=("megatron", "1f1b", "measured", HALVES),
     ),
 }
 # What takes long, or differs little from a case that is not among these.
@@ -277,6 +282,8 @@ def schedule_of(engine: str) -> PipelineSchedule:
 
         tuning = Tuning(limit_bytes=1 << 30, static_bytes=int, interval=1, sizes=lambda loaded, size: [size])
         return AdaptiveSchedule(tuning)
+    if engine == HALVES:
+        return PipelineSchedule(HALVES)
     if engine == "3F3B":
         return PipelineSchedule("kfkb", group_size=3)
     return PipelineSchedule(bpipe=engine == "bpipe", measure=engine == "measured")
@@ -298,6 +305,7 @@ class Current:
     """Calls the schedule of the case under way, so that the patches, which look for a name everywhere, stay on."""
 
     schedule: PipelineSchedule
+    needs = frozenset(["split"])
 
     def __call__(self, **arguments: Any) -> Any:
         return self.schedule(**arguments)

@@ -22,6 +22,7 @@ from evenpipe.megatron.script.two_bw.training import CALLED, two_bw_patches
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
 from evenpipe.megatron.symbols import TWO_BW, layer_kinds, without_processes
 from evenpipe.megatron.train_engine.stock import reporting_to
+from evenpipe.megatron.weight_gradients import linear_layers
 from evenpipe.upstream import ANY, PatchSet, UpstreamError
 from evenpipe.upstream.findings import (
     Finding,
@@ -59,6 +60,7 @@ def _sets() -> dict[Purpose, list[PatchSet]]:
         Purpose.TRAINING: [
             *script_patches(),
             in_place_of_megatron(_NOTHING),
+            linear_layers(),
             log_patches(_NOTHING),
             PatchSet("2bw", two_bw_patches(_NOTHING), [*TWO_BW, *CALLED]),
             adaptive_patches(_NOTHING),

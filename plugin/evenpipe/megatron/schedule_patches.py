@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from evenpipe.megatron.supported import MEGATRON_CORE, SCHEDULES, of_schedules, recorded
-from evenpipe.megatron.weight_gradients import linear_layers_called, linear_layers_in_halves
+from evenpipe.megatron.weight_gradients import linear_layers
 from evenpipe.upstream import Patch, PatchSet, around
 from evenpipe.upstream.saved_leaves import keeping_identity
 
@@ -31,10 +31,11 @@ def in_place_of_megatron(schedule: Callable[..., Any]) -> PatchSet:
         "release an order of micro-batches",
         rebinds=True,
     )
-    called = [each for each in of_schedules() if each.symbol != _CHOICE]
-    halves = "split" in getattr(schedule, "needs", ())
-    layers, calls = (linear_layers_in_halves(), linear_layers_called()) if halves else ((), ())
-    return PatchSet("schedule", [choice, keeping_identity(), *layers], [*called, *calls])
+    patches, calls = [choice, keeping_identity()], [each for each in of_schedules() if each.symbol != _CHOICE]
+    if "split" in getattr(schedule, "needs", ()):
+        layers = linear_layers()
+        patches, calls = [*patches, *layers.list()], [*calls, *layers.expectations]
+    return PatchSet("schedule", patches, calls)
 
 
 def _choose(schedule: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

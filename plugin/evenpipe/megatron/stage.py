@@ -17,7 +17,7 @@ from evenpipe.megatron.supported import CoreRelease
 from evenpipe.megatron.weight_gradients import WeightGradients
 from evenpipe.runtime.channel import shapes_received, shapes_sent
 from evenpipe.runtime.stage import check_sent
-from evenpipe.schedule import FORWARD, WEIGHT_GRADIENT, Kind, Schedule, Unit
+from evenpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kind, Schedule, Unit
 
 __all__ = ["Batch", "MegatronStage"]
 
@@ -65,7 +65,7 @@ class MegatronStage:
         kinds = [action.kind for action in schedule.actions[stage]]
         split = WEIGHT_GRADIENT in kinds
         self._weight_gradients = [WeightGradients(chunk, recording) for chunk in batch.model] if split else []
-        self._outstanding = len([*takewhile(lambda kind: kind == FORWARD, kinds)])
+        self._outstanding = [*takewhile(lambda kind: kind not in (BACKWARD, INPUT_GRADIENT), kinds)].count(FORWARD)
         self._forwards = 0
         self._inputs: dict[Unit, list[Tensor | None]] = {}
         self._outputs: dict[Unit, list[Tensor]] = {}

@@ -18,6 +18,7 @@ __all__ = [
     "TRAINED",
     "TRAINING",
     "TWO_BW",
+    "WEIGHT_GRADIENTS",
     "layer_kinds",
     "training_expected",
     "training_patch",
@@ -172,6 +173,27 @@ ADAPTIVE: Final = (
     ),
 )
 """Of --group-size auto."""
+
+
+_LAYERS: Final = "megatron.core.tensor_parallel.layers"
+_LINEAR: Final = (
+    "ctx, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, grad_output_buffer, "
+    "wgrad_deferral_limit, tp_group"
+)
+
+WEIGHT_GRADIENTS: Final = (
+    *expected(
+        {
+            f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication.forward": {
+                "0.14": f"({_LINEAR})",
+                "0.19": f"({_LINEAR}, gtp_remat_size)",
+            },
+            f"{_LAYERS}:prepare_input_tensors_for_wgrad_compute": "(grad_output, all_gathered_input)",
+            **members(_LAYERS, ("VocabParallelEmbedding", "dist_all_gather_func", "dist_reduce_scatter_func")),
+        }
+    ),
+)
+"""Of backwards in two halves."""
 
 
 _OPTIMIZER: Final = "megatron.core.optimizer.optimizer"

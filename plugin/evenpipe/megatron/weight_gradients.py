@@ -9,26 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from evenpipe.megatron.supported import MEGATRON_CORE, Changes, expected, members, since
+from evenpipe.megatron.supported import MEGATRON_CORE, since
+from evenpipe.megatron.symbols import WEIGHT_GRADIENTS
 from evenpipe.runtime import streams
 from evenpipe.schedule import Unit
-from evenpipe.upstream import PRESENT, Expectation, Patch
+from evenpipe.upstream import PRESENT, Patch, PatchSet
 
-__all__ = ["WeightGradients", "linear_layers_called", "linear_layers_in_halves"]
+__all__ = ["WeightGradients", "linear_layers"]
 
-_LAYERS: Final = "megatron.core.tensor_parallel.layers"
-_LINEAR: Final = f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication"
-_ARGUMENTS: Final = (
-    "ctx, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, grad_output_buffer, "
-    "wgrad_deferral_limit, tp_group"
-)
-_FORWARD: Final[Changes] = {"0.14": f"({_ARGUMENTS})", "0.19": f"({_ARGUMENTS}, gtp_remat_size)"}
+_LINEAR: Final = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
 #: On a parameter, while a batch whose backwards are in halves is under way.
 _MARK: Final = "evenpipe_weight_gradients"
 
@@ -101,22 +97,18 @@ class WeightGradients:
         self._uses.append(use)
 
 
-def linear_layers_in_halves() -> list[Patch]:
+def linear_layers() -> PatchSet:
     """The patch under which layers of chunks with `WeightGradients` under way leave their products to them."""
-    reason = "one autograd function computes the gradients of inputs and of weights, and no release can leave one out"
-    return [Patch("linear layers", (_LINEAR,), MEGATRON_CORE, since("(*args, **kwargs)"), _in_halves, reason, rebinds=True)]
-
-
-def linear_layers_called() -> list[Expectation]:
-    """What the replacement calls."""
-    return expected(
-        {
-            f"{_LINEAR}.forward": _FORWARD,
-            f"{_LAYERS}:prepare_input_tensors_for_wgrad_compute": "(grad_output, all_gathered_input)",
-            f"{_LAYERS}:VocabParallelEmbedding": PRESENT,
-            **members(_LAYERS, ("dist_all_gather_func", "dist_reduce_scatter_func", "get_global_memory_buffer")),
-        }
+    patch = Patch(
+        name="linear layers",
+        targets=(_LINEAR,),
+        distribution=MEGATRON_CORE,
+        versions=since(PRESENT),
+        replacement=_in_halves,
+        reason="one autograd function computes the gradients of inputs and weights, and no release can leave one out",
+        rebinds=True,
     )
+    return PatchSet("backwards in halves", [patch], WEIGHT_GRADIENTS)
 
 
 def _in_halves(whole: Any) -> Any:
@@ -145,7 +137,7 @@ def _in_halves(whole: Any) -> Any:
             left = torch.is_grad_enabled() and taken.requires_grad and hasattr(weight, _MARK)
             if not left or sharded or buffer is not None:
                 return whole.apply(taken, weight, bias, *rest)
-            return InputGradient.apply(taken, bias, _Beside(weight), *rest)
+            return InputGradient.apply(taken, bias, _Beside(weight), *rest)  # type: ignore[no-untyped-call]
 
     return Linear
 
@@ -215,14 +207,14 @@ def _product(weight: Any, linear: _Linear, taken: Tensor, gradient: Tensor) -> T
 
     if linear.sequence_parallel:
         shape = [taken.size(0) * linear.group.size(), *taken.shape[1:]]
-        whole = layers.get_global_memory_buffer().get_tensor(shape, taken.dtype, "mpu")
+        whole = torch.empty(shape, dtype=taken.dtype, device=taken.device)
         layers.dist_all_gather_func(whole, taken, group=linear.group)
         taken = whole
     gradient, taken = _flat(gradient, taken)
     if not linear.fused:
         return gradient.t().matmul(taken)
     assert linear.main_grad is not None, "Megatron fuses into it"
-    kernels = layers.fused_weight_gradient_mlp_cuda
+    kernels = import_module("fused_weight_gradient_mlp_cuda")  # Apex's
     fuse = kernels.wgrad_gemm_accum_fp32 if linear.main_grad.dtype == torch.float32 else kernels.wgrad_gemm_accum_fp16
     weight.main_grad = linear.main_grad
     fuse(taken, gradient, weight.main_grad)

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from evenpipe.upstream.expectation import Distribution, Expectation, match_signature, verify
-from evenpipe.upstream.symbols import MARK, Slot, UpstreamError, code_module, locate, module_of, signature_of
+from evenpipe.upstream.symbols import MARK, PRESENT, Slot, UpstreamError, code_module, locate, module_of, signature_of
 
 __all__ = ["APPLIED", "FITS", "Mark", "Patch", "PatchSet", "PatchState", "around"]
 
@@ -24,7 +24,8 @@ class Patch:
 
     `targets` are "module.path:attribute.path": the first is where the symbol is defined, the others are re-bindings
     made by `from x import f`, which would go on calling the original. `versions` maps a supported series (or ANY) to
-    the recorded signature of the original. `replacement(original)` makes a new function or class at each call. With
+    the recorded signature of the original, or to PRESENT: of a class that is called by its methods, which the set then
+    expects. `replacement(original)` makes a new function or class at each call. With
     `rebinds`, whatever other loaded module holds the original under any name gets the replacement too.
     """
 
@@ -201,7 +202,8 @@ def _fitting_slots(patch: Patch) -> tuple[Slot, ...]:
         if mark is not None:
             raise UpstreamError(f"{target}: already replaced by {mark.owner}: revert that first")
     symbol, original = patch.targets[0], slots[0].value
-    match_signature(symbol, patch.distribution, signature_of(original), patch.versions[series])
+    if patch.versions[series] != PRESENT:
+        match_signature(symbol, patch.distribution, signature_of(original), patch.versions[series])
     code = code_module(original)
     if code is not None and code != module_of(symbol):
         raise UpstreamError(

@@ -1,0 +1,54 @@
+"""Backwards in two halves (`zb-h1`) train what users combine to the bits of a stock run."""
+
+import pytest
+
+from tests.megatron_lm.launch import LAYOUTS, differences, launch, model_flags
+
+ITERATIONS = 3
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+EXPERTS = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "aux_loss"),
+    *("--moe-aux-loss-coeff", "1e-2", "--disable-bias-linear"),
+)
+CASES = {
+    "sequence parallel": ("TP2xPP2", ("--bf16",)),
+    "both overlaps": ("DP2xPP2 distributed optimizer", ("--bf16",)),
+    "experts, both overlaps": (
+        "DP2xPP2 distributed optimizer",
+        ("--bf16", "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall", *EXPERTS),
+    ),
+    "multi-token prediction": ("PP2", ("--bf16", "--mtp-num-layers", "1", "--position-embedding-type", "rope")),
+    "untied, uneven layout": (
+        "PP4",
+        ("--untie-embeddings-and-output-weights", "--pipeline-model-parallel-layout", "Et|tt|ttt|ttL"),
+    ),
+    "full recomputation, dropout": ("PP4", (*FULL, "--hidden-dropout", "0.1", "--attention-dropout", "0.1")),
+    "attention recomputed, fp16": ("PP4", ("--fp16", "--recompute-granularity", "selective")),
+}
+EVERYWHERE = ("sequence parallel", "both overlaps")
+LONG = ("untied, uneven layout", "attention recomputed, fp16")
+MARKED = [
+    pytest.param(
+        case, marks=pytest.mark.every_release if case in EVERYWHERE else pytest.mark.long if case in LONG else ()
+    )
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize("case", MARKED)
+def test_what_users_combine_trains_to_the_same_bits(megatron_lm, case, tmp_path):
+    layout, more = CASES[case]
+    processes, parallel = LAYOUTS[layout]
+    flags = [*model_flags(megatron_lm, "pretrain_gpt.py", ITERATIONS, []), *parallel, *more]
+    flags += ["--save-interval", str(ITERATIONS), "--ckpt-format", "torch"]
+    stock = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, "--save", str(tmp_path / "stock")])
+    assert len(stock.lines) == ITERATIONS
+    zero = ["--evenpipe-schedule", "zb-h1", "--save", str(tmp_path / "halves")]
+    ours = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, *zero])
+    assert ours.lines == stock.lines
+    assert len(stock.validation) >= 2
+    assert ours.validation == stock.validation
+    last = f"iter_{ITERATIONS:07d}"
+    assert differences(tmp_path / "stock" / last, tmp_path / "halves" / last) == []
+    stages = len(ours.peak_live)
+    assert ours.peak_live == [stages] * stages
