@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Set
 from importlib.metadata import Distribution
 from importlib.util import find_spec
 from pathlib import Path
+from queue import Queue
 from typing import Final
 
 import pydantic
@@ -87,7 +88,7 @@ COMPUTED: Final = {
 FAMILIAR: Final = (
     *("", 0, {}, [], set[int](), (), Path(), re.compile(""), namedtuple("namedtuple", ""), pydantic.BaseModel),
     *(argparse.ArgumentParser, BaseException(), contextlib.ExitStack, inspect.BoundArguments, logging.Logger),
-    Distribution,
+    *(Distribution, Queue),
     *(torch.Tensor, torch.UntypedStorage, torch.nn.Module(), torch.optim.Optimizer, dist.ProcessGroup, dist.Work),
 )
 FAMILIAR_NAMES: Final = frozenset(name for each in FAMILIAR for name in dir(each))

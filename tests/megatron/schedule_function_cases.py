@@ -71,6 +71,7 @@ class Call:
 class Case:
     """A tiny GPT and the calls that are made for it.
 
+    With `engine_layers`, linear layers are like Transformer Engine's, and delay their gradients under our schedules.
     `config`, `ddp` and `optimizer` are settings of Megatron's; without `ddp` the modules stay bare, without
     synchronisation of gradients. `synchronise` names what of DDP's the configuration refers to.
     """
@@ -85,6 +86,7 @@ class Case:
     loss_scale: float | None = None
     synchronise: tuple[str, ...] = ()
     timers: bool = False
+    engine_layers: bool = False
     engines: tuple[str, ...] = ENGINES
 
 
@@ -237,6 +239,17 @@ CASES = {
         synchronise=("no_sync", "grad_sync", "param_sync"),
         engines=(*MEASURED, HALVES),
     ),
+    "layers of Transformer Engine's kind": Case(
+        PP2,
+        SEVERAL,
+        config={"num_layers": 4},
+        ddp=GATHERED,
+        optimizer=SHARDED,
+        synchronise=("no_sync", "grad_sync", "param_sync"),
+        precision="bf16",
+        engine_layers=True,
+        engines=("megatron", HALVES),
+    ),
     "sequence parallel, recomputation": Case(
         TP2_PP2,
         config={"sequence_parallel": True, "num_layers": 4, **BLOCK},
@@ -339,7 +352,7 @@ def carry_out(case: Case, schedule: PipelineSchedule | None = None) -> dict[str,
     from megatron.core import pipeline_parallel
     from tiny_pipeline import Pipeline
 
-    pipeline = Pipeline(case)
+    pipeline = Pipeline(case, ours=schedule is not None)
     calls: list[Any] = []
     with stages_made() as stages:
         for index, call in enumerate(case.calls):

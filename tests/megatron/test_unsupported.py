@@ -81,6 +81,13 @@ def test_a_setting_that_breaks_only_bpipe_is_refused_with_bpipe_only(setting: st
     assert "\n" not in str(refusal.value)
 
 
+def test_what_puts_off_or_captures_backwards_goes_with_whole_ones_only() -> None:
+    deferred = config(defer_embedding_wgrad_compute=True, gradient_accumulation_fusion=True)
+    refuse_unsupported(deferred, False, [PLAIN], False)
+    with pytest.raises(ValueError, match=r"^defer_embedding_wgrad_compute puts off .*: turn it off, or use 1f1b$"):
+        refuse_unsupported(deferred, False, [PLAIN], False, halves=True)
+
+
 def test_nothing_is_recorded_without_the_patches(patches: PatchSet) -> None:
     """Recorded weights would lose fused gradients, and recomputed regions those of their inputs, without a word."""
     patches.revert()

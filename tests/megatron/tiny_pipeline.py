@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from delayed_layers import replace_linear_layers
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -66,13 +67,15 @@ class PackedAttention(torch.nn.Module):
 class Pipeline:
     """The model chunks of a case; calls the function and tells what came back, in what order what was called."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, ours: bool) -> None:
         self._case = case
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         torch.manual_seed(1234 + dist.get_rank() if case.layout.tensor > 1 else 1234 + self._stage)
         tensor_parallel.model_parallel_cuda_manual_seed(1234 + self._stage)
         self.config = self._config()
         modules = [self._module(chunk) for chunk in range(case.layout.chunks)]
+        for module in modules if case.engine_layers else ():
+            replace_linear_layers(module, delay=ours)
         self.chunks: list[torch.nn.Module] = [Float16Module(self.config, m) if self._half else m for m in modules]
         self.events: list[str] = []
         self._groups: Any = None
@@ -80,7 +83,7 @@ class Pipeline:
             parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
             self._optimizer: Any = torch.optim.SGD(parameters, lr=0.1)
         else:
-            self._synchronise(case.ddp)
+            self._synchronise({**case.ddp, "delay_wgrad_compute": case.engine_layers and ours})
             settings = {"optimizer": "adam", "lr": 0.01, **self._half, "params_dtype": self._dtype}
             self._optimizer = get_megatron_optimizer(OptimizerConfig(**settings, **case.optimizer), self.chunks)
             self.config.grad_scale_func = self._optimizer.scale_loss

@@ -381,3 +381,9 @@ def test_fp32_has_no_flash_attention() -> None:
     assert estimate(of, where, run).run.attention == "unfused"
     with pytest.raises(EstimateError, match="attention=flash: computes fp16 and bf16"):
         estimate(of, where, replace(run, attention="flash"))
+
+
+def test_what_second_halves_keep_of_recomputed_layers_is_refused() -> None:
+    run = Run(global_batch=16, stages=4, schedule="zb-h1", recompute="full")
+    with pytest.raises(EstimateError, match=r"^schedule=zb-h1: the second halves .* keep most of what recompute=full"):
+        run.check(GPT, cluster("4x8-a100-80gb"))

@@ -51,7 +51,7 @@ class EvenPipe:
     def on_train_start(self, context: Any) -> None:
         """Called by Bridge, on all ranks: model and optimizer are made, their weights loaded."""
         config = context.state.cfg
-        for refusal in refused_settings(config.model, self._bpipe):
+        for refusal in refused_settings(config.model, self._bpipe, "split" in self.schedule.needs):
             raise ValueError(str(refusal))
         if getattr(getattr(config, "inprocess_restart", None), "enabled", False):
             raise ValueError(

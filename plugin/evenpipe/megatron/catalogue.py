@@ -15,6 +15,7 @@ from evenpipe.megatron.cpu_mode.scripts import script_patches as cpu_script_patc
 from evenpipe.megatron.planned_layout import half_layers
 from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.script.adaptive import adaptive_patches
+from evenpipe.megatron.script.delayed import delayed_gradients
 from evenpipe.megatron.script.install import script_patches
 from evenpipe.megatron.script.log import log_patches
 from evenpipe.megatron.script.predicted_vs_measured import comparison_patches
@@ -61,6 +62,7 @@ def _sets() -> dict[Purpose, list[PatchSet]]:
             *script_patches(),
             in_place_of_megatron(_NOTHING),
             linear_layers(),
+            delayed_gradients(),
             log_patches(_NOTHING),
             PatchSet("2bw", two_bw_patches(_NOTHING), [*TWO_BW, *CALLED]),
             adaptive_patches(_NOTHING),

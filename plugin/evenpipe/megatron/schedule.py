@@ -177,7 +177,7 @@ class PipelineSchedule:
         chunks = list(model) if isinstance(model, list) else [model]
         iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator]
         config, release = get_model_config(chunks[0]), self._release
-        refuse_unsupported(config, self.bpipe, chunks, self.bpipe or self.measure)
+        refuse_unsupported(config, self.bpipe, chunks, self.bpipe or self.measure, "split" in self.needs)
         given = groups_given.pop(release.process_groups_argument, None)
         unknown = [
             *groups_given,

@@ -12,6 +12,7 @@ from evenpipe.upstream import ANY, PRESENT, Distribution, Expectation, Patch, ar
 
 __all__ = [
     "ADAPTIVE",
+    "DELAYED",
     "LOGGED_LOSSES",
     "RANDOM_NUMBERS",
     "STATIC_MEMORY",
@@ -190,10 +191,25 @@ WEIGHT_GRADIENTS: Final = (
             },
             f"{_LAYERS}:prepare_input_tensors_for_wgrad_compute": "(grad_output, all_gathered_input)",
             **members(_LAYERS, ("VocabParallelEmbedding", "dist_all_gather_func", "dist_reduce_scatter_func")),
+            f"{_LAYERS}:ColumnParallelLinear.backward_dw": "(self)",  # Transformer Engine's have it too
         }
     ),
 )
 """Of backwards in two halves."""
+
+DELAYED: Final = (
+    *expected(
+        {
+            "megatron.core.utils:get_te_version": "()",
+            "megatron.core.utils:is_te_min_version": "(version, check_equality=True)",
+        }
+    ),
+    *expected(
+        {"megatron.core.model_parallel_config:ModelParallelConfig.delay_wgrad_compute": PRESENT},
+        "layers are made by it, and Megatron's check allows it with another schedule only",
+    ),
+)
+"""Of those of Transformer Engine's layers, in scripts."""
 
 
 _OPTIMIZER: Final = "megatron.core.optimizer.optimizer"

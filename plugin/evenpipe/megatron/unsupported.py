@@ -84,6 +84,13 @@ _WITH_BPIPE: Mapping[str, str] = {
     "cuda_graph_impl=transformer_engine": _OWN_MEMORY,
 }
 
+_WHOLE = "captures whole backwards"
+_WITH_HALVES: Mapping[str, str] = {
+    "defer_embedding_wgrad_compute": "puts off the same gradients in its own way",
+    "external_cuda_graph": _WHOLE,
+    "cuda_graph_impl=transformer_engine": _WHOLE,
+}
+
 _ONE_VERSION = "keeps something of the weights beside them, which would be one version's only"
 _ADDRESSES = "captures the addresses of one weight version"
 _JOINS = "joins all stages in every iteration, which 2bw is there to avoid"
@@ -235,14 +242,16 @@ def refused_arguments(args: Namespace, bpipe: bool) -> Iterator[Refusal]:
     yield from _given(args, _ARGUMENTS_WITH_TWO_VERSIONS, remedy)
 
 
-def refused_settings(settings: Any, bpipe: bool) -> Iterator[Refusal]:
-    """What in `settings` does not go together with EvenPipe's schedules, or with BPipe if that is on.
+def refused_settings(settings: Any, bpipe: bool, halves: bool = False) -> Iterator[Refusal]:
+    """What in `settings` does not go together with EvenPipe's schedules; with BPipe, or with backwards in `halves`.
 
     `settings` is Megatron's model configuration, or its arguments, whose attributes have the same names.
     """
     yield from _given(settings, _ALWAYS, "turn it off, or EvenPipe's schedule")
     if bpipe:
         yield from _given(settings, _WITH_BPIPE, "turn it off, or BPipe")
+    if halves:
+        yield from _given(settings, _WITH_HALVES, "turn it off, or use 1f1b")
 
 
 def _given(settings: Any, reasons: Mapping[str, str], remedy: str) -> Iterator[Refusal]:
@@ -258,12 +267,12 @@ def _given(settings: Any, reasons: Mapping[str, str], remedy: str) -> Iterator[R
             yield Refusal(setting, " ".join(map(str, values)), reason, remedy)
 
 
-def refuse_unsupported(config: Any, bpipe: bool, model: Sequence[Any], records: bool) -> None:
+def refuse_unsupported(config: Any, bpipe: bool, model: Sequence[Any], records: bool, halves: bool = False) -> None:
     """Raise ValueError with one line that names the setting, why it does not go together, and what to do.
 
     `model` are the chunks of this stage; `records`: what autograd saves is recorded, for BPipe or to be measured.
     """
-    for refusal in refused_settings(config, bpipe):
+    for refusal in refused_settings(config, bpipe, halves):
         raise ValueError(str(refusal))
     if any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in model):
         raise ValueError(f"use_megatron_fsdp {_FSDP}: turn it off, or EvenPipe's schedule")

@@ -48,6 +48,9 @@ class WeightGradients:
 
     A weight that an embedding of the chunk looks up too stays in the first half: its gradients are one sum.
     `recording(unit)` is entered to save what a second half needs, so that it is counted.
+
+    Layers that were made with delayed gradients (Transformer Engine's, `delay_wgrad_compute`) have queues of their own,
+    first in, first out, which are not counted.
     """
 
     def __init__(self, chunk: torch.nn.Module, recording: Callable[[Unit], AbstractContextManager[object]]) -> None:
@@ -58,6 +61,8 @@ class WeightGradients:
         self._recording = recording
         self._uses: list[_Use] | None = None
         self._left: dict[Unit, list[Tensor]] = {}
+        self._layers: list[Any] = [one for one in chunk.modules() if _delays(one)][::-1]  # as a backward comes to them
+        self._queued: dict[Unit, list[int]] = {}
 
     def begin(self) -> None:
         """Before a batch."""
@@ -73,9 +78,10 @@ class WeightGradients:
 
     def leave(self, unit: Unit, backward: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Return what `backward`, the first half of `unit`, returns; what it leaves is kept for `compute`."""
-        self._uses = []
+        self._uses, before = [], self._queues()
         found = backward()
         uses, self._uses = self._uses, None
+        self._queued[unit] = [after - length for length, after in zip(before, self._queues(), strict=True)]
         of_weight: dict[int, list[_Use]] = {}
         for use in uses:  # a weight comes where it is used last, as its gradient is then complete
             of_weight[id(use.weight)] = [*of_weight.pop(id(use.weight), []), use]
@@ -89,12 +95,24 @@ class WeightGradients:
         while left:
             node = left.pop()
             torch.autograd.backward(node, node.detach())
+        for layer, count in zip(self._layers, self._queued.pop(unit), strict=True):
+            for _ in range(count):
+                layer.backward_dw()
 
     def add(self, use: _Use) -> None:
         """Leave a product for the second half. Raises RuntimeError outside of a first half."""
         if self._uses is None:
             raise RuntimeError("a backward outside of the schedule reaches layers whose backwards are in halves")
         self._uses.append(use)
+
+    def _queues(self) -> list[int]:
+        return [layer.wgrad_store.context.qsize() for layer in self._layers]
+
+
+def _delays(layer: Any) -> bool:
+    """Whether it is one of Transformer Engine's whose backward leaves the gradients of its weights in a queue."""
+    store = getattr(layer, "wgrad_store", None)
+    return store is not None and bool(store.delay_wgrad_compute())
 
 
 def linear_layers() -> PatchSet:

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from evenpipe.megatron.grouping import group_size
+from evenpipe.megatron.script.delayed import too_old_engine
 from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.megatron.unsupported import Refusal, refused_arguments, refused_settings, refused_with_tuning
 from evenpipe.report.files import check_writable
@@ -56,7 +57,8 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
         asked = _asked(config)
         with_two_versions = refused_arguments(args, config.bpipe) if config.streams else ()
         with_tuning = refused_with_tuning(args) if config.group_size == "auto" else ()
-        refused = (*refused_settings(args, config.bpipe), *with_two_versions, *with_tuning)
+        settings = refused_settings(args, config.bpipe, "split" in config.spec.needs)
+        refused = (*settings, *with_two_versions, *with_tuning)
         for refusal in refused or _refused_capture(config, args):
             theirs = _FLAGS.get(refusal.setting, f"--{refusal.setting.replace('_', '-')}")
             setting = f"{theirs} {refusal.value}".rstrip()
@@ -69,6 +71,8 @@ def warnings(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
         yield line
     if (apex := wrong_apex()) is not None:
         yield apex
+    if "split" in config.spec.needs and (older := too_old_engine(args)) is not None:
+        yield older
 
 
 def _fit_table(spec: Spec, args: Namespace) -> None:

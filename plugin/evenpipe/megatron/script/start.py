@@ -86,6 +86,7 @@ def ending_the_job() -> Iterator[None]:
 def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None) -> None:
     # Imported here: a run without EvenPipe's flags does not pay for it.
     from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
+    from evenpipe.megatron.script.delayed import delayed_gradients
     from evenpipe.megatron.script.link_table import LinkTable
     from evenpipe.megatron.script.log import TrainingLog, log_patches
     from evenpipe.megatron.script.placing import place_process
@@ -112,6 +113,8 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
         schedule, called, more = tuned.schedule, tuned, [adaptive_patches(tuned)]
     else:
         schedule = PipelineSchedule(config.spec, config.bpipe, observer, connected=report, group_size=config.group_size)
+    if "split" in config.spec.needs:
+        more = [*more, delayed_gradients()]
     compare = None
     if plan is not None:
         from evenpipe.megatron.planned_layout import half_layers
