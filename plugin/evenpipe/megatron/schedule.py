@@ -234,8 +234,12 @@ class PipelineSchedule:
             release,
             executor.store.recording if self.bpipe or self.measure else lambda unit: nullcontext(),
         )
-        stage.start()
-        executor.run(program, stage)
+        try:
+            stage.start()
+            executor.run(program, stage)
+        except BaseException:
+            stage.leave_off()
+            raise
         stage.finish()
         if config.finalize_model_grads_func is not None:
             is_last = pipeline.rank() == pipeline.size() - 1

@@ -79,9 +79,13 @@ class MegatronStage:
 
     def finish(self) -> None:
         """After the last action."""
+        self.leave_off()
+        self._sync.finish()
+
+    def leave_off(self) -> None:
+        """After an action, if it was the last one or failed: the model is as it was before the first."""
         for of_chunk in self._weight_gradients:
             of_chunk.end()
-        self._sync.finish()
 
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
         """Tensors of Megatron's pipeline shapes (sequence, micro-batch size, hidden) and dtype.

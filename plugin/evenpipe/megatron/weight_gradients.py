@@ -46,7 +46,8 @@ class WeightGradients:
     computes their gradients nor runs the hooks on them. A second half is a backward of its own, through one node a
     weight: gradients are accumulated, and hooks of data parallelism run, as a whole backward has it.
 
-    A weight that an embedding of the chunk looks up too stays in the first half: its gradients are one sum.
+    A weight that is another module's of the chunk too, such as an embedding's, stays in the first half: its gradients
+    are one sum.
     `recording(unit)` is entered to save what a second half needs, so that it is counted.
 
     Layers that were made with delayed gradients (Transformer Engine's, `delay_wgrad_compute`) have queues of their own,
@@ -54,10 +55,11 @@ class WeightGradients:
     """
 
     def __init__(self, chunk: torch.nn.Module, recording: Callable[[Unit], AbstractContextManager[object]]) -> None:
-        from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-        looked_up = {id(one.weight) for one in chunk.modules() if isinstance(one, VocabParallelEmbedding)}
-        self._weights = [one for one in chunk.parameters() if one.requires_grad and id(one) not in looked_up]
+        others = [one for one in chunk.modules() if not isinstance(one, ColumnParallelLinear | RowParallelLinear)]
+        theirs = {id(weight) for one in others for weight in one.parameters(recurse=False)}
+        self._weights = [one for one in chunk.parameters() if one.requires_grad and id(one) not in theirs]
         self._recording = recording
         self._uses: list[_Use] | None = None
         self._left: dict[Unit, list[Tensor]] = {}
@@ -65,22 +67,25 @@ class WeightGradients:
         self._queued: dict[Unit, list[int]] = {}
 
     def begin(self) -> None:
-        """Before a batch."""
+        """Before a batch. Raises ValueError for a weight that two chunks of a stage share."""
         for weight in self._weights:
+            if hasattr(weight, _MARK):
+                raise ValueError("two model chunks of a stage share a weight: take a schedule of whole backwards")
             setattr(weight, _MARK, self)
 
     def end(self) -> None:
-        """After a batch. Raises RuntimeError where a second half has not been computed."""
+        """After a batch, or what there was of it."""
         for weight in self._weights:
-            delattr(weight, _MARK)
-        if self._left:
-            raise RuntimeError(f"no action computes the weight gradients of micro-batch {next(iter(self._left))}")
+            vars(weight).pop(_MARK, None)
+        self._left.clear()
 
     def leave(self, unit: Unit, backward: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Return what `backward`, the first half of `unit`, returns; what it leaves is kept for `compute`."""
         self._uses, before = [], self._queues()
-        found = backward()
-        uses, self._uses = self._uses, None
+        try:
+            found = backward()
+        finally:
+            uses, self._uses = self._uses, None
         self._queued[unit] = [after - length for length, after in zip(before, self._queues(), strict=True)]
         of_weight: dict[int, list[_Use]] = {}
         for use in uses:  # a weight comes where it is used last, as its gradient is then complete
@@ -131,6 +136,7 @@ def linear_layers() -> PatchSet:
 
 def _in_halves(whole: Any) -> Any:
     """`whole`, Megatron's autograd function of a linear layer, with the weight left out where it is marked."""
+    from megatron.core.tensor_parallel import layers
 
     class InputGradient(torch.autograd.Function):
         @staticmethod
@@ -139,6 +145,7 @@ def _in_halves(whole: Any) -> Any:
             return cast(Tensor, whole.forward(ctx, taken, weight.parameter, bias, *rest))
 
         @staticmethod
+        @layers.custom_bwd  # type: ignore[untyped-decorator]
         @once_differentiable
         def backward(ctx: Any, gradient: Tensor) -> Any:
             taken, _ = ctx.saved_tensors
@@ -173,10 +180,12 @@ class _Linear(NamedTuple):
     group: Any
     fused: bool
     main_grad: Tensor | None
+    autocast: tuple[bool, torch.dtype]
 
     @classmethod
     def of(cls, ctx: Any) -> _Linear:
-        return cls(ctx.sequence_parallel, ctx.tp_group, ctx.gradient_accumulation_fusion, ctx.main_grad)
+        autocast = ctx._fwd_used_autocast, ctx._dtype
+        return cls(ctx.sequence_parallel, ctx.tp_group, ctx.gradient_accumulation_fusion, ctx.main_grad, autocast)
 
 
 def _of_input(ctx: Any, taken: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
@@ -201,7 +210,10 @@ def _product_of(uses: list[_Use]) -> Tensor:
 
 
 class _Products(torch.autograd.Function):
-    """Its backward gives the gradient of a weight: the sum of the products of its uses, in their order."""
+    """Its backward gives the gradient of a weight: the sum of the products of its uses, in their order.
+
+    Where Megatron's kernel has added them to `main_grad`, it gives what Megatron gives in place of a gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, linear: list[_Linear], *tensors: Tensor) -> Tensor:
@@ -214,13 +226,19 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> Any:
         saved, total = ctx.saved_tensors, None
         for linear, taken, gradient in zip(ctx.linear, saved[::2], saved[1::2], strict=True):
-            product = _product(ctx.weight, linear, taken, gradient)
-            total = product if total is None else total + product
+            enabled, dtype = linear.autocast
+            with torch.autocast("cuda", dtype, enabled):
+                product = _product(ctx.weight, linear, taken, gradient)
+            if product is not None:
+                product = product.to(ctx.weight.dtype)
+                total = product if total is None else total + product
+        if total is None:
+            total = _placeholder(ctx.weight, saved[0].dtype)
         return total, None, *[None] * len(saved)
 
 
-def _product(weight: Any, linear: _Linear, taken: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient of `weight` by one use; where Megatron's kernel has added it to `main_grad`, what stands for it."""
+def _product(weight: Any, linear: _Linear, taken: Tensor, gradient: Tensor) -> Tensor | None:
+    """The gradient of `weight` by one use; None where Megatron's kernel has added it to `main_grad`."""
     from megatron.core.tensor_parallel import layers
 
     if linear.sequence_parallel:
@@ -236,8 +254,16 @@ def _product(weight: Any, linear: _Linear, taken: Tensor, gradient: Tensor) -> T
     fuse = kernels.wgrad_gemm_accum_fp32 if linear.main_grad.dtype == torch.float32 else kernels.wgrad_gemm_accum_fp16
     weight.main_grad = linear.main_grad
     fuse(taken, gradient, weight.main_grad)
+    return None
+
+
+def _placeholder(weight: Any, dtype: torch.dtype) -> Tensor | None:
+    """What stands for a gradient that is in `main_grad`, so that hooks run where they do; None where nobody asks."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
     weight.grad_added_to_main_grad = True
-    return torch.empty(weight.shape, dtype=taken.dtype, device=taken.device)
+    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    return make(weight.shape, dtype=dtype, device=weight.device)
 
 
 def _flat(gradient: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:

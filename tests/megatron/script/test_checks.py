@@ -40,15 +40,15 @@ REFUSED = {
         {"virtual_pipeline_model_parallel_size": 2},
         "--evenpipe-schedule gpipe: .*--num-layers-per-virtual-pipeline-stage",
     ),
-    "backwards in two halves": (
+    "backwards in two halves of what is deferred": (
         {"schedule": "zb-h1"},
-        {},
-        "--evenpipe-schedule zb-h1: needs backwards in two halves, which megatron-core does not offer: choose one of ",
+        {"defer_embedding_wgrad_compute": True},
+        "zb-h1: --defer-embedding-wgrad-compute puts off the same gradients in its own way: turn it off, or use 1f1b",
     ),
     "in a V": (
         {"schedule": "v-half"},
         {},
-        "--evenpipe-schedule v-half: needs model chunks that are not placed stage by stage and backwards in two halves",
+        "--evenpipe-schedule v-half: needs model chunks that are not placed stage by stage, which megatron-core does ",
     ),
     "interleaved, not virtual": (
         {"schedule": "interleaved"},
