@@ -1,4 +1,4 @@
-"""What a training iteration takes with and without pipeline flushes: Megatron's 1F1B, EvenPipe's 1F1B, EvenPipe's 2BW.
+"""What a training iteration takes with and without pipeline flushes: Megatron's 1F1B, EvenPipe's 1F1B, ZB-H1, 2BW.
 
 Measured: the time from the start of a batch to the start of the next, on the slowest stage, in steady state. On: a tiny
 megatron-core GPT (tied embeddings, one layer a stage) in Megatron's DDP with Megatron's Adam and clipping at 1.0, one
@@ -13,14 +13,15 @@ last stage. With 2BW, as in EvenPipe's drop-in, nobody is asked: every stage kno
 
     megatron     Megatron's own forward_backward_pipelining_without_interleaving
     evenpipe     EvenPipe's 1F1B
+    zb-h1        EvenPipe's ZB-H1; each half of a backward takes 100 ms
     2bw          EvenPipe's 2BW, its stream going on from round to round
 
-The three take turns in the same processes, each with a model and an optimizer of its own: some batches to get going,
+The four take turns in the same processes, each with a model and an optimizer of its own: some batches to get going,
 some measured. The figures are medians over rounds. Beside them stands theory, where messages, host and optimizer take
-no time: (m + p − 1)(tf + tb) with a flush, m(tf + tb) without.
+no time: (m + p − 1)(tf + tb) with a flush, m(tf + tb) without, m(tf + tb) + (p − 1)tf under ZB-H1.
 
-With --megatron-lm PATH, the same stages in the training loop of that checkout's own, unmodified pretrain_gpt.py, a job
-a variant in every round; the times are those in Megatron's log, at every iteration.
+With --megatron-lm PATH, the same stages, without ZB-H1, in the training loop of that checkout's own, unmodified
+pretrain_gpt.py, a job a variant in every round; the times are those in Megatron's log, at every iteration.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import torch.distributed as dist
 from emulation import Accelerator, clock_ms
 from flushes import Setting, add_flags, common, result, settings_of, table
 from harness import Benchmark, Tick, prepare_to_fork, progress_bar, run_in_processes
-from sleeping_stages import follow_waits, slow_down
+from sleeping_stages import follow_waits, slow_down, slow_second_halves
 
 with warnings.catch_warnings():
     # megatron-core warns of every optional package that is missing; none is needed here.
@@ -52,7 +53,7 @@ with warnings.catch_warnings():
     from evenpipe.train.options import OptionsError, TrainOptions
 
 #: EvenPipe's schedule of each variant.
-SCHEDULES: Final[dict[str, str | None]] = {"megatron": None, "evenpipe": "1f1b", "2bw": "2bw"}
+SCHEDULES: Final[dict[str, str | None]] = {"megatron": None, "evenpipe": "1f1b", "zb-h1": "zb-h1", "2bw": "2bw"}
 VARIANTS: Final = tuple(SCHEDULES)
 CASES: Final = ("4x4", "4x8", "8x8")
 MODEL: Final[dict[str, Any]] = {"hidden": 32, "heads": 4, "seq_length": 16, "clip_grad": 1.0, "lr_decay": "none"}
@@ -71,7 +72,7 @@ class Variant:
     def __init__(self, name: str, options: TrainOptions, accelerator: Accelerator, rank: int) -> None:
         self.learner: Learner = make_learner(options, data.load(options), torch.device("cpu"))
         (chunk,) = self.learner.replica.chunks
-        slow_down(chunk.module, accelerator)
+        slow_down(chunk.module, accelerator, halves=name == "zb-h1")
         self._flushes = name != "2bw"
         self._streams = micro_batches(self.learner, 0)
         self._failure = FailureContext(rank)
@@ -109,6 +110,7 @@ def measure(rank: int, setting: Setting, tick: Tick) -> dict[str, list[float]]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=setting.stages)
     accelerator = Accelerator(setting.forward_ms, 2 * setting.forward_ms)
     follow_waits(accelerator)
+    slow_second_halves(accelerator)
     variants = {name: Variant(name, options_of(setting), accelerator, rank) for name in VARIANTS}
     times: dict[str, list[float]] = {name: [] for name in VARIANTS}
     with open(os.devnull, "w") as log:
@@ -143,7 +145,8 @@ def main() -> None:
     prepare_to_fork()
     results = []
     for setting in settings:
-        with progress_bar(f"{setting.stages} stages", len(VARIANTS) * setting.repeats) as tick:
+        variants = VARIANTS if checkout is None else tuple(pretrain_jobs.VARIANTS)
+        with progress_bar(f"{setting.stages} stages", len(variants) * setting.repeats) as tick:
             if checkout is None:
                 times = run_in_processes(setting.stages, measure, setting, tick=tick)
             else:

@@ -25,8 +25,9 @@ class Setting(NamedTuple):
 
     def theory_ms(self, variant: str) -> float:
         """A batch, where messages, host and optimizer take no time."""
-        pairs = self.micro_batches + (0 if variant == "2bw" else self.stages - 1)
-        return pairs * 3 * self.forward_ms
+        # Of ZB-H1's bubble, see arXiv 2401.10241, Table 2, with halves that take as long as a forward.
+        waiting = {"2bw": 0, "zb-h1": 1}.get(variant, 3) * (self.stages - 1)
+        return (3 * self.micro_batches + waiting) * self.forward_ms
 
 
 def add_flags(benchmark: Benchmark, cases: Sequence[str]) -> None:

@@ -10,24 +10,39 @@ import torch.distributed as dist
 from emulation import Accelerator, clock_ms
 from torch import Tensor
 
+from evenpipe.megatron.weight_gradients import WeightGradients
 from evenpipe.runtime.channel import Layouts
+from evenpipe.schedule import Unit
 
-__all__ = ["follow_waits", "slow_down"]
+__all__ = ["follow_waits", "slow_down", "slow_second_halves"]
 
 # A wait that took less found what it waited for there already.
 _NOTICEABLE_MS: Final = 0.3
 
 
-def slow_down(module: torch.nn.Module, accelerator: Accelerator) -> None:
+def slow_down(module: torch.nn.Module, accelerator: Accelerator, halves: bool = False) -> None:
     """From now on each forward and backward of `module` takes its time on `accelerator`, what it really computes
-    included. `module` returns one tensor, and all of a backward goes through that.
+    included; in `halves`, a backward's first one takes half of it. `module` returns one tensor, and all of a backward
+    goes through that.
     """
+    backward_ms = accelerator.backward_ms / (2 if halves else 1)
 
     def stretched(_: torch.nn.Module, __: Any, output: Tensor) -> Tensor:
-        stretched_output: Tensor = _Stretch.apply(output, accelerator)
+        stretched_output: Tensor = _Stretch.apply(output, accelerator, backward_ms)
         return stretched_output
 
     module.register_forward_hook(stretched)
+
+
+def slow_second_halves(accelerator: Accelerator) -> None:
+    """From now on the second half of every backward takes half a backward's time, what it really computes included."""
+    original = WeightGradients.compute
+
+    def compute(self: WeightGradients, unit: Unit) -> None:
+        original(self, unit)
+        accelerator.compute(accelerator.backward_ms / 2)
+
+    WeightGradients.compute = compute  # type: ignore[method-assign]
 
 
 def follow_waits(accelerator: Accelerator) -> None:
@@ -64,15 +79,15 @@ def follow_waits(accelerator: Accelerator) -> None:
 
 class _Stretch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, accelerator: Accelerator) -> Tensor:
-        ctx.accelerator = accelerator
+    def forward(ctx: Any, output: Tensor, accelerator: Accelerator, backward_ms: float) -> Tensor:
+        ctx.accelerator, ctx.backward_ms = accelerator, backward_ms
         accelerator.compute(accelerator.forward_ms)
         # A tensor of its own: Megatron frees what it has sent.
         return output.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        accelerator = ctx.accelerator
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        accelerator, backward_ms = ctx.accelerator, ctx.backward_ms
         # First of the backward; the callback comes when autograd is done with all of it.
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: accelerator.compute(accelerator.backward_ms))
-        return gradient, None
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: accelerator.compute(backward_ms))
+        return gradient, None, None
