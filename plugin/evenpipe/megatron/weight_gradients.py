@@ -78,6 +78,7 @@ class WeightGradients:
         for weight in self._weights:
             vars(weight).pop(_MARK, None)
         self._left.clear()
+        self._queued.clear()
 
     def leave(self, unit: Unit, backward: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Return what `backward`, the first half of `unit`, returns; what it leaves is kept for `compute`."""
@@ -158,9 +159,9 @@ def _in_halves(whole: Any) -> Any:
     class Linear(whole):  # type: ignore[misc]
         @classmethod
         def apply(cls, taken: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
-            buffer, sharded = rest[3], rest[6:] > (1,)
+            buffer, shards = rest[3], rest[6:]  # of gathered weights, from 0.19 on
             left = torch.is_grad_enabled() and taken.requires_grad and hasattr(weight, _MARK)
-            if not left or sharded or buffer is not None:
+            if not left or shards > (1,) or buffer is not None:
                 return whole.apply(taken, weight, bias, *rest)
             return InputGradient.apply(taken, bias, _Beside(weight), *rest)  # type: ignore[no-untyped-call]
 
