@@ -85,7 +85,7 @@ _SECONDS: Final = 8.0
 
 
 def gpus() -> Iterator[Finding]:
-    """What torch sees, and which of them reach each other's memory."""
+    """Yield which GPUs torch sees, and which of them do not reach each other's memory."""
     try:
         import torch
     except ImportError as error:
@@ -118,7 +118,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def topology() -> Iterator[Finding]:
-    """What `nvidia-smi topo -m` says of the paths between GPUs."""
+    """Yield what `nvidia-smi topo -m` says of the paths between GPUs."""
     command = shutil.which("nvidia-smi")
     if command is None:
         yield unseen("GPU links", "nvidia-smi is not here")

@@ -23,7 +23,7 @@ class NoMeetingError(Exception):
 
 
 class Launched(NamedTuple):
-    """What the launcher says of this process: torchrun, DeepSpeed's, or variables set by hand."""
+    """A process as its launcher describes it: torchrun, DeepSpeed's, or variables set by hand."""
 
     rank: int
     world: int
@@ -64,7 +64,7 @@ class Job:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank is the one that speaks for all."""
+        """Return whether this rank, the lowest that is present, is the one that reports for all."""
         return self._launched.rank == min(self.present)
 
     def agree(self) -> bool:

@@ -95,7 +95,7 @@ def _in_megatrons_order(stages: int, replicas: int, tensor: int) -> tuple[Coordi
 
 
 def _crossing(pipelines: Pipelines, job: Mapping[int, Launched]) -> list[tuple[int, int, int]]:
-    """Of `trading` those whose ranks are on different nodes."""
+    """Return the entries of `trading` whose ranks are on different nodes."""
     return [pair for pair in pipelines.trading() if job[pair[1]].node != job[pair[2]].node]
 
 
@@ -150,7 +150,7 @@ def clocks(rank: int, world: int) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a rank found of its own link to its partner: GB/s at which it sends; how fast it computes, if asked."""
+    """A rank's measurements: GB/s at which it sends on its own link to its partner, and its compute speed, if asked."""
 
     gbps: float | None
     flops: float | None

@@ -96,7 +96,7 @@ class _Timex(ctypes.Structure):
 
 
 def clock() -> Iterator[Finding]:
-    """Whether the kernel holds its wall clock to be synchronised."""
+    """Yield whether the kernel holds its wall clock to be synchronised."""
     if not sys.platform.startswith("linux"):
         yield unseen("clock", "whether it is synchronised can only be asked of Linux")
         return
@@ -114,7 +114,7 @@ def clock() -> Iterator[Finding]:
 
 
 def ports(environ: Mapping[str, str], in_job: bool) -> Iterator[Finding]:
-    """Whether rank 0 can listen at MASTER_PORT (29500, if it is not set), and MASTER_ADDR leads somewhere.
+    """Yield whether rank 0 can listen at MASTER_PORT (29500, if it is not set), and MASTER_ADDR leads somewhere.
 
     ``in_job``: the job's own store listens there by now.
     """
@@ -204,7 +204,10 @@ def _leads_to(file: Path) -> str:
 
 
 def storage(folder: Path | None, several_nodes: bool, checkpoint_bytes: float | None = None) -> Iterator[Finding]:
-    """Whether checkpoints of that size can be written to ``folder``: writes a file, and renames it over another."""
+    """Yield whether checkpoints of ``checkpoint_bytes`` can be written to ``folder``.
+
+    The check writes a file, and renames it over another.
+    """
     if folder is None:
         yield unseen("checkpoints", "no --checkpoint-dir DIR is given")
         return

@@ -46,13 +46,13 @@ class Values:
 
     @property
     def group_count(self) -> int:
-        """Of keys and values."""
+        """Return the number of groups of keys and values: one a head without grouped-query attention."""
         heads = self.needed("num_attention_heads")
         return int(self("num_query_groups", heads)) if self("group_query_attention", False) else heads
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP is."""
+        """Return whether the MLP is gated (SwiGLU or quick GEGLU)."""
         return bool(self("swiglu", False) or self("quick_geglu", False))
 
     @property
@@ -63,7 +63,7 @@ class Values:
 
     @property
     def learned_positions(self) -> bool:
-        """Whether positions have parameters."""
+        """Return whether positions have parameters."""
         rotary = self("use_rotary_position_embeddings", False)  # the older flag
         return self("position_embedding_type", "learned_absolute") == "learned_absolute" and not rotary
 
@@ -247,7 +247,7 @@ def _latent(value: Values) -> dict[str, int]:
 
 
 class Pipelined(NamedTuple):
-    """What EvenPipe is asked for: ``schedule``, or None for Megatron's own, BPipe, and micro-batches in a row."""
+    """The pipeline that EvenPipe is asked for: ``schedule`` (None: Megatron's), BPipe, and micro-batches in a row."""
 
     schedule: str | None = None
     bpipe: bool = False

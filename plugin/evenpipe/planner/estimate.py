@@ -54,7 +54,10 @@ class Positions(NamedTuple):
 
 @cache
 def positions_of(places: Places) -> Positions:
-    """Of one kind of places the same, however many micro-batches go through them."""
+    """Return where the parts of a pipeline are.
+
+    The result is the same for equal places, however many micro-batches go through them.
+    """
     stages = [place.stage for place in places.order]
     at = [[places.position(stage, chunk) for chunk in range(places.chunks)] for stage in range(places.stages)]
     sends = [sum(n + 1 < len(stages) and stages[n + 1] != stage for n in own) for stage, own in enumerate(at)]
@@ -67,7 +70,9 @@ _PASSES = 3
 
 
 def model_flops(model: Model, run: Run) -> float:
-    """Of an iteration: matrix products forward and backward, once each, attention as if nothing were masked.
+    """Return the operations of an iteration's matrix products, forward and backward, once each.
+
+    Attention counts as if nothing were masked.
 
     For GPT this is 72 B s L h² (1 + s/6h + V/12Lh) (Korthikanti et al. 2022, Appendix A).
     """

@@ -25,7 +25,7 @@ __all__ = [
 
 
 class StageMemory(NamedTuple):
-    """What one process of one stage holds, in bytes.
+    """The memory of one process of one stage, in bytes.
 
     ``static_bytes``: parameters, gradients, optimizer state and communicators. ``shared_bytes``: saved once, whatever
     the number of micro-batches (a causal mask). A micro-batch saves ``fixed_bytes``, and ``sample_bytes`` for each of
@@ -64,10 +64,11 @@ def stage_times(measured: Sequence[Measured]) -> StageTimes:
 
 
 def stage_memory(small: Measured, size: int, large: Measured | None = None, larger: int = 0) -> StageMemory:
-    """What a stage needs for any size, from micro-batches of ``size`` samples and, if measured, of ``larger`` ones.
+    """Return what a stage needs for micro-batches of any size.
 
-    What micro-batches share is that of the smaller ones. Without larger ones, all that each of them holds is taken to
-    grow with its samples.
+    ``small`` was measured with micro-batches of ``size`` samples, ``large``, if given, with ``larger`` ones. The
+    shared bytes are those of ``small``. Without ``large``, all that a micro-batch holds is taken to grow with its
+    samples.
     """
     fixed, by_sample = 0, _by(small.each_bytes, size)
     if large is not None:

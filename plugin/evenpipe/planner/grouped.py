@@ -27,7 +27,7 @@ class Candidate(NamedTuple):
 
 
 class GroupedSchedule(NamedTuple):
-    """What trains on p ``stages``, but for the sizes that are to be chosen: a schedule with groups, BPipe or not."""
+    """A schedule with groups, BPipe or not, for training on p ``stages``; its sizes are still to be chosen."""
 
     programs: Programs
     stages: int

@@ -69,7 +69,10 @@ def message_bytes_of(model: Model, run: Run) -> float:
 
 
 def hand_over(model: Model, run: Run, links: Links) -> HandOver:
-    """Of ``run``'s schedule: where the framework blocks, the sender waits for all of it, and the link is free."""
+    """Return the times of a hand-over under ``run``'s schedule.
+
+    Where the framework blocks, the sender waits for the whole message, and the link counts as free.
+    """
     sent = message_bytes_of(model, run) / (run.tensor if run.sequence_parallel or run.divided_messages else 1)
     latency, transmit = (_MS * seconds for seconds in links.message(sent))
     if run.message_ms is not None:
@@ -161,11 +164,12 @@ _STEP_BYTES = 58
 def batch_end(
     parameters: Parameters, run: Run, kernels: Kernels, forward: float, backward: float, embedding: float = 0
 ) -> float:
-    """Of one stage, whose forward and backward take so many seconds for a micro-batch.
+    """Return the seconds that the end of a batch takes on one stage.
 
-    ``embedding``: parameters of it that another stage has a copy of, whose gradients are summed.
-    Reductions hide behind the last micro-batch's backward, gatherings behind the first one's forward: those of experts
-    and of all else behind the same.
+    ``forward``, ``backward``: the stage's seconds for a micro-batch. ``embedding``: its parameters that another stage
+    has a copy of; their gradients are summed. Where the run overlaps them, reductions hide behind the last
+    micro-batch's backward, all-gathers behind the first one's forward. Those of experts and those of all else hide
+    behind the same compute.
     """
     gradient = 4 if run.gradients_in_fp32 else 2
     reduced = gathered = stepped = 0.0

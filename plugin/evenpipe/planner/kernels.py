@@ -88,7 +88,7 @@ class Links:
 
     @property
     def _pipelines_first(self) -> bool:
-        """Whether a pipeline is placed before the next one, rather than replicas of a stage next to each other."""
+        """Return whether a pipeline is placed before the next one, rather than replicas of a stage side by side."""
         return self._in_pairs or self._run.placement == "pipeline"
 
     @property

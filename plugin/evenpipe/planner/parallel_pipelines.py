@@ -49,7 +49,7 @@ class Costs(Protocol):
 
 
 class Measured(NamedTuple):
-    """What a run of a configuration took (2 to 3 minutes each, line 122)."""
+    """The result of one run of a configuration (2 to 3 minutes each, line 122)."""
 
     samples_per_second: float
     nbytes: float
@@ -125,7 +125,7 @@ class Blocks:
 
 
 class Partitioned(NamedTuple):
-    """What Algorithm 1 returns, and g, the degree of gradient accumulation."""
+    """The result of Algorithm 1, and g, the degree of gradient accumulation."""
 
     configuration: Configuration
     samples_per_second: float

@@ -102,7 +102,7 @@ class Run:
 
     @property
     def delayed(self) -> bool:
-        """Whether steps are not flushed."""
+        """Return whether the pipeline steps without a flush."""
         return self._needs("stream")
 
     def _needs(self, need: Need) -> bool:
@@ -123,7 +123,7 @@ class Run:
 
     @property
     def can_be_levelled(self) -> bool:
-        """Whether BPipe, which is not on, would level the stages."""
+        """Return whether BPipe is off, and would level the stages."""
         return not self.bpipe and self.stages >= 4 and self.spec.balanced is not None
 
     @property
@@ -132,7 +132,7 @@ class Run:
 
     @property
     def micro_batches(self) -> int:
-        """Of a replica, in an iteration."""
+        """Return the number of micro-batches of a replica in an iteration."""
         return self.global_batch // (self.micro_batch * self.data)
 
     @property
@@ -157,7 +157,7 @@ class Run:
 
     @property
     def element_bytes(self) -> int:
-        """Of a parameter or an activation that is computed with."""
+        """Return the bytes of a parameter or an activation that takes part in compute."""
         return 4 if self.precision == "fp32" else 2
 
     def check(self, model: Model, cluster: Cluster) -> None:

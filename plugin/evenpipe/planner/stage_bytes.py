@@ -108,7 +108,7 @@ def chunks_of(parts: Sequence[Part], blocks: Blocks) -> list[Chunk]:
 
 
 def parameters_of(part: Part, blocks: Blocks) -> Parameters:
-    """Of one GPU."""
+    """Return the parameters that one GPU has of the part."""
     return summed(total(blocks.operations[block]).times(count) for block, count in part.items())
 
 
@@ -132,7 +132,7 @@ def stage_bytes(
     message_bytes: float,
     device: Device,
 ) -> list[StageBytes]:
-    """Of every stage; ``saved`` are the peaks of saved activations that the schedule makes of ``kept_bytes``."""
+    """Return the bytes of every stage; ``saved``: the schedule's peaks of saved activations, made of ``kept_bytes``."""
     found = []
     for stage in range(places.stages):
         own = [chunks[places.position(stage, chunk)] for chunk in range(places.chunks)]
@@ -154,6 +154,6 @@ def stage_bytes(
 
 
 def stage_states(own: Sequence[Chunk], run: Run, versions: int) -> States:
-    """Those of a stage that has these chunks."""
+    """Return the bytes that stay on a stage with these chunks, and those that only its step takes."""
     each = [states(chunk.parameters, run, versions) for chunk in own]
     return States(*map(sum, zip(*each, strict=True)))

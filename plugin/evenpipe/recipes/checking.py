@@ -162,7 +162,7 @@ def check(written: Written, engine: Engine, section: ReadSection) -> Checked:
 
 
 def _syntax(name: str, text: str) -> Iterator[str]:
-    """What bash itself does not read."""
+    """Yield the first error of bash, if it does not parse the script; nothing where there is no bash."""
     if (bash := which("bash")) is None:
         return
     done = subprocess.run([bash, "-n"], input=text.encode(), capture_output=True)

@@ -35,7 +35,7 @@ def _written(configuration: dict[str, Any]) -> str:
 
 
 def flag_groups(recipe: Recipe) -> list[Group]:
-    """Of train.py."""
+    """Return the groups of train.py's flags."""
     run, given = recipe.run, recipe.settings
     files = lines(
         [

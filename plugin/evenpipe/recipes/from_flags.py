@@ -35,12 +35,12 @@ class Line:
 
     @property
     def of_deepspeed(self) -> bool:
-        """Whether the script is one of DeepSpeed, by what it is told."""
+        """Return whether the script is one of DeepSpeed, by its flags."""
         return any(word.partition("=")[0] in ("--deepspeed", "--deepspeed_config") for word in self.flags)
 
     @property
     def by_deepspeed(self) -> bool:
-        """Whether DeepSpeed's launcher starts it."""
+        """Return whether DeepSpeed's launcher starts it."""
         return any(PurePath(word).name == "deepspeed" for word in self.before)
 
 

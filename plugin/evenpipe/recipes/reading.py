@@ -327,7 +327,11 @@ def _slots(text: str) -> dict[str, int]:
 
 
 def _of_a_job(job: Any) -> Iterator[Nodes]:
-    """Of a PyTorchJob, whose pods' limits have to hold its processes. Raises RecipeError for what is no such number."""
+    """Yield the nodes and GPUs of a PyTorchJob, then the GPU limit of each container.
+
+    The limits of its pods have to hold its processes. Raises RecipeError for a job without roles, and for an entry that
+    is no whole number.
+    """
     roles = _at(job, "spec", "pytorchReplicaSpecs")
     if not isinstance(roles, dict):
         raise RecipeError("job.yaml: spec.pytorchReplicaSpecs has no roles: keep what `evenpipe recipe` wrote")

@@ -34,7 +34,7 @@ def _layers(recipe: Recipe) -> list[str]:
 
 
 def _ranks(recipe: Recipe, stage: int) -> str:
-    """Those of the stage's first replica by Megatron's and DeepSpeed's order, and their node."""
+    """Return the ranks of the stage's first replica by Megatron's and DeepSpeed's order, and their node."""
     run, gpus_per_node = recipe.estimate.run, recipe.cluster.gpus_per_node
     inner = run.tensor * run.context
     first = stage * inner * (1 if run.placement == "pipeline" else run.data)

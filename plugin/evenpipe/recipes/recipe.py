@@ -200,7 +200,7 @@ class Recipe:
 
     @cached_property
     def estimate(self) -> Estimate:
-        """Of the emitted run. Raises EstimateError for one that cannot be."""
+        """Return the estimate of the emitted run. Raises EstimateError for a run that cannot be."""
         return self.estimator(self.run)
 
     @property

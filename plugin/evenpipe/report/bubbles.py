@@ -82,11 +82,11 @@ class _Gap(NamedTuple):
 
 
 def waits_in(places: Places, stages: Sequence[Sequence[Span]]) -> Waits:
-    """What each stage waits for; ``stages`` has the spans of a batch, measured or simulated, from a common start.
+    """Return what each stage waits for; ``stages``: the spans of a batch, measured or simulated, from a common start.
 
-    A gap before an action belongs to what came last of all that it needs: the message of its neighbour, or what its
-    partner keeps of its micro-batch; to the stage itself, if all of that had long been there. How long messages take is
-    the median over those that were certainly waited for, the receiver having been idle before they were sent.
+    A gap before an action belongs to the input that came last: its neighbour's message, or what its partner keeps of
+    its micro-batch. If all inputs had long been there, the gap belongs to the stage itself. The time of messages is the
+    median over those that were certainly waited for: the receiver was idle before they were sent.
     """
     batch_ms = max((span.end_ms for spans in stages for span in spans), default=0.0)
     gaps = list(_gaps(places, stages))
@@ -178,7 +178,7 @@ _GROUPS: Final = (2, 3, 4)
 
 
 class Room(NamedTuple):
-    """What else than saved activations a stage has memory for. By stage, in bytes.
+    """The memory of each stage for everything but saved activations, in bytes.
 
     beside: what stays whatever the schedule is: weights, their gradients, what the optimizer keeps. versions: what each
     further version of the weights takes, with the gradients that are kept for it. limit_bytes: of a stage's device,
@@ -191,7 +191,7 @@ class Room(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is to be simulated: a program without a table of a user's own, its times, and what a micro-batch saves.
+    """A simulation to run: a program without a table of a user's own, its times, and what a micro-batch saves.
 
     able: which engine carries a schedule out, None being the present one. room: None where nothing is known of it; of
     use where unit_bytes is known. divided: whether the stages' times are as equal as they can be.
@@ -318,7 +318,7 @@ def _of(case: Case, change: str, text: str, flags: str, batches: int) -> Alterna
 
 
 def _steady_ms(case: Case, makespan_ms: float) -> float:
-    """Of a stream, what one more batch takes."""
+    """Return the milliseconds that one more batch of a stream takes; their mean if no shorter stream can be built."""
     batches = case.schedule.batches
     shorter = _resized(case, batches=batches - 1)
     if shorter is None:

@@ -62,7 +62,7 @@ class Division(NamedTuple):
 
     @property
     def total_ms(self) -> list[float]:
-        """What a micro-batch takes on each stage."""
+        """Return the milliseconds that a micro-batch takes on each stage."""
         return [sum(parts) for parts in zip(self.forward_ms, self.backward_ms, self.extra_ms, strict=True)]
 
 

@@ -12,7 +12,10 @@ _MIB: Final = 1 << 20
 
 
 class Figures(Protocol):
-    """Of one stage: live micro-batches, bytes that they save, bytes given to the partner, ms waited for transfers."""
+    """The figures of one stage.
+
+    They are: live micro-batches, bytes that these save, bytes given to the partner, and ms waited for transfers.
+    """
 
     @property
     def peak_live(self) -> int: ...
@@ -70,7 +73,10 @@ def write_scalars(stages: Sequence[Figures], iteration: int, tensorboard: Any | 
 
 
 def kept_line(stage: int, nbytes: Mapping[str, int]) -> str:
-    """What a micro-batch saves in tensors that cannot be taken apart, by their types: it stays, and is not counted."""
+    """Return the line on what a micro-batch saves in tensors that cannot be taken apart, by their types.
+
+    Such tensors stay on their stage: they are neither moved nor counted.
+    """
     each = ", ".join(f"{name} {size / _MIB:.1f} MiB" for name, size in sorted(nbytes.items()))
     return f"stage {stage}, of a micro-batch: saved in types that cannot be taken apart, not counted nor moved: {each}"
 
@@ -92,5 +98,8 @@ def comparison_lines(names: Sequence[str], predicted: Sequence[Taken], measured:
 
 
 def median_ms(iteration_ms: Sequence[float]) -> float:
-    """Of all iterations but the first, where there are others: it also starts up what the others find running."""
+    """Return the median of all iterations but the first, where there are others.
+
+    The first also starts up what the others find running.
+    """
     return median(iteration_ms[1:] or iteration_ms)

@@ -79,7 +79,7 @@ class NotPlacedError(Exception):
 
 
 class Launch(NamedTuple):
-    """What torchrun says of this process, by the lower-case names of its variables."""
+    """A process as torchrun describes it, by the lower-case names of its variables."""
 
     rank: int
     world_size: int

@@ -45,14 +45,14 @@ class Observer:
 
 
 class Resources:
-    """What one stage of a pipeline keeps from batch to batch.
+    """The state that one stage of a pipeline keeps from batch to batch.
 
-    The connections, the acceptor's pool, the layouts of what varies and the memory counter. `parameters` are
+    It has the connections, the acceptor's pool, the layouts of what varies and the memory counter. `parameters` are
     left out of what is saved and counted. Without `measure`, own activations are recorded (some 2 µs a saved tensor) on
     evicting stages only, and the counter knows of nothing else. `keeper`: of a stage that recomputes or swaps what its
     plan chose; it records too. `exposed` has how long compute waited for evictions and loads, on either side, in the
-    last batch that was measured, and `computed` how long it lasted. With `waited` every wait for a neighbour is timed,
-    for which the host waits too.
+    last measured batch; `computed` has how long compute lasted in it. With `waited` every wait for a neighbour is
+    timed, for which the host waits too.
     """
 
     def __init__(

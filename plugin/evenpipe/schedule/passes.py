@@ -112,7 +112,10 @@ def swapped_at_once(row: Sequence[Action]) -> dict[int, int]:
 
 
 def returns_beside(last: Action | None, action: Action) -> bool:
-    """Whether what a backward's unit swaps comes back beside the compute action before it: another unit's forward."""
+    """Return whether what a backward's unit swapped comes back beside the compute action before it.
+
+    It does beside another unit's forward.
+    """
     return last is not None and last.kind == FORWARD and last.unit != action.unit
 
 

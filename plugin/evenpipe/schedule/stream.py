@@ -203,7 +203,7 @@ class _Endless:
         return [self._step(number) for number in range(self._end(after), self._end(last))]
 
     def goes_on_to(self, last: int) -> bool:
-        """Whether the steady part, repeated, is the rest of the stretch up to the forward of micro-batch ``last``."""
+        """Return whether the steady part, repeated, is the rest of the stretch up to micro-batch ``last``'s forward."""
         rest = range(self._begin + self._length, self._forwards[last])
         return all(self._step(number) == self._steps[number] for number in rest)
 

@@ -136,7 +136,7 @@ class Message(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether it is handed over, or copied, on one stage."""
+        """Return whether the message is handed over, or copied, on one stage."""
         return self.link.source == self.link.target
 
 

@@ -22,7 +22,7 @@ class ConfigError(ValueError):
 
 
 class EvenPipeConfig(BaseModel):
-    """What a user asks EvenPipe for; immutable. Everything left alone is a run without EvenPipe.
+    """The settings that a user gives EvenPipe; immutable. With the defaults alone, a run is one without EvenPipe.
 
     Descriptions are the help of the flags; `flag` is the name on Megatron's command line.
     """
@@ -117,12 +117,12 @@ class EvenPipeConfig(BaseModel):
 
     @property
     def streams(self) -> bool:
-        """Whether batches are not flushed."""
+        """Return whether batches are not flushed."""
         return "stream" in self.spec.needs
 
     @property
     def active(self) -> bool:
-        """Whether EvenPipe carries out the pipeline schedule."""
+        """Return whether EvenPipe carries out the pipeline schedule."""
         return self.bpipe or self.schedule is not None or self.partition is not None
 
 

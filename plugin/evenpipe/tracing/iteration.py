@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 class Recording:
-    """What this rank does from here on; made by all ranks, between two batches of theirs."""
+    """A record of what this rank does from here on; all ranks make one together, between two of their batches."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -78,8 +78,11 @@ class Row(NamedTuple):
 
 
 class TracedJob(NamedTuple):
-    """What a trace has to know of the job: this process's rank, the number of the iteration that starts, where in the
-    grid this rank is, and how a line is said."""
+    """A job as its trace needs it: this process's rank, and functions for the rest.
+
+    `iteration` returns the number of the iteration that starts, `place` this rank's place in the grid. `say` logs a
+    line.
+    """
 
     rank: int
     iteration: Callable[[], int]

@@ -44,7 +44,10 @@ class LossScale:
 
     @property
     def unlearnt(self) -> list[bool]:
-        """Whether the batches overflowed that the scaler has not learnt of: after `drain`, the last one at most."""
+        """Return, for each batch that the scaler has not learnt of, whether it overflowed.
+
+        After `drain`, at most the last batch is left.
+        """
         return [overflow for _, overflow in self._outcomes]
 
     def start_batch(self, batch: int) -> None:
@@ -110,10 +113,11 @@ class Gradients(ABC):
         """End the reductions between stages; step with the batch's gradients, or only let go of them if skipped."""
 
     def update_early(self, stage: int) -> bool:
-        """Whether `stage` can finish a step before the next batch's first backward, so that no gradients are held.
+        """Return whether `stage` can finish a step before the next batch's first backward.
 
-        Stage 0 is the last to end a batch: it never waits for another stage's compute. The others do not have to if
-        neither a norm, nor an overflow, nor a tied weight's other end decides what the step is.
+        If it can, no gradients are held. Stage 0 is the last to end a batch: it never waits for another stage's
+        compute. The others do not have to if neither a norm, nor an overflow, nor a tied weight's other end decides
+        what the step is.
         """
         return stage == 0 or not self.waits
 

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Purpose(Enum):
-    """What a symbol is needed for."""
+    """The purpose that a symbol is needed for."""
 
     TRAINING = "training"
     CPU_MODE = "CPU mode"
@@ -55,7 +55,7 @@ class Item:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether EvenPipe replaces the symbol, everywhere or on single objects; it only calls it if not."""
+        """Return whether EvenPipe replaces the symbol, everywhere or on single objects; if not, it only calls it."""
         return self.reason is not None
 
     def in_package(self, package: str) -> bool:
@@ -84,7 +84,10 @@ def _holds(expectation: Expectation, read: Read) -> str:
 
 
 def _state(owner: str, patch: Patch) -> str:
-    """Of this patch alone, and without a guard: a machine that refuses CPU mode can still tell whether it would fit."""
+    """Return the state of this patch alone, without its set's guard.
+
+    So a machine that refuses CPU mode can still tell whether the patch would fit.
+    """
     [(_, state)] = PatchSet(owner, [patch]).check()
     return state
 
@@ -126,7 +129,7 @@ class Findings:
 
     @property
     def supported(self) -> bool:
-        """Whether EvenPipe can train with it; CPU mode, which GPU runs do not need, does not count."""
+        """Return whether EvenPipe can train with it; CPU mode, which GPU runs do not need, does not count."""
         return not self.problems()
 
     def problems(self, *purposes: Purpose) -> tuple[str, ...]:
@@ -150,7 +153,10 @@ def examine_source(
     items: Iterable[Item],
     find: Callable[[Path, Item, str, str, Read], Finding],
 ) -> Findings:
-    """What became of `items`, as `find` finds them, in the source in `root`, whose version `version_in` tells."""
+    """Return what `find` finds of `items` in the source in `root`, whose version `version_in` reads.
+
+    `problem` says why the version cannot be read, or is not supported; then no item is looked for.
+    """
     version = None
     try:
         version = version_in(root)

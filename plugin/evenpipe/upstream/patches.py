@@ -72,7 +72,7 @@ class _Binding(NamedTuple):
 
 
 class PatchSet:
-    """What one feature replaces and calls; its patches are applied and reverted together.
+    """The symbols that one feature replaces and calls; its patches are applied and reverted together.
 
     The instance remembers what it replaced. `expectations` are symbols that the feature calls, or sets on single
     objects. `guard` returns one line when the set must not be applied

@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Unreadable(Exception):
-    """What is not in the source, or cannot be told from it; one line without the symbol's name."""
+    """Something that is not in the source, or cannot be told from it; one line without the symbol's name."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Class:
         return any(isinstance(node.ctx, ast.Store) for node in sets) or any(base.binds(name) for base in self._bases())
 
     def _bases(self) -> Iterator[Class]:
-        """Those in the tree."""
+        """Yield the base classes that are in the tree."""
         for base in self.node.bases:
             with contextlib.suppress(Unreadable):
                 yield from (found for found in self.module.find(ast.unparse(base)) if isinstance(found, Class))
@@ -263,11 +263,12 @@ def found_in(root: Path, symbol: str, expected: str, read: Read) -> str:
 
 
 def signature_in(root: Path, symbol: str, read: Read | None = None) -> str:
-    """What `signature_of` says of "module.path:attribute.path" imported from the folder `root`, read from its source.
+    """Return the signature of "module.path:attribute.path" in the folder `root`, read from its source.
 
-    Decorators are taken to keep the signature, as functools.wraps does. Where `if` or `try` choose between definitions,
-    those from outside of `root` are left out. A data class is read by its fields, if none takes keywords only. Raises
-    UpstreamError, in one line, for what is missing or cannot be told from the source.
+    The text is what `signature_of` says of the symbol when it is imported from there. Decorators are taken to keep the
+    signature, as functools.wraps does. Where `if` or `try` choose between definitions, those from outside of `root` are
+    left out. A data class is read by its fields, if none takes keywords only. Raises UpstreamError, in one line, for
+    what is missing or cannot be told from the source.
     """
     try:
         scope, name = _scope(root, symbol, {} if read is None else read)

@@ -60,7 +60,7 @@ _Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Device(Described):
-    """What a GPU can do, by its maker, and what of its memory PyTorch is left with.
+    """A GPU: what it can do, by its maker, and how much of its memory PyTorch is left with.
 
     tflops: 10^12 operations/s by precision, dense. matmul: share of them that the fastest matrix product has been
     measured to reach; an A100's, if left out. memory_gib: what ``torch.cuda.mem_get_info`` has as total. reserve_gib:

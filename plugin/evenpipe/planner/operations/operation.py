@@ -123,7 +123,7 @@ class Shard:
 
     @property
     def tokens(self) -> float:
-        """Of a tensor-parallel group."""
+        """Return the tokens of a micro-batch that a tensor-parallel group has."""
         return self.model.sequence * self.run.micro_batch / self.run.context
 
     @property
@@ -133,7 +133,7 @@ class Shard:
 
     @property
     def residual(self) -> float:
-        """Those of one rank: a part of them under sequence parallelism, else all."""
+        """Return the elements of the residual stream on one rank: a part under sequence parallelism, otherwise all."""
         return self.hidden / (self.run.tensor if self.run.sequence_parallel else 1)
 
     def linear(
@@ -168,11 +168,13 @@ class Shard:
     def collectives(
         self, split: Split | None, elements: float, of_input: Gemm | None = None, of_weight: Gemm | None = None
     ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-        """Those of a tensor of so many elements, forward and backward, the latter beside the products for the gradients
-        of input and weight.
+        """Return the collectives of a tensor of so many elements, forward and backward.
 
-        A ring moves (t − 1)/t of a tensor for a gathering or a reduce-scatter, twice that for an all-reduce; sequence
-        parallelism makes two halves of an all-reduce, and gathers a column-parallel layer's input again for the
+        Where the run overlaps collectives, those of the backward run beside the products for the gradients of input and
+        weight.
+
+        A ring moves (t − 1)/t of a tensor for an all-gather or a reduce-scatter, twice that for an all-reduce. Sequence
+        parallelism makes two halves of an all-reduce. It also gathers a column-parallel layer's input again for the
         gradient of its weights (Korthikanti et al. 2022 §4.2.2).
         """
         t = self.run.tensor

@@ -100,7 +100,7 @@ class Blocks:
         return attention_mask_bytes(self._shard) if any(kind in _WITH_ATTENTION for kind in part) else 0
 
     def recomputed(self, block: Block) -> Recomputed:
-        """What of the block is carried out again before its backward, and what it keeps until then."""
+        """Return the block's operations that run again before its backward, and the bytes that it keeps until then."""
         operations = self.operations[block]
         if self.run.recompute == "full" and block in _RECOMPUTED:
             kept = self.run.element_bytes * self._shard.residual

@@ -35,7 +35,7 @@ _PartsOf = Callable[[int, int, tuple[int, ...] | None], Sequence[_Counts]]
 
 
 class PartCost(NamedTuple):
-    """Of a part of the pipeline: seconds of a micro-batch, and what it holds."""
+    """The cost of a part of the pipeline: seconds for a micro-batch, and what it holds."""
 
     time: PartTime
     chunk: Chunk
@@ -62,7 +62,7 @@ class Profile:
         return {kind: PartCost(time, chunk) for (kind, chunk), time in each}
 
     def parameters(self, stages: int) -> Parameters:
-        """Of all stages, one GPU of each."""
+        """Return the parameters of all stages together, one GPU of each."""
         every = self._parts_of(stages, 1, (0,) * (stages - 1) + (self._layers,))
         return summed(self._chunks[kind].parameters.times(count) for part in every for kind, count in part)
 
@@ -131,14 +131,14 @@ _MS: Final = 1e3
 
 
 def least_ms(parts: Sequence[PartCost], where: Positions, run: Run, over: HandOver, split: bool, stream: bool) -> float:
-    """Of a batch, without its end: by the work of its slowest stage, and what that has to wait for.
+    """Return a lower bound of a batch's milliseconds, without its end, by its slowest stage's work and waits.
 
-    Stage s carries out m forwards and m backwards, one at a time: m (f_s + b_s). Its first forward waits for those of
-    the parts before its first one and their messages (fill_s), and after its last backward of that part theirs follow
-    (drain_s); so a batch takes fill_s + m (f_s + b_s) + drain_s, for every s. Where backwards are split, gradients of
-    weights may come beside the drain: what is before that is then m (f_s + b_s − w_s) at least. In a stream the next
-    batch fills what this one leaves: m (f_s + b_s) is all that is certain. (`Estimator` divides a stage's time evenly
-    among its chunks, and so does this.)
+    Stage s carries out m forwards and m backwards, one at a time: m (f_s + b_s). Its first forward waits for the
+    forwards of the parts before its first one, and for their messages (fill_s). After its last backward of that part,
+    their backwards follow (drain_s). So a batch takes at least fill_s + m (f_s + b_s) + drain_s, for every s. Where
+    backwards are split, gradients of weights may run beside the drain: before it, at least m (f_s + b_s − w_s) remain.
+    In a stream the next batch fills what this one leaves, so only m (f_s + b_s) is certain. (`Estimator` divides a
+    stage's time evenly among its chunks, and so does this.)
     """
     chunks = len(where.at[0])
     forward, backward, late = [], [], []
@@ -204,8 +204,10 @@ def least_bytes(
     message_bytes: float,
     device: Device,
 ) -> int:
-    """Of a stage with so many units live, each as the smallest of its chunks'; guests, which weigh more or less, are
-    counted where they displace nothing: not at all. A stage's bytes grow with what it has saved.
+    """Return a lower bound of the bytes of a stage with ``live`` units live, each as the smallest of its chunks'.
+
+    Guests weigh more or less than own units; the bound assumes that they displace nothing, and leaves them out. A
+    stage's bytes grow with what it has saved.
     """
     own = [parts[n].chunk for n in where.at[stage]]
     saved = round(live * min(chunk.kept_bytes for chunk in own))
@@ -214,7 +216,10 @@ def least_bytes(
 
 
 def unlike(parts: Sequence[PartCost], where: Positions) -> Sequence[int]:
-    """Of stages with the same blocks the first, which holds the most micro-batches; and the last, which has guests."""
+    """Return the first stage of each group with the same blocks, and the last stage.
+
+    The first of a group holds the most micro-batches; the last stage has guests.
+    """
     first: dict[tuple[int, ...], int] = {}
     for stage, own in enumerate(where.at):
         first.setdefault(tuple(id(parts[n]) for n in own), stage)
@@ -222,9 +227,10 @@ def unlike(parts: Sequence[PartCost], where: Positions) -> Sequence[int]:
 
 
 def least_bytes_of_any_layout(whole: Parameters, run: Run, device: Device) -> int:
-    """Of the fullest stage, however layers are laid out: weights, gradients and optimizer of the mean of all stages.
+    """Return a lower bound of the fullest stage's bytes, however layers are laid out.
 
-    They grow with the numbers of parameters, so that no layout has less on its fullest.
+    The bound is weights, gradients and optimizer state of the mean of all stages. These grow with the numbers of
+    parameters, so that no layout has less on its fullest stage.
     """
     mean = Chunk(Parameters(*(count / run.stages for count in whole)), 0.0, 0.0)
     [held] = stage_bytes([mean], [0], _alone(1), 1, run, 0.0, device)
@@ -237,7 +243,10 @@ def _alone(chunks: int) -> Places:
 
 
 def least_end_ms(parts: Sequence[PartCost], where: Positions, run: Run, kernels: Kernels) -> float:
-    """Of a batch, at least: the longest of all stages' ends is no shorter than those of the first and the last."""
+    """Return a lower bound of the milliseconds of a batch's end: the longer end of the first stage and the last.
+
+    The longest of all stages' ends is no shorter.
+    """
     most = 0.0
     for stage in {0, len(where.at) - 1}:
         own = [parts[n] for n in where.at[stage]]

@@ -38,7 +38,7 @@ class Family(NamedTuple):
 
 
 def families_of(run: Run, allowed: bool) -> Iterator[Family]:
-    """Those that a run belongs to; one whose schedule a plan may not have counts for that schedule only."""
+    """Yield the families that a run belongs to; only the schedule's if a plan may not have that schedule."""
     yield Family("schedule", run.schedule if run.stages > 1 else "no pipeline")
     if not allowed:
         return

@@ -26,7 +26,7 @@ class Planned(NamedTuple):
 
     @property
     def most_bytes(self) -> int:
-        """Of the fullest stage."""
+        """Return the bytes of the fullest stage."""
         return max(stage.bytes.total for stage in self.estimate.stages)
 
     @property
@@ -40,7 +40,7 @@ class Planned(NamedTuple):
 
     @property
     def computing_ms(self) -> float:
-        """Of a sample, what a stage computes, on the mean."""
+        """Return the milliseconds that a stage computes for a sample, on the mean."""
         each = fmean(stage.forward_ms + stage.backward_ms for stage in self.estimate.stages)
         return each / (self.run.micro_batch * self.run.data)
 

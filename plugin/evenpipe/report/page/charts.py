@@ -86,7 +86,7 @@ def memory_legend(drawn: Sequence[Drawn]) -> tuple[Sequence[tuple[str, str, str]
 
 
 def _peaks(drawn: Sequence[Drawn]) -> list[str]:
-    """Of each stage, in words; empty where a stage's memory is not known."""
+    """Return the peak of each stage in the first of ``drawn``, in words; empty where a stage's memory is not known."""
     first = drawn[0]
     most = [max(points, key=lambda point: _held(first, point), default=None) for points in first.memory]
     return ["" if point is None else held_words(first, point) for point in most]

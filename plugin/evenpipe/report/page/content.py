@@ -110,7 +110,7 @@ class _Costs(_Part):
 
 
 class _Stages(_Part):
-    """What both have: a batch in time."""
+    """The part that both documents have: a batch in time."""
 
     timeline: Annotated[list[list[_Span]], Field(min_length=1)]
     memory: _Memory = []

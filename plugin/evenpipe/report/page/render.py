@@ -68,7 +68,7 @@ def page(title: str, views: Sequence[View]) -> str:
 
 
 def _coded(text: str) -> Markup:
-    """What is between ticks is what people type."""
+    """Return ``text`` as HTML, with what is between backticks as code: people type that."""
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 

@@ -119,7 +119,7 @@ def simulated_view(
     more: Sequence[Table] = (),
     room: Room | None = None,
 ) -> View:
-    """What was simulated of a simulation or a partition; ``stages`` in the place of the simulation's table.
+    """Return a simulation or a partition; ``stages`` takes the place of the simulation's table.
 
     room: a partition's, whose stages are already divided as well as they can be.
     """

@@ -135,7 +135,7 @@ def _remedies(neighbours: Sequence[Wait], waits: Waits, case: Case, simulated: S
 
 
 def _one_grouping(faster: Sequence[Alternative]) -> list[Alternative]:
-    """Of groups, those that save least of the sizes that are as good as the fastest."""
+    """Return ``faster`` with one group size left: the one that saves least, of those as good as the fastest."""
     grouped = [one for one in faster if _grouped(one)]
     alike = [one for one in grouped if one.batch_ms <= _FASTER * grouped[0].batch_ms]
     best = min(alike, key=lambda one: one.peak, default=None)
@@ -165,7 +165,10 @@ def _price(one: Alternative) -> tuple[int, bool, float]:
 
 
 def _best_for(wait: Wait, present: Alternative, faster: Sequence[Alternative]) -> Iterator[tuple[Alternative, bool]]:
-    """What halves the wait, and the groups that halve what messages take of it, if those are much of it."""
+    """Yield the alternative that at least halves the wait, with False.
+
+    If messages are much of the wait, another one comes before it, with True: the groups that halve what messages take.
+    """
     share, messages = _part(wait, present.waits)
     hiding = [one for one in faster if one.change != "more" and share and _part(wait, one.waits)[0] <= share / 2]
     best = min(hiding, key=_price, default=None)
@@ -263,7 +266,7 @@ def _count_of_micro_batches(count: float) -> str:
 
 
 def _too_large(case: Case, simulated: Sequence[Alternative]) -> Iterator[str]:
-    """What would be faster, if there were room for it."""
+    """Yield a line on what would be faster, if there were room for it."""
     present, *others = simulated
     if case.room is None or case.room.limit_bytes is None:
         return
