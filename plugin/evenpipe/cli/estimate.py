@@ -44,7 +44,7 @@ def add_what_and_where(parser: ArgumentParser) -> _ArgumentGroup:
 
 
 def model_and_cluster(arguments: Namespace) -> tuple[Model, Cluster]:
-    """Those that are named. Raises UsageError."""
+    """Return the model and the cluster that are named. Raises UsageError."""
     return _named("--model", model, arguments.model), _named("--cluster", cluster, arguments.cluster)
 
 

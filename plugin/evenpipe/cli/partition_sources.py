@@ -35,13 +35,13 @@ _UNKNOWN_GBPS, _LATENCY_MS = 25.0, 0.025
 
 @dataclass(frozen=True)
 class Source:
-    """What the options name. Its methods raise UsageError, one line."""
+    """The model, its times, and the machine that the options name. Its methods raise UsageError, one line."""
 
     arguments: Namespace
 
     @cached_property
     def memory_gib(self) -> float:
-        """What `--memory-gib` says, else what the device leaves to PyTorch."""
+        """Return what `--memory-gib` says, else what the device leaves to PyTorch."""
         asked: float | None = self.arguments.memory_gib
         if asked is not None:
             return asked
@@ -55,7 +55,7 @@ class Source:
 
     @property
     def host_gbps(self) -> float:
-        """Of the link between a stage and its host's memory, each way."""
+        """Return the GB/s of the link between a stage and its host's memory, each way."""
         asked: float | None = self.arguments.host_gbps
         if asked is not None:
             return asked
@@ -96,7 +96,7 @@ class Source:
             raise UsageError(f"--cluster {error}") from error
 
     def profile(self) -> Profile:
-        """Of micro-batches of `--micro-batch-size`; from the file, where one is named."""
+        """Return the profile of micro-batches of `--micro-batch-size`; from the file, where one is named."""
         if self._read is not None:
             return self._read
         times = self._times
@@ -153,7 +153,7 @@ class Source:
         return example.name, trace(example.model, example.inputs)
 
     def at(self, micro_batch_size: int) -> Profile:
-        """Of micro-batches of another size."""
+        """Return the profile of micro-batches of another size."""
         return self._told(self._profiles.at(micro_batch_size))
 
     def _told(self, found: Profile) -> Profile:

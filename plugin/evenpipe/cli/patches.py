@@ -134,7 +134,7 @@ def _releases(item: Item) -> str:
 
 
 class _Found(NamedTuple):
-    """Of each framework; None where there is none."""
+    """The findings of each framework; None where there is none."""
 
     megatron: Findings | None
     deepspeed: Findings | None

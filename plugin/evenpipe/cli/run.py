@@ -79,7 +79,10 @@ def _run(arguments: Namespace) -> None:
 
 
 def _misses_a_gpu(error: Exception) -> bool:
-    """Whether it is what Megatron raises without one: it imports triton, which CPU builds of torch lack, or asks."""
+    """Return whether `error` is what Megatron raises without a GPU.
+
+    Megatron imports triton, which CPU builds of torch lack, or asks for CUDA.
+    """
     torch = sys.modules.get("torch")
     if torch is None or torch.cuda.is_available():
         return False

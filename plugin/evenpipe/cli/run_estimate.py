@@ -152,7 +152,10 @@ def _least_gpus(flags: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _one_line(script: Path) -> Iterator[None]:
-    """What Megatron prints is swallowed; what it refuses is told in its own last line."""
+    """Swallow what Megatron prints; raise UsageError, one line, where it refuses.
+
+    The line is Megatron's own last one or, where it fails otherwise, its error.
+    """
     with tempfile.TemporaryFile("w+") as said:
         try:
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):

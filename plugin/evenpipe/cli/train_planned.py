@@ -28,7 +28,7 @@ class Compared(NamedTuple):
     measured: Division
 
     def document(self) -> list[dict[str, Any]]:
-        """Of every stage, for the JSON document; `_ms` of a micro-batch, forward and backward."""
+        """Return every stage's figures for the JSON document; `_ms` is of a micro-batch, forward and backward."""
         rows = zip(
             self.planned.total_ms,
             self.measured.total_ms,

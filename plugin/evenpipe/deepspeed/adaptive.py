@@ -147,7 +147,7 @@ class AdaptiveEngine(EvenPipeEngine):
 
 
 class _Measurements:
-    """What one stage takes and holds for micro-batches of one size while they train, and the executor measures."""
+    """The time and memory of one stage for micro-batches of one size, which train while the executor measures."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
@@ -167,14 +167,14 @@ class _Measurements:
 
     @contextmanager
     def timed(self, spans: list[tuple[Any, Any]]) -> Iterator[None]:
-        """What runs inside joins `spans`."""
+        """Add the span of what runs inside to `spans`."""
         start = self.executor.clock.mark()
         yield
         spans.append((start, self.executor.clock.mark()))
 
     @property
     def complete(self) -> bool:
-        """Whether no more batches have to be measured."""
+        """Return whether enough batches have been measured."""
         return len(self.backwards) > _TIMED
 
     def largest(self, message_bytes: int) -> Measured:
@@ -214,7 +214,7 @@ class _WeighedStage(EngineStage):
         return results
 
     def _weigh(self, unit: Unit) -> None:
-        """What autograd saves, and what the engine keeps beside it until the backward."""
+        """Note the bytes that autograd saves, and those that the engine keeps beside them until the backward."""
         found: _Measurements = self._engine.measurements
         buffer = self._buffer_of(unit)
         kept = [tensor for of_kind in self._engine.pipe_buffers.values() for tensor in tensors_of(of_kind[buffer])]

@@ -100,7 +100,7 @@ def _check_boundaries(boundaries: Sequence[int], layers: int, stages: int) -> No
 
 
 def _let_go(module: Any) -> None:
-    """Of what was built, since DeepSpeed reads its configuration when the module has been built."""
+    """Let go of what was built, since DeepSpeed reads its configuration when the module has been built."""
     for name in [name for name in module._modules if name.isdecimal()]:
         delattr(module, name)
     module.forward_funcs, module.fwd_map = [], {}
@@ -143,10 +143,10 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype:
 def _parameters_after(
     given: Sequence[Any] | None, before: Sequence[torch.nn.Parameter], module: Any, asked_for: str
 ) -> Any:
-    """What to give `deepspeed.initialize` as `model_parameters`, where it was given some that were there `before`.
+    """Return the `model_parameters` for `deepspeed.initialize`, where it was given some that were there `before`.
 
-    Raises SectionError where they are neither all of the module's nor all that are trained. asked_for: the key for
-    which there are others now.
+    None stays None. Raises SectionError where they are neither all of the module's nor all that are trained.
+    asked_for: the key for which there are others now.
     """
     if given is None:
         return None

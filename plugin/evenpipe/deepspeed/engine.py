@@ -167,7 +167,7 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
 
 
 def resumes_training(*args: Any, **kwargs: Any) -> bool:
-    """Whether what `load_checkpoint` is given, the engine too, has a run go on, and not only have its weights."""
+    """Return whether arguments of `load_checkpoint`, the engine too, have a run go on, not only its weights loaded."""
     given = inspect.signature(PipelineEngine.load_checkpoint).bind(*args, **kwargs).arguments
     return bool(given.get("load_optimizer_states", True) and not given.get("load_module_only", False))
 

@@ -88,7 +88,7 @@ class _Steps(schedule.PipeSchedule):  # type: ignore[misc]
 
 
 class ProgramSchedule(_Steps):
-    """What `program` has stage `stage_id` do, and DeepSpeed's own end of a batch after it."""
+    """The steps of stage `stage_id` in `program`, and DeepSpeed's own end of a batch after them."""
 
     def __init__(self, program: Program, stage_id: int) -> None:
         steps = program.steps[stage_id]
@@ -99,7 +99,7 @@ class ProgramSchedule(_Steps):
 
 
 class StreamSchedule(_Steps):
-    """What stage `stage_id` does in one call of `stream`: `taken`, and the end of a batch whose step is finished later.
+    """Stage `stage_id`'s steps in one call of `stream`: `taken`, and the end of a batch whose step is finished later.
 
     A stage forwards p - 1 - s micro-batches, counted along the stream, ahead of its backwards: it uses its buffers in
     turn.

@@ -58,7 +58,7 @@ class Boundary:
 
     @property
     def takes_a_tuple(self) -> bool:
-        """Whether an announced input is a tuple, and not one tensor."""
+        """Return whether an announced input is a tuple, and not one tensor."""
         return isinstance(self._input, tuple)
 
     def description(self, outputs: Any) -> list[int]:
@@ -113,7 +113,7 @@ class EngineStage:
         return [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
 
     def description(self, unit: Unit, outputs: list[Tensor]) -> list[int]:
-        """Of these in the form that the stage has them in."""
+        """Return the description of these outputs, in the form that the stage has them in."""
         return self._boundary.description(self._engine.pipe_buffers["outputs"][self._buffer_of(unit)])
 
     def buffers_like(self, unit: Unit, description: Sequence[int]) -> list[Tensor]:
@@ -190,5 +190,5 @@ def tensors_of(value: Any) -> tuple[Tensor, ...]:
 
 
 def _differentiable(value: Any) -> list[Tensor]:
-    """Those of them that gradients come back for."""
+    """Return the tensors of `value` that gradients come back for."""
     return [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]

@@ -121,7 +121,7 @@ def _not_with_a_plan(engine: Any) -> Iterator[str]:
 
 
 def _not_with_two_bw(engine: Any, gradients: object | None) -> Iterator[tuple[str, str, str]]:
-    """What, what it is about 2bw, and what to do."""
+    """Yield what is not available with 2bw, the property of 2bw that is the reason, and the remedy."""
     if engine.is_model_parallel:
         yield (
             "a topology with model parallelism is",

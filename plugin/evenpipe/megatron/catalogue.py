@@ -52,7 +52,7 @@ _NOTHING: Any = None
 
 
 def catalogue() -> tuple[Item, ...]:
-    """What each feature replaces and calls, in the list that it verifies when it starts; made without Megatron."""
+    """Return what each feature replaces and calls, from the list that it verifies when it starts. Needs no Megatron."""
     return tuple(item for purpose, sets in _sets().items() for each in sets for item in items_of(purpose, each))
 
 

@@ -93,7 +93,7 @@ def _second(layer: type) -> type:
 
 
 def _only(submodules: Any, mlp: bool) -> Any:
-    """What belongs to the other half is what a layer without it has: identities."""
+    """Return `submodules` with the other half's fields at their defaults: identities, as in a layer without it."""
     left_out = {
         field.name: field.default
         for field in dataclasses.fields(submodules)

@@ -94,7 +94,7 @@ def _build(plan: WrittenLayout, original: Callable[[Any], None], block: Any) -> 
 
 
 def _recompute(plan: WrittenLayout, config: Any) -> None:
-    """What `--recompute-method block` would say of this stage alone; each rank has its own configuration."""
+    """Set what `--recompute-method block` would set for this stage alone; each rank has its own configuration."""
     from megatron.core import parallel_state
 
     layers = plan.stages[parallel_state.get_pipeline_model_parallel_rank()].recompute_layers

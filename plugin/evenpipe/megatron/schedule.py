@@ -116,11 +116,11 @@ class PipelineSchedule:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What carries it out must be able to."""
+        """Return what an engine must offer to carry out this schedule."""
         return self.programs.spec.needs
 
     def program(self, stages: int, micro_batches: int, chunks: int, settings: Any) -> Program:
-        """What is carried out for so many micro-batches under Megatron's `settings`: verified when first asked for."""
+        """Return the program for so many micro-batches under Megatron's `settings`; verified when first asked for."""
         return self.programs(Size(stages, micro_batches, chunks, group_size(settings, self.group_size)))
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class PipelineSchedule:
         return stage.losses
 
     def _weights(self, chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
-        """What is not an activation when autograd saves it."""
+        """Return the tensors that are no activations when autograd saves them: here, the parameters."""
         return [parameter for chunk in chunks for parameter in chunk.parameters()]
 
     def _held_up(self, config: Any) -> Queues:

@@ -23,7 +23,7 @@ __all__ = ["Batch", "MegatronStage"]
 
 
 class Batch(NamedTuple):
-    """What one call of a forward-backward function is given, with one entry per model chunk in the lists."""
+    """The arguments of one call of a forward-backward function; the lists have one entry per model chunk."""
 
     forward_step_func: Callable[..., Any]
     data_iterators: Sequence[Iterator[Any] | None]
@@ -101,7 +101,7 @@ class MegatronStage:
         return shapes_sent(outputs)
 
     def buffers_like(self, unit: Unit, description: Sequence[int]) -> list[Tensor]:
-        """Of these shapes."""
+        """Return fresh buffers of the shapes in `description`."""
         return self._buffers(shapes_received(description))
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
@@ -159,7 +159,7 @@ class MegatronStage:
         return found
 
     def backward_weight(self, unit: Unit) -> None:
-        """What that left."""
+        """Compute what `backward_input` left: the gradients of linear layers' weights."""
         self._sync.before_backward()
         self._weight_gradients[unit.chunk].compute(unit)
         self._sync.after_backward()
@@ -175,6 +175,6 @@ class MegatronStage:
         return [torch.empty(shape, dtype=dtype, device=self._device, requires_grad=True) for shape in shapes]
 
     def _recomputes_all(self) -> bool | None:
-        """Whether this forward recomputes all layers, where Megatron recomputes only some micro-batches' (or None)."""
+        """Return whether this forward recomputes all layers; None unless that differs between micro-batches."""
         partial = self._batch.config.num_microbatches_with_partial_activation_checkpoints
         return None if partial is None else self._forwards % self._outstanding >= partial

@@ -168,7 +168,7 @@ class CoreRelease:
 
     @property
     def takes_force_all_reduce(self) -> bool:
-        """Whether the schedules and what finalizes gradients take `force_all_reduce`."""
+        """Return whether the schedules, and the function that finalizes gradients, take `force_all_reduce`."""
         return _takes(_SIGNATURES[_FINALIZE][self.series], "force_all_reduce")
 
     def backward_takes(self, argument: str) -> bool:

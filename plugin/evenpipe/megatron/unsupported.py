@@ -202,7 +202,7 @@ _ONE_SIZE: Mapping[str, str] = {
 
 
 def refused_with_tuning(args: Any) -> Iterator[Refusal]:
-    """What in Megatron's arguments does not go together with --group-size auto."""
+    """Return a refusal for each of Megatron's arguments that does not go together with --group-size auto."""
     return _given(args, _WITH_TUNING, "leave it out, or give --group-size a number")
 
 
@@ -226,15 +226,15 @@ def why_one_size(args: Any) -> str | None:
 def refused_with_two_versions(
     settings: Any, remedy: str = "leave it out, or use another schedule"
 ) -> Iterator[Refusal]:
-    """What in `settings`, of Megatron's model, data parallelism or optimizer, does not go together with 2BW.
+    """Return a refusal for each of the `settings` that does not go together with 2BW.
 
-    `settings` are a configuration, or Megatron's arguments.
+    `settings` are a configuration of Megatron's model, data parallelism or optimizer, or Megatron's arguments.
     """
     return _given(settings, _WITH_TWO_VERSIONS, remedy)
 
 
 def refused_arguments(args: Namespace, bpipe: bool) -> Iterator[Refusal]:
-    """What in Megatron's arguments does not go together with 2BW, or with BPipe on it."""
+    """Yield a refusal for each of Megatron's arguments that does not go together with 2BW, or with BPipe on it."""
     remedy = "leave it out, or use --evenpipe-schedule 1f1b"
     if bpipe:
         yield from _given(args, _ARGUMENTS_WITH_BPIPE_TOO, "leave it, or --bpipe, out")
@@ -243,9 +243,10 @@ def refused_arguments(args: Namespace, bpipe: bool) -> Iterator[Refusal]:
 
 
 def refused_settings(settings: Any, bpipe: bool, halves: bool = False) -> Iterator[Refusal]:
-    """What in `settings` does not go together with EvenPipe's schedules; with BPipe, or with backwards in `halves`.
+    """Yield a refusal for each of the `settings` that does not go together with EvenPipe's schedules.
 
-    `settings` is Megatron's model configuration, or its arguments, whose attributes have the same names.
+    With `bpipe` this includes BPipe, and with `halves` backwards in halves. `settings` is Megatron's model
+    configuration, or its arguments, whose attributes have the same names.
     """
     yield from _given(settings, _ALWAYS, "turn it off, or EvenPipe's schedule")
     if bpipe:
@@ -255,7 +256,11 @@ def refused_settings(settings: Any, bpipe: bool, halves: bool = False) -> Iterat
 
 
 def _given(settings: Any, reasons: Mapping[str, str], remedy: str) -> Iterator[Refusal]:
-    """Those with `reasons`: at "setting=value" for that value alone, else as `_REFUSED_AT` says, or where on."""
+    """Yield a refusal for each setting in `reasons` whose value is refused.
+
+    A row "setting=value" refuses that value alone. Any other row refuses the values that `_REFUSED_AT` names or,
+    without an entry there, a setting that is on.
+    """
     for row, reason in reasons.items():
         setting, _, only = row.partition("=")
         value, refused_at = getattr(settings, setting, None), _REFUSED_AT.get(setting)

@@ -116,7 +116,7 @@ class WeightGradients:
 
 
 def _delays(layer: Any) -> bool:
-    """Whether it is one of Transformer Engine's whose backward leaves the gradients of its weights in a queue."""
+    """Return whether `layer` is one of Transformer Engine's whose backward queues the gradients of its weights."""
     store = getattr(layer, "wgrad_store", None)
     return store is not None and bool(store.delay_wgrad_compute())
 
@@ -259,7 +259,7 @@ def _product(weight: Any, linear: _Linear, taken: Tensor, gradient: Tensor) -> T
 
 
 def _placeholder(weight: Any, dtype: torch.dtype) -> Tensor | None:
-    """What stands for a gradient that is in `main_grad`, so that hooks run where they do; None where nobody asks."""
+    """Return a stand-in for a gradient in `main_grad`, so that hooks run where they do; None where nobody asks."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

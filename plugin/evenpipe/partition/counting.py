@@ -59,7 +59,7 @@ class Effort(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one node does for one micro-batch."""
+    """The work of one node for one micro-batch."""
 
     forward: Effort = Effort()
     backward: Effort = Effort()

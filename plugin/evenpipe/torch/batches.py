@@ -64,7 +64,7 @@ def mean_loss(losses: Sequence[Tensor], items: Sequence[Sequence[Any]]) -> Tenso
 
 
 class Evaluation(NamedTuple):
-    """Of a batch: `loss` as `step` returns it, and `losses` of the micro-batches, where the model ends; `outputs`."""
+    """A batch's results: `loss` as `step` returns it and micro-batches' `losses`, where the model ends; `outputs`."""
 
     loss: Tensor | None
     losses: list[Tensor]

@@ -80,7 +80,7 @@ class Pipeline(ABC):
         self.executor = Executor(self.stage, connections, device, weights, observer, measure or program.pairs)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of this stage's parts, for an optimizer."""
+        """Return the parameters of this stage's parts, for an optimizer."""
         return nn.ModuleList(self.chunks).parameters()  # each once, however many chunks share it
 
     def close(self) -> None:
@@ -117,12 +117,12 @@ class Pipeline(ABC):
 
     @property
     def shared_gradients(self) -> Ties | None:
-        """Of parameters that other stages have a copy of."""
+        """Return the gradient ties of parameters that other stages have a copy of; None where there are none."""
         return None
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Of this stage's parameters, those that there are; without flushes of the batch whose step is due."""
+        """Return the gradients that this stage's parameters have: without flushes, those for the step that is due."""
         if self._training is not None and self._training.gradients.kept:
             return self._training.gradients.kept
         return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
@@ -165,7 +165,7 @@ class Pipeline(ABC):
 
     @abstractmethod
     def shared(self, batch: Any) -> Sequence[tuple[Any, ...]]:
-        """What each micro-batch gets of a batch, and at last its weight in the loss, None where all count the same.
+        """Return what each micro-batch gets of a batch, and last its weight in the loss, None where all count the same.
 
         Raises ValueError where it cannot be shared out.
         """

@@ -50,7 +50,7 @@ class Ties:
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Of what backwards inside add to the gradients of copies, each gets the sum over all stages with one.
+        """Give each copy's gradient the sum of what backwards inside add to it on all stages with a copy.
 
         The sum is made in the order of the stages, on all of them: the same bits everywhere.
         """

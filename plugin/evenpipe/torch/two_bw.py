@@ -61,7 +61,7 @@ class PlainGradients(Gradients):
 
     @property
     def kept(self) -> list[Tensor]:
-        """Those of the submitted batch, until its step is finished."""
+        """Return the gradients of the submitted batch, until its step is finished."""
         return [gradient for _, gradient in self._own.kept]
 
     @property

@@ -23,7 +23,7 @@ _Tokens = npt.NDArray[np.int64]
 
 
 class MicroBatch(NamedTuple):
-    """What one forward step consumes; every array is [micro_batch_size, its length].
+    """The data that one forward step consumes; every array is [micro_batch_size, its length].
 
     `counted` is 1 where the loss of a position counts, else 0.
     """
@@ -56,7 +56,7 @@ class Corpus:
         return _next_token(text) if self.options.model == "gpt" else _masked(text, random)
 
     def micro_batches(self, iteration: int, replica: int) -> Iterator[MicroBatch]:
-        """Those of one iteration, in order."""
+        """Yield the micro-batches of one iteration on `replica`, in order."""
         for micro_batch in range(self.options.micro_batches):
             yield self.micro_batch(iteration, micro_batch, replica)
 

@@ -75,12 +75,12 @@ class Recorder:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """What has ended in this batch, in the order of the ends; milliseconds."""
+        """Return the spans that have ended in this batch, in the order of their ends; milliseconds."""
         return tuple(Span(*span) for span in self._recorder.since(0.0))
 
     @property
     def memory(self) -> tuple[MemoryPoint, ...]:
-        """What the stage held in this batch, own and accepted, where that changed; of the same clock as the spans."""
+        """Return what the stage held in this batch, own and accepted, at each change, by the spans' clock."""
         marked = (MemoryPoint(self._clock.elapsed_ms(0.0, at), live, nbytes) for at, live, nbytes in self._held)
         points: list[MemoryPoint] = []
         for point in marked:
@@ -144,7 +144,7 @@ class Coordinates(NamedTuple):
 
 
 class OptimizerStep(NamedTuple):
-    """What became of an iteration's step; `grad_norm`, before clipping, is None where it was skipped."""
+    """The outcome of an iteration's step; `grad_norm`, before clipping, is None where it was skipped."""
 
     iteration: int
     updated: bool
@@ -168,7 +168,7 @@ class Engine(Protocol):
 
     @property
     def counter(self) -> MemoryCounter:
-        """What this stage holds, with peaks since the last `reset_peak`."""
+        """Return the counter of what this stage holds, with peaks since the last `reset_peak`."""
 
     def restore(self, state: dict[str, Any]) -> str | None:
         """Take over what `state` gave on the same rank; what to tell the user where not all of it is kept."""
@@ -195,7 +195,7 @@ class Engine(Protocol):
 
     @property
     def tuned(self) -> Tuned:
-        """What has been chosen while training."""
+        """Return what has been chosen while training."""
 
     def kept_bytes(self) -> KeptBytes:
         """Return what stays from batch to batch."""
@@ -224,7 +224,10 @@ class EngineModule(Protocol):
 
 
 def changed_versions(saved: bool, kept: bool) -> str | None:
-    """What to tell the user where a checkpoint has two versions of the weights and the run keeps one, or vice versa."""
+    """Return what to tell the user if the checkpoint has two versions of the weights and the run one, or vice versa.
+
+    None where both have as many.
+    """
     if saved == kept:
         return None
     if saved:

@@ -141,7 +141,7 @@ def stage_memories(cases: Sequence[TrainOptions], device: str) -> list[tuple[Sta
 
 
 def _with_links(stages: Sequence[StageMemory], options: TrainOptions) -> list[StageMemory]:
-    """What communicators take stays from batch to batch, as weights do."""
+    """Return `stages` with what communicators take as static bytes: it stays from batch to batch, as weights do."""
     joined = links(loop(options.stages), options.bpipe)
     return [
         stage._replace(static_bytes=stage.static_bytes + link_bytes(joined, number))

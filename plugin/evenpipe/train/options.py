@@ -62,7 +62,7 @@ class OptionsError(ValueError):
 
 
 def device_type(world_size: int) -> str:
-    """What the processes of a run on this machine compute on: "cuda" with a GPU for every process, else "cpu"."""
+    """Return the device of a run's processes on this machine: "cuda" with a GPU for every process, else "cpu"."""
     import torch
 
     return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world_size else "cpu"
@@ -345,7 +345,7 @@ class TrainOptions(BaseModel):
 
     @property
     def streams(self) -> bool:
-        """Whether batches are not flushed."""
+        """Return whether batches are not flushed."""
         return "stream" in self.programs.spec.needs
 
     @cached_property

@@ -54,7 +54,7 @@ class _Owner(BaseModel):
 
     @property
     def is_gone(self) -> bool | None:
-        """Whether its process has ended; None where only the lease can tell."""
+        """Return whether its process has ended; None where only the lease can tell."""
         if self.machine != _machine():
             return None
         return _started(self.pid) != self.started

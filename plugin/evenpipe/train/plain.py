@@ -272,7 +272,7 @@ class PlannedEngine(PlainEngine):
         return autocasting(self._case.device.type, PRECISIONS.get(self.pipeline.plan.origin.autocast or ""))
 
     def weights(self) -> dict[tuple[int, int], str]:
-        """Of every parameter by itself, in the model's order, so that how it is cut changes nothing."""
+        """Return a digest of every parameter by itself, in the model's order, so that how it is cut changes nothing."""
         return {(number, 0): digest([nn.ParameterList([one])]) for number, one in self.pipeline.numbered()}
 
 
@@ -303,7 +303,10 @@ def make_optimizer(options: TrainOptions, parameters: Iterable[nn.Parameter]) ->
 
 
 def learning_rate(options: TrainOptions, iteration: int) -> float:
-    """Of `iteration`, counted from 0: rises over the warm-up, then is constant, or falls as a cosine to a tenth."""
+    """Return the learning rate of `iteration`, counted from 0.
+
+    It rises over the warm-up, then is constant, or falls as a cosine to a tenth.
+    """
     done = iteration + 1
     if done <= options.lr_warmup:
         return options.lr * done / options.lr_warmup

@@ -52,7 +52,7 @@ def measured_costs(program: Program, result: RunResult) -> Costs:
 
 
 def through_the_stages(program: Program, result: RunResult) -> list[dict[Cost, float]]:
-    """Of every stage, what each kind of compute takes for one micro-batch, in all of its chunks: medians, in ms."""
+    """Return the median ms of each kind of compute, by stage, for one micro-batch in all of the stage's chunks."""
     stages = []
     for spans in result.spans:
         times: dict[Cost, list[float]] = defaultdict(list)

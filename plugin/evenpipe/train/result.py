@@ -150,7 +150,7 @@ class Stopping(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Of all cases; from rank 0."""
+    """The results of all cases; from rank 0."""
 
     runs: list[RunResult]
 

@@ -37,7 +37,7 @@ Tell = Callable[[Report], None]
 
 
 class Measured(NamedTuple):
-    """What one process saw of the iterations from `first` on.
+    """The measurements of one process in the iterations from `first` on.
 
     `losses` is empty but where the model ends; `grad_norms` and `skipped` are as in RunResult, and the same everywhere.
     """
@@ -53,7 +53,7 @@ class Measured(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one process has to say of the run; spans and memory are in ms of a clock common to all."""
+    """The report of one process on the run; spans and memory are in ms of a clock common to all."""
 
     at: Coordinates
     found: Measured
@@ -237,7 +237,7 @@ def combine(shares: Sequence[Share]) -> RunResult:
 
 
 def highest(measurements: Iterable[StageMeasurement]) -> StageMeasurement:
-    """Of each figure the highest."""
+    """Return the highest value of each figure."""
     return StageMeasurement(*map(max, zip(*measurements, strict=True)))
 
 

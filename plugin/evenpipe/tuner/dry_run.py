@@ -98,7 +98,7 @@ class DryRun:
         return saved
 
     def _timed(self, alone: _Alone, unit: Unit) -> tuple[_Span, _Span]:
-        """Of the forward and of the backward."""
+        """Return the spans of the unit's forward and of its backward."""
         inputs = alone.inputs(unit)
         start = self._clock.mark()
         outputs = alone.stage.forward(unit, inputs)

@@ -120,7 +120,10 @@ def fits_on_all(nbytes: int, limit_bytes: int, device: torch.device) -> bool:
 
 
 def highest_of_all(table: Sequence[Any], device: torch.device) -> Any:
-    """Of each number in a table of any shape the highest that a rank has; doubles, so that bytes are exact."""
+    """Return a table of any shape with the highest value that a rank has of each number.
+
+    Numbers travel as doubles, so that bytes are exact.
+    """
     numbers = torch.tensor(table, dtype=torch.float64, device=device)
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
     return numbers.tolist()
@@ -182,7 +185,10 @@ class _Probe:
         self._received = torch.ones_like(self._sent)
 
     def latencies_ms(self) -> dict[Link, float]:
-        """Of a byte, on the links on which this stage receives; every other pair of stages, then those between."""
+        """Return the latency of a byte, on the links on which this stage receives.
+
+        Every other pair of stages is measured first, then those between.
+        """
         found = {}
         for first in (0, 1):
             leads = self._stage % 2 == first

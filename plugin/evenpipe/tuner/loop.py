@@ -33,10 +33,11 @@ _SAME: Final = 0.01
 
 
 class Conditions(NamedTuple):
-    """What the candidates of a tuned run follow from, and what a saved tuner is of use for; the same on all ranks.
+    """The conditions that a tuned run's candidates follow from; the same on all ranks.
 
-    What trains `samples` in a replica's batch, the memory limit of a process, and what stages need. Where micro-batches
-    `differ`, as in length, that is what the largest so far has needed.
+    A saved tuner is of use for the same conditions. `schedule` trains `samples` in a replica's batch, `limit_bytes` is
+    the memory limit of a process, and `memory` is what stages need. Where micro-batches `differ`, as in length,
+    `memory` is what the largest so far has needed.
     """
 
     schedule: GroupedSchedule
@@ -75,7 +76,7 @@ class Conditions(NamedTuple):
         return Explored(self._replace(memory=memory), tuner).grown(self.memory)[0]
 
     def _named(self) -> dict[str, Any]:
-        """Those that have to be the same to the last digit."""
+        """Return the conditions that have to be the same to the last digit."""
         return {
             "format": _FORMAT,
             "schedule": self.schedule.programs.spec.name,
@@ -86,7 +87,7 @@ class Conditions(NamedTuple):
 
 
 class Explored(NamedTuple):
-    """What a run is tuned with from now on."""
+    """The conditions and the tuner that a run is tuned with from now on."""
 
     conditions: Conditions
     tuner: Tuner
@@ -193,7 +194,7 @@ class AdaptiveLoop:
 
     @property
     def tuner(self) -> Tuner | None:
-        """What decides; None until all sizes that matter have been measured."""
+        """Return the tuner, which decides; None until all sizes that matter have been measured."""
         return None if self.explored is None else self.explored.tuner
 
     @property
@@ -281,7 +282,10 @@ class AdaptiveLoop:
             self._log(f"iteration {iteration + 1}: micro-batches save more than all before: {said}")
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a run needs to go on as this one would, as JSON has it, the same on all ranks; None until tuned."""
+        """Return what a run needs to go on as this one would, as JSON has it; None until tuned.
+
+        It is the same on all ranks.
+        """
         return None if self.explored is None else self.explored.conditions.state_dict(self.explored.tuner)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:

@@ -16,7 +16,7 @@ _MASK: Final = "loss_mask"
 
 
 class CutError(ValueError):
-    """What has been read cannot be made micro-batches of another size; one line."""
+    """Micro-batches that have been read cannot be made ones of another size; the message is one line."""
 
 
 def micro_batches_of(size: int, given: int, source: Iterator[Any] | None) -> Iterator[Any] | None:
@@ -37,7 +37,7 @@ def loader_of(given: Any) -> Iterator[Any] | None:
 
 
 def items_of(source: Iterator[Any]) -> Iterator[Any]:
-    """What `source` has, of which only the next is to be had, as of Megatron's RerunDataIterator."""
+    """Yield what `source` has, even if only `next` works on it, as on Megatron's RerunDataIterator."""
     while True:
         try:
             item = next(source)
@@ -55,7 +55,7 @@ class _Read(NamedTuple):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What has to be the same for samples to be joined."""
+        """Return what has to be the same for samples to be joined."""
         return self.tree, [leaf if leaf is None else (leaf.dtype, leaf.shape[1:]) for leaf in self.leaves]
 
     def samples(self, end: int) -> list[Tensor | None]:
@@ -122,15 +122,16 @@ class LossWeights:
         self.even_here = True
 
     def watch(self, source: Iterator[Any]) -> Iterator[Any]:
-        """What `source` has, looked at when it is read."""
+        """Yield what `source` has, and look at it when it is read."""
         for micro_batch in items_of(source):
             self._look(micro_batch)
             yield micro_batch
 
     def even(self, device: torch.device) -> bool:
-        """Whether all samples that any rank has looked at count the same tokens; all ranks of the job call it alike.
+        """Return whether all samples that any rank has looked at count the same tokens.
 
-        False where no rank has looked at any. `device` is what the ranks exchange tensors on.
+        All ranks of the job call it alike. False where no rank has looked at any. `device` is what the ranks exchange
+        tensors on.
         """
         found = torch.tensor([not self.even_here, self._sample is not None], dtype=torch.float32, device=device)
         dist.all_reduce(found)

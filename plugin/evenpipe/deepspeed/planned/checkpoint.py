@@ -67,7 +67,10 @@ def load_layers(engine: Any, folder: Any, strict: bool) -> None:
 
 
 def _with_file(module: Any, numbers: list[int]) -> list[int]:
-    """Of a layer's numbers those with a file: DeepSpeed writes none for tied layers with a function of their own."""
+    """Return those of a layer's numbers that have a file, or else the first.
+
+    DeepSpeed writes none for tied layers with a function of their own.
+    """
     specs = module._layer_specs
     found = [n for n in numbers if not isinstance(specs[n], TiedLayerSpec) or specs[n].forward_fn is None]
     return found or numbers[:1]

@@ -53,7 +53,7 @@ def cut(module: Any, path: Path, dtype: torch.dtype) -> None:
 
 @contextmanager
 def _failing_alike(module: Any) -> Iterator[None]:
-    """What is wrong on any rank raises SectionError on all, lest others wait for it."""
+    """Raise SectionError on all ranks where something inside is wrong on any, lest others wait for it."""
     line = None
     try:
         yield
@@ -158,7 +158,7 @@ def _inputs(part: type[Part]) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _cut_layers(types: Sequence[type[Part]]) -> list[int]:
-    """Those of which several stages have something, but for tied ones."""
+    """Return the numbers of layers that several stages have something of, in order, except tied ones."""
     stages: dict[str, set[int]] = {}
     for stage, one in enumerate(types):
         for name in one.STATE:

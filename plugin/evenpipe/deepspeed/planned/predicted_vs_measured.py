@@ -17,7 +17,10 @@ __all__ = ["PlanComparison"]
 
 
 class PlanComparison:
-    """Of `engine`, whose stages are those of `plan`; all ranks make it, when model and optimizer are there."""
+    """The comparison of `engine` with `plan`, whose stages it has.
+
+    All ranks make it, when model and optimizer are there.
+    """
 
     def __init__(self, engine: Any, plan: Plan) -> None:
         self._plan = plan

@@ -110,7 +110,7 @@ class CutStage:
 
     @property
     def differs_in_training(self) -> bool:
-        """Whether the model draws random numbers or uses averages of its batch, as its code was traced in training."""
+        """Return whether the model, as traced in training, draws random numbers or uses averages of its batch."""
         return any(one.RANDOM or any(name.endswith("running_mean") for name in one.STATE) for one in self.types)
 
     def __call__(self, given: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:

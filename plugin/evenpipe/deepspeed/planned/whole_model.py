@@ -62,7 +62,7 @@ def add_layer(whole: nn.Module, number: int, layer: Any) -> Callable[[Any], Any]
 
 
 def cast_parameters(whole: nn.Module, dtype: torch.dtype) -> None:
-    """What DeepSpeed's engine does to a model; buffers stay as they are. What was tied still is."""
+    """Cast parameters as DeepSpeed's engine does to a model; buffers stay as they are. Tied parameters stay tied."""
     cast: dict[int, nn.Parameter] = {}
     for module in whole.modules():
         for name, one in module._parameters.items():

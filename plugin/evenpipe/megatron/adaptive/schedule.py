@@ -34,7 +34,7 @@ __all__ = ["AdaptiveSchedule", "Tuning"]
 
 
 class Tuning(NamedTuple):
-    """What is tuned, and within what.
+    """The memory limits, allowed sizes and callbacks that a tuned run is given.
 
     `limit_bytes` is the memory of every process, and `static_bytes` what this one needs besides activations and links,
     asked once. `interval`: iterations between decisions; None: so many as take an hour. `sizes` is given the loader's
@@ -88,7 +88,10 @@ class AdaptiveSchedule(PipelineSchedule):
         self._sizes: list[int] = []
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a run needs to go on as this one would, as JSON has it, the same on all ranks; None before a batch."""
+        """Return what a run needs to go on as this one would, as JSON has it; None before a batch.
+
+        It is the same on all ranks.
+        """
         return self.loop.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -81,7 +81,7 @@ def _parse(
 
 
 def _complain(original: Callable[[str], NoReturn], message: str) -> NoReturn:
-    """Of flags called --evenpipe-… one line says what is wrong; Megatron's usage, of 1,200, is for its own."""
+    """End the job with one line for flags called --evenpipe-…; Megatron's usage, of 1,200 lines, is for its own."""
     if _PREFIX in message:
         end_job(message)
     original(message)

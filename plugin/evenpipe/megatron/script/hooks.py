@@ -17,7 +17,7 @@ __all__ = ["Training", "folder_of", "folders_loaded_from", "save_patch", "set_up
 
 
 class Training(Protocol):
-    """What the patches call, on all ranks; `args` are Megatron's."""
+    """The object whose methods the patches call, on all ranks; `args` are Megatron's."""
 
     args: Namespace
 

@@ -103,7 +103,7 @@ def compute_flops(args: Namespace, device: torch.device) -> float:
 
 
 def transfer_need(args: Namespace, flops: float) -> Need:
-    """What one transfer of a micro-batch's saved activations needs, if a forward runs at `flops` all the time."""
+    """Return what a transfer of a micro-batch's saved activations needs, if a forward runs at `flops` all the time."""
     shape = ModelShape(args.num_layers, args.num_attention_heads, args.hidden_size, args.seq_length)
     return estimated_need(
         shape,

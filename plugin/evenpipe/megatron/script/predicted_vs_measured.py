@@ -20,7 +20,10 @@ __all__ = ["LayoutComparison", "comparison_patches"]
 
 
 class LayoutComparison:
-    """Of a run of `plan`; `args` are Megatron's. Apply `comparison_patches` before the model is made."""
+    """The comparison of a run of `plan` with its predictions; `args` are Megatron's.
+
+    Apply `comparison_patches` before the model is made.
+    """
 
     def __init__(self, plan: WrittenLayout, args: Namespace) -> None:
         self._plan = plan

@@ -57,7 +57,10 @@ def start(args: Namespace) -> None:
 
 
 def asked_for(args: Namespace) -> tuple[EvenPipeConfig, WrittenLayout | None]:
-    """What the EvenPipe flags in `args` ask for, and its plan. Raises ArgumentError for what does not go together."""
+    """Return the settings that the EvenPipe flags in `args` ask for, and their plan, if any.
+
+    Raises ArgumentError for flags that do not go together.
+    """
     config = config_from(args)
     plan = planned(config, args)
     check(config, args)
@@ -65,7 +68,7 @@ def asked_for(args: Namespace) -> tuple[EvenPipeConfig, WrittenLayout | None]:
 
 
 def layer_kinds(args: Namespace) -> list[list[str]] | None:
-    """Of each part of the pipeline, in the model's order, as the layout in `args` says; None without one."""
+    """Return the layer kinds of each part, in the model's order, by the pipeline layout in `args`; None without one."""
     layout: Any = getattr(args, "pipeline_model_parallel_layout", None)
     if isinstance(layout, str):
         from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -76,7 +79,7 @@ def layer_kinds(args: Namespace) -> list[list[str]] | None:
 
 @contextmanager
 def ending_the_job() -> Iterator[None]:
-    """What is refused inside ends the job with one line."""
+    """End the job with one line if ArgumentError or UpstreamError is raised inside."""
     try:
         yield
     except (ArgumentError, UpstreamError) as error:
@@ -164,9 +167,10 @@ def _complain(line: str) -> None:
 
 
 def trace_of(path: Path, iteration: int | None, args: Namespace) -> IterationTrace:
-    """What records the timeline of `iteration`, as Megatron's log counts (None: the second of this run), into `path`.
+    """Return an observer that records the timeline of `iteration` into `path`.
 
-    `args` are Megatron's: `rank`, and `curr_iteration`, which Megatron sets before each iteration::
+    Iterations count as in Megatron's log; None is the second of this run. `args` are Megatron's: `rank`, and
+    `curr_iteration`, which Megatron sets before each iteration::
 
         PipelineSchedule(name, bpipe, observer=trace_of(config.trace, config.trace_iteration, args))
     """

@@ -170,14 +170,14 @@ class MegatronEngine:
 
 
 def _parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    """Those that a chained optimizer is made of, but for those without parameters."""
+    """Yield the optimizers that a chained optimizer is made of, except those without parameters."""
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
             yield part
 
 
 def _masters(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
-    """What the optimizer steps: in fp32 the parameters themselves, else copies or, if distributed, shares of them."""
+    """Return what the optimizer steps: the parameters themselves in fp32, else copies or, if distributed, shares."""
     return [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
 
 

@@ -274,7 +274,7 @@ class Tensors(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """What an iteration gave: on the last stage its micro-batches' losses, and what `optimizer.step` returned.
+    """The outcome of an iteration: on the last stage its micro-batches' losses, and what `optimizer.step` returned.
 
     `grad_norm` is None where the step was skipped, since gradients overflowed.
     """

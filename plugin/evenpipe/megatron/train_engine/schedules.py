@@ -80,7 +80,7 @@ class _EvenPipeSchedule(Observer):
 
     @property
     def counter(self) -> MemoryCounter:
-        """What this stage holds, with peaks since the last `reset_peak`."""
+        """Return the counter of what this stage holds, with peaks since the last `reset_peak`."""
         # The executor is made in the first batch.
         return self._before if self.schedule.executor is None else self.schedule.executor.counter
 

@@ -78,7 +78,7 @@ class Copies:
 
     @property
     def separable(self) -> bool:
-        """Whether every stage holds micro-batches of one position alone, so that each can be weighed by itself."""
+        """Return whether every stage holds micro-batches of one position only, so that each can be weighed alone."""
         return all(np.count_nonzero(rows.any(axis=0)) <= 1 for rows in self.live)
 
 

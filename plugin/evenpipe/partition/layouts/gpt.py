@@ -42,7 +42,7 @@ class Pipeline:
 
     @property
     def schedule(self) -> str:
-        """What Megatron runs on it."""
+        """Return the name of the schedule that Megatron runs on it."""
         return "interleaved" if self.chunks > 1 else "1f1b"
 
 

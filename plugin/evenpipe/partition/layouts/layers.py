@@ -40,7 +40,7 @@ _MS: Final = 1e3
 
 
 class Time(NamedTuple):
-    """Of one micro-batch through a layer: milliseconds, and bytes that it saves for its backward."""
+    """The milliseconds of one micro-batch through a layer, and the bytes that it saves for its backward."""
 
     forward_ms: float
     backward_ms: float
@@ -54,7 +54,7 @@ Nodes: TypeAlias = Mapping[str, Sequence[Operation]]
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layout puts somewhere as a whole. `symbols`: as Megatron writes it ("E", "t", "L"; "mm" two MTP layers).
+    """A piece that a layout places as a whole. `symbols`: as Megatron writes it ("E", "t", "L"; "mm" two MTP layers).
 
     A layer that may be cut in half is two of these: "t" is then its attention, and its MLP, without symbols, follows.
 
@@ -167,7 +167,7 @@ def _layer(gpt: Gpt, symbols: str, kind: str, times: Mapping[str, Time], nodes: 
 
 
 def _parameters(gpt: Gpt, nodes: Nodes) -> tuple[Parameters, Parameters]:
-    """Of these nodes: their own, and those of a copy of the word embeddings if one of them uses it."""
+    """Return these nodes' own parameters, and those of a copy of the word embeddings if one of them uses it."""
     own = total(one for operations in nodes.values() for one in operations)
     users = _WITH_WORDS & {name.rpartition(".")[2] for name in nodes}
     if not users - ({"output_layer"} if not gpt.model.tied else set()):

@@ -60,7 +60,7 @@ class Split:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """What `--pipeline-model-parallel-layout` is best, and the even split that Megatron would make without it.
+    """The best `--pipeline-model-parallel-layout`, and the even split that Megatron would make without it.
 
     `proven`: no layout has a faster slowest stage. `source`: what the times are from. `layers`: what was cut, by kind.
     `gpt`: the model.

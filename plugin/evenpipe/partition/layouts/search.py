@@ -77,7 +77,7 @@ class _Goal:
     limit: float
 
     def ratings(self, cuts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of rows of cuts: what is to be smallest, first column first."""
+        """Return a row of ratings for each row of cuts: what is to be smallest, first column first."""
         forward, backward, held = self.problem.weighed(cuts)
         times = forward + backward
         parts = np.diff(self.problem.total_ms[np.pad(cuts, ((0, 0), (1, 1)), constant_values=(0, -1))], axis=1)

@@ -37,7 +37,7 @@ class StageCost(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """Of a stage, by rows: how many layers of each chunk are computed again, how long that takes, and bytes at most."""
+    """A stage's fit, by rows: how many layers of each chunk are computed again, the time of that, and bytes at most."""
 
     layers: NDArray[np.int64]
     again_ms: NDArray[np.float64]
@@ -66,7 +66,7 @@ class Problem:
 
     @cached_property
     def live(self) -> tuple[NDArray[np.int64], ...]:
-        """Of every stage, `Copies.live` under the schedule that Megatron runs: 1F1B, or interleaved."""
+        """Return `Copies.live` of every stage under the schedule that Megatron runs: 1F1B, or interleaved."""
         p, v, m = self.pipeline.stages, self.pipeline.chunks, self.pipeline.micro_batches
         if v > 1 and m % p:
             raise LayoutError(
@@ -90,7 +90,7 @@ class Problem:
         return tuple(last - 1 if cut <= before_mtp else last for cut in range(p * v - 1))
 
     def allowed(self, cuts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Of rows of cuts, whether Megatron takes them: ascending, the first part not empty, and as `latest`.
+        """Return whether Megatron takes each row of cuts: ascending, the first part not empty, and as `latest`.
 
         Between the halves of a layer no part is empty: the second takes what the first gives.
         """
@@ -100,7 +100,7 @@ class Problem:
 
     @cached_property
     def halves(self) -> NDArray[np.bool_]:
-        """Whether a cut with so many layers before it is between the halves of one."""
+        """Return, by the number of layers before a cut, whether it is between the halves of a layer."""
         return np.array([*(not layer.symbols for layer in self.layers), False])
 
     @cached_property
@@ -116,14 +116,14 @@ class Problem:
         return tuple(borders[before] for before in accumulate(numbers[:-1]))
 
     def costs(self, cuts: Cuts) -> tuple[StageCost, ...]:
-        """Of every stage."""
+        """Return the cost of every stage."""
         rows = np.array([cuts], np.int64)
         [forward, backward, held] = (found[0].tolist() for found in self.weighed(rows))
         again = (self.fitted(stage, *self._ends(rows)).layers[0] for stage in range(self.pipeline.stages))
         return tuple(map(StageCost, forward, backward, held, map(int, again)))
 
     def weighed(self, cuts: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-        """Of rows of cuts: forward and backward milliseconds and peak bytes, of every stage."""
+        """Return forward and backward milliseconds and peak bytes of every stage, for rows of cuts."""
         firsts, ends = self._ends(cuts)
         of_stages = (len(cuts), self.pipeline.chunks, self.pipeline.stages)
         forward, backward = (sums[ends] - sums[firsts] for sums in (self.forward_ms, self.backward_ms))
@@ -176,7 +176,7 @@ class Problem:
 
     @cached_property
     def forward_ms(self) -> NDArray[np.float64]:
-        """Of all layers before each, and of all; so are the next ones."""
+        """Return the forward times of all layers before each, and of all, summed; the next ones are sums alike."""
         return _sums([layer.forward_ms for layer in self.layers])
 
     @cached_property
@@ -189,7 +189,7 @@ class Problem:
 
     @cached_property
     def savable_bytes(self) -> NDArray[np.int64]:
-        """What computing layers again saves."""
+        """Return the sums of the bytes that computing layers again saves."""
         inputs = (layer.input_bytes for layer in self.layers)
         pairs = zip(self.layers, inputs, strict=True)
         return _sums([0 if kept is None else layer.saved_bytes - kept for layer, kept in pairs])

@@ -54,7 +54,7 @@ class Stage(Frozen):
 
     @property
     def ms(self) -> float:
-        """Of a micro-batch, with what memory optimisation adds."""
+        """Return the milliseconds of a micro-batch, with what memory optimisation adds."""
         return self.forward_ms + self.backward_ms + self.extra_ms
 
 

@@ -76,7 +76,10 @@ class Graph:
 
     @property
     def digest(self) -> str:
-        """Of operations, shapes and parameters, whatever the micro-batch size; not of whole numbers, nor the prefix."""
+        """Return a digest of operations, shapes and parameters, whatever the micro-batch size.
+
+        It does not depend on whole numbers, nor on the prefix.
+        """
         digest = hashlib.sha256()
         for line in self._digested():
             digest.update(f"{line}\n".encode())

@@ -143,7 +143,7 @@ def _draws_of(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
 
 
 def is_random(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call, in a graph or in a run, draws random numbers: dropout of nothing and plain attention do not."""
+    """Return whether a call in a graph or run draws random numbers; dropout of nothing and plain attention do not."""
     if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
         return False
     defaults = {argument.name: argument.default_value for argument in function._schema.arguments}
