@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.tensor_parallel import layers
 
-from evenpipe.megatron.weight_gradients import WeightGradients, linear_layers
+from evenpipe.megatron.weight_gradients import WeightGradients, linear_layers, whole_layers
 from evenpipe.schedule import Unit
 
 UNIT = Unit(0, 0)
@@ -115,6 +115,14 @@ def test_a_weight_that_is_an_embeddings_too_stays_in_the_first_half() -> None:
     assert chunk.second.weight.grad is not None
     assert chunk.first.weight.grad is None
     of_chunk.end()
+
+
+def test_layers_that_were_not_made_to_delay_are_counted() -> None:
+    chunk = Chunk()
+    assert whole_layers([chunk]) == 0
+    for linear, delays in ((chunk.first, True), (chunk.second, False)):
+        linear.wgrad_store = SimpleNamespace(delay_wgrad_compute=lambda delays=delays: delays)
+    assert whole_layers([chunk]) == 1
 
 
 def test_two_chunks_that_share_a_weight_are_refused() -> None:

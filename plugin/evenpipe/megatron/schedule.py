@@ -22,6 +22,7 @@ from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.stage import Batch, MegatronStage
 from evenpipe.megatron.supported import CoreRelease, installed_release
 from evenpipe.megatron.unsupported import refuse_unsupported
+from evenpipe.megatron.weight_gradients import whole_layers
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.schedule import Message, Need, Program, Programs, Queues, Size, Spec, check_offers, choose, links, loop
@@ -290,6 +291,11 @@ class PipelineSchedule:
                 partial(_count_wait, batch.config.timers) if _synchronises(batch.config) else None,
             )
             self._connected(self)
+            if "split" in self.needs and dist.get_rank() == 0 and (whole := whole_layers(chunks)):
+                self.executor.observer.remark(
+                    f"{whole} layers of this stage compute the gradients of their weights in the first half of a "
+                    "backward: make them with delay_wgrad_compute, as EvenPipe's flags do in scripts of Megatron-LM"
+                )
         self.executor.measure = self.measure
         return self.executor
 

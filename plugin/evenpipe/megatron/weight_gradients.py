@@ -7,7 +7,7 @@ routers) has its gradients in the first half: a few per cent of the time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, Final, NamedTuple, cast
@@ -22,7 +22,7 @@ from evenpipe.runtime import streams
 from evenpipe.schedule import Unit
 from evenpipe.upstream import PRESENT, Patch, PatchSet
 
-__all__ = ["WeightGradients", "linear_layers"]
+__all__ = ["WeightGradients", "linear_layers", "whole_layers"]
 
 _LINEAR: Final = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
 #: On a parameter, while a batch whose backwards are in halves is under way.
@@ -115,6 +115,11 @@ class WeightGradients:
         return [layer.wgrad_store.context.qsize() for layer in self._layers]
 
 
+def whole_layers(chunks: Iterable[torch.nn.Module]) -> int:
+    """Return how many layers could leave gradients for a second half, and were not made to."""
+    return sum(hasattr(one, "wgrad_store") and not _delays(one) for chunk in chunks for one in chunk.modules())
+
+
 def _delays(layer: Any) -> bool:
     """Return whether `layer` is one of Transformer Engine's whose backward queues the gradients of its weights."""
     store = getattr(layer, "wgrad_store", None)
@@ -143,6 +148,7 @@ def _in_halves(whole: Any) -> Any:
         @staticmethod
         def forward(ctx: Any, taken: Tensor, bias: Tensor | None, weight: _Beside, *rest: Any) -> Tensor:
             ctx.weight, ctx.rest = weight.parameter, len(rest)
+            ctx.autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
             return cast(Tensor, whole.forward(ctx, taken, weight.parameter, bias, *rest))
 
         @staticmethod
@@ -185,8 +191,8 @@ class _Linear(NamedTuple):
 
     @classmethod
     def of(cls, ctx: Any) -> _Linear:
-        autocast = ctx._fwd_used_autocast, ctx._dtype
-        return cls(ctx.sequence_parallel, ctx.tp_group, ctx.gradient_accumulation_fusion, ctx.main_grad, autocast)
+        fused, main_grad = ctx.gradient_accumulation_fusion, ctx.main_grad
+        return cls(ctx.sequence_parallel, ctx.tp_group, fused, main_grad, ctx.autocast)
 
 
 def _of_input(ctx: Any, taken: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
