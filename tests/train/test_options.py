@@ -34,17 +34,12 @@ REFUSED = [
     ),
     (
         {"engine": "megatron", "schedule": "zb-h1"},
-        "--schedule zb-h1: Megatron has no such schedule: use --engine module",
-    ),
-    (
-        {"schedule": "zb-h1"},
-        "--schedule zb-h1: needs backwards in two halves, which megatron-core does not offer: choose one of 1f1b, "
-        "gpipe, 2bw, interleaved, kfkb",
+        "--schedule zb-h1: Megatron has no such schedule: use --engine evenpipe",
     ),
     (
         {"schedule": "v-half"},
-        "--schedule v-half: needs model chunks that are not placed stage by stage and backwards in two halves, which "
-        "megatron-core does not offer: choose one of 1f1b, gpipe, 2bw, interleaved, kfkb",
+        "--schedule v-half: needs model chunks that are not placed stage by stage, which megatron-core does not offer: "
+        "choose one of 1f1b, gpipe, 2bw, interleaved, kfkb, zb-h1",
     ),
     (
         {"schedule": "gpipe", "stages": 1},

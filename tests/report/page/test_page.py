@@ -187,7 +187,7 @@ def test_plans_have_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     # The planner has weighed all schedules, with their memory.
     assert "What else was simulated" not in page
     assert not re.search(r"predicted \d\.\d\d×", page)
-    assert "the planner found none faster that fits into 79.35 GiB: 3,969 were weighed" in page
+    assert "the planner found none faster that fits into 79.35 GiB: 3,767 were weighed" in page
     facts = page[page.index('class="facts"') : page.index("</dl>")]
     assert facts.count(" ms<") == facts.count("Bubble") == 1, "the planner's; the simulator's are in a sentence"
     assert "These figures are the planner&#39;s" in page
