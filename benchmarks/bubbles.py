@@ -1,4 +1,4 @@
-"""What a training iteration takes with and without pipeline flushes: Megatron's 1F1B, EvenPipe's 1F1B, ZB-H1, 2BW.
+"""Measure a training iteration with and without pipeline flushes: Megatron's 1F1B, EvenPipe's 1F1B, ZB-H1 and 2BW.
 
 Measured: the time from the start of a batch to the start of the next, on the slowest stage, in steady state. On: a tiny
 megatron-core GPT (tied embeddings, one layer a stage) in Megatron's DDP with Megatron's Adam and clipping at 1.0, one

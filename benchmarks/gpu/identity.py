@@ -37,7 +37,7 @@ def run(rank: Rank, engine: str) -> None:
         for name in names()
         for bpipe in (False, True)
     }
-    if stock != engine and rank.place.startswith("nccl"):
+    if stock != engine and rank.over_nccl:
         cases["Megatron's own 1f1b"] = {"engine": stock}
     elif stock != engine:
         rank.unchecked("Megatron's own 1f1b", "it sends by itself, and gloo cannot send a GPU's memory")

@@ -25,13 +25,12 @@ _MIB: Final = 2**20
 
 def run(rank: Rank) -> None:
     with rank.world(rank.ranks):
-        over_nccl = rank.place.startswith("nccl")
-        opened, backend = links(loop(rank.ranks), pairs=True), "nccl" if over_nccl else "gloo"
-        if over_nccl:
+        opened, backend = links(loop(rank.ranks), pairs=True), "nccl" if rank.over_nccl else "gloo"
+        if rank.over_nccl:
             connect(range(rank.ranks), opened, backend, rank.device).close()  # what is taken once is taken here
-        before = torch.cuda.mem_get_info()[0] if over_nccl else 0
+        before = torch.cuda.mem_get_info()[0] if rank.over_nccl else 0
         connections = connect(range(rank.ranks), opened, backend, rank.device)
-        if over_nccl:
+        if rank.over_nccl:
             taken, expected = before - torch.cuda.mem_get_info()[0], communicator_bytes(os.environ) / _MIB
             each = taken / len(connections.channels) / _MIB
             rank.row(f"memory of a communicator, stage {rank.number}", each, "MiB", expected)
@@ -42,7 +41,7 @@ def run(rank: Rank) -> None:
         if rank.place == "nccl":
             _count_sms(rank, connections)
         connections.close()
-    if not over_nccl:
+    if not rank.over_nccl:
         why = "NCCL takes no two ranks on one GPU; links were measured through the host's memory"
         rank.unchecked("NCCL's links, communicators and SMs", why)
     elif rank.place == "nccl-shared":

@@ -48,9 +48,14 @@ class Rank:
         else:
             self.device = torch.device("cuda", number if place == "nccl" else 0)
             torch.cuda.set_device(self.device)
-        staged = torch.cuda.synchronize if place.startswith("nccl") else stage_messages(self.device)
+        staged = torch.cuda.synchronize if self.over_nccl else stage_messages(self.device)
         #: Wait for all that the device has been given, messages that have been posted as well.
         self.synchronise = staged if place == "cpu" else torch.cuda.synchronize
+
+    @property
+    def over_nccl(self) -> bool:
+        """Return whether ranks are joined by NCCL."""
+        return self.place.startswith("nccl")
 
     def pick(self, on_gpu: _T, on_cpu: _T) -> _T:
         """Sizes: what is a measurement on a GPU is plumbing on the CPU."""
@@ -94,7 +99,7 @@ class Rank:
         """torch.distributed between the first `size` ranks; each world is a new one. All of these enter it."""
         self._worlds[size] += 1
         store = PrefixStore(f"world {self._worlds[size]} of {size}", self._store)
-        backend = "cpu:gloo,cuda:nccl" if self.place.startswith("nccl") else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if self.over_nccl else "gloo"
         dist.init_process_group(backend, store=store, rank=self.number, world_size=size, timeout=_TIMEOUT)
         yield
         self.meet()

@@ -146,7 +146,7 @@ def _installed(module: str, called: str) -> str | None:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Of the library that this process calls; torch.cuda.nccl.version() is of the one that torch was built with."""
+    """Return the version of the NCCL that this process calls; torch tells that of the one that it was built with."""
     code = ctypes.c_int()
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(code))

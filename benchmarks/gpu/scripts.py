@@ -33,8 +33,8 @@ _MEGATRON: Final = (
 _SIZES: Final = (("1024", "1024"), ("64", "64"))  # hidden size, tokens
 #: By the module that has the kernels which are Megatron's default: what to say where it is not there.
 _WITHOUT_KERNELS: Final = {
-    "transformer_engine": (*("--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion"),),
-    "fused_weight_gradient_mlp_cuda": ("--no-gradient-accumulation-fusion",),
+    "transformer_engine": ["--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion"],
+    "fused_weight_gradient_mlp_cuda": ["--no-gradient-accumulation-fusion"],
 }
 
 
@@ -116,8 +116,9 @@ def _megatron(rank: Rank) -> list[_Job]:
     start = ["-m", "evenpipe", "run", *(["--cpu"] if rank.place == "cpu" else []), "pretrain_gpt.py", *_MEGATRON]
     start += ["--hidden-size", hidden, "--seq-length", tokens, "--max-position-embeddings", tokens]
     if rank.place != "cpu":
-        lacking = [flags for module, flags in _WITHOUT_KERNELS.items() if not find_spec(module)]
-        start += ["--bf16", *(flag for flags in lacking for flag in flags)]
+        start.append("--bf16")
+        for module, flags in _WITHOUT_KERNELS.items():
+            start += [] if find_spec(module) else flags
     both = [*start, "--overlap-param-gather"]
     return [
         _Job("Megatron's own 1f1b", both),

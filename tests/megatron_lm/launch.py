@@ -18,7 +18,7 @@ import torch
 
 from tests.megatron_lm.ranks import RankServer
 
-__all__ = ["LAYOUTS", "Run", "differences", "gpt_flags", "launch", "model_flags", "start", "torchrun"]
+__all__ = ["EXPERTS", "LAYOUTS", "Run", "differences", "gpt_flags", "launch", "model_flags", "start", "torchrun"]
 
 BYTECODE = Path(__file__).parents[2] / "build" / "bytecode"
 """Compiled modules, as a checkout stays as it is."""
@@ -54,6 +54,12 @@ LAYOUTS = {
     "TP2xPP2": (4, ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel")),
 }
 """Processes and flags of each."""
+
+EXPERTS = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "aux_loss"),
+    *("--moe-aux-loss-coeff", "1e-2", "--disable-bias-linear"),
+)
+"""Of which a router chooses two for a token, without a capacity."""
 
 
 class Run(NamedTuple):

@@ -5,12 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_lm.launch import LAYOUTS, differences, launch, model_flags
+from tests.megatron_lm.launch import EXPERTS, LAYOUTS, differences, launch, model_flags
 
-EXPERTS = (
-    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "aux_loss"),
-    *("--moe-aux-loss-coeff", "1e-2", "--disable-bias-linear"),
-)
 VARIANTS = {
     "BPipe": ("--bpipe",),
     "2F2B, BPipe": ("--evenpipe-schedule", "kfkb", "--group-size", "2", "--bpipe"),

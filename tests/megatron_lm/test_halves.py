@@ -2,14 +2,10 @@
 
 import pytest
 
-from tests.megatron_lm.launch import LAYOUTS, differences, launch, model_flags
+from tests.megatron_lm.launch import EXPERTS, LAYOUTS, differences, launch, model_flags
 
 ITERATIONS = 3
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-EXPERTS = (
-    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "aux_loss"),
-    *("--moe-aux-loss-coeff", "1e-2", "--disable-bias-linear"),
-)
 CASES = {
     "sequence parallel": ("TP2xPP2", ("--bf16",)),
     "both overlaps": ("DP2xPP2 distributed optimizer", ("--bf16",)),

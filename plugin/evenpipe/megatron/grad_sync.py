@@ -8,7 +8,7 @@ from typing import Any
 
 from evenpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Schedule
 
-__all__ = ["GradSync", "Sync", "halves", "without_sync"]
+__all__ = ["GradSync", "Sync", "without_sync"]
 
 
 class Sync:
@@ -47,7 +47,7 @@ class GradSync(Sync):
         self._lag = stage if interleaved else 0
         row = schedule.actions[stage]
         self._forwards = [action.unit for action in row if action.kind == FORWARD]
-        self._backwards = [*halves(row)]
+        self._backwards = [*_halves(row)]
         last = {(action.chunk, action.kind): action for action in self._backwards}
         self._last = {*last.values()}
         #: Those after which a unit has all its gradients.
@@ -118,7 +118,7 @@ class GradSync(Sync):
             self._disabled = None
 
 
-def halves(row: Sequence[Action]) -> Iterator[Action]:
+def _halves(row: Sequence[Action]) -> Iterator[Action]:
     """The backwards of a stage; each as two halves, where it has any that are."""
     split = any(action.kind == WEIGHT_GRADIENT for action in row)
     for action in row:

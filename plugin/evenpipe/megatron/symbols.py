@@ -182,21 +182,19 @@ _LINEAR: Final = (
     "wgrad_deferral_limit, tp_group"
 )
 
-WEIGHT_GRADIENTS: Final = (
-    *expected(
-        {
-            f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication.forward": {
-                "0.14": f"({_LINEAR})",
-                "0.19": f"({_LINEAR}, gtp_remat_size)",
-            },
-            f"{_LAYERS}:prepare_input_tensors_for_wgrad_compute": "(grad_output, all_gathered_input)",
-            **members(_LAYERS, ("RowParallelLinear", "custom_bwd", "dist_all_gather_func", "dist_reduce_scatter_func")),
-            # Transformer Engine's layers have it in every series.
-            f"{_LAYERS}:ColumnParallelLinear.backward_dw": {"0.16": "(self)"},
-        }
-    ),
+WEIGHT_GRADIENTS: Final = expected(
+    {
+        f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication.forward": {
+            "0.14": f"({_LINEAR})",
+            "0.19": f"({_LINEAR}, gtp_remat_size)",
+        },
+        f"{_LAYERS}:prepare_input_tensors_for_wgrad_compute": "(grad_output, all_gathered_input)",
+        **members(_LAYERS, ("RowParallelLinear", "custom_bwd", "dist_all_gather_func", "dist_reduce_scatter_func")),
+        # Transformer Engine's layers have it in every series.
+        f"{_LAYERS}:ColumnParallelLinear.backward_dw": {"0.16": "(self)"},
+    }
 )
-"""Of backwards in two halves."""
+"""What backwards in two halves call of Megatron's linear layers."""
 
 DELAYED: Final = (
     *expected(
@@ -210,7 +208,7 @@ DELAYED: Final = (
         "layers are made by it, and Megatron's check allows it with another schedule only",
     ),
 )
-"""Of those of Transformer Engine's layers, in scripts."""
+"""What has a script make Transformer Engine's layers with delayed weight gradients."""
 
 
 _OPTIMIZER: Final = "megatron.core.optimizer.optimizer"
