@@ -341,7 +341,8 @@ def calls_of(schedule: Schedule, stage: int) -> list[Call]:
 
     part: Any = SimpleNamespace(receive_buffers=lambda kind, unit: [], forward=forward)
     channels: Any = {link: Told(link, calls) for link in links}
-    forward_only(channels, schedule, stage, part)
+    resources: Any = SimpleNamespace(connections=SimpleNamespace(channels=channels), layouts={}, stage_index=stage)
+    forward_only(resources, schedule.places, schedule.micro_batches, part)
     return calls
 
 

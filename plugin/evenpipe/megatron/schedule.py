@@ -14,18 +14,32 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from evenpipe.megatron.captured import refused_capture
+from evenpipe.megatron.grad_sync import per_chunk
 from evenpipe.megatron.grouping import group_size
 from evenpipe.megatron.schedule_patches import in_place_of_megatron
-from evenpipe.megatron.stage import Batch, MegatronStage
+from evenpipe.megatron.stage import Batch, ForwardStage, MegatronStage
 from evenpipe.megatron.supported import CoreRelease, installed_release
 from evenpipe.megatron.unsupported import refuse_unsupported
+from evenpipe.megatron.vee import check_placement, sent_to_the_last
 from evenpipe.megatron.weight_gradients import whole_layers
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
-from evenpipe.schedule import Message, Need, Program, Programs, Queues, Size, Spec, check_offers, choose, links, loop
+from evenpipe.schedule import (
+    Message,
+    Need,
+    Places,
+    Program,
+    Programs,
+    Queues,
+    Size,
+    Spec,
+    check_offers,
+    choose,
+    links,
+)
 
 __all__ = ["Call", "PipelineSchedule", "in_place_of_megatron", "process_groups"]
 
@@ -93,7 +107,7 @@ class PipelineSchedule:
     `connected` is called once, by all stages of the pipeline, when `executor` and its links have been made.
     """
 
-    offers: ClassVar[frozenset[Need]] = frozenset(["chunks", "groups", "split"])
+    offers: ClassVar[frozenset[Need]] = frozenset(["chunks", "groups", "split", "vee"])
 
     def __init__(
         self,
@@ -133,11 +147,14 @@ class PipelineSchedule:
     def __call__(self, *, forward_only: bool = False, **arguments: Any) -> list[Any]:
         """One batch; the arguments and the result are those of Megatron's `forward_backward_pipelining_*` functions.
 
-        Evaluation saves nothing for a backward, so there is nothing to level: it runs on Megatron's own schedule.
+        Evaluation saves nothing for a backward, so there is nothing to level: it runs on Megatron's own schedule,
+        unless parts of the model are where that does not look for them.
         Raises ValueError for a configuration in which this schedule cannot be honoured.
         """
         if not forward_only:
             return self._train(**arguments)
+        if "vee" in self.needs:
+            return self._timed(self._evaluate, self._call(**arguments))
         chunked = isinstance(arguments["model"], list) and len(arguments["model"]) > 1
         stock = (
             schedules.forward_backward_pipelining_with_interleaving
@@ -147,12 +164,32 @@ class PipelineSchedule:
         losses: list[Any] = stock(forward_only=True, **arguments)
         return losses
 
+    def _evaluate(self, call: Call) -> list[Any]:
+        """The forwards of a batch, without backwards; the losses."""
+        batch, pipeline = call.batch, call.pipeline
+        executor = self._executor(pipeline, batch)
+        synchronise = per_chunk(batch.config.param_sync_func, batch.model) or []
+        for gather, chunk in zip(synchronise, batch.model, strict=False):
+            gather(chunk.parameters())
+        places = self._places(pipeline.size(), batch)
+        stage = ForwardStage(batch, places, pipeline.rank(), executor.device)
+        executor.forward_only(places, batch.num_microbatches, stage)
+        losses: list[Any] = sent_to_the_last(stage.losses, places, pipeline, executor.device)
+        return losses
+
+    def _places(self, stages: int, batch: Batch) -> Places:
+        """Return where the parts of the model are."""
+        return self.programs.spec.places(Size(stages, batch.num_microbatches, len(batch.model)))
+
     def _train(self, **arguments: Any) -> list[Any]:
-        call = self._call(**arguments)
+        return self._timed(self._carry_out, self._call(**arguments))
+
+    def _timed(self, carry_out: Callable[[Call], list[Any]], call: Call) -> list[Any]:
+        """Carry out `call` under the timer that Megatron has around its own schedules."""
         timers = call.batch.config.timers
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=call.batch.config.barrier_with_L1_time)
-        losses = self._carry_out(call)
+        losses = carry_out(call)
         if timers is not None:
             timers("forward-backward").stop()
         return losses
@@ -242,15 +279,33 @@ class PipelineSchedule:
             stage.leave_off()
             raise
         stage.finish()
+        places = program.schedule.places
+        losses, tokens = sent_to_the_last((stage.losses, stage.tokens), places, pipeline, executor.device)
         if config.finalize_model_grads_func is not None:
             is_last = pipeline.rank() == pipeline.size() - 1
             schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
             extra = {release.process_groups_argument: groups}
             if release.takes_force_all_reduce:
                 extra["force_all_reduce"] = force_all_reduce
-            tokens = stage.tokens if config.calculate_per_token_loss else None
-            config.finalize_model_grads_func(list(batch.model), tokens, **extra)
-        return stage.losses
+            counted = tokens if config.calculate_per_token_loss else None
+            config.finalize_model_grads_func(list(batch.model), counted, **extra)
+        found: list[Any] = losses
+        return found
+
+    def _check_placement(self, pipeline: dist.ProcessGroup, places: Places, chunks: list[torch.nn.Module]) -> None:
+        """Raise ValueError where the model was not made for that placement, or for Megatron's own groups."""
+        if "vee" not in self.needs:
+            return
+        check_placement(places)
+        if pipeline is not parallel_state.get_pipeline_model_parallel_group(check_initialized=False):
+            raise ValueError("a V is placed in Megatron's own parallel state: leave p2p_communicator and groups out")
+        here = (pipeline.rank(), len(chunks) - 1) == places.last
+        module = unwrap_model(chunks[-1])
+        if getattr(module, "post_process", here) != here:
+            raise ValueError(
+                f"the last chunk of stage {pipeline.rank()} has {'no' if here else 'an'} output layer, and in a V it "
+                f"has {'one' if here else 'none'}: make each chunk under vee_patches() and as_interleaved(chunk)"
+            )
 
     def _weights(self, chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
         """Return the tensors that are no activations when autograd saves them: here, the parameters."""
@@ -277,7 +332,9 @@ class PipelineSchedule:
             device = parameters[0].device if parameters else torch.device(torch.cuda.current_device())
             backend = "nccl" if device.type == "cuda" else "gloo"
             ranks = dist.get_process_group_ranks(pipeline)
-            joined = links(loop(len(ranks), len(chunks)), self.bpipe)
+            places = self._places(len(ranks), batch)
+            self._check_placement(pipeline, places, chunks)
+            joined = links(places, self.bpipe)
             vary = bool(batch.config.variable_seq_lengths)
             connections = connect(ranks, joined, backend, device, vary, self._held_up(batch.config))
             self.programs = self.programs.for_queues(connections.queues)

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from evenpipe.megatron.grad_sync import GradSync, Sync
 from evenpipe.megatron.supported import CoreRelease
+from evenpipe.megatron.vee import part_of
 from evenpipe.megatron.weight_gradients import WeightGradients
 from evenpipe.runtime.channel import shapes_received, shapes_sent
 from evenpipe.runtime.stage import check_sent
-from evenpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kind, Schedule, Unit
+from evenpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kind, Places, Schedule, Unit
 
-__all__ = ["Batch", "MegatronStage"]
+__all__ = ["Batch", "ForwardStage", "MegatronStage"]
 
 
 class Batch(NamedTuple):
@@ -36,8 +37,84 @@ class Batch(NamedTuple):
     collect_non_loss_data: bool
 
 
-class MegatronStage:
-    """One batch on one stage. `losses` is what the schedule function returns; `tokens` counts them on the device.
+class ForwardStage:
+    """The forwards of one batch on one stage. `losses` is what a forward-backward function returns.
+
+    `tokens` counts them, on the device.
+    """
+
+    def __init__(self, batch: Batch, places: Places, stage: int, device: torch.device):
+        self.losses: list[Any] = []
+        self.tokens = torch.zeros([], dtype=torch.int, device=device)
+        self._batch = batch
+        self._stage, self._places = stage, places
+        self._part = part_of(places)
+        self._device = device
+
+    def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
+        """Tensors of Megatron's pipeline shapes (sequence, micro-batch size, hidden) and dtype."""
+        return self._buffers(self._batch.receive_shapes)
+
+    def description(self, unit: Unit, outputs: list[Tensor]) -> list[int]:
+        """Their shapes; all have Megatron's pipeline dtype."""
+        return shapes_sent(outputs)
+
+    def buffers_like(self, unit: Unit, description: Sequence[int]) -> list[Tensor]:
+        """Return fresh buffers of the shapes in `description`."""
+        return self._buffers(shapes_received(description))
+
+    def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
+        """Return what the next part needs, of whose output nothing else is kept."""
+        return self._handed_over(unit, self._forward_step(unit, [None] if inputs is None else list(inputs)))
+
+    def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
+        """There is none: RuntimeError."""
+        raise RuntimeError(f"{unit}: an evaluation has no backward")
+
+    def _forward_step(self, unit: Unit, given: list[Tensor | None], recomputes_all: bool | None = None) -> list[Tensor]:
+        """Return the outputs of Megatron's `forward_step`."""
+        batch, number = self._batch, unit.micro_batch % self._batch.num_microbatches
+        with self._part(unit.chunk):
+            outputs, tokens = schedules.forward_step(
+                batch.forward_step_func,
+                batch.data_iterators[unit.chunk],
+                batch.model[unit.chunk],
+                batch.num_microbatches,
+                given,
+                self.losses,
+                batch.config,
+                cp_group_size=batch.context_parallel_size,
+                collect_non_loss_data=batch.collect_non_loss_data,
+                checkpoint_activations_microbatch=recomputes_all,
+                is_first_microbatch=number == 0,
+                current_microbatch=number,
+                vp_stage=unit.chunk if self._places.chunks > 1 else None,
+                is_last_stage=(self._stage, unit.chunk) == self._places.last,
+            )
+        self.tokens += tokens
+        found: list[Tensor] = outputs
+        return found
+
+    def _handed_over(self, unit: Unit, outputs: list[Tensor]) -> list[Tensor]:
+        """Return aliases of the `outputs` for the next part, whose inputs they are where it is on this stage."""
+        if (self._stage, unit.chunk) == self._places.last:
+            return []
+        handed_over = [output.detach().requires_grad_(output.requires_grad) for output in outputs]
+        check_sent(handed_over, [(shape, self._batch.config.pipeline_dtype) for shape in self._shapes(outputs)], unit)
+        return handed_over
+
+    def _shapes(self, outputs: list[Tensor]) -> list[tuple[int, ...]]:
+        """Return the shapes that the `outputs` must have."""
+        varies = self._batch.config.variable_seq_lengths
+        return [tuple(output.shape) for output in outputs] if varies else [*map(tuple, self._batch.send_shapes)]
+
+    def _buffers(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        dtype = self._batch.config.pipeline_dtype
+        return [torch.empty(shape, dtype=dtype, device=self._device, requires_grad=True) for shape in shapes]
+
+
+class MegatronStage(ForwardStage):
+    """One batch on one stage, with backwards.
 
     `recording(unit)` is entered to save what the second half of a backward needs.
     """
@@ -51,12 +128,8 @@ class MegatronStage:
         release: CoreRelease,
         recording: Callable[[Unit], AbstractContextManager[object]] = lambda unit: nullcontext(),
     ):
-        self.losses: list[Any] = []
-        self.tokens = torch.zeros([], dtype=torch.int, device=device)
-        self._batch = batch
-        self._stage, self._places = stage, schedule.places
+        super().__init__(batch, schedule.places, stage, device)
         self._sync: Sync = GradSync(batch.config, batch.model, schedule, stage)
-        self._device = device
         self._backward_arguments: dict[str, Any] = {"config": batch.config}
         if release.backward_takes("model_type"):
             self._backward_arguments["model_type"] = get_model_type(batch.model[0])
@@ -69,7 +142,7 @@ class MegatronStage:
         self._forwards = 0
         self._inputs: dict[Unit, list[Tensor | None]] = {}
         self._outputs: dict[Unit, list[Tensor]] = {}
-        self._handed_over: dict[Unit, Sequence[tuple[int, ...]]] = {}
+        self._sent: dict[Unit, list[tuple[int, ...]]] = {}  # shapes, where they vary
 
     def start(self) -> None:
         """Before the first action."""
@@ -88,56 +161,22 @@ class MegatronStage:
             of_chunk.end()
 
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
-        """Tensors of Megatron's pipeline shapes (sequence, micro-batch size, hidden) and dtype.
-
-        With `variable_seq_lengths` the gradient of an output is shaped like that, whose forward is over by then.
-        """
-        if kind == FORWARD:
-            return self._buffers(self._batch.receive_shapes)
-        return self._buffers(self._handed_over.pop(unit, self._batch.send_shapes))
-
-    def description(self, unit: Unit, outputs: list[Tensor]) -> list[int]:
-        """Their shapes; all have Megatron's pipeline dtype."""
-        return shapes_sent(outputs)
-
-    def buffers_like(self, unit: Unit, description: Sequence[int]) -> list[Tensor]:
-        """Return fresh buffers of the shapes in `description`."""
-        return self._buffers(shapes_received(description))
+        """The same; the gradient of an output is shaped like that, which is over by then, where lengths vary."""
+        return self._buffers(self._sent.pop(unit)) if unit in self._sent else super().receive_buffers(kind, unit)
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
         """Megatron's `forward_step`; the output is handed over as an alias, since Megatron frees it right away."""
-        batch, config = self._batch, self._batch.config
+        config = self._batch.config
         self._sync.before_forward()
-        number = unit.micro_batch % batch.num_microbatches
-        is_last = (self._stage, unit.chunk) == self._places.last
         given: list[Tensor | None] = [None] if inputs is None else list(inputs)
-        outputs, tokens = schedules.forward_step(
-            batch.forward_step_func,
-            batch.data_iterators[unit.chunk],
-            batch.model[unit.chunk],
-            batch.num_microbatches,
-            given,
-            self.losses,
-            config,
-            cp_group_size=batch.context_parallel_size,
-            collect_non_loss_data=batch.collect_non_loss_data,
-            checkpoint_activations_microbatch=self._recomputes_all(),
-            is_first_microbatch=number == 0,
-            current_microbatch=number,
-            vp_stage=unit.chunk if self._places.chunks > 1 else None,
-            is_last_stage=is_last,
-        )
-        self.tokens += tokens
+        outputs = self._forward_step(unit, given, self._recomputes_all())
         self._forwards += 1
         self._inputs[unit], self._outputs[unit] = given, outputs
-        if is_last:
-            return []
-        handed_over = [output.detach() for output in outputs]
-        shapes = [tuple(output.shape) for output in outputs] if config.variable_seq_lengths else batch.send_shapes
-        check_sent(handed_over, [(tuple(shape), config.pipeline_dtype) for shape in shapes], unit)
-        if config.variable_seq_lengths:
-            self._handed_over[unit] = shapes
-        schedules.deallocate_output_tensor(outputs[0], config.deallocate_pipeline_outputs)
+        handed_over = self._handed_over(unit, outputs)
+        if handed_over and config.variable_seq_lengths:
+            self._sent[unit] = self._shapes(outputs)
+        if handed_over:
+            schedules.deallocate_output_tensor(outputs[0], config.deallocate_pipeline_outputs)
         return handed_over
 
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
@@ -167,12 +206,9 @@ class MegatronStage:
     def _backward_step(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         given, outputs = self._inputs.pop(unit), self._outputs.pop(unit)
         upstream: list[Tensor | None] = [None] * len(outputs) if gradients is None else list(gradients)
-        results = schedules.backward_step(given, outputs, upstream, **self._backward_arguments)
+        with self._part(unit.chunk):  # layers that are recomputed ask where they are
+            results = schedules.backward_step(given, outputs, upstream, **self._backward_arguments)
         return [result for result in results if result is not None]
-
-    def _buffers(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        dtype = self._batch.config.pipeline_dtype
-        return [torch.empty(shape, dtype=dtype, device=self._device, requires_grad=True) for shape in shapes]
 
     def _recomputes_all(self) -> bool | None:
         """Return whether this forward recomputes all layers; None unless that differs between micro-batches."""

@@ -132,6 +132,7 @@ _CHANGES: Mapping[str, Changes] = {
     f"{_COMMUNICATION}:P2PCommunicator": "(pp_group, config)",
     f"{_COMMUNICATION}:P2PCommunicator.pp_group": PRESENT,
     **members("megatron.core.utils", ("get_model_config", "get_model_type"), "(model)"),
+    "megatron.core.utils:unwrap_model": "(model, module_instances=None)",
     **members(
         "megatron.core.model_parallel_config:ModelParallelConfig",
         (
@@ -212,8 +213,16 @@ def recorded(symbol: str) -> Mapping[str, str]:
 
 
 def core_patch(
-    name: str, symbol: str, call: Callable[..., Any], reason: str, signature: Changes | None = None
+    name: str,
+    symbol: str,
+    call: Callable[..., Any],
+    reason: str,
+    signature: Changes | None = None,
+    rebinds: bool = False,
 ) -> Patch:
-    """The patch of a symbol of megatron-core: one recorded here, or of that `signature`; `call` goes :func:`around`."""
+    """The patch of a symbol of megatron-core: one recorded here, or of that `signature`; `call` goes :func:`around`.
+
+    With `rebinds`, whatever other loaded module holds the symbol gets the replacement too.
+    """
     versions = recorded(symbol) if signature is None else since(signature)
-    return Patch(name, (symbol,), MEGATRON_CORE, versions, around(call), reason)
+    return Patch(name, (symbol,), MEGATRON_CORE, versions, around(call), reason, rebinds)

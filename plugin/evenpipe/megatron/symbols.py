@@ -19,6 +19,7 @@ __all__ = [
     "TRAINED",
     "TRAINING",
     "TWO_BW",
+    "VEE",
     "WEIGHT_GRADIENTS",
     "layer_kinds",
     "training_expected",
@@ -89,6 +90,8 @@ _CHANGES: Mapping[str, Changes] = {
             "pg_collection=None)"
         ),
     },
+    "megatron.training.training:get_model": PRESENT,
+    "megatron.training.models.dist_utils:build_virtual_pipeline_stages": {"0.19": PRESENT},
     "megatron.training.training:print_datetime": {"0.14": "(string)", "0.16": "(string, override_timestamp=None)"},
     "megatron.training.training:checkpoint_and_decide_exit": (
         "(model, optimizer, opt_param_scheduler, iteration, num_floating_point_operations_so_far, "
@@ -209,6 +212,16 @@ DELAYED: Final = (
     ),
 )
 """What has a script make Transformer Engine's layers with delayed weight gradients."""
+
+VEE: Final = expected(
+    {
+        f"{PARALLEL_STATE}:get_pipeline_model_parallel_rank": "()",
+        f"{PARALLEL_STATE}:set_pipeline_model_parallel_rank": "(rank)",
+        f"{PARALLEL_STATE}:get_pipeline_model_parallel_group": "(check_initialized=True)",
+        f"{PARALLEL_STATE}:default_embedding_ranks": "(pp_ranks)",
+    }
+)
+"""What a V-shaped placement calls."""
 
 
 _OPTIMIZER: Final = "megatron.core.optimizer.optimizer"

@@ -28,8 +28,8 @@ from evenpipe.schedule import (
     Gathering,
     Kind,
     Message,
+    Places,
     Program,
-    Schedule,
     Step,
     Unit,
 )
@@ -91,13 +91,13 @@ class Executor(Resources):
                     self.keeper.forget()
                 self._assert_no_guests()
 
-    def forward_only(self, schedule: Schedule, stage: Stage) -> None:
+    def forward_only(self, places: Places, micro_batches: int, stage: Stage) -> None:
         """Carry out the forwards of one batch, under no order but their own: whatever the schedule, without backwards.
 
         Nothing of a batch or stream may be under way. Raises as `run` does.
         """
         with self._whole():
-            forward_only(self.connections.channels, schedule, self.stage_index, stage)
+            forward_only(self, places, micro_batches, stage)
 
     def forget_sizes(self) -> None:
         """Between batches, on all stages alike: the micro-batches that follow have other sizes than those so far."""

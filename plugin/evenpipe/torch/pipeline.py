@@ -197,7 +197,8 @@ class Pipeline(ABC):
         if self._training is not None:
             self._training.drain()
         with evaluating(self.chunks):
-            self.executor.forward_only(self.program.schedule, stage)
+            schedule = self.program.schedule
+            self.executor.forward_only(schedule.places, schedule.micro_batches, stage)
 
 
 class ModulePipeline(Pipeline):

@@ -37,7 +37,11 @@ _MEGATRON_CORE: Final = ("megatron", "megatron-core is not installed: pip instal
 ENGINES: Final[Mapping[str, EnginePackage]] = MappingProxyType(
     {
         "evenpipe": EnginePackage(
-            "megatron", _MEGATRON, "megatron-core", frozenset(["chunks", "groups", "split", "stream"]), _MEGATRON_CORE
+            "megatron",
+            _MEGATRON,
+            "megatron-core",
+            frozenset(["chunks", "groups", "split", "stream", "vee"]),
+            _MEGATRON_CORE,
         ),
         "megatron": EnginePackage("megatron", _MEGATRON, "--engine megatron", frozenset(["chunks"]), _MEGATRON_CORE),
         "module": EnginePackage("module", _PLAIN, "--engine module", MODULE_OFFERS),

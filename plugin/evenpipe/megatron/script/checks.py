@@ -125,7 +125,7 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
             f"{asked}: needs --num-layers-per-virtual-pipeline-stage or "
             "--num-virtual-stages-per-pipeline-rank: give one of them, or use 1f1b"
         )
-    if chunks is not None and args.rampup_batch_size is None:
+    if chunks is not None and args.rampup_batch_size is None and "vee" not in config.spec.needs:
         own = group_size(args, 1)
         group, named = (stages, "") if own == 1 else (own, f" {_GROUP_FLAG} {own}, none smaller than")
         if not stages <= group <= batches or 0 < batches % group < stages:

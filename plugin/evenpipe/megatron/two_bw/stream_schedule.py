@@ -144,4 +144,4 @@ class _StreamStage(MegatronStage):
         """Let go of what has been forwarded and not backwarded."""
         self._inputs.clear()
         self._outputs.clear()
-        self._handed_over.clear()
+        self._sent.clear()
