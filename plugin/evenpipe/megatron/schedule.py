@@ -17,7 +17,6 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config, unwrap_model
 
 from evenpipe.megatron.captured import refused_capture
-from evenpipe.megatron.grad_sync import per_chunk
 from evenpipe.megatron.grouping import group_size
 from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.stage import Batch, ForwardStage, MegatronStage
@@ -168,9 +167,6 @@ class PipelineSchedule:
         """The forwards of a batch, without backwards; the losses."""
         batch, pipeline = call.batch, call.pipeline
         executor = self._executor(pipeline, batch)
-        synchronise = per_chunk(batch.config.param_sync_func, batch.model) or []
-        for gather, chunk in zip(synchronise, batch.model, strict=False):
-            gather(chunk.parameters())
         places = self._places(pipeline.size(), batch)
         stage = ForwardStage(batch, places, pipeline.rank(), executor.device)
         executor.forward_only(places, batch.num_microbatches, stage)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
+from evenpipe.megatron.saved_once import saved_once
 from evenpipe.megatron.supported import PARALLEL_STATE, core_patch
 from evenpipe.megatron.symbols import VEE
 from evenpipe.schedule import Places, ScheduleError, loop, vee
@@ -131,6 +132,7 @@ def vee_patches() -> PatchSet:
                 "the embedding and its copy in the output layer are on one rank, whose gradients nobody sums",
                 PRESENT,
             ),
+            *saved_once(),
         ],
         VEE,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -12,7 +11,7 @@ from evenpipe.megatron.symbols import training_patch
 from evenpipe.megatron.vee import as_interleaved, tied_weights
 from evenpipe.upstream import Patch, PatchSet
 
-__all__ = ["chunk_patches", "chunks_in_a_vee", "save_tied_weights_once"]
+__all__ = ["chunk_patches", "chunks_in_a_vee"]
 
 _REASON: Final = "Megatron asks process groups whether a rank has an end of the model, and not which chunk of it"
 
@@ -28,18 +27,6 @@ def chunk_patches() -> Iterator[Patch]:
     yield training_patch("model", "megatron.training.training:get_model", _made, _REASON)
     stages = "megatron.training.models.dist_utils:build_virtual_pipeline_stages"
     yield training_patch("stages", stages, _made, _REASON)
-
-
-def save_tied_weights_once(args: Namespace) -> str | None:
-    """Have ranks save what they hold by themselves, where they would share out two copies of one weight; say so."""
-    shared_out = getattr(args, "ckpt_fully_parallel_save", False)
-    if args.untie_embeddings_and_output_weights or not shared_out or args.data_parallel_size == 1:
-        return None
-    args.ckpt_fully_parallel_save = False
-    return (
-        "tied embeddings are twice on the first stage of a V, which --ckpt-fully-parallel-save cannot share out: it is "
-        "turned off: add --untie-embeddings-and-output-weights to have it"
-    )
 
 
 def _made(original: Callable[..., Any], provider: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -89,7 +89,7 @@ def ending_the_job() -> Iterator[None]:
 def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None) -> None:
     # Imported here: a run without EvenPipe's flags does not pay for it.
     from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
-    from evenpipe.megatron.script.chunks import chunks_in_a_vee, save_tied_weights_once
+    from evenpipe.megatron.script.chunks import chunks_in_a_vee
     from evenpipe.megatron.script.delayed import delayed_gradients
     from evenpipe.megatron.script.link_table import LinkTable
     from evenpipe.megatron.script.log import TrainingLog, log_patches
@@ -120,9 +120,8 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
         schedule = PipelineSchedule(config.spec, config.bpipe, observer, connected=report, group_size=config.group_size)
     if "split" in config.spec.needs:
         more = [*more, delayed_gradients()]
-    notes = []
     if "vee" in config.spec.needs:
-        more, notes = [*more, vee_patches(), chunks_in_a_vee()], [save_tied_weights_once(args)]
+        more = [*more, vee_patches(), chunks_in_a_vee()]
     compare = None
     if plan is not None:
         from evenpipe.megatron.planned_layout import half_layers
@@ -137,7 +136,7 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
 
     end_with_the_first_error(silent_peer)
     if args.rank == 0:
-        for line in (*warnings(config, args), *filter(None, notes)):
+        for line in warnings(config, args):
             _complain(line)
 
 
