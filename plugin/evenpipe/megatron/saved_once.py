@@ -43,15 +43,15 @@ def _load(original: Callable[..., Any], sharded_state_dict: Any, *args: Any, **k
     state, copies = _without_copies(sharded_state_dict)
     loaded = original(state, *args, **kwargs)
     found = loaded[0] if isinstance(loaded, tuple) else loaded  # beside what was missing, if it was asked for
+    for path in sorted((copy.of for copy in copies), key=lambda path: [(isinstance(key, str), key) for key in path]):
+        _make_room(found, path)
     for copy in copies:
         _at(found, copy.of[:-1])[copy.of[-1]] = _at(found, copy.first).clone()  # an optimizer changes each
     return loaded
 
 
 def _without_copies(state: Any) -> tuple[Any, list[_Copy]]:
-    """Return the same with a placeholder, which is not saved, in the place of each copy; and where these are."""
-    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
-
+    """Return the same without the copies, and where these were."""
     same: dict[Any, list[tuple[Any, tuple[Any, ...]]]] = {}
     for path, tensor in _tensors(state, ()):
         part = getattr(tensor, "flattened_range", None)
@@ -59,7 +59,7 @@ def _without_copies(state: Any) -> tuple[Any, list[_Copy]]:
         same.setdefault(place, []).append((tensor.replica_id, path))
     ordered = [sorted(found, key=lambda one: one[0]) for found in same.values()]  # the embedding's own is written
     copies = [_Copy(path, found[0][1]) for found in ordered for _, path in found[1:]]
-    return _with(state, {copy.of for copy in copies}, (), LocalNonpersistentObject(None)), copies
+    return _without(state, {copy.of for copy in copies}, ()), copies
 
 
 def _tensors(state: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -80,17 +80,25 @@ def _items(state: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(state)
 
 
-def _with(state: Any, copies: set[tuple[Any, ...]], path: tuple[Any, ...], placeholder: Any) -> Any:
-    """Return `state` with the placeholder at those paths, and its own dictionaries and lists elsewhere."""
-    if path in copies:
-        return placeholder
+def _without(state: Any, copies: set[tuple[Any, ...]], path: tuple[Any, ...]) -> Any:
+    """Return `state` without what is at those paths, and with its own dictionaries and lists elsewhere."""
     if not any(copy[: len(path)] == path for copy in copies):
         return state
-    changed = {key: _with(value, copies, (*path, key), placeholder) for key, value in _items(state)}
-    return changed if isinstance(state, dict) else [*changed.values()]
+    left = {
+        key: _without(value, copies, (*path, key)) for key, value in _items(state) if (*path, key) not in copies
+    }
+    return left if isinstance(state, dict) else [*left.values()]
 
 
 def _at(state: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
         state = state[key]
     return state
+
+
+def _make_room(state: Any, path: tuple[Any, ...]) -> None:
+    """Have there be something at that path, where a dictionary of which nothing was left may be missing."""
+    for key in path[:-1]:
+        state = state.setdefault(key, {}) if isinstance(state, dict) else state[key]
+    if isinstance(state, list):
+        state.insert(path[-1], None)

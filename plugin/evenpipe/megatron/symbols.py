@@ -219,6 +219,7 @@ VEE: Final = expected(
         f"{PARALLEL_STATE}:set_pipeline_model_parallel_rank": "(rank)",
         f"{PARALLEL_STATE}:get_pipeline_model_parallel_group": "(check_initialized=True)",
         f"{PARALLEL_STATE}:default_embedding_ranks": "(pp_ranks)",
+        f"{_TRANSFORMER}.multi_token_prediction:MTPLossLoggingHelper.tracker": PRESENT,
     }
 )
 """What a V-shaped placement calls."""

@@ -85,18 +85,27 @@ def tied_weights(model: Sequence[Any]) -> list[Parameter]:
 def sent_to_the_last(found: Any, places: Places, pipeline: dist.ProcessGroup, device: torch.device) -> Any:
     """Return what the stage with the loss has, on the last stage too, where Megatron looks for it; else `found`.
 
-    `found` is whatever can be pickled; its tensors are on `device` afterwards.
+    `found` is whatever can be pickled; its tensors are on `device` afterwards. What multi-token prediction has added up
+    for the log goes along, and is on the last stage only afterwards, which averages it over its own replicas.
     """
     source, target = places.last.stage, places.stages - 1
     if source == target or pipeline.rank() not in (source, target):
         return found
-    ranks = dist.get_process_group_ranks(pipeline)
+    from megatron.core import parallel_state
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    ranks, logged = dist.get_process_group_ranks(pipeline), MTPLossLoggingHelper.tracker
     if pipeline.rank() == source:
-        dist.send_object_list([tree_map_only(Tensor, Tensor.cpu, found)], ranks[target], pipeline)
+        added = {name: value for name, value in logged.items() if isinstance(value, Tensor)}
+        dist.send_object_list([tree_map_only(Tensor, Tensor.cpu, (found, added))], ranks[target], pipeline)
+        logged.clear()
         return found
     received: list[Any] = [None]
     dist.recv_object_list(received, ranks[source], pipeline)
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), received[0])
+    found, added = tree_map_only(Tensor, lambda tensor: tensor.to(device), received[0])
+    if added:
+        logged |= {**added, "avg_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    return found
 
 
 def vee_patches() -> PatchSet:
