@@ -39,6 +39,11 @@ class EvenPipe:
                 f"schedule={schedule}: Bridge steps and saves by itself, which a pipeline without flushes has to "
                 "delay: use 1f1b or kfkb, or 2bw with scripts of Megatron-LM"
             )
+        if "vee" in config.spec.needs:
+            raise ValueError(
+                f"schedule={schedule}: Bridge makes model chunks itself, which lie otherwise in a V: use scripts of "
+                "Megatron-LM, or 1f1b"
+            )
         if config.group_size == "auto":
             raise ValueError("group_size=auto: Bridge saves nothing of what was measured: give a number")
         from evenpipe.megatron.schedule import PipelineSchedule

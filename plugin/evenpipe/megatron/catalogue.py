@@ -15,6 +15,7 @@ from evenpipe.megatron.cpu_mode.scripts import script_patches as cpu_script_patc
 from evenpipe.megatron.planned_layout import half_layers
 from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.script.adaptive import adaptive_patches
+from evenpipe.megatron.script.chunks import chunk_patches
 from evenpipe.megatron.script.delayed import delayed_gradients
 from evenpipe.megatron.script.install import script_patches
 from evenpipe.megatron.script.log import log_patches
@@ -23,6 +24,7 @@ from evenpipe.megatron.script.two_bw.training import CALLED, two_bw_patches
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
 from evenpipe.megatron.symbols import TWO_BW, layer_kinds, without_processes
 from evenpipe.megatron.train_engine.stock import reporting_to
+from evenpipe.megatron.vee import vee_patches
 from evenpipe.megatron.weight_gradients import linear_layers
 from evenpipe.upstream import ANY, PatchSet, UpstreamError
 from evenpipe.upstream.findings import (
@@ -63,6 +65,8 @@ def _sets() -> dict[Purpose, list[PatchSet]]:
             in_place_of_megatron(_NOTHING),
             linear_layers(),
             delayed_gradients(),
+            vee_patches(),
+            PatchSet("chunks", [*chunk_patches()]),
             log_patches(_NOTHING),
             PatchSet("2bw", two_bw_patches(_NOTHING), [*TWO_BW, *CALLED]),
             adaptive_patches(_NOTHING),

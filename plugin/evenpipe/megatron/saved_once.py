@@ -84,9 +84,7 @@ def _without(state: Any, copies: set[tuple[Any, ...]], path: tuple[Any, ...]) ->
     """Return `state` without what is at those paths, and with its own dictionaries and lists elsewhere."""
     if not any(copy[: len(path)] == path for copy in copies):
         return state
-    left = {
-        key: _without(value, copies, (*path, key)) for key, value in _items(state) if (*path, key) not in copies
-    }
+    left = {key: _without(value, copies, (*path, key)) for key, value in _items(state) if (*path, key) not in copies}
     return left if isinstance(state, dict) else [*left.values()]
 
 

@@ -170,8 +170,7 @@ class PipelineSchedule:
         places = self._places(pipeline.size(), batch)
         stage = ForwardStage(batch, places, pipeline.rank(), executor.device)
         executor.forward_only(places, batch.num_microbatches, stage)
-        losses: list[Any] = sent_to_the_last(stage.losses, places, pipeline, executor.device)
-        return losses
+        return sent_to_the_last(stage.losses, stage.tokens, places, pipeline)[0]
 
     def _places(self, stages: int, batch: Batch) -> Places:
         """Return where the parts of the model are."""
@@ -275,8 +274,7 @@ class PipelineSchedule:
             stage.leave_off()
             raise
         stage.finish()
-        places = program.schedule.places
-        losses, tokens = sent_to_the_last((stage.losses, stage.tokens), places, pipeline, executor.device)
+        losses, tokens = sent_to_the_last(stage.losses, stage.tokens, program.schedule.places, pipeline)
         if config.finalize_model_grads_func is not None:
             is_last = pipeline.rank() == pipeline.size() - 1
             schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
@@ -285,8 +283,7 @@ class PipelineSchedule:
                 extra["force_all_reduce"] = force_all_reduce
             counted = tokens if config.calculate_per_token_loss else None
             config.finalize_model_grads_func(list(batch.model), counted, **extra)
-        found: list[Any] = losses
-        return found
+        return losses
 
     def _check_placement(self, pipeline: dist.ProcessGroup, places: Places, chunks: list[torch.nn.Module]) -> None:
         """Raise ValueError where the model was not made for that placement, or for Megatron's own groups."""

@@ -90,6 +90,7 @@ _CHANGES: Mapping[str, Changes] = {
             "pg_collection=None)"
         ),
     },
+    "megatron.training.checkpointing:_load_base_checkpoint": PRESENT,
     "megatron.training.training:get_model": PRESENT,
     "megatron.training.models.dist_utils:build_virtual_pipeline_stages": {"0.19": PRESENT},
     "megatron.training.training:print_datetime": {"0.14": "(string)", "0.16": "(string, override_timestamp=None)"},

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
@@ -82,30 +81,32 @@ def tied_weights(model: Sequence[Any]) -> list[Parameter]:
     return [*ends[0][:1], *ends[1][:1]] if len(model) > 1 and all(ends) else []
 
 
-def sent_to_the_last(found: Any, places: Places, pipeline: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return what the stage with the loss has, on the last stage too, where Megatron looks for it; else `found`.
+def sent_to_the_last(
+    losses: list[Any], tokens: Tensor, places: Places, pipeline: dist.ProcessGroup
+) -> tuple[list[Any], Tensor]:
+    """Return this stage's losses and number of tokens, after those of the stage with the loss are the last stage's.
 
-    `found` is whatever can be pickled; its tensors are on `device` afterwards. What multi-token prediction has added up
-    for the log goes along, and is on the last stage only afterwards, which averages it over its own replicas.
+    There Megatron looks for them, whatever they are, and for what multi-token prediction has added up for the log. The
+    stage that had them has none afterwards.
     """
     source, target = places.last.stage, places.stages - 1
     if source == target or pipeline.rank() not in (source, target):
-        return found
+        return losses, tokens
     from megatron.core import parallel_state
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     ranks, logged = dist.get_process_group_ranks(pipeline), MTPLossLoggingHelper.tracker
     if pipeline.rank() == source:
         added = {name: value for name, value in logged.items() if isinstance(value, Tensor)}
-        dist.send_object_list([tree_map_only(Tensor, Tensor.cpu, (found, added))], ranks[target], pipeline)
+        dist.send_object_list([tree_map_only(Tensor, Tensor.cpu, (losses, tokens, added))], ranks[target], pipeline)
         logged.clear()
-        return found
+        return [], tokens
     received: list[Any] = [None]
     dist.recv_object_list(received, ranks[source], pipeline)
-    found, added = tree_map_only(Tensor, lambda tensor: tensor.to(device), received[0])
-    if added:
+    losses, tokens, added = tree_map_only(Tensor, lambda tensor: tensor.to(tokens.device), received[0])
+    if added:  # over its own replicas
         logged |= {**added, "avg_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    return found
+    return losses, tokens
 
 
 def vee_patches() -> PatchSet:

@@ -12,6 +12,7 @@ from evenpipe.megatron.grouping import group_size
 from evenpipe.megatron.script.delayed import too_old_engine
 from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.megatron.unsupported import Refusal, refused_arguments, refused_settings, refused_with_tuning
+from evenpipe.megatron.vee import check_placement
 from evenpipe.report.files import check_writable
 from evenpipe.schedule import Programs, ScheduleError, Size, Spec, check_offers
 from evenpipe.settings.config import EvenPipeConfig
@@ -76,8 +77,12 @@ def warnings(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
 
 
 def _fit_table(spec: Spec, args: Namespace) -> None:
-    """Raise ScheduleError where a table is of another size than the run, whose batches are then all of one."""
-    spec.fitted(_size(args, 1))
+    """Raise ScheduleError where a table is of another size than the run, whose batches are then all of one.
+
+    Or of a placement that Megatron's layers cannot have.
+    """
+    size = spec.fitted(_size(args, 1))
+    check_placement(spec.places(size))
 
 
 def _size(args: Namespace, group: int) -> Size:
@@ -119,6 +124,18 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
         yield (
             f"{asked}: has one model chunk a stage, but --num-layers-per-virtual-pipeline-stage, "
             f"--num-virtual-stages-per-pipeline-rank or the layout gives it {chunks}: use 1f1b, or no virtual stages"
+        )
+    if chunks is not None and config.spec.chunks[1] not in (None, 1, chunks):
+        yield (
+            f"{asked}: has {config.spec.chunks[1]} model chunks a stage, but --num-layers-per-virtual-pipeline-stage, "
+            f"--num-virtual-stages-per-pipeline-rank or the layout gives it {chunks}: use "
+            f"--num-virtual-stages-per-pipeline-rank {config.spec.chunks[1]}"
+        )
+    kept = args.save is not None or args.load is not None
+    if kept and "vee" in config.spec.needs and args.ckpt_format != "torch_dist":
+        yield (
+            f"{asked}: --ckpt-format {args.ckpt_format} counts layers from the start of their chunk and does not say "
+            "where that is, so that a run with another placement reads other layers: use torch_dist"
         )
     if chunks is None and "chunks" in config.spec.needs:
         yield (

@@ -1,4 +1,4 @@
-"""Scripts make each chunk of a model as it lies in a V-shaped placement, and save it so."""
+"""Scripts make each chunk of a model as it lies in a V-shaped placement, and save and load it so."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
 from evenpipe.megatron.symbols import training_patch
 from evenpipe.megatron.vee import as_interleaved, tied_weights
 from evenpipe.upstream import Patch, PatchSet
+from evenpipe.upstream.ending import end_job
 
 __all__ = ["chunk_patches", "chunks_in_a_vee"]
 
@@ -27,6 +28,8 @@ def chunk_patches() -> Iterator[Patch]:
     yield training_patch("model", "megatron.training.training:get_model", _made, _REASON)
     stages = "megatron.training.models.dist_utils:build_virtual_pipeline_stages"
     yield training_patch("stages", stages, _made, _REASON)
+    read = "megatron.training.checkpointing:_load_base_checkpoint"
+    yield training_patch("load", read, _read, "checkpoints of a file a rank do not say where their layers belong")
 
 
 def _made(original: Callable[..., Any], provider: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -56,6 +59,17 @@ def _make_chunk(
         chunk = provider(*args, pre_process=first, post_process=last, vp_stage=vp_stage, **others)
     chunk.sharded_state_dict = functools.partial(_in_chunk, vp_stage, chunk.sharded_state_dict)
     return chunk
+
+
+def _read(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    found = original(*args, **kwargs)
+    if getattr(found[3], "name", "") == "LEGACY":
+        end_job(
+            f"--load: {found[1]} is of --ckpt-format torch, which counts layers from the start of their chunk and does "
+            "not say where that is: convert it to torch_dist in a run without EvenPipe's flags "
+            "(--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER)"
+        )
+    return found
 
 
 def _in_chunk(chunk: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from evenpipe.megatron.cpu_mode import cpu_mode
 from evenpipe.megatron.train_engine.learner import Learner, Tensors, make_learner, micro_batches, train_step
 from evenpipe.megatron.train_engine.schedules import InstalledSchedule, installed_schedule
 from evenpipe.megatron.two_bw.expert_losses import forget_model
+from evenpipe.megatron.vee import vee_patches
 from evenpipe.planner.group_memory import PlanError
 from evenpipe.runtime.memory import MemoryCounter
 from evenpipe.train.engine import Case, Coordinates, FailureContext, OptimizerStep, Tuned, changed_versions
@@ -39,10 +40,16 @@ def prepare(device: torch.device) -> None:
 def opened(case: Case) -> Iterator[MegatronEngine]:
     """The engine of one run; Megatron's parallel state is there inside."""
     options = case.options
+    with vee_patches().in_force() if "vee" in options.programs.spec.needs else nullcontext():
+        yield from _opened(case)
+
+
+def _opened(case: Case) -> Iterator[MegatronEngine]:
+    options = case.options
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor_parallel,
         pipeline_model_parallel_size=options.stages,
-        virtual_pipeline_model_parallel_size=options.chunks if options.chunks > 1 else None,
+        virtual_pipeline_model_parallel_size=options.plan.chunks if options.plan.chunks > 1 else None,
         expert_model_parallel_size=options.expert_parallel,
         distributed_timeout_minutes=options.timeout_minutes,
     )

@@ -25,6 +25,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from evenpipe.megatron.cpu_mode.core import without_transformer_engine
+from evenpipe.megatron.vee import as_interleaved
 from evenpipe.runtime.precisions import PRECISIONS
 from evenpipe.train import data
 from evenpipe.train.engine import FailureContext
@@ -65,7 +66,10 @@ def build_replica(options: TrainOptions, vocabulary: int, device: torch.device) 
     config = _config(options, device)
     multiple = _VOCABULARY_MULTIPLE * options.tensor_parallel
     padded = -(-vocabulary // multiple) * multiple
-    modules = [_module(options, config, padded, chunk) for chunk in range(options.chunks)]
+    modules, vee = [], "vee" in options.programs.spec.needs
+    for chunk in range(options.plan.chunks):
+        with as_interleaved(chunk if vee else None):
+            modules.append(_module(options, config, padded, chunk))
     for module in modules:
         initialise(module, config, options)
         module.to(device)
@@ -98,7 +102,7 @@ def _config(options: TrainOptions, device: torch.device) -> TransformerConfig:
         experts = {"num_moe_experts": options.experts, "moe_router_topk": EXPERTS_OF_A_TOKEN}
         experts |= {"moe_aux_loss_coeff": 0.01, "add_bias_linear": False}
         experts |= {"expert_model_parallel_size": options.expert_parallel}
-    interleaved = options.chunks > 1
+    interleaved = options.plan.chunks > 1
     return TransformerConfig(
         num_layers=options.layers,
         hidden_size=options.hidden,
@@ -107,7 +111,7 @@ def _config(options: TrainOptions, device: torch.device) -> TransformerConfig:
         attention_dropout=options.dropout,
         tensor_model_parallel_size=options.tensor_parallel,
         pipeline_model_parallel_size=options.stages,
-        virtual_pipeline_model_parallel_size=options.chunks if interleaved else None,
+        virtual_pipeline_model_parallel_size=options.plan.chunks if interleaved else None,
         pipeline_dtype=PRECISIONS[options.precision],
         params_dtype=PRECISIONS[options.precision],
         bf16=options.precision == "bf16",
@@ -138,10 +142,10 @@ def _module(options: TrainOptions, config: TransformerConfig, vocabulary: int, c
         "vocab_size": vocabulary,
         "max_sequence_length": options.seq_length,
         "pre_process": stage == 0 and chunk == 0,
-        "post_process": stage == options.stages - 1 and chunk == options.chunks - 1,
+        "post_process": stage == options.stages - 1 and chunk == options.plan.chunks - 1,
         "parallel_output": True,
         "share_embeddings_and_output_weights": not options.untie_embeddings,
-        "vp_stage": chunk if options.chunks > 1 else None,
+        "vp_stage": chunk if options.plan.chunks > 1 else None,
     }
     module: torch.nn.Module
     if options.model == "gpt":
