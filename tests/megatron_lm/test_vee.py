@@ -1,0 +1,148 @@
+"""A V (`v-half`) goes on with a stock checkpoint to the bits of a stock run, and stock with one of a V."""
+
+import shutil
+
+import pytest
+
+from tests.megatron_lm.launch import EXPERTS, LAYOUTS, differences, launch, model_flags
+
+TRAINED = 3
+TWO_OF_TWO = ("--num-layers-per-virtual-pipeline-stage", "2")
+UNTIED = "--untie-embeddings-and-output-weights"
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+SHARDED = "DP2xPP2 distributed optimizer"
+CASES = {
+    "tied": ("PP4xVPP2", ()),
+    "sequence parallel": ("TP2xPP2", (*TWO_OF_TWO, "--bf16")),
+    "both overlaps": (SHARDED, (*TWO_OF_TWO, "--bf16")),
+    "both overlaps, untied": (SHARDED, (*TWO_OF_TWO, "--bf16", UNTIED)),
+    "experts": (
+        SHARDED,
+        (
+            *TWO_OF_TWO,
+            "--bf16",
+            "--expert-model-parallel-size",
+            "2",
+            "--moe-token-dispatcher-type",
+            "alltoall",
+            *EXPERTS,
+        ),
+    ),
+    "multi-token prediction": (
+        "PP2",
+        (*TWO_OF_TWO, "--bf16", "--mtp-num-layers", "1", "--position-embedding-type", "rope", UNTIED),
+    ),
+    "uneven layout, full recomputation": ("PP2", ("--pipeline-model-parallel-layout", "E|ttt|tttt|tL", *FULL)),
+    "per token, fp16, attention recomputed": (
+        "PP2",
+        (
+            *TWO_OF_TWO,
+            "--fp16",
+            "--initial-loss-scale",
+            "1024",
+            "--calculate-per-token-loss",
+            "--recompute-granularity",
+            "selective",
+        ),
+    ),
+}
+EVERYWHERE = ("sequence parallel",)
+SHORT = ("tied", "both overlaps")
+MARKED = [
+    pytest.param(
+        case, marks=pytest.mark.every_release if case in EVERYWHERE else () if case in SHORT else pytest.mark.long
+    )
+    for case in CASES
+]
+
+
+class Job:
+    """Runs of one case in folders of their own, which go on with each other's checkpoints."""
+
+    def __init__(self, megatron_lm, case, folder):
+        layout, self._more = CASES[case]
+        self._processes, self._parallel = LAYOUTS[layout]
+        self._megatron_lm, self._folder = megatron_lm, folder
+        self._same = ["--clip-grad", "0", "--override-opt_param-scheduler"]
+        if layout == SHARDED:  # otherwise it is read where parameters are on the same stages only
+            self._same += ["--dist-ckpt-optim-fully-reshardable"]
+
+    def run(self, name, iterations, *flags, after=None):
+        """Train until there are so many iterations, of which those of the run `after` are loaded."""
+        folder = self._folder / name
+        if after is not None:
+            shutil.copytree(self._folder / after, folder)
+        kept = ["--save", str(folder), "--save-interval", str(iterations)]
+        kept += ["--load", str(folder)] if after is not None else []
+        flags = [
+            *model_flags(self._megatron_lm, "pretrain_gpt.py", iterations, []),
+            *self._parallel,
+            *self._more,
+            *flags,
+        ]
+        return launch(self._megatron_lm, "pretrain_gpt.py", self._processes, [*flags, *self._same, *kept])
+
+    def differences(self, one, other, iterations):
+        last = f"iter_{iterations:07d}"
+        return differences(self._folder / one / last, self._folder / other / last)
+
+
+@pytest.mark.parametrize("case", MARKED)
+def test_a_v_goes_on_with_a_stock_checkpoint_to_the_same_bits(megatron_lm, case, tmp_path):
+    job = Job(megatron_lm, case, tmp_path)
+    job.run("start", 1)
+    stock = job.run("stock", 1 + TRAINED, after="start")
+    ours = job.run("vee", 1 + TRAINED, "--evenpipe-schedule", "v-half", after="start")
+    assert len(stock.lines) == TRAINED
+    assert ours.lines == stock.lines
+    assert len(stock.validation) >= 2
+    assert ours.validation == stock.validation
+    assert job.differences("stock", "vee", 1 + TRAINED) == []
+    stages = len(ours.peak_live)
+    assert ours.peak_live == [2 * (stages // 2 + 1)] * stages
+
+
+def test_stock_goes_on_with_a_checkpoint_of_a_v(megatron_lm, tmp_path):
+    job = Job(megatron_lm, "tied", tmp_path)
+    job.run("vee", 1, "--evenpipe-schedule", "v-half")
+    stock = job.run("stock", 2, after="vee")
+    ours = job.run("on", 2, "--evenpipe-schedule", "v-half", after="vee")
+    assert len(stock.lines) == 1
+    assert ours.lines == stock.lines
+    assert job.differences("stock", "on", 2) == []
+
+
+REFUSED = {
+    "chunks": (
+        ["--num-layers-per-virtual-pipeline-stage", "1"],
+        "has 2 model chunks a stage, but --num-layers-per-virtual-pipeline-stage, "
+        "--num-virtual-stages-per-pipeline-rank or the layout gives it 4",
+    ),
+    "a file a rank": (
+        [*TWO_OF_TWO, "--save", "FOLDER", "--save-interval", "1", "--ckpt-format", "torch"],
+        "--ckpt-format torch counts layers from the start of their chunk",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_v_cannot_have_is_told_before_it_trains(megatron_lm, case, tmp_path):
+    flags, told = REFUSED[case]
+    flags = [str(tmp_path) if flag == "FOLDER" else flag for flag in flags]
+    processes, parallel = LAYOUTS["PP2"]
+    given = [*model_flags(megatron_lm, "pretrain_gpt.py", 1, []), *parallel, *flags, "--evenpipe-schedule", "v-half"]
+    run = launch(megatron_lm, "pretrain_gpt.py", processes, given, check=False)
+    assert run.returncode == 2
+    assert f"evenpipe: error: --evenpipe-schedule v-half: {told}" in run.output
+
+
+@pytest.mark.long
+def test_a_checkpoint_that_does_not_say_where_its_layers_belong_is_not_read(megatron_lm, tmp_path):
+    processes, parallel = LAYOUTS["PP2"]
+    flags = [*model_flags(megatron_lm, "pretrain_gpt.py", 1, []), *parallel, *TWO_OF_TWO]
+    kept = ["--save", str(tmp_path), "--save-interval", "1", "--ckpt-format", "torch"]
+    launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, *kept])
+    loaded = ["--load", str(tmp_path), "--evenpipe-schedule", "v-half"]
+    run = launch(megatron_lm, "pretrain_gpt.py", processes, [*flags, *loaded], check=False)
+    assert run.returncode == 2
+    assert "is of --ckpt-format torch, which counts layers from the start of their chunk" in run.output
