@@ -37,9 +37,8 @@ REFUSED = [
         "--schedule zb-h1: Megatron has no such schedule: use --engine evenpipe",
     ),
     (
-        {"schedule": "v-half"},
-        "--schedule v-half: needs model chunks that are not placed stage by stage, which megatron-core does not offer: "
-        "choose one of 1f1b, gpipe, 2bw, interleaved, kfkb, zb-h1",
+        {"engine": "megatron", "schedule": "v-half"},
+        "--schedule v-half: Megatron has no such schedule: use --engine evenpipe",
     ),
     (
         {"schedule": "gpipe", "stages": 1},

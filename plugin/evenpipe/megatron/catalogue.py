@@ -22,7 +22,7 @@ from evenpipe.megatron.script.log import log_patches
 from evenpipe.megatron.script.predicted_vs_measured import comparison_patches
 from evenpipe.megatron.script.two_bw.training import CALLED, two_bw_patches
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
-from evenpipe.megatron.symbols import TWO_BW, layer_kinds, without_processes
+from evenpipe.megatron.symbols import CHUNKS, TWO_BW, layer_kinds, without_processes
 from evenpipe.megatron.train_engine.stock import reporting_to
 from evenpipe.megatron.vee import vee_patches
 from evenpipe.megatron.weight_gradients import linear_layers
@@ -66,7 +66,7 @@ def _sets() -> dict[Purpose, list[PatchSet]]:
             linear_layers(),
             delayed_gradients(),
             vee_patches(),
-            PatchSet("chunks", [*chunk_patches()]),
+            PatchSet("chunks", [*chunk_patches()], CHUNKS),
             log_patches(_NOTHING),
             PatchSet("2bw", two_bw_patches(_NOTHING), [*TWO_BW, *CALLED]),
             adaptive_patches(_NOTHING),

@@ -12,6 +12,7 @@ from evenpipe.upstream import ANY, PRESENT, Distribution, Expectation, Patch, ar
 
 __all__ = [
     "ADAPTIVE",
+    "CHUNKS",
     "DELAYED",
     "LOGGED_LOSSES",
     "RANDOM_NUMBERS",
@@ -216,6 +217,10 @@ DELAYED: Final = (
 
 VEE: Final = expected(
     {
+        **members(
+            "megatron.core.dist_checkpointing.mapping:ShardedTensor",
+            ("key", "global_offset", "local_shape", "replica_id"),
+        ),
         f"{PARALLEL_STATE}:get_pipeline_model_parallel_rank": "()",
         f"{PARALLEL_STATE}:set_pipeline_model_parallel_rank": "(rank)",
         f"{PARALLEL_STATE}:get_pipeline_model_parallel_group": "(check_initialized=True)",
@@ -224,6 +229,12 @@ VEE: Final = expected(
     }
 )
 """What a V-shaped placement calls."""
+
+CHUNKS: Final = expected(
+    {f"{_TRANSFORMER}.module:MegatronModule.sharded_state_dict": "(self, prefix='', sharded_offsets=(), metadata=None)"},
+    "a chunk of a V is saved with the layers that it has in one",
+)
+"""What is set on the chunks of a script's model."""
 
 
 _OPTIMIZER: Final = "megatron.core.optimizer.optimizer"

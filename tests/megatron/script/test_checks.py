@@ -47,8 +47,14 @@ REFUSED = {
     ),
     "in a V": (
         {"schedule": "v-half"},
-        {},
-        "--evenpipe-schedule v-half: needs model chunks that are not placed stage by stage, which megatron-core does ",
+        {"virtual_pipeline_model_parallel_size": 4, "save": None, "load": None},
+        "--evenpipe-schedule v-half: has 2 model chunks a stage, but .* gives it 4: "
+        "use --num-virtual-stages-per-pipeline-rank 2",
+    ),
+    "in a V, layers counted by chunk": (
+        {"schedule": "v-half"},
+        {"virtual_pipeline_model_parallel_size": 2, "save": "ckpt", "load": None, "ckpt_format": "torch"},
+        "--evenpipe-schedule v-half: --ckpt-format torch counts layers from the start of their chunk .* use torch_dist",
     ),
     "interleaved, not virtual": (
         {"schedule": "interleaved"},

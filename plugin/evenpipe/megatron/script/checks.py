@@ -131,8 +131,8 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
             f"--num-virtual-stages-per-pipeline-rank or the layout gives it {chunks}: use "
             f"--num-virtual-stages-per-pipeline-rank {config.spec.chunks[1]}"
         )
-    kept = args.save is not None or args.load is not None
-    if kept and "vee" in config.spec.needs and args.ckpt_format != "torch_dist":
+    keeps = "vee" in config.spec.needs and (args.save is not None or args.load is not None)
+    if keeps and args.ckpt_format != "torch_dist":
         yield (
             f"{asked}: --ckpt-format {args.ckpt_format} counts layers from the start of their chunk and does not say "
             "where that is, so that a run with another placement reads other layers: use torch_dist"

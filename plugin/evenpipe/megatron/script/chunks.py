@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
-from evenpipe.megatron.symbols import training_patch
+from evenpipe.megatron.symbols import CHUNKS, training_patch
 from evenpipe.megatron.vee import as_interleaved, tied_weights
 from evenpipe.upstream import Patch, PatchSet
 from evenpipe.upstream.ending import end_job
@@ -20,7 +20,7 @@ _REASON: Final = "Megatron asks process groups whether a rank has an end of the 
 def chunks_in_a_vee() -> PatchSet:
     """The patches of this release under which a script's chunks are made as a V has them."""
     series = MEGATRON_CORE.series(RELEASES)
-    return PatchSet("chunks", [patch for patch in chunk_patches() if series in patch.versions])
+    return PatchSet("chunks", [patch for patch in chunk_patches() if series in patch.versions], CHUNKS)
 
 
 def chunk_patches() -> Iterator[Patch]:
