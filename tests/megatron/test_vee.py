@@ -1,0 +1,57 @@
+"""A model in a V trains to the bits of Megatron's interleaving, on whatever its functions are called with."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from vee_cases import CASES, WORLD
+
+from tests.reports import reports
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode refuses machines with CUDA"),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    found = reports(Path(__file__).with_name("vee_cases.py"), tmp_path_factory.mktemp("vee"), WORLD)
+    assert not [report["failure"] for report in found if "failure" in report]
+    return found
+
+
+def joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the ranks have by place in the model; what several have is the same on all."""
+    found: dict[str, Any] = {}
+    for rank in ranks:
+        for name, value in rank.items():
+            assert found.setdefault(name, value) == value, name
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_gradients_and_weights_are_those_of_interleaved_stages(ranks: list[dict[str, Any]], name: str) -> None:
+    stock, ours = ([rank[name][engine] for rank in ranks] for engine in ("megatron", "v-half"))
+    for number in range(len(CASES[name].calls)):
+        theirs, mine = ([rank["calls"][number] for rank in each] for each in (stock, ours))
+        assert [call["losses"] for call in mine] == [call["losses"] for call in theirs]
+        assert joined([call["gradients"] for call in mine]) == joined([call["gradients"] for call in theirs])
+    assert joined([rank["weights"] for rank in ours]) == joined([rank["weights"] for rank in stock])
+    assert len(joined([rank["weights"] for rank in ours])) > 8 * 8
+
+
+def test_stages_hold_half_of_what_interleaved_ones_do(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["tied"]["v-half"]["peak"] for rank in ranks] == [2 * (WORLD // 2 + 1)] * WORLD
+
+
+def test_timers_of_a_batch_run_as_megatrons(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        used = {engine: rank["timers"][engine]["timers"]["forward-backward"] for engine in ("megatron", "v-half")}
+        assert used["v-half"] == used["megatron"]
+        assert used["v-half"]["used"]
