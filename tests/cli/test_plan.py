@@ -60,7 +60,7 @@ def test_an_engine_plans_what_it_runs(capsys: pytest.CaptureFixture[str]) -> Non
         (["--cluster", "1x8-a100-80g"], "--cluster 1x8-a100-80g: unknown among clusters, did you mean"),
         (["--framework", "deepsped"], "--framework deepsped: unknown among frameworks, did you mean deepspeed?"),
         (["--schedules", "1f1b,v-haf"], "--schedules v-haf: unknown schedule"),
-        (["--framework", "deepspeed", "--schedules", "v-half"], "--schedules v-half: DeepSpeed does not run it (several"),
+        (["--framework", "deepspeed", "--schedules", "v-half"], "--schedules v-half: DeepSpeed does not run it ("),
         (["--model", "gpt3-175b"], "--cluster 1x8-a100-80gb: is smaller than gpt3-175b"),
         (["--cluster", "128x8-a100-80gb", "--global-batch-size", "2"], "--global-batch-size 2: nothing reaches it"),
         (["--cluster", "1x8-v100-32gb", "--precision", "bf16"], "--precision bf16: v100-32gb computes fp32, fp16"),

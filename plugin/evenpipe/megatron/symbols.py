@@ -230,8 +230,9 @@ VEE: Final = expected(
 )
 """What a V-shaped placement calls."""
 
+_SHARDED_OFFSETS: Final = "(self, prefix='', sharded_offsets=(), metadata=None)"
 CHUNKS: Final = expected(
-    {f"{_TRANSFORMER}.module:MegatronModule.sharded_state_dict": "(self, prefix='', sharded_offsets=(), metadata=None)"},
+    {f"{_TRANSFORMER}.module:MegatronModule.sharded_state_dict": _SHARDED_OFFSETS},
     "a chunk of a V is saved with the layers that it has in one",
 )
 """What is set on the chunks of a script's model."""
