@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 from evenpipe.schedule import (
     FORWARD,
@@ -63,7 +64,8 @@ specs_and_sizes = st.sampled_from(list(SPECS.values())).flatmap(lambda spec: st.
 
 
 def test_each_is_found_by_its_name() -> None:
-    assert set(names()) >= set(SPECS) == {"1f1b", "2bw", "gpipe", "interleaved", "kfkb", "v-half", "zb-h1"}
+    named = {"1f1b", "2bw", "gpipe", "interleaved", "kfkb", "v-half", "v-min", "zb-h1", "zbv"}
+    assert set(names()) >= set(SPECS) == named
     for name, spec in SPECS.items():
         assert find(name) is spec
 
@@ -186,6 +188,27 @@ def test_v_half_holds_half_of_what_1f1b_does(stages: int, micro_batches: int) ->
     schedule = schedules.build("v-half", stages, micro_batches)
     assert schedule.places == vee(stages)
     assert max(schedule.peak_live) == schedule.bound == min(2 * (stages // 2 + 1), 2 * micro_batches)
+
+
+@given(st.integers(1, 12), st.integers(1, 30))
+def test_v_min_holds_a_third_of_what_1f1b_does(stages: int, micro_batches: int) -> None:
+    """And up to four thirds of a micro-batch more."""
+    schedule = schedules.build("v-min", stages, micro_batches)
+    assert schedule.places == vee(stages)
+    held = min((stages + 4) // 3, micro_batches)
+    assert max(schedule.peak_live) == schedule.bound == 2 * held
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_zbv_is_ordered_as_torchs(stages: int) -> None:
+    letters = {"F": "F", "D": "I", "W": "W"}
+    for micro_batches in (1, 2, stages, 2 * stages - 1, 2 * stages, 4 * stages + 1):
+        torchs: Any = SimpleNamespace(pp_group_size=stages, num_stages=2 * stages, _n_microbatches=micro_batches)
+        for stage, row in enumerate(schedules.build("zbv", stages, micro_batches).actions):
+            ordered = ScheduleZBVZeroBubble._calculate_single_rank_operations(torchs, stage)
+            part = [stage, 2 * stages - 1 - stage]
+            ours = [f"{part[action.chunk]}{letters[action.kind]}{action.micro_batch}" for action in row]
+            assert ours == [str(one) for one in ordered if one is not None]
 
 
 #: When a stage's F0, F0.1, D0.1 and D0 are, of so many stages: `stable_pattern_v_half` of the authors' code.

@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-from collections import deque
-
-from evenpipe.schedule.actions import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Unit
+from evenpipe.schedule.actions import FORWARD, INPUT_GRADIENT
+from evenpipe.schedule.building_block import Pass, repeated
 from evenpipe.schedule.spec import Drawing, Size, Spec
 from evenpipe.schedule.topology import vee
 
 __all__ = ["SPEC"]
 
-_PERIOD = 6  # passes of a micro-batch on a stage: F, D and W of two chunks
 
+def _block(p: int, stage: int) -> list[Pass]:
+    """V-Half's building block on one of p stages, at the offsets of the authors' code.
 
-def _row(p: int, stage: int, micro_batches: int) -> list[Action]:
-    """V-Half's building block, repeated every six passes; weight gradients take the free places, bubbles close.
-
-    The offsets are those of the authors' code (``stable_pattern_v_half`` of sail-sg/zero-bubble-pipeline-parallelism).
+    They are those of ``stable_pattern_v_half`` in sail-sg/zero-bubble-pipeline-parallelism.
     """
     shift = 3 if p % 2 == 0 else 0  # keeps the passes of a stage apart
-    offsets: list[tuple[int, Kind, int]] = [
-        (2 * stage, FORWARD, 0),
-        (3 * p - stage - 2, FORWARD, 1),
-        (3 * p + shift + 2 * stage - 1, INPUT_GRADIENT, 1),
-        (6 * p + shift - stage - 2, INPUT_GRADIENT, 0),
+    return [
+        Pass(2 * stage, FORWARD, 0),
+        Pass(3 * p - stage - 2, FORWARD, 1),
+        Pass(3 * p + shift + 2 * stage - 1, INPUT_GRADIENT, 1),
+        Pass(6 * p + shift - stage - 2, INPUT_GRADIENT, 0),
     ]
-    at = {o + _PERIOD * i: Action(kind, i, c) for o, kind, c in offsets for i in range(micro_batches)}
-    row, owed = list[Action](), deque[Unit]()
-    for time in range(max(at) + 1):
-        if time in at:
-            row.append(at[time])
-            owed.extend([at[time].unit] * (at[time].kind == INPUT_GRADIENT))
-        elif owed:
-            row.append(Action(WEIGHT_GRADIENT, *owed.popleft()))
-    return [*row, *(Action(WEIGHT_GRADIENT, *unit) for unit in owed)]
 
 
 SPEC = Spec(
     name="v-half",
     summary="two model chunks a stage, there and back, with backwards in two halves: half of 1f1b's memory",
-    order=lambda size: [_row(size.stages, stage, size.micro_batches) for stage in range(size.stages)],
+    order=lambda size: [repeated(_block(size.stages, stage), size.micro_batches) for stage in range(size.stages)],
     bound=lambda size: min(2 * (size.stages // 2 + 1), 2 * size.micro_batches),
     places=lambda size: vee(size.stages),
     chunks=(2, 2),
