@@ -18,7 +18,7 @@ from evenpipe.planner.run import EstimateError, Run
 from evenpipe.planner.search.bounds import least_live
 from evenpipe.planner.search.candidates import Candidate, candidates
 from evenpipe.planner.search.plan import rejected
-from evenpipe.planner.search.question import Engine, Question
+from evenpipe.planner.search.question import Engine, Question, weighed
 from evenpipe.planner.search.search import Found, search
 from evenpipe.schedule import Programs, Size, find, own
 
@@ -304,7 +304,7 @@ _TRIES = 3
 def test_large_clusters_on_one_core(name: str, nodes: str, samples: int, limit_s: float) -> None:
     of, where = model(name), cluster(nodes)
     named = framework_of(of, where)
-    question = Question(of, where, samples, engine_of(named), own(), named)
+    question = Question(of, where, samples, engine_of(named), weighed(), named)
     taken = []
     while len(taken) < _TRIES and min(taken, default=limit_s) >= limit_s:
         started = time.process_time()

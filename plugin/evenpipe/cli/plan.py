@@ -20,7 +20,7 @@ from evenpipe.planner.descriptions import Cluster, DescriptionError, Framework, 
 from evenpipe.planner.estimate import framework_of
 from evenpipe.planner.run import ITERATIONS_WITH_LATE_GRADIENTS, Attention, EstimateError, Run
 from evenpipe.planner.search.plan import Plan, PlannedRun, brief, plan_of
-from evenpipe.planner.search.question import Engine, Question
+from evenpipe.planner.search.question import Engine, Question, weighed
 from evenpipe.planner.search.search import Found, search
 from evenpipe.planner.uncertainty import Uncertainty
 from evenpipe.report.figures import Front, Point, draw_front
@@ -74,7 +74,7 @@ def question_from(
     arguments: Namespace, of: Model, nodes: Cluster, named: Framework, started_by: Framework | None = None
 ) -> Question:
     """For the framework; ``started_by``: whose engine carries the runs out, where that is another."""
-    schedules = arguments.schedules or own()
+    schedules = arguments.schedules or weighed()
     for name in schedules:
         try:
             find(name)
