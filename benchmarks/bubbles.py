@@ -1,4 +1,4 @@
-"""Measure a training iteration with and without pipeline flushes: Megatron's 1F1B, EvenPipe's 1F1B, ZB-H1 and 2BW.
+"""Measure a training iteration with and without pipeline flushes: Megatron's 1F1B, EvenPipe's 1F1B, ZB-H1, V and 2BW.
 
 Measured: the time from the start of a batch to the start of the next, on the slowest stage, in steady state. On: a tiny
 megatron-core GPT (tied embeddings, one layer a stage) in Megatron's DDP with Megatron's Adam and clipping at 1.0, one
@@ -14,21 +14,24 @@ last stage. With 2BW, as in EvenPipe's drop-in, nobody is asked: every stage kno
     megatron     Megatron's own forward_backward_pipelining_without_interleaving
     evenpipe     EvenPipe's 1F1B
     zb-h1        EvenPipe's ZB-H1; each half of a backward takes 100 ms
+    v-half, zbv  EvenPipe's V-Half and ZB-V: two chunks a stage, each with a layer, untied, and half the time of a stage
     2bw          EvenPipe's 2BW, its stream going on from round to round
 
-The four take turns in the same processes, each with a model and an optimizer of its own: some batches to get going,
+They take turns in the same processes, each with a model and an optimizer of its own: some batches to get going,
 some measured. The figures are medians over rounds. Beside them stands theory, where messages, host and optimizer take
-no time: (m + p − 1)(tf + tb) with a flush, m(tf + tb) without, m(tf + tb) + (p − 1)tf under ZB-H1.
+no time: (m + p − 1)(tf + tb) with a flush, m(tf + tb) without, m(tf + tb) + (p − 1)tf under ZB-H1;
+of a V, the schedule's simulation.
 
-With --megatron-lm PATH, the same stages, without ZB-H1, in the training loop of that checkout's own, unmodified
-pretrain_gpt.py, a job a variant in every round; the times are those in Megatron's log, at every iteration.
+With --megatron-lm PATH, the same stages, without backwards in halves, in the training loop of that checkout's own,
+unmodified pretrain_gpt.py, a job a variant in every round; the times are those in Megatron's log, at every iteration.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,31 +51,56 @@ with warnings.catch_warnings():
 
     from evenpipe.megatron.cpu_mode import cpu_mode
     from evenpipe.megatron.train_engine.learner import Learner, Stepped, make_learner, micro_batches, train_step
+    from evenpipe.megatron.vee import vee_patches
     from evenpipe.train import data
     from evenpipe.train.engine import FailureContext
     from evenpipe.train.options import OptionsError, TrainOptions
 
 #: EvenPipe's schedule of each variant.
-SCHEDULES: Final[dict[str, str | None]] = {"megatron": None, "evenpipe": "1f1b", "zb-h1": "zb-h1", "2bw": "2bw"}
+SCHEDULES: Final[dict[str, str | None]] = {
+    "megatron": None,
+    "evenpipe": "1f1b",
+    **{name: name for name in ("zb-h1", "v-half", "zbv", "2bw")},
+}
+#: Those of two chunks a stage.
+PLACED: Final = ("v-half", "zbv")
 VARIANTS: Final = tuple(SCHEDULES)
 CASES: Final = ("4x4", "4x8", "8x8")
 MODEL: Final[dict[str, Any]] = {"hidden": 32, "heads": 4, "seq_length": 16, "clip_grad": 1.0, "lr_decay": "none"}
 
 
-def options_of(setting: Setting) -> TrainOptions:
-    """Of the model and its training. Raises OptionsError where 2BW has no such pipeline."""
+def options_of(setting: Setting, name: str = "megatron") -> TrainOptions:
+    """Of a variant's model and its training. Raises OptionsError where 2BW has no such pipeline."""
     shape = {"stages": setting.stages, "layers": setting.stages, "micro_batches": setting.micro_batches}
     TrainOptions.of(**MODEL, **shape, schedule="2bw")
+    if name in PLACED:
+        in_a_v = {"layers": 2 * setting.stages, "schedule": name, "untie_embeddings": True}
+        return TrainOptions.of(**MODEL, **(shape | in_a_v))
     return TrainOptions.of(**MODEL, **shape)
+
+
+@contextmanager
+def placed(name: str) -> Iterator[None]:
+    """Inside, Megatron's parallel state is one of chunks in a V, if the variant has them."""
+    if name not in PLACED:
+        yield
+        return
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(2)
+    with vee_patches().in_force():
+        yield
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
 
 
 class Variant:
     """A model in training under one of `VARIANTS`."""
 
     def __init__(self, name: str, options: TrainOptions, accelerator: Accelerator, rank: int) -> None:
-        self.learner: Learner = make_learner(options, data.load(options), torch.device("cpu"))
-        (chunk,) = self.learner.replica.chunks
-        slow_down(chunk.module, accelerator, halves=name == "zb-h1")
+        with placed(name):
+            self.learner: Learner = make_learner(options, data.load(options), torch.device("cpu"))
+        chunks = self.learner.replica.chunks
+        for chunk in chunks:
+            slow_down(chunk.module, accelerator, name in ("zb-h1", *PLACED), len(chunks))
+        self._name = name
         self._flushes = name != "2bw"
         self._streams = micro_batches(self.learner, 0)
         self._failure = FailureContext(rank)
@@ -82,7 +110,7 @@ class Variant:
     def run(self, batches: int, log: Callable[[str], object]) -> list[float]:
         """Train on so many; when each of them started, and when the last one ended, in ms."""
         starts = []
-        with installed(self._patches):
+        with placed(self._name), installed(self._patches):
             for _ in range(batches):
                 starts.append(clock_ms())
                 stepped = train_step(self.learner, self._streams, self._failure)
@@ -111,7 +139,7 @@ def measure(rank: int, setting: Setting, tick: Tick) -> dict[str, list[float]]:
     accelerator = Accelerator(setting.forward_ms, 2 * setting.forward_ms)
     follow_waits(accelerator)
     slow_second_halves(accelerator)
-    variants = {name: Variant(name, options_of(setting), accelerator, rank) for name in VARIANTS}
+    variants = {name: Variant(name, options_of(setting, name), accelerator, rank) for name in VARIANTS}
     times: dict[str, list[float]] = {name: [] for name in VARIANTS}
     with open(os.devnull, "w") as log:
         for _ in range(setting.repeats):

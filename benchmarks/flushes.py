@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 from harness import Benchmark, positive
 from rich.table import Table
 
+from evenpipe.schedule import Size, build
+from evenpipe.schedule.known import find, names
+from evenpipe.simulate import Costs, simulate
+
 __all__ = ["Setting", "add_flags", "common", "result", "settings_of", "table"]
 
 
@@ -25,6 +29,10 @@ class Setting(NamedTuple):
 
     def theory_ms(self, variant: str) -> float:
         """A batch, where messages, host and optimizer take no time."""
+        if variant in names() and "vee" in find(variant).needs:
+            program = build(variant, Size(self.stages, self.micro_batches, 2))
+            costs = Costs((self.forward_ms,) * self.stages, (2 * self.forward_ms,) * self.stages)
+            return simulate(program, costs).makespan_ms
         # Of ZB-H1's bubble, see arXiv 2401.10241, Table 2, with halves that take as long as a forward.
         waiting = {"2bw": 0, "zb-h1": 1}.get(variant, 3) * (self.stages - 1)
         return (3 * self.micro_batches + waiting) * self.forward_ms

@@ -46,14 +46,23 @@ CASES = {
 }
 
 
-def carry_out(case: Case, ours: bool) -> dict[str, Any]:
-    """All calls of a case: what each returned, with gradients and in the end weights by their place in the model."""
+ORDERS = {"tied": ("v-half", "v-min", "zbv")}
+"""The schedules of a case; of others V-Half alone."""
+
+
+def carry_out(case: Case, order: str | None = None) -> dict[str, Any]:
+    """All calls of a case, under Megatron's own function, or ours with that schedule.
+
+    What each returned, with gradients, and in the end weights, by their place in the model.
+    """
     from megatron.core import pipeline_parallel
     from tiny_pipeline import Pipeline, described
 
     from evenpipe.megatron.schedule import PipelineSchedule
     from evenpipe.megatron.vee import as_interleaved, vee_patches
     from evenpipe.runtime.resources import StageFigures
+
+    ours = order is not None
 
     class Placed(Pipeline):
         """With weights by their place in the model, in a V where it is ours."""
@@ -80,9 +89,9 @@ def carry_out(case: Case, ours: bool) -> dict[str, Any]:
 
     with ExitStack() as entered:
         schedule = None
-        if ours:
+        if order is not None:
             entered.enter_context(vee_patches().in_force())
-            schedule = PipelineSchedule("v-half", measure=True)
+            schedule = PipelineSchedule(order, measure=True)
             entered.enter_context(shared.in_place_of_megatrons(schedule))
         entered.enter_context(shared.laid_out(case.layout))
         pipeline = Placed(case, ours)
@@ -129,7 +138,8 @@ def work(rank: int, folder: Path, port: int) -> None:
     found: dict[str, Any] = {}
     try:
         for name, one in CASES.items():
-            found[name] = {"megatron": carry_out(one, ours=False), "v-half": carry_out(one, ours=True)}
+            found[name] = {"megatron": carry_out(one)}
+            found[name] |= {order: carry_out(one, order) for order in ORDERS.get(name, ("v-half",))}
     except BaseException:
         found["failure"] = traceback.format_exc()
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
