@@ -142,6 +142,7 @@ _WORDS: Final = (
     *("recompute-granularity", "recompute-method", "tokenizer-type", "transformer-impl", "attention-backend"),
     *("lr-decay-style", "data-path", "split", "tokenizer-model", "vocab-file", "merge-file", "save", "load"),
     *("moe-router-load-balancing-type", "moe-token-dispatcher-type", "distributed-backend", "ckpt-format"),
+    "evenpipe-schedule",
 )
 _NUMBERS: Final = (
     *("attention-dropout", "hidden-dropout", "lr", "min-lr", "weight-decay", "clip-grad", "adam-beta1", "adam-beta2"),

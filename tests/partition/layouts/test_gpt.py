@@ -51,6 +51,11 @@ def test_stages_virtual_stages_and_micro_batches() -> None:
         args = parse_flags([*flags, *virtual])
         assert Gpt.of(args).pipeline(args) == Pipeline(8, 4, 64)
         assert Gpt.of(args, world_size=16).pipeline(args) == Pipeline(8, 4, 32)
+    vee = ("--evenpipe-schedule", "zbv")
+    assert Gpt.of(parse_flags([*flags, *vee])).pipeline(parse_flags([*flags, *vee])) == Pipeline(8, 2, 64, "zbv")
+    four = parse_flags([*flags, *vee, "--num-virtual-stages-per-pipeline-rank", "4"])
+    with pytest.raises(LayoutError, match="zbv: has 2 model chunks a stage, and these flags 4"):
+        Gpt.of(four).pipeline(four)
     with pytest.raises(LayoutError, match="world size 12: no multiple of 8"):
         Gpt.of(parse_flags(flags), world_size=12)
 

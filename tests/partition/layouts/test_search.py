@@ -36,7 +36,7 @@ def problems(draw):
     mtp = [Layer("m", "mtp", draw(milliseconds), draw(milliseconds), 3, 3, words)] * draw(st.integers(0, 1))
     first = Layer("E", "embedding", draw(milliseconds), 0.0, 1, 1, words)
     last = Layer("L", "loss", draw(milliseconds), draw(milliseconds), 5, 2, words)
-    pipeline = Pipeline(stages, chunks, 4)
+    pipeline = Pipeline(stages, chunks, 4, draw(st.sampled_from([None, "v-half"])) if chunks == 2 else None)
     return Problem((first, *middle, *mtp, last), pipeline, draw(st.booleans()))
 
 

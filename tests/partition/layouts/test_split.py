@@ -26,6 +26,14 @@ def test_a_stage_holds_its_weights_and_as_many_activations_as_it_is_ahead():
     assert costs[1] == (25, 46, 7 + 2 * 200 + 1000 + 1 * (50 + 20), 0)
 
 
+def test_in_a_v_the_first_stage_has_both_ends():
+    pipeline = Pipeline(2, 2, 8, "v-half")
+    costs = Problem((EMBEDDING, *[DENSE] * 6, LOSS), pipeline, True).costs((2, 4, 6))
+    assert [stage.forward_ms for stage in costs] == [1 + 10 + 10 + 5, 4 * 10]
+    assert costs[0].peak_bytes > 100 + 7 + 2 * 200 + 1000
+    assert pipeline.owners == [0, 1, 1, 0]
+
+
 def test_a_stage_computes_as_many_layers_again_as_it_needs_to_fit():
     """The first one holds two micro-batches, each of which is 8 smaller for every layer that keeps its input alone."""
     layers = (EMBEDDING, *[dataclasses.replace(DENSE, input_bytes=2)] * 4, LOSS)

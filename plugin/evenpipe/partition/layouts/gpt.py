@@ -12,6 +12,7 @@ from evenpipe.planner import arguments
 from evenpipe.planner.arguments import FlagError, Pipelined, Values, model_of, run_of, undescribed
 from evenpipe.planner.descriptions import DescriptionError, Model
 from evenpipe.planner.run import Run
+from evenpipe.schedule import ScheduleError, Size, find
 
 __all__ = ["Gpt", "LayoutError", "Pipeline", "laid_out_by", "parse_flags"]
 
@@ -30,11 +31,15 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """`stages` p, model `chunks` v of each, and `micro_batches` m of a batch."""
+    """`stages` p, model `chunks` v of each, and `micro_batches` m of a batch.
+
+    `placed_by`: the schedule that places the parts, unless Megatron does.
+    """
 
     stages: int
     chunks: int
     micro_batches: int
+    placed_by: str | None = None
 
     @property
     def parts(self) -> int:
@@ -42,8 +47,14 @@ class Pipeline:
 
     @property
     def schedule(self) -> str:
-        """Return the name of the schedule that Megatron runs on it."""
-        return "interleaved" if self.chunks > 1 else "1f1b"
+        """Return the name of the schedule that runs on it: Megatron's, unless another places the parts."""
+        return self.placed_by or ("interleaved" if self.chunks > 1 else "1f1b")
+
+    @property
+    def owners(self) -> list[int]:
+        """Return the stage of each part, in the order of the model."""
+        places = find(self.schedule).places(Size(self.stages, self.micro_batches, self.chunks))
+        return [place.stage for place in places.order]
 
 
 class Gpt(NamedTuple):
@@ -90,7 +101,11 @@ class Gpt(NamedTuple):
                 f"--num-layers-per-virtual-pipeline-stage {each}: {self.model.layers} layers on {stages} stages are no "
                 "multiple of it: say --num-virtual-stages-per-pipeline-rank V instead"
             )
-        chunks = chunks or (self.model.layers // (stages * each) if each else 1)
+        chunks = chunks or (self.model.layers // (stages * each) if each else 0)
+        placed_by = _placing(value("evenpipe_schedule", "1f1b"))
+        if placed_by is not None and chunks not in (0, 2):
+            raise LayoutError(f"--evenpipe-schedule {placed_by}: has 2 model chunks a stage, and these flags {chunks}")
+        chunks = chunks or (1 if placed_by is None else 2)
         if chunks > 1 and stages < 2:
             raise LayoutError("virtual stages: --pipeline-model-parallel-size 1 has none: leave them out")
         samples = self.run.micro_batch * self.run.data
@@ -99,7 +114,15 @@ class Gpt(NamedTuple):
                 f"--global-batch-size {self.run.global_batch}: no multiple of --micro-batch-size "
                 f"{self.run.micro_batch} × {self.run.data} replicas: change one of them"
             )
-        return Pipeline(stages, chunks, self.run.micro_batches)
+        return Pipeline(stages, chunks, self.run.micro_batches, placed_by)
+
+
+def _placing(schedule: str) -> str | None:
+    """Return the schedule, if it is a known one that places the parts otherwise than Megatron."""
+    try:
+        return schedule if "vee" in find(schedule).needs else None
+    except ScheduleError:  # a table of the user's, whose placement is its own
+        return None
 
 
 def _completed(value: Values, args: Namespace, world_size: int | None) -> Namespace:

@@ -142,12 +142,12 @@ def even_layout(gpt: Gpt, pipeline: Pipeline) -> str:
 
 
 def _split(problem: Problem, cuts: Cuts) -> Split:
-    parts, stages = parts_of(problem.layers, cuts), problem.pipeline.stages
+    parts = parts_of(problem.layers, cuts)
     return Split(
         layout_text(parts),
         tuple(
-            StagePlan(tuple(layout_text([part]) for part in parts[stage::stages]), *cost)
-            for stage, cost in enumerate(problem.costs(cuts))
+            StagePlan(tuple(layout_text([parts[part]]) for part in own), *cost)
+            for own, cost in zip(problem.parts, problem.costs(cuts), strict=True)
         ),
         tuple(number for number, part in enumerate(parts) if part and not part[0].symbols),
     )

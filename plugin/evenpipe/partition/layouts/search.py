@@ -127,12 +127,12 @@ def _by_labels(problem: Problem, limit_bytes: float, slowest_ms: float) -> tuple
     followed, the most even ones are. What layers take that are computed again counts without virtual stages alone: then
     it is known with a stage's only part.
     """
-    p, parts, whole = problem.pipeline.stages, problem.pipeline.parts, len(problem.layers)
+    p, parts, whole, owners = problem.pipeline.stages, problem.pipeline.parts, len(problem.layers), problem.owners
     total = problem.total_ms
     ends, times = np.zeros((1, 0), np.int64), np.zeros((1, p))
     complete = True
     for part in range(parts):
-        stage, first = part % p, ends[:, -1] if part else np.zeros(1, np.int64)
+        stage, first = int(owners[part]), ends[:, -1] if part else np.zeros(1, np.int64)
         reach = [whole] if part == parts - 1 else range(1, problem.latest[part] + 1)
         label, end = np.nonzero(first[:, None] <= np.array(reach))
         end = np.array(reach)[end]
@@ -142,8 +142,8 @@ def _by_labels(problem: Problem, limit_bytes: float, slowest_ms: float) -> tuple
         fitted = problem.fitted(stage, firsts, ends) if limit_bytes < math.inf else None
         if fitted is not None and parts == p:
             times[:, stage] += fitted.again_ms
-        done = max(0, part + 1 - (parts - p))
-        room = (slowest_ms - times[:, done:]).sum(axis=1)
+        to_come = np.isin(np.arange(p), owners[part + 1 :])
+        room = (slowest_ms - times[:, to_come]).sum(axis=1)
         whole_parts = ~problem.halves[end] | (end > first[label])
         fits = (
             whole_parts
@@ -153,11 +153,11 @@ def _by_labels(problem: Problem, limit_bytes: float, slowest_ms: float) -> tuple
         if fitted is not None:
             fits &= fitted.held <= limit_bytes
         kept = np.flatnonzero(fits)
-        kept = kept[np.argsort(times[kept, :done].max(axis=1, initial=0.0), kind="stable")]
+        kept = kept[np.argsort(times[kept][:, ~to_come].max(axis=1, initial=0.0), kind="stable")]
         ends, firsts, times = ends[kept], firsts[kept], times[kept]
-        alike = [ends[:, -1:], np.rint(times[:, done:] / total[-1] * 10**_DIGITS)]
+        alike = [ends[:, -1:], np.rint(times[:, to_come] / total[-1] * 10**_DIGITS)]
         if limit_bytes < math.inf:
-            open_parts = np.arange(part + 1) % p >= done
+            open_parts = to_come[owners[: part + 1]]
             alike += [firsts[:, open_parts], ends[:, open_parts]]
         kept = np.unique(np.concatenate(alike, axis=1), axis=0, return_index=True)[1]
         ends, times = ends[kept], times[kept]
@@ -189,9 +189,10 @@ def lower_bound_ms(problem: Problem) -> float:
     counts = Counter(layer.total_ms for layer in transformer)
     stages = problem.pipeline.stages
     fixed = [0.0] * stages
+    end, before = problem.owners[-1], problem.owners[-2:][0]
     fixed[0] += first.total_ms
-    fixed[-1] += last.total_ms
-    homes = {stages - 1, 1} if mtp and problem.mtp_apart and stages > 2 else {stages - 1}
+    fixed[end] += last.total_ms
+    homes = {end, before} if mtp and problem.mtp_apart and stages > 2 else {end}
     return min(_least(_with(fixed, home, mtp), counts) for home in homes)
 
 

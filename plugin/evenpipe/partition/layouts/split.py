@@ -66,9 +66,9 @@ class Problem:
 
     @cached_property
     def live(self) -> tuple[NDArray[np.int64], ...]:
-        """Return `Copies.live` of every stage under the schedule that Megatron runs: 1F1B, or interleaved."""
+        """Return `Copies.live` of every stage under the pipeline's schedule."""
         p, v, m = self.pipeline.stages, self.pipeline.chunks, self.pipeline.micro_batches
-        if v > 1 and m % p:
+        if self.pipeline.schedule == "interleaved" and m % p:
             raise LayoutError(
                 f"--global-batch-size: {m} micro-batches are no multiple of {p} stages, which virtual stages need: "
                 "change it or --micro-batch-size"
@@ -125,12 +125,25 @@ class Problem:
     def weighed(self, cuts: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
         """Return forward and backward milliseconds and peak bytes of every stage, for rows of cuts."""
         firsts, ends = self._ends(cuts)
-        of_stages = (len(cuts), self.pipeline.chunks, self.pipeline.stages)
         forward, backward = (sums[ends] - sums[firsts] for sums in (self.forward_ms, self.backward_ms))
         fitted = [self.fitted(stage, firsts, ends) for stage in range(self.pipeline.stages)]
-        together = [one.reshape(of_stages).sum(axis=1) for one in (forward, backward)]
+        together = [np.stack([one[:, own].sum(axis=1) for own in self.parts], axis=1) for one in (forward, backward)]
         again_ms, held = (np.stack(rows, axis=1) for rows in list(zip(*fitted, strict=True))[1:])
         return together[0], together[1] + again_ms, held
+
+    @cached_property
+    def owners(self) -> NDArray[np.int64]:
+        """Return the stage of each part."""
+        return np.array(self.pipeline.owners, np.int64)
+
+    @cached_property
+    def parts(self) -> list[NDArray[np.int64]]:
+        """Return each stage's parts."""
+        return [np.flatnonzero(self.owners == stage) for stage in range(self.pipeline.stages)]
+
+    def _known(self, stage: int, ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return those of a stage whose ends are known."""
+        return np.array([part for part in self.parts[stage].tolist() if part < ends.shape[1]], np.int64)
 
     def _ends(self, cuts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return where parts begin and end."""
@@ -142,7 +155,7 @@ class Problem:
         Megatron computes the first layers of every chunk again, as many in each (`--recompute-method block`): here the
         fewest that make it fit, all if that does not.
         """
-        rows, own = len(ends), slice(stage, None, self.pipeline.stages)
+        rows, own = len(ends), self._known(stage, ends)
         found = Fitted(np.zeros(rows, np.int64), np.zeros(rows), self._held(stage, firsts, ends))
         if self.recompute_within is None:
             return found
@@ -164,7 +177,7 @@ class Problem:
         self, stage: int, firsts: NDArray[np.int64], ends: NDArray[np.int64], saves: NDArray[np.int64] | int = 0
     ) -> NDArray[np.int64]:
         """Return bytes at most, with so many fewer saved of each part."""
-        known, own = ends.shape[1], slice(stage, None, self.pipeline.stages)
+        known, own = ends.shape[1], self._known(stage, ends)
         saved = self.saved_bytes[ends] - self.saved_bytes[firsts] - saves
         static = (self.static_bytes[ends] - self.static_bytes[firsts])[:, own].sum(axis=1)
         words = np.zeros(len(ends), np.int64)
