@@ -22,7 +22,7 @@ from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.stage import Batch, ForwardStage, MegatronStage
 from evenpipe.megatron.supported import CoreRelease, installed_release
 from evenpipe.megatron.unsupported import refuse_unsupported
-from evenpipe.megatron.vee import check_placement, sent_to_the_last
+from evenpipe.megatron.vee import check_placement, first_layer, sent_to_the_last
 from evenpipe.megatron.weight_gradients import whole_layers
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
@@ -292,13 +292,18 @@ class PipelineSchedule:
         check_placement(places)
         if pipeline is not parallel_state.get_pipeline_model_parallel_group(check_initialized=False):
             raise ValueError("a V is placed in Megatron's own parallel state: leave p2p_communicator and groups out")
-        here = (pipeline.rank(), len(chunks) - 1) == places.last
-        module = unwrap_model(chunks[-1])
-        if getattr(module, "post_process", here) != here:
-            raise ValueError(
-                f"the last chunk of stage {pipeline.rank()} has {'no' if here else 'an'} output layer, and in a V it "
-                f"has {'one' if here else 'none'}: make each chunk under vee_patches() and as_interleaved(chunk)"
-            )
+        remedy = "make each chunk under vee_patches() and as_interleaved(chunk)"
+        for number, chunk in enumerate(chunks):
+            module, last = unwrap_model(chunk), (pipeline.rank(), number) == places.last
+            where = f"chunk {number} of stage {pipeline.rank()}"
+            if getattr(module, "post_process", last) != last:
+                has, should = ("no", "one") if last else ("an", "none")
+                raise ValueError(f"{where} has {has} output layer, and in a V it has {should}: {remedy}")
+            layers = getattr(getattr(module, "decoder", None), "layers", None)
+            if layers and layers[0].layer_number != (first := first_layer(module.config, number)):
+                raise ValueError(
+                    f"{where} begins with layer {layers[0].layer_number}, and in a V with {first}: {remedy}"
+                )
 
     def _weights(self, chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
         """Return the tensors that are no activations when autograd saves them: here, the parameters."""

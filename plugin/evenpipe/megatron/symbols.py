@@ -225,6 +225,10 @@ VEE: Final = expected(
         f"{PARALLEL_STATE}:set_pipeline_model_parallel_rank": "(rank)",
         f"{PARALLEL_STATE}:get_pipeline_model_parallel_group": "(check_initialized=True)",
         f"{PARALLEL_STATE}:default_embedding_ranks": "(pp_ranks)",
+        f"{_TRANSFORMER}.transformer_layer:get_transformer_layer_offset": {
+            "0.14": "(config, vp_stage=None)",
+            "0.15": "(config, vp_stage=None, pp_rank=None)",
+        },
         f"{_TRANSFORMER}.multi_token_prediction:MTPLossLoggingHelper.tracker": PRESENT,
     }
 )

@@ -24,7 +24,15 @@ from evenpipe.megatron.symbols import VEE
 from evenpipe.schedule import Places, ScheduleError, loop, vee
 from evenpipe.upstream import PRESENT, PatchSet
 
-__all__ = ["as_interleaved", "check_placement", "part_of", "sent_to_the_last", "tied_weights", "vee_patches"]
+__all__ = [
+    "as_interleaved",
+    "check_placement",
+    "first_layer",
+    "part_of",
+    "sent_to_the_last",
+    "tied_weights",
+    "vee_patches",
+]
 
 _FINALIZE: Final = "megatron.core.distributed.finalize_model_grads"
 _ENDS: Final = "(ignore_virtual=True, vp_stage=None)"
@@ -55,6 +63,14 @@ def as_interleaved(chunk: int | None) -> Iterator[None]:
 def part_of(places: Places) -> Callable[[int], AbstractContextManager[None]]:
     """Return the context in which a chunk is computed under that placement."""
     return as_interleaved if _is_vee(places) else lambda chunk: nullcontext()
+
+
+def first_layer(config: Any, chunk: int) -> int:
+    """Return the number in the model, from 1, of the first transformer layer of this process' chunk."""
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    with as_interleaved(chunk):
+        return 1 + int(get_transformer_layer_offset(config, vp_stage=chunk))
 
 
 def check_placement(places: Places) -> None:

@@ -32,6 +32,7 @@ def megatrons(**others):
 
 
 KFKB = {"schedule": "kfkb"}
+IN_A_V = {"virtual_pipeline_model_parallel_size": 2, "save": None, "load": None, "ckpt_format": "torch_dist"}
 AUTO = KFKB | {"group_size": "auto", "memory_gib": 1}
 REFUSED = {
     "one stage": ({"bpipe": True}, {"pipeline_model_parallel_size": 1}, "--bpipe: --pipeline-model-parallel-size 1 "),
@@ -47,14 +48,34 @@ REFUSED = {
     ),
     "in a V": (
         {"schedule": "v-half"},
-        {"virtual_pipeline_model_parallel_size": 4, "save": None, "load": None},
+        {**IN_A_V, "virtual_pipeline_model_parallel_size": 4},
         "--evenpipe-schedule v-half: has 2 model chunks a stage, but .* gives it 4: "
         "use --num-virtual-stages-per-pipeline-rank 2",
     ),
     "in a V, layers counted by chunk": (
         {"schedule": "v-half"},
-        {"virtual_pipeline_model_parallel_size": 2, "save": "ckpt", "load": None, "ckpt_format": "torch"},
+        {**IN_A_V, "save": "ckpt", "ckpt_format": "torch"},
         "--evenpipe-schedule v-half: --ckpt-format torch counts layers from the start of their chunk .* use torch_dist",
+    ),
+    "in a V, local checkpoints": (
+        {"schedule": "zbv"},
+        {**IN_A_V, "non_persistent_ckpt_type": "local"},
+        "--evenpipe-schedule zbv: --non-persistent-ckpt-type local brings back the embedding and its copy",
+    ),
+    "in a V, hybrid": (
+        {"schedule": "v-min"},
+        {**IN_A_V, "hybrid_layer_pattern": "M*|M-|M*|M-"},
+        "--evenpipe-schedule v-min: hybrid models choose their layers by the rank itself",
+    ),
+    "in a V, converted": (
+        {"schedule": "zbv"},
+        {**IN_A_V, "load": "ckpt", "ckpt_convert_format": "torch"},
+        "--evenpipe-schedule zbv: --ckpt-format torch counts layers",
+    ),
+    "in a V, MTP apart": (
+        {"schedule": "zbv"},
+        {**IN_A_V, "pipeline_model_parallel_layout": "Et|t|tm|L"},
+        r"--evenpipe-schedule zbv: --pipeline-model-parallel-layout Et\|t\|tm\|L has multi-token prediction apart",
     ),
     "interleaved, not virtual": (
         {"schedule": "interleaved"},

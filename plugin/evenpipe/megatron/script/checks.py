@@ -11,6 +11,7 @@ import torch
 from evenpipe.megatron.grouping import group_size
 from evenpipe.megatron.script.delayed import too_old_engine
 from evenpipe.megatron.script.flags import ArgumentError
+from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
 from evenpipe.megatron.unsupported import Refusal, refused_arguments, refused_settings, refused_with_tuning
 from evenpipe.megatron.vee import check_placement
 from evenpipe.report.files import check_writable
@@ -31,6 +32,8 @@ _FLAGS: Mapping[str, str] = {
     "fp8": "--fp8-format",
     "nccl_ub": "--use-nccl-ub",
 }
+_HYBRID: Final = ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern")
+_LAST_STAGE_LOGS_IT: Final = ("0.14", "0.15")  # the decoupled learning rate
 _GROUP_FLAG: Final = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
@@ -131,12 +134,8 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
             f"--num-virtual-stages-per-pipeline-rank or the layout gives it {chunks}: use "
             f"--num-virtual-stages-per-pipeline-rank {config.spec.chunks[1]}"
         )
-    keeps = "vee" in config.spec.needs and (args.save is not None or args.load is not None)
-    if keeps and args.ckpt_format != "torch_dist":
-        yield (
-            f"{asked}: --ckpt-format {args.ckpt_format} counts layers from the start of their chunk and does not say "
-            "where that is, so that a run with another placement reads other layers: use torch_dist"
-        )
+    if "vee" in config.spec.needs:
+        yield from _in_a_v(asked, args)
     if chunks is None and "chunks" in config.spec.needs:
         yield (
             f"{asked}: needs --num-layers-per-virtual-pipeline-stage or "
@@ -161,6 +160,35 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
         yield (
             f"{flag('trace_iteration')} {config.trace_iteration}: comes after --train-iters {last}: "
             "choose an earlier one"
+        )
+
+
+def _in_a_v(asked: str, args: Namespace) -> Iterator[str]:
+    """A line for each of Megatron's arguments that a V cannot have."""
+    formats = [args.ckpt_format, getattr(args, "ckpt_convert_format", None) or "torch_dist"]
+    other = next((one for one in formats if one != "torch_dist"), None)
+    if (args.save is not None or args.load is not None) and other is not None:
+        yield (
+            f"{asked}: --ckpt-format {other} counts layers from the start of their chunk and does not say where that "
+            "is, so that a run with another placement reads other layers: use torch_dist"
+        )
+    if getattr(args, "non_persistent_ckpt_type", None) == "local":
+        yield (
+            f"{asked}: --non-persistent-ckpt-type local brings back the embedding and its copy, which are on one rank, "
+            "as one tensor: use global"
+        )
+    if any(getattr(args, name, None) for name in _HYBRID):
+        yield f"{asked}: hybrid models choose their layers by the rank itself, as if stages were interleaved: use 1f1b"
+    if getattr(args, "decoupled_lr", None) is not None and MEGATRON_CORE.series(RELEASES) in _LAST_STAGE_LOGS_IT:
+        yield (
+            f"{asked}: --decoupled-lr is logged by the last stage in this release, which has neither the embedding nor "
+            "the output layer in a V: leave it out, or use megatron-core 0.16 or newer"
+        )
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    if layout is not None and "m" in str(layout).replace(",", "").rpartition("|")[0]:
+        yield (
+            f"{asked}: --pipeline-model-parallel-layout {layout} has multi-token prediction apart from the loss; in a V"
+            " both are in the last part: put m before L"
         )
 
 

@@ -111,8 +111,8 @@ def plan_layout(
 ) -> LayoutPlan:
     """Return the layout with the fastest slowest stage among those within `limit_bytes` a stage.
 
-    `mtp_apart`: Megatron takes MTP layers on another stage than the loss (since 0.16). `recompute`: each stage computes
-    as many layers again as it needs to fit. Raises LayoutError.
+    `mtp_apart`: Megatron takes MTP layers on another stage than the loss (since 0.16); not in a V. `recompute`: each
+    stage computes as many layers again as it needs to fit. Raises LayoutError.
     """
     if recompute and any(not layer.symbols for layer in layers):
         raise LayoutError("--half-layers: which layers to compute again is chosen of whole ones: leave one of them out")
@@ -120,7 +120,8 @@ def plan_layout(
         # Ranks make one chunk after the other, and tied embeddings join the first with the last in between.
         raise LayoutError("--half-layers: virtual stages cannot be made of half layers: leave one of them out")
     start = time.perf_counter()
-    problem = Problem(tuple(layers), pipeline, mtp_apart, limit_bytes if recompute else None)
+    apart = mtp_apart and pipeline.placed_by is None
+    problem = Problem(tuple(layers), pipeline, apart, limit_bytes if recompute else None)
     found = best_split(problem, limit_bytes)
     return LayoutPlan(
         best=_split(problem, found.cuts),
