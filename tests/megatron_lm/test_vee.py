@@ -47,12 +47,8 @@ CASES = {
     ),
 }
 EVERYWHERE = ("sequence parallel",)
-SHORT = ("tied", "both overlaps")
 MARKED = [
-    pytest.param(
-        case, marks=pytest.mark.every_release if case in EVERYWHERE else () if case in SHORT else pytest.mark.long
-    )
-    for case in CASES
+    pytest.param(case, marks=pytest.mark.every_release if case in EVERYWHERE else pytest.mark.long) for case in CASES
 ]
 
 
@@ -103,6 +99,7 @@ def test_a_v_goes_on_with_a_stock_checkpoint_to_the_same_bits(megatron_lm, case,
     assert ours.peak_live == [2 * (stages if schedule == "zbv" else stages // 2 + 1)] * stages
 
 
+@pytest.mark.long
 def test_stock_goes_on_with_a_checkpoint_of_a_v(megatron_lm, tmp_path):
     job = Job(megatron_lm, "tied", tmp_path)
     job.run("vee", 1, "--evenpipe-schedule", "v-half")
