@@ -25,6 +25,8 @@ SCHEDULES = {
     "interleaved": (2, 1, True),
     "zb-h1": (1, 1, False),
     "v-half": (2, 1, False),
+    "v-min": (2, 1, False),
+    "zbv": (2, 1, False),
 }
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
-from evenpipe.megatron.saved_once import saved_once
 from evenpipe.megatron.supported import PARALLEL_STATE, core_patch
 from evenpipe.megatron.symbols import VEE
 from evenpipe.schedule import Places, ScheduleError, loop, vee
@@ -127,6 +126,8 @@ def sent_to_the_last(
 
 def vee_patches() -> PatchSet:
     """The patches of a V in megatron-core; apply them before its parallel state is made."""
+    from evenpipe.megatron.saved_once import saved_once
+
     ends = [
         core_patch(name, f"{PARALLEL_STATE}:{name}", _end_of_chunk, _BY_CHUNK, _ENDS, rebinds=True)
         for name in ("is_pipeline_first_stage", "is_pipeline_last_stage")

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
-from evenpipe.schedule.actions import BACKWARD, FORWARD, Action, ScheduleError, Unit
+from evenpipe.schedule.actions import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Action,
+    Kind,
+    ScheduleError,
+    Unit,
+)
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.topology import Places, loop
 
-__all__ = ["Drawing", "Need", "Size", "Spec", "alternate", "units"]
+__all__ = ["PERIOD", "Drawing", "Need", "Pass", "Size", "Spec", "alternate", "repeated", "units"]
 
 Need = Literal["chunks", "vee", "split", "groups", "stream", "swap"]
 
@@ -156,3 +166,33 @@ def alternate(forwards: Sequence[Unit], backwards: Sequence[Unit], warmup: int) 
         yield _action(BACKWARD, *unit)
     for unit in backwards[len(forwards) - warmup :]:
         yield _action(BACKWARD, *unit)
+
+
+#: Passes of a micro-batch on a stage with two chunks: F, D and W of each.
+PERIOD: Final = 6
+
+
+class Pass(NamedTuple):
+    """When, in passes after the first one of stage 0, a stage has the first micro-batch's forward or input gradient."""
+
+    at: int
+    kind: Kind
+    chunk: int
+
+
+def repeated(block: Sequence[Pass], micro_batches: int) -> list[Action]:
+    """Return a stage's order by a building block (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362).
+
+    The block comes again after every period, without the waits that it leaves.
+
+    Weight gradients take the first free places after their input gradients. Passes are apart, modulo the period.
+    """
+    at = {one.at + PERIOD * i: Action(one.kind, i, one.chunk) for one in block for i in range(micro_batches)}
+    row, pending = list[Action](), deque[Unit]()
+    for time in range(max(at) + 1):
+        if time in at:
+            row.append(at[time])
+            pending.extend([at[time].unit] * (at[time].kind == INPUT_GRADIENT))
+        elif pending:
+            row.append(Action(WEIGHT_GRADIENT, *pending.popleft()))
+    return [*row, *(Action(WEIGHT_GRADIENT, *unit) for unit in pending)]

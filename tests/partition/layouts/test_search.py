@@ -85,12 +85,12 @@ def fitted_by_hand(problem, cuts, limit):
         parts = [problem.layers[first:end] for first, end in itertools.pairwise(ends)]
         again = [[layer for layer in part if layer.input_bytes is not None] for part in parts]
         for count in range(7):
-            chosen = [row[:count] if k % len(problem.live) == stage else [] for k, row in enumerate(again)]
+            chosen = [row[:count] if problem.owners[k] == stage else [] for k, row in enumerate(again)]
             saved = [
                 sum(layer.saved_bytes for layer in part) - sum(layer.saved_bytes - layer.input_bytes for layer in some)
                 for part, some in zip(parts, chosen, strict=True)
             ]
-            own = [layer for part in parts[stage :: problem.pipeline.stages] for layer in part]
+            own = [layer for part in problem.parts[stage] for layer in parts[part]]
             words = max((layer.words_bytes for layer in own), default=0)
             held = sum(layer.static_bytes for layer in own) + words + (problem.live[stage] @ saved).max()
             if held <= limit:

@@ -89,12 +89,10 @@ def ending_the_job() -> Iterator[None]:
 def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None) -> None:
     # Imported here: a run without EvenPipe's flags does not pay for it.
     from evenpipe.megatron.schedule import PipelineSchedule, in_place_of_megatron
-    from evenpipe.megatron.script.chunks import chunks_in_a_vee
     from evenpipe.megatron.script.delayed import delayed_gradients
     from evenpipe.megatron.script.link_table import LinkTable
     from evenpipe.megatron.script.log import TrainingLog, log_patches
     from evenpipe.megatron.script.placing import place_process
-    from evenpipe.megatron.vee import vee_patches
 
     unplaced = dict(os.environ)
     placement = place_process(args, config, os.environ)
@@ -121,6 +119,9 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
     if "split" in config.spec.needs:
         more = [*more, delayed_gradients()]
     if "vee" in config.spec.needs:
+        from evenpipe.megatron.script.chunks import chunks_in_a_vee
+        from evenpipe.megatron.vee import vee_patches
+
         more = [*more, vee_patches(), chunks_in_a_vee()]
     compare = None
     if plan is not None:

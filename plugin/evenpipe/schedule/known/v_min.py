@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from evenpipe.schedule.actions import FORWARD, INPUT_GRADIENT
-from evenpipe.schedule.building_block import PERIOD, Pass, repeated
-from evenpipe.schedule.spec import Drawing, Size, Spec
+from evenpipe.schedule.spec import PERIOD, Drawing, Pass, Size, Spec, repeated
 from evenpipe.schedule.topology import vee
 
 __all__ = ["SPEC"]
