@@ -70,7 +70,7 @@ MODEL: Final[dict[str, Any]] = {"hidden": 32, "heads": 4, "seq_length": 16, "cli
 
 
 def options_of(setting: Setting, name: str = "megatron") -> TrainOptions:
-    """Of a variant's model and its training. Raises OptionsError where 2BW has no such pipeline."""
+    """Return the options of a variant's model and training. Raises OptionsError where 2BW has no such pipeline."""
     shape = {"stages": setting.stages, "layers": setting.stages, "micro_batches": setting.micro_batches}
     TrainOptions.of(**MODEL, **shape, schedule="2bw")
     if name in PLACED:

@@ -27,7 +27,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the ranks have by place in the model; what several have is the same on all."""
+    """Return all that the ranks have, by its place in the model; two ranks with one place have the same there."""
     found: dict[str, Any] = {}
     for rank in ranks:
         for name, value in rank.items():
@@ -51,7 +51,7 @@ def test_losses_gradients_and_weights_are_those_of_interleaved_stages(
 
 
 def test_stages_hold_what_a_schedule_says(ranks: list[dict[str, Any]]) -> None:
-    """Of half a stage: half of 1F1B's micro-batches and one, a third and up to four thirds, and all."""
+    """V-Half holds p/2 + 1 micro-batches, V-Min (p + 4)/3 and ZB-V p; a micro-batch is two units."""
     held = {"v-half": WORLD // 2 + 1, "v-min": (WORLD + 4) // 3, "zbv": WORLD}
     for order, of_a_stage in held.items():
         assert [rank["tied"][order]["peak"] for rank in ranks] == [2 * of_a_stage] * WORLD

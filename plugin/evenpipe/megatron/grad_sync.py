@@ -8,7 +8,7 @@ from typing import Any
 
 from evenpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Schedule
 
-__all__ = ["GradSync", "Sync", "per_chunk", "without_sync"]
+__all__ = ["GradSync", "Sync", "without_sync"]
 
 
 class Sync:
@@ -42,8 +42,8 @@ class GradSync(Sync):
         interleaved = schedule.chunks > 1
         self._model = model
         self._config = config
-        self._grad_sync = per_chunk(config.grad_sync_func, model)
-        self._param_sync = per_chunk(config.param_sync_func, model) if interleaved else None
+        self._grad_sync = _per_chunk(config.grad_sync_func, model)
+        self._param_sync = _per_chunk(config.param_sync_func, model) if interleaved else None
         self._lag = stage if interleaved else 0
         row = schedule.actions[stage]
         self._forwards = [action.unit for action in row if action.kind == FORWARD]
@@ -136,8 +136,7 @@ def without_sync(config: Any) -> ExitStack:
     return stack
 
 
-def per_chunk(function: Any, model: Sequence[Any]) -> list[Callable[[Any], Any]] | None:
-    """Return a list with one function for each chunk of `model`, of Megatron's one function or list; None of none."""
+def _per_chunk(function: Any, model: Sequence[Any]) -> list[Callable[[Any], Any]] | None:
     if function is None or isinstance(function, list):
         return function
     return [function] * len(model)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import get_model_config
 
 from evenpipe.megatron.captured import refused_capture
 from evenpipe.megatron.grouping import group_size
@@ -22,7 +22,7 @@ from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.stage import Batch, ForwardStage, MegatronStage
 from evenpipe.megatron.supported import CoreRelease, installed_release
 from evenpipe.megatron.unsupported import refuse_unsupported
-from evenpipe.megatron.vee import check_placement, first_layer, sent_to_the_last
+from evenpipe.megatron.vee import check_model, sent_to_the_last
 from evenpipe.megatron.weight_gradients import whole_layers
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
@@ -285,26 +285,6 @@ class PipelineSchedule:
             config.finalize_model_grads_func(list(batch.model), counted, **extra)
         return losses
 
-    def _check_placement(self, pipeline: dist.ProcessGroup, places: Places, chunks: list[torch.nn.Module]) -> None:
-        """Raise ValueError where the model was not made for that placement, or for Megatron's own groups."""
-        if "vee" not in self.needs:
-            return
-        check_placement(places)
-        if pipeline is not parallel_state.get_pipeline_model_parallel_group(check_initialized=False):
-            raise ValueError("a V is placed in Megatron's own parallel state: leave p2p_communicator and groups out")
-        remedy = "make each chunk under vee_patches() and as_interleaved(chunk)"
-        for number, chunk in enumerate(chunks):
-            module, last = unwrap_model(chunk), (pipeline.rank(), number) == places.last
-            where = f"chunk {number} of stage {pipeline.rank()}"
-            if getattr(module, "post_process", last) != last:
-                has, should = ("no", "one") if last else ("an", "none")
-                raise ValueError(f"{where} has {has} output layer, and in a V it has {should}: {remedy}")
-            layers = getattr(getattr(module, "decoder", None), "layers", None)
-            if layers and layers[0].layer_number != (first := first_layer(module.config, number)):
-                raise ValueError(
-                    f"{where} begins with layer {layers[0].layer_number}, and in a V with {first}: {remedy}"
-                )
-
     def _weights(self, chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
         """Return the tensors that are no activations when autograd saves them: here, the parameters."""
         return [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -331,7 +311,8 @@ class PipelineSchedule:
             backend = "nccl" if device.type == "cuda" else "gloo"
             ranks = dist.get_process_group_ranks(pipeline)
             places = self._places(len(ranks), batch)
-            self._check_placement(pipeline, places, chunks)
+            if "vee" in self.needs:
+                check_model(chunks, places, pipeline)
             joined = links(places, self.bpipe)
             vary = bool(batch.config.variable_seq_lengths)
             connections = connect(ranks, joined, backend, device, vary, self._held_up(batch.config))

@@ -132,7 +132,6 @@ _CHANGES: Mapping[str, Changes] = {
     f"{_COMMUNICATION}:P2PCommunicator": "(pp_group, config)",
     f"{_COMMUNICATION}:P2PCommunicator.pp_group": PRESENT,
     **members("megatron.core.utils", ("get_model_config", "get_model_type"), "(model)"),
-    "megatron.core.utils:unwrap_model": "(model, module_instances=None)",
     **members(
         "megatron.core.model_parallel_config:ModelParallelConfig",
         (

@@ -230,16 +230,17 @@ VEE: Final = expected(
             "0.15": "(config, vp_stage=None, pp_rank=None)",
         },
         f"{_TRANSFORMER}.multi_token_prediction:MTPLossLoggingHelper.tracker": PRESENT,
+        "megatron.core.utils:unwrap_model": "(model, module_instances=None)",
     }
 )
-"""What a V-shaped placement calls."""
+"""Of a V-shaped placement."""
 
 _SHARDED_OFFSETS: Final = "(self, prefix='', sharded_offsets=(), metadata=None)"
 CHUNKS: Final = expected(
     {f"{_TRANSFORMER}.module:MegatronModule.sharded_state_dict": _SHARDED_OFFSETS},
     "a chunk of a V is saved with the layers that it has in one",
 )
-"""What is set on the chunks of a script's model."""
+"""Of a script's model in a V, beside the patches."""
 
 
 _OPTIMIZER: Final = "megatron.core.optimizer.optimizer"

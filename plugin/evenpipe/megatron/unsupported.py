@@ -15,6 +15,7 @@ __all__ = [
     "packs",
     "refuse_unsupported",
     "refused_arguments",
+    "refused_in_a_v",
     "refused_settings",
     "refused_with_tuning",
     "refused_with_two_versions",
@@ -45,6 +46,11 @@ def _several(number: Any, _: object = None) -> bool:
     return (number or 1) > 1
 
 
+def _by_chunk(name: str | None, given: Any) -> bool:
+    """Return whether checkpoints of that format have layers by their place in a chunk, and there are any."""
+    return name not in (None, "torch_dist") and not (given.save is None and given.load is None)
+
+
 #: Settings that are refused at some of their values, which are then named: by the value and all settings.
 _REFUSED_AT: Final[Mapping[str, Callable[[Any, Any], bool]]] = MappingProxyType(
     {
@@ -59,6 +65,8 @@ _REFUSED_AT: Final[Mapping[str, Callable[[Any, Any], bool]]] = MappingProxyType(
         "moe_router_load_balancing_type": lambda kinds, _: any(one in (kinds or ()) for one in _OF_A_BATCH),
         "grad_norm_skip_threshold": lambda threshold, _: math.isfinite(threshold or math.inf),
         "optimizer": lambda optimizer, _: optimizer not in _OPTIMIZERS,
+        "ckpt_format": _by_chunk,
+        "ckpt_convert_format": _by_chunk,
         "vision_pretraining_type": lambda kind, given: kind == "dino" and given.vision_pretraining,
     }
 )
@@ -90,6 +98,19 @@ _WITH_HALVES: Mapping[str, str] = {
     "external_cuda_graph": _WHOLE,
     "cuda_graph_impl=transformer_engine": _WHOLE,
 }
+
+_BY_RANK = "chooses layers by the rank itself, as if stages were interleaved"
+_IN_A_V: Mapping[str, str] = {
+    "is_hybrid_model": _BY_RANK,
+    "hybrid_layer_pattern": _BY_RANK,
+    "hybrid_override_pattern": _BY_RANK,
+    "non_persistent_ckpt_type=local": ("brings back the embedding and its copy, which are on one rank, as one tensor"),
+}
+_BY_CHUNK = (
+    "counts layers from the start of their chunk and does not say where that is, so that a run with another placement "
+    "reads other layers"
+)
+_FILES_IN_A_V: Mapping[str, str] = {"ckpt_format": _BY_CHUNK, "ckpt_convert_format": _BY_CHUNK}
 
 _ONE_VERSION = "keeps something of the weights beside them, which would be one version's only"
 _ADDRESSES = "captures the addresses of one weight version"
@@ -231,6 +252,12 @@ def refused_with_two_versions(
     `settings` are a configuration of Megatron's model, data parallelism or optimizer, or Megatron's arguments.
     """
     return _given(settings, _WITH_TWO_VERSIONS, remedy)
+
+
+def refused_in_a_v(args: Namespace) -> Iterator[Refusal]:
+    """Yield a refusal for each of Megatron's arguments that does not go together with chunks in a V."""
+    yield from _given(args, _FILES_IN_A_V, "use torch_dist")
+    yield from _given(args, _IN_A_V, "leave it out, or use 1f1b")
 
 
 def refused_arguments(args: Namespace, bpipe: bool) -> Iterator[Refusal]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
@@ -25,8 +26,8 @@ from evenpipe.upstream import PRESENT, PatchSet
 
 __all__ = [
     "as_interleaved",
+    "check_model",
     "check_placement",
-    "first_layer",
     "part_of",
     "sent_to_the_last",
     "tied_weights",
@@ -64,20 +65,39 @@ def part_of(places: Places) -> Callable[[int], AbstractContextManager[None]]:
     return as_interleaved if _is_vee(places) else lambda chunk: nullcontext()
 
 
-def first_layer(config: Any, chunk: int) -> int:
-    """Return the number in the model, from 1, of the first transformer layer of this process' chunk."""
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-    with as_interleaved(chunk):
-        return 1 + int(get_transformer_layer_offset(config, vp_stage=chunk))
-
-
 def check_placement(places: Places) -> None:
     """Raise ScheduleError for a placement other than Megatron's own and the V."""
     if places != loop(places.stages, places.chunks) and not _is_vee(places):
         raise ScheduleError(
             f"places={places}: Megatron's layers can be placed as loop or vee: write a table with one of them"
         )
+
+
+def check_model(model: Sequence[torch.nn.Module], places: Places, pipeline: dist.ProcessGroup) -> None:
+    """Raise an error where the chunks of this stage were not made for `places`.
+
+    ScheduleError for a placement that Megatron's layers cannot have; ValueError for groups other than those of
+    Megatron's parallel state, and for a chunk with another end of the model or other layers than it has there.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+    from megatron.core.utils import unwrap_model
+
+    check_placement(places)
+    if pipeline is not parallel_state.get_pipeline_model_parallel_group(check_initialized=False):
+        raise ValueError("a V is placed in Megatron's own parallel state: leave p2p_communicator and groups out")
+    remedy = "make each chunk under vee_patches() and as_interleaved(chunk)"
+    for number, chunk in enumerate(model):
+        module, last = unwrap_model(chunk), (pipeline.rank(), number) == places.last
+        where = f"chunk {number} of stage {pipeline.rank()}"
+        if getattr(module, "post_process", last) != last:
+            has, should = ("no", "one") if last else ("an", "none")
+            raise ValueError(f"{where} has {has} output layer, and in a V it has {should}: {remedy}")
+        if layers := getattr(getattr(module, "decoder", None), "layers", None):
+            with as_interleaved(number):
+                first = 1 + get_transformer_layer_offset(module.config, vp_stage=number)
+            if (begins := layers[0].layer_number) != first:
+                raise ValueError(f"{where} begins with layer {begins}, and in a V with {first}: {remedy}")
 
 
 def _is_vee(places: Places) -> bool:

@@ -65,12 +65,12 @@ REFUSED = {
     "in a V, hybrid": (
         {"schedule": "v-min"},
         {**IN_A_V, "hybrid_layer_pattern": "M*|M-|M*|M-"},
-        "--evenpipe-schedule v-min: hybrid models choose their layers by the rank itself",
+        r"--evenpipe-schedule v-min: --hybrid-layer-pattern chooses layers by the rank itself",
     ),
     "in a V, converted": (
         {"schedule": "zbv"},
         {**IN_A_V, "load": "ckpt", "ckpt_convert_format": "torch"},
-        "--evenpipe-schedule zbv: --ckpt-format torch counts layers",
+        "--evenpipe-schedule zbv: --ckpt-convert-format torch counts layers",
     ),
     "in a V, MTP apart": (
         {"schedule": "zbv"},

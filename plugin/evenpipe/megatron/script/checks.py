@@ -12,7 +12,13 @@ from evenpipe.megatron.grouping import group_size
 from evenpipe.megatron.script.delayed import too_old_engine
 from evenpipe.megatron.script.flags import ArgumentError
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
-from evenpipe.megatron.unsupported import Refusal, refused_arguments, refused_settings, refused_with_tuning
+from evenpipe.megatron.unsupported import (
+    Refusal,
+    refused_arguments,
+    refused_in_a_v,
+    refused_settings,
+    refused_with_tuning,
+)
 from evenpipe.megatron.vee import check_placement
 from evenpipe.report.files import check_writable
 from evenpipe.schedule import Programs, ScheduleError, Size, Spec, check_offers
@@ -32,7 +38,6 @@ _FLAGS: Mapping[str, str] = {
     "fp8": "--fp8-format",
     "nccl_ub": "--use-nccl-ub",
 }
-_HYBRID: Final = ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern")
 _LAST_STAGE_LOGS_IT: Final = ("0.14", "0.15")  # the decoupled learning rate
 _GROUP_FLAG: Final = "--microbatch-group-size-per-virtual-pipeline-stage"
 
@@ -62,7 +67,8 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
         with_two_versions = refused_arguments(args, config.bpipe) if config.streams else ()
         with_tuning = refused_with_tuning(args) if config.group_size == "auto" else ()
         settings = refused_settings(args, config.bpipe, "split" in config.spec.needs)
-        refused = (*settings, *with_two_versions, *with_tuning)
+        in_a_v = refused_in_a_v(args) if "vee" in config.spec.needs else ()
+        refused = (*settings, *with_two_versions, *with_tuning, *in_a_v)
         for refusal in refused or _refused_capture(config, args):
             theirs = _FLAGS.get(refusal.setting, f"--{refusal.setting.replace('_', '-')}")
             setting = f"{theirs} {refusal.value}".rstrip()
@@ -164,21 +170,7 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
 
 
 def _in_a_v(asked: str, args: Namespace) -> Iterator[str]:
-    """A line for each of Megatron's arguments that a V cannot have."""
-    formats = [args.ckpt_format, getattr(args, "ckpt_convert_format", None) or "torch_dist"]
-    other = next((one for one in formats if one != "torch_dist"), None)
-    if (args.save is not None or args.load is not None) and other is not None:
-        yield (
-            f"{asked}: --ckpt-format {other} counts layers from the start of their chunk and does not say where that "
-            "is, so that a run with another placement reads other layers: use torch_dist"
-        )
-    if getattr(args, "non_persistent_ckpt_type", None) == "local":
-        yield (
-            f"{asked}: --non-persistent-ckpt-type local brings back the embedding and its copy, which are on one rank, "
-            "as one tensor: use global"
-        )
-    if any(getattr(args, name, None) for name in _HYBRID):
-        yield f"{asked}: hybrid models choose their layers by the rank itself, as if stages were interleaved: use 1f1b"
+    """A line for each of Megatron's arguments that a V cannot have in this release, or with this layout."""
     if getattr(args, "decoupled_lr", None) is not None and MEGATRON_CORE.series(RELEASES) in _LAST_STAGE_LOGS_IT:
         yield (
             f"{asked}: --decoupled-lr is logged by the last stage in this release, which has neither the embedding nor "

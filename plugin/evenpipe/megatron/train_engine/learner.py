@@ -25,7 +25,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from evenpipe.megatron.cpu_mode.core import without_transformer_engine
-from evenpipe.megatron.vee import as_interleaved
+from evenpipe.megatron.vee import part_of
 from evenpipe.runtime.precisions import PRECISIONS
 from evenpipe.train import data
 from evenpipe.train.engine import FailureContext
@@ -66,9 +66,9 @@ def build_replica(options: TrainOptions, vocabulary: int, device: torch.device) 
     config = _config(options, device)
     multiple = _VOCABULARY_MULTIPLE * options.tensor_parallel
     padded = -(-vocabulary // multiple) * multiple
-    modules, vee = [], "vee" in options.programs.spec.needs
+    modules, part = [], part_of(options.plan.places)
     for chunk in range(options.plan.chunks):
-        with as_interleaved(chunk if vee else None):
+        with part(chunk):
             modules.append(_module(options, config, padded, chunk))
     for module in modules:
         initialise(module, config, options)

@@ -38,7 +38,7 @@ def _passes(p: int, stage: int, m: int) -> Iterator[_Pass]:
 
 
 def _row(p: int, stage: int, micro_batches: int) -> list[Action]:
-    """Of fewer than 2p − 1 micro-batches, the order of so many, without those that are not there."""
+    """Return a stage's order; fewer micro-batches than 2p − 1 come as they do among so many."""
     given: dict[_Pass, int] = {}
     row = []
     for kind, chunk in _passes(p, stage, max(2 * p - 1, micro_batches)):
