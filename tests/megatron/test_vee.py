@@ -62,3 +62,12 @@ def test_timers_of_a_batch_run_as_megatrons(ranks: list[dict[str, Any]]) -> None
         used = {engine: rank["timers"][engine]["timers"]["forward-backward"] for engine in ("megatron", "v-half")}
         assert used["v-half"] == used["megatron"]
         assert used["v-half"]["used"]
+
+
+def test_a_model_that_was_made_for_interleaved_stages_is_not_trained(ranks: list[dict[str, Any]]) -> None:
+    """The middle stages, whose ends are the same, are told by their layers."""
+    said = [rank["not placed"] for rank in ranks]
+    assert "chunk 1 of stage 0 has no output layer, and in a V it has one" in said[0]
+    assert "chunk 1 of stage 1 begins with layer 6, and in a V with 7" in said[1]
+    assert "chunk 1 of stage 2 begins with layer 7, and in a V with 6" in said[2]
+    assert "chunk 1 of stage 3 has an output layer, and in a V it has none" in said[3]

@@ -50,10 +50,11 @@ ORDERS = {"tied": ("v-half", "v-min", "zbv")}
 """The schedules of a case; of others V-Half alone."""
 
 
-def carry_out(case: Case, order: str | None = None) -> dict[str, Any]:
+def carry_out(case: Case, order: str | None = None, placed: bool = True) -> dict[str, Any]:
     """All calls of a case, under Megatron's own function, or ours with that schedule.
 
-    What each returned, with gradients, and in the end weights, by their place in the model.
+    `placed`: with the model's chunks in a V, if the schedule is ours. What each call returned, with gradients, and in
+    the end weights, by their place in the model.
     """
     from megatron.core import pipeline_parallel
     from tiny_pipeline import Pipeline, described
@@ -70,7 +71,7 @@ def carry_out(case: Case, order: str | None = None) -> dict[str, Any]:
         def _module(self, chunk: int) -> Any:
             from megatron.core import parallel_state
 
-            with as_interleaved(chunk if ours else None):
+            with as_interleaved(chunk if ours and placed else None):
                 self._stage = parallel_state.get_pipeline_model_parallel_rank()
                 module = super()._module(chunk)
             for name, parameter in places(module).items():
@@ -103,6 +104,15 @@ def carry_out(case: Case, order: str | None = None) -> dict[str, Any]:
             found["peak"] = StageFigures.of(schedule.executor).peak_live
             schedule.close()
         return found
+
+
+def refused_of(case: Case) -> str:
+    """What is said of a model that was made for interleaved stages."""
+    try:
+        carry_out(case, "zbv", placed=False)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
 
 
 def shared_generator(seed: int) -> Any:
@@ -140,6 +150,7 @@ def work(rank: int, folder: Path, port: int) -> None:
         for name, one in CASES.items():
             found[name] = {"megatron": carry_out(one)}
             found[name] |= {order: carry_out(one, order) for order in ORDERS.get(name, ("v-half",))}
+        found["not placed"] = refused_of(CASES["tied"])
     except BaseException:
         found["failure"] = traceback.format_exc()
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
