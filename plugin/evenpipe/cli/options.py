@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from evenpipe.cli.parser import Parser, UsageError
-from evenpipe.cli.values import group_size, output_file, picture_file, write
+from evenpipe.cli.values import costs_file, group_size, output_file, picture_file, seconds, write
 from evenpipe.report.files import write_atomically
 from evenpipe.report.timeline import StageMemory, Timeline, perfetto_trace
-from evenpipe.schedule import Program, Programs, Queues, Schedule, ScheduleError, Size, choose, names
+from evenpipe.schedule import SEARCHED, Program, Programs, Queues, Schedule, ScheduleError, Size, choose, names, verify
+from evenpipe.schedule.search.costs import FORMAT, check_caps
 from evenpipe.settings.spelling import in_flags
-from evenpipe.simulate import Simulation
+from evenpipe.simulate import Costs, Simulation
 
-__all__ = ["add_output_options", "add_schedule_options", "program_from", "title_of", "write_reports", "write_simulated"]
+__all__ = [
+    "add_output_options",
+    "add_schedule_options",
+    "costs_from",
+    "program_from",
+    "title_of",
+    "write_reports",
+    "write_simulated",
+]
 
 
 def add_schedule_options(parser: Parser) -> None:
     """``--schedule --stages --micro-batches --chunks --group-size --batches --bpipe``, for :func:`program_from`."""
     group = parser.add_argument_group("schedule")
-    group.add_argument("--schedule", required=True, metavar="NAME", help=" | ".join((*names(), "file:PATH")))
+    named = " | ".join((*names(), "file:PATH", f"{SEARCHED} (for --costs)"))
+    group.add_argument("--schedule", required=True, metavar="NAME", help=named)
     group.add_argument("--stages", type=int, metavar="P", help="pipeline stages")
     group.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches in a batch")
     group.add_argument(
@@ -32,6 +43,15 @@ def add_schedule_options(parser: Parser) -> None:
     )
     group.add_argument("--batches", type=int, metavar="N", help="batches, where it does not flush between (default 3)")
     group.add_argument("--bpipe", action="store_true", help="level the stages' memory by evicting to partner stages")
+    group = parser.add_argument_group("times and memory of each part of the model")
+    group.add_argument(
+        "--costs", type=costs_file, metavar="COSTS.json", help=f"{FORMAT}: times and bytes of each part, caps of stages"
+    )
+    group.add_argument(
+        "--seconds", type=seconds, default=10.0, metavar="S", help=f"{SEARCHED}: about so long (default %(default)g)"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help=f"{SEARCHED}: the same finds the same order")
+    group.add_argument("--whole-backwards", action="store_true", help=f"{SEARCHED}: backwards not in two halves")
 
 
 def add_output_options(parser: Parser) -> None:
@@ -45,6 +65,8 @@ def add_output_options(parser: Parser) -> None:
 def program_from(arguments: Namespace, queues: Queues = "many") -> Program:
     """Return the verified program that the options ask for, on such devices; UsageError where there is none."""
     try:
+        if arguments.schedule == SEARCHED:
+            return _searched(arguments, queues)
         spec = choose(arguments.schedule)
         table = spec.table
         for option, fixed in (("stages", table and table.stages), ("micro_batches", table and table.micro_batches)):
@@ -59,6 +81,46 @@ def program_from(arguments: Namespace, queues: Queues = "many") -> Program:
         return Programs(spec, arguments.bpipe, queues)(size)
     except ScheduleError as error:
         raise UsageError(in_flags(error)) from error
+
+
+def _searched(arguments: Namespace, queues: Queues) -> Program:
+    from evenpipe.schedule.search.problem import Problem
+    from evenpipe.schedule.search.search import Effort, search
+
+    if arguments.costs is None:
+        raise UsageError(f"--schedule {SEARCHED}: for which times? Give --costs COSTS.json, a document {FORMAT}")
+    for option in ("stages", "micro_batches"):
+        if getattr(arguments, option) is None:
+            raise UsageError(f"--{option.replace('_', '-')}: how many? --costs does not say it")
+        if getattr(arguments, option) < 1:
+            raise UsageError(f"--{option.replace('_', '-')} {getattr(arguments, option)}: must be at least 1")
+    for option, usual in (("chunks", 1), ("group_size", 1), ("batches", None), ("bpipe", False)):
+        if getattr(arguments, option) != usual:
+            flag = f"--{option.replace('_', '-')}"
+            raise UsageError(f"{flag}: {SEARCHED} goes by the parts and the placement of --costs: leave {flag} out")
+    costs = arguments.costs
+    problem = Problem.of(costs, arguments.stages, arguments.micro_batches, not arguments.whole_backwards)
+    effort = Effort(arguments.seconds, seed=arguments.seed)
+    schedule = search(problem, effort, told=lambda line: print(f"evenpipe: searched: {line}", file=sys.stderr))
+    check_caps(schedule, costs)
+    return verify(schedule, queues=queues)
+
+
+def costs_from(arguments: Namespace, schedule: Schedule) -> Costs | None:
+    """Return what --costs says, if it is given; UsageError where the schedule has its parts elsewhere."""
+    given = arguments.costs
+    if given is None:
+        return None
+    try:
+        costs = Costs.of_parts(given, schedule.stages)
+        if given.places(schedule.stages) != schedule.places:
+            raise UsageError(
+                f"--costs: its parts are placed {given.placement}, those of {schedule.name} otherwise: choose another "
+                "schedule, or give the parts as this one places them"
+            )
+    except ScheduleError as error:
+        raise UsageError(in_flags(error)) from error
+    return costs
 
 
 def title_of(schedule: Schedule, bpipe: bool) -> str:

@@ -11,7 +11,14 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from evenpipe.cli.options import add_output_options, add_schedule_options, program_from, title_of, write_simulated
+from evenpipe.cli.options import (
+    add_output_options,
+    add_schedule_options,
+    costs_from,
+    program_from,
+    title_of,
+    write_simulated,
+)
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.values import output_file, write
 from evenpipe.report.files import write_atomically
@@ -59,7 +66,7 @@ def _run(arguments: Namespace) -> None:
     write("--out", arguments.out, lambda path: write_atomically(path, _text(arguments.format, schedule)))
     if arguments.picture or arguments.trace:
         transfer = Wire(transmit_ms=_TRANSFER_MS)
-        costs = Costs(
+        costs = costs_from(arguments, schedule) or Costs(
             forward_ms=(_FORWARD_MS * schedule.chunks,) * schedule.stages,
             backward_ms=(_BACKWARD_MS * schedule.chunks,) * schedule.stages,
             wires={"evict": transfer, "load": transfer},

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 
 from rich.console import Console
 from rich.table import Table
 
-from evenpipe.cli.options import add_output_options, add_schedule_options, program_from, title_of, write_simulated
+from evenpipe.cli.options import (
+    add_output_options,
+    add_schedule_options,
+    costs_from,
+    program_from,
+    title_of,
+    write_simulated,
+)
 from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.values import duration_ms, durations_ms
+from evenpipe.schedule import Schedule
+from evenpipe.schedule.search.costs import held_bytes
 from evenpipe.simulate import Costs, Simulation, SimulationError, Wire, simulate, simulation_document
 from evenpipe.simulate.device import PLAIN, SYNCHRONISED, Environment, run_on_devices
 
@@ -28,19 +38,15 @@ def add_to(commands: Commands) -> None:
     parser = add_command(commands, "simulate", epilog=document)
     add_schedule_options(parser)
     group = parser.add_argument_group("costs", "times of one micro-batch through one stage, all its chunks together")
-    group.add_argument(
-        "--forward-ms", type=durations_ms, default=(1.0,), metavar="T[,T...]", help="one, or one a stage (default 1)"
-    )
-    group.add_argument(
-        "--backward-ms", type=durations_ms, default=(2.0,), metavar="T[,T...]", help="one, or one a stage (default 2)"
-    )
+    group.add_argument("--forward-ms", type=durations_ms, metavar="T[,T...]", help="one, or one a stage (default 1)")
+    group.add_argument("--backward-ms", type=durations_ms, metavar="T[,T...]", help="one, or one a stage (default 2)")
     group.add_argument(
         "--weight-gradient-ms",
         type=durations_ms,
         metavar="T[,T...]",
         help="the part of --backward-ms that weight gradients take, where backwards are split (default half of it)",
     )
-    group.add_argument("--link-ms", type=duration_ms, default=0.0, metavar="T", help="neighbour transfer (default 0)")
+    group.add_argument("--link-ms", type=duration_ms, metavar="T", help="neighbour transfer (default 0)")
     group.add_argument("--transfer-ms", type=duration_ms, metavar="T", help="evict or load, with --bpipe (default 0)")
     group.add_argument("--synchronous-transfers", action="store_true", help="evictors wait for evictions and loads")
     group = parser.add_argument_group("devices", "what GPUs would make of it: prints the makespan on a model of them")
@@ -63,18 +69,8 @@ def _run(arguments: Namespace) -> None:
         raise UsageError(
             f"--transfer-ms {arguments.transfer_ms:g}: nothing is evicted or loaded: add --bpipe, or leave it out"
         )
-    link, transfer = Wire(transmit_ms=arguments.link_ms), Wire(transmit_ms=arguments.transfer_ms or 0.0)
-    weights = arguments.weight_gradient_ms
-    if weights is not None:
-        weights = _per_stage("--weight-gradient-ms", weights, schedule.stages)
     try:
-        costs = Costs(
-            forward_ms=_per_stage("--forward-ms", arguments.forward_ms, schedule.stages),
-            backward_ms=_per_stage("--backward-ms", arguments.backward_ms, schedule.stages),
-            wires={"forward": link, "backward": link, "evict": transfer, "load": transfer},
-            synchronous_transfers=arguments.synchronous_transfers,
-            weight_gradient_ms=weights,
-        )
+        costs = _costs(arguments, schedule)
         simulation = simulate(program, costs)
         on_devices_ms = None if environment == PLAIN else run_on_devices(program, costs, environment)
     except SimulationError as error:
@@ -87,13 +83,46 @@ def _run(arguments: Namespace) -> None:
         return
     console = Console()
     console.print(title, style="bold", highlight=False)
-    console.print(_table(simulation))
+    console.print(_table(simulation, _bytes(arguments, schedule)))
     if on_devices_ms is not None:
         console.print(
             f"on devices: makespan {on_devices_ms:,.6g} ms ({'one queue' if environment.one_queue else 'many queues'}, "
             f"synchronised {SYNCHRONISED[environment.synchronised]})",
             highlight=False,
         )
+
+
+def _costs(arguments: Namespace, schedule: Schedule) -> Costs:
+    of_parts = costs_from(arguments, schedule)
+    if of_parts is not None:
+        for option in ("forward_ms", "backward_ms", "weight_gradient_ms", "link_ms", "transfer_ms"):
+            if getattr(arguments, option) is not None:
+                flag = f"--{option.replace('_', '-')}"
+                raise UsageError(f"{flag}: --costs has all times: leave {flag} or --costs out")
+        return of_parts
+    link, transfer = Wire(transmit_ms=arguments.link_ms or 0.0), Wire(transmit_ms=arguments.transfer_ms or 0.0)
+    weights = arguments.weight_gradient_ms
+    if weights is not None:
+        weights = _per_stage("--weight-gradient-ms", weights, schedule.stages)
+    return Costs(
+        forward_ms=_per_stage("--forward-ms", arguments.forward_ms or (1.0,), schedule.stages),
+        backward_ms=_per_stage("--backward-ms", arguments.backward_ms or (2.0,), schedule.stages),
+        wires={"forward": link, "backward": link, "evict": transfer, "load": transfer},
+        synchronous_transfers=arguments.synchronous_transfers,
+        weight_gradient_ms=weights,
+    )
+
+
+def _bytes(arguments: Namespace, schedule: Schedule) -> list[str] | None:
+    """What each stage holds at most of what it may, where --costs says."""
+    if arguments.costs is None or any(schedule.evictions):
+        return None
+    peaks = [max(held, default=0) for held in held_bytes(schedule, arguments.costs)]
+    caps = arguments.costs.caps(schedule.stages)
+    return [
+        f"{peak:,}" + (f" of {cap:,}" if cap < math.inf else "") + (", too much" if peak > cap else "")
+        for peak, cap in zip(peaks, caps, strict=True)
+    ]
 
 
 def _per_stage(option: str, times: tuple[float, ...], stages: int) -> tuple[float, ...]:
@@ -104,9 +133,10 @@ def _per_stage(option: str, times: tuple[float, ...], stages: int) -> tuple[floa
     return times
 
 
-def _table(simulation: Simulation) -> Table:
+def _table(simulation: Simulation, held: list[str] | None) -> Table:
     caption = f"makespan {simulation.makespan_ms:,.6g} ms, bubble {simulation.bubble_fraction:.1%}"
-    table = Table("stage", "busy ms", "idle ms", "peak live", caption=caption)
+    table = Table("stage", "busy ms", "idle ms", "peak live", *(["peak bytes"] if held else []), caption=caption)
     for number, stage in enumerate(simulation.stages):
-        table.add_row(str(number), f"{stage.busy_ms:,.6g}", f"{stage.idle_ms:,.6g}", str(stage.peak_live))
+        times = f"{stage.busy_ms:,.6g}", f"{stage.idle_ms:,.6g}"
+        table.add_row(str(number), *times, str(stage.peak_live), *(held[number : number + 1] if held else []))
     return table

@@ -10,9 +10,12 @@ from typing import Final
 
 from evenpipe.cli.parser import STANDARD_OUTPUT, UsageError
 from evenpipe.report.files import check_writable, is_special
+from evenpipe.schedule import ScheduleError
+from evenpipe.schedule.search.costs import RunCosts
 
 __all__ = [
     "bandwidth_gbps",
+    "costs_file",
     "duration_ms",
     "durations_ms",
     "gibibytes",
@@ -21,6 +24,7 @@ __all__ = [
     "picture_file",
     "positive",
     "sample_count",
+    "seconds",
     "write",
 ]
 
@@ -75,6 +79,22 @@ def gibibytes(text: str) -> float:
     if value > 2**30:
         raise argparse.ArgumentTypeError(f"{text} is no amount of memory; give GiB, such as 79.5")
     return value
+
+
+def seconds(text: str) -> float:
+    """Return a number of seconds above 0, up to a day."""
+    value = _above_zero(text, "time", "seconds", "10")
+    if value > 86_400:
+        raise argparse.ArgumentTypeError(f"{text} is more than a day: give seconds, such as 10")
+    return value
+
+
+def costs_file(text: str) -> RunCosts:
+    """Return the document ``evenpipe.costs/1`` of that name."""
+    try:
+        return RunCosts.read(Path(text))
+    except ScheduleError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("costs=")) from None
 
 
 def bandwidth_gbps(text: str) -> float:

@@ -293,7 +293,8 @@ def _resized(case: Case, name: str | None = None, bpipe: bool | None = None, **s
     sizes = None
     if case.unit_bytes is not None:
         sizes = [[sum(row) // schedule.chunks] * schedule.chunks for row in case.unit_bytes]
-    return case._replace(schedule=schedule, bpipe=any(schedule.evictions), unit_bytes=sizes)
+    costs = case.costs if schedule.places == old.places else replace(case.costs, parts_ms=None)
+    return case._replace(schedule=schedule, bpipe=any(schedule.evictions), costs=costs, unit_bytes=sizes)
 
 
 def _of(case: Case, change: str, text: str, flags: str, batches: int) -> Alternative | None:
@@ -340,4 +341,5 @@ def _even(costs: Costs) -> Costs:
         forward_ms=mean(costs.forward_ms),
         backward_ms=mean(costs.backward_ms),
         weight_gradient_ms=None if weights is None else mean(weights),
+        parts_ms=None,
     )

@@ -38,7 +38,7 @@ from evenpipe.schedule.build import (
     offered,
     without_cycle_collector,
 )
-from evenpipe.schedule.known import find, names, own
+from evenpipe.schedule.known import SEARCHED, find, names, own
 from evenpipe.schedule.lower import Lazy, Program, Step, lower
 from evenpipe.schedule.order import Clock, Queues, strictest
 from evenpipe.schedule.passes import (
@@ -71,6 +71,7 @@ __all__ = [
     "OWN_ENDS",
     "RECEIVING",
     "RETURN",
+    "SEARCHED",
     "SENDING",
     "SWAP_IN",
     "SWAP_OUT",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from evenpipe.schedule import Cost, Link, LinkKind
+from evenpipe.schedule.search.costs import RunCosts
 
-__all__ = ["Costs", "SimulationError", "Wire", "costs_of_halves"]
+__all__ = ["Costs", "SimulationError", "Wire", "costs_of_chunks", "costs_of_part"]
 
 
 class SimulationError(ValueError):
@@ -40,7 +41,9 @@ class Costs:
     """How long everything takes, in milliseconds.
 
     forward_ms, backward_ms: per stage, for one micro-batch through the whole stage; with v model chunks, the action of
-    one chunk takes 1/v of it, so that schedules of one model can be compared.
+    one chunk takes 1/v of it, so that schedules of one model can be compared, or as much as ``parts_ms`` says.
+    parts_ms: per stage and model chunk, the forward, the input gradient and the weight gradient, which add up to the
+    stage's; for schedules with these chunks on these places only: :meth:`of_parts`.
     weight_gradient_ms: the part of backward_ms that weight gradients take, where a backward is split; half, if None.
     wires: the wire of every link of a kind ("forward", "backward", "evict", "load", "swap out", "swap in"); a kind left
     out is free.
@@ -56,6 +59,23 @@ class Costs:
     links: Mapping[Link, Wire] = field(default_factory=dict)
     synchronous_transfers: bool = False
     weight_gradient_ms: tuple[float, ...] | None = None
+    parts_ms: tuple[tuple[tuple[float, float, float], ...], ...] | None = None
+
+    @classmethod
+    def of_parts(cls, costs: RunCosts, stages: int) -> Costs:
+        """Return the costs of a document. Raises ScheduleError where it does not fit so many stages."""
+        placed: list[list[tuple[float, float, float]]] = [[] for _ in range(stages)]
+        for place, part in zip(costs.places(stages).order, costs.parts, strict=True):
+            placed[place.stage].append((part.forward_ms, part.input_gradient_ms, part.weight_gradient_ms))
+        of_stages = [tuple(map(sum, zip(*parts, strict=True))) for parts in placed]
+        link = Wire(transmit_ms=costs.message_ms)
+        return cls(
+            tuple(forward for forward, _, _ in of_stages),
+            tuple(inputs + weights for _, inputs, weights in of_stages),
+            {"forward": link, "backward": link},
+            weight_gradient_ms=tuple(weights for _, _, weights in of_stages),
+            parts_ms=tuple(map(tuple, placed)),
+        )
 
     def __post_init__(self) -> None:
         if len(self.forward_ms) != len(self.backward_ms):
@@ -66,6 +86,7 @@ class Costs:
         if len(weights) != len(self.backward_ms) or any(w > b for w, b in zip(weights, self.backward_ms, strict=True)):
             raise SimulationError("weight_gradient_ms: give one a stage, none longer than the backward it is part of")
         named = {"forward_ms": self.forward_ms, "backward_ms": self.backward_ms, "weight_gradient_ms": weights}
+        named |= {"parts_ms": tuple(time for parts in self.parts_ms or () for part in parts for time in part)}
         named |= {f"wire {key}": wire for key, wire in (*self.wires.items(), *self.links.items())}
         for name, times in named.items():
             for time in times:
@@ -78,17 +99,32 @@ class Costs:
             tuple(time / 2 for time in self.backward_ms) if self.weight_gradient_ms is None else self.weight_gradient_ms
         )
 
-    def of(self, stage: int) -> Mapping[Cost, float]:
-        """Return the time of each kind of compute on a stage, all its chunks together."""
-        return costs_of_halves(self.forward_ms[stage], self.backward_ms[stage], self._weight_gradient_ms[stage])
+    def of(self, stage: int, chunks: int = 1) -> Sequence[Mapping[Cost, float]]:
+        """Return, per model chunk of a stage, the time of each kind of compute.
+
+        Raises SimulationError if there are other parts than chunks.
+        """
+        if self.parts_ms is None:
+            whole = self.forward_ms[stage], self.backward_ms[stage], self._weight_gradient_ms[stage]
+            return costs_of_chunks(*whole, chunks)
+        parts = self.parts_ms[stage]
+        if len(parts) != chunks:
+            raise SimulationError(f"the costs have {len(parts)} parts on stage {stage}, the schedule has {chunks}")
+        return [costs_of_part(forward, inputs + weights, weights) for forward, inputs, weights in parts]
 
     def wire(self, link: Link) -> Wire:
         """Return the wire of one link: its own, or that of its kind, or a free one."""
         return self.links.get(link) or self.wires.get(link.kind) or Wire()
 
 
-def costs_of_halves(forward_ms: Any, backward_ms: Any, weight_gradient_ms: Any) -> dict[Cost, Any]:
-    """Return the time of each kind of compute: numbers, or arrays of them."""
+def costs_of_chunks(forward_ms: Any, backward_ms: Any, weight_gradient_ms: Any, chunks: int) -> list[dict[Cost, Any]]:
+    """Return the time of each kind of compute on each of a stage's equal chunks: numbers, or arrays of them."""
+    whole = costs_of_part(forward_ms, backward_ms, weight_gradient_ms)
+    return [{cost: time / chunks for cost, time in whole.items()}] * chunks
+
+
+def costs_of_part(forward_ms: Any, backward_ms: Any, weight_gradient_ms: Any) -> dict[Cost, Any]:
+    """Return the time of each kind of compute of one part."""
     return {
         "forward": forward_ms,
         "backward": backward_ms,

@@ -176,7 +176,7 @@ class Device:
         environment: Environment,
     ) -> list[int]:
         """Enqueue a stage's calls; the events with which each has been taken by its stream."""
-        of_stage = costs.of(stage)
+        of_chunks = costs.of(stage, chunks)
         last_compute: list[int] = []  # of the compute stream
         last_of: dict[object, int] = {}  # what is complete last on each other stream
         enqueued: list[int] = []
@@ -186,8 +186,8 @@ class Device:
             if kind == "update":
                 under_way.append(complete[what])
             enqueued = [self._event([*enqueued, *under_way])]
-            row = KINDS[what.kind] if isinstance(what, Action) else None
-            takes_ms = of_stage[row.cost] / chunks if row is not None and row.cost is not None else 0.0
+            cost = KINDS[what.kind].cost if isinstance(what, Action) else None
+            takes_ms = of_chunks[what.chunk][cost] if isinstance(what, Action) and cost is not None else 0.0
             event = self._event([*enqueued, *last_compute], takes_ms)
             if environment.one_queue:
                 self._awaits[event] += through[-1:]

@@ -139,6 +139,7 @@ def simulation_document(
             "forward_ms": costs.forward_ms,
             "backward_ms": costs.backward_ms,
             "weight_gradient_ms": costs.weight_gradient_ms,
+            "parts_ms": costs.parts_ms,
             "wires": {kind: list(wire) for kind, wire in costs.wires.items()},
             "synchronous_transfers": costs.synchronous_transfers,
         },

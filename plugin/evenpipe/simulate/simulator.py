@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evenpipe.schedule import KINDS, OWN_ENDS, Column, Cost, Kind, Lazy, Program, without_cycle_collector
-from evenpipe.simulate.costs import Costs, SimulationError, Wire, costs_of_halves
+from evenpipe.simulate.costs import Costs, SimulationError, Wire, costs_of_chunks
 from evenpipe.simulate.result import MemoryCurve, Simulation, Span, StageResult
 
 __all__ = ["ManyCosts", "Network", "simulate"]
@@ -61,7 +61,7 @@ def simulate(program: Program, costs: Costs, unit_bytes: Sequence[Sequence[int]]
     network = Network([costs.wire(link) for link in wiring.links], wiring.link_of)
     synchronous = _OF_PAIRS if costs.synchronous_transfers else frozenset()
     clocks = [
-        _StageClock(program, stage, costs.of(stage), network, MemoryCurve(unit_bytes), synchronous)
+        _StageClock(program, stage, costs.of(stage, chunks), network, MemoryCurve(unit_bytes), synchronous)
         for stage in range(stages)
     ]
     makespan_ms = _makespan(clocks, network)
@@ -91,8 +91,9 @@ class ManyCosts:
     def _of_rows(self, forward_ms: Times, backward_ms: Times, transmit_ms: Times, latency_ms: Times) -> Times:
         wires = [Wire(latency, transmit) for latency, transmit in zip(latency_ms, transmit_ms, strict=True)]
         network = Network(wires, self.program.wiring.link_of, np.maximum, lambda messages: [0.0] * messages)
+        chunks = self.program.schedule.chunks
         clocks = [
-            _StageClock(self.program, stage, costs_of_halves(forward, backward, backward / 2), network)
+            _StageClock(self.program, stage, costs_of_chunks(forward, backward, backward / 2, chunks), network)
             for stage, (forward, backward) in enumerate(zip(forward_ms, backward_ms, strict=True))
         ]
         makespans: Times = np.broadcast_to(_makespan(clocks, network), forward_ms.shape[1])
@@ -163,15 +164,15 @@ class Network:
 class _StageClock:
     """The time of one stage, which computes, starts transfers, and waits where it must; and its ``memory``, if asked.
 
-    ``takes_ms``: what each kind of compute takes on the stage, all its chunks together. ``synchronous``: transfers that
-    the stage waits for before it goes on.
+    ``takes_ms``: per model chunk, what each kind of compute takes. ``synchronous``: transfers that the stage waits for
+    before it goes on.
     """
 
     def __init__(
         self,
         program: Program,
         stage: int,
-        takes_ms: Mapping[Cost, Time],
+        takes_ms: Sequence[Mapping[Cost, Time]],
         network: Network,
         memory: MemoryCurve | None = None,
         synchronous: Collection[Kind] = (),
@@ -185,8 +186,8 @@ class _StageClock:
         self._order = program.order
         self._rows = wiring.schedule.table.of(stage)
         self._actions = wiring.schedule.actions[stage]
-        chunks = wiring.schedule.chunks
-        self._takes_ms = {row.letter: takes_ms[row.cost] / chunks for row in KINDS.values() if row.cost is not None}
+        costs = {row.letter: row.cost for row in KINDS.values() if row.cost is not None}
+        self._takes_ms = {letter: [of_chunk[cost] for of_chunk in takes_ms] for letter, cost in costs.items()}
         self._synchronous = synchronous
         self._network = network
         self._start_ms: MutableSequence[Time] = [] if memory is None else array("d")
@@ -225,7 +226,7 @@ class _StageClock:
             if held > 0:
                 change(1, stage if evictor < 0 else evictor, chunk, free_ms)
             if kind in takes_ms:
-                now_ms = now_ms + takes_ms[kind]
+                now_ms = now_ms + takes_ms[kind][chunk]
                 if held < 0:
                     change(-1, stage, chunk, now_ms)
             if moved >= 0:
@@ -251,7 +252,8 @@ class _StageClock:
         """Return what the stage did and held; only after the walk."""
         # Added up in order, not by `sum`, whose rounding depends on Python's version.
         takes_ms = self._takes_ms
-        busy_ms = reduce(add, (takes_ms[action.kind] for action in self._actions if action.kind in takes_ms), 0.0)
+        computed = (takes_ms[action.kind][action.chunk] for action in self._actions if action.kind in takes_ms)
+        busy_ms = reduce(add, computed, 0.0)
         return StageResult(
             busy_ms=busy_ms,
             idle_ms=max(0.0, makespan_ms - busy_ms),  # sums of the same times may round differently
@@ -264,10 +266,13 @@ class _StageClock:
         """When each action was, in the order of the schedule; only after the walk."""
         sent = self._network.start_ms, self._network.end_ms
         moves = _numbers(self._wiring.moves[self._rows])
+        takes_ms = self._takes_ms
         return tuple(
             Span(action, sent[0][moved], sent[1][moved])
             if action.kind in _TRANSFERS
-            else Span(action, start_ms, start_ms + self._takes_ms.get(action.kind, 0.0))
+            else Span(
+                action, start_ms, start_ms + (takes_ms[action.kind][action.chunk] if action.kind in takes_ms else 0)
+            )
             for action, start_ms, moved in zip(self._actions, self._start_ms, moves, strict=True)
         )
 

@@ -105,6 +105,7 @@ class _Costs(_Part):
     forward_ms: tuple[_Ms, ...]
     backward_ms: tuple[_Ms, ...]
     weight_gradient_ms: tuple[_Ms, ...] | None = None
+    parts_ms: tuple[tuple[tuple[_Ms, _Ms, _Ms], ...], ...] | None = None
     wires: dict[Literal["forward", "backward", "evict", "load", "swap out", "swap in"], tuple[_Ms, _Ms, _Ms]] = {}
     synchronous_transfers: bool = False
 
@@ -169,6 +170,7 @@ class SimulationDocument(_Stages):
             synchronous_transfers=given.synchronous_transfers,
             # All zero: no backward was split, so that nothing is known of halves.
             weight_gradient_ms=halves if halves is not None and any(halves) else None,
+            parts_ms=given.parts_ms,
         )
 
 

@@ -11,10 +11,13 @@ from pkgutil import iter_modules
 from evenpipe.schedule.actions import ScheduleError
 from evenpipe.schedule.spec import Spec
 
-__all__ = ["GROUP", "find", "names", "own"]
+__all__ = ["GROUP", "SEARCHED", "find", "names", "own"]
 
 #: The entry point group under which another package's schedules are found: ``name = "package.module:SPEC"``.
 GROUP = "evenpipe.schedules"
+
+#: What a schedule is called that is made for given times (:mod:`evenpipe.schedule.search`), and so has no size yet.
+SEARCHED = "searched"
 
 
 @cache
@@ -47,6 +50,11 @@ def find(name: str) -> Spec:
     """
     if name in _own():
         return _own()[name]
+    if name == SEARCHED:
+        raise ScheduleError(
+            f"schedule={name}: is made for given times: write it with `evenpipe schedule --schedule {name} --costs "
+            "COSTS.json --out S.txt`, and name file:S.txt"
+        )
     if name not in _others():
         close = difflib.get_close_matches(name, names(), n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names())}"

@@ -1,0 +1,127 @@
+"""``evenpipe.costs/1``: what each part of a model takes and saves, and what each stage may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from evenpipe.schedule.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, ScheduleError
+from evenpipe.schedule.schedule import Fault, Schedule, marked
+from evenpipe.schedule.topology import Places, loop, vee
+
+__all__ = ["FORMAT", "Part", "RunCosts", "check_caps", "held_bytes"]
+
+FORMAT: Final = "evenpipe.costs/1"
+_Ms = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Bytes = Annotated[int, Field(ge=0)]
+
+
+class Part(BaseModel):
+    """One part of the model and one micro-batch: milliseconds of each pass, bytes from the forward's start on.
+
+    ``freed_by_input_gradient_bytes``: what of them is free when the input gradient ends; the rest is when the weight
+    gradient does. A whole backward takes both times, and frees all at its end.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    forward_ms: _Ms
+    input_gradient_ms: _Ms
+    weight_gradient_ms: _Ms
+    saved_bytes: _Bytes = 1
+    freed_by_input_gradient_bytes: _Bytes = 0
+
+    @model_validator(mode="after")
+    def _frees_what_it_saved(self) -> Part:
+        if self.freed_by_input_gradient_bytes > self.saved_bytes:
+            raise ValueError(
+                f"freed_by_input_gradient_bytes={self.freed_by_input_gradient_bytes}: more than saved_bytes="
+                f"{self.saved_bytes}"
+            )
+        return self
+
+    def change(self, action: Action) -> int:
+        """Return by how many bytes an action of this part changes what its stage holds."""
+        return {
+            FORWARD: self.saved_bytes,
+            INPUT_GRADIENT: -self.freed_by_input_gradient_bytes,
+            WEIGHT_GRADIENT: self.freed_by_input_gradient_bytes - self.saved_bytes,
+            BACKWARD: -self.saved_bytes,
+        }.get(action.kind, 0)
+
+
+class RunCosts(BaseModel):
+    """The document: parts in the order of the model, and how they are placed: "straight" has one a stage.
+
+    ``message_ms``: from one stage to another. ``memory_bytes``: a cap for each stage on what parts have saved.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["evenpipe.costs/1"]
+    placement: Literal["straight", "loop", "vee"]
+    parts: Annotated[list[Part], Field(min_length=1)]
+    message_ms: _Ms = 0.0
+    memory_bytes: list[_Bytes] | None = None
+
+    @model_validator(mode="after")
+    def _takes_time(self) -> RunCosts:
+        if not any(one.forward_ms + one.input_gradient_ms + one.weight_gradient_ms for one in self.parts):
+            raise ValueError("no part takes any time: give what was measured")
+        return self
+
+    @classmethod
+    def read(cls, path: Path) -> RunCosts:
+        """Raises :class:`ScheduleError`, one line, for a file that is no such document."""
+        try:
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeError) as error:
+            said = error.strerror if isinstance(error, OSError) else "is no text"
+            raise ScheduleError(f"costs={path}: {said}: name a document {FORMAT}") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = "".join(f"{step}: " for step in first["loc"])
+            raise ScheduleError(f"costs={path}: {where}{first['msg']}: give a document {FORMAT}") from None
+
+    def places(self, stages: int) -> Places:
+        """Return where the parts are. Raises :class:`ScheduleError` if they are not as many as stages need."""
+        count = len(self.parts)
+        chunks = {"straight": 1, "vee": 2}.get(self.placement, max(1, count // stages))
+        if count != stages * chunks:
+            raise ScheduleError(
+                f"costs: {count} parts, and {self.placement} on {stages} stages has {stages * chunks}: give as many"
+            )
+        return vee(stages) if self.placement == "vee" else loop(stages, chunks)
+
+    def caps(self, stages: int) -> Sequence[float]:
+        """Return the bytes that each stage may hold. Raises :class:`ScheduleError` if there is not one for each."""
+        given = self.memory_bytes
+        if given is None:
+            return [float("inf")] * stages
+        if len(given) != stages:
+            raise ScheduleError(f"costs: memory_bytes has {len(given)} caps for {stages} stages: give one a stage")
+        return given
+
+
+def held_bytes(schedule: Schedule, costs: RunCosts) -> list[list[int]]:
+    """Return, per stage, the bytes that it holds after each of its actions; the schedule evicts and swaps nothing."""
+    places, parts = schedule.places, costs.parts
+    return [
+        [*accumulate(parts[places.position(stage, action.chunk)].change(action) for action in row)]
+        for stage, row in enumerate(schedule.actions)
+    ]
+
+
+def check_caps(schedule: Schedule, costs: RunCosts) -> None:
+    """Prove that no stage ever holds more than its cap; ScheduleError with the action that does marked in a grid."""
+    with marked(schedule):
+        for stage, (held, cap) in enumerate(zip(held_bytes(schedule, costs), costs.caps(schedule.stages), strict=True)):
+            step = next((step for step, now in enumerate(held) if now > cap), None)
+            if step is not None:
+                raise Fault(
+                    f"{schedule.actions[stage][step]} makes {held[step]:,} bytes, and the cap is {cap:,}", stage, step
+                )

@@ -1,0 +1,135 @@
+"""List schedules: each stage takes what it can start first, by simple rules, under its cap."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Final
+
+import numpy as np
+
+from evenpipe.schedule.search.compiled import compiled
+from evenpipe.schedule.search.problem import Graph, Numbers, Order, Problem
+
+__all__ = ["listed"]
+
+#: How long a stage waits rather than start a weight gradient, in mean times of an action.
+_PATIENCE: Final = (0.0, 0.3, 0.6, 1.0)
+
+
+def listed(problem: Problem) -> list[Order]:
+    """Return the orders of all rules that come to an end under the caps."""
+    unit_ms, graph = float(problem.takes_ms.mean()), problem.graph
+    width = len(problem.takes_ms) // problem.places.stages
+    orders = []
+    for forwards_first, late_first, patience in product((False, True), (True, False), _PATIENCE):
+        order = np.full((problem.places.stages, width), -1, np.int32)
+        if _list(order, problem.takes_ms, graph, problem.split, forwards_first, late_first, patience * unit_ms):
+            orders.append(order)
+    return orders
+
+
+@compiled
+def _choice(
+    stage: int,
+    now_ms: float,
+    held: float,
+    done: Numbers,
+    ended: Numbers,
+    takes_ms: Numbers,
+    graph: Graph,
+    split: bool,
+    forwards_first: bool,
+    late_first: bool,
+    patience_ms: float,
+) -> tuple[int, float]:
+    """Return what the stage starts next, as far as is known now, and when; −1 for nothing."""
+    count, chunks = graph.micro_batches, graph.parts.shape[1]
+    positions = graph.parts.size
+    best, best_ms, weight = -1, 1e18, -1
+    best_rank = 1e18
+    for turn in range(chunks):
+        position = graph.parts[stage, chunks - 1 - turn if late_first else turn]
+        for kind in range(2):
+            number = done[kind, position]
+            if number >= (count if kind == 0 else done[0, position]):
+                continue
+            action = (kind * positions + position) * count + number
+            awaited = graph.awaits[action]
+            if awaited >= 0 and ended[awaited] < 0:
+                continue
+            if kind == 0:
+                # What later parts of this stage need to pass the same micro-batch on is kept free.
+                beyond = 0.0
+                for chunk in range(chunks):
+                    other = graph.parts[stage, chunk]
+                    if other > position:
+                        beyond = max(beyond, graph.change[other * count])
+                if held + graph.change[action] + beyond > graph.cap[stage]:
+                    continue
+            start_ms = now_ms
+            if awaited >= 0:
+                start_ms = max(now_ms, ended[awaited] + graph.message_ms[action])
+            preferred = (kind == 0) == forwards_first
+            rank = turn * 1e-4 + (0.0 if preferred else 0.5)
+            if start_ms > now_ms + 1e-9:  # one of those for which it would have to wait: the first
+                rank = 1000.0 + start_ms + turn * 1e-4 + (0.0 if preferred else 5e-4)
+            if rank < best_rank:
+                best_rank, best, best_ms = rank, action, start_ms
+        if split and weight < 0 and done[2, position] < done[1, position]:
+            weight = (2 * positions + position) * count + done[2, position]
+    if weight >= 0 and best_ms > now_ms + patience_ms + 1e-9:
+        return weight, now_ms
+    return best, best_ms
+
+
+@compiled
+def _list(
+    order: Order,
+    takes_ms: Numbers,
+    graph: Graph,
+    split: bool,
+    forwards_first: bool,
+    late_first: bool,
+    patience_ms: float,
+) -> bool:
+    """Fill ``order``; False where no stage can go on."""
+    stages, width = order.shape
+    positions, count = graph.parts.size, graph.micro_batches
+    ended = np.full(len(takes_ms), -1.0)
+    done = np.zeros((3, positions), np.int32)
+    now_ms, held = np.zeros(stages), np.zeros(stages)
+    at = np.zeros(stages, np.int32)
+    chosen, chosen_ms = np.full(stages, -1, np.int32), np.full(stages, 1e18)
+    changed = np.ones(stages, np.bool_)
+    for _ in range(stages * width):
+        first = -1
+        for stage in range(stages):
+            if changed[stage]:
+                changed[stage] = False
+                chosen[stage], chosen_ms[stage] = _choice(
+                    stage,
+                    now_ms[stage],
+                    held[stage],
+                    done,
+                    ended,
+                    takes_ms,
+                    graph,
+                    split,
+                    forwards_first,
+                    late_first,
+                    patience_ms,
+                )
+            if chosen[stage] >= 0 and (first < 0 or chosen_ms[stage] < chosen_ms[first]):
+                first = stage
+        if first < 0:
+            return False
+        action = chosen[first]
+        ended[action] = now_ms[first] = chosen_ms[first] + takes_ms[action]
+        held[first] += graph.change[action]
+        order[first, at[first]] = action
+        at[first] += 1
+        done[action // (positions * count), action // count % positions] += 1
+        changed[first] = True
+        if graph.gives[action] >= 0:
+            changed[graph.stage[graph.gives[action]]] = True
+    return True

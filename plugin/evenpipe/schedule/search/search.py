@@ -1,0 +1,200 @@
+"""Search an order for given times and caps: starts of all kinds, justified, and the best annealed over errors of times.
+
+Moves are counted, not seconds: the same problem and the same seed give the same order on every machine with the same
+libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from evenpipe.schedule.actions import ScheduleError
+from evenpipe.schedule.known import find, own
+from evenpipe.schedule.schedule import Schedule
+from evenpipe.schedule.search.annealing import Cooling, anneal
+from evenpipe.schedule.search.blocks import blocks, repeated_order
+from evenpipe.schedule.search.clock import NEVER, makespan
+from evenpipe.schedule.search.compiled import COMPILED
+from evenpipe.schedule.search.justifying import justified
+from evenpipe.schedule.search.listing import listed
+from evenpipe.schedule.search.problem import Numbers, Order, Problem
+from evenpipe.schedule.spec import Size
+from evenpipe.schedule.topology import vee
+
+__all__ = ["EXPECTED", "USUAL", "Effort", "Errors", "search"]
+
+#: Parts of all moves: two chains on the given times, and one on times with errors.
+_NOMINAL: Final = (Cooling(), Cooling(hot=0.5, cold=0.003, reach=4.0))
+_ROBUST: Final = Cooling()
+#: What a move costs, in nanoseconds an action and sample, on one core of 2024; only to make moves of seconds.
+_NS: Final = 4.0
+_MOST_MOVES: Final = 3_000
+#: Of many micro-batches, blocks are compared among so many a stage.
+_COMPARED: Final = 3
+
+
+class Errors(NamedTuple):
+    """How wrong times may be: ``stage`` and ``action`` are standard deviations, as parts of the time.
+
+    ``message``: how much longer messages take than was said, on average.
+    """
+
+    stage: float = 0.05
+    action: float = 0.05
+    message: float = 0.4
+
+    def samples_ms(self, problem: Problem, count: int, seed: int) -> Numbers:
+        """Return samples × actions: the problem's own times, and ``count`` − 1 with errors."""
+        random = np.random.default_rng(seed)
+        stages, actions = problem.places.stages, len(problem.takes_ms)
+        of_stage = 1 + self.stage * random.standard_normal((count, stages))
+        of_action = 1 + self.action * random.standard_normal((count, actions))
+        factor = np.maximum(0.1, of_stage[:, problem.graph.stage] * of_action)
+        factor[0] = 1.0
+        samples_ms: Numbers = problem.takes_ms * factor
+        return samples_ms
+
+
+class Effort(NamedTuple):
+    """``seconds``: about so many of one core at most. ``samples``: of times with errors."""
+
+    seconds: float = 10.0
+    samples: int = 8
+    seed: int = 0
+
+    def moves(self, actions: int) -> int:
+        """Return how many moves of one sample that is; more than so many an action find nothing more."""
+        return min(_MOST_MOVES * actions, int(self.seconds * 1e9 / (_NS * actions)))
+
+
+EXPECTED: Final = Errors()
+USUAL: Final = Effort()
+
+
+def search(
+    problem: Problem,
+    effort: Effort = USUAL,
+    errors: Errors = EXPECTED,
+    told: Callable[[str], None] = lambda line: None,
+) -> Schedule:
+    """Return an order for ``problem``, within its caps, which is still to be verified. ``told`` gets a line a step.
+
+    Without numba only the best starts are justified, and nothing is annealed. Raises :class:`ScheduleError` where a
+    stage cannot hold one micro-batch, which is the least of any order.
+    """
+    _check_caps(problem)
+    slower = replace(problem, message_ms=problem.message_ms * (1 + errors.message))
+    samples_ms = errors.samples_ms(problem, effort.samples if any(errors) else 1, effort.seed)
+
+    def mean_ms(order: Order) -> float:
+        return float(np.mean([makespan(slower, order, takes_ms) for takes_ms in samples_ms]))
+
+    def said(order: Order, how: str) -> None:
+        told(f"{how}: {problem.limit_ms / makespan(problem, order):.1%} of the limit")
+
+    found = sorted(_starts(problem), key=lambda order: makespan(problem, order))
+    said(found[0], f"best of {len(found):,} orders")
+    if COMPILED and effort.seconds > 0:
+        moves = effort.moves(len(problem.takes_ms))
+        chains = zip(found, _NOMINAL, strict=False)
+        tried = [
+            anneal(problem, order, moves // 4, effort.seed + number, cooling)[0]
+            for number, (order, cooling) in enumerate(chains)
+        ]
+        said(min(tried, key=lambda order: makespan(problem, order)), "annealed")
+        best = min([*tried, *found[: 4 * effort.samples]], key=mean_ms)
+        if len(samples_ms) > 1:
+            some = moves // 2 // len(samples_ms)
+            best = min(best, anneal(slower, best, some, effort.seed, _ROBUST, samples_ms)[0], key=mean_ms)
+            said(best, "annealed over errors of times")
+    else:
+        best = min(found[: effort.samples], key=mean_ms)
+    return _schedule(problem, best)
+
+
+def _check_caps(problem: Problem) -> None:
+    """All parts hold a micro-batch when its loss is computed."""
+    saved = np.array([one.saved_bytes for one in problem.parts])
+    for stage, (cap, parts) in enumerate(zip(problem.cap, problem.graph.parts, strict=True)):
+        least = int(saved[parts].sum())
+        if cap < least:
+            raise ScheduleError(
+                f"costs: memory_bytes of stage {stage} is {cap:,}, and one micro-batch alone needs {least:,}: give at "
+                "least that"
+            )
+
+
+def _starts(problem: Problem) -> Iterator[Order]:
+    """Yield orders of all kinds that fit: of known schedules, of list scheduling, of building blocks; all justified."""
+    fitting = [order for order in (*_known(problem), *listed(problem), _one_by_one(problem)) if problem.fits(order)]
+    if problem.split and problem.places == vee(problem.places.stages):
+        fitting += _of_blocks(problem)
+    if not COMPILED:
+        fitting = sorted(fitting, key=lambda order: makespan(problem, order))[:4]
+    for order in fitting:
+        yield order
+        yield justified(problem, order)
+
+
+def _known(problem: Problem) -> Iterator[Order]:
+    """Yield the orders of known schedules on the same places."""
+    size = Size(problem.places.stages, problem.micro_batches, problem.places.chunks)
+    for spec in map(find, own()):
+        try:
+            fitted = spec.fitted(size)
+            if spec.needs & {"groups", "stream"} or spec.places(fitted) != problem.places:
+                continue
+            rows = spec.order(fitted)
+        except ScheduleError:
+            continue
+        if problem.split or "split" not in spec.needs:
+            order = problem.order(rows)
+            if makespan(problem, order) < NEVER:
+                yield order
+
+
+def _of_blocks(problem: Problem) -> list[Order]:
+    """Return the orders of building blocks; of many micro-batches those that are best among fewer."""
+    few = min(problem.micro_batches, _COMPARED * problem.places.stages)
+    shorter = replace(problem, micro_batches=few)
+    made = [
+        (block, order)
+        for block in blocks(problem.places.stages)
+        if shorter.fits(order := repeated_order(shorter, block))
+    ]
+    if few == problem.micro_batches and COMPILED:
+        return [order for _, order in made]
+    if COMPILED:
+        made = [(block, justified(shorter, order, 2)) for block, order in made]
+    made.sort(key=lambda one: makespan(shorter, one[1]))
+    return [repeated_order(problem, block) for block, _ in made[:24]]
+
+
+def _one_by_one(problem: Problem) -> Order:
+    """Each micro-batch goes through the model and back before the next one."""
+    graph, count, positions = problem.graph, problem.micro_batches, len(problem.parts)
+    rows = []
+    for parts in graph.parts:
+        ways = [parts, parts[::-1], parts[::-1]][: len(problem.kinds)]
+        of_unit = np.concatenate([(kind * positions + way) * count for kind, way in enumerate(ways)])
+        rows.append((np.arange(count)[:, None] + of_unit).ravel())
+    return np.array(rows, np.int32)
+
+
+def _schedule(problem: Problem, order: Order) -> Schedule:
+    places = problem.places
+    units = places.chunks * problem.micro_batches
+    schedule = Schedule(
+        "searched",
+        places.stages,
+        problem.micro_batches,
+        places.chunks,
+        units,
+        problem.actions(order),
+        places=places,
+    )
+    return replace(schedule, bound=max(schedule.peak_live))
