@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from vee_cases import CASES, ORDERS, WORLD
+from vee_cases import CASES, ORDERS, UNITS, WORLD
 
 from tests.reports import reports
 
@@ -55,6 +55,8 @@ def test_stages_hold_what_a_schedule_says(ranks: list[dict[str, Any]]) -> None:
     held = {"v-half": WORLD // 2 + 1, "v-min": (WORLD + 4) // 3, "zbv": WORLD}
     for order, of_a_stage in held.items():
         assert [rank["tied"][order]["peak"] for rank in ranks] == [2 * of_a_stage] * WORLD
+    for order, units in UNITS.items():
+        assert max(rank["searched"][order]["peak"] for rank in ranks) == units
 
 
 def test_timers_of_a_batch_run_as_megatrons(ranks: list[dict[str, Any]]) -> None:

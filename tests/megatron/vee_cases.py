@@ -43,11 +43,33 @@ CASES = {
     "bf16, delayed gradients": case(engine_layers=True, precision="bf16"),
     "synchronised as asked for": case(ddp=GATHERED, synchronise=SYNCHRONISED),
     "timers": case(timers=True),
+    "searched": case(ddp=None, tied=False, calls=(Call(), Call())),
 }
 
 
-ORDERS = {"tied": ("v-half", "v-min", "zbv")}
+UNITS = {f"searched, {units} units": units for units in (4, 6, 8)}
+"""Schedules that are searched for uneven parts, and how many units a stage may hold."""
+
+ORDERS = {"tied": ("v-half", "v-min", "zbv"), "searched": tuple(UNITS)}
 """The schedules of a case; of others V-Half alone."""
+
+
+def table_of(order: str) -> Path:
+    """The file of a searched schedule."""
+    return Path(sys.argv[1]) / f"{UNITS[order]}.txt"
+
+
+def write_tables() -> None:
+    from evenpipe.schedule import vee
+    from evenpipe.schedule.search.costs import Part
+    from evenpipe.schedule.search.problem import Problem
+    from evenpipe.schedule.search.search import Effort, search
+
+    heavy = [1.05, *[1.0] * (2 * WORLD - 2), 1.4]
+    parts = [Part(forward_ms=ms, input_gradient_ms=1.1 * ms, weight_gradient_ms=0.9 * ms) for ms in heavy]
+    for order, units in UNITS.items():
+        problem = Problem(vee(WORLD), Call().micro_batches, parts, [units] * WORLD, message_ms=0.1)
+        table_of(order).write_text(str(search(problem, Effort(0.2))))
 
 
 def carry_out(case: Case, order: str | None = None, placed: bool = True) -> dict[str, Any]:
@@ -92,7 +114,7 @@ def carry_out(case: Case, order: str | None = None, placed: bool = True) -> dict
         schedule = None
         if order is not None:
             entered.enter_context(vee_patches().in_force())
-            schedule = PipelineSchedule(order, measure=True)
+            schedule = PipelineSchedule(f"file:{table_of(order)}" if order in UNITS else order, measure=True)
             entered.enter_context(shared.in_place_of_megatrons(schedule))
         entered.enter_context(shared.laid_out(case.layout))
         pipeline = Placed(case, ours)
@@ -171,6 +193,7 @@ def main() -> None:
     import evenpipe.megatron.schedule  # noqa: F401
 
     torch.set_num_threads(1)
+    write_tables()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     mp.start_processes(work, (Path(sys.argv[1]), store.port), nprocs=WORLD, start_method="fork")
 

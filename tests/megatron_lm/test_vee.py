@@ -1,9 +1,11 @@
 """A V (`v-half`) goes on with a stock checkpoint to the bits of a stock run, and stock with one of a V."""
 
+import json
 import shutil
 
 import pytest
 
+from evenpipe.cli.main import main
 from tests.megatron_lm.launch import EXPERTS, LAYOUTS, differences, launch, model_flags
 
 TRAINED = 3
@@ -15,6 +17,7 @@ CASES = {
     "tied": ("PP4xVPP2", ()),
     "sequence parallel": ("TP2xPP2", (*TWO_OF_TWO, "--bf16")),
     "both overlaps": (SHARDED, (*TWO_OF_TWO, "--bf16")),
+    "searched": ("PP4xVPP2", (UNTIED,)),
     "zbv, both overlaps, untied": (SHARDED, (*TWO_OF_TWO, "--bf16", UNTIED)),
     "experts": (
         SHARDED,
@@ -50,6 +53,18 @@ EVERYWHERE = ("sequence parallel",)
 MARKED = [
     pytest.param(case, marks=pytest.mark.every_release if case in EVERYWHERE else pytest.mark.long) for case in CASES
 ]
+
+
+def searched_table(folder, stages, micro_batches):
+    """A schedule for a loss of a layer and a half, with no more than 5 units on a stage, as the command writes it."""
+    halves = [{"forward_ms": 1, "input_gradient_ms": 1.1, "weight_gradient_ms": 0.9, "saved_bytes": 1}] * (2 * stages)
+    halves[-1] = {**halves[-1], "forward_ms": 1.5}
+    costs = {"format": "evenpipe.costs/1", "placement": "vee", "message_ms": 0.1, "parts": halves}
+    (folder / "costs.json").write_text(json.dumps({**costs, "memory_bytes": [5] * stages}))
+    sizes = ["--stages", str(stages), "--micro-batches", str(micro_batches), "--seconds", "0.5"]
+    given = ["--schedule", "searched", "--costs", str(folder / "costs.json"), *sizes]
+    assert main(["schedule", *given, "--out", str(folder / "S.txt")]) == 0
+    return folder / "S.txt"
 
 
 class Job:
@@ -89,6 +104,8 @@ def test_a_v_goes_on_with_a_stock_checkpoint_to_the_same_bits(megatron_lm, case,
     job.run("start", 1)
     stock = job.run("stock", 1 + TRAINED, after="start")
     schedule = "zbv" if case.startswith("zbv") else "v-half"
+    if case == "searched":
+        schedule = f"file:{searched_table(tmp_path, 4, 8)}"
     ours = job.run("vee", 1 + TRAINED, "--evenpipe-schedule", schedule, after="start")
     assert len(stock.lines) == TRAINED
     assert ours.lines == stock.lines
@@ -96,7 +113,10 @@ def test_a_v_goes_on_with_a_stock_checkpoint_to_the_same_bits(megatron_lm, case,
     assert ours.validation == stock.validation
     assert job.differences("stock", "vee", 1 + TRAINED) == []
     stages = len(ours.peak_live)
-    assert ours.peak_live == [2 * (stages if schedule == "zbv" else stages // 2 + 1)] * stages
+    if case == "searched":
+        assert max(ours.peak_live) == 5
+    else:
+        assert ours.peak_live == [2 * (stages if schedule == "zbv" else stages // 2 + 1)] * stages
 
 
 @pytest.mark.long
