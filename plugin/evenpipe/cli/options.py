@@ -7,22 +7,29 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evenpipe.cli.parser import Parser, UsageError
 from evenpipe.cli.values import costs_file, group_size, output_file, picture_file, seconds, write
 from evenpipe.report.files import write_atomically
 from evenpipe.report.timeline import StageMemory, Timeline, perfetto_trace
 from evenpipe.schedule import SEARCHED, Program, Programs, Queues, Schedule, ScheduleError, Size, choose, names, verify
-from evenpipe.schedule.search.costs import FORMAT, check_caps
+from evenpipe.schedule.search.costs import FORMAT, RunCosts, check_caps
 from evenpipe.settings.spelling import in_flags
 from evenpipe.simulate import Costs, Simulation
+
+if TYPE_CHECKING:
+    from evenpipe.schedule.search.search import Effort
 
 __all__ = [
     "add_output_options",
     "add_schedule_options",
     "costs_from",
+    "effort_from",
+    "parts_from",
     "program_from",
     "title_of",
+    "told",
     "write_reports",
     "write_simulated",
 ]
@@ -32,7 +39,7 @@ def add_schedule_options(parser: Parser) -> None:
     """``--schedule --stages --micro-batches --chunks --group-size --batches --bpipe``, for :func:`program_from`."""
     group = parser.add_argument_group("schedule")
     named = " | ".join((*names(), "file:PATH", f"{SEARCHED} (for --costs)"))
-    group.add_argument("--schedule", required=True, metavar="NAME", help=named)
+    group.add_argument("--schedule", metavar="NAME", help=named)
     group.add_argument("--stages", type=int, metavar="P", help="pipeline stages")
     group.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches in a batch")
     group.add_argument(
@@ -64,6 +71,8 @@ def add_output_options(parser: Parser) -> None:
 
 def program_from(arguments: Namespace, queues: Queues = "many") -> Program:
     """Return the verified program that the options ask for, on such devices; UsageError where there is none."""
+    if arguments.schedule is None:
+        raise UsageError(f"--schedule: which? Give one of {', '.join(names())}, {SEARCHED}, or file:PATH")
     try:
         if arguments.schedule == SEARCHED:
             return _searched(arguments, queues)
@@ -85,25 +94,44 @@ def program_from(arguments: Namespace, queues: Queues = "many") -> Program:
 
 def _searched(arguments: Namespace, queues: Queues) -> Program:
     from evenpipe.schedule.search.problem import Problem
-    from evenpipe.schedule.search.search import Effort, search
+    from evenpipe.schedule.search.search import search
 
+    costs = parts_from(arguments, f"--schedule {SEARCHED}")
+    problem = Problem.of(costs, arguments.stages, arguments.micro_batches, not arguments.whole_backwards)
+    schedule = search(problem, effort_from(arguments), told=told)
+    check_caps(schedule, costs)
+    return verify(schedule, queues=queues)
+
+
+def parts_from(arguments: Namespace, asked: str) -> RunCosts:
+    """Return what --costs says to what is ``asked`` for; UsageError where sizes are missing, or there are too many."""
     if arguments.costs is None:
-        raise UsageError(f"--schedule {SEARCHED}: for which times? Give --costs COSTS.json, a document {FORMAT}")
+        raise UsageError(f"{asked}: for which times? Give --costs COSTS.json, a document {FORMAT}")
     for option in ("stages", "micro_batches"):
-        if getattr(arguments, option) is None:
-            raise UsageError(f"--{option.replace('_', '-')}: how many? --costs does not say it")
-        if getattr(arguments, option) < 1:
-            raise UsageError(f"--{option.replace('_', '-')} {getattr(arguments, option)}: must be at least 1")
+        given = getattr(arguments, option)
+        if given is None or given < 1:
+            flag = f"--{option.replace('_', '-')}"
+            raise UsageError(
+                f"{flag}: how many? --costs does not say it" if given is None else f"{flag} {given}: must be at least 1"
+            )
     for option, usual in (("chunks", 1), ("group_size", 1), ("batches", None), ("bpipe", False)):
         if getattr(arguments, option) != usual:
             flag = f"--{option.replace('_', '-')}"
-            raise UsageError(f"{flag}: {SEARCHED} goes by the parts and the placement of --costs: leave {flag} out")
-    costs = arguments.costs
-    problem = Problem.of(costs, arguments.stages, arguments.micro_batches, not arguments.whole_backwards)
-    effort = Effort(arguments.seconds, seed=arguments.seed)
-    schedule = search(problem, effort, told=lambda line: print(f"evenpipe: searched: {line}", file=sys.stderr))
-    check_caps(schedule, costs)
-    return verify(schedule, queues=queues)
+            raise UsageError(f"{flag}: {asked} goes by the parts and the placement of --costs: leave {flag} out")
+    costs: RunCosts = arguments.costs
+    return costs
+
+
+def effort_from(arguments: Namespace) -> Effort:
+    """Return how long to search."""
+    from evenpipe.schedule.search.search import Effort
+
+    return Effort(arguments.seconds, seed=arguments.seed)
+
+
+def told(line: str) -> None:
+    """A line of a search's progress."""
+    print(f"evenpipe: searched: {line}", file=sys.stderr)
 
 
 def costs_from(arguments: Namespace, schedule: Schedule) -> Costs | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -13,16 +15,23 @@ from evenpipe.cli.options import (
     add_output_options,
     add_schedule_options,
     costs_from,
+    effort_from,
+    parts_from,
     program_from,
     title_of,
+    told,
     write_simulated,
 )
 from evenpipe.cli.parser import Commands, UsageError, add_command
-from evenpipe.cli.values import duration_ms, durations_ms
-from evenpipe.schedule import Schedule
+from evenpipe.cli.values import duration_ms, durations_ms, write
+from evenpipe.schedule import Schedule, ScheduleError
 from evenpipe.schedule.search.costs import held_bytes
+from evenpipe.settings.spelling import in_flags
 from evenpipe.simulate import Costs, Simulation, SimulationError, Wire, simulate, simulation_document
 from evenpipe.simulate.device import PLAIN, SYNCHRONISED, Environment, run_on_devices
+
+if TYPE_CHECKING:
+    from evenpipe.simulate.front import Front, Point
 
 __all__ = ["add_to"]
 
@@ -57,11 +66,19 @@ def add_to(commands: Commands) -> None:
     group.add_argument(
         "--synchronised", choices=SYNCHRONISED, default="never", help=f"where hosts wait for their device ({said})"
     )
+    parser.add_argument(
+        "--front",
+        action="store_true",
+        help="memory against time: every known schedule, and what is searched at several amounts of memory (--costs)",
+    )
     add_output_options(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: Namespace) -> None:
+    if arguments.front:
+        _run_front(arguments)
+        return
     environment = Environment(arguments.one_queue, arguments.synchronised)
     program = program_from(arguments, environment.queues)
     schedule = program.schedule
@@ -90,6 +107,49 @@ def _run(arguments: Namespace) -> None:
             f"synchronised {SYNCHRONISED[environment.synchronised]})",
             highlight=False,
         )
+
+
+def _run_front(arguments: Namespace) -> None:
+    from evenpipe.simulate.front import front
+
+    if arguments.schedule is not None or arguments.trace is not None:
+        flag = "--trace" if arguments.schedule is None else "--schedule"
+        raise UsageError(f"{flag}: --front is of all schedules: leave {flag} out")
+    costs = parts_from(arguments, "--front")
+    try:
+        found = front(costs, arguments.stages, arguments.micro_batches, effort_from(arguments), told)
+    except ScheduleError as error:
+        raise UsageError(in_flags(error)) from error
+    title = f"{arguments.stages} stages, {arguments.micro_batches} micro-batches"
+
+    def draw(path: Path) -> None:
+        from evenpipe.report.memory_front import draw_fronts
+
+        draw_fronts(path, {title: found})
+
+    write("--picture", arguments.picture, draw)
+    if arguments.json:
+        points = {name: [one._asdict() for one in getattr(found, name)] for name in ("known", "searched")}
+        sizes = {"limit_ms": found.limit_ms, "base_bytes": found.base_bytes}
+        print(json.dumps({"format": "evenpipe.front/1", **sizes, **points}))
+        return
+    console = Console()
+    console.print(f"{title}: memory against time", style="bold", highlight=False)
+    console.print(_front_table(found))
+
+
+def _front_table(found: Front) -> Table:
+    def speed(point: Point | None) -> str:
+        return "" if point is None else f"{point.batch_ms:,.6g}"
+
+    caption = f"known: {', '.join(f'{one.name} {one.peak_bytes / found.base_bytes:.2f}' for one in found.known)}"
+    table = Table("memory, 1F1B's = 1", "bytes", "best known", "ms", "searched, ms", "faster by", caption=caption)
+    for one in found.searched:
+        best = found.best(one.peak_bytes)
+        gain = "" if best is None else f"{best.batch_ms / one.batch_ms - 1:.1%}"
+        memory = f"{one.peak_bytes / found.base_bytes:.3g}", f"{one.peak_bytes:,}"
+        table.add_row(*memory, "" if best is None else best.name, speed(best), speed(one), gain)
+    return table
 
 
 def _costs(arguments: Namespace, schedule: Schedule) -> Costs:

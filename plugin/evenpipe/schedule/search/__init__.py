@@ -1,5 +1,6 @@
 """Orders searched for the times and the memory of one run. What comes out is a schedule like any other.
 
-costs: the document of times, bytes and caps. problem: the same as arrays. starts: ``listing``, ``blocks``, and all known
-schedules; ``justifying`` closes their gaps, ``annealing`` moves single actions, ``clock`` tells what an order takes.
+costs: the document of times, bytes and caps. problem: the same as arrays. clock: what an order takes. listing, blocks:
+orders to start from, beside known ones. justifying: closes their gaps. annealing: moves single actions. search: all of
+it.
 """

@@ -97,6 +97,13 @@ class RunCosts(BaseModel):
             )
         return vee(stages) if self.placement == "vee" else loop(stages, chunks)
 
+    def straight(self, stages: int) -> RunCosts:
+        """Return the same model with one part a stage, each of as many parts in a row as a stage has."""
+        chunks = self.places(stages).chunks
+        rows = [self.parts[at : at + chunks] for at in range(0, len(self.parts), chunks)]
+        joined = [Part(**{name: sum(getattr(one, name) for one in row) for name in Part.model_fields}) for row in rows]
+        return self.model_copy(update={"placement": "straight", "parts": joined})
+
     def caps(self, stages: int) -> Sequence[float]:
         """Return the bytes that each stage may hold. Raises :class:`ScheduleError` if there is not one for each."""
         given = self.memory_bytes

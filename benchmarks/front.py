@@ -1,0 +1,134 @@
+"""Memory against time: every known schedule, and what is searched at several amounts of memory. By simulation.
+
+Parts are halves of stages, in a V, or as each schedule has them. "even": all take 1 for a forward and each half of a
+backward, and messages are free. "uneven", by chance: an embedding of 0.05 of a half, a head of 0.1 to 0.5, layers up to
+5 % more or less, an input gradient of 1.0 to 1.3 and a weight gradient of 0.8 to 1.0 of a forward, messages of up to
+0.15 of a stage's forward. "experts": every other half takes 1.1 to 1.4, the others as much less, messages 0.05 to 0.3.
+
+Memory is what the fullest stage saves, 1F1B's = 1. Speed is the busiest stage's work over the batch: 1 where it never
+waits. "known": the fastest schedule with a name that fits, in which evictions are free. "gain": searched over known.
+"wrong": the same if stages and actions take 5 % more or less than they were searched for, and messages as much longer
+as half a standard normal's absolute value: the mean of 48 samples that the search has not seen, of which the least is
+"least".
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from harness import Benchmark, positive, progress_bar
+from rich.table import Table
+
+from evenpipe.report.memory_front import draw_fronts
+from evenpipe.schedule import Size, find
+from evenpipe.schedule.search.clock import makespan
+from evenpipe.schedule.search.costs import Part, RunCosts
+from evenpipe.schedule.search.problem import Problem
+from evenpipe.schedule.search.search import Effort, Errors, search
+from evenpipe.simulate.front import Front, front
+
+DRAWN: Final = (8, 32)
+UNIT_BYTES: Final = 1000
+
+
+def halves(kind: str, stages: int) -> RunCosts:
+    """The parts of a case."""
+    chance, count = random.Random(f"{kind}, {stages} stages"), 2 * stages
+    layers, inputs, weights, message = [1.0] * count, 1.0, 1.0, 0.0
+    if kind == "uneven":
+        layers = [chance.uniform(0.95, 1.05) for _ in layers]
+        layers[0] *= 1.05
+        layers[-1] *= chance.uniform(1.1, 1.5)
+        message = chance.uniform(0, 0.3)
+    elif kind == "experts":
+        heavy = chance.uniform(1.1, 1.4)
+        layers = [heavy if number % 2 else 2 - heavy for number in range(count)]
+        layers[-1] *= chance.uniform(1, 1.3)
+        message = chance.uniform(0.1, 0.6)
+    if kind != "even":
+        inputs, weights = chance.uniform(1.0, 1.3), chance.uniform(0.8, 1.0)
+    parts = [
+        Part(forward_ms=ms, input_gradient_ms=inputs * ms, weight_gradient_ms=weights * ms, saved_bytes=UNIT_BYTES)
+        for ms in layers
+    ]
+    return RunCosts(format="evenpipe.costs/1", placement="vee", parts=parts, message_ms=message)
+
+
+def wrong(costs: RunCosts, stages: int, micro_batches: int, effort: Effort) -> tuple[float, float]:
+    """ZB-V's time over that of what is searched with as much memory: the mean of unseen samples, and the least."""
+    capped = costs.model_copy(update={"memory_bytes": [2 * stages * UNIT_BYTES] * stages})
+    problem = Problem.of(capped, stages, micro_batches)
+    found = problem.order(search(problem, effort).actions)
+    named = problem.order(find("zbv").order(Size(stages, micro_batches, 2)))
+    unseen = Errors(0.05, 0.05).samples_ms(problem, 49, 12345)[1:]
+    longer = 1 + abs(np.random.default_rng(12345).normal(0, 0.5, len(unseen)))
+    gains = []
+    for takes_ms, factor in zip(unseen, longer, strict=True):
+        slower = replace(problem, message_ms=problem.message_ms * factor)
+        gains.append(makespan(slower, named, takes_ms) / makespan(slower, found, takes_ms))
+    return float(np.mean(gains)), min(gains)
+
+
+def lines(case: dict[str, Any], found: Front) -> Iterator[dict[str, Any]]:
+    for point in found.searched:
+        best = found.best(point.peak_bytes)
+        yield {
+            **case,
+            "memory": point.peak_bytes / found.base_bytes,
+            "known": None if best is None else best.name,
+            "known_speed": None if best is None else found.limit_ms / best.batch_ms,
+            "searched_speed": found.limit_ms / point.batch_ms,
+        }
+
+
+def table(results: list[dict[str, Any]]) -> Table:
+    """The same for people."""
+    shown = Table("p", "m", "parts", "memory", "known", "speed", "searched", "gain", "wrong", "least")
+    for one in results:
+        speed, name = one["known_speed"], one["known"]
+        gain = "–" if speed is None else f"{one['searched_speed'] / speed - 1:.1%}"
+        told = (f"{one[key]:.3f}" if key in one else "" for key in ("wrong", "least"))
+        known = ("–", "–") if speed is None else (name, f"{speed:.3f}")
+        sizes = str(one["stages"]), str(one["micro_batches"]), one["parts"], f"{one['memory']:.3g}"
+        shown.add_row(*sizes, *known, f"{one['searched_speed']:.3f}", gain, *told)
+    return shown
+
+
+def main() -> None:
+    benchmark = Benchmark("front", __doc__ or "", repeats=1)
+    benchmark.parser.add_argument("--stages", type=positive, nargs="+", default=[4, 8, 16], help="(default 4 8 16)")
+    benchmark.parser.add_argument("--seconds", type=float, default=5.0, help="of each search (default 5)")
+    benchmark.parser.add_argument("--picture", type=Path, metavar="P.png", help=f"draw those of p, m = {DRAWN}")
+    arguments = benchmark.parser.parse_args()
+    effort = Effort(arguments.seconds)
+    cases = [
+        (stages, times * stages, kind)
+        for stages in arguments.stages
+        for times in (2, 4)
+        for kind in ("even", "uneven", "experts")
+    ]
+    results, drawn = [], {}
+    with progress_bar("fronts", len(cases)) as tick:
+        for stages, micro_batches, kind in cases:
+            costs = halves(kind, stages)
+            found = front(costs, stages, micro_batches, effort)
+            case = {"stages": stages, "micro_batches": micro_batches, "parts": kind}
+            rows = list(lines(case, found))
+            mean, least = wrong(costs, stages, micro_batches, effort)
+            next(row for row in rows if row["memory"] == 1).update(wrong=mean, least=least)
+            results += rows
+            if (stages, micro_batches) == DRAWN:
+                drawn[f"{kind} parts, {stages} stages, {micro_batches} micro-batches"] = found
+            tick()
+    if arguments.picture is not None and drawn:
+        draw_fronts(arguments.picture, drawn)
+    benchmark.report({"seconds": arguments.seconds}, results, table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Memory against time as a picture: known schedules as points, what is searched as steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from evenpipe.report.figures import write_png
+from evenpipe.simulate.front import Front, Point
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["draw_fronts"]
+
+_TEXT, _QUIET, _SEARCHED, _KNOWN = "#2b2b2b", "#777777", "#2f6db5", "#e0a458"
+_COLUMNS: Final = 2
+
+
+def draw_fronts(path: str | os.PathLike[str], fronts: Mapping[str, Front]) -> None:
+    """Write a PNG with a panel for each front: memory of 1F1B's to the right, share of the limit upwards.
+
+    OSError when ``path`` cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    columns = min(_COLUMNS, len(fronts))
+    rows = -(-len(fronts) // columns)
+    figure = Figure(figsize=(7 * columns, 4.2 * rows), dpi=150, facecolor="white", layout="constrained")
+    for at, (title, one) in enumerate(fronts.items(), 1):
+        _panel(figure.add_subplot(rows, columns, at), title, one)
+    write_png(path, figure)
+
+
+def _panel(axes: Axes, title: str, front: Front) -> None:
+    def place(point: Point) -> tuple[float, float]:
+        return point.peak_bytes / front.base_bytes, front.limit_ms / point.batch_ms
+
+    axes.set_title(title, loc="left", fontsize=10, color=_TEXT)
+    axes.set_xlabel("saved activations of the fullest stage, 1 = 1F1B's", fontsize=8, color=_TEXT)
+    axes.set_ylabel("speed, 1 = the busiest stage never waits", fontsize=8, color=_TEXT)
+    levels = [place(one) for one in front.searched]
+    right = max([1.3, *(level for level, _ in levels)])
+    known = {place(one): one.name for one in front.known if place(one)[0] <= right}
+    memory, speed = [level for level, _ in levels], [speed for _, speed in levels]
+    axes.step([*memory, right], [*speed, *speed[-1:]], where="post", color=_SEARCHED, linewidth=1.4, zorder=2)
+    axes.scatter(memory, speed, s=30, color=_SEARCHED, zorder=3, label="searched")
+    axes.scatter([at[0] for at in known], [at[1] for at in known], s=30, color=_KNOWN, zorder=3, label="known")
+    for at, name in known.items():
+        axes.annotate(name, at, (5, -9), textcoords="offset points", fontsize=7, color=_QUIET)
+    axes.set_xlim(0.2, right)
+    axes.tick_params(labelsize=8, colors=_QUIET, length=0)
+    axes.grid(linewidth=0.6, color="#ececea")
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
+    axes.legend(facecolor="white", edgecolor="none", fontsize=8, loc="lower right", labelcolor=_TEXT)

@@ -1,0 +1,120 @@
+"""The front of memory against time: every known schedule of a model, and what is searched at several amounts of memory.
+
+All of it for one model, whose parts are placed as each schedule places them: one after the other, where it has one a
+stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from evenpipe.schedule import Program, ScheduleError, Size, build, find, loop, own, vee, verify
+from evenpipe.schedule.search.costs import RunCosts, check_caps, held_bytes
+from evenpipe.schedule.search.problem import Problem
+from evenpipe.schedule.search.search import USUAL, Effort, search
+from evenpipe.simulate.costs import Costs
+from evenpipe.simulate.simulator import simulate
+
+__all__ = ["LEVELS", "Front", "Point", "front"]
+
+#: Amounts of memory, as parts of what 1F1B's first stage saves.
+LEVELS: Final = (0.34, 0.4, 0.5, 0.625, 0.75, 0.875, 1.0, 1.25)
+
+
+class Point(NamedTuple):
+    """A schedule: the most bytes that a stage saves under it, and the milliseconds of a batch."""
+
+    name: str
+    peak_bytes: int
+    batch_ms: float
+
+
+class Front(NamedTuple):
+    """``limit_ms``: the busiest stage of the searched placement computes all the time.
+
+    ``base_bytes``: what 1F1B's busiest stage saves. ``searched``: one for each of LEVELS that holds a micro-batch; its
+    ``peak_bytes`` are the cap.
+    """
+
+    limit_ms: float
+    base_bytes: int
+    known: list[Point]
+    searched: list[Point]
+
+    def best(self, within: int) -> Point | None:
+        """Return the fastest known schedule that saves no more."""
+        return min((one for one in self.known if one.peak_bytes <= within), key=lambda one: one.batch_ms, default=None)
+
+
+def front(
+    costs: RunCosts,
+    stages: int,
+    micro_batches: int,
+    effort: Effort = USUAL,
+    told: Callable[[str], None] = lambda line: None,
+) -> Front:
+    """Return the front of a model on so many stages; caps that ``costs`` names do not count.
+
+    Messages of evictions are free. ``effort``: of each amount of memory. Raises :class:`ScheduleError` where the parts
+    are not as many as stages need.
+    """
+    costs = costs.model_copy(update={"memory_bytes": None})
+    known = list(_known(costs, stages, micro_batches))
+    base_bytes = next(one.peak_bytes for one in known if one.name == "1f1b")
+    problem = Problem.of(costs, stages, micro_batches)
+    least = max(sum(costs.parts[at].saved_bytes for at in parts) for parts in problem.graph.parts.tolist())
+    searched: list[Point] = []
+    for level in LEVELS:
+        cap = int(level * base_bytes)
+        if cap < least:
+            continue
+        told(f"{level:g} of 1F1B's memory, {cap:,} bytes")
+        capped = costs.model_copy(update={"memory_bytes": [cap] * stages})
+        schedule = search(Problem.of(capped, stages, micro_batches), effort)
+        check_caps(schedule, capped)
+        batch_ms = simulate(verify(schedule), Costs.of_parts(costs, stages)).makespan_ms
+        # What fits into less fits; it may have been annealed to other errors.
+        batch_ms = min([batch_ms, *(one.batch_ms for one in searched)])
+        searched.append(Point(schedule.name, cap, batch_ms))
+    return Front(problem.limit_ms, base_bytes, known, searched)
+
+
+def _known(costs: RunCosts, stages: int, micro_batches: int) -> Iterator[Point]:
+    chunks = costs.places(stages).chunks
+    straight = costs.straight(stages)
+    for spec in map(find, own()):
+        if "stream" in spec.needs:  # its gradients are late
+            continue
+        of_one = spec.chunks[0] == 1
+        size = Size(stages, micro_batches, 1 if of_one else chunks, 2 if "groups" in spec.needs else 1)
+        for bpipe in (False, True):
+            with suppress(ScheduleError):  # there is no such size, or nothing to level
+                program = build(spec, size, bpipe)
+                placed = straight if of_one else _placed(costs, program)
+                if placed is not None:
+                    yield _point(spec.name + " + BPipe" * bpipe, program, placed)
+
+
+def _placed(costs: RunCosts, program: Program) -> RunCosts | None:
+    """The same parts as the program places them; None for a placement that has no name."""
+    size, places = program.schedule, program.schedule.places
+    named = {"loop": loop(size.stages, size.chunks), "vee": vee(size.stages, size.chunks)}
+    name = next((name for name, made in named.items() if made == places), None)
+    return None if name is None else costs.model_copy(update={"placement": name})
+
+
+def _point(name: str, program: Program, costs: RunCosts) -> Point:
+    schedule = program.schedule
+    places = costs.places(schedule.stages)
+    sizes = [
+        [costs.parts[places.position(stage, chunk)].saved_bytes for chunk in range(schedule.chunks)]
+        for stage in range(schedule.stages)
+    ]
+    simulation = simulate(program, Costs.of_parts(costs, schedule.stages), sizes)
+    if any(schedule.evictions):
+        peak_bytes = max(stage.peak_bytes for stage in simulation.stages)
+    else:
+        peak_bytes = max(map(max, held_bytes(schedule, costs)))
+    return Point(name, peak_bytes, simulation.makespan_ms)
