@@ -1,0 +1,154 @@
+"""``--schedule searched``, ``--costs`` and ``--front``: what they print, write, and refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenpipe.cli.main import main
+from evenpipe.schedule import Schedule, verify
+
+SIZES = ("--stages", "4", "--micro-batches", "6")
+QUICK = ("--seconds", "0.1")
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    parts = [{"forward_ms": 1, "input_gradient_ms": 1, "weight_gradient_ms": 1, "saved_bytes": 100}] * 7
+    parts = [*parts, {**parts[0], "forward_ms": 1.5}]
+    given = {"format": "evenpipe.costs/1", "placement": "vee", "message_ms": 0.1, "parts": parts}
+    return given | {"memory_bytes": [600] * 4} | changes
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> str:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(document()))
+    return str(path)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err.splitlines()[-1]
+
+
+def test_a_searched_schedule_is_written_simulated_and_drawn(
+    costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, picture = tmp_path / "S.txt", tmp_path / "S.png"
+    words = ["schedule", "--schedule", "searched", "--costs", costs, *SIZES, *QUICK]
+    assert main([*words, "--out", str(table), "--picture", str(picture), "--json"]) == 0
+    said = capsys.readouterr()
+    assert "evenpipe: searched: best of" in said.err
+    assert json.loads(said.out)["name"] == "searched"
+    schedule = Schedule.parse(table.read_text())
+    verify(schedule)
+    assert max(schedule.peak_live) <= 6
+    assert picture.stat().st_size > 1000
+    took = {}
+    for name in (f"file:{table}", "v-half"):
+        assert main(["simulate", "--schedule", name, "--costs", costs, *SIZES, "--json"]) == 0
+        took[name] = json.loads(capsys.readouterr().out)
+    assert took[f"file:{table}"]["makespan_ms"] < took["v-half"]["makespan_ms"]
+    assert took["v-half"]["costs"]["parts_ms"][0] == [[1, 1, 1], [1.5, 1, 1]]
+    assert main(["simulate", "--schedule", "zbv", "--costs", costs, *SIZES]) == 0
+    assert "800 of 600, too much" in capsys.readouterr().out
+
+
+def test_whole_backwards(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["schedule", "--schedule", "searched", "--costs", costs, *SIZES, *QUICK, "--whole-backwards", "--json"]
+    assert main(words) == 0
+    actions = json.loads(capsys.readouterr().out)["actions"]
+    assert {action[0] for row in actions for action in row} == {"F", "B"}
+
+
+def test_the_front(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, picture = ["simulate", "--front", "--costs", costs, *SIZES, *QUICK], tmp_path / "front.png"
+    assert main([*words, "--json", "--picture", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert picture.stat().st_size > 1000
+    known = {one["name"]: one for one in found["known"]}
+    assert {"1f1b", "1f1b + BPipe", "gpipe", "kfkb", "zb-h1", "v-half", "v-min", "zbv"} <= set(known)
+    assert found["base_bytes"] == known["1f1b"]["peak_bytes"] == 4 * 200
+    assert known["v-half"]["peak_bytes"] == 600
+    speeds = [one["batch_ms"] for one in found["searched"]]
+    assert speeds == sorted(speeds, reverse=True)
+    for one in found["searched"]:
+        assert one["batch_ms"] >= found["limit_ms"]
+        fitting = [each["batch_ms"] for each in known.values() if each["peak_bytes"] <= one["peak_bytes"]]
+        assert one["batch_ms"] <= min(fitting, default=one["batch_ms"])
+    assert main(words) == 0
+    assert "best known" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["schedule", "--schedule", "searched", *SIZES], "--schedule searched: for which times? Give --costs"),
+        (["simulate", "--front", *SIZES], "--front: for which times? Give --costs COSTS.json"),
+        (["simulate", "--front", "--schedule", "1f1b", "--costs", "C", *SIZES], "--schedule: --front is of all"),
+        (["schedule", "--schedule", "searched", "--costs", "C", "--stages", "4"], "--micro-batches: how many? --costs"),
+        (
+            ["schedule", "--schedule", "searched", "--costs", "C", *SIZES, "--chunks", "2"],
+            "--chunks: --schedule searched goes by the parts and the placement of --costs: leave --chunks out",
+        ),
+        (
+            ["schedule", "--schedule", "searched", "--costs", "C", "--stages", "3", "--micro-batches", "4"],
+            "--costs: 8 parts, and vee on 3 stages has 6: give as many",
+        ),
+        (
+            ["simulate", "--schedule", "1f1b", "--costs", "C", *SIZES],
+            "--costs: its parts are placed vee, those of 1f1b otherwise",
+        ),
+        (
+            ["simulate", "--schedule", "zbv", "--costs", "C", "--forward-ms", "1", *SIZES],
+            "--forward-ms: --costs has all times: leave --forward-ms or --costs out",
+        ),
+        (["simulate", "--schedule", "zbv", "--costs", "/nowhere", *SIZES], "/nowhere: No such file or directory"),
+        (["simulate", *SIZES], "--schedule: which? Give one of"),
+        (
+            ["schedule", "--schedule", "searched", "--costs", "C", *SIZES, "--seconds", "0"],
+            "0 is no time; give a finite number of seconds above 0",
+        ),
+    ],
+)
+def test_refusals(words: list[str], said: str, costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refusal(capsys, *(costs if word == "C" else word for word in words))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"memory_bytes": [600] * 3}, "--costs: memory_bytes has 3 caps for 4 stages: give one a stage"),
+        ({"memory_bytes": [600, 150, 600, 600]}, "memory_bytes of stage 1 is 150, and one micro-batch alone needs 200"),
+        ({"placement": "zigzag"}, "placement: Input should be 'straight', 'loop' or 'vee'"),
+        ({"message_ms": -1}, "message_ms: Input should be greater than or equal to 0"),
+        ({"part": []}, "part: Extra inputs are not permitted"),
+        ({"parts": []}, "parts: List should have at least 1 item"),
+        (
+            {"parts": [{"forward_ms": 0, "input_gradient_ms": 0, "weight_gradient_ms": 0}] * 8},
+            "no part takes any time: give what was measured",
+        ),
+        (
+            {"parts": [{"forward_ms": 1, "input_gradient_ms": 1}] * 8},
+            "parts: 0: weight_gradient_ms: Field required: give a document evenpipe.costs/1",
+        ),
+    ],
+)
+def test_documents_that_cannot_be(
+    changes: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(document(**changes)))
+    assert said in refusal(capsys, "schedule", "--schedule", "searched", "--costs", str(path), *SIZES)
+
+
+def test_an_engine_says_how_a_searched_schedule_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, "train", "--schedule", "searched", "--stages", "2", "--micro-batches", "2")
+    assert "is made for given times: write it with `evenpipe schedule --schedule searched --costs" in said
