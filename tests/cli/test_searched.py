@@ -152,3 +152,59 @@ def test_documents_that_cannot_be(
 def test_an_engine_says_how_a_searched_schedule_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, "train", "--schedule", "searched", "--stages", "2", "--micro-batches", "2")
     assert "is made for given times: write it with `evenpipe schedule --schedule searched --costs" in said
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "v-half"])
+def test_the_costs_of_a_trace_are_those_of_its_run(
+    schedule: str, costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a trace in the form that scripts write: the times of the parts, back in the order of the model."""
+    trace, out = tmp_path / "T.json", tmp_path / "again.json"
+    words = ["simulate", "--schedule", schedule, "--costs", costs, *SIZES, "--trace", str(trace)]
+    assert main(words) == 0
+    given = ["--message-ms", "0.1", "--saved-bytes", "100", "--memory-bytes", "600"]
+    assert main(["costs", str(trace), *given, "--out", str(out)]) == 0
+    assert "weight gradient ms" in capsys.readouterr().out
+    found, true = (json.loads(Path(path).read_text()) for path in (out, costs))
+    for one, other in zip(found.pop("parts"), true.pop("parts"), strict=True):
+        assert one.pop("freed_by_input_gradient_bytes") == 0
+        assert one == pytest.approx(other)
+    assert found == true
+
+
+def test_the_costs_of_interleaved_stages_are_those_of_a_v(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same parts in the order of the model; whole backwards count half for each gradient."""
+    path, trace = tmp_path / "loop.json", tmp_path / "T.json"
+    path.write_text(json.dumps(document(placement="loop", memory_bytes=None)))
+    sizes = ["--stages", "4", "--micro-batches", "8", "--chunks", "2"]
+    assert main(["simulate", "--schedule", "interleaved", "--costs", str(path), *sizes, "--trace", str(trace)]) == 0
+    capsys.readouterr()
+    assert main(["costs", str(trace), "--traced", "loop", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["placement"] == "vee"
+    assert [one["forward_ms"] for one in found["parts"]] == pytest.approx([1] * 7 + [1.5])
+    assert [one["input_gradient_ms"] for one in found["parts"]] == pytest.approx([1] * 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        ("{}", [], "is no trace evenpipe.trace/1: name what --evenpipe-trace or --trace wrote"),
+        ("[", [], "is no trace evenpipe.trace/1"),
+        ('{"format": "evenpipe.trace/1", "traceEvents": []}', [], "has no compute"),
+        (None, ["--saved-bytes", "1,2"], "--saved-bytes: 2 sizes for 8 parts: give one, or one for each part"),
+        (None, ["--memory-bytes", "1,2"], "--costs: memory_bytes has 2 caps for 4 stages"),
+        (None, ["--placement", "straight"], "--costs: 8 parts, and straight on 4 stages has 4"),
+        (None, ["--memory-bytes", "much"], "'much': give whole numbers of bytes"),
+    ],
+)
+def test_traces_that_cannot_be(
+    text: str | None, words: list[str], said: str, costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "T.json"
+    if text is None:
+        main(["simulate", "--schedule", "zbv", "--costs", costs, *SIZES, "--trace", str(trace)])
+        capsys.readouterr()
+    else:
+        trace.write_text(text)
+    assert said in refusal(capsys, "costs", str(trace), *words)

@@ -1,6 +1,5 @@
 """A V (`v-half`) goes on with a stock checkpoint to the bits of a stock run, and stock with one of a V."""
 
-import json
 import shutil
 
 import pytest
@@ -55,16 +54,13 @@ MARKED = [
 ]
 
 
-def searched_table(folder, stages, micro_batches):
-    """A schedule for a loss of a layer and a half, with no more than 5 units on a stage, as the command writes it."""
-    halves = [{"forward_ms": 1, "input_gradient_ms": 1.1, "weight_gradient_ms": 0.9, "saved_bytes": 1}] * (2 * stages)
-    halves[-1] = {**halves[-1], "forward_ms": 1.5}
-    costs = {"format": "evenpipe.costs/1", "placement": "vee", "message_ms": 0.1, "parts": halves}
-    (folder / "costs.json").write_text(json.dumps({**costs, "memory_bytes": [5] * stages}))
+def searched_table(folder, trace, stages, micro_batches):
+    """A schedule for the times of a trace, with no more than 5 units on a stage, as the commands write it."""
+    costs, table = folder / "costs.json", folder / "S.txt"
+    assert main(["costs", str(trace), "--memory-bytes", "5", "--out", str(costs)]) == 0
     sizes = ["--stages", str(stages), "--micro-batches", str(micro_batches), "--seconds", "0.5"]
-    given = ["--schedule", "searched", "--costs", str(folder / "costs.json"), *sizes]
-    assert main(["schedule", *given, "--out", str(folder / "S.txt")]) == 0
-    return folder / "S.txt"
+    assert main(["schedule", "--schedule", "searched", "--costs", str(costs), *sizes, "--out", str(table)]) == 0
+    return table
 
 
 class Job:
@@ -105,7 +101,9 @@ def test_a_v_goes_on_with_a_stock_checkpoint_to_the_same_bits(megatron_lm, case,
     stock = job.run("stock", 1 + TRAINED, after="start")
     schedule = "zbv" if case.startswith("zbv") else "v-half"
     if case == "searched":
-        schedule = f"file:{searched_table(tmp_path, 4, 8)}"
+        trace = tmp_path / "T.json"
+        job.run("traced", 2, "--evenpipe-schedule", "zbv", "--evenpipe-trace", str(trace))
+        schedule = f"file:{searched_table(tmp_path, trace, 4, 8)}"
     ours = job.run("vee", 1 + TRAINED, "--evenpipe-schedule", schedule, after="start")
     assert len(stock.lines) == TRAINED
     assert ours.lines == stock.lines

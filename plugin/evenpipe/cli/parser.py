@@ -63,6 +63,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 COMMANDS: Final[Mapping[str, str]] = {
     "schedule": "show which actions every stage carries out, in which order",
     "simulate": "show the time, bubbles and peaks of a schedule",
+    "costs": "read the times of each part of a model out of the trace of a run, for a schedule made for them",
     "candidates": "show which group sizes k and micro-batch sizes b of kfkb fit into memory",
     "estimate": "estimate memory, time and MFU of a run from descriptions of model and cluster",
     "plan": "find the fastest runs of a model that fit a cluster",

@@ -13,9 +13,10 @@ from evenpipe.schedule.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_
 from evenpipe.schedule.schedule import Fault, Schedule, marked
 from evenpipe.schedule.topology import Places, loop, vee
 
-__all__ = ["FORMAT", "Part", "RunCosts", "check_caps", "held_bytes"]
+__all__ = ["FORMAT", "Part", "Placement", "RunCosts", "check_caps", "held_bytes"]
 
 FORMAT: Final = "evenpipe.costs/1"
+Placement = Literal["straight", "loop", "vee"]
 _Ms = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Bytes = Annotated[int, Field(ge=0)]
 
@@ -63,7 +64,7 @@ class RunCosts(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["evenpipe.costs/1"]
-    placement: Literal["straight", "loop", "vee"]
+    placement: Placement
     parts: Annotated[list[Part], Field(min_length=1)]
     message_ms: _Ms = 0.0
     memory_bytes: list[_Bytes] | None = None

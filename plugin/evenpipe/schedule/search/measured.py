@@ -1,0 +1,105 @@
+"""The costs of a model's parts out of a trace of one iteration (``evenpipe.trace/1``), under whatever schedule."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from evenpipe.schedule.actions import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Kind,
+    ScheduleError,
+    parse,
+)
+from evenpipe.schedule.search.costs import FORMAT, Part, Placement, RunCosts
+from evenpipe.schedule.topology import loop, vee
+
+__all__ = ["TRACE", "costs_of_trace"]
+
+TRACE: Final = "evenpipe.trace/1"
+_STAGE: Final = re.compile(r"stage (\d+)\b")
+_Times = dict[tuple[int, int], dict[Kind, list[float]]]
+
+
+def costs_of_trace(
+    path: Path,
+    traced: str,
+    placement: Placement,
+    message_ms: float = 0.0,
+    saved_bytes: Sequence[int] = (1,),
+    memory_bytes: Sequence[int] | None = None,
+) -> RunCosts:
+    """Return the median times of every part, over micro-batches and over all processes of its stage.
+
+    traced: how the run placed its parts ("vee", or chunk by chunk); placement: how they are to be placed. Both have the
+    same parts in the order of the model. saved_bytes, memory_bytes: one for all parts and stages, or one for each. A
+    backward that the run did not split counts half for each gradient.
+
+    Raises :class:`ScheduleError`, one line, for a file that is no trace of whole stages.
+    """
+    times = _times(path)
+    stages, chunks = 1 + max(stage for stage, _ in times), 1 + max(chunk for _, chunk in times)
+    if traced == "vee" and chunks != 2:
+        raise ScheduleError(f"trace={path}: has {chunks} model chunks a stage, and a V has 2: give another placement")
+    places = vee(stages) if traced == "vee" else loop(stages, chunks)
+    missing = [place for place in places.order if place not in times or FORWARD not in times[place]]
+    if missing:
+        raise ScheduleError(f"trace={path}: has no forward of chunk {missing[0].chunk} on stage {missing[0].stage}")
+    sizes = list(saved_bytes) * (len(places.order) if len(saved_bytes) == 1 else 1)
+    if len(sizes) != len(places.order):
+        raise ScheduleError(
+            f"saved_bytes: {len(sizes)} sizes for {len(places.order)} parts: give one, or one for each part"
+        )
+    parts = [_part(times[place], size) for place, size in zip(places.order, sizes, strict=True)]
+    caps = None if memory_bytes is None else list(memory_bytes) * (stages if len(memory_bytes) == 1 else 1)
+    costs = RunCosts(
+        format=FORMAT,
+        placement=placement,
+        parts=parts,
+        message_ms=message_ms,
+        memory_bytes=caps,
+    )
+    costs.places(stages)
+    costs.caps(stages)
+    return costs
+
+
+def _part(times: dict[Kind, list[float]], saved_bytes: int) -> Part:
+    half_ms = median(times.get(BACKWARD, [0.0])) / 2
+    return Part(
+        forward_ms=median(times[FORWARD]),
+        input_gradient_ms=median(times.get(INPUT_GRADIENT, [half_ms])),
+        weight_gradient_ms=median(times.get(WEIGHT_GRADIENT, [half_ms])),
+        saved_bytes=saved_bytes,
+    )
+
+
+def _times(path: Path) -> _Times:
+    """By stage and chunk, the milliseconds of each kind of compute."""
+    try:
+        document: Any = json.loads(path.read_text(encoding="utf-8"))
+        if document["format"] != TRACE:
+            raise ValueError
+        events = document["traceEvents"]
+        names = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
+        found: _Times = defaultdict(lambda: defaultdict(list))
+        for one in events:
+            stage = _STAGE.search(names.get(one["pid"], ""))
+            if one["ph"] == "X" and stage is not None and (action := parse(one["name"])).kind in COMPUTE:
+                found[int(stage[1]), action.chunk][action.kind].append(one["dur"] / 1e3)
+    except OSError as error:
+        raise ScheduleError(f"trace={path}: {error.strerror}: name a trace {TRACE}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ScheduleError(f"trace={path}: is no trace {TRACE}: name what --evenpipe-trace or --trace wrote") from None
+    if not found:
+        raise ScheduleError(f"trace={path}: has no compute: name what --evenpipe-trace or --trace wrote")
+    return found
