@@ -29,8 +29,9 @@ from evenpipe.schedule import Size, find
 from evenpipe.schedule.search.clock import makespan
 from evenpipe.schedule.search.costs import Part, RunCosts
 from evenpipe.schedule.search.problem import Problem
-from evenpipe.schedule.search.search import Effort, Errors, search
+from evenpipe.schedule.search.search import Effort, Errors
 from evenpipe.simulate.front import Front, front
+from evenpipe.simulate.searched import searched
 
 DRAWN: Final = (8, 32)
 UNIT_BYTES: Final = 1000
@@ -63,7 +64,7 @@ def wrong(costs: RunCosts, stages: int, micro_batches: int, effort: Effort) -> t
     """ZB-V's time over that of what is searched with as much memory: the mean of unseen samples, and the least."""
     capped = costs.model_copy(update={"memory_bytes": [2 * stages * UNIT_BYTES] * stages})
     problem = Problem.of(capped, stages, micro_batches)
-    found = problem.order(search(problem, effort).actions)
+    found = problem.order(searched(capped, stages, micro_batches, effort).schedule.actions)
     named = problem.order(find("zbv").order(Size(stages, micro_batches, 2)))
     unseen = Errors(0.05, 0.05).samples_ms(problem, 49, 12345)[1:]
     longer = 1 + abs(np.random.default_rng(12345).normal(0, 0.5, len(unseen)))

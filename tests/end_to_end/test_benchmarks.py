@@ -130,6 +130,17 @@ def test_orders():
         assert percent["even"] == [0]
 
 
+def test_front(tmp_path):
+    shown = document("front.py", "--stages", "4", "--seconds", "0.2", "--picture", str(tmp_path / "front.png"))
+    assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "front")
+    for entry in shown["results"]:
+        assert 0 < entry["searched_speed"] <= 1
+        assert entry["known"] is None or entry["searched_speed"] >= entry["known_speed"] - 1e-9
+    whole = [entry for entry in shown["results"] if entry["memory"] == 1]
+    assert len(whole) == 6
+    assert all(entry["least"] <= entry["wrong"] for entry in whole)
+
+
 def test_overhead():
     shown = document("overhead.py", "--layers", "4", "--hidden", "32", "--seq-length", "32", "--repeats", "2")
     assert (shown["format"], shown["name"]) == ("evenpipe.benchmark/1", "overhead")

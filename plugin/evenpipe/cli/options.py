@@ -13,8 +13,8 @@ from evenpipe.cli.parser import Parser, UsageError
 from evenpipe.cli.values import costs_file, group_size, output_file, picture_file, seconds, write
 from evenpipe.report.files import write_atomically
 from evenpipe.report.timeline import StageMemory, Timeline, perfetto_trace
-from evenpipe.schedule import SEARCHED, Program, Programs, Queues, Schedule, ScheduleError, Size, choose, names, verify
-from evenpipe.schedule.search.costs import FORMAT, RunCosts, check_caps
+from evenpipe.schedule import SEARCHED, Program, Programs, Queues, Schedule, ScheduleError, Size, choose, names
+from evenpipe.schedule.search.costs import FORMAT, RunCosts
 from evenpipe.settings.spelling import in_flags
 from evenpipe.simulate import Costs, Simulation
 
@@ -93,14 +93,11 @@ def program_from(arguments: Namespace, queues: Queues = "many") -> Program:
 
 
 def _searched(arguments: Namespace, queues: Queues) -> Program:
-    from evenpipe.schedule.search.problem import Problem
-    from evenpipe.schedule.search.search import search
+    from evenpipe.simulate.searched import searched
 
-    costs = parts_from(arguments, f"--schedule {SEARCHED}")
-    problem = Problem.of(costs, arguments.stages, arguments.micro_batches, not arguments.whole_backwards)
-    schedule = search(problem, effort_from(arguments), told=told)
-    check_caps(schedule, costs)
-    return verify(schedule, queues=queues)
+    costs, sizes = parts_from(arguments, f"--schedule {SEARCHED}"), (arguments.stages, arguments.micro_batches)
+    split = not arguments.whole_backwards
+    return searched(costs, *sizes, effort_from(arguments), split=split, queues=queues, told=told)
 
 
 def parts_from(arguments: Namespace, asked: str) -> RunCosts:

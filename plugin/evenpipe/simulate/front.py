@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from evenpipe.schedule import Program, ScheduleError, Size, build, find, loop, own, vee, verify
-from evenpipe.schedule.search.costs import RunCosts, check_caps, held_bytes
+from evenpipe.schedule import SEARCHED, Program, ScheduleError, Size, build, find, loop, own, vee
+from evenpipe.schedule.search.costs import RunCosts, held_bytes
 from evenpipe.schedule.search.problem import Problem
-from evenpipe.schedule.search.search import USUAL, Effort, search
+from evenpipe.schedule.search.search import USUAL, Effort
 from evenpipe.simulate.costs import Costs
+from evenpipe.simulate.searched import searched
 from evenpipe.simulate.simulator import simulate
 
 __all__ = ["LEVELS", "Front", "Point", "front"]
@@ -65,20 +66,19 @@ def front(
     base_bytes = next(one.peak_bytes for one in known if one.name == "1f1b")
     problem = Problem.of(costs, stages, micro_batches)
     least = max(sum(costs.parts[at].saved_bytes for at in parts) for parts in problem.graph.parts.tolist())
-    searched: list[Point] = []
+    points: list[Point] = []
     for level in LEVELS:
         cap = int(level * base_bytes)
         if cap < least:
             continue
         told(f"{level:g} of 1F1B's memory, {cap:,} bytes")
         capped = costs.model_copy(update={"memory_bytes": [cap] * stages})
-        schedule = search(Problem.of(capped, stages, micro_batches), effort)
-        check_caps(schedule, capped)
-        batch_ms = simulate(verify(schedule), Costs.of_parts(costs, stages)).makespan_ms
+        program = searched(capped, stages, micro_batches, effort)
+        batch_ms = simulate(program, Costs.of_parts(costs, stages)).makespan_ms
         # What fits into less fits; it may have been annealed to other errors.
-        batch_ms = min([batch_ms, *(one.batch_ms for one in searched)])
-        searched.append(Point(schedule.name, cap, batch_ms))
-    return Front(problem.limit_ms, base_bytes, known, searched)
+        batch_ms = min([batch_ms, *(one.batch_ms for one in points)])
+        points.append(Point(SEARCHED, cap, batch_ms))
+    return Front(problem.limit_ms, base_bytes, known, points)
 
 
 def _known(costs: RunCosts, stages: int, micro_batches: int) -> Iterator[Point]:

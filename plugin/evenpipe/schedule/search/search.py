@@ -25,7 +25,7 @@ from evenpipe.schedule.search.problem import Numbers, Order, Problem
 from evenpipe.schedule.spec import Size
 from evenpipe.schedule.topology import vee
 
-__all__ = ["EXPECTED", "USUAL", "Effort", "Errors", "search"]
+__all__ = ["EXPECTED", "USUAL", "Effort", "Errors", "Found", "search"]
 
 #: Parts of all moves: two chains on the given times, and one on times with errors.
 _NOMINAL: Final = (Cooling(), Cooling(hot=0.5, cold=0.003, reach=4.0))
@@ -33,6 +33,7 @@ _ROBUST: Final = Cooling()
 #: What a move costs, in nanoseconds an action and sample, on one core of 2024; only to make moves of seconds.
 _NS: Final = 4.0
 _MOST_MOVES: Final = 3_000
+_FEW: Final = 4
 _TIMES: Final = ("forward_ms", "input_gradient_ms", "weight_gradient_ms")
 #: Of many micro-batches, blocks are compared among so many a stage.
 _COMPARED: Final = 3
@@ -72,6 +73,13 @@ class Effort(NamedTuple):
         return min(_MOST_MOVES * actions, int(self.seconds * 1e9 / (_NS * actions)))
 
 
+class Found(NamedTuple):
+    """``best``: a few orders, the best first. ``published``: a few of the published ones that fit, if there are any."""
+
+    best: list[Schedule]
+    published: list[Schedule]
+
+
 EXPECTED: Final = Errors()
 USUAL: Final = Effort()
 
@@ -81,8 +89,8 @@ def search(
     effort: Effort = USUAL,
     errors: Errors = EXPECTED,
     told: Callable[[str], None] = lambda line: None,
-) -> Schedule:
-    """Return an order for ``problem``, within its caps, which is still to be verified. ``told`` gets a line a step.
+) -> Found:
+    """Return orders for ``problem``, within its caps, which are still to be verified. ``told`` gets a line a step.
 
     Without numba only the best starts are justified, and nothing is annealed. Raises :class:`ScheduleError` where a
     stage cannot hold one micro-batch, which is the least of any order.
@@ -116,9 +124,10 @@ def search(
             some.append(anneal(slower, start, moves // 2 // len(samples_ms), effort.seed, _ROBUST, samples_ms)[0])
     # With the times that were given, it is never slower than what is published, whatever it gains by wrong ones.
     most_ms = min((makespan(problem, order) for order in published), default=NEVER)
-    best = min((order for order in some if makespan(problem, order) <= most_ms + 1e-9), key=mean_ms)
-    said(best, "best where times are a little wrong")
-    return _schedule(problem, best)
+    able = sorted((order for order in some if makespan(problem, order) <= most_ms + 1e-9), key=mean_ms)
+    said(able[0], "best where times are a little wrong")
+    known = sorted(published, key=lambda order: makespan(problem, order))
+    return Found(*([_schedule(problem, order) for order in orders[:_FEW]] for orders in (able, known)))
 
 
 def _check_caps(problem: Problem) -> None:
