@@ -29,6 +29,13 @@ def costs(tmp_path: Path) -> str:
     return str(path)
 
 
+def traced(*actions: str, dur: float = 5.0) -> str:
+    """A trace of one stage."""
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "stage 0, data 0"}}]
+    events += [{"ph": "X", "name": action, "pid": 0, "dur": dur} for action in actions]
+    return json.dumps({"format": "evenpipe.trace/1", "traceEvents": events})
+
+
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     with pytest.raises(SystemExit) as caught:
         main(words)
@@ -112,6 +119,13 @@ def test_the_front(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
         ),
         (["simulate", "--schedule", "zbv", "--costs", "/nowhere", *SIZES], "/nowhere: No such file or directory"),
         (["simulate", *SIZES], "--schedule: which? Give one of"),
+        (["simulate", "--front", "--costs", "C", "--link-ms", "1", *SIZES], "--link-ms: --front is of all schedules"),
+        (["simulate", "--schedule", "zbv", "--seed", "3", *SIZES], "--seed: is of --schedule searched: leave --seed"),
+        (
+            ["schedule", "--schedule", "1f1b", "--costs", "C", *SIZES],
+            "--costs: its parts are placed vee, those of 1f1b",
+        ),
+        (["schedule", "--schedule", "searched", "--costs", "C", *SIZES, "--seed", "-1"], "'-1': give a whole number"),
         (
             ["schedule", "--schedule", "searched", "--costs", "C", *SIZES, "--seconds", "0"],
             "0 is no time; give a finite number of seconds above 0",
@@ -129,6 +143,7 @@ def test_refusals(words: list[str], said: str, costs: str, capsys: pytest.Captur
         ({"memory_bytes": [600, 150, 600, 600]}, "memory_bytes of stage 1 is 150, and one micro-batch alone needs 200"),
         ({"placement": "zigzag"}, "placement: Input should be 'straight', 'loop' or 'vee'"),
         ({"message_ms": -1}, "message_ms: Input should be greater than or equal to 0"),
+        ({"memory_bytes": [10**400] * 4}, "memory_bytes: 0: Input should be less than or equal to"),
         ({"part": []}, "part: Extra inputs are not permitted"),
         ({"parts": []}, "parts: List should have at least 1 item"),
         (
@@ -193,9 +208,18 @@ def test_the_costs_of_interleaved_stages_are_those_of_a_v(tmp_path: Path, capsys
         ("[", [], "is no trace evenpipe.trace/1"),
         ('{"format": "evenpipe.trace/1", "traceEvents": []}', [], "has no compute"),
         (None, ["--saved-bytes", "1,2"], "--saved-bytes: 2 sizes for 8 parts: give one, or one for each part"),
-        (None, ["--memory-bytes", "1,2"], "--costs: memory_bytes has 2 caps for 4 stages"),
-        (None, ["--placement", "straight"], "--costs: 8 parts, and straight on 4 stages has 4"),
+        (None, ["--memory-bytes", "1,2"], "--memory-bytes: 2 caps for 4 stages: give one"),
+        (None, ["--placement", "straight"], "--placement straight: the run had 2 parts a stage"),
         (None, ["--memory-bytes", "much"], "'much': give whole numbers of bytes"),
+        ("[" * 200_000, [], "is no trace evenpipe.trace/1"),
+        (traced("F0"), ["--traced", "loop"], "has no forward, or no backward, of chunk 0 on stage 0"),
+        (traced("F0", "B0"), [], "--traced vee: the run had 1 model chunks a stage, and a V has 2: give loop"),
+        (traced("F0", "B0"), ["--traced", "loop"], "--placement vee: the run had 1 parts a stage"),
+        (
+            traced("F0", "B0", dur=-5),
+            ["--traced", "loop", "--placement", "straight"],
+            "forward_ms: Input should be greater than or equal to 0: trace another iteration",
+        ),
     ],
 )
 def test_traces_that_cannot_be(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenpipe.cli.parser import Parser, UsageError
-from evenpipe.cli.values import costs_file, group_size, output_file, picture_file, seconds, write
+from evenpipe.cli.values import costs_file, group_size, output_file, picture_file, seconds, seed, write
 from evenpipe.report.files import write_atomically
 from evenpipe.report.timeline import StageMemory, Timeline, perfetto_trace
 from evenpipe.schedule import SEARCHED, Program, Programs, Queues, Schedule, ScheduleError, Size, choose, names
@@ -55,9 +55,9 @@ def add_schedule_options(parser: Parser) -> None:
         "--costs", type=costs_file, metavar="COSTS.json", help=f"{FORMAT}: times and bytes of each part, caps of stages"
     )
     group.add_argument(
-        "--seconds", type=seconds, default=10.0, metavar="S", help=f"{SEARCHED}: about so long (default %(default)g)"
+        "--seconds", type=seconds, metavar="S", help=f"{SEARCHED}: annealed for about so long (default 10)"
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help=f"{SEARCHED}: the same finds the same order")
+    group.add_argument("--seed", type=seed, metavar="N", help=f"{SEARCHED}: the same finds the same order (default 0)")
     group.add_argument("--whole-backwards", action="store_true", help=f"{SEARCHED}: backwards not in two halves")
 
 
@@ -76,6 +76,10 @@ def program_from(arguments: Namespace, queues: Queues = "many") -> Program:
     try:
         if arguments.schedule == SEARCHED:
             return _searched(arguments, queues)
+        for option in ("seconds", "seed", "whole_backwards"):
+            if getattr(arguments, option):
+                flag = f"--{option.replace('_', '-')}"
+                raise UsageError(f"{flag}: is of --schedule {SEARCHED}: leave {flag} out")
         spec = choose(arguments.schedule)
         table = spec.table
         for option, fixed in (("stages", table and table.stages), ("micro_batches", table and table.micro_batches)):
@@ -123,7 +127,7 @@ def effort_from(arguments: Namespace) -> Effort:
     """Return how long to search."""
     from evenpipe.schedule.search.search import Effort
 
-    return Effort(arguments.seconds, seed=arguments.seed)
+    return Effort(arguments.seconds or Effort().seconds, seed=arguments.seed or 0)
 
 
 def told(line: str) -> None:

@@ -64,9 +64,10 @@ def _run(arguments: Namespace) -> None:
     schedule = program.schedule
     title = title_of(schedule, arguments.bpipe)
     write("--out", arguments.out, lambda path: write_atomically(path, _text(arguments.format, schedule)))
+    given = costs_from(arguments, schedule)
     if arguments.picture or arguments.trace:
         transfer = Wire(transmit_ms=_TRANSFER_MS)
-        costs = costs_from(arguments, schedule) or Costs(
+        costs = given or Costs(
             forward_ms=(_FORWARD_MS * schedule.chunks,) * schedule.stages,
             backward_ms=(_BACKWARD_MS * schedule.chunks,) * schedule.stages,
             wires={"evict": transfer, "load": transfer},

@@ -75,6 +75,10 @@ def add_to(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
+#: Options of times, which --costs has.
+_TIMES = ("forward_ms", "backward_ms", "weight_gradient_ms", "link_ms", "transfer_ms", "synchronous_transfers")
+
+
 def _run(arguments: Namespace) -> None:
     if arguments.front:
         _run_front(arguments)
@@ -112,12 +116,14 @@ def _run(arguments: Namespace) -> None:
 def _run_front(arguments: Namespace) -> None:
     from evenpipe.simulate.front import front
 
-    if arguments.schedule is not None or arguments.trace is not None:
-        flag = "--trace" if arguments.schedule is None else "--schedule"
-        raise UsageError(f"{flag}: --front is of all schedules: leave {flag} out")
+    for option in ("schedule", "trace", "one_queue", *_TIMES):
+        if getattr(arguments, option):
+            flag = f"--{option.replace('_', '-')}"
+            raise UsageError(f"{flag}: --front is of all schedules, by --costs: leave {flag} out")
     costs = parts_from(arguments, "--front")
     try:
-        found = front(costs, arguments.stages, arguments.micro_batches, effort_from(arguments), told)
+        split = not arguments.whole_backwards
+        found = front(costs, arguments.stages, arguments.micro_batches, effort_from(arguments), split, told)
     except ScheduleError as error:
         raise UsageError(in_flags(error)) from error
     title = f"{arguments.stages} stages, {arguments.micro_batches} micro-batches"
@@ -155,8 +161,8 @@ def _front_table(found: Front) -> Table:
 def _costs(arguments: Namespace, schedule: Schedule) -> Costs:
     of_parts = costs_from(arguments, schedule)
     if of_parts is not None:
-        for option in ("forward_ms", "backward_ms", "weight_gradient_ms", "link_ms", "transfer_ms"):
-            if getattr(arguments, option) is not None:
+        for option in _TIMES:
+            if getattr(arguments, option):
                 flag = f"--{option.replace('_', '-')}"
                 raise UsageError(f"{flag}: --costs has all times: leave {flag} or --costs out")
         return of_parts

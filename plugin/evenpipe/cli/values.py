@@ -25,6 +25,7 @@ __all__ = [
     "positive",
     "sample_count",
     "seconds",
+    "seed",
     "write",
 ]
 
@@ -87,6 +88,13 @@ def seconds(text: str) -> float:
     if value > 86_400:
         raise argparse.ArgumentTypeError(f"{text} is more than a day: give seconds, such as 10")
     return value
+
+
+def seed(text: str) -> int:
+    """Return a whole number below 2**32."""
+    if not text.isdecimal() or len(text) > 10 or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number below 4294967296, such as 0")
+    return int(text)
 
 
 def costs_file(text: str) -> RunCosts:

@@ -20,7 +20,7 @@ from evenpipe.simulate.simulator import simulate
 
 __all__ = ["LEVELS", "Front", "Point", "front"]
 
-#: Amounts of memory, as parts of what 1F1B's first stage saves.
+#: Amounts of memory, as parts of what 1F1B's fullest stage saves.
 LEVELS: Final = (0.34, 0.4, 0.5, 0.625, 0.75, 0.875, 1.0, 1.25)
 
 
@@ -35,7 +35,7 @@ class Point(NamedTuple):
 class Front(NamedTuple):
     """``limit_ms``: the busiest stage of the searched placement computes all the time.
 
-    ``base_bytes``: what 1F1B's busiest stage saves. ``searched``: one for each of LEVELS that holds a micro-batch; its
+    ``base_bytes``: what 1F1B's fullest stage saves. ``searched``: one for each of LEVELS that holds a micro-batch; its
     ``peak_bytes`` are the cap.
     """
 
@@ -54,26 +54,29 @@ def front(
     stages: int,
     micro_batches: int,
     effort: Effort = USUAL,
+    split: bool = True,
     told: Callable[[str], None] = lambda line: None,
 ) -> Front:
     """Return the front of a model on so many stages; caps that ``costs`` names do not count.
 
-    Messages of evictions are free. ``effort``: of each amount of memory. Raises :class:`ScheduleError` where the parts
-    are not as many as stages need.
+    Messages of evictions are free. ``effort``: of each amount of memory. ``split``: backwards that are searched come in
+    halves. Raises :class:`ScheduleError` where the parts are not as many as stages need, or save nothing.
     """
     costs = costs.model_copy(update={"memory_bytes": None})
     known = list(_known(costs, stages, micro_batches))
     base_bytes = next(one.peak_bytes for one in known if one.name == "1f1b")
     problem = Problem.of(costs, stages, micro_batches)
-    least = max(sum(costs.parts[at].saved_bytes for at in parts) for parts in problem.graph.parts.tolist())
+    least = int(problem.least_bytes.max())
+    if not base_bytes:
+        raise ScheduleError("costs: no part saves anything: give saved_bytes")
     points: list[Point] = []
     for level in LEVELS:
         cap = int(level * base_bytes)
-        if cap < least:
+        if cap < least or (points and cap == points[-1].peak_bytes):
             continue
         told(f"{level:g} of 1F1B's memory, {cap:,} bytes")
         capped = costs.model_copy(update={"memory_bytes": [cap] * stages})
-        program = searched(capped, stages, micro_batches, effort)
+        program = searched(capped, stages, micro_batches, effort, split=split)
         batch_ms = simulate(program, Costs.of_parts(costs, stages)).makespan_ms
         # What fits into less fits; it may have been annealed to other errors.
         batch_ms = min([batch_ms, *(one.batch_ms for one in points)])
@@ -98,8 +101,10 @@ def _known(costs: RunCosts, stages: int, micro_batches: int) -> Iterator[Point]:
 
 
 def _placed(costs: RunCosts, program: Program) -> RunCosts | None:
-    """The same parts as the program places them; None for a placement that has no name."""
+    """The same parts as the program places them; None for other parts, or a placement that has no name."""
     size, places = program.schedule, program.schedule.places
+    if size.chunks != costs.places(size.stages).chunks:
+        return None
     named = {"loop": loop(size.stages, size.chunks), "vee": vee(size.stages, size.chunks)}
     name = next((name for name, made in named.items() if made == places), None)
     return None if name is None else costs.model_copy(update={"placement": name})

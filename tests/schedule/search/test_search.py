@@ -62,18 +62,29 @@ def share(problem: Problem, order: object) -> float:
     return problem.limit_ms / makespan(problem, order)
 
 
+TIMES = ["forward_ms", "input_gradient_ms", "weight_gradient_ms"]
 PLACEMENTS = st.sampled_from(["straight", "loop", "vee"])
 
 
-@given(st.integers(1, 5), st.integers(1, 9), PLACEMENTS, st.floats(0, 1), st.booleans(), st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 9),
+    PLACEMENTS,
+    st.floats(0, 1),
+    st.booleans(),
+    st.integers(0, 2),
+    st.integers(0, 99),
+)
+@settings(max_examples=80, deadline=None)
 def test_what_is_found_is_right_and_fits(
-    stages: int, micro_batches: int, placement: str, room: float, split: bool, seed: int
+    stages: int, micro_batches: int, placement: str, room: float, split: bool, free: int, seed: int
 ) -> None:
-    """All that `verify` proves, bytes within all caps, and the time that the simulator gives it, by its own clock."""
+    """Passes that take no time among them: all that `verify` proves, bytes within caps, and the simulator's time."""
     chance = random.Random(seed)
     costs = uneven(stages, seed, 1, placement)
-    freed = [one.model_copy(update={"freed_by_input_gradient_bytes": chance.randrange(11)}) for one in costs.parts]
+    parts = [one.model_copy(update={"freed_by_input_gradient_bytes": chance.randrange(11)}) for one in costs.parts]
+    freed = [one.model_copy(update=dict.fromkeys(chance.sample(TIMES, free), 0.0)) for one in parts]
+    freed[-1] = freed[-1].model_copy(update={"forward_ms": 0.3})
     per_micro_batch = sum(one.saved_bytes for one in freed) // stages
     caps = [per_micro_batch + int(room * per_micro_batch * chance.randrange(1 + micro_batches)) for _ in range(stages)]
     costs = costs.model_copy(update={"parts": freed, "memory_bytes": caps, "message_ms": 0.0})
@@ -83,8 +94,9 @@ def test_what_is_found_is_right_and_fits(
     check_caps(schedule, costs)
     assert max(map(max, held_bytes(schedule, costs))) == problem.peak_bytes(problem.order(schedule.actions)).max()
     taken = simulate(program, Costs.of_parts(costs, stages)).makespan_ms
-    assert taken == pytest.approx(makespan(problem, problem.order(schedule.actions)))
-    assert taken >= problem.limit_ms - 1e-9
+    clock = makespan(problem, problem.order(schedule.actions))
+    assert problem.limit_ms - 1e-9 <= clock <= taken + 1e-9
+    assert taken == pytest.approx(clock, rel=0.05), "it also waits until receives are posted"
 
 
 @given(st.integers(2, 5), st.integers(1, 9), st.floats(0.3, 1.2), st.integers(0, 99))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evenpipe.schedule.search.clock import ends, tails, through_window
+from evenpipe.schedule.search.clock import NEVER, ends, tails, through_window
 from evenpipe.schedule.search.compiled import compiled
 from evenpipe.schedule.search.problem import Graph, Numbers, Order, Problem
 
@@ -128,9 +128,9 @@ def _anneal(
     takes, new_takes, head_ms = np.empty(samples), np.empty(samples), np.empty(width)
     current_ms = 0.0
     for sample in range(samples):
-        takes[sample] = ends(order, samples_ms[sample], graph, 1e18, work_ms[sample], ended[sample], sequence[sample])
-        if takes[sample] >= 1e18:
-            return 1e18
+        takes[sample] = ends(order, samples_ms[sample], graph, NEVER, work_ms[sample], ended[sample], sequence[sample])
+        if takes[sample] >= NEVER:
+            return NEVER
         tails(order, samples_ms[sample], graph, place, sequence[sample], tail_ms[sample])
         current_ms += takes[sample] / samples
     best_ms = current_ms
@@ -183,8 +183,8 @@ def _anneal(
                 new_ended[sample],
                 new_sequence[sample],
             )
-            if new_takes[sample] >= 1e18:
-                new_ms = 1e18
+            if new_takes[sample] >= NEVER:
+                new_ms = NEVER
                 break
             new_ms += new_takes[sample] / samples
         if new_ms > most_ms + 1e-9:

@@ -1,4 +1,8 @@
-"""Orders on the clock: when each action ends, how long each has behind it, and a quick estimate of a changed order."""
+"""Orders on the clock: when each action ends, how long each has behind it, and a quick estimate of a changed order.
+
+A message is there so long after what makes it. In the simulator it also waits until its receive is posted and until its
+link is free; there a batch takes as long or longer.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +66,7 @@ def ends(
                 if there_ms > start_ms:
                     start_ms = there_ms
                     if start_ms + left_ms[stage] > most_ms:
-                        return 1e18
+                        return NEVER
             now_ms[stage] = ended[action] = start_ms + takes_ms[action]
             left_ms[stage] -= takes_ms[action]
             sequence[done] = action
@@ -76,9 +80,9 @@ def ends(
                     queue[(first + waiting) % (stages + 1)] = other
                     waiting += 1
     if done < stages * width:
-        return 1e18
+        return NEVER
     last_ms = now_ms.max()
-    return last_ms if last_ms <= most_ms else 1e18
+    return last_ms if last_ms <= most_ms else NEVER
 
 
 @compiled

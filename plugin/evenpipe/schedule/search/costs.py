@@ -13,12 +13,15 @@ from evenpipe.schedule.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_
 from evenpipe.schedule.schedule import Fault, Schedule, marked
 from evenpipe.schedule.topology import Places, loop, vee
 
-__all__ = ["FORMAT", "Part", "Placement", "RunCosts", "check_caps", "held_bytes"]
+__all__ = ["FORMAT", "Part", "Placement", "RunCosts", "check_caps", "held_bytes", "said_of"]
 
 FORMAT: Final = "evenpipe.costs/1"
 Placement = Literal["straight", "loop", "vee"]
 _Ms = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Bytes = Annotated[int, Field(ge=0)]
+#: Of a model on a stage of any size; sums of floats are exact so far.
+_Bytes = Annotated[int, Field(ge=0, le=2**50)]
+#: Milliseconds; what takes less is nothing.
+_LEAST_MS: Final = 1e-6
 
 
 class Part(BaseModel):
@@ -71,7 +74,7 @@ class RunCosts(BaseModel):
 
     @model_validator(mode="after")
     def _takes_time(self) -> RunCosts:
-        if not any(one.forward_ms + one.input_gradient_ms + one.weight_gradient_ms for one in self.parts):
+        if max(one.forward_ms + one.input_gradient_ms + one.weight_gradient_ms for one in self.parts) < _LEAST_MS:
             raise ValueError("no part takes any time: give what was measured")
         return self
 
@@ -84,9 +87,7 @@ class RunCosts(BaseModel):
             said = error.strerror if isinstance(error, OSError) else "is no text"
             raise ScheduleError(f"costs={path}: {said}: name a document {FORMAT}") from None
         except ValidationError as error:
-            first = error.errors()[0]
-            where = "".join(f"{step}: " for step in first["loc"])
-            raise ScheduleError(f"costs={path}: {where}{first['msg']}: give a document {FORMAT}") from None
+            raise ScheduleError(f"costs={path}: {said_of(error)}: give a document {FORMAT}") from None
 
     def places(self, stages: int) -> Places:
         """Return where the parts are. Raises :class:`ScheduleError` if they are not as many as stages need."""
@@ -113,6 +114,12 @@ class RunCosts(BaseModel):
         if len(given) != stages:
             raise ScheduleError(f"costs: memory_bytes has {len(given)} caps for {stages} stages: give one a stage")
         return given
+
+
+def said_of(error: ValidationError) -> str:
+    """Return the first of what is wrong, on one line."""
+    first = error.errors()[0]
+    return "".join(f"{step}: " for step in first["loc"]) + first["msg"]
 
 
 def held_bytes(schedule: Schedule, costs: RunCosts) -> list[list[int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from evenpipe.schedule.search.clock import ends
+from evenpipe.schedule.search.clock import NEVER, ends
 from evenpipe.schedule.search.compiled import compiled
 from evenpipe.schedule.search.problem import Graph, Numbers, Order, Problem
 
@@ -52,13 +52,22 @@ def _mirrored(graph: Graph) -> Graph:
 def _justify(order: Order, takes_ms: Numbers, graph: Graph) -> Order:
     ended, sequence = np.empty(len(takes_ms)), np.empty(len(takes_ms), np.int32)
     work_ms = np.bincount(graph.stage, takes_ms, len(order))
-    if ends(order, takes_ms, graph, 1e18, work_ms, ended, sequence) >= 1e18:
+    if ends(order, takes_ms, graph, NEVER, work_ms, ended, sequence) >= NEVER:
         return order
-    by_start = sequence[np.argsort((ended - takes_ms)[sequence], kind="stable")]
+    by_start = sequence[np.argsort(_starts(order, graph, ended)[sequence], kind="stable")]
     units = graph.parts.size * graph.micro_batches
     made = np.empty_like(order)
     _place(made, by_start, takes_ms, graph, units)
     return made
+
+
+def _starts(order: Order, graph: Graph, ended: Numbers) -> Numbers:
+    """When each action starts: exactly when the last of what it waits for is there, also where that takes no time."""
+    there_ms = np.where(graph.awaits >= 0, ended[graph.awaits] + graph.message_ms, 0.0)
+    before_ms = np.zeros(len(ended))
+    before_ms[order[:, 1:]] = ended[order[:, :-1]]
+    starts: Numbers = np.maximum(there_ms, before_ms)
+    return starts
 
 
 @compiled

@@ -7,6 +7,7 @@ from typing import Final
 
 import numpy as np
 
+from evenpipe.schedule.search.clock import NEVER
 from evenpipe.schedule.search.compiled import compiled
 from evenpipe.schedule.search.problem import Graph, Numbers, Order, Problem
 
@@ -45,8 +46,8 @@ def _choice(
     """Return what the stage starts next, as far as is known now, and when; −1 for nothing."""
     count, chunks = graph.micro_batches, graph.parts.shape[1]
     positions = graph.parts.size
-    best, best_ms, weight = -1, 1e18, -1
-    best_rank = 1e18
+    best, best_ms, weight = -1, NEVER, -1
+    best_rank = NEVER
     for turn in range(chunks):
         position = graph.parts[stage, chunks - 1 - turn if late_first else turn]
         for kind in range(2):
@@ -99,7 +100,7 @@ def _list(
     done = np.zeros((3, positions), np.int32)
     now_ms, held = np.zeros(stages), np.zeros(stages)
     at = np.zeros(stages, np.int32)
-    chosen, chosen_ms = np.full(stages, -1, np.int32), np.full(stages, 1e18)
+    chosen, chosen_ms = np.full(stages, -1, np.int32), np.full(stages, NEVER)
     changed = np.ones(stages, np.bool_)
     for _ in range(stages * width):
         first = -1

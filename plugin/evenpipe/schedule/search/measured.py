@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from evenpipe.schedule.actions import (
     BACKWARD,
     COMPUTE,
@@ -20,7 +22,7 @@ from evenpipe.schedule.actions import (
     ScheduleError,
     parse,
 )
-from evenpipe.schedule.search.costs import FORMAT, Part, Placement, RunCosts
+from evenpipe.schedule.search.costs import FORMAT, Part, Placement, RunCosts, said_of
 from evenpipe.schedule.topology import loop, vee
 
 __all__ = ["TRACE", "costs_of_trace"]
@@ -49,28 +51,27 @@ def costs_of_trace(
     times = _times(path)
     stages, chunks = 1 + max(stage for stage, _ in times), 1 + max(chunk for _, chunk in times)
     if traced == "vee" and chunks != 2:
-        raise ScheduleError(f"trace={path}: has {chunks} model chunks a stage, and a V has 2: give another placement")
+        raise ScheduleError(f"traced=vee: the run had {chunks} model chunks a stage, and a V has 2: give loop")
     places = vee(stages) if traced == "vee" else loop(stages, chunks)
-    missing = [place for place in places.order if place not in times or FORWARD not in times[place]]
-    if missing:
-        raise ScheduleError(f"trace={path}: has no forward of chunk {missing[0].chunk} on stage {missing[0].stage}")
+    for stage, chunk in places.order:
+        kinds = set(times.get((stage, chunk), ()))
+        if FORWARD not in kinds or not (BACKWARD in kinds or {INPUT_GRADIENT, WEIGHT_GRADIENT} <= kinds):
+            raise ScheduleError(f"trace={path}: has no forward, or no backward, of chunk {chunk} on stage {stage}")
     sizes = list(saved_bytes) * (len(places.order) if len(saved_bytes) == 1 else 1)
     if len(sizes) != len(places.order):
         raise ScheduleError(
             f"saved_bytes: {len(sizes)} sizes for {len(places.order)} parts: give one, or one for each part"
         )
-    parts = [_part(times[place], size) for place, size in zip(places.order, sizes, strict=True)]
     caps = None if memory_bytes is None else list(memory_bytes) * (stages if len(memory_bytes) == 1 else 1)
-    costs = RunCosts(
-        format=FORMAT,
-        placement=placement,
-        parts=parts,
-        message_ms=message_ms,
-        memory_bytes=caps,
-    )
-    costs.places(stages)
-    costs.caps(stages)
-    return costs
+    if caps is not None and len(caps) != stages:
+        raise ScheduleError(f"memory_bytes: {len(caps)} caps for {stages} stages: give one, or one for each stage")
+    if (placement == "straight") != (chunks == 1) or (placement == "vee" and chunks != 2):
+        raise ScheduleError(f"placement={placement}: the run had {chunks} parts a stage: give another placement")
+    try:
+        parts = [_part(times[place], size) for place, size in zip(places.order, sizes, strict=True)]
+        return RunCosts(format=FORMAT, placement=placement, parts=parts, message_ms=message_ms, memory_bytes=caps)
+    except ValidationError as error:
+        raise ScheduleError(f"trace={path}: {said_of(error)}: trace another iteration") from None
 
 
 def _part(times: dict[Kind, list[float]], saved_bytes: int) -> Part:
@@ -98,7 +99,7 @@ def _times(path: Path) -> _Times:
                 found[int(stage[1]), action.chunk][action.kind].append(one["dur"] / 1e3)
     except OSError as error:
         raise ScheduleError(f"trace={path}: {error.strerror}: name a trace {TRACE}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ScheduleError(f"trace={path}: is no trace {TRACE}: name what --evenpipe-trace or --trace wrote") from None
     if not found:
         raise ScheduleError(f"trace={path}: has no compute: name what --evenpipe-trace or --trace wrote")

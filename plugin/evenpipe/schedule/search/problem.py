@@ -115,6 +115,12 @@ class Problem:
         """No order is faster: the busiest stage computes all the time."""
         return float(self.work_ms.max())
 
+    @property
+    def least_bytes(self) -> Numbers:
+        """Per stage, what it holds of one micro-batch when the loss is computed: no order needs less."""
+        saved: Numbers = np.array([one.saved_bytes for one in self.parts])[self.graph.parts].sum(axis=1)
+        return saved
+
     def order(self, rows: Sequence[Sequence[Action]]) -> Order:
         """Return these stages' actions as numbers. A whole backward counts as both halves, where there are halves."""
         numbers = {kind: [number] for number, kind in enumerate(self.kinds)}

@@ -33,6 +33,8 @@ _ROBUST: Final = Cooling()
 #: What a move costs, in nanoseconds an action and sample, on one core of 2024; only to make moves of seconds.
 _NS: Final = 4.0
 _MOST_MOVES: Final = 3_000
+#: Starts among which the best for wrong times is chosen; results that are left to the simulator to choose from.
+_JUDGED: Final = 32
 _FEW: Final = 4
 _TIMES: Final = ("forward_ms", "input_gradient_ms", "weight_gradient_ms")
 #: Of many micro-batches, blocks are compared among so many a stage.
@@ -62,7 +64,7 @@ class Errors(NamedTuple):
 
 
 class Effort(NamedTuple):
-    """``seconds``: about so many of one core at most. ``samples``: of times with errors."""
+    """``seconds``: of annealing, about so many of one core at most. ``samples``: of times with errors."""
 
     seconds: float = 10.0
     samples: int = 8
@@ -74,7 +76,7 @@ class Effort(NamedTuple):
 
 
 class Found(NamedTuple):
-    """``best``: a few orders, the best first. ``published``: a few of the published ones that fit, if there are any."""
+    """``best``: a few orders, the best first. ``published``: those that fit of named ones, and of a few blocks."""
 
     best: list[Schedule]
     published: list[Schedule]
@@ -107,10 +109,11 @@ def search(
     def said(order: Order, how: str) -> None:
         told(f"{how}: {problem.limit_ms / makespan(problem, order):.1%} of the limit")
 
-    published = list(_published(problem))
+    named = [order for order in _known(problem) if problem.fits(order)]
+    published = [*named, *_repeated(problem)]
     found = sorted(_starts(problem, published), key=lambda order: makespan(problem, order))
     said(found[0], f"best of {len(found):,} orders")
-    some = found[: 4 * effort.samples] if COMPILED else found[: effort.samples]
+    some = found[:_JUDGED]
     if COMPILED and effort.seconds > 0:
         moves = effort.moves(len(problem.takes_ms))
         chains = zip(found, _NOMINAL, strict=False)
@@ -126,15 +129,13 @@ def search(
     most_ms = min((makespan(problem, order) for order in published), default=NEVER)
     able = sorted((order for order in some if makespan(problem, order) <= most_ms + 1e-9), key=mean_ms)
     said(able[0], "best where times are a little wrong")
-    known = sorted(published, key=lambda order: makespan(problem, order))
-    return Found(*([_schedule(problem, order) for order in orders[:_FEW]] for orders in (able, known)))
+    blocks = sorted(published[len(named) :], key=lambda order: makespan(problem, order))
+    known = [*named, *blocks[:_FEW]]
+    return Found(*([_schedule(problem, order) for order in orders] for orders in (able[:_FEW], known)))
 
 
 def _check_caps(problem: Problem) -> None:
-    """All parts hold a micro-batch when its loss is computed."""
-    saved = np.array([one.saved_bytes for one in problem.parts])
-    for stage, (cap, parts) in enumerate(zip(problem.cap, problem.graph.parts, strict=True)):
-        least = int(saved[parts].sum())
+    for stage, (cap, least) in enumerate(zip(problem.cap, problem.least_bytes.tolist(), strict=True)):
         if cap < least:
             raise ScheduleError(
                 f"costs: memory_bytes of stage {stage} is {cap:,}, and one micro-batch alone needs {least:,}: give at "
@@ -142,9 +143,8 @@ def _check_caps(problem: Problem) -> None:
             )
 
 
-def _published(problem: Problem) -> Iterator[Order]:
-    """Yield the orders that fit of known schedules and of building blocks, as they are published: for even stages."""
-    yield from (order for order in _known(problem) if problem.fits(order))
+def _repeated(problem: Problem) -> Iterator[Order]:
+    """Yield the orders that fit of building blocks, with their warm-up and cool-down for even stages, as published."""
     if problem.split and problem.places == vee(problem.places.stages):
         even = replace(
             problem,
@@ -166,7 +166,7 @@ def _starts(problem: Problem, published: Sequence[Order]) -> Iterator[Order]:
 
 
 def _known(problem: Problem) -> Iterator[Order]:
-    """Yield the orders of known schedules on the same places."""
+    """Yield the orders of known schedules on the same places; those of groups are for receives that come ahead."""
     size = Size(problem.places.stages, problem.micro_batches, problem.places.chunks)
     for spec in map(find, own()):
         try:
