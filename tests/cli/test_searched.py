@@ -119,6 +119,10 @@ def test_the_front(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
         ),
         (["simulate", "--schedule", "zbv", "--costs", "/nowhere", *SIZES], "/nowhere: No such file or directory"),
         (["simulate", *SIZES], "--schedule: which? Give one of"),
+        (
+            ["schedule", "--schedule", "searched", "--costs", "C", "--stages", "4", "--micro-batches", "999999999"],
+            "--micro-batches 999999999: makes 23,999,999,976 actions, and an order of at most 500,000 is searched",
+        ),
         (["simulate", "--front", "--costs", "C", "--link-ms", "1", *SIZES], "--link-ms: --front is of all schedules"),
         (["simulate", "--schedule", "zbv", "--seed", "3", *SIZES], "--seed: is of --schedule searched: leave --seed"),
         (

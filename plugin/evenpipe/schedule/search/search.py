@@ -1,4 +1,4 @@
-"""Search an order for given times and caps: starts of all kinds, justified, and the best annealed over errors of times.
+"""Search an order for given times and caps: starts of all kinds, justified, the best annealed over errors of times.
 
 Moves are counted, not seconds: the same problem and the same seed give the same order on every machine with the same
 libraries.
@@ -33,6 +33,7 @@ _ROBUST: Final = Cooling()
 #: What a move costs, in nanoseconds an action and sample, on one core of 2024; only to make moves of seconds.
 _NS: Final = 4.0
 _MOST_MOVES: Final = 3_000
+_MOST_ACTIONS: Final = 500_000
 #: Starts among which the best for wrong times is chosen; results that are left to the simulator to choose from.
 _JUDGED: Final = 32
 _FEW: Final = 4
@@ -95,8 +96,14 @@ def search(
     """Return orders for ``problem``, within its caps, which are still to be verified. ``told`` gets a line a step.
 
     Without numba only the best starts are justified, and nothing is annealed. Raises :class:`ScheduleError` where a
-    stage cannot hold one micro-batch, which is the least of any order.
+    stage cannot hold one micro-batch, which is the least of any order, and for more actions than can be searched.
     """
+    actions = len(problem.kinds) * len(problem.parts) * problem.micro_batches
+    if actions > _MOST_ACTIONS:
+        raise ScheduleError(
+            f"micro_batches={problem.micro_batches}: makes {actions:,} actions, and an order of at most "
+            f"{_MOST_ACTIONS:,} is searched: give less"
+        )
     _check_caps(problem)
     slower = replace(problem, message_ms=problem.message_ms * (1 + errors.message))
     count = effort.samples if any(errors) else 1
@@ -129,8 +136,8 @@ def search(
     most_ms = min((makespan(problem, order) for order in published), default=NEVER)
     able = sorted((order for order in some if makespan(problem, order) <= most_ms + 1e-9), key=mean_ms)
     said(able[0], "best where times are a little wrong")
-    blocks = sorted(published[len(named) :], key=lambda order: makespan(problem, order))
-    known = [*named, *blocks[:_FEW]]
+    repeated = sorted(published[len(named) :], key=lambda order: makespan(problem, order))
+    known = [*named, *repeated[:_FEW]]
     return Found(*([_schedule(problem, order) for order in orders] for orders in (able[:_FEW], known)))
 
 
