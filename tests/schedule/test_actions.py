@@ -48,7 +48,7 @@ def test_a_kind_computes_or_moves_or_updates(row) -> None:
 
 
 def test_every_cost_and_every_link_belongs_to_a_kind() -> None:
-    assert {row.cost for row in ROWS} - {None} == set(get_args(Cost)) == set(Costs((1.0,), (2.0,)).of(0))
+    assert {row.cost for row in ROWS} - {None} == set(get_args(Cost)) == set(Costs((1.0,), (2.0,)).of(0)[0])
     links = {row.link for row in ROWS} - {None}
     assert links | {"forward", "backward"} == set(get_args(LinkKind))
     for link in links:
