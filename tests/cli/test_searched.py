@@ -177,7 +177,7 @@ def test_an_engine_says_how_a_searched_schedule_is_made(capsys: pytest.CaptureFi
 def test_the_costs_of_a_trace_are_those_of_its_run(
     schedule: str, costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a trace in the form that scripts write: the times of the parts, back in the order of the model."""
+    """Scripts write traces in the same form; the parts come back in the order of the model."""
     trace, out = tmp_path / "T.json", tmp_path / "again.json"
     words = ["simulate", "--schedule", schedule, "--costs", costs, *SIZES, "--trace", str(trace)]
     assert main(words) == 0

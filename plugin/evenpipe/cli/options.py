@@ -15,7 +15,7 @@ from evenpipe.report.files import write_atomically
 from evenpipe.report.timeline import StageMemory, Timeline, perfetto_trace
 from evenpipe.schedule import SEARCHED, Program, Programs, Queues, Schedule, ScheduleError, Size, choose, names
 from evenpipe.schedule.search.costs import FORMAT, RunCosts
-from evenpipe.settings.spelling import in_flags
+from evenpipe.settings.spelling import command_flag, in_flags
 from evenpipe.simulate import Costs, Simulation
 
 if TYPE_CHECKING:
@@ -78,14 +78,14 @@ def program_from(arguments: Namespace, queues: Queues = "many") -> Program:
             return _searched(arguments, queues)
         for option in ("seconds", "seed", "whole_backwards"):
             if getattr(arguments, option):
-                flag = f"--{option.replace('_', '-')}"
+                flag = command_flag(option)
                 raise UsageError(f"{flag}: is of --schedule {SEARCHED}: leave {flag} out")
         spec = choose(arguments.schedule)
         table = spec.table
         for option, fixed in (("stages", table and table.stages), ("micro_batches", table and table.micro_batches)):
             if getattr(arguments, option) is None:
                 if fixed is None:
-                    raise UsageError(f"--{option.replace('_', '-')}: how many? Only a table (file:PATH) says it itself")
+                    raise UsageError(f"{command_flag(option)}: how many? Only a table (file:PATH) says it itself")
                 setattr(arguments, option, fixed)
         # Three batches show the start, the steady state and the end of a stream.
         usual = table.batches if table is not None else 3 if "stream" in spec.needs else 1
@@ -111,13 +111,13 @@ def parts_from(arguments: Namespace, asked: str) -> RunCosts:
     for option in ("stages", "micro_batches"):
         given = getattr(arguments, option)
         if given is None or given < 1:
-            flag = f"--{option.replace('_', '-')}"
+            flag = command_flag(option)
             raise UsageError(
                 f"{flag}: how many? --costs does not say it" if given is None else f"{flag} {given}: must be at least 1"
             )
     for option, usual in (("chunks", 1), ("group_size", 1), ("batches", None), ("bpipe", False)):
         if getattr(arguments, option) != usual:
-            flag = f"--{option.replace('_', '-')}"
+            flag = command_flag(option)
             raise UsageError(f"{flag}: {asked} goes by the parts and the placement of --costs: leave {flag} out")
     costs: RunCosts = arguments.costs
     return costs

@@ -26,7 +26,7 @@ from evenpipe.cli.parser import Commands, UsageError, add_command
 from evenpipe.cli.values import duration_ms, durations_ms, write
 from evenpipe.schedule import Schedule, ScheduleError
 from evenpipe.schedule.search.costs import held_bytes
-from evenpipe.settings.spelling import in_flags
+from evenpipe.settings.spelling import command_flag, in_flags
 from evenpipe.simulate import Costs, Simulation, SimulationError, Wire, simulate, simulation_document
 from evenpipe.simulate.device import PLAIN, SYNCHRONISED, Environment, run_on_devices
 
@@ -118,7 +118,7 @@ def _run_front(arguments: Namespace) -> None:
 
     for option in ("schedule", "trace", "one_queue", *_TIMES):
         if getattr(arguments, option):
-            flag = f"--{option.replace('_', '-')}"
+            flag = command_flag(option)
             raise UsageError(f"{flag}: --front is of all schedules, by --costs: leave {flag} out")
     costs = parts_from(arguments, "--front")
     try:
@@ -163,7 +163,7 @@ def _costs(arguments: Namespace, schedule: Schedule) -> Costs:
     if of_parts is not None:
         for option in _TIMES:
             if getattr(arguments, option):
-                flag = f"--{option.replace('_', '-')}"
+                flag = command_flag(option)
                 raise UsageError(f"{flag}: --costs has all times: leave {flag} or --costs out")
         return of_parts
     link, transfer = Wire(transmit_ms=arguments.link_ms or 0.0), Wire(transmit_ms=arguments.transfer_ms or 0.0)
@@ -180,7 +180,7 @@ def _costs(arguments: Namespace, schedule: Schedule) -> Costs:
 
 
 def _bytes(arguments: Namespace, schedule: Schedule) -> list[str] | None:
-    """What each stage holds at most of what it may, where --costs says."""
+    """Each stage's peak and its cap in bytes; None without --costs."""
     if arguments.costs is None or any(schedule.evictions):
         return None
     peaks = [max(held, default=0) for held in held_bytes(schedule, arguments.costs)]

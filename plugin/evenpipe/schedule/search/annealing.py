@@ -7,7 +7,7 @@ the actions' times, of which there may be one: an order that is tuned to exact t
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -18,16 +18,16 @@ from evenpipe.schedule.search.problem import Graph, Numbers, Order, Problem
 __all__ = ["Cooling", "anneal"]
 
 
-class Cooling(NamedTuple):
-    """A chain: temperatures at its start and end, in mean times of an action; how far a move goes, on average;
+#: How often a move is of an action on the critical path.
+_CRITICAL: Final = 0.3
 
-    how often an action of the critical path is taken, in [0, 1].
-    """
+
+class Cooling(NamedTuple):
+    """A chain: temperatures at its start and end, in mean times of an action, and how far a move goes on average."""
 
     hot: float = 0.05
     cold: float = 0.0003
     reach: float = 2.5
-    critical: float = 0.3
 
 
 def anneal(
@@ -47,10 +47,7 @@ def anneal(
         problem.graph,
         moves,
         seed,
-        cooling.hot * unit_ms,
-        cooling.cold * unit_ms,
-        cooling.reach,
-        cooling.critical,
+        cooling._replace(hot=cooling.hot * unit_ms, cold=cooling.cold * unit_ms),
     )
     return found, float(best_ms)
 
@@ -100,11 +97,9 @@ def _anneal(
     graph: Graph,
     moves: int,
     seed: int,
-    hot_ms: float,
-    cold_ms: float,
-    reach: float,
-    critical: float,
+    cooling: Cooling,
 ) -> float:
+    """Change ``best``; ``cooling`` has temperatures in milliseconds."""
     np.random.seed(seed)
     stages, width = best.shape
     samples, actions = samples_ms.shape
@@ -135,9 +130,9 @@ def _anneal(
         current_ms += takes[sample] / samples
     best_ms = current_ms
     for move in range(moves):
-        temperature = hot_ms * (cold_ms / hot_ms) ** (move / moves)
+        temperature = cooling.hot * (cooling.cold / cooling.hot) ** (move / moves)
         stage, start = np.random.randint(stages), np.random.randint(width)
-        if np.random.random() < critical:
+        if np.random.random() < _CRITICAL:
             sample = np.random.randint(samples)
             for _ in range(12):
                 action = order[stage, start]
@@ -145,7 +140,7 @@ def _anneal(
                 if path_ms >= takes[sample] - 1e-9:
                     break
                 stage, start = np.random.randint(stages), np.random.randint(width)
-        far = 1 + int(-math.log(np.random.random() + 1e-12) * reach)
+        far = 1 + int(-math.log(np.random.random() + 1e-12) * cooling.reach)
         end = start + far if np.random.random() < 0.5 else start - far
         if end < 0 or end >= width or not _may_move(order, stage, start, end, graph, units):
             continue

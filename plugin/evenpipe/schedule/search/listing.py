@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,13 @@ __all__ = ["listed"]
 _PATIENCE: Final = (0.0, 0.3, 0.6, 1.0)
 
 
+class _Rules(NamedTuple):
+    split: bool
+    forwards_first: bool
+    late_first: bool
+    patience_ms: float
+
+
 def listed(problem: Problem) -> list[Order]:
     """Return the orders of all rules that come to an end under the caps."""
     unit_ms, graph = float(problem.takes_ms.mean()), problem.graph
@@ -24,7 +31,8 @@ def listed(problem: Problem) -> list[Order]:
     orders = []
     for forwards_first, late_first, patience in product((False, True), (True, False), _PATIENCE):
         order = np.full((problem.places.stages, width), -1, np.int32)
-        if _list(order, problem.takes_ms, graph, problem.split, forwards_first, late_first, patience * unit_ms):
+        rules = _Rules(problem.split, forwards_first, late_first, patience * unit_ms)
+        if _list(order, problem.takes_ms, graph, rules):
             orders.append(order)
     return orders
 
@@ -36,12 +44,8 @@ def _choice(
     held: float,
     done: Numbers,
     ended: Numbers,
-    takes_ms: Numbers,
     graph: Graph,
-    split: bool,
-    forwards_first: bool,
-    late_first: bool,
-    patience_ms: float,
+    rules: _Rules,
 ) -> tuple[int, float]:
     """Return what the stage starts next, as far as is known now, and when; −1 for nothing."""
     count, chunks = graph.micro_batches, graph.parts.shape[1]
@@ -49,7 +53,7 @@ def _choice(
     best, best_ms, weight = -1, NEVER, -1
     best_rank = NEVER
     for turn in range(chunks):
-        position = graph.parts[stage, chunks - 1 - turn if late_first else turn]
+        position = graph.parts[stage, chunks - 1 - turn if rules.late_first else turn]
         for kind in range(2):
             number = done[kind, position]
             if number >= (count if kind == 0 else done[0, position]):
@@ -70,15 +74,15 @@ def _choice(
             start_ms = now_ms
             if awaited >= 0:
                 start_ms = max(now_ms, ended[awaited] + graph.message_ms[action])
-            preferred = (kind == 0) == forwards_first
+            preferred = (kind == 0) == rules.forwards_first
             rank = turn * 1e-4 + (0.0 if preferred else 0.5)
             if start_ms > now_ms + 1e-9:  # one of those for which it would have to wait: the first
                 rank = 1000.0 + start_ms + turn * 1e-4 + (0.0 if preferred else 5e-4)
             if rank < best_rank:
                 best_rank, best, best_ms = rank, action, start_ms
-        if split and weight < 0 and done[2, position] < done[1, position]:
+        if rules.split and weight < 0 and done[2, position] < done[1, position]:
             weight = (2 * positions + position) * count + done[2, position]
-    if weight >= 0 and best_ms > now_ms + patience_ms + 1e-9:
+    if weight >= 0 and best_ms > now_ms + rules.patience_ms + 1e-9:
         return weight, now_ms
     return best, best_ms
 
@@ -88,10 +92,7 @@ def _list(
     order: Order,
     takes_ms: Numbers,
     graph: Graph,
-    split: bool,
-    forwards_first: bool,
-    late_first: bool,
-    patience_ms: float,
+    rules: _Rules,
 ) -> bool:
     """Fill ``order``; False where no stage can go on."""
     stages, width = order.shape
@@ -107,19 +108,7 @@ def _list(
         for stage in range(stages):
             if changed[stage]:
                 changed[stage] = False
-                chosen[stage], chosen_ms[stage] = _choice(
-                    stage,
-                    now_ms[stage],
-                    held[stage],
-                    done,
-                    ended,
-                    takes_ms,
-                    graph,
-                    split,
-                    forwards_first,
-                    late_first,
-                    patience_ms,
-                )
+                chosen[stage], chosen_ms[stage] = _choice(stage, now_ms[stage], held[stage], done, ended, graph, rules)
             if chosen[stage] >= 0 and (first < 0 or chosen_ms[stage] < chosen_ms[first]):
                 first = stage
         if first < 0:

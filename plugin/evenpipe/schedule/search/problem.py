@@ -1,4 +1,4 @@
-"""What an order is searched for, as numbers: actions' times, what they await, and the bytes that they take or free.
+"""The problem of a search as arrays: times of actions, what they wait for, bytes that they take or free.
 
 A job shop whose machines have memory. An action's number is (kind × positions + position) × micro-batches +
 micro-batch, of the kinds F, D and W, or F and B where backwards are whole; a position is a part of the model, counted
@@ -83,7 +83,7 @@ class Problem:
 
     @cached_property
     def graph(self) -> Graph:
-        """What each action awaits; see :class:`Graph`."""
+        """The columns of all actions."""
         count, positions = self.micro_batches, len(self.parts)
         numbers = np.arange(len(self.kinds) * positions * count, dtype=np.int32)
         kind, position = numbers // (positions * count), numbers // count % positions
