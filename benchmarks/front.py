@@ -64,7 +64,7 @@ def wrong(costs: RunCosts, stages: int, micro_batches: int, effort: Effort) -> t
     """ZB-V's time over that of what is searched with as much memory: the mean of unseen samples, and the least."""
     capped = costs.model_copy(update={"memory_bytes": [2 * stages * UNIT_BYTES] * stages})
     problem = Problem.of(capped, stages, micro_batches)
-    found = problem.order(searched(capped, stages, micro_batches, effort).schedule.actions)
+    found = problem.order(searched(capped, stages, micro_batches, effort).program.schedule.actions)
     named = problem.order(find("zbv").order(Size(stages, micro_batches, 2)))
     unseen = Errors(0.05, 0.05).samples_ms(problem, 49, 12345)[1:]
     longer = 1 + abs(np.random.default_rng(12345).normal(0, 0.5, len(unseen)))

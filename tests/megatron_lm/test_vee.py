@@ -48,6 +48,7 @@ CASES = {
         ),
     ),
 }
+UNEVEN = ("TP2xPP2", ("--pipeline-model-parallel-layout", "Et|ttt|tt|ttL", "--bf16", UNTIED))
 EVERYWHERE = ("sequence parallel",)
 MARKED = [
     pytest.param(case, marks=pytest.mark.every_release if case in EVERYWHERE else pytest.mark.long) for case in CASES
@@ -63,18 +64,23 @@ def searched_table(folder, trace, stages, micro_batches):
     return table
 
 
+def logged(run):
+    """What Megatron logged of each iteration, but for how many there are to be."""
+    return [line.partition(" | ")[2] for line in run.lines]
+
+
 class Job:
     """Runs of one case in folders of their own, which go on with each other's checkpoints."""
 
     def __init__(self, megatron_lm, case, folder):
-        layout, self._more = CASES[case]
+        layout, self._more = case
         self._processes, self._parallel = LAYOUTS[layout]
         self._megatron_lm, self._folder = megatron_lm, folder
         self._same = ["--clip-grad", "0", "--override-opt_param-scheduler"]
         if layout == SHARDED:  # otherwise it is read where parameters are on the same stages only
             self._same += ["--dist-ckpt-optim-fully-reshardable"]
 
-    def run(self, name, iterations, *flags, after=None):
+    def run(self, name, iterations, *flags, after=None, check=True):
         """Train until there are so many iterations, of which those of the run `after` are loaded."""
         folder = self._folder / name
         if after is not None:
@@ -87,7 +93,7 @@ class Job:
             *self._more,
             *flags,
         ]
-        return launch(self._megatron_lm, "pretrain_gpt.py", self._processes, [*flags, *self._same, *kept])
+        return launch(self._megatron_lm, "pretrain_gpt.py", self._processes, [*flags, *self._same, *kept], check=check)
 
     def differences(self, one, other, iterations):
         last = f"iter_{iterations:07d}"
@@ -96,7 +102,7 @@ class Job:
 
 @pytest.mark.parametrize("case", MARKED)
 def test_a_v_goes_on_with_a_stock_checkpoint_to_the_same_bits(megatron_lm, case, tmp_path):
-    job = Job(megatron_lm, case, tmp_path)
+    job = Job(megatron_lm, CASES[case], tmp_path)
     job.run("start", 1)
     stock = job.run("stock", 1 + TRAINED, after="start")
     schedule = "zbv" if case.startswith("zbv") else "v-half"
@@ -118,8 +124,34 @@ def test_a_v_goes_on_with_a_stock_checkpoint_to_the_same_bits(megatron_lm, case,
 
 
 @pytest.mark.long
+def test_an_order_is_searched_while_it_trains_and_gone_on_with(megatron_lm, tmp_path):
+    """Of three iterations two are looked at, and the third follows the order, as does the first of a later run."""
+    job = Job(megatron_lm, UNEVEN, tmp_path)
+    searched = ("--evenpipe-schedule", "searched", "--memory-gib", "0.0236")
+    job.run("start", 1)
+    stock = logged(job.run("stock", 1 + TRAINED + 1, after="start"))
+    ours = job.run("searched", 1 + TRAINED, *searched, after="start")
+    assert len(logged(ours)) == TRAINED
+    assert logged(ours) == stock[:TRAINED]
+    assert ours.output.count("searched: 8 micro-batches: an order found in") == 1
+    on = job.run("on", 1 + TRAINED + 1, *searched, after="searched")
+    assert logged(on) == stock[TRAINED:]
+    assert on.peak_live == ours.peak_live
+    assert "checkpoint of iteration 4: trains by the order that was saved" in on.output
+    assert "an order found" not in on.output
+    assert job.differences("stock", "on", 1 + TRAINED + 1) == []
+
+
+def test_memory_that_holds_no_order_ends_the_job(megatron_lm, tmp_path):
+    job = Job(megatron_lm, CASES["tied"], tmp_path)
+    ended = job.run("ended", 3, "--evenpipe-schedule", "searched", "--memory-gib", "0.001", check=False)
+    assert ended.returncode != 0
+    assert "evenpipe: error: --memory-gib 0.001: weights, gradients, optimizer and messages of stage" in ended.output
+
+
+@pytest.mark.long
 def test_stock_goes_on_with_a_checkpoint_of_a_v(megatron_lm, tmp_path):
-    job = Job(megatron_lm, "tied", tmp_path)
+    job = Job(megatron_lm, CASES["tied"], tmp_path)
     job.run("vee", 1, "--evenpipe-schedule", "v-half")
     stock = job.run("stock", 2, after="vee")
     ours = job.run("on", 2, "--evenpipe-schedule", "v-half", after="vee")

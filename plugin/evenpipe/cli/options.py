@@ -101,7 +101,7 @@ def _searched(arguments: Namespace, queues: Queues) -> Program:
 
     costs, sizes = parts_from(arguments, f"--schedule {SEARCHED}"), (arguments.stages, arguments.micro_batches)
     split = not arguments.whole_backwards
-    return searched(costs, *sizes, effort_from(arguments), split=split, queues=queues, told=told)
+    return searched(costs, *sizes, effort_from(arguments), split=split, queues=queues, told=told).program
 
 
 def parts_from(arguments: Namespace, asked: str) -> RunCosts:

@@ -265,7 +265,7 @@ class PipelineSchedule:
             pipeline.rank(),
             executor.device,
             release,
-            executor.store.recording if self.bpipe or self.measure else lambda unit: nullcontext(),
+            executor.store.recording if self.bpipe or executor.measure else lambda unit: nullcontext(),
         )
         try:
             stage.start()

@@ -22,7 +22,7 @@ from evenpipe.runtime import streams
 from evenpipe.schedule import Unit
 from evenpipe.upstream import PRESENT, Patch, PatchSet
 
-__all__ = ["WeightGradients", "linear_layers", "whole_layers"]
+__all__ = ["WeightGradients", "delaying_layers", "linear_layers", "whole_layers"]
 
 _LINEAR: Final = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
 #: On a parameter, while a batch whose backwards are in halves is under way.
@@ -118,6 +118,11 @@ class WeightGradients:
 def whole_layers(chunks: Iterable[torch.nn.Module]) -> int:
     """Return how many layers could leave gradients for a second half, and were not made to."""
     return sum(hasattr(one, "wgrad_store") and not _delays(one) for chunk in chunks for one in chunk.modules())
+
+
+def delaying_layers(chunks: Iterable[torch.nn.Module]) -> int:
+    """Return how many layers have queues of their own, whose memory nobody counts."""
+    return sum(_delays(one) for chunk in chunks for one in chunk.modules())
 
 
 def _delays(layer: Any) -> bool:

@@ -42,6 +42,8 @@ NEEDS: Final[Mapping[Need, str]] = MappingProxyType(
         "groups": "groups of micro-batches",
         "stream": "batches without a flush between",
         "swap": "tensors swapped to host memory",
+        "times": "an order for the run's own times (`evenpipe schedule --schedule searched --costs COSTS.json --out "
+        "S.txt` writes one, to be named as file:S.txt)",
     }
 )
 

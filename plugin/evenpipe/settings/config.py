@@ -33,7 +33,8 @@ class EvenPipeConfig(BaseModel):
         None,
         description="pipeline schedule: 1f1b | gpipe | interleaved (the name of 1f1b with virtual stages) | kfkb "
         "(1f1b with --group-size micro-batches in a row) | 2bw (no flushes: two weight versions, each step finished "
-        "while the next batch runs) | zb-h1 (backwards in two halves: less of a bubble) | file:PATH (a table that "
+        "while the next batch runs) | zb-h1 (backwards in two halves: less of a bubble) | searched (an order made for "
+        "the run's own times and --memory-gib, with 2 virtual stages; Megatron-LM) | file:PATH (a table that "
         "`evenpipe schedule --out` wrote) | the name of an installed package's",
         json_schema_extra={"flag": "--evenpipe-schedule", "metavar": "NAME"},
     )
@@ -51,14 +52,16 @@ class EvenPipeConfig(BaseModel):
     retune_interval: int | None = Field(
         None,
         ge=1,
-        description="iterations between two choices of --group-size auto (default: as many as an hour takes)",
+        description="iterations between two choices of --group-size auto, or two looks at the times of searched "
+        "(default: as many as an hour takes)",
         json_schema_extra={"flag": "--retune-interval", "metavar": "N"},
     )
     memory_gib: float | None = Field(
         None,
         gt=0,
         allow_inf_nan=False,
-        description="memory that --group-size auto may use on each device (default: nine tenths of a GPU's)",
+        description="memory that --group-size auto, or searched, may use on each device (default: nine tenths of a "
+        "GPU's)",
         json_schema_extra={"flag": "--memory-gib", "metavar": "GIB"},
     )
     one_version: bool = Field(
@@ -119,6 +122,11 @@ class EvenPipeConfig(BaseModel):
     def streams(self) -> bool:
         """Return whether batches are not flushed."""
         return "stream" in self.spec.needs
+
+    @property
+    def measures(self) -> bool:
+        """Return whether the run goes by times and memory that it measures."""
+        return self.group_size == "auto" or "times" in self.spec.needs
 
     @property
     def active(self) -> bool:

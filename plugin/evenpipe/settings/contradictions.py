@@ -69,6 +69,16 @@ def only_tuned(setting: str) -> Contradiction:
     )
 
 
+def only_measured(setting: str) -> Contradiction:
+    """Return the row of a setting of runs that go by what they measure: a tuned group size, or a searched order."""
+    return Contradiction(
+        setting,
+        lambda config: getattr(config, setting) is not None and not config.measures,
+        "only {group_size:auto} and {schedule:searched} make use of it",
+        f"use one of them, or leave {{{setting}}} out",
+    )
+
+
 CONTRADICTIONS: Final = (
     Contradiction(
         "trace",
@@ -94,8 +104,8 @@ CONTRADICTIONS: Final = (
         "a table is of one size, so that there is nothing to choose",
         "leave {group_size} out, or use {schedule:kfkb}",
     ),
-    only_tuned("retune_interval"),
-    only_tuned("memory_gib"),
+    only_measured("retune_interval"),
+    only_measured("memory_gib"),
     Contradiction(
         "one_version",
         lambda config: config.one_version and not config.streams,
@@ -128,6 +138,12 @@ CONTRADICTIONS_ON_CPU: Final = (
     Contradiction(
         "group_size",
         lambda config: config.group_size == "auto" and config.memory_gib is None,
+        "how much memory it may use is not known on CPU",
+        "give {memory_gib}",
+    ),
+    Contradiction(
+        "schedule",
+        lambda config: "times" in config.spec.needs and config.memory_gib is None,
         "how much memory it may use is not known on CPU",
         "give {memory_gib}",
     ),

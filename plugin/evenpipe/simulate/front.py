@@ -76,10 +76,9 @@ def front(
             continue
         told(f"{level:g} of 1F1B's memory, {cap:,} bytes")
         capped = costs.model_copy(update={"memory_bytes": [cap] * stages})
-        program = searched(capped, stages, micro_batches, effort, split=split)
-        batch_ms = simulate(program, Costs.of_parts(costs, stages)).makespan_ms
+        found = searched(capped, stages, micro_batches, effort, split=split)
         # What fits into less fits; it may have been annealed to other errors.
-        batch_ms = min([batch_ms, *(one.batch_ms for one in points)])
+        batch_ms = min([found.batch_ms, *(one.batch_ms for one in points)])
         points.append(Point(SEARCHED, cap, batch_ms))
     return Front(problem.limit_ms, base_bytes, known, points)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from evenpipe.schedule import Program, Queues, Schedule, verify
 from evenpipe.schedule.search.costs import RunCosts, check_caps
@@ -12,7 +13,18 @@ from evenpipe.schedule.search.search import USUAL, Effort, search
 from evenpipe.simulate.costs import Costs
 from evenpipe.simulate.simulator import simulate
 
-__all__ = ["searched"]
+__all__ = ["Searched", "searched"]
+
+
+class Searched(NamedTuple):
+    """The program of the best order that was found, and the milliseconds of a batch, by simulation.
+
+    published_ms: under the best of those that are published, of which at least one fits; else infinite.
+    """
+
+    program: Program
+    batch_ms: float
+    published_ms: float
 
 
 def searched(
@@ -24,8 +36,8 @@ def searched(
     split: bool = True,
     queues: Queues = "many",
     told: Callable[[str], None] = lambda line: None,
-) -> Program:
-    """Return the program of the best order that is found, by simulation no slower than those that are published.
+) -> Searched:
+    """Return the best order that is found, by simulation no slower than those that are published.
 
     split: backwards come in halves. Raises :class:`ScheduleError` where the costs do not fit so many stages, or a cap
     holds no micro-batch.
@@ -42,5 +54,5 @@ def searched(
     best_ms = min((ms for _, ms in published), default=math.inf)
     for program, ms in (*map(proven, found.best), *published):
         if ms <= best_ms:
-            return program
+            return Searched(program, ms, best_ms)
     raise AssertionError("the best of those that are published is no slower than itself")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes
 from evenpipe.report.files import write_atomically
 from evenpipe.schedule import Link, Program
+from evenpipe.tuner.pace import Pace
 
 __all__ = ["HYSTERESIS", "WINDOW", "Retune", "Tuner", "read_state", "save_with", "thinned_out"]
 
@@ -24,10 +23,6 @@ HYSTERESIS: Final = 0.02
 _TIE: Final = 0.005
 #: Samples that are averaged (§4.3), which are those of three measurements.
 WINDOW: Final = 15
-#: Without an interval in iterations (the paper's experiments tune once an hour, §6.2.4).
-_INTERVAL_S: Final = 3600.0
-#: The first time, since nobody knows yet how long an iteration takes, and devices and network have just been woken up.
-_FIRST_INTERVAL: Final = 10
 #: More candidates than these are thinned out.
 _FEW: Final = 16
 _K_GROWTH: Final = 1.25
@@ -65,11 +60,10 @@ class Tuner:
         self._adopted: list[Candidate] = []
         self.retunes: list[Retune] = []
         self._times = dict(times)
-        self._interval = interval
+        self._pace = Pace(interval)
         #: What the last messages of a candidate took on a link, in ms, oldest first.
         self._windows: dict[tuple[str, Link], list[float]] = {}
         self._next = 0
-        self._since: tuple[int, float | None] = (0, None)
         #: All its task orders live at once (§3.2.1).
         self.schedule = schedule
 
@@ -110,7 +104,7 @@ class Tuner:
             present = self.candidates.index(self.current)
             if estimates[smallest_k] > estimates[present] * (1 - HYSTERESIS):
                 chosen = self.current
-        return chosen, estimates, iteration + self._iterations_between(iteration)
+        return chosen, estimates, self._pace.next_after(iteration)
 
     def adopt(self, iteration: int, chosen: Candidate, estimates_ms: Sequence[float], following: int) -> Retune:
         """Every rank's part: take over what rank 0 has decided."""
@@ -119,7 +113,7 @@ class Tuner:
         self.current, self._next = chosen, following
         self._adopted.append(chosen)
         self.schedule.keep(chosen, self._ordered(chosen)[0])
-        self._since = (iteration, time.monotonic())
+        self._pace.begin(iteration)
         self.retunes.append(retune)
         return retune
 
@@ -141,8 +135,7 @@ class Tuner:
         self.candidates = tuple(Candidate(*candidate) for candidate in state["candidates"])
         self.current = None if state["current"] is None else Candidate(*state["current"])
         self._next = state["next"]
-        if self._interval is not None:
-            self._next = min(self._next, iteration + self._interval)
+        self._next = self._pace.no_later(self._next, iteration)
         self._times = {int(b): StageTimes(*map(tuple, times)) for b, times in state["times"].items()}
         self._windows = {}
         for name, kind, source, target, samples in state["message_ms"]:
@@ -152,15 +145,6 @@ class Tuner:
 
     def _ordered(self, candidate: Candidate) -> tuple[Program, float]:
         return self.schedule.ordered(candidate, self._times[candidate.b], self.message_ms(candidate))
-
-    def _iterations_between(self, iteration: int) -> int:
-        """Told in iterations, an hour needs no clock that all ranks agree on, and nobody to be asked in between."""
-        if self._interval is not None:
-            return self._interval
-        before, at = self._since
-        if at is None or iteration == before:
-            return _FIRST_INTERVAL
-        return max(1, math.ceil(_INTERVAL_S * (iteration - before) / (time.monotonic() - at)))
 
 
 def thinned_out(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

@@ -219,7 +219,7 @@ def test_what_is_judged_by_the_simulator_is_no_slower_than_what_is_known_there()
     """Where receives are posted late, the simulator's times are longer than those of the search."""
     costs = uneven(4, 5, 1.0).model_copy(update={"message_ms": 1.2})
     of_parts = Costs.of_parts(costs, 4)
-    program = searched(costs, 4, 16, Effort(0.1))
+    program = searched(costs, 4, 16, Effort(0.1)).program
     known = [simulate(build(name, Size(4, 16)), of_parts).makespan_ms for name in ("v-min", "v-half", "zbv")]
     assert simulate(program, of_parts).makespan_ms <= min(known)
     check_caps(program.schedule, costs)

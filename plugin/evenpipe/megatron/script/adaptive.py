@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch.distributed as dist
 
-from evenpipe.megatron.script.hooks import folders_loaded_from, save_patch, set_up_patch, with_values
+from evenpipe.megatron.script.hooks import save_patch, set_up_patch, with_values
 from evenpipe.megatron.script.log import say, say_on_last_rank
+from evenpipe.megatron.script.saved_state import SavedState
 from evenpipe.megatron.symbols import ADAPTIVE
 from evenpipe.megatron.unsupported import packs, why_one_size
 from evenpipe.planner.group_memory import PlanError
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.tuner.process_memory import limit_bytes
 from evenpipe.tuner.samples import LossWeights, loader_of
-from evenpipe.tuner.tuner import read_state, save_with
 from evenpipe.upstream import PatchSet
 from evenpipe.upstream.ending import end_job
 
@@ -31,15 +29,7 @@ __all__ = ["AdaptiveTraining", "adaptive_patches"]
 _AUTO: Final = "--group-size auto"
 _ANEW: Final = f"{_AUTO}: what was saved is of other batches or memory: tunes anew"
 _UNEVEN: Final = "samples count different tokens in the loss: add --calculate-per-token-loss, if the script honours it"
-_NAME: Final = "evenpipe_tuner"
-#: What a state is of no use without: memory and times were found with these.
-_SETTINGS: Final = (
-    *("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "data_parallel_size"),
-    *("global_batch_size", "micro_batch_size", "seq_length", "num_layers", "hidden_size", "padded_vocab_size"),
-    *("bf16", "fp16", "sequence_parallel", "use_distributed_optimizer", "optimizer", "transformer_impl"),
-    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-    *("calculate_per_token_loss", "bpipe"),
-)
+_STATE: Final = SavedState(_AUTO, "evenpipe_tuner", "goes on tuning as it was saved", "has no tuner's state")
 
 
 class AdaptiveTraining:
@@ -105,13 +95,13 @@ class AdaptiveTraining:
         self.schedule.tuning = self.schedule.tuning._replace(
             limit_bytes=limit, static_bytes=lambda: static_bytes(model, optimizer)
         )
-        if (state := resumed(self.args, limit)) is not None:
+        if (state := _STATE.resumed(self.args, limit)) is not None:
             self.schedule.load_state_dict(state)
 
     def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
         """Called by all ranks in the place of Megatron's saving, which is `write`."""
         state = self.schedule.state_dict() if self.args.rank == 0 else None
-        return write() if state is None else save(self.args, iteration, folder, state, write)
+        return write() if state is None else _STATE.save(self.args, iteration, folder, state, write)
 
     def _sizes(self, loaded: Sequence[Any], given: int) -> Sequence[int] | None:
         reason = why_one_size(self.args)
@@ -142,41 +132,6 @@ def adaptive_patches(training: AdaptiveTraining) -> PatchSet:
     saved = f"{_AUTO}: what has been measured and decided is saved beside what Megatron saves"
     set_up = set_up_patch(training, "model-and-optimizer", model_and_optimizer)
     return PatchSet("auto", [set_up, save_patch(training, saved)], ADAPTIVE)
-
-
-def save(args: Namespace, iteration: int, folder: str, state: Any, write: Callable[[], Any]) -> Any:
-    """Let `write` save what is Megatron's, once `state` is on disk; rank 0 calls it, `folder` is of all checkpoints."""
-    inside, beside = _paths(folder, iteration)
-    return save_with(write, state, _settings(args), beside, inside, say)
-
-
-def resumed(args: Namespace, limit: int) -> dict[str, Any] | None:
-    """The state that was saved with what Megatron has loaded, under the settings of `args` and this `limit` in bytes.
-
-    All ranks call it; rank 0 reads it for all. None, which rank 0 logs, where there is none.
-    """
-    if args.load is None or not args.iteration:
-        return None
-    found: list[Any] = [None]
-    if args.rank == 0:
-        # Beside, where the job was killed after Megatron's tracker had moved on.
-        paths = [path for folder in folders_loaded_from(args) for path in _paths(folder, args.iteration)]
-        found = [read_state(paths, _settings(args), limit)]
-        goes_on = "goes on tuning as it was saved" if found[0] else "has no tuner's state of these settings: tunes anew"
-        say(f"{_AUTO}: checkpoint of iteration {args.iteration}: {goes_on}")
-    dist.broadcast_object_list(found, src=0)
-    state: dict[str, Any] | None = found[0]
-    return state
-
-
-def _paths(folder: str, iteration: int) -> tuple[Path, Path]:
-    """Inside the checkpoint's own folder, and beside it."""
-    inside = Path(folder, f"iter_{iteration:07d}", f"{_NAME}.json")
-    return inside, Path(folder, f".{_NAME}", f"{iteration:07d}.json")
-
-
-def _settings(args: Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name, None) for name in _SETTINGS} | {"one_size": why_one_size(args)}
 
 
 def _is_bert(model: Sequence[Any]) -> bool:

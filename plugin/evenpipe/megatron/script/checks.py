@@ -54,7 +54,7 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
     if (line := contradiction_in(config, FLAGS, rows)) is not None:
         raise ArgumentError(line)
     try:
-        check_offers(config.spec, ENGINES["evenpipe"].offers, ENGINES["evenpipe"].called)
+        check_offers(config.spec, ENGINES["evenpipe"].offers | {"times"}, ENGINES["evenpipe"].called)
         if config.spec.table is not None:
             _fit_table(config.spec, args)
     except ScheduleError as error:
@@ -103,7 +103,7 @@ def _size(args: Namespace, group: int) -> Size:
 def _refused_capture(config: EvenPipeConfig, args: Namespace) -> Iterator[Refusal]:
     from evenpipe.megatron.captured import refused_capture  # it imports Megatron's schedules
 
-    if config.streams or config.group_size == "auto":  # refused with any graphs
+    if config.streams or config.group_size == "auto" or "times" in config.spec.needs:  # refused with any graphs
         return
     size = _size(args, config.group_size)
     refusal = refused_capture(args, lambda: Programs(config.spec, config.bpipe)(size).schedule)

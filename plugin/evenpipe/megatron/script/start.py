@@ -114,6 +114,11 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
 
         tuned = AdaptiveTraining(config, args, observer, report)
         schedule, called, more = tuned.schedule, tuned, [adaptive_patches(tuned)]
+    elif "times" in config.spec.needs:
+        from evenpipe.megatron.script.searched import SearchedTraining, searched_patches
+
+        searched = SearchedTraining(config, args, observer, report)
+        schedule, called, more = searched.schedule, searched, [searched_patches(searched)]
     else:
         schedule = PipelineSchedule(config.spec, config.bpipe, observer, connected=report, group_size=config.group_size)
     if "split" in config.spec.needs:

@@ -16,7 +16,7 @@ __all__ = ["GROUP", "SEARCHED", "find", "names", "own"]
 #: The entry point group under which another package's schedules are found: ``name = "package.module:SPEC"``.
 GROUP = "evenpipe.schedules"
 
-#: What a schedule is called that is made for given times (:mod:`evenpipe.schedule.search`), and so has no size yet.
+#: The schedule that is made for the times of a run.
 SEARCHED = "searched"
 
 
@@ -33,13 +33,13 @@ def _others() -> dict[str, EntryPoint]:
 
 
 def own() -> tuple[str, ...]:
-    """Return the package's own schedules, those first that ask least of an engine."""
-    return tuple(_own())
+    """Return the package's own schedules that are the same in every run, those first that ask least of an engine."""
+    return tuple(name for name, spec in _own().items() if "times" not in spec.needs)
 
 
 def names() -> tuple[str, ...]:
-    """Return the names that :func:`find` knows; this imports nothing of another package."""
-    return (*_own(), *_others())
+    """Return :func:`own` and other packages' schedules, of which this imports nothing."""
+    return (*own(), *_others())
 
 
 def find(name: str) -> Spec:
@@ -50,13 +50,8 @@ def find(name: str) -> Spec:
     """
     if name in _own():
         return _own()[name]
-    if name == SEARCHED:
-        raise ScheduleError(
-            f"schedule={name}: is made for given times: write it with `evenpipe schedule --schedule {name} --costs "
-            "COSTS.json --out S.txt`, and name file:S.txt"
-        )
     if name not in _others():
-        close = difflib.get_close_matches(name, names(), n=1)
+        close = difflib.get_close_matches(name, (*_own(), *_others()), n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names())}"
         raise ScheduleError(f"schedule={name}: unknown schedule, {hint}")
     point = _others()[name]

@@ -1,0 +1,93 @@
+"""A forward-backward function for megatron-core whose order is searched for the run's own times while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch.distributed as dist
+
+from evenpipe.megatron.schedule import PipelineSchedule
+from evenpipe.megatron.stage import Batch
+from evenpipe.megatron.weight_gradients import delaying_layers
+from evenpipe.runtime.executor import Executor, Observer
+from evenpipe.schedule import SEARCHED, Need, Program
+from evenpipe.schedule.search.search import USUAL, Effort
+from evenpipe.tuner.part_watch import PartWatch
+from evenpipe.tuner.searching import Room, SearchLoop
+
+__all__ = ["SearchedSchedule", "Searching"]
+
+
+class Searching(NamedTuple):
+    """The memory limits and callbacks that a searched run is given.
+
+    `limit_bytes` is the memory of every process, and `static_bytes` what this one needs besides activations and links,
+    asked when a batch has been timed. `interval`: iterations between looks at the times; None: so many as take an hour.
+    On all ranks, `log` is given a line for every decision.
+    """
+
+    limit_bytes: int
+    static_bytes: Callable[[], int]
+    interval: int | None = None
+    log: Callable[[str], None] = lambda line: None
+    effort: Effort = USUAL
+
+
+class SearchedSchedule(PipelineSchedule):
+    """A `PipelineSchedule` in a V: by V-Min while two batches are looked at, and then by an order searched for them.
+
+    All orders of a V give the same losses and gradients. A call raises ScheduleError, on all ranks, where the memory
+    holds no order. `iteration` is the number of the next batch, from 0; who loads a checkpoint sets it. `searching` may
+    be replaced before the first batch. `loop` decides.
+    """
+
+    offers: ClassVar[frozenset[Need]] = PipelineSchedule.offers | {"times"}
+
+    def __init__(
+        self,
+        searching: Searching,
+        observer: Observer | None = None,
+        measure: bool = False,
+        connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
+    ) -> None:
+        watch = PartWatch(observer)
+        super().__init__(SEARCHED, observer=watch, measure=measure, connected=connected)
+        self.iteration = 0
+        self.searching = searching
+        self.loop = SearchLoop(watch, searching.interval, searching.log, searching.effort)
+
+    def program(self, stages: int, micro_batches: int, chunks: int, settings: Any) -> Program:
+        """Return the program of the next batch; `chunks` and Megatron's `settings` do not matter."""
+        return self.loop.program(stages, micro_batches, self.programs.queues)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what a run needs to train by the same orders, as JSON has it; None before a search.
+
+        It is the same on all ranks.
+        """
+        return self.loop.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before the first batch. Raises ValueError for what `state_dict` has not given."""
+        self.loop.load_state_dict(state)
+
+    def _train(self, **arguments: Any) -> list[Any]:
+        self.loop.begin(self.iteration)
+        call = self._call(**arguments)
+        batch, stages = call.batch, call.pipeline.size()
+        executor = self._executor(call.pipeline, batch)
+        self.loop.prepare(executor, batch.num_microbatches, stages, self.programs.queues)
+        losses = self._timed(self._carry_out, call)
+        self.iteration += 1
+        self.loop.end(executor, self.iteration, stages, lambda: self._room(executor, batch))
+        return losses
+
+    def _room(self, executor: Executor, batch: Batch) -> Room:
+        static_bytes = self.searching.static_bytes() + executor.connections.device_bytes
+        return Room(self.searching.limit_bytes, static_bytes, counted=not delaying_layers(batch.model))
+
+    def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
+        executor = super()._executor(pipeline, batch)
+        executor.measure = self.measure or self.loop.weighs
+        return executor

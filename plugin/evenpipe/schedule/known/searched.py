@@ -1,0 +1,29 @@
+"""A schedule for the times of one run, which are measured while it trains (:mod:`evenpipe.schedule.search`)."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from evenpipe.schedule.actions import ScheduleError
+from evenpipe.schedule.spec import Size, Spec
+from evenpipe.schedule.topology import vee
+
+__all__ = ["SPEC"]
+
+
+def _made_for_times(size: Size) -> NoReturn:
+    raise ScheduleError(
+        "schedule=searched: is made for given times: write it with `evenpipe schedule --schedule searched --costs "
+        "COSTS.json --out S.txt`, and name file:S.txt"
+    )
+
+
+SPEC = Spec(
+    name="searched",
+    summary="two model chunks a stage, there and back: an order searched for the run's own times, within its memory",
+    order=_made_for_times,
+    bound=lambda size: 2 * size.micro_batches,
+    places=lambda size: vee(size.stages),
+    chunks=(2, 2),
+    needs=frozenset(["chunks", "split", "vee", "times"]),
+)

@@ -1,0 +1,90 @@
+"""What each model chunk of a stage takes and saves, seen while a batch trains."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from statistics import median
+from typing import Any, NamedTuple
+
+from evenpipe.runtime.resources import Observer
+from evenpipe.runtime.store import ActivationStore
+from evenpipe.runtime.timing import Clock, SpanRecorder
+from evenpipe.schedule import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind
+
+__all__ = ["PartFigures", "PartWatch"]
+
+
+class PartFigures(NamedTuple):
+    """One model chunk and one micro-batch: milliseconds, and bytes.
+
+    Times are the median of a batch's micro-batches. `saved_bytes` is the most that one of them saved for its backward,
+    and `left_bytes` the most that one kept between the two halves of that.
+    """
+
+    forward_ms: float
+    input_gradient_ms: float
+    weight_gradient_ms: float
+    saved_bytes: int
+    left_bytes: int
+
+
+class PartWatch(Observer):
+    """An observer of a stage that passes on to `then` all that it is told.
+
+    `store` records the batch that is weighed, and `timed` is set for one that is timed: before it.
+    """
+
+    def __init__(self, then: Observer | None = None) -> None:
+        self.store: ActivationStore | None = None
+        self.timed = False
+        self._then = then if then is not None else Observer()
+        self._clock: Clock | None = None
+        self._origin: Any = None
+        self._spans: SpanRecorder | None = None
+        self._bytes: dict[tuple[Kind, int], int] = defaultdict(int)
+        self._ms: dict[tuple[Kind, int], float] = {}
+
+    def figures(self, chunks: int) -> list[PartFigures]:
+        """Return those of each chunk, once a batch has been weighed and one has been timed."""
+        return [
+            PartFigures(
+                forward_ms=self._ms[FORWARD, chunk],
+                input_gradient_ms=self._ms[INPUT_GRADIENT, chunk],
+                weight_gradient_ms=self._ms[WEIGHT_GRADIENT, chunk],
+                saved_bytes=self._bytes[FORWARD, chunk],
+                left_bytes=self._bytes[INPUT_GRADIENT, chunk],
+            )
+            for chunk in range(chunks)
+        ]
+
+    def batch_started(self, clock: Clock) -> None:
+        self._then.batch_started(clock)
+        if self.store is not None:
+            self._bytes.clear()
+        if self.timed:
+            self._origin, self._spans = clock.mark(), SpanRecorder(clock)
+
+    def started(self, action: Action) -> None:
+        self._then.started(action)
+        if self._spans is not None:
+            self._spans.started(action)
+
+    def ended(self, action: Action) -> None:
+        if self._spans is not None:
+            self._spans.ended(action)
+        if self.store is not None and action.kind in (FORWARD, INPUT_GRADIENT):
+            key = action.kind, action.chunk
+            self._bytes[key] = max(self._bytes[key], self.store.nbytes(action.unit))
+        self._then.ended(action)
+
+    def remark(self, line: str) -> None:
+        self._then.remark(line)
+
+    def batch_ended(self) -> None:
+        if self._spans is not None:
+            of_kind: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+            for action, start, end in self._spans.since(self._origin):
+                of_kind[action.kind, action.chunk].append(end - start)
+            self._ms, self._spans = {key: median(all_ms) for key, all_ms in of_kind.items()}, None
+        self.store, self.timed = None, False
+        self._then.batch_ended()

@@ -1,0 +1,236 @@
+"""An order for the run's own times: batches are looked at, rank 0 searches, and all ranks train by what it finds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from math import isinf
+from statistics import fmean, pstdev
+from typing import Any, Final, Literal, NamedTuple
+
+import torch.distributed as dist
+
+from evenpipe.runtime.executor import Executor
+from evenpipe.schedule import Program, Queues, Schedule, ScheduleError, Size, build, vee, verify
+from evenpipe.schedule.search.costs import FORMAT, Part, RunCosts, check_caps, held_bytes
+from evenpipe.schedule.search.search import EXPECTED, USUAL, Effort
+from evenpipe.simulate.searched import searched
+from evenpipe.tuner.links import Burst, highest_of_all, measure_links
+from evenpipe.tuner.pace import Pace
+from evenpipe.tuner.part_watch import PartFigures, PartWatch
+
+__all__ = ["FIRST", "Room", "SearchLoop"]
+
+#: The schedule of batches before there is an order: of those in a V the one that saves least.
+FIRST: Final = "v-min"
+#: Messages that a stage in a V receives and sends at once at most.
+_UNDER_WAY: Final = 12
+_MIB: Final = 2**20
+
+
+class Room(NamedTuple):
+    """The memory that a process may use, and what it holds of it besides activations and messages, in bytes.
+
+    `counted`: the store sees all that is kept between the halves of a backward; otherwise that is taken to be all that
+    is saved.
+    """
+
+    limit_bytes: int
+    static_bytes: int
+    counted: bool = True
+
+
+class SearchLoop:
+    """One process' part in training by orders that are searched while it trains; all ranks call the same, in step.
+
+    The first batch is weighed, the second one timed, under the schedule `FIRST`. From the third on, batches follow an
+    order that is searched for these times and the memory that there is. Every `interval` iterations (None:
+    so many as take an hour) two batches are looked at again, and where stages no longer take the times that the order
+    allows for, another one is searched. So is one for batches of another number of micro-batches.
+
+    For each batch, a framework calls `begin` and `prepare`, trains by `program`, and calls `end`. `watch` observes its
+    executor. `log` is given a line for each decision.
+    """
+
+    def __init__(
+        self,
+        watch: PartWatch,
+        interval: int | None = None,
+        log: Callable[[str], None] = lambda line: None,
+        effort: Effort = USUAL,
+    ) -> None:
+        self.costs: RunCosts | None = None
+        self._watch = watch
+        self._pace = Pace(interval)
+        self._log = log
+        self._effort = effort
+        self._limit_bytes = 0
+        self._look: Literal["weigh", "time"] | None = "weigh"
+        self._next = 0
+        self._found: dict[int, Schedule] = {}
+        self._programs: dict[tuple[int, Queues], Program] = {}
+
+    @property
+    def weighs(self) -> bool:
+        """Return whether the executor is to measure what the next batch saves."""
+        return self._look == "weigh"
+
+    def begin(self, iteration: int) -> None:
+        """Before anything of a batch: see whether it is looked at."""
+        if self._look is None and iteration >= self._next:
+            self._look = "weigh"
+
+    def prepare(self, executor: Executor, micro_batches: int, stages: int, queues: Queues) -> None:
+        """With nothing under way: search an order for so many micro-batches, if there is none and times are known.
+
+        Raises ScheduleError, on all ranks, where the memory holds none.
+        """
+        self._watch.store = executor.store if self._look == "weigh" else None
+        self._watch.timed = self._look == "time"
+        if self.costs is not None and micro_batches not in self._found:
+            self._log(f"searches an order for {stages} stages, {micro_batches} micro-batches and their times")
+            self._found[micro_batches] = self._searched(self.costs, stages, micro_batches, queues)
+            self._programs.clear()
+
+    def program(self, stages: int, micro_batches: int, queues: Queues) -> Program:
+        """Return what carries out a batch."""
+        key, found = (micro_batches, queues), self._found.get(micro_batches)
+        if key not in self._programs:
+            size = Size(stages, micro_batches)
+            self._programs[key] = build(FIRST, size, queues=queues) if found is None else verify(found, queues=queues)
+        return self._programs[key]
+
+    def end(self, executor: Executor, iteration: int, stages: int, room: Callable[[], Room]) -> None:
+        """After a batch, before `iteration`: take what was seen of it. `room` is asked once a batch has been timed.
+
+        Raises ScheduleError, on all ranks, where there is no memory for activations.
+        """
+        if self._look == "weigh":
+            self._look = "time"
+        elif self._look == "time":
+            self._look = None
+            now = self._gathered(executor, stages, room())
+            self._pace.begin(iteration)
+            self._next = int(highest_of_all([self._pace.next_after(iteration)], executor.device)[0])
+            reason = None if self.costs is None else self._outdated(self.costs, now, stages)
+            if self.costs is None or reason is not None:
+                self.costs, self._found = now, {}
+                self._programs.clear()
+            if reason is not None:
+                self._log(f"iteration {iteration + 1}: {reason}: searches anew")
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what a run needs to train by the same orders, as JSON has it; None before there are times.
+
+        It is the same on all ranks.
+        """
+        if self.costs is None:
+            return None
+        orders = [str(schedule) for schedule in self._found.values()]
+        return {"limit_bytes": self._limit_bytes, "costs": self.costs.model_dump(mode="json"), "orders": orders}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before the first batch: train by these orders; that batch and the next show whether times are as they were.
+
+        Raises ScheduleError, or ValueError, for what :meth:`state_dict` has not given.
+        """
+        self.costs, self._limit_bytes = RunCosts.model_validate(state["costs"]), state["limit_bytes"]
+        orders = [Schedule.parse(text) for text in state["orders"]]
+        self._found = {schedule.micro_batches: schedule for schedule in orders}
+
+    def _searched(self, costs: RunCosts, stages: int, micro_batches: int, queues: Queues) -> Schedule:
+        """Return the order that rank 0 finds."""
+        answer: list[Any] = [None, ""]
+        if dist.get_rank() == 0:
+            try:
+                began = time.monotonic()
+                found = searched(costs, stages, micro_batches, self._effort, queues=queues)
+                answer = [str(found.program.schedule), _said(found, costs, time.monotonic() - began)]
+            except ScheduleError as error:
+                answer = [None, str(error)]
+        dist.broadcast_object_list(answer, src=0)
+        text, line = answer
+        if text is None:
+            raise ScheduleError(line)
+        self._log(line)
+        return Schedule.parse(text)
+
+    def _gathered(self, executor: Executor, stages: int, room: Room) -> RunCosts:
+        """Return the costs of all parts; of replicas and shards the highest numbers."""
+        self._limit_bytes = limit = room.limit_bytes
+        places, stage, device = vee(stages), executor.stage_index, executor.device
+        [message_bytes] = highest_of_all([executor.counter.largest_sent], device)
+        burst = Burst(1, max(1, int(message_bytes)))
+        links_ms = measure_links(executor.connections, stage, stages, [burst], device)
+        message_ms = max((ms for [ms] in links_ms.values()), default=0.0)
+        parts = [[0.0] * len(PartFigures._fields) for _ in places.order]
+        for chunk, figures in enumerate(self._watch.figures(places.chunks)):
+            parts[places.position(stage, chunk)] = [*figures]
+        held = [float(room.static_bytes) if at == stage else 0.0 for at in range(stages)]
+        numbers = highest_of_all([message_ms, *held, *(number for part in parts for number in part)], device)
+        message_ms, held, rest = numbers[0], numbers[1 : 1 + stages], iter(numbers[1 + stages :])
+        rows = zip(*[rest] * len(PartFigures._fields), strict=True)
+        caps = [limit - int(nbytes) - _UNDER_WAY * int(message_bytes) for nbytes in held]
+        for at, cap in enumerate(caps):
+            if cap < 0:
+                raise ScheduleError(
+                    f"weights, gradients, optimizer and messages of stage {at} take "
+                    f"{(limit - cap) / _MIB:,.1f} MiB, more than the {limit / _MIB:,.1f} MiB that there are: give more"
+                )
+        return RunCosts(
+            format=FORMAT,
+            placement="vee",
+            parts=[_part(PartFigures(*row), room.counted) for row in rows],
+            message_ms=message_ms,
+            memory_bytes=caps,
+        )
+
+    def _outdated(self, before: RunCosts, now: RunCosts, stages: int) -> str | None:
+        """Return why the orders for the costs of `before` are not those of `now`; None where they still are."""
+        changed = _changed(before, now, stages)
+        if changed > EXPECTED.stage:
+            return f"times of stages have changed by {changed:.0%} of each other"
+        for schedule in self._found.values():
+            try:
+                check_caps(schedule, now)
+            except ScheduleError:
+                return "micro-batches save more, or there is less room for what they save"
+        return None
+
+
+def _part(figures: PartFigures, counted: bool) -> Part:
+    forward_ms, input_gradient_ms, weight_gradient_ms, saved, left = figures
+    saved = max(saved, left)
+    return Part(
+        forward_ms=forward_ms,
+        input_gradient_ms=input_gradient_ms,
+        weight_gradient_ms=weight_gradient_ms,
+        saved_bytes=int(saved),
+        freed_by_input_gradient_bytes=int(saved - left) if counted else 0,
+    )
+
+
+def _changed(before: RunCosts, now: RunCosts, stages: int) -> float:
+    """Return the standard deviation over stages of how much longer they take, as part of how much all do."""
+    ratios = [new / old for old, new in zip(_stages_ms(before, stages), _stages_ms(now, stages), strict=True)]
+    return pstdev(ratios) / fmean(ratios)
+
+
+def _stages_ms(costs: RunCosts, stages: int) -> list[float]:
+    total = [0.0] * stages
+    for place, part in zip(costs.places(stages).order, costs.parts, strict=True):
+        total[place.stage] += part.forward_ms + part.input_gradient_ms + part.weight_gradient_ms
+    return total
+
+
+def _said(found: Any, costs: RunCosts, seconds: float) -> str:
+    schedule = found.program.schedule
+    peaks = [max(held, default=0) for held in held_bytes(schedule, costs)]
+    fullest = max(range(schedule.stages), key=lambda stage: peaks[stage] / max(1, costs.caps(schedule.stages)[stage]))
+    room = costs.caps(schedule.stages)[fullest]
+    faster = f"{found.published_ms / found.batch_ms:.3f} × the speed of what is published and fits"
+    return (
+        f"{schedule.micro_batches} micro-batches: an order found in {seconds:.1f} s; by simulation a batch takes "
+        f"{found.batch_ms:,.1f} ms, {'nothing published fits' if isinf(found.published_ms) else faster}; stage "
+        f"{fullest} saves at most {peaks[fullest] / _MIB:,.1f} of {room / _MIB:,.1f} MiB"
+    )
