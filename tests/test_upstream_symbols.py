@@ -47,6 +47,8 @@ OURS: Final = {
     "megatron/layout_model.py": ("sys",),
     "megatron/schedule.py": ("executor",),
     "megatron/script/adaptive.py": ("schedule",),
+    "megatron/script/searched.py": ("schedule",),
+    "megatron/searched.py": ("executor",),
     "megatron/script/log.py": ("_schedule", "schedule"),
     "megatron/train_engine/engine.py": ("adaptive",),
     "runtime/host_memory.py": ("block",),

@@ -170,7 +170,7 @@ def test_documents_that_cannot_be(
 
 def test_an_engine_says_how_a_searched_schedule_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, "train", "--schedule", "searched", "--stages", "2", "--micro-batches", "2")
-    assert "is made for given times: write it with `evenpipe schedule --schedule searched --costs" in said
+    assert "an order for the run's own times (`evenpipe schedule --schedule searched --costs COSTS" in said
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "v-half"])

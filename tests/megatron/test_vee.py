@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from vee_cases import CASES, ORDERS, UNITS, WORLD
+from vee_cases import CASES, LIMIT_BYTES, ORDERS, STATIC_BYTES, UNITS, WORLD
 
 from tests.reports import reports
 
@@ -57,6 +57,26 @@ def test_stages_hold_what_a_schedule_says(ranks: list[dict[str, Any]]) -> None:
         assert [rank["tied"][order]["peak"] for rank in ranks] == [2 * of_a_stage] * WORLD
     for order, units in UNITS.items():
         assert max(rank["searched"][order]["peak"] for rank in ranks) == units
+
+
+def test_an_order_is_searched_for_what_was_seen_and_keeps_within_the_memory(ranks: list[dict[str, Any]]) -> None:
+    """Two batches are looked at; a third has an order, another one where micro-batches are as many as before no more.
+
+    What stages hold is as much as they may at some time of a batch, which V-Min's batches are far from.
+    """
+    found = [rank["searched in the run"]["searched"] for rank in ranks]
+    assert all(one["state"] == found[0]["state"] and one["lines"] == found[0]["lines"] for one in found)
+    said = [line for line in found[0]["lines"] if "searches anew" not in line]
+    assert [line.partition(":")[0] for line in said[1::2]] == ["8 micro-batches", "4 micro-batches"][: len(said) // 2]
+    assert " order found in " in said[1]
+    caps = found[0]["state"]["costs"]["memory_bytes"]
+    parts = found[0]["state"]["costs"]["parts"]
+    assert caps[0] < LIMIT_BYTES - STATIC_BYTES
+    assert all(one["peak bytes"] <= cap for one, cap in zip(found, caps, strict=True))
+    assert max(one["peak bytes"] for one in found) > max(caps) - max(part["saved_bytes"] for part in parts)
+    for part in parts:
+        assert 0 < part["freed_by_input_gradient_bytes"] < 0.2 * part["saved_bytes"]
+        assert min(part["forward_ms"], part["input_gradient_ms"], part["weight_gradient_ms"]) > 0
 
 
 def test_timers_of_a_batch_run_as_megatrons(ranks: list[dict[str, Any]]) -> None:

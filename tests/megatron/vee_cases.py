@@ -44,13 +44,17 @@ CASES = {
     "synchronised as asked for": case(ddp=GATHERED, synchronise=SYNCHRONISED),
     "timers": case(timers=True),
     "searched": case(ddp=None, tied=False, calls=(Call(), Call())),
+    "searched in the run": case(tied=False, calls=(Call(), Call(), Call(), EVALUATION, Call(micro_batches=4), Call())),
 }
 
 
 UNITS = {f"searched, {units} units": units for units in (4, 6, 8)}
 """Schedules that are searched for uneven parts, and how many units a stage may hold."""
 
-ORDERS = {"tied": ("v-half", "v-min", "zbv"), "searched": tuple(UNITS)}
+LIMIT_BYTES, STATIC_BYTES = 212_000, 1000
+"""Of a run whose order is searched while it trains."""
+
+ORDERS = {"tied": ("v-half", "v-min", "zbv"), "searched": tuple(UNITS), "searched in the run": ("searched",)}
 """The schedules of a case; of others V-Half alone."""
 
 
@@ -82,8 +86,10 @@ def carry_out(case: Case, order: str | None = None, placed: bool = True) -> dict
     from tiny_pipeline import Pipeline, described
 
     from evenpipe.megatron.schedule import PipelineSchedule
+    from evenpipe.megatron.searched import SearchedSchedule, Searching
     from evenpipe.megatron.vee import as_interleaved, vee_patches
     from evenpipe.runtime.resources import StageFigures
+    from evenpipe.schedule.search.search import Effort
 
     ours = order is not None
 
@@ -114,7 +120,12 @@ def carry_out(case: Case, order: str | None = None, placed: bool = True) -> dict
         schedule = None
         if order is not None:
             entered.enter_context(vee_patches().in_force())
-            schedule = PipelineSchedule(f"file:{table_of(order)}" if order in UNITS else order, measure=True)
+            lines: list[str] = []
+            if order == "searched":
+                searching = Searching(LIMIT_BYTES, lambda: STATIC_BYTES, 1, lines.append, Effort(0.1))
+                schedule = SearchedSchedule(searching, measure=True)
+            else:
+                schedule = PipelineSchedule(f"file:{table_of(order)}" if order in UNITS else order, measure=True)
             entered.enter_context(shared.in_place_of_megatrons(schedule))
         entered.enter_context(shared.laid_out(case.layout))
         pipeline = Placed(case, ours)
@@ -123,7 +134,10 @@ def carry_out(case: Case, order: str | None = None, placed: bool = True) -> dict
         weights = {name: weight for chunk in pipeline.chunks for name, weight in places(chunk).items()}
         found = {"calls": calls, "weights": described(weights), "timers": pipeline.timers()}
         if schedule is not None and schedule.executor is not None:
-            found["peak"] = StageFigures.of(schedule.executor).peak_live
+            figures = StageFigures.of(schedule.executor)
+            found |= {"peak": figures.peak_live, "peak bytes": figures.peak_bytes, "lines": lines}
+            if isinstance(schedule, SearchedSchedule):
+                found["state"] = schedule.state_dict()
             schedule.close()
         return found
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes, estimate_ms
 from evenpipe.schedule import Programs, links, loop
-from evenpipe.tuner import tuner as tuner_module
+from evenpipe.tuner import pace
 from evenpipe.tuner.tuner import HYSTERESIS, Tuner, thinned_out
 
 STAGES = 4
@@ -149,7 +149,7 @@ def test_an_interval_is_counted_in_iterations():
 
 def test_an_hour_is_counted_in_iterations(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(tuner_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
     tuner = Tuner(SCHEDULE, CANDIDATES, TIMES, None)
     tuner.adopt(0, *tuner.decide(0))
     # Nobody knows yet what an iteration takes.

@@ -9,7 +9,15 @@ from evenpipe.schedule import Spec
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import Spelling
 
-__all__ = ["CONTRADICTIONS", "CONTRADICTIONS_ON_CPU", "Contradiction", "contradiction_in", "one_group", "only_tuned"]
+__all__ = [
+    "CONTRADICTIONS",
+    "CONTRADICTIONS_ON_CPU",
+    "CONTRADICTIONS_WITH_SEARCH",
+    "Contradiction",
+    "contradiction_in",
+    "one_group",
+    "only_tuned",
+]
 
 
 class Contradiction(NamedTuple):
@@ -63,19 +71,9 @@ def only_tuned(setting: str) -> Contradiction:
     """Return the row of a setting that only a tuned group size makes use of."""
     return Contradiction(
         setting,
-        lambda config: getattr(config, setting) is not None and config.group_size != "auto",
+        lambda config: getattr(config, setting) is not None and not config.measures,
         "only {group_size:auto} makes use of it",
         f"use that, or leave {{{setting}}} out",
-    )
-
-
-def only_measured(setting: str) -> Contradiction:
-    """Return the row of a setting of runs that go by what they measure: a tuned group size, or a searched order."""
-    return Contradiction(
-        setting,
-        lambda config: getattr(config, setting) is not None and not config.measures,
-        "only {group_size:auto} and {schedule:searched} make use of it",
-        f"use one of them, or leave {{{setting}}} out",
     )
 
 
@@ -104,8 +102,8 @@ CONTRADICTIONS: Final = (
         "a table is of one size, so that there is nothing to choose",
         "leave {group_size} out, or use {schedule:kfkb}",
     ),
-    only_measured("retune_interval"),
-    only_measured("memory_gib"),
+    only_tuned("retune_interval"),
+    only_tuned("memory_gib"),
     Contradiction(
         "one_version",
         lambda config: config.one_version and not config.streams,
@@ -131,6 +129,15 @@ CONTRADICTIONS: Final = (
         "with {schedule:=} and {bpipe:true} partners are amid transfers between batches, where a trace begins",
         "leave one of them out",
     ),
+)
+
+#: What else is said where schedules can be searched while a run trains; to be looked at first.
+CONTRADICTIONS_WITH_SEARCH: Final = tuple(
+    only_tuned(setting)._replace(
+        wrong="only {group_size:auto} and {schedule:searched} make use of it",
+        remedy=f"use one of them, or leave {{{setting}}} out",
+    )
+    for setting in ("retune_interval", "memory_gib")
 )
 
 #: What cannot be where there is no GPU, whose memory could be asked for.

@@ -188,9 +188,10 @@ REFUSED = {
     "nothing to retune": (
         KFKB | {"group_size": 2, "retune_interval": 5},
         {},
-        "--retune-interval 5: only --group-size auto makes use of it: use that, or leave --retune-interval out$",
+        "--retune-interval 5: only --group-size auto and --evenpipe-schedule searched make use of it: use one of them, "
+        "or leave --retune-interval out$",
     ),
-    "no memory to fill": (KFKB | {"memory_gib": 1}, {}, "--memory-gib 1: only --group-size auto makes use of it: "),
+    "no memory to fill": (KFKB | {"memory_gib": 1}, {}, "--memory-gib 1: only --group-size auto and --evenpipe-sch"),
     "tuned, memory unknown": (KFKB | {"group_size": "auto"}, {}, "--group-size auto: .* on CPU: give --memory-gib$"),
     "tuned, growing": (
         AUTO,

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from evenpipe.megatron.schedule import PipelineSchedule
     from evenpipe.runtime.executor import Observer
 
-__all__ = ["AdaptiveTraining", "adaptive_patches"]
+__all__ = ["SAVED", "AdaptiveTraining", "adaptive_patches"]
 
 _AUTO: Final = "--group-size auto"
 _ANEW: Final = f"{_AUTO}: what was saved is of other batches or memory: tunes anew"
 _UNEVEN: Final = "samples count different tokens in the loss: add --calculate-per-token-loss, if the script honours it"
-_STATE: Final = SavedState(_AUTO, "evenpipe_tuner", "goes on tuning as it was saved", "has no tuner's state")
+SAVED: Final = SavedState(_AUTO, "evenpipe_tuner", "goes on tuning as it was saved", "has no tuner's state")
 
 
 class AdaptiveTraining:
@@ -95,13 +95,13 @@ class AdaptiveTraining:
         self.schedule.tuning = self.schedule.tuning._replace(
             limit_bytes=limit, static_bytes=lambda: static_bytes(model, optimizer)
         )
-        if (state := _STATE.resumed(self.args, limit)) is not None:
+        if (state := SAVED.resumed(self.args, limit)) is not None:
             self.schedule.load_state_dict(state)
 
     def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
         """Called by all ranks in the place of Megatron's saving, which is `write`."""
         state = self.schedule.state_dict() if self.args.rank == 0 else None
-        return write() if state is None else _STATE.save(self.args, iteration, folder, state, write)
+        return write() if state is None else SAVED.save(self.args, iteration, folder, state, write)
 
     def _sizes(self, loaded: Sequence[Any], given: int) -> Sequence[int] | None:
         reason = why_one_size(self.args)

@@ -27,7 +27,7 @@ __all__ = ["SearchedTraining", "searched_patches"]
 
 _ASKED: Final = f"{flag('schedule')} {SEARCHED}"
 _MEMORY: Final = flag("memory_gib")
-_STATE: Final = SavedState(_ASKED, "evenpipe_searched", "trains by the order that was saved", "has no order")
+_SAVED: Final = SavedState(_ASKED, "evenpipe_searched", "trains by the order that was saved", "has no order")
 
 
 class SearchedTraining:
@@ -70,13 +70,13 @@ class SearchedTraining:
         self.schedule.searching = self.schedule.searching._replace(
             limit_bytes=limit, static_bytes=lambda: static_bytes(model, optimizer) + workspace_bytes()
         )
-        if (state := _STATE.resumed(self.args, limit)) is not None:
+        if (state := _SAVED.resumed(self.args, limit)) is not None:
             self.schedule.load_state_dict(state)
 
     def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
         """Called by all ranks in the place of Megatron's saving, which is `write`."""
         state = self.schedule.state_dict() if self.args.rank == 0 else None
-        return write() if state is None else _STATE.save(self.args, iteration, folder, state, write)
+        return write() if state is None else _SAVED.save(self.args, iteration, folder, state, write)
 
     def _say(self, line: str) -> None:
         say_on_last_rank(f"{SEARCHED}: {line}")

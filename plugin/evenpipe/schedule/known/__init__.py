@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from pkgutil import iter_modules
+from types import MappingProxyType
+from typing import Final
 
 from evenpipe.schedule.actions import ScheduleError
 from evenpipe.schedule.spec import Spec
@@ -20,21 +22,42 @@ GROUP = "evenpipe.schedules"
 SEARCHED = "searched"
 
 
+#: The file of each: who trains by one imports no other.
+_FILES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "1f1b": "one_forward_one_backward",
+        "gpipe": "gpipe",
+        "interleaved": "interleaved",
+        "kfkb": "k_forward_k_backward",
+        "2bw": "two_bw",
+        "zb-h1": "zero_bubble_h1",
+        "zbv": "zbv",
+        "v-half": "v_half",
+        "v-min": "v_min",
+        SEARCHED: "searched",
+    }
+)
+
+
+def _of_file(name: str) -> Spec:
+    spec: Spec = import_module(f"{__name__}.{_FILES[name]}").SPEC
+    return spec
+
+
 @cache
-def _own() -> dict[str, Spec]:
-    modules = (import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__))
-    specs: list[Spec] = sorted((module.SPEC for module in modules), key=lambda spec: (len(spec.needs), spec.name))
-    return {spec.name: spec for spec in specs}
+def _own() -> tuple[str, ...]:
+    specs = sorted(map(_of_file, _FILES), key=lambda spec: (len(spec.needs), spec.name))
+    return tuple(spec.name for spec in specs if "times" not in spec.needs)
 
 
 @cache
 def _others() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP) if point.name not in _own()}
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in _FILES}
 
 
 def own() -> tuple[str, ...]:
     """Return the package's own schedules that are the same in every run, those first that ask least of an engine."""
-    return tuple(name for name, spec in _own().items() if "times" not in spec.needs)
+    return _own()
 
 
 def names() -> tuple[str, ...]:
@@ -48,10 +71,10 @@ def find(name: str) -> Spec:
     Raises :class:`ScheduleError`, one line, if there is none, with what may have been meant, or if another package's
     cannot be had.
     """
-    if name in _own():
-        return _own()[name]
+    if name in _FILES:
+        return _of_file(name)
     if name not in _others():
-        close = difflib.get_close_matches(name, (*_own(), *_others()), n=1)
+        close = difflib.get_close_matches(name, (*_FILES, *_others()), n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names())}"
         raise ScheduleError(f"schedule={name}: unknown schedule, {hint}")
     point = _others()[name]

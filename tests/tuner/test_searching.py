@@ -1,0 +1,97 @@
+"""When an order is searched anew, what is taken of a batch that was looked at, and what is saved of an order."""
+
+import json
+
+import pytest
+
+from evenpipe.runtime.timing import HostClock
+from evenpipe.schedule import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Size, build
+from evenpipe.schedule.search.costs import Part, RunCosts
+from evenpipe.tuner.pace import Pace
+from evenpipe.tuner.part_watch import PartFigures, PartWatch
+from evenpipe.tuner.searching import FIRST, SearchLoop, _part
+
+STAGES, MICRO_BATCHES = 4, 8
+
+
+def costs(of_stage=(1.0,) * STAGES, cap=2 * STAGES):
+    times = [*of_stage, *reversed(of_stage)]
+    parts = [Part(forward_ms=ms, input_gradient_ms=ms, weight_gradient_ms=ms) for ms in times]
+    return RunCosts(format="evenpipe.costs/1", placement="vee", parts=parts, memory_bytes=[cap] * STAGES)
+
+
+def searched(found="zbv", **others):
+    loop = SearchLoop(PartWatch(), **others)
+    schedule = build(found, Size(STAGES, MICRO_BATCHES)).schedule
+    loop.load_state_dict({"limit_bytes": 7, "costs": costs().model_dump(mode="json"), "orders": [str(schedule)]})
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        (costs(), None),
+        (costs([2.0] * STAGES), None),  # all stages alike: the order is as good as before
+        (costs([1.0, 1.0, 1.0, 1.08]), None),
+        (costs([1.0, 1.0, 1.0, 1.3]), "times of stages have changed by 12% of each other"),
+        (costs(cap=2 * STAGES - 1), "micro-batches save more, or there is less room for what they save"),
+    ],
+)
+def test_an_order_is_outdated_where_stages_differ_otherwise_or_memory_is_short(now, said):
+    assert searched()._outdated(costs(), now, STAGES) == said
+
+
+def test_a_run_goes_on_with_the_orders_that_were_saved():
+    loop = searched()
+    state = json.loads(json.dumps(loop.state_dict()))
+    other = SearchLoop(PartWatch())
+    assert other.state_dict() is None
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    assert str(other.program(STAGES, MICRO_BATCHES, "many").schedule) == state["orders"][0]
+    assert other.program(STAGES, 2 * MICRO_BATCHES, "many").schedule.name == FIRST
+    other.begin(0)
+    assert other.weighs  # whether times are as they were is looked at, at once
+
+
+class Store:
+    """Of what micro-batches have saved so far, by unit."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def nbytes(self, unit):
+        return self.held[unit]
+
+
+def test_the_most_bytes_and_the_median_time_of_a_micro_batch_are_taken(monkeypatch):
+    watch, clock, now = PartWatch(), HostClock(), [0.0]
+    monkeypatch.setattr("evenpipe.runtime.timing.time.monotonic", lambda: now[0])
+    row = [Action(kind, number) for number in range(3) for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)]
+    held = {}
+    watch.store = Store(held)
+    for timed in (False, True):
+        watch.timed = timed
+        watch.batch_started(clock)
+        for action in row:
+            watch.started(action)
+            now[0] += (1 + action.micro_batch) / 1e3 * (2 if action.kind == FORWARD else 1)
+            held[action.unit] = (100 if action.kind == FORWARD else 70) - action.micro_batch
+            watch.ended(action)
+        watch.batch_ended()
+        assert watch.store is None
+        assert not watch.timed
+    [figures] = watch.figures(1)
+    assert figures == pytest.approx(PartFigures(4.0, 2.0, 2.0, 100, 70))
+
+
+def test_what_is_kept_where_it_is_not_counted_is_all_that_was_saved():
+    figures = PartFigures(1.0, 1.0, 1.0, 100, 70)
+    assert _part(figures, counted=True).freed_by_input_gradient_bytes == 30
+    assert _part(figures, counted=False).freed_by_input_gradient_bytes == 0
+    assert _part(figures._replace(left_bytes=120), counted=True).saved_bytes == 120  # of gradients of a wide output
+
+
+def test_a_run_that_goes_on_does_not_wait_longer_than_its_own_interval():
+    assert Pace(3).no_later(100, 20) == 23
+    assert Pace(None).no_later(100, 20) == 100
