@@ -48,8 +48,8 @@ def test_a_run_goes_on_with_the_orders_that_were_saved():
     assert other.state_dict() is None
     other.load_state_dict(state)
     assert other.state_dict() == state
-    assert str(other.program(STAGES, MICRO_BATCHES, "many").schedule) == state["orders"][0]
-    assert other.program(STAGES, 2 * MICRO_BATCHES, "many").schedule.name == FIRST
+    assert str(other.program(Size(STAGES, MICRO_BATCHES, 2), "many").schedule) == state["orders"][0]
+    assert other.program(Size(STAGES, 2 * MICRO_BATCHES, 2), "many").schedule.name == FIRST[2]
     other.begin(0)
     assert other.weighs  # whether times are as they were is looked at, at once
 

@@ -152,12 +152,12 @@ class PipelineSchedule:
         """
         if not forward_only:
             return self._train(**arguments)
-        if "vee" in self.needs:
+        chunks = len(arguments["model"]) if isinstance(arguments["model"], list) else 1
+        if "vee" in self.programs.spec.needed(chunks):
             return self._timed(self._evaluate, self._call(**arguments))
-        chunked = isinstance(arguments["model"], list) and len(arguments["model"]) > 1
         stock = (
             schedules.forward_backward_pipelining_with_interleaving
-            if chunked
+            if chunks > 1
             else schedules.forward_backward_pipelining_without_interleaving
         )
         losses: list[Any] = stock(forward_only=True, **arguments)
@@ -311,7 +311,7 @@ class PipelineSchedule:
             backend = "nccl" if device.type == "cuda" else "gloo"
             ranks = dist.get_process_group_ranks(pipeline)
             places = self._places(len(ranks), batch)
-            if "vee" in self.needs:
+            if "vee" in self.programs.spec.needed(len(chunks)):
                 check_model(chunks, places, pipeline)
             joined = links(places, self.bpipe)
             vary = bool(batch.config.variable_seq_lengths)

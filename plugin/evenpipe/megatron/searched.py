@@ -11,7 +11,7 @@ from evenpipe.megatron.schedule import PipelineSchedule
 from evenpipe.megatron.stage import Batch
 from evenpipe.megatron.weight_gradients import delaying_layers
 from evenpipe.runtime.executor import Executor, Observer
-from evenpipe.schedule import SEARCHED, Need, Program
+from evenpipe.schedule import SEARCHED, Need, Program, Size
 from evenpipe.schedule.search.search import USUAL, Effort
 from evenpipe.tuner.part_watch import PartWatch
 from evenpipe.tuner.searching import Room, SearchLoop
@@ -35,9 +35,10 @@ class Searching(NamedTuple):
 
 
 class SearchedSchedule(PipelineSchedule):
-    """A `PipelineSchedule` in a V: by V-Min while two batches are looked at, and then by an order searched for them.
+    """A `PipelineSchedule` by an order that is searched for two batches that have been looked at, and for the memory.
 
-    All orders of a V give the same losses and gradients. A call raises ScheduleError, on all ranks, where the memory
+    Until then it is V-Min where stages have two model chunks, in a V, and ZB-H1 where they have one. All orders of a
+    placement give the same losses and gradients. A call raises ScheduleError, on all ranks, where the memory
     holds no order. `iteration` is the number of the next batch, from 0; who loads a checkpoint sets it. `searching` may
     be replaced before the first batch. `loop` decides.
     """
@@ -58,8 +59,8 @@ class SearchedSchedule(PipelineSchedule):
         self.loop = SearchLoop(watch, searching.interval, searching.log, searching.effort)
 
     def program(self, stages: int, micro_batches: int, chunks: int, settings: Any) -> Program:
-        """Return the program of the next batch; `chunks` and Megatron's `settings` do not matter."""
-        return self.loop.program(stages, micro_batches, self.programs.queues)
+        """Return the program of the next batch; Megatron's `settings` do not matter."""
+        return self.loop.program(Size(stages, micro_batches, chunks), self.programs.queues)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what a run needs to train by the same orders, as JSON has it; None before a search.
@@ -75,12 +76,13 @@ class SearchedSchedule(PipelineSchedule):
     def _train(self, **arguments: Any) -> list[Any]:
         self.loop.begin(self.iteration)
         call = self._call(**arguments)
-        batch, stages = call.batch, call.pipeline.size()
+        batch = call.batch
+        size = Size(call.pipeline.size(), batch.num_microbatches, len(batch.model))
         executor = self._executor(call.pipeline, batch)
-        self.loop.prepare(executor, batch.num_microbatches, stages, self.programs.queues)
+        self.loop.prepare(executor, size, self.programs.queues)
         losses = self._timed(self._carry_out, call)
         self.iteration += 1
-        self.loop.end(executor, self.iteration, stages, lambda: self._room(executor, batch))
+        self.loop.end(executor, self.iteration, size, lambda: self._room(executor, batch))
         return losses
 
     def _room(self, executor: Executor, batch: Batch) -> Room:

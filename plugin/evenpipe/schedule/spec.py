@@ -61,6 +61,7 @@ class Spec:
     posted on a link), "stream" (no flush between batches), "swap" (tensors to host memory and back), "times" (those
     of the run are measured, and an order is made for them).
     needs_at_some: what else it needs at some sizes only, for which nobody is asked who does not ask for them.
+    needs_with_chunks: what else it needs where stages have several model chunks: :meth:`needed`.
     update_follows: for a stream, the micro-batch after whose forward, on every stage, the step of a batch is finished.
     check: raises ScheduleError for a size that cannot be.
     live: per stage, the most live units without BPipe, where that is known without the order. settled: the fewest
@@ -79,6 +80,7 @@ class Spec:
     chunks: tuple[int, int | None] = (1, 1)
     needs: frozenset[Need] = frozenset()
     needs_at_some: frozenset[Need] = frozenset()
+    needs_with_chunks: frozenset[Need] = frozenset()
     update_follows: Callable[[Size, int], int] | None = None
     check: Callable[[Size], None] = lambda size: None
     drawings: tuple[Drawing, ...] = ()
@@ -100,6 +102,10 @@ class Spec:
             needs=needs,
             table=schedule,
         )
+
+    def needed(self, chunks: int) -> frozenset[Need]:
+        """Return what an engine must offer for so many model chunks a stage."""
+        return self.needs | self.needs_with_chunks if chunks > 1 else self.needs
 
     def fitted(self, size: Size) -> Size:
         """``size``, with the number of chunks where that is fixed, and no group larger than a batch.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from math import isinf
 from statistics import fmean, pstdev
+from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 import torch.distributed as dist
 
 from evenpipe.runtime.executor import Executor
-from evenpipe.schedule import Program, Queues, Schedule, ScheduleError, Size, build, vee, verify
+from evenpipe.schedule import Program, Queues, Schedule, ScheduleError, Size, build, loop, vee, verify
 from evenpipe.schedule.search.costs import FORMAT, Part, RunCosts, check_caps, held_bytes
 from evenpipe.schedule.search.search import EXPECTED, USUAL, Effort
 from evenpipe.simulate.searched import searched
@@ -21,9 +23,9 @@ from evenpipe.tuner.part_watch import PartFigures, PartWatch
 
 __all__ = ["FIRST", "Room", "SearchLoop"]
 
-#: The schedule of batches before there is an order: of those in a V the one that saves least.
-FIRST: Final = "v-min"
-#: Messages that a stage in a V receives and sends at once at most.
+#: The schedule of batches before there is an order, by model chunks a stage: one that saves little.
+FIRST: Final[Mapping[int, str]] = MappingProxyType({1: "zb-h1", 2: "v-min"})
+#: Messages that a stage receives and sends at once at most, in a V.
 _UNDER_WAY: Final = 12
 _MIB: Final = 2**20
 
@@ -43,7 +45,7 @@ class Room(NamedTuple):
 class SearchLoop:
     """One process' part in training by orders that are searched while it trains; all ranks call the same, in step.
 
-    The first batch is weighed, the second one timed, under the schedule `FIRST`. From the third on, batches follow an
+    The first batch is weighed, the second one timed, under a schedule of `FIRST`. From the third on, batches follow an
     order that is searched for these times and the memory that there is. Every `interval` iterations (None:
     so many as take an hour) two batches are looked at again, and where stages no longer take the times that the order
     allows for, another one is searched. So is one for batches of another number of micro-batches.
@@ -68,7 +70,7 @@ class SearchLoop:
         self._look: Literal["weigh", "time"] | None = "weigh"
         self._next = 0
         self._found: dict[int, Schedule] = {}
-        self._programs: dict[tuple[int, Queues], Program] = {}
+        self._programs: dict[tuple[Size, Queues], Program] = {}
 
     @property
     def weighs(self) -> bool:
@@ -80,28 +82,31 @@ class SearchLoop:
         if self._look is None and iteration >= self._next:
             self._look = "weigh"
 
-    def prepare(self, executor: Executor, micro_batches: int, stages: int, queues: Queues) -> None:
-        """With nothing under way: search an order for so many micro-batches, if there is none and times are known.
+    def prepare(self, executor: Executor, size: Size, queues: Queues) -> None:
+        """With nothing under way: search an order for a batch of this size, if there is none and times are known.
 
         Raises ScheduleError, on all ranks, where the memory holds none.
         """
         self._watch.store = executor.store if self._look == "weigh" else None
         self._watch.timed = self._look == "time"
-        if self.costs is not None and micro_batches not in self._found:
-            self._log(f"searches an order for {stages} stages, {micro_batches} micro-batches and their times")
-            self._found[micro_batches] = self._searched(self.costs, stages, micro_batches, queues)
+        if self.costs is not None and size.micro_batches not in self._found:
+            self._log(f"searches an order for {size.stages} stages, {size.micro_batches} micro-batches and their times")
+            self._found[size.micro_batches] = self._searched(self.costs, size, queues)
             self._programs.clear()
 
-    def program(self, stages: int, micro_batches: int, queues: Queues) -> Program:
-        """Return what carries out a batch."""
-        key, found = (micro_batches, queues), self._found.get(micro_batches)
+    def program(self, size: Size, queues: Queues) -> Program:
+        """Return what carries out a batch of this size."""
+        key, found = (size, queues), self._found.get(size.micro_batches)
         if key not in self._programs:
-            size = Size(stages, micro_batches)
-            self._programs[key] = build(FIRST, size, queues=queues) if found is None else verify(found, queues=queues)
+            first = functools.partial(build, FIRST[size.chunks], size)
+            make = first if found is None else functools.partial(verify, found)
+            self._programs[key] = make(queues=queues)
         return self._programs[key]
 
-    def end(self, executor: Executor, iteration: int, stages: int, room: Callable[[], Room]) -> None:
-        """After a batch, before `iteration`: take what was seen of it. `room` is asked once a batch has been timed.
+    def end(self, executor: Executor, iteration: int, size: Size, room: Callable[[], Room]) -> None:
+        """After a batch of this size, before `iteration`: take what was seen of it.
+
+        `room` is asked once a batch has been timed.
 
         Raises ScheduleError, on all ranks, where there is no memory for activations.
         """
@@ -109,10 +114,10 @@ class SearchLoop:
             self._look = "time"
         elif self._look == "time":
             self._look = None
-            now = self._gathered(executor, stages, room())
+            now = self._gathered(executor, size, room())
             self._pace.begin(iteration)
             self._next = int(highest_of_all([self._pace.next_after(iteration)], executor.device)[0])
-            reason = None if self.costs is None else self._outdated(self.costs, now, stages)
+            reason = None if self.costs is None else self._outdated(self.costs, now, size.stages)
             if self.costs is None or reason is not None:
                 self.costs, self._found = now, {}
                 self._programs.clear()
@@ -138,13 +143,13 @@ class SearchLoop:
         orders = [Schedule.parse(text) for text in state["orders"]]
         self._found = {schedule.micro_batches: schedule for schedule in orders}
 
-    def _searched(self, costs: RunCosts, stages: int, micro_batches: int, queues: Queues) -> Schedule:
+    def _searched(self, costs: RunCosts, size: Size, queues: Queues) -> Schedule:
         """Return the order that rank 0 finds."""
         answer: list[Any] = [None, ""]
         if dist.get_rank() == 0:
             try:
                 began = time.monotonic()
-                found = searched(costs, stages, micro_batches, self._effort, queues=queues)
+                found = searched(costs, size.stages, size.micro_batches, self._effort, queues=queues)
                 answer = [str(found.program.schedule), _said(found, costs, time.monotonic() - began)]
             except ScheduleError as error:
                 answer = [None, str(error)]
@@ -155,10 +160,11 @@ class SearchLoop:
         self._log(line)
         return Schedule.parse(text)
 
-    def _gathered(self, executor: Executor, stages: int, room: Room) -> RunCosts:
+    def _gathered(self, executor: Executor, size: Size, room: Room) -> RunCosts:
         """Return the costs of all parts; of replicas and shards the highest numbers."""
         self._limit_bytes = limit = room.limit_bytes
-        places, stage, device = vee(stages), executor.stage_index, executor.device
+        stages, stage, device = size.stages, executor.stage_index, executor.device
+        places = vee(stages) if size.chunks == 2 else loop(stages)
         [message_bytes] = highest_of_all([executor.counter.largest_sent], device)
         burst = Burst(1, max(1, int(message_bytes)))
         links_ms = measure_links(executor.connections, stage, stages, [burst], device)
@@ -179,7 +185,7 @@ class SearchLoop:
                 )
         return RunCosts(
             format=FORMAT,
-            placement="vee",
+            placement="vee" if size.chunks == 2 else "straight",
             parts=[_part(PartFigures(*row), room.counted) for row in rows],
             message_ms=message_ms,
             memory_bytes=caps,

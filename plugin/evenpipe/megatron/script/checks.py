@@ -21,7 +21,7 @@ from evenpipe.megatron.unsupported import (
 )
 from evenpipe.megatron.vee import check_placement
 from evenpipe.report.files import check_writable
-from evenpipe.schedule import Programs, ScheduleError, Size, Spec, check_offers
+from evenpipe.schedule import Need, Programs, ScheduleError, Size, Spec, check_offers
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.contradictions import (
     CONTRADICTIONS,
@@ -73,7 +73,7 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
         with_two_versions = refused_arguments(args, config.bpipe) if config.streams else ()
         with_tuning = refused_with_tuning(args) if config.group_size == "auto" else ()
         settings = refused_settings(args, config.bpipe, "split" in config.spec.needs)
-        in_a_v = refused_in_a_v(args) if "vee" in config.spec.needs else ()
+        in_a_v = refused_in_a_v(args) if "vee" in _needed(config, args) else ()
         refused = (*settings, *with_two_versions, *with_tuning, *in_a_v)
         for refusal in refused or _refused_capture(config, args):
             theirs = _FLAGS.get(refusal.setting, f"--{refusal.setting.replace('_', '-')}")
@@ -100,6 +100,10 @@ def _fit_table(spec: Spec, args: Namespace) -> None:
     check_placement(spec.places(size))
 
 
+def _needed(config: EvenPipeConfig, args: Namespace) -> frozenset[Need]:
+    return config.spec.needed(args.virtual_pipeline_model_parallel_size or 1)
+
+
 def _size(args: Namespace, group: int) -> Size:
     batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     chunks = args.virtual_pipeline_model_parallel_size or 1
@@ -121,7 +125,8 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
     """A line for each of Megatron's arguments that cannot be what it is."""
     asked = _asked(config)
     stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
-    several_chunks = "chunks" in config.spec.needs or config.spec.chunked is not None
+    needs = _needed(config, args)
+    several_chunks = "chunks" in needs or config.spec.chunked is not None
     together = args.micro_batch_size * args.data_parallel_size
     batches = args.global_batch_size // together
     if config.streams:
@@ -146,14 +151,14 @@ def _with_megatrons(config: EvenPipeConfig, args: Namespace) -> Iterator[str]:
             f"--num-virtual-stages-per-pipeline-rank or the layout gives it {chunks}: use "
             f"--num-virtual-stages-per-pipeline-rank {config.spec.chunks[1]}"
         )
-    if "vee" in config.spec.needs:
+    if "vee" in needs:
         yield from _in_a_v(asked, args)
-    if chunks is None and "chunks" in config.spec.needs:
+    if chunks is None and "chunks" in needs:
         yield (
             f"{asked}: needs --num-layers-per-virtual-pipeline-stage or "
             "--num-virtual-stages-per-pipeline-rank: give one of them, or use 1f1b"
         )
-    if chunks is not None and args.rampup_batch_size is None and "vee" not in config.spec.needs:
+    if chunks is not None and args.rampup_batch_size is None and "vee" not in needs:
         own = group_size(args, 1)
         group, named = (stages, "") if own == 1 else (own, f" {_GROUP_FLAG} {own}, none smaller than")
         if not stages <= group <= batches or 0 < batches % group < stages:

@@ -121,9 +121,10 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
         schedule, called, more = searched.schedule, searched, [searched_patches(searched)]
     else:
         schedule = PipelineSchedule(config.spec, config.bpipe, observer, connected=report, group_size=config.group_size)
-    if "split" in config.spec.needs:
+    needs = config.spec.needed(args.virtual_pipeline_model_parallel_size or 1)
+    if "split" in needs:
         more = [*more, delayed_gradients()]
-    if "vee" in config.spec.needs:
+    if "vee" in needs:
         from evenpipe.megatron.script.chunks import chunks_in_a_vee
         from evenpipe.megatron.vee import vee_patches
 

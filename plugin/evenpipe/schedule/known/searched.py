@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from evenpipe.schedule.actions import ScheduleError
 from evenpipe.schedule.spec import Size, Spec
-from evenpipe.schedule.topology import vee
+from evenpipe.schedule.topology import loop, vee
 
 __all__ = ["SPEC"]
 
@@ -20,10 +20,11 @@ def _made_for_times(size: Size) -> NoReturn:
 
 SPEC = Spec(
     name="searched",
-    summary="two model chunks a stage, there and back: an order searched for the run's own times, within its memory",
+    summary="an order searched for the run's own times, within its memory; of two model chunks a stage, there and back",
     order=_made_for_times,
-    bound=lambda size: 2 * size.micro_batches,
-    places=lambda size: vee(size.stages),
-    chunks=(2, 2),
-    needs=frozenset(["chunks", "split", "vee", "times"]),
+    bound=lambda size: size.chunks * size.micro_batches,
+    places=lambda size: vee(size.stages) if size.chunks == 2 else loop(size.stages),
+    chunks=(1, 2),
+    needs=frozenset(["split", "times"]),
+    needs_with_chunks=frozenset(["chunks", "vee"]),
 )
