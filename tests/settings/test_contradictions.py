@@ -38,14 +38,18 @@ CASES = [
     ),
     (
         {"schedule": "kfkb", "group_size": 2, "retune_interval": 5},
-        "--retune-interval 5: only --group-size auto makes use of it: use that, or leave --retune-interval out",
-        'evenpipe.retune_interval: 5: only "group_size": "auto" makes use of it: use that, or leave retune_interval '
+        "--retune-interval 5: only --group-size auto and --evenpipe-schedule searched make use of it: use one of them, "
+        "or leave --retune-interval out",
+        'evenpipe.retune_interval: 5: only "group_size": "auto" and "schedule": "searched" make use of it: use one of '
+        "them, or leave retune_interval "
         "out",
     ),
     (
         {"schedule": "kfkb", "memory_gib": 0.5},
-        "--memory-gib 0.5: only --group-size auto makes use of it: use that, or leave --memory-gib out",
-        'evenpipe.memory_gib: 0.5: only "group_size": "auto" makes use of it: use that, or leave memory_gib out',
+        "--memory-gib 0.5: only --group-size auto and --evenpipe-schedule searched make use of it: use one of them, or "
+        "leave --memory-gib out",
+        'evenpipe.memory_gib: 0.5: only "group_size": "auto" and "schedule": "searched" make use of it: use one of '
+        "them, or leave memory_gib out",
     ),
     (
         {"schedule": "1f1b", "one_version": True},

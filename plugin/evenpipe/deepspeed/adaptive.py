@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from evenpipe.deepspeed.engine import EvenPipeEngine, resumes_training
 from evenpipe.deepspeed.log import print_once
+from evenpipe.deepspeed.measuring import MeasuringEngine
 from evenpipe.deepspeed.section import NAME, SectionError
 from evenpipe.deepspeed.stage import EngineStage, tensors_of
 from evenpipe.deepspeed.static_memory import static_bytes
@@ -19,21 +19,18 @@ from evenpipe.planner.group_memory import Measured, PlanError, divisors
 from evenpipe.planner.grouped import GroupedSchedule, average_ms
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Unit
-from evenpipe.settings.contradictions import CONTRADICTIONS_ON_CPU, contradiction_in
-from evenpipe.settings.spelling import SECTION
 from evenpipe.tuner.loop import AdaptiveLoop
-from evenpipe.tuner.process_memory import limit_bytes, storage_bytes
+from evenpipe.tuner.process_memory import storage_bytes
 from evenpipe.tuner.samples import CutError, micro_batches_of
 from evenpipe.upstream.ending import end_job
 
 __all__ = ["AdaptiveEngine"]
 
-_STATE: Final = "evenpipe_tuner"
 #: Micro-batches that are timed, after one that loads kernels and fills caches.
 _TIMED: Final = 3
 
 
-class AdaptiveEngine(EvenPipeEngine):
+class AdaptiveEngine(MeasuringEngine):
     """The engine of a section whose group size is "auto".
 
     The first batches train in groups of one, and are measured. From then on, between two batches where nothing is under
@@ -42,11 +39,11 @@ class AdaptiveEngine(EvenPipeEngine):
     """
 
     data_iterator: Any
+    _state_name: ClassVar[str] = "evenpipe_tuner"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _refuse(self)
-        self._limit_bytes = limit_bytes(self.evenpipe.memory_gib, self.device)
         self.loop = AdaptiveLoop(self.evenpipe.retune_interval, print_once, _log_resumed, alone=False)
         self._size: int = self.micro_batch_size  # of the last batch's micro-batches
         self.measurements = _Measurements(self.executor)
@@ -80,23 +77,12 @@ class AdaptiveEngine(EvenPipeEngine):
             self.loop.note(largest, self.executor, self.global_steps - 1)
         return loss
 
-    def save_checkpoint(
-        self, save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """DeepSpeed's, with the tuner's state in the client's."""
-        client_state = dict(client_state or {})
-        if (state := self.loop.state_dict()) is not None:
-            client_state[_STATE] = state
-        return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)
+    def _own_state(self) -> Mapping[str, Any] | None:
+        return self.loop.state_dict()
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's; the run goes on tuning as the one that saved, if batches, limit and memory are the same."""
-        path, client_state = super().load_checkpoint(*args, **kwargs)
-        if path is not None:
-            state = client_state.pop(_STATE, None)
-            self.loop.load_state_dict(state if resumes_training(self, *args, **kwargs) else None)
-            self._start_loop()
-        return path, client_state
+    def _go_on_by(self, state: Mapping[str, Any] | None) -> None:
+        self.loop.load_state_dict(state)
+        self._start_loop()
 
     def _start_loop(self) -> None:
         """Measure what batches are made of now; the next ones train in groups of one."""
@@ -117,16 +103,6 @@ class AdaptiveEngine(EvenPipeEngine):
             given = self.evenpipe.memory_gib
             where = f'{NAME}.group_size: "auto"' if given is None else f"{NAME}.memory_gib: {given:g}"
             end_job(f"{where}: {error}")
-
-    @contextmanager
-    def _measuring(self, measures: bool) -> Iterator[None]:
-        """Within it the store knows what micro-batches save."""
-        before = self.executor.measure
-        self.executor.measure = before or measures
-        try:
-            yield
-        finally:
-            self.executor.measure = before
 
     @contextmanager
     def _in_micro_batches_of(self, size: int) -> Iterator[None]:
@@ -243,9 +219,6 @@ class _MeasuredStage(_WeighedStage):
 
 def _refuse(engine: AdaptiveEngine) -> None:
     """Raise SectionError for the first setting of an initialized engine under which groups cannot be tuned."""
-    line = contradiction_in(engine.evenpipe, SECTION, CONTRADICTIONS_ON_CPU)
-    if engine.device.type != "cuda" and line is not None:
-        raise SectionError(None, line)
     if engine.module.dynamic_shape and engine.evenpipe.micro_batch_size == "auto":
         raise SectionError(
             "micro_batch_size",

@@ -150,10 +150,13 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         if self.cut is not None:
             self.cut.check_batch(micro_batches, self.micro_batch_size)
         size = Size(self.num_stages, micro_batches, group_size=self.group_size)
-        program = self._programs(size)
+        program = self._program(size)
         if size not in self._schedules or self._schedules[size][0] is not program:
             self._schedules[size] = program, ProgramSchedule(program, self.stage_id)
         return self._schedules[size]
+
+    def _program(self, size: Size) -> Program:
+        return self._programs(size)
 
     def _exec_step(self, step: Step, buffer_id: int | None = None) -> None:
         assert self._take is not None

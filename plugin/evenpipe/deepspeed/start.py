@@ -56,6 +56,8 @@ def engine_patches(section: Section) -> PatchSet:
 def _evenpipe_engine(section: Section, original: Any) -> Any:
     if section.streams:
         from evenpipe.deepspeed.two_bw.engine import TwoBWEngine as Engine
+    elif "times" in section.spec.needs:
+        from evenpipe.deepspeed.searched import SearchedEngine as Engine
     elif section.group_size == "auto":
         from evenpipe.deepspeed.adaptive import AdaptiveEngine as Engine
     else:

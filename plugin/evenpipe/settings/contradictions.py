@@ -12,7 +12,6 @@ from evenpipe.settings.spelling import Spelling
 __all__ = [
     "CONTRADICTIONS",
     "CONTRADICTIONS_ON_CPU",
-    "CONTRADICTIONS_WITH_SEARCH",
     "Contradiction",
     "contradiction_in",
     "one_group",
@@ -71,9 +70,18 @@ def only_tuned(setting: str) -> Contradiction:
     """Return the row of a setting that only a tuned group size makes use of."""
     return Contradiction(
         setting,
-        lambda config: getattr(config, setting) is not None and not config.measures,
+        lambda config: getattr(config, setting) is not None and config.group_size != "auto",
         "only {group_size:auto} makes use of it",
         f"use that, or leave {{{setting}}} out",
+    )
+
+
+def _only_measured(setting: str) -> Contradiction:
+    return Contradiction(
+        setting,
+        lambda config: getattr(config, setting) is not None and not config.measures,
+        "only {group_size:auto} and {schedule:searched} make use of it",
+        f"use one of them, or leave {{{setting}}} out",
     )
 
 
@@ -102,8 +110,8 @@ CONTRADICTIONS: Final = (
         "a table is of one size, so that there is nothing to choose",
         "leave {group_size} out, or use {schedule:kfkb}",
     ),
-    only_tuned("retune_interval"),
-    only_tuned("memory_gib"),
+    _only_measured("retune_interval"),
+    _only_measured("memory_gib"),
     Contradiction(
         "one_version",
         lambda config: config.one_version and not config.streams,
@@ -129,15 +137,6 @@ CONTRADICTIONS: Final = (
         "with {schedule:=} and {bpipe:true} partners are amid transfers between batches, where a trace begins",
         "leave one of them out",
     ),
-)
-
-#: What else is said where schedules can be searched while a run trains; to be looked at first.
-CONTRADICTIONS_WITH_SEARCH: Final = tuple(
-    only_tuned(setting)._replace(
-        wrong="only {group_size:auto} and {schedule:searched} make use of it",
-        remedy=f"use one of them, or leave {{{setting}}} out",
-    )
-    for setting in ("retune_interval", "memory_gib")
 )
 
 #: What cannot be where there is no GPU, whose memory could be asked for.

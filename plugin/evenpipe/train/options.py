@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from evenpipe.schedule import Program, Programs, Schedule, ScheduleError, Size, Stream, check_offers, choose, names
 from evenpipe.settings.config import EvenPipeConfig, first_problem
-from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in
+from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in, only_tuned
 from evenpipe.settings.spelling import COMMAND, command_flag, in_flags
 from evenpipe.train.engines import ENGINES
 
@@ -145,7 +145,11 @@ def _settings_go_together(options: TrainOptions) -> None:
     shared = ("schedule", "bpipe", "group_size", "retune_interval", "memory_gib")
     config = EvenPipeConfig.of(**{setting: getattr(options, setting) for setting in shared})
     on_cpu = options.group_size == "auto" and device_type(options.world_size) == "cpu"
-    rows = (*CONTRADICTIONS, *CONTRADICTIONS_ON_CPU) if on_cpu else CONTRADICTIONS
+    rows = (
+        *map(only_tuned, ("retune_interval", "memory_gib")),
+        *CONTRADICTIONS,
+        *(CONTRADICTIONS_ON_CPU if on_cpu else ()),
+    )
     if (line := contradiction_in(config, COMMAND, rows)) is not None:
         raise ValueError(line)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
 
 from evenpipe.runtime.resources import Observer
 from evenpipe.runtime.store import ActivationStore
 from evenpipe.runtime.timing import Clock, SpanRecorder
-from evenpipe.schedule import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind
+from evenpipe.schedule import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Unit
 
 __all__ = ["PartFigures", "PartWatch"]
 
@@ -31,13 +32,15 @@ class PartFigures(NamedTuple):
 class PartWatch(Observer):
     """An observer of a stage that passes on to `then` all that it is told.
 
-    `store` records the batch that is weighed, and `timed` is set for one that is timed: before it.
+    `beside` returns the bytes that a framework keeps of a unit beside what autograd saves. `store` records the batch
+    that is weighed, and `timed` is set for one that is timed: before it.
     """
 
-    def __init__(self, then: Observer | None = None) -> None:
+    def __init__(self, then: Observer | None = None, beside: Callable[[Unit], int] = lambda unit: 0) -> None:
         self.store: ActivationStore | None = None
         self.timed = False
-        self._then = then if then is not None else Observer()
+        self.then = then if then is not None else Observer()
+        self._beside = beside
         self._clock: Clock | None = None
         self._origin: Any = None
         self._spans: SpanRecorder | None = None
@@ -58,14 +61,14 @@ class PartWatch(Observer):
         ]
 
     def batch_started(self, clock: Clock) -> None:
-        self._then.batch_started(clock)
+        self.then.batch_started(clock)
         if self.store is not None:
             self._bytes.clear()
         if self.timed:
             self._origin, self._spans = clock.mark(), SpanRecorder(clock)
 
     def started(self, action: Action) -> None:
-        self._then.started(action)
+        self.then.started(action)
         if self._spans is not None:
             self._spans.started(action)
 
@@ -74,11 +77,11 @@ class PartWatch(Observer):
             self._spans.ended(action)
         if self.store is not None and action.kind in (FORWARD, INPUT_GRADIENT):
             key = action.kind, action.chunk
-            self._bytes[key] = max(self._bytes[key], self.store.nbytes(action.unit))
-        self._then.ended(action)
+            self._bytes[key] = max(self._bytes[key], self.store.nbytes(action.unit) + self._beside(action.unit))
+        self.then.ended(action)
 
     def remark(self, line: str) -> None:
-        self._then.remark(line)
+        self.then.remark(line)
 
     def batch_ended(self) -> None:
         if self._spans is not None:
@@ -87,4 +90,4 @@ class PartWatch(Observer):
                 of_kind[action.kind, action.chunk].append(end - start)
             self._ms, self._spans = {key: median(all_ms) for key, all_ms in of_kind.items()}, None
         self.store, self.timed = None, False
-        self._then.batch_ended()
+        self.then.batch_ended()

@@ -23,13 +23,7 @@ from evenpipe.megatron.vee import check_placement
 from evenpipe.report.files import check_writable
 from evenpipe.schedule import Need, Programs, ScheduleError, Size, Spec, check_offers
 from evenpipe.settings.config import EvenPipeConfig
-from evenpipe.settings.contradictions import (
-    CONTRADICTIONS,
-    CONTRADICTIONS_ON_CPU,
-    CONTRADICTIONS_WITH_SEARCH,
-    contradiction_in,
-    one_group,
-)
+from evenpipe.settings.contradictions import CONTRADICTIONS, CONTRADICTIONS_ON_CPU, contradiction_in, one_group
 from evenpipe.settings.spelling import FLAGS, flag
 from evenpipe.train.engines import ENGINES
 from evenpipe.upstream.installed import wrong_apex
@@ -56,7 +50,7 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
     # Rank 0 writes the trace; the other nodes need not have its folder.
     if config.trace is not None and args.rank == 0 and (obstacle := check_writable(config.trace)) is not None:
         raise ArgumentError(f"{flag('trace')} {config.trace}: {obstacle}")
-    rows = *CONTRADICTIONS_WITH_SEARCH, *CONTRADICTIONS, *(() if torch.cuda.is_available() else CONTRADICTIONS_ON_CPU)
+    rows = CONTRADICTIONS if torch.cuda.is_available() else (*CONTRADICTIONS, *CONTRADICTIONS_ON_CPU)
     if (line := contradiction_in(config, FLAGS, rows)) is not None:
         raise ArgumentError(line)
     try:

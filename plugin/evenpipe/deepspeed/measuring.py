@@ -1,0 +1,66 @@
+"""A DeepSpeed engine that goes by what it measures in its own batches; its checkpoints have what it decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from evenpipe.deepspeed.engine import EvenPipeEngine, resumes_training
+from evenpipe.deepspeed.section import SectionError
+from evenpipe.settings.contradictions import CONTRADICTIONS_ON_CPU, contradiction_in
+from evenpipe.settings.spelling import SECTION
+from evenpipe.tuner.process_memory import limit_bytes
+
+__all__ = ["MeasuringEngine"]
+
+
+class MeasuringEngine(EvenPipeEngine):
+    """Its batches are measured when it asks for that; `_limit_bytes` is the memory of a process.
+
+    Subclasses say what goes into the client's state of a checkpoint, under `_state_name`, and what to do with it.
+    """
+
+    _state_name: ClassVar[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        line = contradiction_in(self.evenpipe, SECTION, CONTRADICTIONS_ON_CPU)
+        if self.device.type != "cuda" and line is not None:
+            raise SectionError(None, line)
+        self._limit_bytes = limit_bytes(self.evenpipe.memory_gib, self.device)
+
+    def save_checkpoint(
+        self, save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """DeepSpeed's, with the engine's own state in the client's."""
+        client_state = dict(client_state or {})
+        if (state := self._own_state()) is not None:
+            client_state[self._state_name] = state
+        return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's; the run goes on by the state of the one that saved, where that is of use."""
+        path, client_state = super().load_checkpoint(*args, **kwargs)
+        if path is not None:
+            state = client_state.pop(self._state_name, None)
+            self._go_on_by(state if resumes_training(self, *args, **kwargs) else None)
+        return path, client_state
+
+    def _own_state(self) -> Mapping[str, Any] | None:
+        """Return what a checkpoint has beside DeepSpeed's state; None where there is nothing yet."""
+        raise NotImplementedError
+
+    def _go_on_by(self, state: Mapping[str, Any] | None) -> None:
+        """Take what `_own_state` returned in the run whose checkpoint was loaded; None where there is none."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _measuring(self, measures: bool) -> Iterator[None]:
+        """Within it the store knows what micro-batches save, if it `measures`."""
+        before = self.executor.measure
+        self.executor.measure = before or measures
+        try:
+            yield
+        finally:
+            self.executor.measure = before
