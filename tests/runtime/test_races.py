@@ -24,6 +24,7 @@ SCHEDULES = {
     "kfkb": (1, 2, True),
     "interleaved": (2, 1, True),
     "zb-h1": (1, 1, False),
+    "zb-h2": (1, 1, False),
     "v-half": (2, 1, False),
     "v-min": (2, 1, False),
     "zbv": (2, 1, False),

@@ -64,7 +64,7 @@ specs_and_sizes = st.sampled_from(list(SPECS.values())).flatmap(lambda spec: st.
 
 
 def test_each_is_found_by_its_name() -> None:
-    named = {"1f1b", "2bw", "gpipe", "interleaved", "kfkb", "v-half", "v-min", "zb-h1", "zbv"}
+    named = {"1f1b", "2bw", "gpipe", "interleaved", "kfkb", "v-half", "v-min", "zb-h1", "zb-h2", "zbv"}
     assert set(names()) >= set(SPECS) == named
     for name, spec in SPECS.items():
         assert find(name) is spec
@@ -180,6 +180,16 @@ def test_zb_h1_is_1f1b_but_for_its_halves(stages: int, micro_batches: int) -> No
     ):
         whole = [a._replace(kind="B") if a.kind == "D" else a for a in row if a.kind != "W"]
         assert whole == list(of_1f1b)
+
+
+@given(st.integers(1, 10), st.integers(1, 30))
+def test_zb_h2_pauses_nowhere_within_a_batch_and_is_never_slower_than_zb_h1(stages: int, micro_batches: int) -> None:
+    """A stage lasts as long as it computes, so that batches join, from 2p − 1 micro-batches on (§2.2)."""
+    size = Size(stages, micro_batches)
+    found = simulated("zb-h2", size)
+    assert found.makespan_ms == simulated("zb-h1", size).makespan_ms
+    pauses = [spans[-1].end_ms - spans[0].start_ms - 3.0 * micro_batches for spans in found.timeline]
+    assert max(pauses) <= max(0, 2 * stages - 1 - micro_batches)
 
 
 @given(st.integers(1, 12), st.integers(1, 30))

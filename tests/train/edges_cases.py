@@ -28,6 +28,7 @@ SCHEDULES = {
     "kfkb, BPipe": (1, 2, True),
     "interleaved, BPipe": (2, 1, True),
     "zb-h1": (1, 1, False),
+    "zb-h2": (1, 1, False),
     "v-half": (2, 1, False),
 }
 
