@@ -50,7 +50,7 @@ CASES = {
 UNITS = {f"searched, {units} units": units for units in (4, 6, 8)}
 """Schedules that are searched for uneven parts, and how many units a stage may hold."""
 
-ORDERS = {"tied": ("v-half", "v-min", "zbv"), "searched": tuple(UNITS)}
+ORDERS = {"tied": ("v-half", "v-min", "zbv", "dualpipev"), "searched": tuple(UNITS)}
 """The schedules of a case; of others V-Half alone."""
 
 

@@ -28,6 +28,7 @@ SCHEDULES = {
     "v-half": (2, 1, False),
     "v-min": (2, 1, False),
     "zbv": (2, 1, False),
+    "dualpipev": (2, 1, False),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
 
 from evenpipe.schedule import (
     FORWARD,
@@ -64,7 +64,7 @@ specs_and_sizes = st.sampled_from(list(SPECS.values())).flatmap(lambda spec: st.
 
 
 def test_each_is_found_by_its_name() -> None:
-    named = {"1f1b", "2bw", "gpipe", "interleaved", "kfkb", "v-half", "v-min", "zb-h1", "zb-h2", "zbv"}
+    named = {"1f1b", "2bw", "dualpipev", "gpipe", "interleaved", "kfkb", "v-half", "v-min", "zb-h1", "zb-h2", "zbv"}
     assert set(names()) >= set(SPECS) == named
     for name, spec in SPECS.items():
         assert find(name) is spec
@@ -219,6 +219,19 @@ def test_zbv_is_ordered_as_torchs(stages: int) -> None:
             part = [stage, 2 * stages - 1 - stage]
             ours = [f"{part[action.chunk]}{letters[action.kind]}{action.micro_batch}" for action in row]
             assert ours == [str(one) for one in ordered if one is not None]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_dualpipev_is_ordered_as_torchs(stages: int) -> None:
+    """Whose fused steps are a forward and a backward; it refuses fewer micro-batches than 2p."""
+    letters = {"F": "F", "B": "B", "D": "I", "W": "W"}
+    for micro_batches in (2 * stages, 2 * stages + 1, 4 * stages + 1):
+        torchs: Any = SimpleNamespace(pp_group_size=stages, _n_microbatches=micro_batches)
+        for stage, row in enumerate(schedules.build("dualpipev", stages, micro_batches).actions):
+            ordered = ScheduleDualPipeV._calculate_single_rank_operations(torchs, stage)
+            part = [stage, 2 * stages - 1 - stage]
+            ours = [f"{part[action.chunk]}{letters[action.kind]}{action.micro_batch}" for action in row]
+            assert ours == [str(one) for step in ordered for one in (step.sub_actions or [step])]
 
 
 #: When a stage's F0, F0.1, D0.1 and D0 are, of so many stages: `stable_pattern_v_half` of the authors' code.

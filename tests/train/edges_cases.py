@@ -30,6 +30,7 @@ SCHEDULES = {
     "zb-h1": (1, 1, False),
     "zb-h2": (1, 1, False),
     "v-half": (2, 1, False),
+    "dualpipev": (2, 1, False),
 }
 
 
