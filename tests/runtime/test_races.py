@@ -23,6 +23,7 @@ SCHEDULES = {
     "1f1b": (1, 1, True),
     "kfkb": (1, 2, True),
     "interleaved": (2, 1, True),
+    "interleaved-zb": (2, 1, False),
     "zb-h1": (1, 1, False),
     "zb-h2": (1, 1, False),
     "v-half": (2, 1, False),

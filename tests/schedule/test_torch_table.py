@@ -11,7 +11,17 @@ from tests.reports import reports
 from tests.schedule import torch_table_cases
 
 STAGES, MICRO_BATCHES = 2, 4
-CHUNKS = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "zb-h2": 1, "interleaved": 2, "v-half": 2, "zbv": 2, "dualpipev": 2}
+CHUNKS = {
+    "1f1b": 1,
+    "gpipe": 1,
+    "zb-h1": 1,
+    "zb-h2": 1,
+    "interleaved": 2,
+    "v-half": 2,
+    "zbv": 2,
+    "dualpipev": 2,
+    "interleaved-zb": 2,
+}
 CASES = {name: build(name, Size(STAGES, MICRO_BATCHES, chunks)).schedule for name, chunks in CHUNKS.items()}
 
 
