@@ -31,7 +31,11 @@ def run(rank: Rank, engine: str) -> None:
     # Else receive buffers would be filled first, and hide what reads them too early.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     stock = "megatron" if engine == "evenpipe" else engine
-    asked_for: dict[str, Any] = {"interleaved": {"chunks": 2}, "kfkb": {"group_size": evicting_group(rank.ranks)}}
+    asked_for: dict[str, Any] = {
+        "interleaved": {"chunks": 2},
+        "interleaved-zb": {"chunks": 2},
+        "kfkb": {"group_size": evicting_group(rank.ranks)},
+    }
     cases: dict[str, dict[str, Any]] = {
         name + " with BPipe" * bpipe: {"schedule": name, "bpipe": bpipe, **asked_for.get(name, {})}
         for name in names()

@@ -81,7 +81,8 @@ def test_the_front(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     found = json.loads(capsys.readouterr().out)
     assert picture.stat().st_size > 1000
     known = {one["name"]: one for one in found["known"]}
-    assert {"1f1b", "1f1b + BPipe", "gpipe", "kfkb", "zb-h1", "v-half", "v-min", "zbv"} <= set(known)
+    assert {"1f1b", "1f1b + BPipe", "gpipe", "kfkb", "zb-h1", "zb-h2"} <= set(known)
+    assert {"v-half", "v-min", "zbv", "dualpipev"} <= set(known)
     assert found["base_bytes"] == known["1f1b"]["peak_bytes"] == 4 * 200
     assert known["v-half"]["peak_bytes"] == 600
     speeds = [one["batch_ms"] for one in found["searched"]]

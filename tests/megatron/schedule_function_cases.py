@@ -30,6 +30,7 @@ PLAIN = ("megatron", "1f1b")
 ENGINES = (*PLAIN, "bpipe")
 GROUPED = (*ENGINES, "3F3B")
 HALVES = "zb-h1"
+SPLIT = (HALVES, "zb-h2", "interleaved-zb")  # all whose backwards are in halves
 
 
 class Layout(NamedTuple):
@@ -184,7 +185,7 @@ CASES = {
     "evaluation between batches": Case(calls=(EVALUATION, Call(), EVALUATION, Call(micro_batches=4))),
     "collection between batches": Case(calls=(Call(), COLLECTION, Call(micro_batches=4))),
     "other numbers of micro-batches": Case(
-        calls=(Call(micro_batches=2), Call(), Call(micro_batches=5)), engines=(*GROUPED, HALVES)
+        calls=(Call(micro_batches=2), Call(), Call(micro_batches=5)), engines=(*GROUPED, HALVES, "zb-h2")
     ),
     "other lengths": Case(calls=(Call(), Call(sequence=12, micro_batches=4), Call(sequence=4, micro_batches=4))),
     "micro-batches of lengths of their own": Case(calls=RAGGED, config=VARIABLE, engines=(*GROUPED, HALVES)),
@@ -210,6 +211,7 @@ CASES = {
         PP4_V2,
         calls=(Call(micro_batches=6), Call(micro_batches=10)),
         config={"microbatch_group_size_per_vp_stage": 6},
+        engines=(*ENGINES, "interleaved-zb"),
     ),
     "interleaved, other lengths": Case(PP4_V2, calls=(Call(), Call(sequence=12))),
     "overlapped reduction": Case(PP2, ddp=REDUCED, synchronise=("no_sync",), engines=(*ENGINES, HALVES)),
@@ -225,7 +227,12 @@ CASES = {
     "interleaved, overlapped reduction": Case(PP2_V3, ddp=REDUCED, synchronise=("no_sync",)),
     "interleaved, aligned reduction": Case(PP2_V3, ddp=REDUCED, synchronise=("no_sync", "grad_sync")),
     "interleaved, distributed optimizer": Case(
-        PP2_V3, SEVERAL, ddp=GATHERED, optimizer=SHARDED, synchronise=("no_sync", "grad_sync", "param_sync")
+        PP2_V3,
+        SEVERAL,
+        ddp=GATHERED,
+        optimizer=SHARDED,
+        synchronise=("no_sync", "grad_sync", "param_sync"),
+        engines=(*ENGINES, "interleaved-zb"),
     ),
     "fused gradients": Case(
         config=FUSED, ddp=REDUCED, synchronise=("no_sync",), precision="bf16", engines=(*ENGINES, HALVES)
@@ -295,8 +302,8 @@ def schedule_of(engine: str) -> PipelineSchedule:
 
         tuning = Tuning(limit_bytes=1 << 30, static_bytes=int, interval=1, sizes=lambda loaded, size: [size])
         return AdaptiveSchedule(tuning)
-    if engine == HALVES:
-        return PipelineSchedule(HALVES)
+    if engine in SPLIT:
+        return PipelineSchedule(engine)
     if engine == "3F3B":
         return PipelineSchedule("kfkb", group_size=3)
     return PipelineSchedule(bpipe=engine == "bpipe", measure=engine == "measured")

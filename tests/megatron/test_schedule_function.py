@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from schedule_function_cases import BOUND, CASES, HALVES, LONG, WORLD
+from schedule_function_cases import BOUND, CASES, LONG, SPLIT, WORLD
 from tiny_pipeline import TIMED, WAITS
 
 from evenpipe.megatron.supported import installed_release
@@ -24,7 +24,7 @@ from tests.selected import marked, selected
 RELEASE = installed_release()
 SCRIPT = Path(__file__).with_name("schedule_function_cases.py")
 COMPARED = [(name, engine) for name, case in CASES.items() for engine in case.engines[1:] if "given only" not in name]
-ORDERED = [(name, engine) for name, engine in COMPARED if engine not in ("3F3B", "auto", HALVES)]
+ORDERED = [(name, engine) for name, engine in COMPARED if engine not in ("3F3B", "auto", *SPLIT)]
 GROUPED = [name for name, case in CASES.items() if "3F3B" in case.engines]
 PARTLY = ["partial recomputation with BPipe", "interleaved, partial recomputation"]
 STOCK = {

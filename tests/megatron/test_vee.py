@@ -51,10 +51,11 @@ def test_losses_gradients_and_weights_are_those_of_interleaved_stages(
 
 
 def test_stages_hold_what_a_schedule_says(ranks: list[dict[str, Any]]) -> None:
-    """V-Half holds p/2 + 1 micro-batches, V-Min (p + 4)/3 and ZB-V p; a micro-batch is two units."""
+    """V-Half holds p/2 + 1 micro-batches, V-Min (p + 4)/3, ZB-V p, DualPipeV p + ½; each is two units."""
     held = {"v-half": WORLD // 2 + 1, "v-min": (WORLD + 4) // 3, "zbv": WORLD}
     for order, of_a_stage in held.items():
         assert [rank["tied"][order]["peak"] for rank in ranks] == [2 * of_a_stage] * WORLD
+    assert max(rank["tied"]["dualpipev"]["peak"] for rank in ranks) == 2 * WORLD + 1
     for order, units in UNITS.items():
         assert max(rank["searched"][order]["peak"] for rank in ranks) == units
 

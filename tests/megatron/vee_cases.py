@@ -54,7 +54,11 @@ UNITS = {f"searched, {units} units": units for units in (4, 6, 8)}
 LIMIT_BYTES, STATIC_BYTES = 212_000, 1000
 """Of a run whose order is searched while it trains."""
 
-ORDERS = {"tied": ("v-half", "v-min", "zbv"), "searched": tuple(UNITS), "searched in the run": ("searched",)}
+ORDERS = {
+    "tied": ("v-half", "v-min", "zbv", "dualpipev"),
+    "searched": tuple(UNITS),
+    "searched in the run": ("searched",),
+}
 """The schedules of a case; of others V-Half alone."""
 
 

@@ -250,7 +250,7 @@ def estimator(name: str) -> Estimator:
 
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(list(QUESTIONS)), st.integers(0, 10**6))
-@example("gpt3-13b", 1230)  # whose layers share a mask
+@example("gpt3-13b", 1483)  # whose layers share a mask
 def test_no_run_is_faster_or_smaller_than_its_bounds(name: str, number: int) -> None:
     one = runs(name)[number % len(runs(name))]
     try:
@@ -274,7 +274,7 @@ def test_of_an_even_pipeline_the_bound_is_the_time_itself() -> None:
 @given(st.sampled_from(own()), st.integers(2, 6), st.integers(1, 12), st.integers(2, 3), st.booleans())
 def test_stages_hold_no_less_than_is_taken_for_sure(name: str, p: int, m: int, v: int, bpipe: bool) -> None:
     spec = find(name)
-    m = -(-m // p) * p if name in ("interleaved", "2bw") else m
+    m = -(-m // p) * p if name in ("interleaved", "interleaved-zb", "2bw") else m
     least, most = spec.chunks
     size = spec.fitted(Size(p, m, least if least == most else v, 2 if "groups" in spec.needs and m > 1 else 1))
     bpipe = bpipe and spec.balanced is not None

@@ -23,10 +23,13 @@ SCHEDULES = {
     "1f1b": (1, 1, True),
     "kfkb": (1, 2, True),
     "interleaved": (2, 1, True),
+    "interleaved-zb": (2, 1, False),
     "zb-h1": (1, 1, False),
+    "zb-h2": (1, 1, False),
     "v-half": (2, 1, False),
     "v-min": (2, 1, False),
     "zbv": (2, 1, False),
+    "dualpipev": (2, 1, False),
 }
 
 

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from evenpipe.schedule import (
     FORWARD,
@@ -47,16 +51,17 @@ DRAWINGS = [(spec, drawing) for spec in SPECS.values() for drawing in spec.drawi
 def sizes(draw: st.DrawFn, spec: Spec) -> Size:
     """One that the schedule is made for."""
     least, most = spec.chunks
-    stages = draw(st.integers(2 if spec.name == "interleaved" else 1, 9))
+    interleaved = spec.name.startswith("interleaved")
+    stages = draw(st.integers(2 if interleaved else 1, 9))
     micro_batches = draw(st.integers(1, 24))
-    if spec.name == "interleaved":
+    if interleaved:
         group = draw(st.integers(stages, 2 * stages))
         micro_batches = group * draw(st.integers(1, 3)) + draw(st.sampled_from([0, stages]))
     elif spec.name == "2bw":
         micro_batches += stages - 1
     chunks = draw(st.integers(least, least + 2 if most is None else most))
     group_size = draw(st.integers(1, 6)) if "groups" in spec.needs else 1
-    if spec.name == "interleaved":
+    if interleaved:
         group_size = 1 if group == stages else group
     return Size(stages, micro_batches, chunks, group_size, draw(st.integers(1, 3)) if "stream" in spec.needs else 1)
 
@@ -65,7 +70,20 @@ specs_and_sizes = st.sampled_from(list(SPECS.values())).flatmap(lambda spec: st.
 
 
 def test_each_is_found_by_its_name() -> None:
-    named = {"1f1b", "2bw", "gpipe", "interleaved", "kfkb", "v-half", "v-min", "zb-h1", "zbv"}
+    named = {
+        "1f1b",
+        "2bw",
+        "dualpipev",
+        "gpipe",
+        "interleaved",
+        "interleaved-zb",
+        "kfkb",
+        "v-half",
+        "v-min",
+        "zb-h1",
+        "zb-h2",
+        "zbv",
+    }
     assert set(names()) >= set(SPECS) == named
     for name, spec in SPECS.items():
         assert find(name) is spec
@@ -184,6 +202,16 @@ def test_zb_h1_is_1f1b_but_for_its_halves(stages: int, micro_batches: int) -> No
         assert whole == list(of_1f1b)
 
 
+@given(st.integers(1, 10), st.integers(1, 30))
+def test_zb_h2_pauses_nowhere_within_a_batch_and_is_never_slower_than_zb_h1(stages: int, micro_batches: int) -> None:
+    """A stage lasts as long as it computes, so that batches join, from 2p − 1 micro-batches on (§2.2)."""
+    size = Size(stages, micro_batches)
+    found = simulated("zb-h2", size)
+    assert found.makespan_ms == simulated("zb-h1", size).makespan_ms
+    pauses = [spans[-1].end_ms - spans[0].start_ms - 3.0 * micro_batches for spans in found.timeline]
+    assert max(pauses) <= max(0, 2 * stages - 1 - micro_batches)
+
+
 @given(st.integers(1, 12), st.integers(1, 30))
 def test_v_half_holds_half_of_what_1f1b_does(stages: int, micro_batches: int) -> None:
     """⌊p/2⌋ + 1 micro-batches of a stage, which are twice as many of half a stage."""
@@ -211,6 +239,42 @@ def test_zbv_is_ordered_as_torchs(stages: int) -> None:
             part = [stage, 2 * stages - 1 - stage]
             ours = [f"{part[action.chunk]}{letters[action.kind]}{action.micro_batch}" for action in row]
             assert ours == [str(one) for one in ordered if one is not None]
+
+
+@given(st.integers(2, 8), st.integers(1, 4), st.integers(2, 4), st.integers(0, 3))
+def test_interleaved_zb_is_ordered_as_torchs(stages: int, rounds: int, chunks: int, more: int) -> None:
+    """Which makes its groups, of p micro-batches or more, as even as they can be."""
+    letters, group = {"F": "F", "D": "I", "W": "W"}, stages + min(more, (stages - 1) // rounds)
+    torchs: Any = SimpleNamespace(
+        pp_group_size=stages, n_local_stages=chunks, microbatches_per_round=group, _n_microbatches=group * rounds
+    )
+    schedule = schedules.build("interleaved-zb", stages, group * rounds, chunks, group_size=group)
+    for stage, row in enumerate(schedule.actions):
+        ordered = ScheduleInterleavedZeroBubble._calculate_single_rank_operations(torchs, stage)
+        ours = [f"{action.chunk * stages + stage}{letters[action.kind]}{action.micro_batch}" for action in row]
+        assert ours == [str(one) for one in ordered if one is not None]
+
+
+@given(st.integers(2, 8), st.integers(1, 4), st.integers(2, 4))
+def test_interleaved_zb_has_a_third_of_the_bubble_of_interleaved(stages: int, groups: int, chunks: int) -> None:
+    size = Size(stages, stages * groups, chunks)
+    bubbles = [
+        simulated(name, size).makespan_ms - 3.0 * size.micro_batches for name in ("interleaved", "interleaved-zb")
+    ]
+    assert bubbles == pytest.approx([3 * (stages - 1) / chunks, (stages - 1) / chunks])
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_dualpipev_is_ordered_as_torchs(stages: int) -> None:
+    """Whose fused steps are a forward and a backward; it refuses fewer micro-batches than 2p."""
+    letters = {"F": "F", "B": "B", "D": "I", "W": "W"}
+    for micro_batches in (2 * stages, 2 * stages + 1, 4 * stages + 1):
+        torchs: Any = SimpleNamespace(pp_group_size=stages, _n_microbatches=micro_batches)
+        for stage, row in enumerate(schedules.build("dualpipev", stages, micro_batches).actions):
+            ordered = ScheduleDualPipeV._calculate_single_rank_operations(torchs, stage)
+            part = [stage, 2 * stages - 1 - stage]
+            ours = [f"{part[action.chunk]}{letters[action.kind]}{action.micro_batch}" for action in row]
+            assert ours == [str(one) for step in ordered for one in (step.sub_actions or [step])]
 
 
 #: When a stage's F0, F0.1, D0.1 and D0 are, of so many stages: `stable_pattern_v_half` of the authors' code.

@@ -11,10 +11,18 @@ from tests.reports import reports
 from tests.schedule import torch_table_cases
 
 STAGES, MICRO_BATCHES = 2, 4
-CASES = {
-    name: build(name, Size(STAGES, MICRO_BATCHES, chunks)).schedule
-    for name, chunks in {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "interleaved": 2, "v-half": 2, "zbv": 2}.items()
+CHUNKS = {
+    "1f1b": 1,
+    "gpipe": 1,
+    "zb-h1": 1,
+    "zb-h2": 1,
+    "interleaved": 2,
+    "v-half": 2,
+    "zbv": 2,
+    "dualpipev": 2,
+    "interleaved-zb": 2,
 }
+CASES = {name: build(name, Size(STAGES, MICRO_BATCHES, chunks)).schedule for name, chunks in CHUNKS.items()}
 
 
 def without_a_pipeline(parts: int) -> tuple[list[str], dict[str, list[str]]]:

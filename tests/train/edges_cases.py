@@ -27,8 +27,11 @@ SCHEDULES = {
     "1f1b, BPipe": (1, 1, True),
     "kfkb, BPipe": (1, 2, True),
     "interleaved, BPipe": (2, 1, True),
+    "interleaved-zb": (2, 1, False),
     "zb-h1": (1, 1, False),
+    "zb-h2": (1, 1, False),
     "v-half": (2, 1, False),
+    "dualpipev": (2, 1, False),
 }
 
 

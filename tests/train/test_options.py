@@ -25,8 +25,8 @@ REFUSED = [
     ({"schedule": "interleaved"}, "--chunks 1: interleaved needs at least 2 model chunks a stage"),
     (
         {"schedule": "zigzag"},
-        "--schedule zigzag: unknown schedule, choose one of 1f1b, gpipe, 2bw, interleaved, kfkb, zb-h1, v-half, v-min, "
-        "zbv",
+        "--schedule zigzag: unknown schedule, choose one of 1f1b, gpipe, 2bw, interleaved, kfkb, zb-h1, zb-h2, "
+        "interleaved-zb, dualpipev, v-half, v-min, zbv",
     ),
     ({"engine": "megatron", "bpipe": True}, "--bpipe: Megatron has no such schedule: use --engine evenpipe"),
     (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal, NamedTuple
@@ -21,7 +21,7 @@ from evenpipe.schedule.actions import (
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.topology import Places, loop
 
-__all__ = ["PERIOD", "Drawing", "Need", "Pass", "Size", "Spec", "alternate", "repeated", "units"]
+__all__ = ["PERIOD", "Drawing", "Need", "Pass", "Size", "Spec", "alternate", "halved", "repeated", "units"]
 
 Need = Literal["chunks", "vee", "split", "groups", "stream", "swap", "times"]
 
@@ -173,6 +173,24 @@ def alternate(forwards: Sequence[Unit], backwards: Sequence[Unit], warmup: int) 
         yield _action(BACKWARD, *unit)
     for unit in backwards[len(forwards) - warmup :]:
         yield _action(BACKWARD, *unit)
+
+
+def halved(row: Iterable[Action], lag: int) -> Iterator[Action]:
+    """Split each backward of a stage; weight gradients follow ``lag`` input gradients later, the last ones at the end.
+
+    So a cool-down, which would wait for gradients of the next stage, has weight gradients to compute meanwhile.
+    """
+    pending = deque[Unit]()
+    for action in row:
+        if action.kind != BACKWARD:
+            yield action
+            continue
+        yield _action(INPUT_GRADIENT, *action.unit)
+        pending.append(action.unit)
+        if len(pending) > lag:
+            yield _action(WEIGHT_GRADIENT, *pending.popleft())
+    for unit in pending:
+        yield _action(WEIGHT_GRADIENT, *unit)
 
 
 #: Passes of a micro-batch on a stage with two chunks: F, D and W of each.

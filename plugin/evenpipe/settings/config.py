@@ -33,9 +33,10 @@ class EvenPipeConfig(BaseModel):
         None,
         description="pipeline schedule: 1f1b | gpipe | interleaved (the name of 1f1b with virtual stages) | kfkb "
         "(1f1b with --group-size micro-batches in a row) | 2bw (no flushes: two weight versions, each step finished "
-        "while the next batch runs) | zb-h1 (backwards in two halves: less of a bubble) | searched (an order made for "
-        "the run's own times and --memory-gib, in scripts of Megatron-LM) | file:PATH (a table that "
-        "`evenpipe schedule --out` wrote) | the name of an installed package's",
+        "while the next batch runs) | zb-h1 (backwards in two halves: less of a bubble) | zb-h2 (the same, stages "
+        "further ahead) | interleaved-zb (zb-h1 with virtual stages) | v-half, v-min, zbv, dualpipev (two virtual "
+        "stages, there and back) | searched (an order made for the run's own times and --memory-gib) | file:PATH (a "
+        "table that `evenpipe schedule --out` wrote) | the name of an installed package's",
         json_schema_extra={"flag": "--evenpipe-schedule", "metavar": "NAME"},
     )
     bpipe: bool = Field(

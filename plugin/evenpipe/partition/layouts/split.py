@@ -68,7 +68,7 @@ class Problem:
     def live(self) -> tuple[NDArray[np.int64], ...]:
         """Return `Copies.live` of every stage under the pipeline's schedule."""
         p, v, m = self.pipeline.stages, self.pipeline.chunks, self.pipeline.micro_batches
-        if self.pipeline.schedule == "interleaved" and m % p:
+        if self.pipeline.schedule in ("interleaved", "interleaved-zb") and m % p:
             raise LayoutError(
                 f"--global-batch-size: {m} micro-batches are no multiple of {p} stages, which virtual stages need: "
                 "change it or --micro-batch-size"

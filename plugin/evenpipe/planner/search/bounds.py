@@ -16,7 +16,7 @@ from evenpipe.planner.operations.operation import Parameters, summed
 from evenpipe.planner.operations.parts import Block, Blocks, Part, parts_of
 from evenpipe.planner.run import Run
 from evenpipe.planner.stage_bytes import Chunk, chunks_of, stage_bytes
-from evenpipe.schedule import BACKWARD, FORWARD, WEIGHT_GRADIENT, Places, Size, Spec, loop
+from evenpipe.schedule import KINDS, Places, Size, Spec, loop
 
 __all__ = [
     "Divided",
@@ -186,9 +186,8 @@ def _counted(spec: Spec, size: Size) -> Sequence[int]:
     found = []
     for row in spec.order(size):
         held = most = 0
-        halves = any(action.kind == WEIGHT_GRADIENT for action in row)
         for action in row:
-            held += (action.kind == FORWARD) - (action.kind == (WEIGHT_GRADIENT if halves else BACKWARD))
+            held += KINDS[action.kind].held
             most = max(most, held)
         found.append(most)
     return found

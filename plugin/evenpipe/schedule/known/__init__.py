@@ -31,9 +31,12 @@ _FILES: Final[Mapping[str, str]] = MappingProxyType(
         "kfkb": "k_forward_k_backward",
         "2bw": "two_bw",
         "zb-h1": "zero_bubble_h1",
+        "zb-h2": "zero_bubble_h2",
+        "interleaved-zb": "interleaved_zero_bubble",
         "zbv": "zbv",
         "v-half": "v_half",
         "v-min": "v_min",
+        "dualpipev": "dualpipev",
         SEARCHED: "searched",
     }
 )

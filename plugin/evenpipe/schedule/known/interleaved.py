@@ -5,13 +5,14 @@ from __future__ import annotations
 from evenpipe.schedule.actions import Action, ScheduleError, Unit
 from evenpipe.schedule.spec import Drawing, Size, Spec, alternate
 
-__all__ = ["SPEC"]
+__all__ = ["SPEC", "check", "group", "units_in_groups"]
 
 
-def _check(size: Size) -> None:
+def check(size: Size) -> None:
+    """Raise ScheduleError for a size with which interleaved stages would stall."""
     if size.stages < 2:
         raise ScheduleError(f"stages={size.stages}: interleaved needs at least 2 stages")
-    p, m, k = size.stages, size.micro_batches, _group(size)
+    p, m, k = size.stages, size.micro_batches, group(size)
     if k < p or 0 < m % k < p:
         groups = "a multiple of" if k == p else f"with group_size={k} none or at least as many left over as"
         raise ScheduleError(
@@ -19,21 +20,30 @@ def _check(size: Size) -> None:
         )
 
 
-def _group(size: Size) -> int:
+def group(size: Size) -> int:
+    """Return the number of micro-batches that go through a chunk in a row."""
     return size.stages if size.group_size == 1 else size.group_size
 
 
 def _warmup(size: Size, stage: int) -> int:
     """Forwards that a stage runs ahead (``get_pp_rank_microbatches`` of megatron-core)."""
-    return min(2 * (size.stages - stage - 1) + (size.chunks - 1) * _group(size), size.micro_batches * size.chunks)
+    return min(2 * (size.stages - stage - 1) + (size.chunks - 1) * group(size), size.micro_batches * size.chunks)
 
 
-def _order(size: Size) -> list[list[Action]]:
-    """Micro-batches go through the chunks in groups, of p if not told (``get_schedule_table`` of megatron-core)."""
-    m, v, k = size.micro_batches, size.chunks, _group(size)
+def units_in_groups(size: Size) -> tuple[list[Unit], list[Unit]]:
+    """Return forwards and backwards in the order of every stage (``get_schedule_table`` of megatron-core).
+
+    Micro-batches go through the chunks in groups, of p if not told.
+    """
+    m, v, k = size.micro_batches, size.chunks, group(size)
     groups = [range(first, min(first + k, m)) for first in range(0, m, k)]
     forwards = [Unit(i, c) for group in groups for c in range(v) for i in group]
     backwards = [Unit(i, c) for group in groups for c in reversed(range(v)) for i in group]
+    return forwards, backwards
+
+
+def _order(size: Size) -> list[list[Action]]:
+    forwards, backwards = units_in_groups(size)
     return [list(alternate(forwards, backwards, _warmup(size, s))) for s in range(size.stages)]
 
 
@@ -42,11 +52,11 @@ SPEC = Spec(
     summary="1f1b with several model chunks a stage",
     order=_order,
     bound=lambda size: min(_warmup(size, 0) + 1, size.micro_batches * size.chunks),
-    balanced=lambda size: size.stages + (size.chunks - 1) * _group(size) + 1,  # BPipe, Appendix A, where k = p
+    balanced=lambda size: size.stages + (size.chunks - 1) * group(size) + 1,  # BPipe, Appendix A, where k = p
     chunks=(2, None),
     needs=frozenset(["chunks"]),
     needs_at_some=frozenset(["groups"]),
-    check=_check,
+    check=check,
     live=lambda size: [min(_warmup(size, s) + 1, size.micro_batches * size.chunks) for s in range(size.stages)],
     drawings=(
         Drawing(

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from evenpipe.schedule.actions import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
-from evenpipe.schedule.spec import Drawing, Size, Spec, alternate, units
+from evenpipe.schedule.actions import Action
+from evenpipe.schedule.spec import Drawing, Size, Spec, alternate, halved, units
 
 __all__ = ["SPEC"]
 
 
-def _split(row: Iterator[Action], stage: int) -> Iterator[Action]:
-    """Weight gradients follow ``stage`` input gradients later: every stage then holds p micro-batches at most.
-
-    Where 1F1B would wait for a gradient in its cool-down, they fill the time; what is left comes at the end.
-    """
-    backwarded = 0
-    for action in row:
-        if action.kind != BACKWARD:
-            yield action
-            continue
-        yield Action(INPUT_GRADIENT, backwarded)
-        if backwarded >= stage:
-            yield Action(WEIGHT_GRADIENT, backwarded - stage)
-        backwarded += 1
-    for late in range(max(0, backwarded - stage), backwarded):
-        yield Action(WEIGHT_GRADIENT, late)
-
-
 def _order(size: Size) -> list[list[Action]]:
+    """Weight gradients follow s input gradients later on stage s: every stage then holds p micro-batches at most."""
     every = units(size.micro_batches)
-    return [list(_split(alternate(every, every, size.stages - s - 1), s)) for s in range(size.stages)]
+    return [list(halved(alternate(every, every, size.stages - s - 1), s)) for s in range(size.stages)]
 
 
 SPEC = Spec(
