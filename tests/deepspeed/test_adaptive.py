@@ -39,6 +39,11 @@ _DIFFERENT = {
         "turns": [(2, 2), (4, 2), (1, 2), (2, 2)],
     },
 }
+_SEARCHED = {"evenpipe": {"schedule": "searched", "memory_gib": 0.01}}
+_SEARCHES: dict[str, Any] = {
+    "searched": {"case": {"stages": 4, "config": _SEARCHED, "steps": 5}, "changes": 4},
+    "searched, resumed": {"case": {"stages": 2, "config": {**_ZERO, **_SEARCHED}, "steps": 3}},
+}
 _CUT = {**_AUTO, "micro_batch_size": "auto"}
 _FEW = {"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1}}
 _SIZES = {
@@ -57,7 +62,9 @@ _RESUMED = {"case": {"stages": 2, "config": {**_ZERO, "evenpipe": {**_AUTO, "ret
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All runs, in one job of four processes: two replicas where there are two stages."""
     folder: Path = tmp_path_factory.mktemp("adaptive")
-    given = [_GROUPS, _DIFFERENT, _SIZES, _ENDED, {"resumed": {**_RESUMED, "folder": str(folder / "checkpoint")}}]
+    _SEARCHES["searched, resumed"]["folder"] = str(folder / "searched")
+    resumed = {"resumed": {**_RESUMED, "folder": str(folder / "checkpoint")}}
+    given = [_GROUPS, _DIFFERENT, _SIZES, _ENDED, resumed, _SEARCHES]
     found, said = run_cases("train_adaptive.py", [run for runs in given for run in runs.values()], folder)
     names = [
         *_GROUPS,
@@ -65,6 +72,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         *(f"cut, {name}" for name in _SIZES),
         *_ENDED,
         "resumed",
+        *_SEARCHES,
     ]
     return dict(zip(names, found, strict=True)) | {"said": said}
 
@@ -142,3 +150,28 @@ def test_a_limit_that_nothing_fits_into_ends_the_job(results: dict[str, Any]) ->
     for rank in results["nothing fits"]:
         assert rank["said"].startswith("evenpipe.memory_gib: 0.0001: no micro-batch size fits: stage ")
         assert "GiB" in rank["said"]
+
+
+def test_an_order_is_searched_and_trains_to_the_bits_of_the_stock_engine(results: dict[str, Any]) -> None:
+    """Two batches are looked at; the later ones, and those of another number of micro-batches, have orders."""
+    state = results["searched"][0]["state"]
+    assert len(state["orders"]) == 1
+    assert len(results["searched"][0]["changed"]["state"]["orders"]) == 2
+    for rank, of_stock in zip(results["searched"], results["stock"], strict=True):
+        assert rank["engine"] == "SearchedEngine"
+        assert rank["state"] == state
+        for ours, stock in ((rank, of_stock), (rank["changed"], of_stock["changed"])):
+            assert ours["losses"] == stock["losses"]
+            assert ours["weights"] == stock["weights"]
+        assert rank["left"] == 0
+        assert rank["peak_bytes"] <= state["costs"]["memory_bytes"][rank["stage"]]
+    for part in state["costs"]["parts"]:
+        assert 0 < part["freed_by_input_gradient_bytes"] < part["saved_bytes"]
+
+
+def test_a_resumed_run_trains_by_the_order_that_was_saved(results: dict[str, Any]) -> None:
+    for rank in results["searched, resumed"]:
+        assert rank["resumed"]["state"]["orders"] == rank["state"]["orders"]
+        assert rank["resumed"]["client_state"] == {"mine": 7} | rank["resumed"]["client_state"]
+        assert "evenpipe_searched" not in rank["resumed"]["client_state"]
+    assert "evenpipe: searched: trains by the order that was saved" in results["said"]

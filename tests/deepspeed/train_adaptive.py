@@ -17,6 +17,7 @@ from typing import Any
 from train_tiny import MICRO_BATCH, Case, digest, engine_of, run
 
 from evenpipe.planner.grouped import Candidate
+from evenpipe.tuner.searching import SearchLoop
 from evenpipe.tuner.tuner import Tuner
 
 
@@ -90,10 +91,13 @@ def _train(engine: Any, data: Any, case: Case) -> dict[str, Any]:
         "weights": {name: digest(weight) for name, weight in engine.module.named_parameters()},
         "size": [engine.micro_batch_size, engine.micro_batches, engine.gradient_accumulation_steps()],
     }
-    if auto:
+    if isinstance(getattr(engine, "loop", None), SearchLoop):
+        found["state"] = engine.loop.state_dict()
+    elif auto:
         assert engine.loop.tuner is not None
         found["retunes"] = [[retune.iteration, retune.k, retune.b] for retune in engine.loop.tuner.retunes]
         found["predicted"] = engine.loop.predicted_saved_bytes[engine.stage_id]
+    if auto:
         found["peak_bytes"] = engine.executor.counter.peak_bytes
         found["left"] = engine.executor.counter.own_units
     return found
