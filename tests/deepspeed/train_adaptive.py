@@ -39,6 +39,7 @@ def train(given: dict[str, Any]) -> dict[str, Any]:
             engine.save_checkpoint(given["folder"], client_state={"mine": 7})
             again, data = engine_of(case)
             _, client_state = again.load_checkpoint(given["folder"])
+            found["loaded"] = again.loop.state_dict()
             for _ in islice(data, case.steps * again.micro_batches):
                 pass
             found["resumed"] = _train(again, data, case) | {"client_state": client_state}
