@@ -77,6 +77,8 @@ class Question:
 
     def refused(self, spec: Spec) -> str:
         """Return why a plan may not have the schedule; empty where it may."""
+        if "times" in spec.needs:
+            return "its order is made when times have been measured"
         lacking = self.engine.lacks(spec)
         if lacking:
             return f"{self.engine.called} does not run it ({lacking})"
