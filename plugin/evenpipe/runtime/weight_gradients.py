@@ -29,13 +29,16 @@ class Use(NamedTuple):
     """One use of a weight in a first half: `product(*tensors)` is its gradient; None where it is added elsewhere.
 
     `cast`: the node that gave the weight another dtype for this use, and others that share it; None if there is none.
+    `backward`: the number of the backward, of which there are several in a half that has others inside, as activation
+    checkpointing does; each accumulates for itself.
     """
 
     weight: torch.nn.Parameter
     tensors: tuple[Tensor, ...]
     product: Callable[..., Tensor | None]
     stream: streams.Stream
-    cast: object = None
+    cast: object
+    backward: int
 
 
 class WeightGradients:
@@ -58,6 +61,7 @@ class WeightGradients:
         recording: Callable[[Unit], AbstractContextManager[object]],
     ) -> None:
         self.weights = [weight for weight in weights if weight.requires_grad]
+        self._parameters = list(chunk.parameters())
         self._recording = recording
         self._uses: list[Use] | None = None
         self._left: dict[Unit, list[Tensor]] = {}
@@ -86,9 +90,11 @@ class WeightGradients:
         finally:
             uses, self._uses = self._uses, None
         self._queued[unit] = [after - length for length, after in zip(before, self._queues(), strict=True)]
-        of_weight: dict[int, list[Use]] = {}
+        self._keep_apart(uses)
+        of_weight: dict[tuple[int, int], list[Use]] = {}
         for use in uses:  # a weight comes where it is used last, as its gradient is then complete
-            of_weight[id(use.weight)] = [*of_weight.pop(id(use.weight), []), use]
+            key = use.backward, id(use.weight)
+            of_weight[key] = [*of_weight.pop(key, []), use]
         with self._recording(unit), torch.enable_grad():
             self._left[unit] = [_node_of(uses) for uses in of_weight.values()]
         return found
@@ -117,7 +123,18 @@ class WeightGradients:
                 "whole backwards, such as 1f1b"
             )
         own = tuple(tensor.detach() for tensor in tensors)
-        self._uses.append(Use(weight, own, product, streams.current(own[0].device), cast))
+        backward = torch._C._current_graph_task_id()
+        self._uses.append(Use(weight, own, product, streams.current(own[0].device), cast, backward))
+
+    def _keep_apart(self, uses: Iterable[Use]) -> None:
+        """Give gradients memory of their own that autograd has put where a second half reads, and would add to there.
+
+        A gradient that comes to a parameter unchanged, but for a view, becomes its `grad`.
+        """
+        read = {tensor.untyped_storage()._cdata for use in uses for tensor in use.tensors}
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.untyped_storage()._cdata in read:
+                parameter.grad = parameter.grad.clone()
 
     def _queues(self) -> list[int]:
         return [layer.wgrad_store.context.qsize() for layer in self._layers]
