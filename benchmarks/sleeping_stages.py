@@ -11,8 +11,8 @@ import torch.distributed as dist
 from emulation import Accelerator, clock_ms
 from torch import Tensor
 
-from evenpipe.megatron.weight_gradients import WeightGradients
 from evenpipe.runtime.channel import Layouts
+from evenpipe.runtime.weight_gradients import WeightGradients
 from evenpipe.schedule import Unit
 
 __all__ = ["follow_waits", "slow_down", "slow_second_halves"]

@@ -82,7 +82,7 @@ COMPUTED: Final = {
     ("megatron/schedule.py", "groups"): (),  # made here
     ("deepspeed/arrange.py", "module"): (),  # layers, by number
     ("deepspeed/planned/cutting.py", "module"): ("tied_modules", "loss_fn"),
-    ("megatron/weight_gradients.py", "weight"): (),  # a mark of ours
+    ("runtime/weight_gradients.py", "weight"): (),  # a mark of ours
 }
 
 

@@ -16,7 +16,8 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.tensor_parallel import layers
 
-from evenpipe.megatron.weight_gradients import WeightGradients, linear_layers, whole_layers
+from evenpipe.megatron.weight_gradients import linear_layers, linear_weights
+from evenpipe.runtime.weight_gradients import WeightGradients, whole_layers
 from evenpipe.schedule import Unit
 
 UNIT = Unit(0, 0)
@@ -64,7 +65,7 @@ def value() -> Tensor:
 
 
 def halves(chunk: torch.nn.Module) -> WeightGradients:
-    of_chunk = WeightGradients(chunk, lambda unit: nullcontext())
+    of_chunk = WeightGradients(chunk, linear_weights(chunk), lambda unit: nullcontext())
     of_chunk.begin()
     return of_chunk
 

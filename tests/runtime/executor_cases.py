@@ -279,7 +279,8 @@ def carry_out(case: dict, rank: int) -> dict:
         start = time.monotonic()
         loss_chunk = last.chunk if rank == last.stage else None
         edges = Edges.alike(torch.empty(rows, WIDTH), chunks)
-        stage = ModuleStage(modules, edges, lambda i, rows=rows: sample(i)[:rows].clone(), loss, loss_chunk)
+        recording = executor.recording(program)
+        stage = ModuleStage(modules, edges, lambda i, rows=rows: sample(i)[:rows].clone(), loss, loss_chunk, recording)
         executor.run(program, stage)
         memory = executor.counter
         batches.append(

@@ -23,9 +23,9 @@ from evenpipe.megatron.stage import Batch, ForwardStage, MegatronStage
 from evenpipe.megatron.supported import CoreRelease, installed_release
 from evenpipe.megatron.unsupported import refuse_unsupported
 from evenpipe.megatron.vee import check_model, sent_to_the_last
-from evenpipe.megatron.weight_gradients import whole_layers
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor, Observer
+from evenpipe.runtime.weight_gradients import whole_layers
 from evenpipe.schedule import (
     Message,
     Need,

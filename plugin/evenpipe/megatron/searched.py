@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from evenpipe.megatron.schedule import PipelineSchedule
 from evenpipe.megatron.stage import Batch
-from evenpipe.megatron.weight_gradients import delaying_layers
 from evenpipe.runtime.executor import Executor, Observer
+from evenpipe.runtime.weight_gradients import delaying_layers
 from evenpipe.schedule import SEARCHED, Need, Program, Size
 from evenpipe.schedule.search.search import USUAL, Effort
 from evenpipe.tuner.part_watch import PartWatch

@@ -15,9 +15,10 @@ from torch import Tensor
 from evenpipe.megatron.grad_sync import GradSync, Sync
 from evenpipe.megatron.supported import CoreRelease
 from evenpipe.megatron.vee import part_of
-from evenpipe.megatron.weight_gradients import WeightGradients
+from evenpipe.megatron.weight_gradients import linear_weights
 from evenpipe.runtime.channel import shapes_received, shapes_sent
 from evenpipe.runtime.stage import check_sent
+from evenpipe.runtime.weight_gradients import WeightGradients
 from evenpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kind, Places, Schedule, Unit
 
 __all__ = ["Batch", "ForwardStage", "MegatronStage"]
@@ -137,7 +138,9 @@ class MegatronStage(ForwardStage):
             self._backward_arguments["pipeline_model_parallel_size"] = schedule.stages
         kinds = [action.kind for action in schedule.actions[stage]]
         split = WEIGHT_GRADIENT in kinds
-        self._weight_gradients = [WeightGradients(chunk, recording) for chunk in batch.model] if split else []
+        self._weight_gradients = [
+            WeightGradients(chunk, linear_weights(chunk), recording) for chunk in batch.model if split
+        ]
         self._outstanding = [*takewhile(lambda kind: kind not in (BACKWARD, INPUT_GRADIENT), kinds)].count(FORWARD)
         self._forwards = 0
         self._inputs: dict[Unit, list[Tensor | None]] = {}

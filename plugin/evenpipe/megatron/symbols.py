@@ -194,9 +194,8 @@ WEIGHT_GRADIENTS: Final = expected(
             "0.19": f"({_LINEAR}, gtp_remat_size)",
         },
         f"{_LAYERS}:prepare_input_tensors_for_wgrad_compute": "(grad_output, all_gathered_input)",
-        **members(_LAYERS, ("RowParallelLinear", "custom_bwd", "dist_all_gather_func", "dist_reduce_scatter_func")),
-        # Transformer Engine's layers have it in every series.
-        f"{_LAYERS}:ColumnParallelLinear.backward_dw": {"0.16": "(self)"},
+        **members(_LAYERS, ("ColumnParallelLinear", "RowParallelLinear", "custom_bwd")),
+        **members(_LAYERS, ("dist_all_gather_func", "dist_reduce_scatter_func")),
     }
 )
 """What backwards in two halves call of Megatron's linear layers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final, NamedTuple, cast
 
 from torch import Tensor, UntypedStorage
@@ -99,6 +99,19 @@ class Executor(Resources):
         with self._whole():
             forward_only(self, places, micro_batches, stage)
 
+    def recording(self, program: Program) -> Callable[[Unit], AbstractContextManager[object]] | None:
+        """Return what this stage enters to save what the second half of a backward needs.
+
+        None where `program` has whole backwards; it counts nothing where forwards are not recorded.
+        """
+        if all(action.kind != WEIGHT_GRADIENT for action in program.schedule.actions[self.stage_index]):
+            return None
+        return self.store.recording if self.records(program) else lambda unit: nullcontext()
+
+    def records(self, program: Program) -> bool:
+        """Return whether forwards are recorded: what they save is evicted, measured, swapped or computed again."""
+        return program.schedule.evictions[self.stage_index] > 0 or self.measure or self.keeper is not None
+
     def forget_sizes(self) -> None:
         """Between batches, on all stages alike: the micro-batches that follow have other sizes than those so far."""
         self.pool = SlotPool(self.device, self.counter)
@@ -166,7 +179,7 @@ class _Departed(NamedTuple):
 class Flow:
     """The transfers and results under way on one stage, in a batch, or in a stream whose weights `stepping` changes."""
 
-    def __init__(self, resources: Resources, program: Program, stage: Stage, stepping: Stepping | None = None) -> None:
+    def __init__(self, resources: Executor, program: Program, stage: Stage, stepping: Stepping | None = None) -> None:
         self.resources = resources
         self.stage = stage
         self.stepping = stepping
@@ -174,7 +187,7 @@ class Flow:
         self.layouts = resources.layouts
         self.evicts = program.schedule.evictions[resources.stage_index] > 0
         self.keeper = resources.keeper
-        self.records = self.evicts or resources.measure or self.keeper is not None
+        self.records = resources.records(program)
         self.slots_needed = _most_accepted(program.steps[resources.stage_index])
         self.under_way: dict[Message, Transfer] = {}
         self.actions: dict[Message, Action] = {}
@@ -233,7 +246,7 @@ class Flow:
         return []
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
-        """Forward `unit`, recording what it saves where that is evicted, measured, swapped or computed again."""
+        """Forward `unit`; what it saves is recorded where that is of use."""
         store = self.resources.store
         if not self.records:
             return self.stage.forward(unit, inputs)

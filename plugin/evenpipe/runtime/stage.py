@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.pipelining._backward import stage_backward_input
 
+from evenpipe.runtime.linear import LinearGradients
 from evenpipe.runtime.precisions import autocast_dtype
 from evenpipe.schedule import FORWARD, Kind, Unit
 
@@ -85,7 +85,8 @@ class ModuleStage:
     A module takes them one by one, and returns one or a tuple of them. `first(i)` gives micro-batch i's input at the
     start of the model, `loss(i, output)` its scalar loss at the end, which follows chunk `loss_chunk` of this stage, or
     is on another one (None).
-    Gradients accumulate in `parameter.grad`; `losses[i]` holds the detached losses.
+    Gradients accumulate in `parameter.grad`; `losses[i]` holds the detached losses. With `recording`, backwards are in
+    two halves: `recording(unit)` is entered to save what the second needs. Without, a first half is the whole backward.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class ModuleStage:
         first: Callable[[int], Tensor],
         loss: Callable[[int, Any], Tensor],
         loss_chunk: int | None,
+        recording: Callable[[Unit], AbstractContextManager[object]] | None = None,
     ) -> None:
         self.chunks = list(chunks)
         self.losses: dict[int, Tensor] = {}
@@ -103,9 +105,11 @@ class ModuleStage:
         self._loss = loss
         self._loss_chunk = loss_chunk
         self._inputs: dict[Unit, list[Tensor]] = {}  # those that have gradients
-        #: By their number among those that gradients come back for: `_Start`s, which hold no memory of theirs.
-        self._outputs: dict[Unit, dict[int, Tensor]] = {}
-        self._owed: dict[Unit, Callable[[], object]] = {}  # the second halves of backwards
+        #: By their number among those that gradients come back for; what has been sent on, autograd alone holds.
+        self._outputs: dict[Unit, dict[int, GradientEdge]] = {}
+        self._weight_gradients: list[LinearGradients] = []
+        if recording is not None:
+            self._weight_gradients = [LinearGradients(chunk, recording, self.chunks) for chunk in self.chunks]
 
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
         """Return tensors like those of the edge; for gradients like those that have any."""
@@ -116,10 +120,11 @@ class ModuleStage:
 
     def forward(self, unit: Unit, inputs: list[Tensor] | None) -> list[Tensor]:
         """Return the chunk's outputs, or its loss where the model ends."""
-        returned = self.compute(unit, inputs)
-        if unit.chunk == self._loss_chunk:
-            returned = self._loss(unit.micro_batch, returned)
-            self.losses[unit.micro_batch] = returned.detach()
+        with self._weight_gradients[unit.chunk].calls if self._weight_gradients else nullcontext():
+            returned = self.compute(unit, inputs)
+            if unit.chunk == self._loss_chunk:
+                returned = self._loss(unit.micro_batch, returned)
+                self.losses[unit.micro_batch] = returned.detach()
         outputs = list(returned) if isinstance(returned, tuple) else [returned]
         edge = self._edges.given[unit.chunk]
         if unit.chunk != self._loss_chunk:
@@ -128,7 +133,7 @@ class ModuleStage:
             self._inputs[unit] = _learning(inputs, self._edges.taken[unit.chunk])
         # Of what frozen parameters alone have made, a gradient that comes back is needed by nobody.
         given = [(number, one) for number, one in enumerate(_learning(outputs, edge)) if one.requires_grad]
-        self._outputs[unit] = {number: _Start.apply(one) for number, one in given}  # type: ignore[no-untyped-call]
+        self._outputs[unit] = {number: get_gradient_edge(one) for number, one in given}
         return outputs
 
     def compute(self, unit: Unit, inputs: list[Tensor] | None) -> Any:
@@ -138,43 +143,33 @@ class ModuleStage:
 
     def forget(self) -> None:
         """Let go of what has been forwarded and not backwarded."""
-        for held in (self._inputs, self._outputs, self._owed):
-            held.clear()
+        self._inputs.clear()
+        self._outputs.clear()
+        for of_chunk in self._weight_gradients:
+            of_chunk.end()
 
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         """Return the gradients of the received inputs; nothing at the start of the model."""
+        found = self.backward_input(unit, gradients)
+        self.backward_weight(unit)
+        return found
+
+    def backward_input(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
+        """Return the gradients of the received inputs; linear layers leave those of their weights."""
+        if not self._weight_gradients:
+            return self._backward(unit, gradients)
+        return self._weight_gradients[unit.chunk].leave(unit, lambda: self._backward(unit, gradients))
+
+    def backward_weight(self, unit: Unit) -> None:
+        """Accumulate into `parameter.grad`, as a whole backward does."""
+        if self._weight_gradients:
+            self._weight_gradients[unit.chunk].compute(unit)
+
+    def _backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         outputs = self._outputs.pop(unit)
         if outputs:
             torch.autograd.backward(list(outputs.values()), _of(outputs, gradients))
         return [_gradient(taken, unit) for taken in self._inputs.pop(unit, ())]
-
-    def backward_input(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
-        """Return the gradients of the received inputs. At the model's start all is left for later: nobody waits."""
-        taken = self._inputs.get(unit)
-        if not taken:
-            self._owed[unit] = lambda: self.backward(unit, gradients)
-            return []
-        outputs = self._outputs.pop(unit)
-        given = _of(outputs, gradients) or [torch.ones_like(one) for one in outputs.values()]
-        pairs = list(zip(outputs.values(), given, strict=True))
-        now = [(one, gradient) for one, gradient in pairs if _depends(one, taken)]
-        # Of what a branch of the model that starts here gives, torch's halves would leave the weights out.
-        later = [(one, gradient) for one, gradient in pairs if not _depends(one, taken)]
-        weights = list(self.chunks[unit.chunk].parameters())
-        _, groups = stage_backward_input([one for one, _ in now], [one for _, one in now], taken, iter(weights))
-
-        def weight_half() -> None:
-            if later:
-                torch.autograd.backward([one for one, _ in later], [one for _, one in later], retain_graph=True)
-            _second_half(weights, groups)
-
-        self._owed[unit] = weight_half
-        del self._inputs[unit]
-        return [_gradient(one, unit) for one in taken]
-
-    def backward_weight(self, unit: Unit) -> None:
-        """Accumulate into `parameter.grad`, as a whole backward does."""
-        self._owed.pop(unit)()
 
 
 def check_sent(outputs: Sequence[Any], edge: Sequence[tuple[tuple[int, ...], torch.dtype]], unit: Unit) -> None:
@@ -207,66 +202,6 @@ def _remedy(sent: Tensor, dtype: torch.dtype) -> str:
     return "cast what is handed on, or make the pipeline for this dtype"
 
 
-class _Start(torch.autograd.Function):
-    """The start of a backward in place of an output: its graph, with the memory of one element.
-
-    What has been sent on is held by autograd alone, where it needs it. torch's halves of a backward detach it in place.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor) -> Tensor:
-        element = torch.empty(1, dtype=output.dtype, device=output.device)
-        return element.new_empty(0).set_(element.untyped_storage(), 0, output.shape, (0,) * output.dim())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def _second_half(weights: Sequence[torch.nn.Parameter], groups: Sequence[dict[str, Any]]) -> None:
-    """Accumulate into `weights` what torch's first half of a backward has left for later.
-
-    A group has weights (`params`, their nodes), the nodes at which the graph of the inputs leaves theirs
-    (`intermediates`), and the gradients that came there (`grads`). torch's own second half counts a gradient twice
-    before 2.13 where a weight is used twice, one use behind the other; in 2.10 it adds up those of one node's outputs.
-    """
-    by_node = {get_gradient_edge(weight).node: weight for weight in weights if weight.requires_grad}
-    for group in groups:
-        nodes, came = list(group.pop("intermediates")), group.pop("grads", [])
-        reached = [
-            (GradientEdge(node, number), gradient)
-            for node, gradients in zip(nodes, came, strict=False)
-            for number, gradient in enumerate(gradients or ())
-            if gradient is not None
-        ]
-        if not reached:
-            continue
-        params = list(group["params"])
-        # What a use behind this one hands on to it is in what came here already.
-        handles = [
-            node.register_prehook(lambda _, own=gradients: own)
-            for node, gradients in zip(nodes, came, strict=True)
-            if len(nodes) > 1 and gradients is not None
-        ]
-        try:
-            edges, given = zip(*reached, strict=True)
-            of_weights = torch.autograd.grad(edges, [GradientEdge(node, 0) for node in params], given)
-        except RuntimeError as error:
-            own = next((type(node).__name__ for node in nodes if isinstance(node, BackwardCFunction)), None)
-            if own is None:
-                raise
-            raise RuntimeError(
-                f"torch {torch.__version__} has let go of {own}, of a function with a backward of its own, between the "
-                "halves of a backward: use torch 2.13 or newer, or a schedule of whole backwards, such as 1f1b"
-            ) from error
-        finally:
-            for handle in handles:
-                handle.remove()
-        for node, gradient in zip(params, of_weights, strict=True):
-            weight = by_node[node]
-            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-
-
 def _empty(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
@@ -276,24 +211,9 @@ def _learning(tensors: Sequence[Tensor], edge: Sequence[Tensor]) -> list[Tensor]
     return [one for one, like in zip(tensors, edge, strict=True) if like.requires_grad]
 
 
-def _of(outputs: dict[int, Tensor], gradients: Sequence[Tensor] | None) -> list[Tensor] | None:
+def _of(outputs: dict[int, GradientEdge], gradients: Sequence[Tensor] | None) -> list[Tensor] | None:
     """Return the gradients of these outputs among those that have come back."""
     return None if gradients is None else [gradients[number] for number in outputs]
-
-
-def _depends(output: Tensor, inputs: Sequence[Tensor]) -> bool:
-    """Return whether a gradient of `output` reaches any of the leaves `inputs`."""
-    leaves = {id(one) for one in inputs}
-    nodes, seen = [output.grad_fn], set[Any]()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if id(getattr(node, "variable", None)) in leaves:
-            return True
-        nodes += [one for one, _ in node.next_functions]
-    return False
 
 
 def _gradient(received: Tensor, unit: Unit) -> Tensor:

@@ -215,9 +215,6 @@ class ModulePipeline(Pipeline):
     group: the ranks of the pipeline, stage by stage; all ranks, if left out.
     observer: is told of every action; with `measure`, `executor.counter` knows what this stage saves.
 
-    Where backwards are split, weights get their gradients without autograd's accumulation: hooks on it, such as those
-    of DistributedDataParallel, are not called.
-
     All ranks of the group make it alike. Raises ValueError where `program` is not for such a group, or needs what
     this engine does not offer.
     """
@@ -319,7 +316,8 @@ class ModulePipeline(Pipeline):
             found[micro_batch] = loss.detach()
             return share_of(loss, weight, count)
 
-        return ModuleStage(self.chunks, self.edges, lambda one: item(one)[0], share_of_loss, self.loss_chunk)
+        recording = self.executor.recording(self.program)
+        return ModuleStage(self.chunks, self.edges, lambda one: item(one)[0], share_of_loss, self.loss_chunk, recording)
 
 
 def shares(name: str, values: Tensor | Sequence[Any], count: int) -> Sequence[Any]:

@@ -277,7 +277,8 @@ class _PlannedStage(ModuleStage):
         loss: Callable[[int, Any], Tensor],
         shown: Shown | None = None,
     ) -> None:
-        super().__init__(pipeline.chunks, pipeline.edges, _no_input, loss, pipeline.loss_chunk)
+        recording = pipeline.executor.recording(pipeline.program) if shown is None else None
+        super().__init__(pipeline.chunks, pipeline.edges, _no_input, loss, pipeline.loss_chunk, recording)
         self._inputs_of = inputs_of
         self._parts = pipeline.parts
         self._shown = shown
@@ -308,10 +309,6 @@ class _PlannedStage(ModuleStage):
                 f"step is called under {now}, and the plan was made under {was}: trace the model and train it alike"
             )
         return dtype
-
-    def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
-        with users_lines(self._parts[unit.chunk]):
-            return super().backward(unit, gradients)
 
     def backward_input(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         with users_lines(self._parts[unit.chunk]):
