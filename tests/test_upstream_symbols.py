@@ -36,7 +36,9 @@ LISTS: Final = ("symbols.py", "supported.py")
 OWN: Final = frozenset(("self", "cls", "ctx"))
 #: By file, names of objects of EvenPipe, of Python or of rich: what is set on them is nobody else's business.
 OURS: Final = {
-    "deepspeed/adaptive.py": ("executor", "found"),
+    "deepspeed/adaptive.py": ("found",),
+    "deepspeed/measuring.py": ("executor",),
+    "deepspeed/searched.py": ("executor", "_watch"),
     "deepspeed/engine.py": ("cut",),
     "deepspeed/log.py": ("executor",),
     "deepspeed/planned/stage.py": ("executor",),

@@ -30,14 +30,30 @@ _RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]
             {"schedule": "gpipe"},
             {"schedule": "kfkb", "group_size": 2},
             {"schedule": "kfkb", "group_size": 2, "bpipe": True},
+            {"schedule": "zb-h1"},
             {"bpipe": True},
             {"bpipe": True, "pair_adjacent": True, "partition": [0, 1, 3, 6, 8], "trace": "T.json"},
         ],
     ),
-    "bf16, ZeRO, tied": (4, {**_BF16, **_ZERO, "steps_per_print": 3}, {"tied": True}, [{"bpipe": True}]),
-    "recomputed": (4, {}, {"checkpoint_interval": 1}, [{"schedule": "1f1b"}, {"bpipe": True}]),
-    "recomputed by the model": (4, {}, {"checkpoints_itself": True}, [{"bpipe": True}]),
-    "two tensors, evaluations": (4, {}, {"pair": True, "evaluate": True}, [{"bpipe": True}]),
+    "bf16, ZeRO, tied": (
+        4,
+        {**_BF16, **_ZERO, "steps_per_print": 3},
+        {"tied": True},
+        [{"bpipe": True}, {"schedule": "zb-h1"}],
+    ),
+    "recomputed": (
+        4,
+        {},
+        {"checkpoint_interval": 1},
+        [{"schedule": "1f1b"}, {"bpipe": True}, {"schedule": "zb-h1"}],
+    ),
+    "recomputed by the model": (4, {}, {"checkpoints_itself": True}, [{"bpipe": True}, {"schedule": "zb-h1"}]),
+    "two tensors, evaluations": (
+        4,
+        {},
+        {"pair": True, "evaluate": True},
+        [{"bpipe": True}, {"schedule": "zb-h1"}],
+    ),
     "dynamic shapes": (
         4,
         {},
@@ -45,8 +61,39 @@ _RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], list[dict[str, Any]]
         [{"schedule": "kfkb", "group_size": 2}, {"bpipe": True}, {"schedule": "kfkb", "group_size": 2, "bpipe": True}],
     ),
     "dynamic shapes, replicas": (2, {}, {"dynamic": True}, [{"schedule": "1f1b"}]),
-    "ZeRO, partition": (2, _ZERO, {}, [{"schedule": "1f1b", "partition": [0, 3, 8]}]),
-    "bf16, tied": (2, _BF16, {"tied": True}, [{"schedule": "kfkb", "group_size": 3}]),
+    "ZeRO, partition": (
+        2,
+        _ZERO,
+        {},
+        [{"schedule": "1f1b", "partition": [0, 3, 8]}, {"schedule": "zb-h1", "partition": [0, 3, 8]}],
+    ),
+    "bf16, tied": (2, _BF16, {"tied": True}, [{"schedule": "kfkb", "group_size": 3}, {"schedule": "zb-h1"}]),
+    "bf16, summed at once": (
+        2,
+        {"bf16": {"enabled": True, "immediate_grad_update": True}},
+        {},
+        [{"schedule": "zb-h1"}],
+    ),
+    "fp16, ZeRO": (2, {"fp16": {"enabled": True}, **_ZERO}, {"late_tie": True}, [{"schedule": "zb-h1"}]),
+    "fp16": (2, {"fp16": {"enabled": True, "initial_scale_power": 4}}, {}, [{"schedule": "zb-h1"}]),
+    "fp16, ZeRO, sums in fp32": (
+        2,
+        {"fp16": {"enabled": True}, **_ZERO, "data_types": {"grad_accum_dtype": "fp32"}},
+        {},
+        [{"schedule": "zb-h1"}],
+    ),
+    "bf16, ZeRO, sums in bf16": (
+        2,
+        {**_BF16, **_ZERO, "data_types": {"grad_accum_dtype": "bf16"}},
+        {},
+        [{"schedule": "zb-h1"}],
+    ),
+    "autocast": (
+        2,
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        {},
+        [{"schedule": "zb-h1"}],
+    ),
     "model-parallel": (2, _WHOLE, {"model_parallel": True, "tied": True}, [{"schedule": "kfkb", "group_size": 2}]),
     "one micro-batch": (2, {"gradient_accumulation_steps": 1}, {}, [{"schedule": "1f1b"}]),
 }
@@ -115,7 +162,7 @@ def test_losses_and_weights_are_those_of_the_stock_engine(results: dict[str, lis
 
 def test_what_is_held_and_who_recomputes_is_said_once(results: dict[str, list[Any]], folder: Path) -> None:
     said = (folder / "said").read_text()
-    assert re.findall(r"evenpipe: iteration (\d+) \| peak live: (.*?) \|", said) == [("3", "3 3 2 3")]
+    assert re.findall(r"evenpipe: iteration (\d+) \| peak live: (.*?) \|", said) == [("3", "3 3 2 3"), ("3", "4 4 4 4")]
     assert said.count("bpipe: activation checkpointing goes through torch.utils.checkpoint") == 1
 
 

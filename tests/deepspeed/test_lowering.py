@@ -24,6 +24,13 @@ def test_a_stage_does_what_its_program_says_and_ends_as_deepspeed_does() -> None
     assert _instructions("1f1b", 3, 2, 2) == ["LoadMicroBatch", *last, "LoadMicroBatch", *last, *end]
 
 
+def test_a_backward_in_two_halves_frees_its_buffer_with_the_first() -> None:
+    program = lower(build("zb-h1", 4, 8))
+    assert [ProgramSchedule(program, stage).num_pipe_buffers() for stage in range(4)] == [4, 3, 2, 1]
+    names = _instructions("zb-h1", 4, 8, 3)
+    assert names.count("InputGradient") == names.count("WeightGradient") == 8
+
+
 def test_pairs_trade_by_instructions_of_their_own() -> None:
     evictor = _instructions("1f1b", 4, 8, 0, bpipe=True)
     acceptor = _instructions("1f1b", 4, 8, 3, bpipe=True)

@@ -142,7 +142,7 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         """Carry out the program of a batch."""
         program, ours = self._schedule(micro_batches)
         evicts = program.schedule.evictions[self.stage_id] > 0
-        stage = self._stage_type(self, self._boundary, ours.buffer_of, evicts)
+        stage = self._stage_type(self, self._boundary, ours.buffer_of, evicts, self.executor.recording(program))
         with self.executor.batch(program, stage) as self._take:
             self._exec_schedule(ours)
 

@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe import schedule
 from evenpipe.schedule import (
     BACKWARD,
     FORWARD,
+    INPUT_GRADIENT,
     KINDS,
     ActionKind,
     Kind,
@@ -48,7 +49,7 @@ ACTIONS = (Forward, Backward, *_OTHERS.values())
 class _Steps(schedule.PipeSchedule):  # type: ignore[misc]
     """`taken` as instructions, and then those that `end` a batch.
 
-    `buffer_of` knows which of the pipeline's `buffers` a micro-batch uses from its forward to its backward.
+    `buffer_of` knows which of the pipeline's `buffers` a micro-batch uses from its forward to its input gradient.
     """
 
     def __init__(
@@ -121,6 +122,6 @@ def _buffers(steps: tuple[Step, ...]) -> dict[Unit, int]:
             lowest = next(number for number in range(len(in_use) + 1) if number not in in_use)
             buffers[step.action.unit] = lowest
             in_use.add(lowest)
-        elif step.action.kind == BACKWARD:
+        elif step.action.kind in (BACKWARD, INPUT_GRADIENT):
             in_use.remove(buffers[step.action.unit])
     return buffers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from evenpipe.deepspeed.planned.stage import CutStage, jointly
 from evenpipe.partition.code import users_lines
+from evenpipe.runtime.linear import LinearGradients
 from evenpipe.schedule import FORWARD, Kind, Unit
 
 __all__ = ["Boundary", "EngineStage", "tensors_of"]
@@ -95,7 +96,14 @@ class EngineStage:
     what the engine keeps beside them is freed.
     """
 
-    def __init__(self, engine: Any, boundary: Boundary, buffer_of: Callable[[Unit], int], evicts: bool) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        boundary: Boundary,
+        buffer_of: Callable[[Unit], int],
+        evicts: bool,
+        recording: Callable[[Unit], AbstractContextManager[object]] | None = None,
+    ) -> None:
         self._engine = engine
         self._boundary = boundary
         self._buffer_of = buffer_of
@@ -104,6 +112,7 @@ class EngineStage:
         self._losses: dict[Unit, Any] = {}
         self._dynamic: bool = engine.module.dynamic_shape
         self._tuples: dict[Unit, bool] = {}
+        self._weight_gradients = None if recording is None else LinearGradients(engine.module, recording)
 
     def receive_buffers(self, kind: Kind, unit: Unit) -> list[Tensor]:
         """Tensors like the input that the stage before announced, or like the unit's outputs, which exist by now."""
@@ -127,11 +136,9 @@ class EngineStage:
         if inputs is not None:
             is_tuple = self._tuples.pop(unit, self._boundary.takes_a_tuple)
             engine.pipe_buffers["inputs"][buffer] = tuple(inputs) if is_tuple else inputs[0]
-        if self._cut is None:
+        training = nullcontext() if self._cut is None else self._cut.training(unit, engine.number_of(unit))
+        with training, nullcontext() if self._weight_gradients is None else self._weight_gradients.calls:
             engine._exec_forward_pass(buffer)
-        else:
-            with self._cut.training(unit, engine.number_of(unit)):
-                engine._exec_forward_pass(buffer)
         if engine.is_last_stage():
             self._losses[unit] = engine.loss
             return []
@@ -149,6 +156,34 @@ class EngineStage:
 
     def backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         """DeepSpeed's backward pass; lets go of all that the engine holds of the micro-batch."""
+        found = self.backward_input(unit, gradients)
+        self.backward_weight(unit)
+        return found
+
+    def backward_input(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
+        """DeepSpeed's backward pass, in which linear layers leave the gradients of their weights."""
+        if self._weight_gradients is None:
+            return self._backward(unit, gradients)
+        return self._weight_gradients.leave(unit, lambda: self._backward(unit, gradients))
+
+    def backward_weight(self, unit: Unit) -> None:
+        """Accumulate what the first half has left, as DeepSpeed's backward pass does."""
+        if self._weight_gradients is None:
+            return
+        engine, optimizer = self._engine, self._engine.optimizer
+        adds = engine.using_bf16_optimizer and not optimizer.immediate_grad_update
+        if adds:  # what the first half has made is in the sums in fp32 already
+            optimizer.clear_lp_grads(set_to_none=True)
+        engine._running_engine_backward = True  # else ZeRO's hooks end a backward that was the user's own
+        try:
+            self._weight_gradients.compute(unit)
+        finally:
+            engine._running_engine_backward = False
+        if adds:
+            optimizer.update_hp_grads(clear_lp_grads=False)
+            optimizer.clear_lp_grads(set_to_none=True)
+
+    def _backward(self, unit: Unit, gradients: list[Tensor] | None) -> list[Tensor]:
         engine, buffer = self._engine, self._buffer_of(unit)
         if gradients is None:
             engine.loss = self._losses.pop(unit)

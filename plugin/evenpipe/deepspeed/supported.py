@@ -102,6 +102,8 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
         f"{_MODULE}.ckpt_layer_path_list": "(self, ckpt_dir, local_layer_idx)",
         f"{_BF16}.get_grads_for_norm": "(self, for_clipping=False)",
         f"{_BF16}.clear_hp_grads": "(self)",
+        f"{_BF16}.clear_lp_grads": "(self, set_to_none=False)",
+        f"{_BF16}.update_hp_grads": "(self, clear_lp_grads=False)",
         f"{_FUSED}.unscale_and_clip_grads": "(self, grad_groups_flat, total_norm, apply_scale=True)",
         f"{_FUSED}._update_scale": "(self, skip)",
         f"{_UNFUSED}.unscale_and_clip_grads": "(self, total_norm, apply_scale=True)",
@@ -118,13 +120,13 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
             *("pipe_buffers", "loss", "grad_layer", "next_stage", "prev_stage", "stage_id", "num_stages", "grid"),
             *("micro_batches", "micro_batch_size", "data_iterator", "is_pipe_parallel", "dp_group_loss"),
             *("agg_additional_losses", "is_first_stage", "is_last_stage", "is_pipe_partitioned", "is_grad_partitioned"),
-            "is_model_parallel",
+            *("is_model_parallel", "using_bf16_optimizer"),
         ),
         **_present(
             _ENGINE,
             *("optimizer", "device", "global_steps", "checkpoint_engine", "_config", "_curr_ckpt_path"),
             *("gradient_clipping", "fp16_enabled", "bfloat16_enabled", "zero_optimization", "wall_clock_breakdown"),
-            *("torch_autocast_enabled", "monitor", "global_samples", "has_moe_layers"),
+            *("torch_autocast_enabled", "monitor", "global_samples", "has_moe_layers", "_running_engine_backward"),
         ),
         **_present(
             "deepspeed.runtime.config:DeepSpeedConfig",
@@ -149,7 +151,7 @@ _SIGNATURES: Mapping[str, str] = MappingProxyType(
             _BF16,
             *("using_real_optimizer", "mpu", "bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups"),
             *("fp32_groups_gradients", "fp32_groups_gradients_flat", "fp32_groups_gradient_flat_partition"),
-            *("fp32_groups_has_gradients", "partition_count"),
+            *("fp32_groups_has_gradients", "partition_count", "immediate_grad_update"),
         ),
         **_present(
             _FUSED,
@@ -211,6 +213,7 @@ _REASONS: Mapping[str, str] = {
     ),
     f"{_MODULE}.activation_checkpoint_func": "keeps inputs of layers where bpipe cannot see them, as torch's does not",
     **_of(ENGINE, _PASSES, "loss", "grad_layer"),
+    f"{_ENGINE}._running_engine_backward": "the second half of a backward is one of the engine's too",
     **_of(ENGINE, _SIZES, "micro_batches", "micro_batch_size", "data_iterator"),
     **_of(
         "deepspeed.runtime.config:DeepSpeedConfig",
