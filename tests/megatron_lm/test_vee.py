@@ -123,7 +123,6 @@ def test_a_v_goes_on_with_a_stock_checkpoint_to_the_same_bits(megatron_lm, case,
         assert ours.peak_live == [2 * (stages if schedule == "zbv" else stages // 2 + 1)] * stages
 
 
-@pytest.mark.long
 def test_an_order_is_searched_while_it_trains_and_gone_on_with(megatron_lm, tmp_path):
     """Of three iterations two are looked at, and the third follows the order, as does the first of a later run."""
     job = Job(megatron_lm, UNEVEN, tmp_path)
