@@ -73,12 +73,13 @@ def test_a_dictionary_may_have_a_path() -> None:
         (
             {"schedule": "interleaved"},
             'evenpipe.schedule: "interleaved": needs several model chunks a stage, which DeepSpeed\'s engine does not '
-            "offer: choose one of 1f1b, gpipe, 2bw, kfkb, zb-h1",
+            "offer: choose one of 1f1b, gpipe, 2bw, kfkb, zb-h1, zb-h2",
         ),
         (
             {"schedule": "v-half"},
             'evenpipe.schedule: "v-half": needs several model chunks a stage and model chunks that are not placed '
-            "stage by stage, which DeepSpeed's engine does not offer: choose one of 1f1b, gpipe, 2bw, kfkb, zb-h1",
+            "stage by stage, which DeepSpeed's engine does not offer: choose one of 1f1b, gpipe, 2bw, kfkb, zb-h1, "
+            "zb-h2",
         ),
         (
             {"group_size": "auto"},
