@@ -163,7 +163,7 @@ def test_losses_and_weights_are_those_of_the_stock_engine(results: dict[str, lis
 def test_what_is_held_and_who_recomputes_is_said_once(results: dict[str, list[Any]], folder: Path) -> None:
     said = (folder / "said").read_text()
     assert re.findall(r"evenpipe: iteration (\d+) \| peak live: (.*?) \|", said) == [("3", "3 3 2 3"), ("3", "4 4 4 4")]
-    assert said.count("bpipe: activation checkpointing goes through torch.utils.checkpoint") == 1
+    assert said.count("evenpipe: activation checkpointing goes through torch.utils.checkpoint") == 1
 
 
 def test_a_timeline_has_what_each_rank_did_in_the_second_iteration(results: dict[str, list[Any]], folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from queue import Queue
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.tensor_parallel import layers
 
 from evenpipe.megatron.weight_gradients import linear_layers, linear_weights
-from evenpipe.runtime.weight_gradients import WeightGradients, whole_layers
+from evenpipe.runtime.weight_gradients import WeightGradients, queued_bytes, whole_layers
 from evenpipe.schedule import Unit
 
 UNIT = Unit(0, 0)
@@ -157,3 +158,15 @@ def test_what_a_kernel_has_added_to_main_grad_is_added_once(
         assert (ours.weight.grad is not None) == asked
         assert not asked or ours.weight.grad_added_to_main_grad
         assert not zeros or not ours.weight.grad.any()
+
+
+def test_what_waits_in_queues_of_layers_is_counted_once() -> None:
+    """As Transformer Engine's layers put it there: lists of tensors, and what makes the product of them."""
+    layer: Any = torch.nn.Module()
+    layer.wgrad_store = SimpleNamespace(context=Queue(), delay_wgrad_compute=lambda: True)
+    taken, gradient = torch.zeros(10), torch.zeros(20, dtype=torch.bfloat16)
+    for _ in range(2):
+        layer.wgrad_store.context.put([[taken, gradient, None], print])
+    assert queued_bytes([layer]) == 80
+    layer.wgrad_store.delay_wgrad_compute = lambda: False
+    assert queued_bytes([layer]) == 0

@@ -108,6 +108,13 @@ CASES: dict[str, Callable[[Chunk, Tensor], Tensor]] = {
         chunk.first(value), chunk.second(value), chunk.first(value)
     ),
     "a gradient that is a view": lambda chunk, value: chunk.first(value) + chunk.position.view(1, ROWS, WIDTH),
+    "attention of torch's own": lambda chunk, value: functional.multi_head_attention_forward(
+        *(value, value, value, WIDTH, 4, None, None, None, None, False, 0.0, chunk.second.weight, None),
+        use_separate_proj_weight=True,
+        q_proj_weight=chunk.first.weight,
+        k_proj_weight=chunk.table,
+        v_proj_weight=chunk.second.weight,
+    )[0],
     "vmap": lambda chunk, value: torch.vmap(chunk.first)(value),
     "compiled": compiled,
     "keywords": lambda chunk, value: functional.linear(weight=chunk.first.weight, input=value, bias=None),
@@ -174,6 +181,7 @@ def test_two_halves_have_the_bits_of_a_whole_backward(case, starts, dtype):
         *(("checkpoints, reentrant", {"first", "second"}), ("autocast", {"first", "second"}), ("vmap", set())),
         *(("compiled", {"second"}), ("a vector beside", {"first"}), ("transposed", {"first", "second"})),
         ("an operation", {"first"}),
+        ("attention of torch's own", {"first", "second"}),
     ],
 )
 def test_weights_have_no_gradient_before_the_second_half(case, left):
@@ -183,7 +191,7 @@ def test_weights_have_no_gradient_before_the_second_half(case, left):
     weights = {f"{name}.weight" for name in left}
     assert not weights & noted[-1]
     everything = {name for (name, _), one in zip(Chunk().named_parameters(), found[3:], strict=True) if one is not None}
-    assert everything - noted[-1] == weights
+    assert everything - noted[-1] - {"table"} == weights
 
 
 @pytest.mark.parametrize("frozen", ["first", "second", "norm"])
@@ -192,6 +200,18 @@ def test_what_is_frozen_has_no_gradient(frozen):
         getattr(chunk, frozen).requires_grad_(False)
 
     assert_same(*(gradients(CASES["layers"], torch.float32, halves, prepare=freeze) for halves in (True, False)))
+
+
+def test_a_weight_that_is_frozen_later_has_no_gradient():
+    chunk = Chunk()
+    of_chunk = LinearGradients(chunk, lambda unit: nullcontext())
+    chunk.first.weight.requires_grad_(False)
+    with of_chunk.calls:
+        found = chunk.block(torch.randn(SHAPE)).sum()
+    of_chunk.leave(UNITS[0], lambda: found.backward() or [])
+    of_chunk.compute(UNITS[0])
+    assert chunk.first.weight.grad is None
+    assert chunk.second.weight.grad is not None
 
 
 def test_a_weight_that_lies_the_other_way_round_has_the_same_bits():

@@ -23,7 +23,7 @@ def checkpointing_patches() -> PatchSet:
                 distribution=DEEPSPEED,
                 versions=recorded(symbol),
                 replacement=_through_torch,
-                reason="keeps the inputs of a layer in attributes and closures, where bpipe cannot see them",
+                reason="keeps the inputs of a layer in attributes and closures, where what is saved cannot be seen",
                 rebinds=True,
             )
             for symbol in CHECKPOINTS
@@ -56,10 +56,7 @@ def _through_torch(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def through_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        explain(
-            "bpipe: activation checkpointing goes through torch.utils.checkpoint, as DeepSpeed's own hides what it "
-            "saves"
-        )
+        explain("activation checkpointing goes through torch.utils.checkpoint, as DeepSpeed's own hides what it saves")
         outputs = checkpoint(function, *args, use_reentrant=False, **kwargs)
         if is_tensor(outputs):
             return outputs

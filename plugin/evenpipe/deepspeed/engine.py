@@ -53,7 +53,7 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         #: What a stage computes that a plan has cut out of the model; None where layers are whole.
         self.cut = first if isinstance(first, CutStage) else None
         refuse_unsupported(self)
-        if section.bpipe:
+        if section.bpipe or "times" in section.spec.needs:
             show_saved_tensors(self.module)
         self.group_size = 1 if section.group_size == "auto" else section.group_size
         swaps = self.cut.plan.swaps if self.cut is not None else ()

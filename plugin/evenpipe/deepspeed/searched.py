@@ -36,8 +36,8 @@ class SearchedEngine(MeasuringEngine):
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """DeepSpeed's, under the order of the moment."""
-        self.loop.begin(self.global_steps)
         size = Size(self.num_stages, self.micro_batches)
+        self.loop.begin(self.global_steps, size)
         try:
             self.loop.prepare(self.executor, size, self._programs.queues)
             with self._measuring(self.loop.weighs):
@@ -50,7 +50,7 @@ class SearchedEngine(MeasuringEngine):
         return loss
 
     def _prepare(self) -> Any:
-        self._watch = PartWatch(beside=self._kept_bytes)
+        self._watch = PartWatch(kept=self._kept_bytes)
         self.loop = SearchLoop(self._watch, self.evenpipe.retune_interval, _say)
         return super()._prepare()
 
@@ -70,10 +70,12 @@ class SearchedEngine(MeasuringEngine):
         return self.loop.state_dict()
 
     def _go_on_by(self, state: Mapping[str, Any] | None) -> None:
-        alike = state is not None and state["limit_bytes"] == self._limit_bytes
-        if state is not None and alike and len(state["costs"]["parts"]) == self.num_stages:
+        wanted = self._limit_bytes, self.num_stages
+        if state is not None and (state["limit_bytes"], len(state["costs"]["parts"])) == wanted:
             self.loop.load_state_dict(state)
-        _say("trains by the order that was saved" if alike else "the checkpoint has no order for this: searches anew")
+            _say("trains by the order that was saved")
+        else:
+            _say("the checkpoint has no order for this memory and these stages: searches anew")
 
 
 def _say(line: str) -> None:

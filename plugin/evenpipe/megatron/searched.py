@@ -10,7 +10,7 @@ import torch.distributed as dist
 from evenpipe.megatron.schedule import PipelineSchedule
 from evenpipe.megatron.stage import Batch
 from evenpipe.runtime.executor import Executor, Observer
-from evenpipe.runtime.weight_gradients import delaying_layers
+from evenpipe.runtime.weight_gradients import queued_bytes
 from evenpipe.schedule import SEARCHED, Need, Program, Size
 from evenpipe.schedule.search.search import USUAL, Effort
 from evenpipe.tuner.part_watch import PartWatch
@@ -52,7 +52,7 @@ class SearchedSchedule(PipelineSchedule):
         measure: bool = False,
         connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
     ) -> None:
-        watch = PartWatch(observer)
+        watch = PartWatch(observer, queued=lambda: queued_bytes(self._model or ()))
         super().__init__(SEARCHED, observer=watch, measure=measure, connected=connected)
         self.iteration = 0
         self.searching = searching
@@ -74,20 +74,20 @@ class SearchedSchedule(PipelineSchedule):
         self.loop.load_state_dict(state)
 
     def _train(self, **arguments: Any) -> list[Any]:
-        self.loop.begin(self.iteration)
         call = self._call(**arguments)
         batch = call.batch
         size = Size(call.pipeline.size(), batch.num_microbatches, len(batch.model))
+        self.loop.begin(self.iteration, size)
         executor = self._executor(call.pipeline, batch)
         self.loop.prepare(executor, size, self.programs.queues)
         losses = self._timed(self._carry_out, call)
         self.iteration += 1
-        self.loop.end(executor, self.iteration, size, lambda: self._room(executor, batch))
+        self.loop.end(executor, self.iteration, size, lambda: self._room(executor))
         return losses
 
-    def _room(self, executor: Executor, batch: Batch) -> Room:
+    def _room(self, executor: Executor) -> Room:
         static_bytes = self.searching.static_bytes() + executor.connections.device_bytes
-        return Room(self.searching.limit_bytes, static_bytes, counted=not delaying_layers(batch.model))
+        return Room(self.searching.limit_bytes, static_bytes)
 
     def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
         executor = super()._executor(pipeline, batch)

@@ -17,6 +17,7 @@ __all__ = [
     "refused_arguments",
     "refused_in_a_v",
     "refused_settings",
+    "refused_with_search",
     "refused_with_tuning",
     "refused_with_two_versions",
     "why_one_size",
@@ -208,6 +209,13 @@ _WITH_TUNING: Mapping[str, str] = {
     "export_kd_teacher_load": "gives micro-batches shapes of its own",
     "rerun_mode=report_determinism_stats": "compares iterations call by call, and a dry run comes before the first",
 }
+_WITH_SEARCH: Mapping[str, str] = {
+    "num_microbatches_with_partial_activation_checkpoints": (
+        "recomputes a micro-batch or not by its place among those that a stage holds, so that what is saved depends on "
+        "the order"
+    ),
+    "distribute_saved_activations": "keeps activations where they are not counted",
+}
 _PACKS: Final = ("sft", "dataloader_inter_document_masking")
 _LOGGED = "has losses in the log that Megatron divides by its own number of micro-batches"
 _ONE_SIZE: Mapping[str, str] = {
@@ -225,6 +233,11 @@ _ONE_SIZE: Mapping[str, str] = {
 def refused_with_tuning(args: Any) -> Iterator[Refusal]:
     """Return a refusal for each of Megatron's arguments that does not go together with --group-size auto."""
     return _given(args, _WITH_TUNING, "leave it out, or give --group-size a number")
+
+
+def refused_with_search(args: Any) -> Iterator[Refusal]:
+    """Return a refusal for each of Megatron's arguments that does not go together with a searched schedule."""
+    return _given(args, _WITH_SEARCH, "leave it out, or use another schedule")
 
 
 def packs(args: Any) -> bool:

@@ -72,13 +72,16 @@ class _Calls(TorchFunctionMode):
             if not torch.compiler.is_compiling():
                 for one in (*args, *kwargs.values()):
                     self._weights.pop(id(one), None)
-        elif func is Tensor.backward or func is torch.autograd.backward:
+        elif func is functional.multi_head_attention_forward:
             with self:  # which torch turns off while it calls a function
+                return func(*args, **kwargs)
+        elif func is Tensor.backward or func is torch.autograd.backward:
+            with self:
                 return _backward(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _linear(self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        known = id(weight) in self._weights and torch.is_grad_enabled()
+        known = id(weight) in self._weights and weight.requires_grad and torch.is_grad_enabled()
         if not known or torch._C._are_functorch_transforms_active():
             found: Tensor = func(input, weight, bias)
             return found

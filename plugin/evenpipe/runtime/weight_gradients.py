@@ -7,7 +7,8 @@ half.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, Final, NamedTuple, cast
@@ -17,9 +18,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from evenpipe.runtime import streams
+from evenpipe.runtime.saved import plain_parts
 from evenpipe.schedule import Unit
 
-__all__ = ["MARK", "Use", "WeightGradients", "delaying_layers", "whole_layers"]
+__all__ = ["MARK", "Use", "WeightGradients", "queued_bytes", "whole_layers"]
 
 #: On a parameter, while a batch whose backwards are in halves is under way: its `WeightGradients`.
 MARK: Final = "evenpipe_weight_gradients"
@@ -51,7 +53,7 @@ class WeightGradients:
     `recording(unit)` is entered to save what a second half needs, so that it is counted.
 
     Layers that were made with delayed gradients (Transformer Engine's, `delay_wgrad_compute`) have queues of their own,
-    first in, first out, which are not counted.
+    first in, first out, which are not among it: :func:`queued_bytes`.
     """
 
     def __init__(
@@ -92,7 +94,9 @@ class WeightGradients:
         self._queued[unit] = [after - length for length, after in zip(before, self._queues(), strict=True)]
         self._keep_apart(uses)
         of_weight: dict[tuple[int, int], list[Use]] = {}
-        for use in uses:  # a weight comes where it is used last, as its gradient is then complete
+        for use in (
+            one for one in uses if one.weight.requires_grad
+        ):  # a weight comes where it is used last, as its gradient is then complete
             key = use.backward, id(use.weight)
             of_weight[key] = [*of_weight.pop(key, []), use]
         with self._recording(unit), torch.enable_grad():
@@ -145,9 +149,20 @@ def whole_layers(chunks: Iterable[torch.nn.Module]) -> int:
     return sum(hasattr(one, "wgrad_store") and not _delays(one) for chunk in chunks for one in chunk.modules())
 
 
-def delaying_layers(chunks: Iterable[torch.nn.Module]) -> int:
-    """Return how many layers have queues of their own, whose memory nobody counts."""
-    return sum(_delays(one) for chunk in chunks for one in chunk.modules())
+def queued_bytes(chunks: Iterable[torch.nn.Module]) -> int:
+    """Return the bytes that wait in the queues of layers with delayed gradients."""
+    layers: list[Any] = [one for chunk in chunks for one in chunk.modules() if _delays(one)]
+    stores = [one.wgrad_store.context.queue for one in layers]
+    storages = {part.untyped_storage()._cdata: part.untyped_storage() for part in _tensors_in(stores)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield from plain_parts(value)
+    elif isinstance(value, list | tuple | deque):
+        for one in value:
+            yield from _tensors_in(one)
 
 
 def _delays(layer: Any) -> bool:

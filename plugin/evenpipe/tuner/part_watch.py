@@ -32,15 +32,23 @@ class PartFigures(NamedTuple):
 class PartWatch(Observer):
     """An observer of a stage that passes on to `then` all that it is told.
 
-    `beside` returns the bytes that a framework keeps of a unit beside what autograd saves. `store` records the batch
-    that is weighed, and `timed` is set for one that is timed: before it.
+    `store` records the batch that is weighed, and `timed` is set for one that is timed: before it. Bytes that a store
+    does not see: `kept` returns those that a framework keeps of a unit, `queued` all that wait in queues of layers for
+    second halves of backwards.
     """
 
-    def __init__(self, then: Observer | None = None, beside: Callable[[Unit], int] = lambda unit: 0) -> None:
+    def __init__(
+        self,
+        then: Observer | None = None,
+        kept: Callable[[Unit], int] = lambda unit: 0,
+        queued: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.store: ActivationStore | None = None
         self.timed = False
         self.then = then if then is not None else Observer()
-        self._beside = beside
+        self._kept = kept
+        self._queued = queued
+        self._before = 0  # bytes in queues when an input gradient starts
         self._clock: Clock | None = None
         self._origin: Any = None
         self._spans: SpanRecorder | None = None
@@ -69,6 +77,8 @@ class PartWatch(Observer):
 
     def started(self, action: Action) -> None:
         self.then.started(action)
+        if self.store is not None and action.kind == INPUT_GRADIENT:
+            self._before = self._queued()
         if self._spans is not None:
             self._spans.started(action)
 
@@ -77,7 +87,9 @@ class PartWatch(Observer):
             self._spans.ended(action)
         if self.store is not None and action.kind in (FORWARD, INPUT_GRADIENT):
             key = action.kind, action.chunk
-            self._bytes[key] = max(self._bytes[key], self.store.nbytes(action.unit) + self._beside(action.unit))
+            seen = self.store.nbytes(action.unit) + self._kept(action.unit)
+            apart = sum(self.store.lasting_bytes.values()) if action.kind == FORWARD else self._queued() - self._before
+            self._bytes[key] = max(self._bytes[key], seen + apart)
         self.then.ended(action)
 
     def remark(self, line: str) -> None:

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from math import isinf
-from statistics import fmean, pstdev
+from statistics import pstdev
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
@@ -31,15 +31,10 @@ _MIB: Final = 2**20
 
 
 class Room(NamedTuple):
-    """The memory that a process may use, and what it holds of it besides activations and messages, in bytes.
-
-    `counted`: the store sees all that is kept between the halves of a backward; otherwise that is taken to be all that
-    is saved.
-    """
+    """The memory that a process may use, and what it holds of it besides activations and messages, in bytes."""
 
     limit_bytes: int
     static_bytes: int
-    counted: bool = True
 
 
 class SearchLoop:
@@ -77,8 +72,12 @@ class SearchLoop:
         """Return whether the executor is to measure what the next batch saves."""
         return self._look == "weigh"
 
-    def begin(self, iteration: int) -> None:
-        """Before anything of a batch: see whether it is looked at."""
+    def begin(self, iteration: int, size: Size) -> None:
+        """Before anything of a batch of this size: see whether it is looked at."""
+        if self.costs is not None and len(self.costs.parts) != size.stages * size.chunks:
+            self._log("what was saved is of another number of parts: searches anew")
+            self._forget()
+            self._look = "weigh"
         if self._look is None and iteration >= self._next:
             self._look = "weigh"
 
@@ -115,12 +114,12 @@ class SearchLoop:
         elif self._look == "time":
             self._look = None
             now = self._gathered(executor, size, room())
-            self._pace.begin(iteration)
             self._next = int(highest_of_all([self._pace.next_after(iteration)], executor.device)[0])
+            self._pace.begin(iteration)
             reason = None if self.costs is None else self._outdated(self.costs, now, size.stages)
             if self.costs is None or reason is not None:
-                self.costs, self._found = now, {}
-                self._programs.clear()
+                self._forget()
+                self.costs = now
             if reason is not None:
                 self._log(f"iteration {iteration + 1}: {reason}: searches anew")
 
@@ -142,19 +141,27 @@ class SearchLoop:
         self.costs, self._limit_bytes = RunCosts.model_validate(state["costs"]), state["limit_bytes"]
         orders = [Schedule.parse(text) for text in state["orders"]]
         self._found = {schedule.micro_batches: schedule for schedule in orders}
+        self._programs.clear()
+
+    def _forget(self) -> None:
+        self.costs, self._found = None, {}
+        self._programs.clear()
 
     def _searched(self, costs: RunCosts, size: Size, queues: Queues) -> Schedule:
         """Return the order that rank 0 finds."""
         answer: list[Any] = [None, ""]
+        failure: Exception | None = None
         if dist.get_rank() == 0:
             try:
                 began = time.monotonic()
                 found = searched(costs, size.stages, size.micro_batches, self._effort, queues=queues)
                 answer = [str(found.program.schedule), _said(found, costs, time.monotonic() - began)]
-            except ScheduleError as error:
-                answer = [None, str(error)]
+            except Exception as error:  # the other ranks wait
+                answer, failure = [None, str(error)], error
         dist.broadcast_object_list(answer, src=0)
         text, line = answer
+        if failure is not None:
+            raise failure
         if text is None:
             raise ScheduleError(line)
         self._log(line)
@@ -186,7 +193,7 @@ class SearchLoop:
         return RunCosts(
             format=FORMAT,
             placement="vee" if size.chunks == 2 else "straight",
-            parts=[_part(PartFigures(*row), room.counted) for row in rows],
+            parts=[_part(PartFigures(*row)) for row in rows],
             message_ms=message_ms,
             memory_bytes=caps,
         )
@@ -195,7 +202,7 @@ class SearchLoop:
         """Return why the orders for the costs of `before` are not those of `now`; None where they still are."""
         changed = _changed(before, now, stages)
         if changed > EXPECTED.stage:
-            return f"times of stages have changed by {changed:.0%} of each other"
+            return f"times of stages have changed by {changed:.0%} beside each other"
         for schedule in self._found.values():
             try:
                 check_caps(schedule, now)
@@ -204,22 +211,21 @@ class SearchLoop:
         return None
 
 
-def _part(figures: PartFigures, counted: bool) -> Part:
-    forward_ms, input_gradient_ms, weight_gradient_ms, saved, left = figures
-    saved = max(saved, left)
+def _part(figures: PartFigures) -> Part:
     return Part(
-        forward_ms=forward_ms,
-        input_gradient_ms=input_gradient_ms,
-        weight_gradient_ms=weight_gradient_ms,
-        saved_bytes=int(saved),
-        freed_by_input_gradient_bytes=int(saved - left) if counted else 0,
+        forward_ms=figures.forward_ms,
+        input_gradient_ms=figures.input_gradient_ms,
+        weight_gradient_ms=figures.weight_gradient_ms,
+        saved_bytes=int(figures.saved_bytes),
+        freed_by_input_gradient_bytes=int(figures.saved_bytes - figures.left_bytes),
     )
 
 
 def _changed(before: RunCosts, now: RunCosts, stages: int) -> float:
-    """Return the standard deviation over stages of how much longer they take, as part of how much all do."""
-    ratios = [new / old for old, new in zip(_stages_ms(before, stages), _stages_ms(now, stages), strict=True)]
-    return pstdev(ratios) / fmean(ratios)
+    """Return how much the times of stages have changed beside each other: the standard deviation, of the slowest's."""
+    old, new = _stages_ms(before, stages), _stages_ms(now, stages)
+    scale = sum(new) / sum(old)
+    return pstdev([b / scale - a for a, b in zip(old, new, strict=True)]) / max(old)
 
 
 def _stages_ms(costs: RunCosts, stages: int) -> list[float]:

@@ -17,6 +17,7 @@ from evenpipe.megatron.unsupported import (
     refused_arguments,
     refused_in_a_v,
     refused_settings,
+    refused_with_search,
     refused_with_tuning,
 )
 from evenpipe.megatron.vee import check_placement
@@ -66,9 +67,10 @@ def check(config: EvenPipeConfig, args: Namespace) -> None:
         asked = _asked(config)
         with_two_versions = refused_arguments(args, config.bpipe) if config.streams else ()
         with_tuning = refused_with_tuning(args) if config.group_size == "auto" else ()
+        with_search = refused_with_search(args) if "times" in config.spec.needs else ()
         settings = refused_settings(args, config.bpipe, "split" in config.spec.needs)
         in_a_v = refused_in_a_v(args) if "vee" in _needed(config, args) else ()
-        refused = (*settings, *with_two_versions, *with_tuning, *in_a_v)
+        refused = (*settings, *with_two_versions, *with_tuning, *with_search, *in_a_v)
         for refusal in refused or _refused_capture(config, args):
             theirs = _FLAGS.get(refusal.setting, f"--{refusal.setting.replace('_', '-')}")
             setting = f"{theirs} {refusal.value}".rstrip()

@@ -27,12 +27,16 @@ _SETTINGS: Final = (
 
 
 class SavedState(NamedTuple):
-    """One kind of state: the flag that asked for it, the name of its file, and what is said of one found, or not."""
+    """One kind of state: the flag that asked for it, the name of its file, and what is said of one found, or not.
+
+    `more` returns settings, by name, that it depends on beside those of every such state.
+    """
 
     asked: str
     name: str
     found: str
     missing: str
+    more: Callable[[Namespace], dict[str, Any]] = lambda args: {}
 
     def save(self, args: Namespace, iteration: int, folder: str, state: Any, write: Callable[[], Any]) -> Any:
         """Let `write` save what is Megatron's, once `state` is on disk; rank 0 calls it.
@@ -40,7 +44,7 @@ class SavedState(NamedTuple):
         `folder` is of all checkpoints.
         """
         inside, beside = self._paths(folder, iteration)
-        return save_with(write, state, _settings(args), beside, inside, say)
+        return save_with(write, state, self._values(args), beside, inside, say)
 
     def resumed(self, args: Namespace, limit: int) -> dict[str, Any] | None:
         """Return the state that was saved with what Megatron has loaded, under the settings of `args` and this `limit`.
@@ -53,18 +57,18 @@ class SavedState(NamedTuple):
         if args.rank == 0:
             # Beside, where the job was killed after Megatron's tracker had moved on.
             paths = [path for folder in folders_loaded_from(args) for path in self._paths(folder, args.iteration)]
-            found = [read_state(paths, _settings(args), limit)]
+            found = [read_state(paths, self._values(args), limit)]
             goes_on = self.found if found[0] else f"{self.missing} of these settings: tunes anew"
             say(f"{self.asked}: checkpoint of iteration {args.iteration}: {goes_on}")
         dist.broadcast_object_list(found, src=0)
         state: dict[str, Any] | None = found[0]
         return state
 
+    def _values(self, args: Namespace) -> dict[str, Any]:
+        values = {name: getattr(args, name, None) for name in _SETTINGS}
+        return values | {"one_size": why_one_size(args)} | self.more(args)
+
     def _paths(self, folder: str, iteration: int) -> tuple[Path, Path]:
         """Inside the checkpoint's own folder, and beside it."""
         inside = Path(folder, f"iter_{iteration:07d}", f"{self.name}.json")
         return inside, Path(folder, f".{self.name}", f"{iteration:07d}.json")
-
-
-def _settings(args: Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name, None) for name in _SETTINGS} | {"one_size": why_one_size(args)}

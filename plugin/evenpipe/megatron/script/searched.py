@@ -27,7 +27,17 @@ __all__ = ["SearchedTraining", "searched_patches"]
 
 _ASKED: Final = f"{flag('schedule')} {SEARCHED}"
 _MEMORY: Final = flag("memory_gib")
-_SAVED: Final = SavedState(_ASKED, "evenpipe_searched", "trains by the order that was saved", "has no order")
+#: What times and memory of parts depend on, beside the layout.
+_SETTINGS: Final = ("virtual_pipeline_model_parallel_size", "num_experts", "expert_model_parallel_size", "fp8")
+
+
+def _settings(args: Namespace) -> dict[str, Any]:
+    from evenpipe.megatron.script.start import layer_kinds
+
+    return {name: getattr(args, name, None) for name in _SETTINGS} | {"layout": layer_kinds(args)}
+
+
+_SAVED: Final = SavedState(_ASKED, "evenpipe_searched", "trains by the order that was saved", "has no order", _settings)
 
 
 class SearchedTraining:

@@ -20,6 +20,7 @@ Placement = Literal["straight", "loop", "vee"]
 _Ms = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 #: Of a model on a stage of any size; sums of floats are exact so far.
 _Bytes = Annotated[int, Field(ge=0, le=2**50)]
+_Change = Annotated[int, Field(ge=-(2**50), le=2**50)]
 #: Milliseconds; what takes less is nothing.
 _LEAST_MS: Final = 1e-6
 
@@ -28,7 +29,8 @@ class Part(BaseModel):
     """One part of the model and one micro-batch: milliseconds of each pass, bytes from the forward's start on.
 
     ``freed_by_input_gradient_bytes``: what of them is free when the input gradient ends; the rest is when the weight
-    gradient does. A whole backward takes both times, and frees all at its end.
+    gradient does. Less than 0 where the input gradient leaves more than was saved, as where layers are recomputed.
+    A whole backward takes both times, and frees all at its end.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,7 +39,7 @@ class Part(BaseModel):
     input_gradient_ms: _Ms
     weight_gradient_ms: _Ms
     saved_bytes: _Bytes = 1
-    freed_by_input_gradient_bytes: _Bytes = 0
+    freed_by_input_gradient_bytes: _Change = 0
 
     @model_validator(mode="after")
     def _frees_what_it_saved(self) -> Part:

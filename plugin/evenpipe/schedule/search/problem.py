@@ -117,9 +117,14 @@ class Problem:
 
     @property
     def least_bytes(self) -> Numbers:
-        """Per stage, what it holds of one micro-batch when the loss is computed: no order needs less."""
-        saved: Numbers = np.array([one.saved_bytes for one in self.parts])[self.graph.parts].sum(axis=1)
-        return saved
+        """Per stage, the most that it holds of one micro-batch alone: no order needs less."""
+        saved = np.array([one.saved_bytes for one in self.parts])[self.graph.parts]
+        before = saved.cumsum(axis=1)  # a part's input gradient comes when later parts hold nothing any more
+        if not self.split:
+            return before[:, -1]
+        grown = np.array([max(0, -one.freed_by_input_gradient_bytes) for one in self.parts])[self.graph.parts]
+        least: Numbers = (before + grown).max(axis=1)
+        return least
 
     def order(self, rows: Sequence[Sequence[Action]]) -> Order:
         """Return these stages' actions as numbers. A whole backward counts as both halves, where there are halves."""
