@@ -97,4 +97,4 @@ def searched_patches(training: SearchedTraining) -> PatchSet:
     model_and_optimizer = f"{_ASKED}: the first place that has model and optimizer, whose memory counts"
     saved = f"{_ASKED}: the order is saved beside what Megatron saves"
     set_up = set_up_patch(training, "model-and-optimizer", model_and_optimizer)
-    return PatchSet(SEARCHED, [set_up, save_patch(training, saved)], STATIC_MEMORY)
+    return PatchSet("searched", [set_up, save_patch(training, saved)], STATIC_MEMORY)
