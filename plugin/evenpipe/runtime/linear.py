@@ -31,8 +31,9 @@ class LinearGradients(WeightGradients):
     makes it, also when activation checkpointing calls it again. Bits are those of a whole backward: autograd computes
     the gradients of input and bias, and products are its own, in its order.
 
-    All other gradients are computed in the first half: of what `torch.compile` has compiled, of a weight that the chunk
-    has looked up as an embedding, and of one that another of `chunks` has too.
+    All other gradients are computed in the first half: of what `torch.compile` has compiled, of calls inside functions
+    of torch's own (`multi_head_attention_forward`), of a weight that the chunk has looked up as an embedding, and of
+    one that another of `chunks` has too.
     """
 
     def __init__(
@@ -72,11 +73,8 @@ class _Calls(TorchFunctionMode):
             if not torch.compiler.is_compiling():
                 for one in (*args, *kwargs.values()):
                     self._weights.pop(id(one), None)
-        elif func is functional.multi_head_attention_forward:
-            with self:  # which torch turns off while it calls a function
-                return func(*args, **kwargs)
         elif func is Tensor.backward or func is torch.autograd.backward:
-            with self:
+            with self:  # which torch turns off while it calls a function
                 return _backward(*args, **kwargs)
         return func(*args, **kwargs)
 
