@@ -92,7 +92,8 @@ def _start_first(original: Callable[..., Any], args: Namespace, *more: Any, **ot
 
 
 def _tell(listener: Listener, original: Callable[..., Any], args: Namespace, *more: Any, **others: Any) -> Any:
-    from evenpipe.megatron.script.start import asked_for, ending_the_job, layer_kinds
+    from evenpipe.megatron.script.partition import layer_kinds
+    from evenpipe.megatron.script.start import asked_for, ending_the_job
 
     with ending_the_job():
         config, _ = asked_for(args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evenpipe.megatron.script.flags import ArgumentError, config_from
 from evenpipe.settings.config import EvenPipeConfig
@@ -13,7 +13,7 @@ from evenpipe.settings.spelling import flag
 if TYPE_CHECKING:
     from evenpipe.partition.layouts.written import WrittenLayout
 
-__all__ = ["check_vocabulary", "lay_out", "planned"]
+__all__ = ["check_vocabulary", "lay_out", "layer_kinds", "planned"]
 
 
 def lay_out(args: Namespace) -> None:
@@ -64,3 +64,13 @@ def _read(config: EvenPipeConfig) -> WrittenLayout | None:
 
 def _refused(config: EvenPipeConfig, why: str) -> ArgumentError:
     return ArgumentError(f"{flag('partition')} {config.partition}: {why}")
+
+
+def layer_kinds(args: Namespace) -> list[list[str]] | None:
+    """Return the layer kinds of each part, in the model's order, by the pipeline layout in `args`; None without one."""
+    layout: Any = getattr(args, "pipeline_model_parallel_layout", None)
+    if isinstance(layout, str):
+        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+        layout = PipelineParallelLayerLayout.parse_str_to_list(layout)
+    return layout and [[getattr(kind, "name", kind) for kind in part] for part in layout]

@@ -32,7 +32,7 @@ _SETTINGS: Final = ("virtual_pipeline_model_parallel_size", "num_experts", "expe
 
 
 def _settings(args: Namespace) -> dict[str, Any]:
-    from evenpipe.megatron.script.start import layer_kinds
+    from evenpipe.megatron.script.partition import layer_kinds
 
     return {name: getattr(args, name, None) for name in _SETTINGS} | {"layout": layer_kinds(args)}
 

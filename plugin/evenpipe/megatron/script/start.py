@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from evenpipe.megatron.script.checks import check, warnings
 from evenpipe.megatron.script.flags import ArgumentError, config_from
-from evenpipe.megatron.script.partition import planned
+from evenpipe.megatron.script.partition import layer_kinds, planned
 from evenpipe.runtime.meeting import NotMet, meeting_of
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import flag
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from evenpipe.partition.layouts.written import WrittenLayout
     from evenpipe.tracing.iteration import IterationTrace
 
-__all__ = ["asked_for", "ending_the_job", "layer_kinds", "start", "trace_of"]
+__all__ = ["asked_for", "ending_the_job", "start", "trace_of"]
 
 
 #: Megatron's own, of which links and messages are made.
@@ -65,16 +65,6 @@ def asked_for(args: Namespace) -> tuple[EvenPipeConfig, WrittenLayout | None]:
     plan = planned(config, args)
     check(config, args)
     return config, plan
-
-
-def layer_kinds(args: Namespace) -> list[list[str]] | None:
-    """Return the layer kinds of each part, in the model's order, by the pipeline layout in `args`; None without one."""
-    layout: Any = getattr(args, "pipeline_model_parallel_layout", None)
-    if isinstance(layout, str):
-        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-        layout = PipelineParallelLayerLayout.parse_str_to_list(layout)
-    return layout and [[getattr(kind, "name", kind) for kind in part] for part in layout]
 
 
 @contextmanager
