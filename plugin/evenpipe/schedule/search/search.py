@@ -211,8 +211,8 @@ def _one_by_one(problem: Problem) -> Order:
     graph, count, positions = problem.graph, problem.micro_batches, len(problem.parts)
     rows = []
     for parts in graph.parts:
-        ways = [parts, parts[::-1], parts[::-1]][: len(problem.kinds)]
-        of_unit = np.concatenate([(kind * positions + way) * count for kind, way in enumerate(ways)])
+        backwards = [kind * positions + part for part in parts[::-1] for kind in range(1, len(problem.kinds))]
+        of_unit = np.array([*parts, *backwards]) * count
         rows.append((np.arange(count)[:, None] + of_unit).ravel())
     return np.array(rows, np.int32)
 
