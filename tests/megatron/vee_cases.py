@@ -52,7 +52,7 @@ UNITS = {f"searched, {units} units": units for units in (4, 6, 8)}
 """Schedules that are searched for uneven parts, and how many units a stage may hold."""
 
 LIMIT_BYTES, STATIC_BYTES = 212_000, 1000
-"""Of a run whose order is searched while it trains."""
+"""Memory of a process in the run that searches its own order, and what it holds of it."""
 
 ORDERS = {
     "tied": ("v-half", "v-min", "zbv", "dualpipev"),

@@ -65,7 +65,7 @@ def searched_table(folder, trace, stages, micro_batches):
 
 
 def logged(run):
-    """What Megatron logged of each iteration, but for how many there are to be."""
+    """Return Megatron's log lines without the number of all iterations."""
     return [line.partition(" | ")[2] for line in run.lines]
 
 
@@ -124,7 +124,7 @@ def test_a_v_goes_on_with_a_stock_checkpoint_to_the_same_bits(megatron_lm, case,
 
 
 def test_an_order_is_searched_while_it_trains_and_gone_on_with(megatron_lm, tmp_path):
-    """Of three iterations two are looked at, and the third follows the order, as does the first of a later run."""
+    """Two iterations are measured. The third follows the order that was found, and so does a later run."""
     job = Job(megatron_lm, UNEVEN, tmp_path)
     searched = ("--evenpipe-schedule", "searched", "--memory-gib", "0.0236")
     job.run("start", 1)

@@ -132,7 +132,7 @@ class Part(nn.Module):
 
 
 def gradients(compute, dtype, halves, starts=False, prepare=lambda chunk: None, noted=None):
-    """Of three micro-batches: what the stage before gets, and the sums of the parameters'."""
+    """Return the input gradients of three micro-batches, and the summed gradients of the parameters."""
     chunk = Chunk(dtype)
     prepare(chunk)
     edges = Edges.alike(torch.empty(SHAPE, dtype=dtype))

@@ -39,6 +39,7 @@ class AdaptiveEngine(MeasuringEngine):
     """
 
     data_iterator: Any
+    loop: AdaptiveLoop
     _state_name: ClassVar[str] = "evenpipe_tuner"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -76,9 +77,6 @@ class AdaptiveEngine(MeasuringEngine):
             largest = self.measurements.largest(self._boundary.nbytes)
             self.loop.note(largest, self.executor, self.global_steps - 1)
         return loss
-
-    def _own_state(self) -> Mapping[str, Any] | None:
-        return self.loop.state_dict()
 
     def _go_on_by(self, state: Mapping[str, Any] | None) -> None:
         self.loop.load_state_dict(state)

@@ -10,7 +10,9 @@ from evenpipe.deepspeed.engine import EvenPipeEngine, resumes_training
 from evenpipe.deepspeed.section import SectionError
 from evenpipe.settings.contradictions import CONTRADICTIONS_ON_CPU, contradiction_in
 from evenpipe.settings.spelling import SECTION
+from evenpipe.tuner.loop import AdaptiveLoop
 from evenpipe.tuner.process_memory import limit_bytes
+from evenpipe.tuner.searching import SearchLoop
 
 __all__ = ["MeasuringEngine"]
 
@@ -18,10 +20,12 @@ __all__ = ["MeasuringEngine"]
 class MeasuringEngine(EvenPipeEngine):
     """Its batches are measured when it asks for that; `_limit_bytes` is the memory of a process.
 
-    Subclasses say what goes into the client's state of a checkpoint, under `_state_name`, and what to do with it.
+    The state of its `loop` goes into the client's state of a checkpoint, under `_state_name`; subclasses make the loop,
+    and take its state up again.
     """
 
     _state_name: ClassVar[str]
+    loop: AdaptiveLoop | SearchLoop
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,7 +39,7 @@ class MeasuringEngine(EvenPipeEngine):
     ) -> Any:
         """DeepSpeed's, with the engine's own state in the client's."""
         client_state = dict(client_state or {})
-        if (state := self._own_state()) is not None:
+        if (state := self.loop.state_dict()) is not None:
             client_state[self._state_name] = state
         return super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)
 
@@ -47,13 +51,8 @@ class MeasuringEngine(EvenPipeEngine):
             self._go_on_by(state if resumes_training(self, *args, **kwargs) else None)
         return path, client_state
 
-    def _own_state(self) -> Mapping[str, Any] | None:
-        """Return what a checkpoint has beside DeepSpeed's state; None where there is nothing yet."""
-        raise NotImplementedError
-
     def _go_on_by(self, state: Mapping[str, Any] | None) -> None:
-        """Take what `_own_state` returned in the run whose checkpoint was loaded; None where there is none."""
-        raise NotImplementedError
+        """Take the state of the loop whose checkpoint was loaded; None where there is none."""
 
     @contextmanager
     def _measuring(self, measures: bool) -> Iterator[None]:

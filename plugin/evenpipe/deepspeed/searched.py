@@ -29,6 +29,7 @@ class SearchedEngine(MeasuringEngine):
     """
 
     _state_name: ClassVar[str] = "evenpipe_searched"
+    loop: SearchLoop
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -65,9 +66,6 @@ class SearchedEngine(MeasuringEngine):
 
     def _room(self) -> Room:
         return Room(self._limit_bytes, static_bytes(self) + self.executor.connections.device_bytes)
-
-    def _own_state(self) -> Mapping[str, Any] | None:
-        return self.loop.state_dict()
 
     def _go_on_by(self, state: Mapping[str, Any] | None) -> None:
         wanted = self._limit_bytes, self.num_stages

@@ -21,13 +21,13 @@ from evenpipe.runtime import streams
 from evenpipe.runtime.saved import plain_parts
 from evenpipe.schedule import Unit
 
-__all__ = ["MARK", "Use", "WeightGradients", "queued_bytes", "whole_layers"]
+__all__ = ["MARK", "WeightGradients", "queued_bytes", "whole_layers"]
 
 #: On a parameter, while a batch whose backwards are in halves is under way: its `WeightGradients`.
 MARK: Final = "evenpipe_weight_gradients"
 
 
-class Use(NamedTuple):
+class _Use(NamedTuple):
     """One use of a weight in a first half: `product(*tensors)` is its gradient; None where it is added elsewhere.
 
     `cast`: the node that gave the weight another dtype for this use, and others that share it; None if there is none.
@@ -65,7 +65,7 @@ class WeightGradients:
         self.weights = [weight for weight in weights if weight.requires_grad]
         self._parameters = list(chunk.parameters())
         self._recording = recording
-        self._uses: list[Use] | None = None
+        self._uses: list[_Use] | None = None
         self._left: dict[Unit, list[Tensor]] = {}
         self._layers: list[Any] = [one for one in chunk.modules() if _delays(one)][::-1]  # as a backward comes to them
         self._queued: dict[Unit, list[int]] = {}
@@ -93,7 +93,7 @@ class WeightGradients:
             uses, self._uses = self._uses, None
         self._queued[unit] = [after - length for length, after in zip(before, self._queues(), strict=True)]
         self._keep_apart(uses)
-        of_weight: dict[tuple[int, int], list[Use]] = {}
+        of_weight: dict[tuple[int, int], list[_Use]] = {}
         for use in (
             one for one in uses if one.weight.requires_grad
         ):  # a weight comes where it is used last, as its gradient is then complete
@@ -120,7 +120,7 @@ class WeightGradients:
         product: Callable[..., Tensor | None],
         cast: object = None,
     ) -> None:
-        """Leave a `Use` for the second half. Raises RuntimeError outside of a first half."""
+        """Leave a `_Use` for the second half. Raises RuntimeError outside of a first half."""
         if self._uses is None:
             raise RuntimeError(
                 "a backward outside of the schedule reaches layers whose backwards are in halves: take a schedule of "
@@ -128,9 +128,9 @@ class WeightGradients:
             )
         own = tuple(tensor.detach() for tensor in tensors)
         backward = torch._C._current_graph_task_id()
-        self._uses.append(Use(weight, own, product, streams.current(own[0].device), cast, backward))
+        self._uses.append(_Use(weight, own, product, streams.current(own[0].device), cast, backward))
 
-    def _keep_apart(self, uses: Iterable[Use]) -> None:
+    def _keep_apart(self, uses: Iterable[_Use]) -> None:
         """Give gradients memory of their own that autograd has put where a second half reads, and would add to there.
 
         A gradient that comes to a parameter unchanged, but for a view, becomes its `grad`.
@@ -171,7 +171,7 @@ def _delays(layer: Any) -> bool:
     return store is not None and bool(store.delay_wgrad_compute())
 
 
-def _node_of(uses: list[Use]) -> Tensor:
+def _node_of(uses: list[_Use]) -> Tensor:
     """Return the node whose backward accumulates the gradient of the weight of `uses`; on the stream of the last."""
     tensors = [tensor for use in uses for tensor in use.tensors]
     parts = [(len(use.tensors), use.product, use.cast) for use in uses]

@@ -9,14 +9,7 @@ from evenpipe.schedule import Spec
 from evenpipe.settings.config import EvenPipeConfig
 from evenpipe.settings.spelling import Spelling
 
-__all__ = [
-    "CONTRADICTIONS",
-    "CONTRADICTIONS_ON_CPU",
-    "Contradiction",
-    "contradiction_in",
-    "one_group",
-    "only_tuned",
-]
+__all__ = ["CONTRADICTIONS", "CONTRADICTIONS_ON_CPU", "Contradiction", "contradiction_in", "one_group", "only_tuned"]
 
 
 class Contradiction(NamedTuple):

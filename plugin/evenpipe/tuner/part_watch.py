@@ -1,4 +1,4 @@
-"""What each model chunk of a stage takes and saves, seen while a batch trains."""
+"""Times and bytes of each model chunk of a stage, taken while a batch trains."""
 
 from __future__ import annotations
 

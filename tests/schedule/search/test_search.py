@@ -227,7 +227,9 @@ def test_what_is_judged_by_the_simulator_is_no_slower_than_what_is_known_there()
 
 def test_the_least_memory_is_enough_where_input_gradients_leave_more_than_was_saved() -> None:
     """As where layers are recomputed: each weight gradient has to follow at once."""
-    part = Part(forward_ms=1, input_gradient_ms=2, weight_gradient_ms=1, saved_bytes=2, freed_by_input_gradient_bytes=-7)
+    part = Part(
+        forward_ms=1, input_gradient_ms=2, weight_gradient_ms=1, saved_bytes=2, freed_by_input_gradient_bytes=-7
+    )
     least = Problem(vee(2), 4, [part] * 4, [100, 100]).least_bytes
     assert least.tolist() == [11, 11]
     problem = Problem(vee(2), 4, [part] * 4, least.tolist())

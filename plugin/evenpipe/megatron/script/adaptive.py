@@ -29,7 +29,9 @@ __all__ = ["SAVED", "AdaptiveTraining", "adaptive_patches"]
 _AUTO: Final = "--group-size auto"
 _ANEW: Final = f"{_AUTO}: what was saved is of other batches or memory: tunes anew"
 _UNEVEN: Final = "samples count different tokens in the loss: add --calculate-per-token-loss, if the script honours it"
-SAVED: Final = SavedState(_AUTO, "evenpipe_tuner", "goes on tuning as it was saved", "has no tuner's state")
+SAVED: Final = SavedState(
+    _AUTO, "evenpipe_tuner", "goes on tuning as it was saved", "has no tuner's state of these settings: tunes anew"
+)
 
 
 class AdaptiveTraining:

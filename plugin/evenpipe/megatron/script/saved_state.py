@@ -1,4 +1,4 @@
-"""What has been measured and decided in a run of a script, in a small file beside what Megatron saves."""
+"""A small file beside Megatron's checkpoint: what the run has measured and decided."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SavedState(NamedTuple):
             # Beside, where the job was killed after Megatron's tracker had moved on.
             paths = [path for folder in folders_loaded_from(args) for path in self._paths(folder, args.iteration)]
             found = [read_state(paths, self._values(args), limit)]
-            goes_on = self.found if found[0] else f"{self.missing} of these settings: tunes anew"
+            goes_on = self.found if found[0] else self.missing
             say(f"{self.asked}: checkpoint of iteration {args.iteration}: {goes_on}")
         dist.broadcast_object_list(found, src=0)
         state: dict[str, Any] | None = found[0]

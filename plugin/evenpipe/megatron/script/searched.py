@@ -10,6 +10,7 @@ import torch
 
 from evenpipe.megatron.script.hooks import save_patch, set_up_patch
 from evenpipe.megatron.script.log import say_on_last_rank
+from evenpipe.megatron.script.partition import layer_kinds
 from evenpipe.megatron.script.saved_state import SavedState
 from evenpipe.megatron.symbols import STATIC_MEMORY
 from evenpipe.schedule import SEARCHED, ScheduleError
@@ -32,12 +33,16 @@ _SETTINGS: Final = ("virtual_pipeline_model_parallel_size", "num_experts", "expe
 
 
 def _settings(args: Namespace) -> dict[str, Any]:
-    from evenpipe.megatron.script.partition import layer_kinds
-
     return {name: getattr(args, name, None) for name in _SETTINGS} | {"layout": layer_kinds(args)}
 
 
-_SAVED: Final = SavedState(_ASKED, "evenpipe_searched", "trains by the order that was saved", "has no order", _settings)
+_SAVED: Final = SavedState(
+    _ASKED,
+    "evenpipe_searched",
+    "trains by the order that was saved",
+    "has no order of these settings: searches anew",
+    _settings,
+)
 
 
 class SearchedTraining:
