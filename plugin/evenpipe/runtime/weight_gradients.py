@@ -120,7 +120,7 @@ class WeightGradients:
         product: Callable[..., Tensor | None],
         cast: object = None,
     ) -> None:
-        """Leave a `_Use` for the second half. Raises RuntimeError outside of a first half."""
+        """Leave `product(*tensors)` for the second half. Raises RuntimeError outside of a first half."""
         if self._uses is None:
             raise RuntimeError(
                 "a backward outside of the schedule reaches layers whose backwards are in halves: take a schedule of "
