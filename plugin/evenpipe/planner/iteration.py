@@ -104,12 +104,13 @@ def simulated(programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence
 
     A long batch is not walked to its end, as long as its stages hold no more than those of a shorter one. Where
     messages are free, and each further period of the schedule adds what the slowest stage takes for it, more of them do
-    too: a way through the batch that adds more there is not. Else the pace swings around its mean, or is not reached
-    yet, and only batches beyond thousands of micro-batches are cut short: to a thousandth.
+    too: a way through the batch that adds more there is not. Under BPipe, where partners wait for each other, a period
+    is as many micro-batches as there are stages, since the pace swings within that. Else the pace swings around its
+    mean, or is not reached yet, and only batches beyond thousands of micro-batches are cut short: to a thousandth.
     """
     stream = "stream" in programs.spec.needs
     walk = partial(_added if stream else _run, programs, costs=costs, unit_bytes=unit_bytes)
-    period = max(size.group_size, size.stages if size.chunks > 1 else 1)
+    period = max(size.group_size, size.stages if size.chunks > 1 or programs.bpipe else 1)
     free = not any(any(wire) for wire in (*costs.wires.values(), *costs.links.values()))
     if free and (steady := _counted_on(programs, size, walk, period)) is not None:
         pace = period * max(map(sum, zip(costs.forward_ms, costs.backward_ms, strict=True)))
