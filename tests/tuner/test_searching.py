@@ -66,6 +66,7 @@ class Store:
 
 def test_the_most_bytes_and_the_median_time_of_a_micro_batch_are_taken(monkeypatch):
     watch, clock, now = PartWatch(), HostClock(), [0.0]
+    watch.recomputes = lambda unit: unit.micro_batch == 0
     monkeypatch.setattr("evenpipe.runtime.timing.time.monotonic", lambda: now[0])
     row = [Action(kind, number) for number in range(3) for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)]
     held = {}
@@ -82,12 +83,12 @@ def test_the_most_bytes_and_the_median_time_of_a_micro_batch_are_taken(monkeypat
         assert watch.store is None
         assert not watch.timed
     [figures] = watch.figures(1)
-    assert figures == pytest.approx(PartFigures(4.0, 2.0, 2.0, 100, 70))
+    assert figures == pytest.approx(PartFigures(4.0, 2.0, 2.0, 99, 69, 100))
 
 
 def test_more_may_wait_for_a_second_half_than_was_saved():
     """Where layers are recomputed, and in queues that a store does not see."""
-    part = _part(PartFigures(1.0, 1.0, 1.0, 100, 170))
+    part = _part(PartFigures(1.0, 1.0, 1.0, 100, 170, 0), None, False)
     assert (part.saved_bytes, part.freed_by_input_gradient_bytes) == (100, -70)
     watch, queued = PartWatch(queued=lambda: sum(waiting)), Action(INPUT_GRADIENT, 0)
     waiting = [40]  # of another unit
@@ -97,6 +98,14 @@ def test_more_may_wait_for_a_second_half_than_was_saved():
     waiting.append(500)
     watch.ended(queued)
     assert watch._bytes[INPUT_GRADIENT, 0] == 530
+
+
+def test_a_part_that_is_computed_again_is_known_by_what_it_was_before():
+    before = _part(PartFigures(1.0, 2.0, 1.0, 100, 90, 7), None, False)
+    assert (before.recomputed_bytes, before.recomputed().input_gradient_ms) == (7, 3.0)
+    assert _part(PartFigures(1.0, 3.0, 1.0, 0, 0, 7), before, True) == before
+    assert _part(PartFigures(1.0, 2.0, 1.0, 100, 90, 0), before, False) == before
+    assert _part(PartFigures(1.0, 2.0, 1.0, 100, 90, 100), None, False).recomputed_bytes is None  # nothing to gain
 
 
 def test_orders_of_another_number_of_parts_are_not_taken():

@@ -141,7 +141,7 @@ def costs_from(arguments: Namespace, schedule: Schedule) -> Costs | None:
     if given is None:
         return None
     try:
-        costs = Costs.of_parts(given, schedule.stages)
+        costs = Costs.of_parts(given, schedule)
         if given.places(schedule.stages) != schedule.places:
             raise UsageError(
                 f"--costs: its parts are placed {given.placement}, those of {schedule.name} otherwise: choose another "

@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 
 from evenpipe.megatron.captured import refused_capture
 from evenpipe.megatron.grouping import group_size
+from evenpipe.megatron.recomputing import obstacle
 from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.stage import Batch, ForwardStage, MegatronStage
 from evenpipe.megatron.supported import CoreRelease, installed_release
@@ -33,8 +34,10 @@ from evenpipe.schedule import (
     Program,
     Programs,
     Queues,
+    Schedule,
     Size,
     Spec,
+    Unit,
     check_offers,
     choose,
     links,
@@ -106,7 +109,7 @@ class PipelineSchedule:
     `connected` is called once, by all stages of the pipeline, when `executor` and its links have been made.
     """
 
-    offers: ClassVar[frozenset[Need]] = frozenset(["chunks", "groups", "split", "vee"])
+    offers: ClassVar[frozenset[Need]] = frozenset(["chunks", "groups", "recompute", "split", "vee"])
 
     def __init__(
         self,
@@ -266,6 +269,7 @@ class PipelineSchedule:
             executor.device,
             release,
             executor.store.recording if self.bpipe or executor.measure else lambda unit: nullcontext(),
+            self._recomputes(config, program.schedule, pipeline.rank()),
         )
         try:
             stage.start()
@@ -284,6 +288,13 @@ class PipelineSchedule:
             counted = tokens if config.calculate_per_token_loss else None
             config.finalize_model_grads_func(list(batch.model), counted, **extra)
         return losses
+
+    def _recomputes(self, config: Any, schedule: Schedule, stage: int) -> Callable[[Unit], bool]:
+        """Return what says of a unit whether its layers are computed again."""
+        chunks = schedule.recomputed_chunks(stage)
+        if schedule.recomputed and (setting := obstacle(config)) is not None:
+            raise ValueError(f"{setting}: the schedule computes parts of the model again: leave {setting} out")
+        return lambda unit: unit.chunk in chunks
 
     def _weights(self, chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
         """Return the tensors that are no activations when autograd saves them: here, the parameters."""

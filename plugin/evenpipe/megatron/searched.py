@@ -7,11 +7,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch.distributed as dist
 
+from evenpipe.megatron.recomputing import obstacle
 from evenpipe.megatron.schedule import PipelineSchedule
 from evenpipe.megatron.stage import Batch
 from evenpipe.runtime.executor import Executor, Observer
 from evenpipe.runtime.weight_gradients import queued_bytes
-from evenpipe.schedule import SEARCHED, Need, Program, Size
+from evenpipe.schedule import SEARCHED, Need, Program, Schedule, Size, Unit
 from evenpipe.schedule.search.search import USUAL, Effort
 from evenpipe.tuner.part_watch import PartWatch
 from evenpipe.tuner.searching import Room, SearchLoop
@@ -52,7 +53,7 @@ class SearchedSchedule(PipelineSchedule):
         measure: bool = False,
         connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
     ) -> None:
-        watch = PartWatch(observer, queued=lambda: queued_bytes(self._model or ()))
+        self._watch = watch = PartWatch(observer, queued=lambda: queued_bytes(self._model or ()))
         super().__init__(SEARCHED, observer=watch, measure=measure, connected=connected)
         self.iteration = 0
         self.searching = searching
@@ -85,6 +86,13 @@ class SearchedSchedule(PipelineSchedule):
         self.loop.end(executor, self.iteration, size, lambda: self._room(executor))
         return losses
 
+    def _recomputes(self, config: Any, schedule: Schedule, stage: int) -> Callable[[Unit], bool]:
+        recomputes = super()._recomputes(config, schedule, stage)
+        if self.loop.compares and obstacle(config) is None:
+            recomputes = _every_second
+        self._watch.recomputes = recomputes
+        return recomputes
+
     def _room(self, executor: Executor) -> Room:
         static_bytes = self.searching.static_bytes() + executor.connections.device_bytes
         return Room(self.searching.limit_bytes, static_bytes)
@@ -93,3 +101,7 @@ class SearchedSchedule(PipelineSchedule):
         executor = super()._executor(pipeline, batch)
         executor.measure = self.measure or self.loop.weighs
         return executor
+
+
+def _every_second(unit: Unit) -> bool:
+    return unit.micro_batch % 2 == 1

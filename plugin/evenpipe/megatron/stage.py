@@ -13,6 +13,7 @@ from megatron.core.utils import get_model_type
 from torch import Tensor
 
 from evenpipe.megatron.grad_sync import GradSync, Sync
+from evenpipe.megatron.recomputing import recomputing
 from evenpipe.megatron.supported import CoreRelease
 from evenpipe.megatron.vee import part_of
 from evenpipe.megatron.weight_gradients import linear_weights
@@ -117,7 +118,8 @@ class ForwardStage:
 class MegatronStage(ForwardStage):
     """One batch on one stage, with backwards.
 
-    `recording(unit)` is entered to save what the second half of a backward needs.
+    `recording(unit)` is entered to save what the second half of a backward needs. Layers of a unit that `recomputes` is
+    true of are computed again by its backward.
     """
 
     def __init__(
@@ -128,8 +130,10 @@ class MegatronStage(ForwardStage):
         device: torch.device,
         release: CoreRelease,
         recording: Callable[[Unit], AbstractContextManager[object]] = lambda unit: nullcontext(),
+        recomputes: Callable[[Unit], bool] = lambda unit: False,
     ):
         super().__init__(batch, schedule.places, stage, device)
+        self._recomputes = recomputes
         self._sync: Sync = GradSync(batch.config, batch.model, schedule, stage)
         self._backward_arguments: dict[str, Any] = {"config": batch.config}
         if release.backward_takes("model_type"):
@@ -172,7 +176,8 @@ class MegatronStage(ForwardStage):
         config = self._batch.config
         self._sync.before_forward()
         given: list[Tensor | None] = [None] if inputs is None else list(inputs)
-        outputs = self._forward_step(unit, given, self._recomputes_all())
+        with recomputing(self._batch.model[unit.chunk]) if self._recomputes(unit) else nullcontext():
+            outputs = self._forward_step(unit, given, self._recomputes_all())
         self._forwards += 1
         self._inputs[unit], self._outputs[unit] = given, outputs
         handed_over = self._handed_over(unit, outputs)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 from evenpipe.runtime.linear import LinearGradients
 from evenpipe.runtime.precisions import autocast_dtype
@@ -87,6 +88,7 @@ class ModuleStage:
     is on another one (None).
     Gradients accumulate in `parameter.grad`; `losses[i]` holds the detached losses. With `recording`, backwards are in
     two halves: `recording(unit)` is entered to save what the second needs. Without, a first half is the whole backward.
+    `recomputed` chunks save their input alone, and are computed again by their backward.
     """
 
     def __init__(
@@ -97,8 +99,10 @@ class ModuleStage:
         loss: Callable[[int, Any], Tensor],
         loss_chunk: int | None,
         recording: Callable[[Unit], AbstractContextManager[object]] | None = None,
+        recomputed: Collection[int] = (),
     ) -> None:
         self.chunks = list(chunks)
+        self._recomputed = recomputed
         self.losses: dict[int, Tensor] = {}
         self._edges = edges
         self._first = first
@@ -139,6 +143,8 @@ class ModuleStage:
     def compute(self, unit: Unit, inputs: list[Tensor] | None) -> Any:
         """Return what the unit's module returns."""
         arguments = [self._first(unit.micro_batch)] if inputs is None else inputs
+        if unit.chunk in self._recomputed:
+            return checkpoint(self.chunks[unit.chunk], *arguments, use_reentrant=False)
         return self.chunks[unit.chunk](*arguments)
 
     def forget(self) -> None:

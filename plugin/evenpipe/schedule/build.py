@@ -42,6 +42,7 @@ NEEDS: Final[Mapping[Need, str]] = MappingProxyType(
         "groups": "groups of micro-batches",
         "stream": "batches without a flush between",
         "swap": "tensors swapped to host memory",
+        "recompute": "parts of the model computed again",
         "times": "an order for the run's own times (`evenpipe schedule --schedule searched --costs COSTS.json --out "
         "S.txt` writes one, to be named as file:S.txt)",
     }
@@ -211,6 +212,8 @@ def _needs_of(schedule: Schedule) -> Iterator[Need]:
         yield "stream"
     if kinds & OWN_ENDS:
         yield "swap"
+    if schedule.recomputed:
+        yield "recompute"
 
 
 def _check_needs(spec: Spec, schedule: Schedule) -> None:

@@ -43,6 +43,8 @@ class Schedule:
     the chunks (1: as many as there are stages); other schedules group nothing.
     ``weight_versions``: 1, or 2 where batches do not wait for the weights of the batch before (PipeDream-2BW).
     ``places`` says where the model's parts are; chunk by chunk over the stages, if it is left out.
+    ``recomputed``: the positions of parts that save their input only, and are computed again before their input
+    gradient.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Schedule:
     group_size: int = 1
     weight_versions: int = 1
     places: Places = field(default=None)  # type: ignore[assignment]
+    recomputed: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.places is None:
@@ -63,6 +66,8 @@ class Schedule:
     def __str__(self) -> str:
         """Return a head line and a line a stage: ``Schedule.parse(str(schedule)) == schedule``."""
         head = {name: getattr(self, name) for name in _HEAD}
+        if self.recomputed:
+            head[_RECOMPUTED] = ",".join(map(str, sorted(self.recomputed)))
         rows = "\n".join(" ".join(map(str, row)) for row in self.actions)
         return " ".join([f"format={_FORMAT}", *(f"{key}={value}" for key, value in head.items())]) + f"\n{rows}\n"
 
@@ -98,6 +103,11 @@ class Schedule:
         evicting = self.table.stage[self.table.kind == ord(EVICT)]
         return tuple(np.bincount(evicting, minlength=len(self.actions)).tolist())
 
+    def recomputed_chunks(self, stage: int) -> frozenset[int]:
+        """Return the model chunks of a stage that are computed again."""
+        again = [self.places.order[position] for position in self.recomputed]
+        return frozenset(place.chunk for place in again if place.stage == stage)
+
     @cached_property
     def residencies(self) -> tuple[Residency, ...]:
         """Per stage, what it holds on its way through its actions."""
@@ -112,6 +122,7 @@ class Schedule:
 _FORMAT = "evenpipe.schedule/1"
 _NUMBERS = ("stages", "micro_batches", "chunks", "batches", "group_size", "weight_versions", "bound")
 _HEAD = ("name", *_NUMBERS, "places")
+_RECOMPUTED = "recomputed"
 
 
 def _row(words: Sequence[str], line: int) -> tuple[Action, ...]:
@@ -125,6 +136,7 @@ def _with_head(actions: tuple[tuple[Action, ...], ...], line: int, words: Sequen
     """Return the schedule with these rows that the head line ``words`` describes."""
     keys = [word.partition("=")[0] for word in words]
     given = dict(word.partition("=")[::2] for word in words)
+    recomputed = given.pop(_RECOMPUTED, None)
     if given.pop("format") != _FORMAT:
         raise ScheduleError(f"line {line}: {words[0]}: expected format={_FORMAT}")
     wrong = [*sorted(set(given) ^ set(_HEAD)), *(key for key in keys if keys.count(key) > 1)]
@@ -140,7 +152,16 @@ def _with_head(actions: tuple[tuple[Action, ...], ...], line: int, words: Sequen
         raise ScheduleError(f"line {line}: chunks={numbers['chunks']}: more than a row has actions")
     name = "".join(letter for letter in given["name"] if letter.isprintable())  # it is shown on terminals
     places = parse_places(given["places"], numbers["stages"], numbers["chunks"])
-    return Schedule(name, actions=actions, places=places, **numbers)
+    again = frozenset[int]()
+    if recomputed is not None:
+        if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", recomputed):
+            raise ScheduleError(f"line {line}: {_RECOMPUTED}={recomputed}: expected positions of parts, such as 0,3")
+        again = frozenset(map(int, recomputed.split(",")))
+        if max(again) >= len(places.order):
+            raise ScheduleError(
+                f"line {line}: {_RECOMPUTED}={recomputed}: there are parts 0 to {len(places.order) - 1}"
+            )
+    return Schedule(name, actions=actions, places=places, recomputed=again, **numbers)
 
 
 #: What torch calls each kind of compute.

@@ -23,7 +23,7 @@ from evenpipe.schedule.topology import Places, loop
 
 __all__ = ["PERIOD", "Drawing", "Need", "Pass", "Size", "Spec", "alternate", "halved", "repeated", "units"]
 
-Need = Literal["chunks", "vee", "split", "groups", "stream", "swap", "times"]
+Need = Literal["chunks", "vee", "split", "groups", "stream", "swap", "recompute", "times"]
 
 
 #: Forwards of a program; a million takes minutes to verify, and about half a GiB.
@@ -58,8 +58,9 @@ class Spec:
     chunks: fewest and most model chunks a stage (None: any number); a schedule with a fixed number takes no other.
     needs: what an engine must offer: "chunks" (several a stage), "vee" (parts of the model placed otherwise than chunk
     by chunk over the stages), "split" (backwards in two halves), "groups" (micro-batches in a row: several receives
-    posted on a link), "stream" (no flush between batches), "swap" (tensors to host memory and back), "times" (those
-    of the run are measured, and an order is made for them).
+    posted on a link), "stream" (no flush between batches), "swap" (tensors to host memory and back), "recompute"
+    (parts computed again before their input gradient), "times" (those of the run are measured, and an order is made for
+    them).
     needs_at_some: what else it needs at some sizes only, for which nobody is asked who does not ask for them.
     needs_with_chunks: what else it needs where stages have several model chunks: :meth:`needed`.
     update_follows: for a stream, the micro-batch after whose forward, on every stage, the step of a batch is finished.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from evenpipe.schedule import Cost, Link, LinkKind
+from evenpipe.schedule import Cost, Link, LinkKind, Schedule
 from evenpipe.schedule.search.costs import RunCosts
 
 __all__ = ["Costs", "SimulationError", "Wire", "costs_of_chunks", "costs_of_part"]
@@ -62,10 +62,11 @@ class Costs:
     parts_ms: tuple[tuple[tuple[float, float, float], ...], ...] | None = None
 
     @classmethod
-    def of_parts(cls, costs: RunCosts, stages: int) -> Costs:
-        """Return the costs of a document. Raises ScheduleError where it does not fit so many stages."""
-        placed: list[list[tuple[float, float, float]]] = [[] for _ in range(stages)]
-        for place, part in zip(costs.places(stages).order, costs.parts, strict=True):
+    def of_parts(cls, costs: RunCosts, schedule: Schedule) -> Costs:
+        """Return a document's costs of a schedule. Raises ScheduleError where it is not for so many stages."""
+        placed: list[list[tuple[float, float, float]]] = [[] for _ in range(schedule.stages)]
+        parts = costs.recomputing(schedule.recomputed).parts
+        for place, part in zip(costs.places(schedule.stages).order, parts, strict=True):
             placed[place.stage].append((part.forward_ms, part.input_gradient_ms, part.weight_gradient_ms))
         of_stages = [tuple(map(sum, zip(*parts, strict=True))) for parts in placed]
         link = Wire(transmit_ms=costs.message_ms)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from evenpipe.schedule import SEARCHED, Program, ScheduleError, Size, build, find, loop, own, vee
@@ -65,8 +66,9 @@ def front(
     costs = costs.model_copy(update={"memory_bytes": None})
     known = list(_known(costs, stages, micro_batches))
     base_bytes = next(one.peak_bytes for one in known if one.name == "1f1b")
-    problem = Problem.of(costs, stages, micro_batches)
-    least = int(problem.least_bytes.max())
+    problem = Problem.of(costs, stages, micro_batches, split)
+    recomputed = replace(problem, recomputed=problem.recomputable)
+    least = int(min(problem.least_bytes.max(), recomputed.least_bytes.max()))
     if not base_bytes:
         raise ScheduleError("costs: no part saves anything: give saved_bytes")
     points: list[Point] = []
@@ -116,7 +118,7 @@ def _point(name: str, program: Program, costs: RunCosts) -> Point:
         [costs.parts[places.position(stage, chunk)].saved_bytes for chunk in range(schedule.chunks)]
         for stage in range(schedule.stages)
     ]
-    simulation = simulate(program, Costs.of_parts(costs, schedule.stages), sizes)
+    simulation = simulate(program, Costs.of_parts(costs, schedule), sizes)
     if any(schedule.evictions):
         peak_bytes = max(stage.peak_bytes for stage in simulation.stages)
     else:

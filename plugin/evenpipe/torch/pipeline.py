@@ -316,8 +316,15 @@ class ModulePipeline(Pipeline):
             found[micro_batch] = loss.detach()
             return share_of(loss, weight, count)
 
-        recording = self.executor.recording(self.program)
-        return ModuleStage(self.chunks, self.edges, lambda one: item(one)[0], share_of_loss, self.loss_chunk, recording)
+        return ModuleStage(
+            self.chunks,
+            self.edges,
+            lambda one: item(one)[0],
+            share_of_loss,
+            self.loss_chunk,
+            self.executor.recording(self.program),
+            self.program.schedule.recomputed_chunks(self.stage),
+        )
 
 
 def shares(name: str, values: Tensor | Sequence[Any], count: int) -> Sequence[Any]:

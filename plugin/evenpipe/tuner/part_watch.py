@@ -19,7 +19,8 @@ class PartFigures(NamedTuple):
     """One model chunk and one micro-batch: milliseconds, and bytes.
 
     Times are the median of a batch's micro-batches. `saved_bytes` is the most that one of them saved for its backward,
-    and `left_bytes` the most that one kept between the two halves of that.
+    and `left_bytes` the most that one kept between the two halves of that, of those that are not computed again.
+    `recomputed_bytes` is the most that one of the others saved. Without any, it is 0.
     """
 
     forward_ms: float
@@ -27,14 +28,15 @@ class PartFigures(NamedTuple):
     weight_gradient_ms: float
     saved_bytes: int
     left_bytes: int
+    recomputed_bytes: int
 
 
 class PartWatch(Observer):
     """An observer of a stage that passes on to `then` all that it is told.
 
-    `store` records the batch that is weighed, and `timed` is set for one that is timed: before it. Bytes that a store
-    does not see: `kept` returns those that a framework keeps of a unit, `queued` all that wait in queues of layers for
-    second halves of backwards.
+    `store` records the batch that is weighed, and `timed` is set for one that is timed: before it. `recomputes` says
+    which units are computed again. Bytes that a store does not see: `kept` returns those that a framework keeps of a
+    unit, `queued` all that wait in queues of layers for second halves of backwards.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class PartWatch(Observer):
     ) -> None:
         self.store: ActivationStore | None = None
         self.timed = False
+        self.recomputes: Callable[[Unit], bool] = lambda unit: False
         self.then = then if then is not None else Observer()
         self._kept = kept
         self._queued = queued
@@ -53,6 +56,7 @@ class PartWatch(Observer):
         self._origin: Any = None
         self._spans: SpanRecorder | None = None
         self._bytes: dict[tuple[Kind, int], int] = defaultdict(int)
+        self._recomputed_bytes: dict[int, int] = defaultdict(int)
         self._ms: dict[tuple[Kind, int], float] = {}
 
     def figures(self, chunks: int) -> list[PartFigures]:
@@ -64,6 +68,7 @@ class PartWatch(Observer):
                 weight_gradient_ms=self._ms[WEIGHT_GRADIENT, chunk],
                 saved_bytes=self._bytes[FORWARD, chunk],
                 left_bytes=self._bytes[INPUT_GRADIENT, chunk],
+                recomputed_bytes=self._recomputed_bytes[chunk],
             )
             for chunk in range(chunks)
         ]
@@ -72,6 +77,7 @@ class PartWatch(Observer):
         self.then.batch_started(clock)
         if self.store is not None:
             self._bytes.clear()
+            self._recomputed_bytes.clear()
         if self.timed:
             self._origin, self._spans = clock.mark(), SpanRecorder(clock)
 
@@ -86,11 +92,16 @@ class PartWatch(Observer):
         if self._spans is not None:
             self._spans.ended(action)
         if self.store is not None and action.kind in (FORWARD, INPUT_GRADIENT):
-            key = action.kind, action.chunk
-            seen = self.store.nbytes(action.unit) + self._kept(action.unit)
             apart = sum(self.store.lasting_bytes.values()) if action.kind == FORWARD else self._queued() - self._before
-            self._bytes[key] = max(self._bytes[key], seen + apart)
+            self._note(action, self.store.nbytes(action.unit) + self._kept(action.unit) + apart)
         self.then.ended(action)
+
+    def _note(self, action: Action, nbytes: int) -> None:
+        if not self.recomputes(action.unit):
+            key = action.kind, action.chunk
+            self._bytes[key] = max(self._bytes[key], nbytes)
+        elif action.kind == FORWARD:
+            self._recomputed_bytes[action.chunk] = max(self._recomputed_bytes[action.chunk], nbytes)
 
     def remark(self, line: str) -> None:
         self.then.remark(line)

@@ -68,6 +68,11 @@ class SearchLoop:
         self._programs: dict[tuple[Size, Queues], Program] = {}
 
     @property
+    def compares(self) -> bool:
+        """Return whether every second micro-batch of the next batch may be computed again, to see what that leaves."""
+        return self.weighs and not self._found
+
+    @property
     def weighs(self) -> bool:
         """Return whether the executor is to measure what the next batch saves."""
         return self._look == "weigh"
@@ -183,6 +188,8 @@ class SearchLoop:
         numbers = highest_of_all([message_ms, *held, *(number for part in parts for number in part)], device)
         message_ms, held, rest = numbers[0], numbers[1 : 1 + stages], iter(numbers[1 + stages :])
         rows = zip(*[rest] * len(PartFigures._fields), strict=True)
+        known = [None] * len(parts) if self.costs is None else self.costs.parts
+        recomputed = self._found[size.micro_batches].recomputed if size.micro_batches in self._found else ()
         caps = [limit - int(nbytes) - _UNDER_WAY * int(message_bytes) for nbytes in held]
         for at, cap in enumerate(caps):
             if cap < 0:
@@ -193,7 +200,10 @@ class SearchLoop:
         return RunCosts(
             format=FORMAT,
             placement="vee" if size.chunks == 2 else "straight",
-            parts=[_part(PartFigures(*row)) for row in rows],
+            parts=[
+                _part(PartFigures(*row), before, at in recomputed)
+                for at, (row, before) in enumerate(zip(rows, known, strict=True))
+            ],
             message_ms=message_ms,
             memory_bytes=caps,
         )
@@ -211,13 +221,22 @@ class SearchLoop:
         return None
 
 
-def _part(figures: PartFigures) -> Part:
+def _part(figures: PartFigures, before: Part | None, recomputed: bool) -> Part:
+    """Return a part's costs; of one that all units have `recomputed`, what they show beside its costs `before`."""
+    input_gradient_ms = figures.input_gradient_ms
+    saved, left, again = figures.saved_bytes, figures.left_bytes, figures.recomputed_bytes
+    if before is not None and recomputed:
+        input_gradient_ms = max(0.0, input_gradient_ms - figures.forward_ms)
+        saved, left = before.saved_bytes, before.saved_bytes - before.freed_by_input_gradient_bytes
+    elif before is not None:
+        again = before.recomputed_bytes or 0
     return Part(
         forward_ms=figures.forward_ms,
-        input_gradient_ms=figures.input_gradient_ms,
+        input_gradient_ms=input_gradient_ms,
         weight_gradient_ms=figures.weight_gradient_ms,
-        saved_bytes=int(figures.saved_bytes),
-        freed_by_input_gradient_bytes=int(figures.saved_bytes - figures.left_bytes),
+        saved_bytes=int(saved),
+        freed_by_input_gradient_bytes=int(saved - left),
+        recomputed_bytes=int(again) if 0 < again < saved else None,
     )
 
 

@@ -26,6 +26,7 @@ from evenpipe.simulate.searched import searched
 
 EVEN = Part(forward_ms=1, input_gradient_ms=1, weight_gradient_ms=1)
 EXACT = Errors(0, 0, 0)
+TIMES = ["forward_ms", "input_gradient_ms", "weight_gradient_ms"]
 #: Nothing but starts, justified: what there is without numba too.
 STARTS = Effort(seconds=0, samples=1)
 
@@ -54,6 +55,12 @@ def uneven(stages: int, seed: int, memory: float, placement: str = "vee") -> Run
     )
 
 
+def even_costs(stages: int, seed: int, memory: float) -> RunCosts:
+    costs = uneven(stages, seed, memory)
+    parts = [one.model_copy(update=dict.fromkeys(TIMES, 1.0)) for one in costs.parts]
+    return costs.model_copy(update={"message_ms": 0.0, "parts": parts})
+
+
 def best(problem: Problem, effort: Effort, errors: Errors = EXPECTED) -> Schedule:
     return search(problem, effort, errors).best[0]
 
@@ -62,7 +69,6 @@ def share(problem: Problem, order: object) -> float:
     return problem.limit_ms / makespan(problem, order)
 
 
-TIMES = ["forward_ms", "input_gradient_ms", "weight_gradient_ms"]
 PLACEMENTS = st.sampled_from(["straight", "loop", "vee"])
 
 
@@ -82,18 +88,22 @@ def test_what_is_found_is_right_and_fits(
     """Passes that take no time among them: all that `verify` proves, bytes within caps, and the simulator's time."""
     chance = random.Random(seed)
     costs = uneven(stages, seed, 1, placement)
-    parts = [one.model_copy(update={"freed_by_input_gradient_bytes": chance.randrange(11)}) for one in costs.parts]
+    sizes = [{"freed_by_input_gradient_bytes": chance.randrange(11), "recomputed_bytes": 1} for _ in costs.parts]
+    parts = [one.model_copy(update=update) for one, update in zip(costs.parts, sizes, strict=True)]
     freed = [one.model_copy(update=dict.fromkeys(chance.sample(TIMES, free), 0.0)) for one in parts]
     freed[-1] = freed[-1].model_copy(update={"forward_ms": 0.3})
     per_micro_batch = sum(one.saved_bytes for one in freed) // stages
     caps = [per_micro_batch + int(room * per_micro_batch * chance.randrange(1 + micro_batches)) for _ in range(stages)]
     costs = costs.model_copy(update={"parts": freed, "memory_bytes": caps, "message_ms": 0.0})
-    problem = Problem.of(costs, stages, micro_batches, split)
+    again = frozenset(chance.sample(range(len(freed)), chance.randrange(len(freed))) if split else ())
+    problem = replace(Problem.of(costs, stages, micro_batches, split), recomputed=again)
     schedule = best(problem, Effort(0.05, 2, seed))
+    assert schedule.recomputed == again
+    assert Schedule.parse(str(schedule)) == schedule
     program = verify(schedule)
     check_caps(schedule, costs)
     assert max(map(max, held_bytes(schedule, costs))) == problem.peak_bytes(problem.order(schedule.actions)).max()
-    taken = simulate(program, Costs.of_parts(costs, stages)).makespan_ms
+    taken = simulate(program, Costs.of_parts(costs, schedule)).makespan_ms
     clock = makespan(problem, problem.order(schedule.actions))
     assert problem.limit_ms - 1e-9 <= clock <= taken + 1e-9
     assert taken == pytest.approx(clock, rel=0.05), "it also waits until receives are posted"
@@ -218,11 +228,31 @@ def test_numbers_are_actions_and_back() -> None:
 def test_what_is_judged_by_the_simulator_is_no_slower_than_what_is_known_there() -> None:
     """Where receives are posted late, the simulator's times are longer than those of the search."""
     costs = uneven(4, 5, 1.0).model_copy(update={"message_ms": 1.2})
-    of_parts = Costs.of_parts(costs, 4)
     program = searched(costs, 4, 16, Effort(0.1)).program
+    of_parts = Costs.of_parts(costs, program.schedule)
     known = [simulate(build(name, Size(4, 16)), of_parts).makespan_ms for name in ("v-min", "v-half", "zbv")]
     assert simulate(program, of_parts).makespan_ms <= min(known)
     check_caps(program.schedule, costs)
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "kind", "memory", "share_of_limit"),
+    [
+        (4, 8, even_costs, 0.25, 0.65),
+        pytest.param(8, 32, even_costs, 0.25, 0.73, marks=pytest.mark.long),
+        pytest.param(8, 32, even_costs, 0.4, 0.79, marks=pytest.mark.long),
+        pytest.param(8, 32, uneven, 0.25, 0.73, marks=pytest.mark.long),
+        pytest.param(8, 32, uneven, 0.4, 0.79, marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.skipif(not COMPILED, reason="finds less without numba")
+def test_parts_are_computed_again_where_memory_is_short(stages, micro_batches, kind, memory, share_of_limit) -> None:  # type: ignore[no-untyped-def]
+    costs = kind(stages, 0, memory)
+    costs = costs.model_copy(update={"parts": [one.model_copy(update={"recomputed_bytes": 0}) for one in costs.parts]})
+    found = searched(costs, stages, micro_batches, Effort(3.0))
+    assert found.program.schedule.recomputed
+    check_caps(found.program.schedule, costs)
+    assert Problem.of(costs, stages, micro_batches).limit_ms / found.batch_ms >= share_of_limit
 
 
 def test_the_least_memory_is_enough_where_input_gradients_leave_more_than_was_saved() -> None:

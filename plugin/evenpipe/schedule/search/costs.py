@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -30,7 +30,8 @@ class Part(BaseModel):
 
     ``freed_by_input_gradient_bytes``: what of them is free when the input gradient ends; the rest is when the weight
     gradient does. Less than 0 where the input gradient leaves more than was saved, as where layers are recomputed.
-    A whole backward takes both times, and frees all at its end.
+    A whole backward takes both times, and frees all at its end. ``recomputed_bytes``: what of them a forward leaves
+    whose part is computed again, as :meth:`recomputed` says; None where that cannot be.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,6 +41,7 @@ class Part(BaseModel):
     weight_gradient_ms: _Ms
     saved_bytes: _Bytes = 1
     freed_by_input_gradient_bytes: _Change = 0
+    recomputed_bytes: _Bytes | None = None
 
     @model_validator(mode="after")
     def _frees_what_it_saved(self) -> Part:
@@ -48,7 +50,20 @@ class Part(BaseModel):
                 f"freed_by_input_gradient_bytes={self.freed_by_input_gradient_bytes}: more than saved_bytes="
                 f"{self.saved_bytes}"
             )
+        if self.recomputed_bytes is not None and self.recomputed_bytes > self.saved_bytes:
+            raise ValueError(f"recomputed_bytes={self.recomputed_bytes}: more than saved_bytes={self.saved_bytes}")
         return self
+
+    def recomputed(self) -> Part:
+        """Return the part computed again right before its input gradient, from where on it keeps all that it saves."""
+        assert self.recomputed_bytes is not None
+        return Part(
+            forward_ms=self.forward_ms,
+            input_gradient_ms=self.forward_ms + self.input_gradient_ms,
+            weight_gradient_ms=self.weight_gradient_ms,
+            saved_bytes=self.recomputed_bytes,
+            freed_by_input_gradient_bytes=self.recomputed_bytes - self.saved_bytes,
+        )
 
     def change(self, action: Action) -> int:
         """Return by how many bytes an action of this part changes what its stage holds."""
@@ -105,8 +120,17 @@ class RunCosts(BaseModel):
         """Return the same model with one part a stage, each of as many parts in a row as a stage has."""
         chunks = self.places(stages).chunks
         rows = [self.parts[at : at + chunks] for at in range(0, len(self.parts), chunks)]
-        joined = [Part(**{name: sum(getattr(one, name) for one in row) for name in Part.model_fields}) for row in rows]
+        joined = [Part(**{name: _sum(getattr(one, name) for one in row) for name in Part.model_fields}) for row in rows]
         return self.model_copy(update={"placement": "straight", "parts": joined})
+
+    def recomputing(self, positions: Collection[int]) -> RunCosts:
+        """Return the costs with these parts computed again. Raises :class:`ScheduleError` for one that cannot be."""
+        parts = list(self.parts)
+        for position in positions:
+            if parts[position].recomputed_bytes is None:
+                raise ScheduleError(f"costs: part {position} is computed again: give its recomputed_bytes")
+            parts[position] = parts[position].recomputed()
+        return self.model_copy(update={"parts": parts})
 
     def caps(self, stages: int) -> Sequence[float]:
         """Return the bytes that each stage may hold. Raises :class:`ScheduleError` if there is not one for each."""
@@ -124,9 +148,14 @@ def said_of(error: ValidationError) -> str:
     return "".join(f"{step}: " for step in first["loc"]) + first["msg"]
 
 
+def _sum(numbers: Iterable[Any]) -> Any:
+    given = list(numbers)
+    return None if None in given else sum(given)
+
+
 def held_bytes(schedule: Schedule, costs: RunCosts) -> list[list[int]]:
     """Return, per stage, the bytes that it holds after each of its actions; the schedule evicts and swaps nothing."""
-    places, parts = schedule.places, costs.parts
+    places, parts = schedule.places, costs.recomputing(schedule.recomputed).parts
     return [
         [*accumulate(parts[places.position(stage, action.chunk)].change(action) for action in row)]
         for stage, row in enumerate(schedule.actions)

@@ -25,16 +25,26 @@ class _Rules(NamedTuple):
 
 
 def listed(problem: Problem) -> list[Order]:
-    """Return the orders of all rules that come to an end under the caps."""
+    """Return the orders of all rules that come to an end, and the one of one micro-batch after the other."""
     unit_ms, graph = float(problem.takes_ms.mean()), problem.graph
     width = len(problem.takes_ms) // problem.places.stages
-    orders = []
+    orders = [_one_by_one(problem)]
     for forwards_first, late_first, patience in product((False, True), (True, False), _PATIENCE):
         order = np.full((problem.places.stages, width), -1, np.int32)
         rules = _Rules(problem.split, forwards_first, late_first, patience * unit_ms)
         if _list(order, problem.takes_ms, graph, rules):
             orders.append(order)
     return orders
+
+
+def _one_by_one(problem: Problem) -> Order:
+    graph, count, positions = problem.graph, problem.micro_batches, len(problem.parts)
+    rows = []
+    for parts in graph.parts:
+        backwards = [kind * positions + part for part in parts[::-1] for kind in range(1, len(problem.kinds))]
+        of_unit = np.array([*parts, *backwards]) * count
+        rows.append((np.arange(count)[:, None] + of_unit).ravel())
+    return np.array(rows, np.int32)
 
 
 @compiled
@@ -52,6 +62,9 @@ def _choice(
     positions = graph.parts.size
     best, best_ms, weight = -1, NEVER, -1
     best_rank = NEVER
+    grown = 0.0  # what one input gradient may leave more than was saved is kept free by forwards
+    for chunk in range(chunks):
+        grown = max(grown, graph.change[(positions + graph.parts[stage, chunk]) * count])
     for turn in range(chunks):
         position = graph.parts[stage, chunks - 1 - turn if rules.late_first else turn]
         for kind in range(2):
@@ -69,8 +82,10 @@ def _choice(
                     other = graph.parts[stage, chunk]
                     if other > position:
                         beyond = max(beyond, graph.change[other * count])
-                if held + graph.change[action] + beyond > graph.cap[stage]:
+                if held + graph.change[action] + beyond + grown > graph.cap[stage]:
                     continue
+            elif held + graph.change[action] > graph.cap[stage]:
+                continue
             start_ms = now_ms
             if awaited >= 0:
                 start_ms = max(now_ms, ended[awaited] + graph.message_ms[action])

@@ -51,7 +51,8 @@ class Graph(NamedTuple):
 class Problem:
     """The parts' costs on their places, with so many micro-batches; ``cap`` has the bytes that each stage may hold.
 
-    split: backwards come in halves. Messages between two stages take ``message_ms``, within one none.
+    split: backwards come in halves. Messages between two stages take ``message_ms``, within one none. ``recomputed``:
+    the positions of parts that are computed again.
     """
 
     places: Places
@@ -60,12 +61,26 @@ class Problem:
     cap: Sequence[float]
     message_ms: float = 0.0
     split: bool = True
+    recomputed: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, costs: RunCosts, stages: int, micro_batches: int, split: bool = True) -> Problem:
         """Return the problem of a document. Raises :class:`ScheduleError` where it does not fit so many stages."""
         places = costs.places(stages)
         return cls(places, micro_batches, costs.parts, costs.caps(stages), costs.message_ms, split)
+
+    @property
+    def recomputable(self) -> frozenset[int]:
+        """The positions of parts that may be computed again.
+
+        Only where backwards are in halves: what a whole one holds while it computes again is unknown.
+        """
+        able = {at for at, one in enumerate(self.parts) if one.recomputed_bytes is not None}
+        return frozenset(able if self.split else ())
+
+    @cached_property
+    def _placed(self) -> Sequence[Part]:
+        return [one.recomputed() if at in self.recomputed else one for at, one in enumerate(self.parts)]
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -75,8 +90,7 @@ class Problem:
     @cached_property
     def takes_ms(self) -> Numbers:
         """Per action, its time."""
-        halves = np.array([[one.forward_ms, one.input_gradient_ms, one.weight_gradient_ms] for one in self.parts]).T
-        return np.repeat(self._of_kinds(halves).ravel(), self.micro_batches)
+        return np.repeat(self._of_kinds(_halves_ms(self._placed)).ravel(), self.micro_batches)
 
     def _of_kinds(self, of_halves: Numbers) -> Numbers:
         return of_halves if self.split else np.stack([of_halves[0], of_halves[1] + of_halves[2]])
@@ -97,32 +111,28 @@ class Problem:
         gives[awaits[awaits >= 0]] = numbers[awaits >= 0]
         stage = on[position]
         message_ms = np.where((awaits >= 0) & (stage[awaits] != stage), self.message_ms, 0.0)
-        saved = np.array([one.saved_bytes for one in self.parts], float)
-        freed = np.array([one.freed_by_input_gradient_bytes for one in self.parts], float)
+        saved = np.array([one.saved_bytes for one in self._placed], float)
+        freed = np.array([one.freed_by_input_gradient_bytes for one in self._placed], float)
         change = np.repeat(self._of_kinds(np.stack([saved, -freed, freed - saved])).ravel(), count)
         parts = np.array([np.flatnonzero(on == one) for one in range(self.places.stages)], np.int32)
         ways = list(pairwise(on.tolist()))
         shared = len(ways) > len(set(ways))
         return Graph(stage, awaits, message_ms, gives, change, np.array(self.cap, float), parts, count, shared)
 
-    @cached_property
-    def work_ms(self) -> Numbers:
-        """Per stage, how long it computes."""
-        return np.bincount(self.graph.stage, self.takes_ms, self.places.stages)
-
     @property
     def limit_ms(self) -> float:
-        """No order is faster: the busiest stage computes all the time."""
-        return float(self.work_ms.max())
+        """No order is faster: the busiest stage computes all the time, and nothing again."""
+        on = [place.stage for place in self.places.order]
+        return float(np.bincount(on, _halves_ms(self.parts).sum(axis=0)).max()) * self.micro_batches
 
     @property
     def least_bytes(self) -> Numbers:
         """Per stage, the most that it holds of one micro-batch alone: no order needs less."""
-        saved = np.array([one.saved_bytes for one in self.parts])[self.graph.parts]
+        saved = np.array([one.saved_bytes for one in self._placed])[self.graph.parts]
         before = saved.cumsum(axis=1)  # a part's input gradient comes when later parts hold nothing any more
         if not self.split:
             return before[:, -1]
-        grown = np.array([max(0, -one.freed_by_input_gradient_bytes) for one in self.parts])[self.graph.parts]
+        grown = np.array([max(0, -one.freed_by_input_gradient_bytes) for one in self._placed])[self.graph.parts]
         least: Numbers = (before + grown).max(axis=1)
         return least
 
@@ -177,3 +187,8 @@ class Problem:
                 if (np.diff(sent) < 0).any():
                     return False
         return True
+
+
+def _halves_ms(parts: Sequence[Part]) -> Numbers:
+    """Of each part the times of F, D and W."""
+    return np.array([[one.forward_ms, one.input_gradient_ms, one.weight_gradient_ms] for one in parts]).T

@@ -164,7 +164,7 @@ def _repeated(problem: Problem) -> Iterator[Order]:
 
 def _starts(problem: Problem, published: Sequence[Order]) -> Iterator[Order]:
     """Yield orders of all kinds that fit, as they are and justified."""
-    fitting = [*published, *(order for order in (*listed(problem), _one_by_one(problem)) if problem.fits(order))]
+    fitting = [*published, *(order for order in listed(problem) if problem.fits(order))]
     if not COMPILED:
         fitting = sorted(fitting, key=lambda order: makespan(problem, order))[:4]
     for order in fitting:
@@ -206,17 +206,6 @@ def _of_blocks(problem: Problem) -> list[Order]:
     return [repeated_order(problem, block) for block, _ in made[:24]]
 
 
-def _one_by_one(problem: Problem) -> Order:
-    """Each micro-batch goes through the model and back before the next one."""
-    graph, count, positions = problem.graph, problem.micro_batches, len(problem.parts)
-    rows = []
-    for parts in graph.parts:
-        backwards = [kind * positions + part for part in parts[::-1] for kind in range(1, len(problem.kinds))]
-        of_unit = np.array([*parts, *backwards]) * count
-        rows.append((np.arange(count)[:, None] + of_unit).ravel())
-    return np.array(rows, np.int32)
-
-
 def _schedule(problem: Problem, order: Order) -> Schedule:
     places = problem.places
     units = places.chunks * problem.micro_batches
@@ -228,5 +217,6 @@ def _schedule(problem: Problem, order: Order) -> Schedule:
         units,
         problem.actions(order),
         places=places,
+        recomputed=problem.recomputed,
     )
     return replace(schedule, bound=max(schedule.peak_live))

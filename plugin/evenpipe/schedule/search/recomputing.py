@@ -1,0 +1,57 @@
+"""Which parts of the model are computed again: those for which justified list schedules are fastest within the caps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from evenpipe.schedule.search.clock import NEVER, makespan
+from evenpipe.schedule.search.compiled import COMPILED
+from evenpipe.schedule.search.justifying import justified
+from evenpipe.schedule.search.listing import listed
+from evenpipe.schedule.search.problem import Problem
+
+__all__ = ["recomputations"]
+
+#: Micro-batches a stage, and orders of each choice, by which choices are compared.
+_COMPARED: Final = 3
+_JUSTIFIED: Final = 4
+#: How much slower none may seem, and be searched for all the same.
+_WORTH: Final = 1.15
+
+
+def recomputations(problem: Problem) -> list[frozenset[int]]:
+    """Return one or two choices of parts to compute again, by their positions, for which an order is worth a search.
+
+    All that can be, those of one model chunk, or none; the best choice is changed, one part after another, as long as
+    that makes it faster.
+    """
+    none, able = frozenset[int](), problem.recomputable
+    if not able:
+        return [none]
+    few = replace(problem, micro_batches=min(problem.micro_batches, _COMPARED * problem.places.stages))
+    times = {choice: _batch_ms(few, choice) for choice in (none, *_choices(problem, able))}
+    found = min(times, key=lambda choice: times[choice])
+    changed = COMPILED
+    while changed:
+        changed = False
+        for position in sorted(able):
+            other = found ^ {position}
+            if other not in times:
+                times[other] = _batch_ms(few, other)
+            if times[other] < times[found] - 1e-9:
+                found, changed = other, True
+    return [none] if not found else [found] if times[none] > _WORTH * times[found] else [found, none]
+
+
+def _choices(problem: Problem, able: frozenset[int]) -> Iterator[frozenset[int]]:
+    for chunk in range(problem.places.chunks):
+        yield able & {at for at, place in enumerate(problem.places.order) if place.chunk == chunk}
+    yield able
+
+
+def _batch_ms(problem: Problem, choice: frozenset[int]) -> float:
+    chosen = replace(problem, recomputed=choice)
+    orders = sorted(filter(chosen.fits, listed(chosen)), key=lambda order: makespan(chosen, order))
+    return min((makespan(chosen, justified(chosen, order, 2)) for order in orders[:_JUSTIFIED]), default=NEVER)
