@@ -12,6 +12,7 @@ import re
 import sys
 import traceback
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -51,24 +52,27 @@ CASES = {
 UNITS = {f"searched, {units} units": units for units in (4, 6, 8)}
 """Schedules that are searched for uneven parts, and how many units a stage may hold."""
 
-LIMIT_BYTES, STATIC_BYTES = 212_000, 1000
-"""Memory of a process in the run that searches its own order, and what it holds of it."""
+RECOMPUTED = "parts computed again"
+"""V-Min with layers of parts 0, 3, 5 and 7 recomputed."""
+
+LIMIT_BYTES, STATIC_BYTES = {"searched": 150_000, "searched, short of memory": 70_000}, 1000
+"""Memory of a process in runs that search their own order, and what it holds of it."""
 
 ORDERS = {
     "tied": ("v-half", "v-min", "zbv", "dualpipev"),
-    "searched": tuple(UNITS),
-    "searched in the run": ("searched",),
+    "searched": (*UNITS, RECOMPUTED, "v-min"),
+    "searched in the run": tuple(LIMIT_BYTES),
 }
 """The schedules of a case; of others V-Half alone."""
 
 
 def table_of(order: str) -> Path:
     """The file of a searched schedule."""
-    return Path(sys.argv[1]) / f"{UNITS[order]}.txt"
+    return Path(sys.argv[1]) / f"{order}.txt"
 
 
 def write_tables() -> None:
-    from evenpipe.schedule import vee
+    from evenpipe.schedule import Size, build, vee
     from evenpipe.schedule.search.costs import Part
     from evenpipe.schedule.search.problem import Problem
     from evenpipe.schedule.search.search import Effort, search
@@ -78,6 +82,8 @@ def write_tables() -> None:
     for order, units in UNITS.items():
         problem = Problem(vee(WORLD), Call().micro_batches, parts, [units] * WORLD, message_ms=0.1)
         table_of(order).write_text(str(search(problem, Effort(0.2)).best[0]))
+    known = build("v-min", Size(WORLD, Call().micro_batches)).schedule
+    table_of(RECOMPUTED).write_text(str(replace(known, name="recomputed", recomputed=frozenset([0, 3, 5, 7]))))
 
 
 def carry_out(case: Case, order: str | None = None, placed: bool = True) -> dict[str, Any]:
@@ -125,11 +131,12 @@ def carry_out(case: Case, order: str | None = None, placed: bool = True) -> dict
         if order is not None:
             entered.enter_context(vee_patches().in_force())
             lines: list[str] = []
-            if order == "searched":
-                searching = Searching(LIMIT_BYTES, lambda: STATIC_BYTES, 1, lines.append, Effort(0.1))
+            if order in LIMIT_BYTES:
+                searching = Searching(LIMIT_BYTES[order], lambda: STATIC_BYTES, 1, lines.append, Effort(0.1))
                 schedule = SearchedSchedule(searching, measure=True)
             else:
-                schedule = PipelineSchedule(f"file:{table_of(order)}" if order in UNITS else order, measure=True)
+                of_file = order in UNITS or order == RECOMPUTED
+                schedule = PipelineSchedule(f"file:{table_of(order)}" if of_file else order, measure=True)
             entered.enter_context(shared.in_place_of_megatrons(schedule))
         entered.enter_context(shared.laid_out(case.layout))
         pipeline = Placed(case, ours)

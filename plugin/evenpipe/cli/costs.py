@@ -44,6 +44,12 @@ def add_to(commands: Commands) -> None:
         help="what a micro-batch saves in a part: one, or one a part (default 1: memory counts parts)",
     )
     parser.add_argument(
+        "--recomputed-bytes",
+        type=_numbers,
+        metavar="N[,N...]",
+        help="what it leaves in a part that is computed again: one, or one a part (without it, none is)",
+    )
+    parser.add_argument(
         "--memory-bytes", type=_numbers, metavar="N[,N...]", help="what a stage may save: one, or one a stage"
     )
     parser.add_argument("--out", type=output_file, metavar="COSTS.json", help="write the document")
@@ -68,6 +74,7 @@ def _run(arguments: Namespace) -> None:
             arguments.placement,
             arguments.message_ms,
             arguments.saved_bytes,
+            arguments.recomputed_bytes,
             arguments.memory_bytes,
         )
     except ScheduleError as error:

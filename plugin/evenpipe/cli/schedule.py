@@ -42,7 +42,7 @@ def add_to(commands: Commands) -> None:
     document = (
         "--json prints a document evenpipe.schedule/1: the actions of each stage (F3, B3: forward and backward of "
         "micro-batch 3; D3, W3: the latter's halves; E, L, A, R: transfers of bpipe; U0: the update of batch 0, 2bw "
-        "only), the bound, and each stage's peak_live and evictions."
+        "only), the bound, each stage's peak_live and evictions, and the parts of the model that are computed again."
     )
     parser = add_command(commands, "schedule", epilog=document)
     add_schedule_options(parser)
@@ -107,11 +107,15 @@ def _document(schedule: Schedule, bpipe: bool) -> dict[str, Any]:
         "bound": schedule.bound,
         "peak_live": list(schedule.peak_live),
         "evictions": list(schedule.evictions),
+        "recomputed": sorted(schedule.recomputed),
     }
 
 
 def _table(schedule: Schedule) -> Table:
-    table = Table("stage", "peak live", "evictions", caption=f"bound: {schedule.bound} live on every stage")
+    caption = f"bound: {schedule.bound} live on every stage"
+    if schedule.recomputed:
+        caption += f"; computed again: parts {', '.join(map(str, sorted(schedule.recomputed)))}"
+    table = Table("stage", "peak live", "evictions", caption=caption)
     for stage, (peak, evictions) in enumerate(zip(schedule.peak_live, schedule.evictions, strict=True)):
         table.add_row(str(stage), str(peak), str(evictions))
     return table

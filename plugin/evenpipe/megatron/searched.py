@@ -38,10 +38,11 @@ class Searching(NamedTuple):
 class SearchedSchedule(PipelineSchedule):
     """A `PipelineSchedule` by an order that is searched for two batches that have been looked at, and for the memory.
 
-    Until then it is V-Min where stages have two model chunks, in a V, and ZB-H1 where they have one. All orders of a
-    placement give the same losses and gradients. A call raises ScheduleError, on all ranks, where the memory
-    holds no order. `iteration` is the number of the next batch, from 0; who loads a checkpoint sets it. `searching` may
-    be replaced before the first batch. `loop` decides.
+    Until then it is V-Min where stages have two model chunks, in a V, and ZB-H1 where they have one, with weight
+    gradients at once, and layers of three in four micro-batches are recomputed, unless Megatron's settings rule that
+    out: `recomputing.obstacle`. All orders of a placement give the same losses and gradients. A call raises
+    ScheduleError, on all ranks, where the memory holds no order. `iteration` is the number of the next batch, from 0;
+    who loads a checkpoint sets it. `searching` may be replaced before the first batch. `loop` decides.
     """
 
     offers: ClassVar[frozenset[Need]] = PipelineSchedule.offers | {"times"}
@@ -89,7 +90,7 @@ class SearchedSchedule(PipelineSchedule):
     def _recomputes(self, config: Any, schedule: Schedule, stage: int) -> Callable[[Unit], bool]:
         recomputes = super()._recomputes(config, schedule, stage)
         if self.loop.compares and obstacle(config) is None:
-            recomputes = _every_second
+            recomputes = _most
         self._watch.recomputes = recomputes
         return recomputes
 
@@ -103,5 +104,5 @@ class SearchedSchedule(PipelineSchedule):
         return executor
 
 
-def _every_second(unit: Unit) -> bool:
-    return unit.micro_batch % 2 == 1
+def _most(unit: Unit) -> bool:
+    return unit.micro_batch % 4 > 0

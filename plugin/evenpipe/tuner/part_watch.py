@@ -18,9 +18,9 @@ __all__ = ["PartFigures", "PartWatch"]
 class PartFigures(NamedTuple):
     """One model chunk and one micro-batch: milliseconds, and bytes.
 
-    Times are the median of a batch's micro-batches. `saved_bytes` is the most that one of them saved for its backward,
-    and `left_bytes` the most that one kept between the two halves of that, of those that are not computed again.
-    `recomputed_bytes` is the most that one of the others saved. Without any, it is 0.
+    Times are medians. `saved_bytes` is the most that one saved for its backward, and `left_bytes` the most that one
+    kept between the two halves of that. `recomputed_bytes` is the most that one saved that is computed again; the other
+    figures are of those that are not, times of the others only where all are. What no micro-batch shows is 0.
     """
 
     forward_ms: float
@@ -108,9 +108,9 @@ class PartWatch(Observer):
 
     def batch_ended(self) -> None:
         if self._spans is not None:
-            of_kind: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+            of_kind: dict[tuple[Kind, int], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
             for action, start, end in self._spans.since(self._origin):
-                of_kind[action.kind, action.chunk].append(end - start)
-            self._ms, self._spans = {key: median(all_ms) for key, all_ms in of_kind.items()}, None
+                of_kind[action.kind, action.chunk][self.recomputes(action.unit)].append(end - start)
+            self._ms, self._spans = {key: median(usual or others) for key, (usual, others) in of_kind.items()}, None
         self.store, self.timed = None, False
         self.then.batch_ended()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import isinf
 from statistics import pstdev
 from types import MappingProxyType
@@ -13,7 +13,20 @@ from typing import Any, Final, Literal, NamedTuple
 import torch.distributed as dist
 
 from evenpipe.runtime.executor import Executor
-from evenpipe.schedule import Program, Queues, Schedule, ScheduleError, Size, build, loop, vee, verify
+from evenpipe.schedule import (
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Action,
+    Program,
+    Queues,
+    Schedule,
+    ScheduleError,
+    Size,
+    build,
+    loop,
+    vee,
+    verify,
+)
 from evenpipe.schedule.search.costs import FORMAT, Part, RunCosts, check_caps, held_bytes
 from evenpipe.schedule.search.search import EXPECTED, USUAL, Effort
 from evenpipe.simulate.searched import searched
@@ -40,10 +53,11 @@ class Room(NamedTuple):
 class SearchLoop:
     """One process' part in training by orders that are searched while it trains; all ranks call the same, in step.
 
-    The first batch is weighed, the second one timed, under a schedule of `FIRST`. From the third on, batches follow an
-    order that is searched for these times and the memory that there is. Every `interval` iterations (None:
-    so many as take an hour) two batches are looked at again, and where stages no longer take the times that the order
-    allows for, another one is searched. So is one for batches of another number of micro-batches.
+    The first batch is weighed, the second one timed, under a schedule of `FIRST`, with weight gradients at once, and
+    most micro-batches computed again where a framework can. From the third on, batches follow an order that is searched
+    for these times and the memory that there is, with parts computed again where that is faster. Every `interval`
+    iterations (None: so many as take an hour) two batches are looked at again, and where stages no longer take the
+    times that the order allows for, another one is searched. So is one for batches of another number of micro-batches.
 
     For each batch, a framework calls `begin` and `prepare`, trains by `program`, and calls `end`. `watch` observes its
     executor. `log` is given a line for each decision.
@@ -69,8 +83,8 @@ class SearchLoop:
 
     @property
     def compares(self) -> bool:
-        """Return whether every second micro-batch of the next batch may be computed again, to see what that leaves."""
-        return self.weighs and not self._found
+        """Return whether most of the next batch may be computed again, to see what that leaves in little memory."""
+        return self._look is not None and not self._found
 
     @property
     def weighs(self) -> bool:
@@ -102,9 +116,8 @@ class SearchLoop:
         """Return what carries out a batch of this size."""
         key, found = (size, queues), self._found.get(size.micro_batches)
         if key not in self._programs:
-            first = functools.partial(build, FIRST[size.chunks], size)
-            make = first if found is None else functools.partial(verify, found)
-            self._programs[key] = make(queues=queues)
+            schedule = _at_once(build(FIRST[size.chunks], size).schedule) if found is None else found
+            self._programs[key] = verify(schedule, queues=queues)
         return self._programs[key]
 
     def end(self, executor: Executor, iteration: int, size: Size, room: Callable[[], Room]) -> None:
@@ -221,12 +234,28 @@ class SearchLoop:
         return None
 
 
+def _at_once(schedule: Schedule) -> Schedule:
+    """Return the schedule with each weight gradient right behind its input gradient: in less memory."""
+    rows = [
+        [
+            each
+            for action in row
+            if action.kind != WEIGHT_GRADIENT
+            for each in (
+                (action, Action(WEIGHT_GRADIENT, *action.unit)) if action.kind == INPUT_GRADIENT else (action,)
+            )
+        ]
+        for row in schedule.actions
+    ]
+    return replace(schedule, actions=tuple(map(tuple, rows)))
+
+
 def _part(figures: PartFigures, before: Part | None, recomputed: bool) -> Part:
     """Return a part's costs; of one that all units have `recomputed`, what they show beside its costs `before`."""
     input_gradient_ms = figures.input_gradient_ms
     saved, left, again = figures.saved_bytes, figures.left_bytes, figures.recomputed_bytes
     if before is not None and recomputed:
-        input_gradient_ms = max(0.0, input_gradient_ms - figures.forward_ms)
+        input_gradient_ms *= before.input_gradient_ms / (before.recomputed().input_gradient_ms or 1.0)
         saved, left = before.saved_bytes, before.saved_bytes - before.freed_by_input_gradient_bytes
     elif before is not None:
         again = before.recomputed_bytes or 0
@@ -264,4 +293,9 @@ def _said(found: Any, costs: RunCosts, seconds: float) -> str:
         f"{schedule.micro_batches} micro-batches: an order found in {seconds:.1f} s; by simulation a batch takes "
         f"{found.batch_ms:,.1f} ms, {'nothing published fits' if isinf(found.published_ms) else faster}; stage "
         f"{fullest} saves at most {peaks[fullest] / _MIB:,.1f} of {room / _MIB:,.1f} MiB"
+        + (
+            f"; {len(schedule.recomputed)} of {len(costs.parts)} parts are computed again"
+            if schedule.recomputed
+            else ""
+        )
     )

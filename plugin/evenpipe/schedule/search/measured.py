@@ -38,13 +38,14 @@ def costs_of_trace(
     placement: Placement,
     message_ms: float = 0.0,
     saved_bytes: Sequence[int] = (1,),
+    recomputed_bytes: Sequence[int] | None = None,
     memory_bytes: Sequence[int] | None = None,
 ) -> RunCosts:
     """Return the median times of every part, over micro-batches and over all processes of its stage.
 
     traced: how the run placed its parts ("vee", or chunk by chunk); placement: how they are to be placed. Both have the
-    same parts in the order of the model. saved_bytes, memory_bytes: one for all parts and stages, or one for each. A
-    backward that the run did not split counts half for each gradient.
+    same parts in the order of the model. saved_bytes, recomputed_bytes (None: no part is computed again), memory_bytes:
+    one for all parts and stages, or one for each. A backward that the run did not split counts half for each gradient.
 
     Raises :class:`ScheduleError`, one line, for a file that is no trace of whole stages.
     """
@@ -57,30 +58,33 @@ def costs_of_trace(
         kinds = set(times.get((stage, chunk), ()))
         if FORWARD not in kinds or not (BACKWARD in kinds or {INPUT_GRADIENT, WEIGHT_GRADIENT} <= kinds):
             raise ScheduleError(f"trace={path}: has no forward, or no backward, of chunk {chunk} on stage {stage}")
-    sizes = list(saved_bytes) * (len(places.order) if len(saved_bytes) == 1 else 1)
-    if len(sizes) != len(places.order):
-        raise ScheduleError(
-            f"saved_bytes: {len(sizes)} sizes for {len(places.order)} parts: give one, or one for each part"
-        )
-    caps = None if memory_bytes is None else list(memory_bytes) * (stages if len(memory_bytes) == 1 else 1)
-    if caps is not None and len(caps) != stages:
-        raise ScheduleError(f"memory_bytes: {len(caps)} caps for {stages} stages: give one, or one for each stage")
+    count = len(places.order)
+    sizes = _each("saved_bytes", saved_bytes, count, "part")
+    again = [None] * count if recomputed_bytes is None else _each("recomputed_bytes", recomputed_bytes, count, "part")
+    caps = None if memory_bytes is None else _each("memory_bytes", memory_bytes, stages, "stage")
     if (placement == "straight") != (chunks == 1) or (placement == "vee" and chunks != 2):
         raise ScheduleError(f"placement={placement}: the run had {chunks} parts a stage: give another placement")
     try:
-        parts = [_part(times[place], size) for place, size in zip(places.order, sizes, strict=True)]
+        parts = [_part(times[place], *bytes_) for place, *bytes_ in zip(places.order, sizes, again, strict=True)]
         return RunCosts(format=FORMAT, placement=placement, parts=parts, message_ms=message_ms, memory_bytes=caps)
     except ValidationError as error:
         raise ScheduleError(f"trace={path}: {said_of(error)}: trace another iteration") from None
 
 
-def _part(times: dict[Kind, list[float]], saved_bytes: int) -> Part:
+def _each(name: str, given: Sequence[int], count: int, of: str) -> list[int]:
+    if len(given) not in (1, count):
+        raise ScheduleError(f"{name}: {len(given)} numbers for {count} {of}s: give one, or one for each {of}")
+    return list(given) * (count if len(given) == 1 else 1)
+
+
+def _part(times: dict[Kind, list[float]], saved_bytes: int, recomputed_bytes: int | None) -> Part:
     half_ms = median(times.get(BACKWARD, [0.0])) / 2
     return Part(
         forward_ms=median(times[FORWARD]),
         input_gradient_ms=median(times.get(INPUT_GRADIENT, [half_ms])),
         weight_gradient_ms=median(times.get(WEIGHT_GRADIENT, [half_ms])),
         saved_bytes=saved_bytes,
+        recomputed_bytes=recomputed_bytes,
     )
 
 
