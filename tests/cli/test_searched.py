@@ -151,6 +151,7 @@ def test_refusals(words: list[str], said: str, costs: str, capsys: pytest.Captur
         ({"memory_bytes": [10**400] * 4}, "memory_bytes: 0: Input should be less than or equal to"),
         ({"part": []}, "part: Extra inputs are not permitted"),
         ({"parts": []}, "parts: List should have at least 1 item"),
+        ({"parts": [{**document()["parts"][0], "recomputed_bytes": 101}] * 8}, "=101: more than saved_bytes=100"),
         (
             {"parts": [{"forward_ms": 0, "input_gradient_ms": 0, "weight_gradient_ms": 0}] * 8},
             "no part takes any time: give what was measured",
@@ -182,12 +183,13 @@ def test_the_costs_of_a_trace_are_those_of_its_run(
     trace, out = tmp_path / "T.json", tmp_path / "again.json"
     words = ["simulate", "--schedule", schedule, "--costs", costs, *SIZES, "--trace", str(trace)]
     assert main(words) == 0
-    given = ["--message-ms", "0.1", "--saved-bytes", "100", "--memory-bytes", "600"]
+    given = ["--message-ms", "0.1", "--saved-bytes", "100", "--recomputed-bytes", "9", "--memory-bytes", "600"]
     assert main(["costs", str(trace), *given, "--out", str(out)]) == 0
     assert "weight gradient ms" in capsys.readouterr().out
     found, true = (json.loads(Path(path).read_text()) for path in (out, costs))
     for one, other in zip(found.pop("parts"), true.pop("parts"), strict=True):
         assert one.pop("freed_by_input_gradient_bytes") == 0
+        assert one.pop("recomputed_bytes") == 9
         assert one == pytest.approx(other)
     assert found == true
 
@@ -212,8 +214,8 @@ def test_the_costs_of_interleaved_stages_are_those_of_a_v(tmp_path: Path, capsys
         ("{}", [], "is no trace evenpipe.trace/1: name what --evenpipe-trace or --trace wrote"),
         ("[", [], "is no trace evenpipe.trace/1"),
         ('{"format": "evenpipe.trace/1", "traceEvents": []}', [], "has no compute"),
-        (None, ["--saved-bytes", "1,2"], "--saved-bytes: 2 sizes for 8 parts: give one, or one for each part"),
-        (None, ["--memory-bytes", "1,2"], "--memory-bytes: 2 caps for 4 stages: give one"),
+        (None, ["--saved-bytes", "1,2"], "--saved-bytes: 2 numbers for 8 parts: give one, or one for each part"),
+        (None, ["--memory-bytes", "1,2"], "--memory-bytes: 2 numbers for 4 stages: give one"),
         (None, ["--placement", "straight"], "--placement straight: the run had 2 parts a stage"),
         (None, ["--memory-bytes", "much"], "'much': give whole numbers of bytes"),
         ("[" * 200_000, [], "is no trace evenpipe.trace/1"),

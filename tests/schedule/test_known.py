@@ -410,6 +410,8 @@ def test_64_stages_and_4096_micro_batches_are_built_and_verified_in_less_than_10
         ("chunks=1", "chunks=999999999", "chunks=999999999: more than a row has actions"),
         ("places=loop", "places=0.0,999999999.0", "each stage needs the same number of model chunks"),
         ("chunks=1", "chunks=0", "line 1: chunks=0: expected a number from 1 to 999999999"),
+        ("bound=2", "bound=2 recomputed=0,9", "line 1: recomputed=0,9: there are parts 0 to"),
+        ("bound=2", "bound=2 recomputed=all", "line 1: recomputed=all: expected positions of parts, such as 0,3"),
         ("bound=2", "bound=2 bound=3", "line 1: bound: the head line has .* each once"),
     ],
 )

@@ -10,6 +10,7 @@ import itertools
 import json
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from evenpipe.schedule import Size, build
+from evenpipe.schedule import Size, build, verify
 from evenpipe.torch.pipeline import ModulePipeline
 
 STAGES, MICRO_BATCHES, ROWS, KINDS = 4, 8, 4, 5
@@ -31,6 +32,8 @@ SCHEDULES = {
     "zb-h1": (1, 1, False),
     "zb-h2": (1, 1, False),
     "v-half": (2, 1, False),
+    "v-half, recomputed": (2, 1, False),
+    "1f1b, recomputed": (1, 1, False),
     "dualpipev": (2, 1, False),
 }
 
@@ -169,6 +172,8 @@ def run(rank: int, folder: str) -> None:
     found = {}
     for name, (chunks, group, bpipe) in SCHEDULES.items():
         program = build(name.partition(",")[0], Size(STAGES, MICRO_BATCHES, chunks, group), bpipe)
+        if name.endswith("recomputed"):
+            program = verify(replace(program.schedule, recomputed=frozenset(range(1, STAGES * chunks, 2))))
         parts, places = STAGES * chunks, program.schedule.places
         pipeline = ModulePipeline(lambda position, parts=parts: part_of(parts, position), program, loss, edge)
         mean = pipeline.step(inputs(), inputs())

@@ -65,7 +65,7 @@ def costs_of_trace(
     if (placement == "straight") != (chunks == 1) or (placement == "vee" and chunks != 2):
         raise ScheduleError(f"placement={placement}: the run had {chunks} parts a stage: give another placement")
     try:
-        parts = [_part(times[place], *bytes_) for place, *bytes_ in zip(places.order, sizes, again, strict=True)]
+        parts = [_part(times[place], size, left) for place, size, left in zip(places.order, sizes, again, strict=True)]
         return RunCosts(format=FORMAT, placement=placement, parts=parts, message_ms=message_ms, memory_bytes=caps)
     except ValidationError as error:
         raise ScheduleError(f"trace={path}: {said_of(error)}: trace another iteration") from None
