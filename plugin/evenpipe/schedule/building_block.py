@@ -2,7 +2,7 @@
 
 A stage repeats its block after every period. That sets its steady part and its memory, but leaves waits in warm-up and
 cool-down. Justification to the back closes them (Valls, Ballestín and Quintanilla, European Journal of Operational
-Research 165, 2005). Here every pass takes one slot of time; ``search/justifying.py`` has any times.
+Research 165, 2005). Here a pass takes one slot and a message no time; ``search/justifying.py`` has any times.
 """
 
 from __future__ import annotations
