@@ -14,14 +14,13 @@ from evenpipe.schedule.actions import (
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
     Action,
-    Kind,
     ScheduleError,
     Unit,
 )
 from evenpipe.schedule.schedule import Schedule
 from evenpipe.schedule.topology import Places, loop
 
-__all__ = ["PERIOD", "Drawing", "Need", "Pass", "Size", "Spec", "alternate", "halved", "repeated", "units"]
+__all__ = ["Drawing", "Need", "Size", "Spec", "alternate", "halved", "units"]
 
 Need = Literal["chunks", "vee", "split", "groups", "stream", "swap", "recompute", "times"]
 
@@ -192,33 +191,3 @@ def halved(row: Iterable[Action], lag: int) -> Iterator[Action]:
             yield _action(WEIGHT_GRADIENT, *pending.popleft())
     for unit in pending:
         yield _action(WEIGHT_GRADIENT, *unit)
-
-
-#: Passes of a micro-batch on a stage with two chunks: F, D and W of each.
-PERIOD: Final = 6
-
-
-class Pass(NamedTuple):
-    """When, in passes after the first one of stage 0, a stage has the first micro-batch's forward or input gradient."""
-
-    at: int
-    kind: Kind
-    chunk: int
-
-
-def repeated(block: Sequence[Pass], micro_batches: int) -> list[Action]:
-    """Return a stage's order by a building block (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362).
-
-    The block comes again after every period, without the waits that it leaves.
-
-    Weight gradients take the first free places after their input gradients. Passes are apart, modulo the period.
-    """
-    at = {one.at + PERIOD * i: Action(one.kind, i, one.chunk) for one in block for i in range(micro_batches)}
-    row, pending = list[Action](), deque[Unit]()
-    for time in range(max(at) + 1):
-        if time in at:
-            row.append(at[time])
-            pending.extend([at[time].unit] * (at[time].kind == INPUT_GRADIENT))
-        elif pending:
-            row.append(Action(WEIGHT_GRADIENT, *pending.popleft()))
-    return [*row, *(Action(WEIGHT_GRADIENT, *unit) for unit in pending)]

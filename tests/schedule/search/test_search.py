@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenpipe.schedule import Schedule, ScheduleError, Size, build, find, loop, vee, verify
+from evenpipe.schedule import Kind, Schedule, ScheduleError, Size, build, find, loop, vee, verify
+from evenpipe.schedule.building_block import Pass, closed_up, repeated
 from evenpipe.schedule.search.annealing import Cooling, anneal
 from evenpipe.schedule.search.blocks import blocks, repeated_order
 from evenpipe.schedule.search.clock import NEVER, makespan
@@ -125,6 +126,20 @@ def test_no_step_makes_an_order_longer_or_larger(stages: int, micro_batches: int
             assert problem.fits(each)
 
 
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 299))
+@settings(max_examples=25)
+def test_any_building_block_is_closed_up_within_its_own_memory(stages: int, micro_batches: int, chosen: int) -> None:
+    """No stage holds more than if its block is only repeated, and no batch lasts longer."""
+    kinds: list[tuple[Kind, int]] = [("F", 0), ("F", 1), ("D", 1), ("D", 0)]
+    times = next(islice(blocks(stages), chosen, None))
+    block = [[Pass(int(at), *kind) for at, kind in zip(row, kinds, strict=False)] for row in times]
+    problem = even(stages, micro_batches, 2 * micro_batches)
+    before = problem.order([[*repeated(row, micro_batches).values()] for row in block])
+    after = problem.order(closed_up(block, micro_batches))
+    assert makespan(problem, after) <= makespan(problem, before)
+    assert (problem.peak_bytes(after) <= problem.peak_bytes(before)).all()
+
+
 @pytest.mark.parametrize(
     ("stages", "micro_batches", "units", "published"),
     # The authors' own code (sail-sg/zero-bubble-pipeline-parallelism): V-Min, V-Half, the best of all building blocks
@@ -153,8 +168,8 @@ def test_uneven_stages_are_faster_than_anything_known(memory: float, seed: int) 
     found = share(problem, problem.order(best(problem, Effort(1.0), EXACT).actions))
     size = Size(8, 16, 2)
     named = [problem.order(find(name).order(size)) for name in ("v-min", "v-half", "zbv")]
-    repeated = [repeated_order(problem, block) for block in blocks(8)]
-    for rivals, gain in ((named, 1.03), (repeated, 1.04)):
+    of_blocks = [repeated_order(problem, block) for block in blocks(8)]
+    for rivals, gain in ((named, 1.03), (of_blocks, 1.04)):
         assert found >= gain * max(share(problem, one) for one in rivals if problem.fits(one))
 
 

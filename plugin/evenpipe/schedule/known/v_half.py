@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from evenpipe.schedule.actions import FORWARD, INPUT_GRADIENT
-from evenpipe.schedule.spec import Drawing, Pass, Size, Spec, repeated
+from evenpipe.schedule.building_block import Pass, closed_up
+from evenpipe.schedule.spec import Drawing, Size, Spec
 from evenpipe.schedule.topology import vee
 
 __all__ = ["SPEC"]
@@ -26,7 +27,7 @@ def _block(p: int, stage: int) -> list[Pass]:
 SPEC = Spec(
     name="v-half",
     summary="two model chunks a stage, there and back, with backwards in two halves: half of 1f1b's memory",
-    order=lambda size: [repeated(_block(size.stages, stage), size.micro_batches) for stage in range(size.stages)],
+    order=lambda size: closed_up([_block(size.stages, stage) for stage in range(size.stages)], size.micro_batches),
     bound=lambda size: min(2 * (size.stages // 2 + 1), 2 * size.micro_batches),
     places=lambda size: vee(size.stages),
     chunks=(2, 2),
@@ -35,12 +36,12 @@ SPEC = Spec(
         Drawing(
             Size(4, 4),
             """
-            F0 F1 F0.1 F2 D0.1 W0.1 F1.1 F3 D1.1 W1.1 F2.1 D0 D2.1 W0 F3.1 W2.1 D1 D3.1 W1 W3.1 D2 W2 D3 W3
-            F0 F1 F0.1 F2 F1.1 D0.1 W0.1 F3 F2.1 D1.1 W1.1 D0 W0 F3.1 D2.1 W2.1 D1 W1 D3.1 W3.1 D2 W2 D3 W3
-            F0 F0.1 F1 F1.1 F2 D0.1 W0.1 F2.1 F3 D0 D1.1 W0 F3.1 W1.1 D1 D2.1 W1 W2.1 D2 D3.1 W2 W3.1 D3 W3
-            F0 F0.1 F1 F1.1 F2 F2.1 D0.1 W0.1 D0 W0 F3 F3.1 D1.1 W1.1 D1 W1 D2.1 W2.1 D2 W2 D3.1 W3.1 D3 W3
+            F0 F1 F2 F0.1 D0.1 W0.1 F3 F1.1 D1.1 W1.1 F2.1 D0 D2.1 W0 F3.1 D3.1 W2.1 D1 W1 W3.1 D2 W2 D3 W3
+            F0 F1 F0.1 F2 D0.1 F1.1 W0.1 F3 F2.1 D1.1 D0 W1.1 W0 F3.1 D2.1 D1 D3.1 W2.1 W1 D2 W3.1 D3 W2 W3
+            F0 F0.1 F1 F2 F1.1 D0.1 W0.1 F2.1 F3 D0 D1.1 W0 F3.1 W1.1 D1 D2.1 W1 D3.1 D2 W2.1 D3 W2 W3.1 W3
+            F0 F0.1 F1 F1.1 F2 F2.1 D0.1 W0.1 D0 W0 F3 F3.1 D1.1 D1 W1.1 W1 D2.1 D2 D3.1 D3 W2.1 W2 W3.1 W3
             """,
-            "the building block of V-Half for 4 stages, repeated",
+            "the building block of V-Half for 4 stages, repeated and closed up",
         ),
     ),
 )

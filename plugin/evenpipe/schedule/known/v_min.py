@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from evenpipe.schedule.actions import FORWARD, INPUT_GRADIENT
-from evenpipe.schedule.spec import PERIOD, Drawing, Pass, Size, Spec, repeated
+from evenpipe.schedule.building_block import PERIOD, Pass, closed_up
+from evenpipe.schedule.spec import Drawing, Size, Spec
 from evenpipe.schedule.topology import vee
 
 __all__ = ["SPEC"]
@@ -30,7 +31,7 @@ def _block(p: int, stage: int) -> list[Pass]:
 SPEC = Spec(
     name="v-min",
     summary="two model chunks a stage, there and back, with backwards in two halves: a third of 1f1b's memory",
-    order=lambda size: [repeated(_block(size.stages, stage), size.micro_batches) for stage in range(size.stages)],
+    order=lambda size: closed_up([_block(size.stages, stage) for stage in range(size.stages)], size.micro_batches),
     bound=lambda size: 2 * min((size.stages + 4) // 3, size.micro_batches),
     places=lambda size: vee(size.stages),
     chunks=(2, 2),
@@ -39,12 +40,12 @@ SPEC = Spec(
         Drawing(
             Size(4, 4),
             """
-            F0 F1 F0.1 D0.1 W0.1 F2 F1.1 D1.1 D0 W1.1 W0 F3 F2.1 D2.1 D1 W2.1 W1 F3.1 D3.1 D2 W3.1 W2 D3 W3
-            F0 F0.1 F1 D0.1 W0.1 F1.1 F2 D0 D1.1 W0 W1.1 F2.1 F3 D1 D2.1 W1 W2.1 F3.1 D2 D3.1 W2 W3.1 D3 W3
-            F0 F0.1 F1 D0.1 F1.1 W0.1 D0 F2 W0 D1.1 F2.1 W1.1 D1 F3 W1 D2.1 F3.1 W2.1 D2 W2 D3.1 W3.1 D3 W3
-            F0 F0.1 F1 F1.1 D0.1 D0 W0.1 W0 F2 F2.1 D1.1 D1 W1.1 W1 F3 F3.1 D2.1 D2 W2.1 W2 D3.1 D3 W3.1 W3
+            F0 F1 F0.1 D0.1 W0.1 F2 F1.1 D1.1 D0 W1.1 F3 W0 F2.1 D2.1 W2.1 F3.1 D3.1 D1 W1 D2 W3.1 W2 D3 W3
+            F0 F0.1 F1 D0.1 W0.1 F1.1 F2 D0 D1.1 W0 W1.1 F2.1 F3 D1 D2.1 W1 F3.1 D3.1 D2 W2.1 W2 D3 W3.1 W3
+            F0 F0.1 F1 D0.1 F1.1 W0.1 D0 F2 W0 D1.1 F2.1 W1.1 D1 F3 W1 F3.1 D2.1 D2 D3.1 W2.1 D3 W2 W3.1 W3
+            F0 F0.1 F1 F1.1 D0.1 D0 W0.1 W0 F2 F2.1 D1.1 D1 W1.1 W1 F3 F3.1 D2.1 D2 D3.1 D3 W2.1 W2 W3.1 W3
             """,
-            "the building block of V-Min for 4 stages, repeated",
+            "the building block of V-Min for 4 stages, repeated and closed up",
         ),
     ),
 )
