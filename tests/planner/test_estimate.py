@@ -42,6 +42,18 @@ def test_a_layer_keeps_what_bpipe_s_equations_4_to_6_say(t: int, b: int, name: s
     assert kept(of, replace(run, recompute="full", sequence_parallel=False)) == 2 * s * b * h
 
 
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from(["none", "selective", "full"]))
+def test_input_gradients_leave_the_inputs_of_products_and_the_gradients_of_their_outputs(
+    t: int, recompute: str
+) -> None:
+    """As many bytes as a layer of megatron-core's has been seen to leave, whatever it computes again."""
+    run = replace(RUN, tensor=t, recompute=recompute, sequence_parallel=t > 1, precision="fp16")
+    [chunk] = chunks_of([{"layer": 1}], Blocks(GPT, run))
+    # Of qkv, projection, fc1 and fc2; what has been gathered of a sequence is whole.
+    inputs, gradients = 1 + 1 + 1 + 4, 3 + t + 4 + t
+    assert chunk.left_bytes == 2 * (inputs + gradients) * GPT.sequence * GPT.hidden / t
+
+
 def test_flash_attention_s_backward_adds_the_queries_gradient_up_in_fp32() -> None:
     run = Run(global_batch=1, attention="flash", precision="bf16")
     heads = chunks_of([{"layer": 1}], Blocks(GPT, run))[0].working_bytes
