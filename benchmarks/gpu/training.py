@@ -60,6 +60,5 @@ def train(
             return done == options.iterations
 
         found = iterate(case, engine, 0, ends_after, lambda report: None)
-        share = Share(engine.coordinates, found, engine.weights(), recorder.unit_bytes, recorder.spans, recorder.memory)
-        shares = gather(share, None)
+        shares = gather(Share.of(engine, found, recorder), None)
     return None if shares is None else combine(shares)

@@ -15,7 +15,7 @@ from evenpipe.planner.iteration import batch_end
 from evenpipe.planner.kernels import FITTED, Kernels, Links
 from evenpipe.planner.operations.operation import Collective, Parameters
 from evenpipe.planner.operations.parts import Blocks, parts_of
-from evenpipe.planner.run import EstimateError, Run
+from evenpipe.planner.run import EstimateError, Recompute, Run
 from evenpipe.planner.stage_bytes import chunks_of, parameters_of, states
 from evenpipe.schedule import find, own
 
@@ -40,6 +40,18 @@ def test_a_layer_keeps_what_bpipe_s_equations_4_to_6_say(t: int, b: int, name: s
     assert kept(of, replace(run, recompute="none")) == pytest.approx(s * b * h / t * (34 + 5 * a * s / h) + norms)
     assert kept(of, replace(run, recompute="selective")) == 34 * s * b * h / t + norms
     assert kept(of, replace(run, recompute="full", sequence_parallel=False)) == 2 * s * b * h
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from(["none", "selective", "full"]))
+def test_input_gradients_leave_the_inputs_of_products_and_the_gradients_of_their_outputs(
+    t: int, recompute: str
+) -> None:
+    """As many bytes as a layer of megatron-core's has been seen to leave, whatever it computes again."""
+    run = replace(RUN, tensor=t, recompute=recompute, sequence_parallel=t > 1, precision="fp16")
+    [chunk] = chunks_of([{"layer": 1}], Blocks(GPT, run))
+    # Of qkv, projection, fc1 and fc2; what has been gathered of a sequence is whole.
+    inputs, gradients = 1 + 1 + 1 + 4, 3 + t + 4 + t
+    assert chunk.left_bytes == 2 * (inputs + gradients) * GPT.sequence * GPT.hidden / t
 
 
 def test_flash_attention_s_backward_adds_the_queries_gradient_up_in_fp32() -> None:
@@ -383,7 +395,14 @@ def test_fp32_has_no_flash_attention() -> None:
         estimate(of, where, replace(run, attention="flash"))
 
 
-def test_what_second_halves_keep_of_recomputed_layers_is_refused() -> None:
-    run = Run(global_batch=16, stages=4, schedule="zb-h1", recompute="full")
-    with pytest.raises(EstimateError, match=r"^schedule=zb-h1: the second halves .* keep most of what recompute=full"):
-        run.check(GPT, cluster("4x8-a100-80gb"))
+def test_what_is_recomputed_counts_again_until_the_weight_gradient() -> None:
+    """At its end ZB-H1's last stage waits with as many weight gradients as the first stage has micro-batches."""
+
+    def held(schedule: str, recompute: Recompute) -> list[int]:
+        run = replace(RUN, schedule=schedule, recompute=recompute)
+        return [stage.bytes.activations for stage in estimate(GPT, NODE, run).stages]
+
+    full, split = held("1f1b", "full"), held("zb-h1", "full")
+    assert all(one < other for one, other in zip(full, split, strict=True))
+    assert split[-1] > 5 * split[0]
+    assert split[-1] > 0.8 * held("zb-h1", "selective")[-1]

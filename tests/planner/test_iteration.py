@@ -36,9 +36,10 @@ def test_it_is_as_long_and_as_large(name: str, times: list[tuple[int, int]], k: 
     programs = Programs(spec, bpipe and spec.balanced is not None and stages >= 4 and chunks == 1)
     size = spec.fitted(Size(stages, m, chunks, k if "groups" in spec.needs else 1))
     units = [[100 + stage] * size.chunks for stage in range(stages)]
+    left = [[80 + 30 * (stage % 2)] * size.chunks for stage in range(stages)]
 
-    found = simulated(programs, size, costs_of(times), units)
-    whole = simulate(programs(size), costs_of(times), units)
+    found = simulated(programs, size, costs_of(times), units, left)
+    whole = simulate(programs(size), costs_of(times), units, left)
     assert found.makespan_ms == pytest.approx(whole.makespan_ms, rel=1e-9)
     assert found.saved_bytes == tuple(stage.peak_bytes for stage in whole.stages)
 

@@ -52,9 +52,17 @@ def test_chunks_weigh_differently() -> None:
     assert simulation.stages[1].peak_bytes == 2 * 1 + 1 * 1000
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_a_unit_weighs_what_its_input_gradient_has_left_from_then_on() -> None:
+    """The last stage of ZB-H1: F0 D0 F1 D1 W0 F2 D2 W1 W2. Without recomputation less is left, with it more."""
+    less, more = (run("zb-h1", 2, 3, unit_bytes=[[10]] * 2, left_bytes=[[n]] * 2).stages[1] for n in (4, 15))
+    assert [held for _, _, held in less.memory] == [10, 4, 14, 8, 4, 14, 8, 4, 0]
+    assert [held for _, _, held in more.memory] == [10, 15, 25, 30, 15, 25, 30, 15, 0]
+    assert [live for _, live, _ in more.memory] == [1, 1, 2, 2, 1, 2, 2, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_nothing_is_left_after_a_batch(name: str) -> None:
-    for stage in run(name, 4, 8, bpipe=name == "1f1b", unit_bytes=[[7]] * 4).stages:
+    for stage in run(name, 4, 8, bpipe=name == "1f1b", unit_bytes=[[7]] * 4, left_bytes=[[5]] * 4).stages:
         assert stage.memory[-1].live == 0
         assert stage.memory[-1].bytes == 0
         assert list(stage.memory) == sorted(stage.memory, key=lambda point: point.at_ms)

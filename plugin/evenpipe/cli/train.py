@@ -52,12 +52,6 @@ def _run(arguments: Namespace) -> None:
         raise UsageError(str(error)) from error
     if (line := one_group(choose(options.schedule), options.group_size, options.micro_batches, COMMAND)) is not None:
         print(f"evenpipe train: warning: {line}", file=sys.stderr)
-    if options.recompute == "full" and "split" in options.programs.spec.needs:
-        print(
-            "evenpipe train: warning: --recompute full: predicted memory leaves out what second halves of backwards "
-            "keep of layers that are computed again, which is most of it",
-            file=sys.stderr,
-        )
     [result] = run_training("train", [options], [f"{options.engine}, {options.schedule}"])
     program = last_program(options, result)
     prediction = predict(program, result)

@@ -179,15 +179,14 @@ class Estimator:
         kernels = Kernels(run, self.cluster, self.calibration)
         chunks, times = chunks_of(parts, blocks), part_times(parts, blocks, kernels)
         places = programs.spec.places(size)
-        units = [
-            [round(chunks[places.position(stage, chunk)].kept_bytes) for chunk in range(places.chunks)]
-            for stage in range(places.stages)
-        ]
+        placed = [[chunks[n] for n in at] for at in positions_of(places).at]
+        units = [[round(chunk.kept_bytes) for chunk in row] for row in placed]
+        left = [[round(chunk.left_bytes) for chunk in row] for row in placed]
         message_bytes = message_bytes_of(self.model, run)
         evictions = [Wire(*(_MS * seconds for seconds in kernels.links.eviction(max(row)))) for row in units]
         costs, own = self._costs(run, times, places, hand_over(self.model, run, kernels.links), evictions)
         try:
-            found = simulated(programs, size, costs, units)
+            found = simulated(programs, size, costs, units, left)
         except ScheduleError as error:
             raise EstimateError(str(error)) from error
         held = stage_bytes(

@@ -11,8 +11,8 @@ from evenpipe.planner.kernels import Kernels, Links
 from evenpipe.planner.operations.operation import Parameters
 from evenpipe.planner.operations.parts import Block, Blocks, Part
 from evenpipe.planner.run import Run
-from evenpipe.schedule import Programs, Size
-from evenpipe.simulate import Costs, simulate
+from evenpipe.schedule import Program, Programs, Size
+from evenpipe.simulate import Costs, Simulation, simulate
 
 __all__ = [
     "HandOver",
@@ -99,7 +99,13 @@ class Simulated(NamedTuple):
     weight_versions: int
 
 
-def simulated(programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence[Sequence[int]]) -> Simulated:
+def simulated(
+    programs: Programs,
+    size: Size,
+    costs: Costs,
+    unit_bytes: Sequence[Sequence[int]],
+    left_bytes: Sequence[Sequence[int]] | None = None,
+) -> Simulated:
     """Return a batch of ``size``, or of a stream the time by which one more batch makes it longer.
 
     A long batch is not walked to its end, as long as its stages hold no more than those of a shorter one. Where
@@ -109,7 +115,11 @@ def simulated(programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence
     mean, or is not reached yet, and only batches beyond thousands of micro-batches are cut short: to a thousandth.
     """
     stream = "stream" in programs.spec.needs
-    walk = partial(_added if stream else _run, programs, costs=costs, unit_bytes=unit_bytes)
+    walk = partial(
+        _added if stream else _run,
+        programs,
+        on_clock=partial(simulate, costs=costs, unit_bytes=unit_bytes, left_bytes=left_bytes),
+    )
     period = max(size.group_size, size.stages if size.chunks > 1 or programs.bpipe else 1)
     free = not any(any(wire) for wire in (*costs.wires.values(), *costs.links.values()))
     if free and (steady := _counted_on(programs, size, walk, period)) is not None:
@@ -145,15 +155,15 @@ def _counted_on(programs: Programs, size: Size, walk: Callable[[Size], Simulated
     return _CountedOn(runs[2]._replace(makespan_ms=runs[2].makespan_ms + more * sum(steps) / 2), steps)
 
 
-def _added(programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence[Sequence[int]]) -> Simulated:
+def _added(programs: Programs, size: Size, on_clock: Callable[[Program], Simulation]) -> Simulated:
     """Return what one more batch of a stream adds."""
-    few, many = (_run(programs, size._replace(batches=n), costs, unit_bytes) for n in (_BATCHES, _BATCHES + 1))
+    few, many = (_run(programs, size._replace(batches=n), on_clock) for n in (_BATCHES, _BATCHES + 1))
     return many._replace(makespan_ms=many.makespan_ms - few.makespan_ms)
 
 
-def _run(programs: Programs, size: Size, costs: Costs, unit_bytes: Sequence[Sequence[int]]) -> Simulated:
+def _run(programs: Programs, size: Size, on_clock: Callable[[Program], Simulation]) -> Simulated:
     program = programs(size)
-    found = simulate(program, costs, unit_bytes)
+    found = on_clock(program)
     saved = tuple(stage.peak_bytes for stage in found.stages)
     return Simulated(found.makespan_ms, saved, program.schedule.weight_versions)
 

@@ -8,7 +8,7 @@ from math import lcm
 from typing import Final, Literal, get_args
 
 from evenpipe.planner.descriptions import Cluster, Device, Framework, Model, Precision
-from evenpipe.schedule import Need, Queues, ScheduleError, Spec, choose
+from evenpipe.schedule import Queues, ScheduleError, Spec, choose
 
 __all__ = ["ITERATIONS_WITH_LATE_GRADIENTS", "Attention", "EstimateError", "Placement", "Recompute", "Run"]
 
@@ -103,11 +103,8 @@ class Run:
     @property
     def delayed(self) -> bool:
         """Return whether the pipeline steps without a flush."""
-        return self._needs("stream")
-
-    def _needs(self, need: Need) -> bool:
         try:
-            return need in self.spec.needs
+            return "stream" in self.spec.needs
         except ScheduleError:  # which is found out when it is built
             return False
 
@@ -178,11 +175,6 @@ class Run:
                 raise EstimateError(f"{option}={size}: must be at least 1")
         if self.recompute not in get_args(Recompute):
             raise EstimateError(f"recompute={self.recompute}: choose one of {', '.join(get_args(Recompute))}")
-        if self.recompute == "full" and self.stages > 1 and self._needs("split"):
-            raise EstimateError(
-                f"schedule={self.schedule}: the second halves of its backwards keep most of what recompute=full lets "
-                "go of, which is not described: take recompute=selective or none, or a schedule of whole backwards"
-            )
         self.check_precision(cluster.device)
         self._fills(cluster)
         heads = ("heads", model.heads) if model.latent else ("key_value_heads", model.key_value_heads)

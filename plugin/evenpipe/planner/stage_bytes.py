@@ -84,11 +84,13 @@ class StageBytes(NamedTuple):
 class Chunk(NamedTuple):
     """A part of the pipeline on one GPU: parameters; bytes kept of a micro-batch, and those taken in its backward.
 
-    ``attention_mask_bytes``: of those kept, what all of its layers share.
+    ``left_bytes``: kept instead of ``kept_bytes`` between the halves of a split backward. ``attention_mask_bytes``: of
+    those kept, what all of its layers share.
     """
 
     parameters: Parameters
     kept_bytes: float
+    left_bytes: float
     working_bytes: float
     attention_mask_bytes: float = 0.0
 
@@ -100,6 +102,7 @@ def chunks_of(parts: Sequence[Part], blocks: Blocks) -> list[Chunk]:
             parameters_of(part, blocks),
             sum(count * blocks.recomputed(block).kept_bytes for block, count in part.items())
             + blocks.attention_mask_bytes(part),
+            sum(count * blocks.left_bytes(block) for block, count in part.items()),
             max((_working(block, blocks) for block in part), default=0.0),
             blocks.attention_mask_bytes(part),
         )

@@ -5,15 +5,28 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from evenpipe.schedule import Action, Column, Lazy, Program
 from evenpipe.simulate.costs import Costs
 
-__all__ = ["MemoryCurve", "MemoryPoint", "Simulation", "Span", "StageResult", "simulation_document"]
+__all__ = [
+    "MemoryCurve",
+    "MemoryPoint",
+    "Simulation",
+    "Span",
+    "StageResult",
+    "UnitChange",
+    "simulation_document",
+]
+
+
+#: By how much a change of a unit changes how many are live.
+_LIVE: Final = np.array([1, -1, 0, -1], np.int32)
 
 
 class Span(NamedTuple):
@@ -39,21 +52,36 @@ class MemoryPoint(NamedTuple):
     bytes: int
 
 
+class UnitChange(IntEnum):
+    """What becomes of a unit in the memory of a stage: it comes, goes as a whole, or goes in two halves."""
+
+    COMES = 0
+    GOES = 1
+    #: Its input gradient ends, which leaves what the weight gradient needs.
+    HALVES = 2
+    #: Its weight gradient ends.
+    ENDS = 3
+
+
 class MemoryCurve:
     """A stage's memory in order of time, a column for each field; ``bytes`` is None when no sizes are given.
 
-    ``unit_bytes[s][c]`` is what a unit of chunk c weighs that belongs to stage s.
+    ``unit_bytes[s][c]`` is what a unit of chunk c weighs that belongs to stage s, and ``left_bytes[s][c]`` what it
+    weighs from the end of its input gradient on; as much, if not given.
     """
 
-    def __init__(self, unit_bytes: Sequence[Sequence[int]] | None) -> None:
-        self._changed_ms, self._by, self._unit = array("d"), array("i"), array("i")
+    def __init__(
+        self, unit_bytes: Sequence[Sequence[int]] | None, left_bytes: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        self._changed_ms, self._changes, self._unit = array("d"), array("i"), array("i")
         self._chunks = len(unit_bytes[0]) if unit_bytes else 1
         self._unit_bytes = unit_bytes
+        self._left_bytes = unit_bytes if left_bytes is None else left_bytes
 
-    def change(self, by: int, owner: int, chunk: int, at_ms: float) -> None:
-        """A unit of stage ``owner`` becomes live (+1) or is gone (-1). All changes come before the curve is read."""
+    def change(self, change: UnitChange, owner: int, chunk: int, at_ms: float) -> None:
+        """A unit of stage ``owner`` changes. All changes come before the curve is read."""
         self._changed_ms.append(at_ms)
-        self._by.append(by)
+        self._changes.append(change)
         self._unit.append(owner * self._chunks + chunk)
 
     @cached_property
@@ -67,19 +95,21 @@ class MemoryCurve:
 
     @cached_property
     def live(self) -> Column:
-        return np.cumsum(np.array(self._by, np.int32)[self._in_time])
+        return np.cumsum(_LIVE[np.array(self._changes)[self._in_time]])
 
     @cached_property
     def bytes(self) -> Sequence[int] | None:
-        if self._unit_bytes is None:
+        if self._unit_bytes is None or self._left_bytes is None:
             return None
-        by: list[int] = np.cumsum((np.array(self._by) * np.ravel(self._unit_bytes)[self._unit])[self._in_time]).tolist()
-        return by
+        saved, left = np.ravel(self._unit_bytes), np.ravel(self._left_bytes)
+        by = np.stack([saved, -saved, left - saved, -left])  # as `UnitChange` counts
+        held: list[int] = np.cumsum(by[self._changes, self._unit][self._in_time]).tolist()
+        return held
 
     @property
     def points(self) -> Sequence[MemoryPoint]:
         """All points, made when they are asked for."""
-        return Lazy(len(self._by), self._point)
+        return Lazy(len(self._changes), self._point)
 
     def _point(self, at: int) -> MemoryPoint:
         return MemoryPoint(float(self.at_ms[at]), int(self.live[at]), 0 if self.bytes is None else self.bytes[at])
@@ -126,7 +156,11 @@ class Simulation:
 
 
 def simulation_document(
-    program: Program, costs: Costs, simulation: Simulation, unit_bytes: Sequence[Sequence[int]] | None = None
+    program: Program,
+    costs: Costs,
+    simulation: Simulation,
+    unit_bytes: Sequence[Sequence[int]] | None = None,
+    left_bytes: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
     """``simulation`` of ``program`` as ``evenpipe.simulation/1`` has it, with all that it takes to simulate it again.
 
@@ -144,5 +178,6 @@ def simulation_document(
             "synchronous_transfers": costs.synchronous_transfers,
         },
         "unit_bytes": unit_bytes,
+        "left_bytes": left_bytes,
         "memory": [[list(point) for point in stage.memory] for stage in simulation.stages],
     }

@@ -19,9 +19,21 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from evenpipe.schedule import KINDS, OWN_ENDS, Column, Cost, Kind, Lazy, Program, without_cycle_collector
+from evenpipe.schedule import (
+    BACKWARD,
+    INPUT_GRADIENT,
+    KINDS,
+    OWN_ENDS,
+    WEIGHT_GRADIENT,
+    Column,
+    Cost,
+    Kind,
+    Lazy,
+    Program,
+    without_cycle_collector,
+)
 from evenpipe.simulate.costs import Costs, SimulationError, Wire, costs_of_chunks
-from evenpipe.simulate.result import MemoryCurve, Simulation, Span, StageResult
+from evenpipe.simulate.result import MemoryCurve, Simulation, Span, StageResult, UnitChange
 
 __all__ = ["ManyCosts", "Network", "simulate"]
 
@@ -29,7 +41,9 @@ __all__ = ["ManyCosts", "Network", "simulate"]
 Time = Any
 Times = NDArray[np.float64]
 
-_HELD = {letter: row.held for letter, row in KINDS.items()}
+_COMES, _GOES = UnitChange.COMES, UnitChange.GOES
+_COMING = frozenset(letter for letter, row in KINDS.items() if row.held > 0)
+_AT_END = {BACKWARD: _GOES, INPUT_GRADIENT: UnitChange.HALVES, WEIGHT_GRADIENT: UnitChange.ENDS}
 _TRANSFERS = frozenset(letter for letter, row in KINDS.items() if row.link is not None)
 #: What a stage waits for under synchronous transfers: the evictor's ends.
 _OF_PAIRS = frozenset(letter for letter in _TRANSFERS if KINDS[letter].held and not KINDS[letter].guest)
@@ -39,13 +53,19 @@ _ROWS: Final = 4096
 
 
 @without_cycle_collector()
-def simulate(program: Program, costs: Costs, unit_bytes: Sequence[Sequence[int]] | None = None) -> Simulation:
+def simulate(
+    program: Program,
+    costs: Costs,
+    unit_bytes: Sequence[Sequence[int]] | None = None,
+    left_bytes: Sequence[Sequence[int]] | None = None,
+) -> Simulation:
     """Run ``program`` on the clock; time and memory are linear in the number of actions.
 
     A stage issues a step's receives when its previous action has ended, waits until the messages that the step needs
     are complete, then acts: a forward or backward takes the stage's time, a transfer only starts, an update is free.
     ``unit_bytes[s][c]`` are the bytes saved for one micro-batch by chunk c of stage s (an accepted unit weighs what it
-    weighs at its evictor); without it the memory curve counts units only.
+    weighs at its evictor); without it the memory curve counts units only. ``left_bytes[s][c]`` are the bytes that its
+    input gradient leaves for its weight gradient, where a backward is split; all that was saved, if not given.
 
     Raises SimulationError when the costs do not fit the program, or the two ends of a link disagree. A program whose
     stages wait for one another has no order, so asking for that raises ScheduleError (:func:`evenpipe.schedule.lower`).
@@ -53,15 +73,16 @@ def simulate(program: Program, costs: Costs, unit_bytes: Sequence[Sequence[int]]
     stages, chunks = program.schedule.stages, program.schedule.chunks
     if len(costs.forward_ms) != stages:
         raise SimulationError(f"the costs have times for {len(costs.forward_ms)} stages, the schedule has {stages}")
-    if unit_bytes is not None and [len(sizes) for sizes in unit_bytes] != [chunks] * stages:
-        raise SimulationError(f"unit_bytes: give {chunks} sizes (one a chunk) for each of {stages} stages")
+    for name, given in (("unit_bytes", unit_bytes), ("left_bytes", left_bytes)):
+        if given is not None and [len(sizes) for sizes in given] != [chunks] * stages:
+            raise SimulationError(f"{name}: give {chunks} sizes (one a chunk) for each of {stages} stages")
     wiring = program.wiring
     if wiring.disagreement is not None:
         raise SimulationError(f"the ends of link {wiring.disagreement.link} disagree: verify the schedule first")
     network = Network([costs.wire(link) for link in wiring.links], wiring.link_of)
     synchronous = _OF_PAIRS if costs.synchronous_transfers else frozenset()
     clocks = [
-        _StageClock(program, stage, costs.of(stage, chunks), network, MemoryCurve(unit_bytes), synchronous)
+        _StageClock(program, stage, costs.of(stage, chunks), network, MemoryCurve(unit_bytes, left_bytes), synchronous)
         for stage in range(stages)
     ]
     makespan_ms = _makespan(clocks, network)
@@ -211,7 +232,7 @@ class _StageClock:
                 if met[message] < 2:
                     yield message
                 free_ms = later(free_ms, end_ms[message])
-                change(-1, owner, chunk, free_ms)
+                change(_GOES, owner, chunk, free_ms)
             kind, _, chunk, evictor = action
             if kind not in _TRANSFERS:  # a transfer waits by itself
                 now_ms = free_ms
@@ -222,13 +243,12 @@ class _StageClock:
                     now_ms = later(now_ms, end_ms[message])
             free_ms = later(now_ms, free_ms) if departing else now_ms
             started(free_ms)
-            held = _HELD[kind]
-            if held > 0:
-                change(1, stage if evictor < 0 else evictor, chunk, free_ms)
+            if kind in _COMING:
+                change(_COMES, stage if evictor < 0 else evictor, chunk, free_ms)
             if kind in takes_ms:
                 now_ms = now_ms + takes_ms[kind][chunk]
-                if held < 0:
-                    change(-1, stage, chunk, now_ms)
+                if kind in _AT_END:
+                    change(_AT_END[kind], stage, chunk, now_ms)
             if moved >= 0:
                 issue(moved, now_ms if kind in takes_ms else free_ms)
                 if kind in OWN_ENDS:
@@ -241,7 +261,7 @@ class _StageClock:
             if met[message] < 2:
                 yield message
             now_ms = later(now_ms, end_ms[message])
-            change(-1, owner, chunk, now_ms)
+            change(_GOES, owner, chunk, now_ms)
         for message in wiring.left_over(stage).tolist():
             if met[message] < 2:
                 yield message
@@ -284,5 +304,5 @@ def _numbers(column: Column) -> array[int]:
     return numbers
 
 
-def _nothing(by: int, owner: int, chunk: int, at_ms: Time) -> None:
+def _nothing(change: UnitChange, owner: int, chunk: int, at_ms: Time) -> None:
     """Keep no account of memory."""

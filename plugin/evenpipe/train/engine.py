@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from evenpipe.runtime.memory import MemoryCounter
 from evenpipe.runtime.timing import HostClock, SpanRecorder
-from evenpipe.schedule import Action
+from evenpipe.schedule import FORWARD, INPUT_GRADIENT, Action, Kind
 from evenpipe.simulate import MemoryPoint, Span
 from evenpipe.train.data import Corpus
 from evenpipe.train.engines import ENGINES
@@ -65,7 +65,7 @@ class Recorder:
         self._failure = failure
         self._clock = HostClock()
         self._recorder = SpanRecorder(self._clock)
-        self._unit_bytes: dict[int, int] = {}
+        self._unit_bytes: dict[tuple[Kind, int], int] = {}
         self._counter: Callable[[], MemoryCounter] | None = None
         self._held: list[tuple[float, int, int]] = []
 
@@ -91,7 +91,12 @@ class Recorder:
     @property
     def unit_bytes(self) -> tuple[int, ...]:
         """Per chunk, what one micro-batch saves that no other has saved before it."""
-        return tuple(size for _, size in sorted(self._unit_bytes.items()))
+        return tuple(size for (kind, _), size in sorted(self._unit_bytes.items()) if kind == FORWARD)
+
+    @property
+    def left_bytes(self) -> tuple[int, ...]:
+        """Per chunk, what one micro-batch keeps from the end of its input gradient on; all, where none was computed."""
+        return tuple(self._unit_bytes.get((INPUT_GRADIENT, chunk), size) for chunk, size in enumerate(self.unit_bytes))
 
     def start_batch(self) -> None:
         """Forget the batch before."""
@@ -113,9 +118,10 @@ class Recorder:
         self._recorder.ended(action)
 
     def saved(self, action: Action, nbytes: int) -> None:
-        """The forward `action` has saved `nbytes` for its backward."""
+        """The forward `action` has saved `nbytes` for its backward, or the input gradient has left them of that."""
         # The first micro-batch also saves what all share, such as the causal mask.
-        self._unit_bytes[action.chunk] = min(nbytes, self._unit_bytes.get(action.chunk, nbytes))
+        key = action.kind, action.chunk
+        self._unit_bytes[key] = min(nbytes, self._unit_bytes.get(key, nbytes))
 
     def _note_held(self) -> None:
         if self._counter is not None:

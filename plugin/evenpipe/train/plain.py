@@ -20,7 +20,7 @@ from evenpipe.runtime.executor import Observer
 from evenpipe.runtime.heartbeat import job_timeout
 from evenpipe.runtime.memory import MemoryCounter
 from evenpipe.runtime.precisions import PRECISIONS, autocasting
-from evenpipe.schedule import FORWARD, Action
+from evenpipe.schedule import FORWARD, INPUT_GRADIENT, Action
 from evenpipe.torch.pipeline import ModulePipeline
 from evenpipe.torch.planned import PlannedPipeline
 from evenpipe.torch.two_bw import TwoBWTraining
@@ -173,7 +173,7 @@ class PlainEngine(Observer, ABC):
 
     def ended(self, action: Action) -> None:
         self._case.recorder.ended(action)
-        if action.kind == FORWARD:
+        if action.kind in (FORWARD, INPUT_GRADIENT):
             self._case.recorder.saved(action, self.pipeline.executor.store.nbytes(action.unit))
 
 

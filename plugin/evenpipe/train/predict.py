@@ -35,7 +35,7 @@ def predict(program: Program, result: RunResult) -> Simulation:
 
     Links are free. Times and bytes are those of single actions, so that how they add up is the simulation's own.
     """
-    return simulate(program, measured_costs(program, result), result.unit_bytes)
+    return simulate(program, measured_costs(program, result), result.unit_bytes, result.left_bytes)
 
 
 def measured_costs(program: Program, result: RunResult) -> Costs:
@@ -79,7 +79,9 @@ def run_document(
     waits = waits_in(program.schedule.places, result.spans)
     document = result.to_json() | {
         "title": title,
-        "predicted": simulation_document(program, measured_costs(program, result), prediction, result.unit_bytes),
+        "predicted": simulation_document(
+            program, measured_costs(program, result), prediction, result.unit_bytes, result.left_bytes
+        ),
         "waits": [wait.to_json() for wait in waits.stages],
         "settings": options.model_dump(mode="json"),
         "versions": _versions(options),

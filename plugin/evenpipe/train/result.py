@@ -59,11 +59,11 @@ class RunResult:
 
     So are `grad_norms`, before clipping, with None for a skipped step. Iterations count from 0; the first of this run
     is `first_iteration`, which is not 0 where a checkpoint was loaded. `weights_sha256` covers every parameter of every
-    stage and tensor-parallel rank. `unit_bytes[s][c]` is what one micro-batch saves in chunk c of stage s. `spans[s]`
-    are the actions of stage s in the last iteration, in order of their start, in milliseconds from the first of all,
-    and `memory[s]` what it held meanwhile. `retunes` are decisions on group and micro-batch sizes,
-    `predicted_saved_bytes[s]` the highest peak of saved activations that was predicted for them; both are
-    empty where the options decide.
+    stage and tensor-parallel rank. `unit_bytes[s][c]` is what one micro-batch saves in chunk c of stage s,
+    `left_bytes[s][c]` what its input gradient leaves of that for its weight gradient. `spans[s]` are the actions of
+    stage s in the last iteration, in order of their start, in milliseconds from the first of all, and `memory[s]` what
+    it held meanwhile. `retunes` are decisions on group and micro-batch sizes, `predicted_saved_bytes[s]` the highest
+    peak of saved activations that was predicted for them; both are empty where the options decide.
     """
 
     losses: tuple[float, ...]
@@ -71,6 +71,7 @@ class RunResult:
     iteration_ms: tuple[float, ...]
     stages: tuple[StageMeasurement, ...]
     unit_bytes: tuple[tuple[int, ...], ...]
+    left_bytes: tuple[tuple[int, ...], ...]
     spans: tuple[tuple[Span, ...], ...]
     memory: tuple[tuple[MemoryPoint, ...], ...]
     first_iteration: int
@@ -96,6 +97,7 @@ class RunResult:
             "iteration_ms": list(self.iteration_ms),
             "stages": [{"stage": stage, **measured._asdict()} for stage, measured in enumerate(self.stages)],
             "unit_bytes": [list(chunks) for chunks in self.unit_bytes],
+            "left_bytes": [list(chunks) for chunks in self.left_bytes],
             "timeline": [[span.to_json() for span in spans] for spans in self.spans],
             "memory": [[list(point) for point in points] for points in self.memory],
         }

@@ -59,8 +59,15 @@ class Share(NamedTuple):
     found: Measured
     weights: dict[tuple[int, int], str]
     unit_bytes: tuple[int, ...]
+    left_bytes: tuple[int, ...]
     spans: tuple[Span, ...]
     memory: tuple[MemoryPoint, ...]
+
+    @classmethod
+    def of(cls, engine: Engine, found: Measured, recorder: Recorder) -> Share:
+        """Return this process' share, after its last iteration."""
+        held = recorder.unit_bytes, recorder.left_bytes
+        return cls(engine.coordinates, found, engine.weights(), *held, recorder.spans, recorder.memory)
 
 
 def run_case(
@@ -92,8 +99,7 @@ def run_case(
         engine.begin(first)
         found = iterate(case, engine, first, _ending(case, engine, stop, run, host_group, tell), tell)
         failure.enter("gathering results")
-        share = Share(engine.coordinates, found, engine.weights(), recorder.unit_bytes, recorder.spans, recorder.memory)
-        shares = gather(share, host_group)
+        shares = gather(Share.of(engine, found, recorder), host_group)
     return combine(shares) if shares is not None else None
 
 
@@ -225,6 +231,7 @@ def combine(shares: Sequence[Share]) -> RunResult:
         iteration_ms=tuple(map(max, zip(*(share.found.iteration_ms for share in shares), strict=True))),
         stages=tuple(highest(share.found.measured for share in row) for row in by_stage),
         unit_bytes=tuple(share.unit_bytes for share in first_replica),
+        left_bytes=tuple(share.left_bytes for share in first_replica),
         spans=tuple(_spans_from(start, share.spans) for share in first_replica),
         memory=tuple(_memory_from(start, share.memory) for share in first_replica),
         first_iteration=ending[0].first,

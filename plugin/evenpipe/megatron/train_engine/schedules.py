@@ -15,7 +15,7 @@ from evenpipe.megatron.train_engine.stock import StockSchedule, reporting_to
 from evenpipe.megatron.two_bw import StreamSchedule, TwoBWOptimizer
 from evenpipe.runtime.executor import Observer
 from evenpipe.runtime.memory import MemoryCounter
-from evenpipe.schedule import FORWARD, UPDATE, Action
+from evenpipe.schedule import FORWARD, INPUT_GRADIENT, UPDATE, Action
 from evenpipe.train.engine import Recorder
 from evenpipe.tuner.process_memory import limit_bytes
 from evenpipe.two_bw.stream import TwoBW
@@ -92,7 +92,7 @@ class _EvenPipeSchedule(Observer):
 
     def ended(self, action: Action) -> None:
         self._recorder.ended(self._along_the_run(action))
-        if action.kind == FORWARD and self.schedule.executor is not None:
+        if action.kind in (FORWARD, INPUT_GRADIENT) and self.schedule.executor is not None:
             self._recorder.saved(action, self.schedule.executor.store.nbytes(action.unit))
 
     def _along_the_run(self, action: Action) -> Action:

@@ -99,6 +99,13 @@ class Operation:
     scratch_bytes: float = 0
     core: bool = False
 
+    def left_bytes(self, element_bytes: int) -> float:
+        """Return what the input gradient leaves for the weight gradient: the input, and the output's gradient."""
+        if not self.weight_gradient:
+            return 0
+        products = [work for work in self.weight_gradient if isinstance(work, Gemm)]
+        return self.saved_bytes + element_bytes * sum(work.batch * work.k * work.n for work in products)
+
 
 def summed(parameters: Iterable[Parameters]) -> Parameters:
     """All of them together."""

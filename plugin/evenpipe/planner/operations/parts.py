@@ -109,6 +109,10 @@ class Blocks:
         again = [one for one in operations if one.core and selective]
         return Recomputed(again, sum(one.saved_bytes for one in operations if not (one.core and selective)))
 
+    def left_bytes(self, block: Block) -> float:
+        """Return what the input gradient of the block leaves for its weight gradient, recomputed or not."""
+        return sum(one.left_bytes(self.run.element_bytes) for one in self.operations[block])
+
 
 class Recomputed(NamedTuple):
     """``operations``: carried out again; ``kept_bytes``: of the block, from its forward to its backward."""

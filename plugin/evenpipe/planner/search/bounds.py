@@ -80,6 +80,7 @@ class Profile:
             Chunk(
                 summed(one.chunk.parameters.times(count) for one, count in each),
                 sum((one.chunk.kept_bytes - one.chunk.attention_mask_bytes) * count for one, count in each) + mask,
+                sum(one.chunk.left_bytes * count for one, count in each),
                 max((one.chunk.working_bytes for one, _ in each), default=0.0),
                 mask,
             ),
@@ -203,13 +204,16 @@ def least_bytes(
     message_bytes: float,
     device: Device,
 ) -> int:
-    """Return a lower bound of the bytes of a stage with ``live`` units live, each as the smallest of its chunks'.
+    """Return a lower bound of the bytes of a stage with ``live`` units live, each at its least in the smallest chunk.
 
     Guests weigh more or less than own units; the bound assumes that they displace nothing, and leaves them out. A
     stage's bytes grow with what it has saved.
     """
     own = [parts[n].chunk for n in where.at[stage]]
-    saved = round(live * min(chunk.kept_bytes for chunk in own))
+    each = [chunk.kept_bytes for chunk in own]
+    if "split" in run.spec.needs:
+        each += [chunk.left_bytes for chunk in own]
+    saved = round(live * min(each))
     [held] = stage_bytes(own, [saved], _alone(len(own)), versions, run, message_bytes, device)
     return held.total
 
@@ -231,7 +235,7 @@ def least_bytes_of_any_layout(whole: Parameters, run: Run, device: Device) -> in
     The bound is weights, gradients and optimizer state of the mean of all stages. These grow with the numbers of
     parameters, so that no layout has less on its fullest stage.
     """
-    mean = Chunk(Parameters(*(count / run.stages for count in whole)), 0.0, 0.0)
+    mean = Chunk(Parameters(*(count / run.stages for count in whole)), 0.0, 0.0, 0.0)
     [held] = stage_bytes([mean], [0], _alone(1), 1, run, 0.0, device)
     return held.total
 

@@ -213,7 +213,7 @@ def _of_shape(question: Question, shape: Shape, before: int) -> Iterator[Candida
     parts = shape.profile.parts(run.stages, run.chunks, run.layout) if shape.nbytes <= have else []
     for number, way in enumerate(ways(run, question.schedules, question.bpipe), before):
         split, stream = "split" in way.spec.needs, "stream" in way.spec.needs
-        if split and run.recompute == "full":  # `Run.check` says why
+        if split and run.recompute == "full":  # slower than 1F1B that recomputes as much, or less, in that memory
             continue
         sharded = stream and max(run.tensor, run.expert) > 1 and not question.engine.delayed_sharded
         allowed = not question.refused(way.spec) and not sharded
