@@ -96,7 +96,7 @@ def test_more_may_wait_for_a_second_half_than_was_saved():
     watch.started(queued)
     waiting.append(500)
     watch.ended(queued)
-    assert watch._bytes[INPUT_GRADIENT, 0] == 530
+    assert watch.nbytes[INPUT_GRADIENT, 0] == {530: 1}
 
 
 def test_orders_of_another_number_of_parts_are_not_taken():

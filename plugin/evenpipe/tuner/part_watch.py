@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ __all__ = ["PartFigures", "PartWatch"]
 class PartFigures(NamedTuple):
     """One model chunk and one micro-batch: milliseconds, and bytes.
 
-    Times are the median of a batch's micro-batches. `saved_bytes` is the most that one of them saved for its backward,
+    Times are the median of micro-batches. `saved_bytes` is the most that one of them saved for its backward,
     and `left_bytes` the most that one kept between the two halves of that.
     """
 
@@ -34,7 +34,8 @@ class PartWatch(Observer):
 
     `store` records the batch that is weighed, and `timed` is set for one that is timed: before it. Bytes that a store
     does not see: `kept` returns those that a framework keeps of a unit, `queued` all that wait in queues of layers for
-    second halves of backwards.
+    second halves of backwards. Since the last `clear`, by kind of action and model chunk: `ms` has the times, and
+    `nbytes` how many micro-batches held so many bytes after it.
     """
 
     def __init__(
@@ -52,26 +53,28 @@ class PartWatch(Observer):
         self._clock: Clock | None = None
         self._origin: Any = None
         self._spans: SpanRecorder | None = None
-        self._bytes: dict[tuple[Kind, int], int] = defaultdict(int)
-        self._ms: dict[tuple[Kind, int], float] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was seen."""
+        self.ms: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+        self.nbytes: dict[tuple[Kind, int], Counter[int]] = defaultdict(Counter)
 
     def figures(self, chunks: int) -> list[PartFigures]:
         """Return those of each chunk, once a batch has been weighed and one has been timed."""
         return [
             PartFigures(
-                forward_ms=self._ms[FORWARD, chunk],
-                input_gradient_ms=self._ms[INPUT_GRADIENT, chunk],
-                weight_gradient_ms=self._ms[WEIGHT_GRADIENT, chunk],
-                saved_bytes=self._bytes[FORWARD, chunk],
-                left_bytes=self._bytes[INPUT_GRADIENT, chunk],
+                forward_ms=median(self.ms[FORWARD, chunk]),
+                input_gradient_ms=median(self.ms[INPUT_GRADIENT, chunk]),
+                weight_gradient_ms=median(self.ms[WEIGHT_GRADIENT, chunk]),
+                saved_bytes=max(self.nbytes[FORWARD, chunk]),
+                left_bytes=max(self.nbytes[INPUT_GRADIENT, chunk]),
             )
             for chunk in range(chunks)
         ]
 
     def batch_started(self, clock: Clock) -> None:
         self.then.batch_started(clock)
-        if self.store is not None:
-            self._bytes.clear()
         if self.timed:
             self._origin, self._spans = clock.mark(), SpanRecorder(clock)
 
@@ -86,10 +89,9 @@ class PartWatch(Observer):
         if self._spans is not None:
             self._spans.ended(action)
         if self.store is not None and action.kind in (FORWARD, INPUT_GRADIENT):
-            key = action.kind, action.chunk
             seen = self.store.nbytes(action.unit) + self._kept(action.unit)
             apart = sum(self.store.lasting_bytes.values()) if action.kind == FORWARD else self._queued() - self._before
-            self._bytes[key] = max(self._bytes[key], seen + apart)
+            self.nbytes[action.kind, action.chunk][seen + apart] += 1
         self.then.ended(action)
 
     def remark(self, line: str) -> None:
@@ -97,9 +99,8 @@ class PartWatch(Observer):
 
     def batch_ended(self) -> None:
         if self._spans is not None:
-            of_kind: dict[tuple[Kind, int], list[float]] = defaultdict(list)
             for action, start, end in self._spans.since(self._origin):
-                of_kind[action.kind, action.chunk].append(end - start)
-            self._ms, self._spans = {key: median(all_ms) for key, all_ms in of_kind.items()}, None
+                self.ms[action.kind, action.chunk].append(end - start)
+            self._spans = None
         self.store, self.timed = None, False
         self.then.batch_ended()

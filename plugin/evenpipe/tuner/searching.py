@@ -86,7 +86,9 @@ class SearchLoop:
 
         Raises ScheduleError, on all ranks, where the memory holds none.
         """
-        self._watch.store = executor.store if self._look == "weigh" else None
+        if self._look == "weigh":
+            self._watch.clear()
+            self._watch.store = executor.store
         self._watch.timed = self._look == "time"
         if self.costs is not None and size.micro_batches not in self._found:
             self._log(f"searches an order for {size.stages} stages, {size.micro_batches} micro-batches and their times")
