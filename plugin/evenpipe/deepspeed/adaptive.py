@@ -62,7 +62,7 @@ class AdaptiveEngine(MeasuringEngine):
             self._size = size
             self.reset_activation_shape()
         try:
-            with self._measuring(weighs), self._in_micro_batches_of(size):
+            with self._in_micro_batches_of(size):
                 loss = super().train_batch()
         except CutError as error:
             end_job(f'{NAME}.micro_batch_size: "auto": {error}: leave it out')

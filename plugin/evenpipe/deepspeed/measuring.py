@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -24,7 +23,7 @@ __all__ = ["MeasuringEngine"]
 
 
 class MeasuringEngine(EvenPipeEngine):
-    """Its batches are measured when it asks for that, and `_watch` sees them; `_limit_bytes` is a process' memory.
+    """`_watch` weighs and times the batches that it is set to; `_limit_bytes` is a process' memory.
 
     The state of its `loop` goes into the client's state of a checkpoint, under `_state_name`; subclasses make the loop,
     and take its state up again.
@@ -62,6 +61,15 @@ class MeasuringEngine(EvenPipeEngine):
     def _go_on_by(self, state: Mapping[str, Any] | None) -> None:
         """Take the state of the loop whose checkpoint was loaded; None where there is none."""
 
+    def _train(self, micro_batches: int) -> None:
+        """Carry out a batch; the store knows what micro-batches save if they are weighed."""
+        before = self.executor.measure
+        self.executor.measure = before or self._watch.store is not None
+        try:
+            super()._train(micro_batches)
+        finally:
+            self.executor.measure = before
+
     def _kept_bytes(self, unit: Unit) -> int:
         """Return bytes of what the engine keeps of a micro-batch beside what autograd saves."""
         buffer = self._schedule(self.micro_batches)[1].buffer_of(unit)
@@ -70,13 +78,3 @@ class MeasuringEngine(EvenPipeEngine):
 
     def _static_bytes(self) -> int:
         return static_bytes(self) + self.executor.connections.device_bytes
-
-    @contextmanager
-    def _measuring(self, measures: bool) -> Iterator[None]:
-        """Within it the store knows what micro-batches save, if it `measures`."""
-        before = self.executor.measure
-        self.executor.measure = before or measures
-        try:
-            yield
-        finally:
-            self.executor.measure = before

@@ -33,8 +33,7 @@ class SearchedEngine(MeasuringEngine):
         self.loop.begin(self.global_steps, size)
         try:
             self.loop.prepare(self.executor, size, self._programs.queues)
-            with self._measuring(self.loop.weighs):
-                loss: Tensor = super().train_batch(data_iter)
+            loss: Tensor = super().train_batch(data_iter)
             self.loop.end(self.executor, self.global_steps, size, self._room)
         except ScheduleError as error:
             given = self.evenpipe.memory_gib
