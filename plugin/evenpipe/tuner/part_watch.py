@@ -50,7 +50,6 @@ class PartWatch(Observer):
         self._kept = kept
         self._queued = queued
         self._before = 0  # bytes in queues when an input gradient starts
-        self._clock: Clock | None = None
         self._origin: Any = None
         self._spans: SpanRecorder | None = None
         self.clear()

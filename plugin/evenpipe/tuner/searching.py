@@ -17,7 +17,7 @@ from evenpipe.schedule import Program, Queues, Schedule, ScheduleError, Size, bu
 from evenpipe.schedule.search.costs import FORMAT, Part, RunCosts, check_caps, held_bytes
 from evenpipe.schedule.search.search import EXPECTED, USUAL, Effort
 from evenpipe.simulate.searched import searched
-from evenpipe.tuner.links import Burst, highest_of_all, measure_links
+from evenpipe.tuner.links import Burst, Ends, highest_of_all, measure_links
 from evenpipe.tuner.pace import Pace
 from evenpipe.tuner.part_watch import PartFigures, PartWatch
 
@@ -176,7 +176,7 @@ class SearchLoop:
         places = vee(stages) if size.chunks == 2 else loop(stages)
         [message_bytes] = highest_of_all([executor.counter.largest_sent], device)
         burst = Burst(1, max(1, int(message_bytes)))
-        links_ms = measure_links(executor.connections, stage, stages, [burst], device)
+        links_ms = measure_links(Ends(executor.connections, stage, stages, device), [burst])
         message_ms = max((ms for [ms] in links_ms.values()), default=0.0)
         parts = [[0.0] * len(PartFigures._fields) for _ in places.order]
         for chunk, figures in enumerate(self._watch.figures(places.chunks)):
