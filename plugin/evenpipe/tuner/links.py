@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import islice, pairwise
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,12 @@ from evenpipe.planner.group_memory import Measured
 from evenpipe.planner.grouped import Candidate
 from evenpipe.runtime.channel import Transfer
 from evenpipe.runtime.connections import Connections
+from evenpipe.runtime.resources import highest_of_all
 from evenpipe.runtime.timing import sending_gbps
 from evenpipe.schedule import Link, links, loop
 from evenpipe.tuner.tuner import Retune, Tuner
 
-__all__ = ["Burst", "Ends", "fits_on_all", "highest_of_all", "measure_links", "of_all_stages", "retune"]
+__all__ = ["Burst", "Ends", "fits_on_all", "measure_links", "of_all_stages", "retune"]
 
 #: Longer ones take no less for each message.
 _LONGEST_BURST: Final = 8
@@ -109,16 +110,6 @@ def of_all_stages(mine: Measured, stage: int, stages: int, device: torch.device)
 def fits_on_all(nbytes: int, limit_bytes: int, device: torch.device) -> bool:
     """Return whether no rank's `nbytes` are more than its limit, so that all go on, or none."""
     return bool(highest_of_all([nbytes - limit_bytes], device)[0] <= 0)
-
-
-def highest_of_all(table: Sequence[Any], device: torch.device) -> Any:
-    """Return a table of any shape with the highest value that a rank has of each number.
-
-    Numbers travel as doubles, so that bytes are exact.
-    """
-    numbers = torch.tensor(table, dtype=torch.float64, device=device)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX)
-    return numbers.tolist()
 
 
 _ROUND_TRIPS: Final = 5

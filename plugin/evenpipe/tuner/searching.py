@@ -13,11 +13,12 @@ from typing import Any, Final, Literal, NamedTuple
 import torch.distributed as dist
 
 from evenpipe.runtime.executor import Executor
+from evenpipe.runtime.resources import highest_of_all
 from evenpipe.schedule import Program, Queues, Schedule, ScheduleError, Size, build, loop, vee, verify
 from evenpipe.schedule.search.costs import FORMAT, Part, RunCosts, check_caps, held_bytes
 from evenpipe.schedule.search.search import EXPECTED, USUAL, Effort
 from evenpipe.simulate.searched import searched
-from evenpipe.tuner.links import Burst, Ends, highest_of_all, measure_links
+from evenpipe.tuner.links import Burst, Ends, measure_links
 from evenpipe.tuner.pace import Pace
 from evenpipe.tuner.part_watch import PartFigures, PartWatch
 
