@@ -18,7 +18,7 @@ from rich.table import Table
 
 from evenpipe.planner.grouped import Candidate, GroupedSchedule, StageTimes
 from evenpipe.schedule import Programs
-from evenpipe.tuner.links import retune
+from evenpipe.tuner.links import Ends, retune
 from evenpipe.tuner.tuner import Tuner
 
 __all__ = ["AUTO", "Experiment", "Phase", "result", "run", "table"]
@@ -145,7 +145,8 @@ def _retuned(tuner: Tuner, pipeline: EmulatedPipeline, experiment: Experiment, i
     dist.barrier()
     began_ms = clock_ms()
     nbytes = {b: experiment.compute(b).message_bytes for _, b in SIZES}
-    decided = retune(tuner, pipeline.connections, pipeline.stage, STAGES, nbytes, {}, iteration, torch.device("cpu"))
+    ends = Ends(pipeline.connections, pipeline.stage, STAGES, torch.device("cpu"))
+    decided = retune(tuner, ends, nbytes, {}, iteration)
     return Retuned(iteration, f"k{decided.k}b{decided.b}", decided.estimates_ms, clock_ms() - began_ms)
 
 

@@ -15,7 +15,7 @@ from emulation import Accelerator, clock_ms, emulated_stage, over_wires, sleep_u
 from evenpipe.runtime.connections import connect
 from evenpipe.runtime.executor import Executor
 from evenpipe.schedule import Link, Program, links, loop
-from evenpipe.tuner.links import Burst, measure_links
+from evenpipe.tuner.links import Burst, Ends, measure_links
 
 __all__ = ["STAGES", "Compute", "EmulatedPipeline", "live_on", "message_bytes"]
 
@@ -74,7 +74,7 @@ class EmulatedPipeline:
 
     def message_ms(self, bursts: Sequence[Burst]) -> list[dict[Link, float]]:
         """Measure all links once; per burst and link the milliseconds of a message, the same on all ranks."""
-        mine = measure_links(self.connections, self.stage, self.stages, bursts, _CPU)
+        mine = measure_links(Ends(self.connections, self.stage, self.stages, _CPU), bursts)
         every: list[Any] = [None] * self.stages
         dist.all_gather_object(every, mine)
         return [

@@ -19,9 +19,9 @@ from rivals.profiles import DEVICE, EVERY, LIMIT_BYTES, problem_of, profiles_of
 from evenpipe.partition.dawnpiper.bipar import bipar
 from evenpipe.partition.dawnpiper.capuchin import Optimize
 from evenpipe.partition.dawnpiper.copies import Workload
-from evenpipe.partition.dawnpiper.problem import PartitionError
+from evenpipe.partition.dawnpiper.problem import PartitionError, Problem
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.search.finding import find_plan, fits_into, largest_batch
+from evenpipe.partition.search.finding import can_fit, find_plan, largest_batch
 
 #: `Problem.weighed` that a core gets through: one takes a millisecond or two.
 RANGES_A_MINUTE = 40_000
@@ -95,7 +95,11 @@ def main() -> None:
 def of_model(title: str, stages: int, repeats: int, minutes: float, tick: Any) -> list[dict[str, Any]]:
     """The cases of a model."""
     workload = Workload.of_mode("async", stages)
-    largest = largest_batch(profiles_of(title), lambda profile: fits_into(profile, workload, stages, LIMIT_BYTES))
+
+    def fits(profile: Profile) -> bool:
+        return can_fit(Problem.of(profile, workload, stages, LIMIT_BYTES))
+
+    largest = largest_batch(profiles_of(title), fits)
     rows = []
     for optimize, times in CASES:
         rows.append(measure(title, stages, max(1, round(largest * times)), optimize, repeats, minutes))

@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import logging
 import re
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Iterable, Iterator, Set
 from importlib.metadata import Distribution
 from importlib.util import find_spec
@@ -36,9 +36,8 @@ LISTS: Final = ("symbols.py", "supported.py")
 OWN: Final = frozenset(("self", "cls", "ctx"))
 #: By file, names of objects of EvenPipe, of Python or of rich: what is set on them is nobody else's business.
 OURS: Final = {
-    "deepspeed/adaptive.py": ("found",),
-    "deepspeed/measuring.py": ("executor",),
-    "deepspeed/searched.py": ("executor", "_watch"),
+    "deepspeed/adaptive.py": ("_watch",),
+    "deepspeed/measuring.py": ("executor", "_watch"),
     "deepspeed/engine.py": ("cut",),
     "deepspeed/log.py": ("executor",),
     "deepspeed/planned/stage.py": ("executor",),
@@ -48,8 +47,7 @@ OURS: Final = {
     "megatron/cpu_mode/core.py": ("logger",),
     "megatron/layout_model.py": ("sys",),
     "megatron/schedule.py": ("executor",),
-    "megatron/script/adaptive.py": ("schedule",),
-    "megatron/script/searched.py": ("schedule",),
+    "megatron/script/measured.py": ("schedule",),
     "megatron/searched.py": ("executor",),
     "megatron/script/log.py": ("_schedule", "schedule"),
     "megatron/train_engine/engine.py": ("adaptive",),
@@ -92,7 +90,7 @@ COMPUTED: Final = {
 FAMILIAR: Final = (
     *("", 0, {}, [], set[int](), (), Path(), re.compile(""), namedtuple("namedtuple", ""), pydantic.BaseModel),
     *(argparse.ArgumentParser, BaseException(), contextlib.ExitStack, inspect.BoundArguments, logging.Logger),
-    *(Distribution, Queue),
+    *(Counter, Distribution, Queue),
     *(torch.Tensor, torch.UntypedStorage, torch.nn.Module(), torch.optim.Optimizer, dist.ProcessGroup, dist.Work),
 )
 FAMILIAR_NAMES: Final = frozenset(name for each in FAMILIAR for name in dir(each))

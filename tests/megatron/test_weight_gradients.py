@@ -17,6 +17,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.tensor_parallel import layers
 
+from evenpipe.megatron.schedule_patches import in_place_of_megatron
 from evenpipe.megatron.weight_gradients import linear_layers, linear_weights
 from evenpipe.runtime.weight_gradients import WeightGradients, queued_bytes, whole_layers
 from evenpipe.schedule import Unit
@@ -69,6 +70,12 @@ def halves(chunk: torch.nn.Module) -> WeightGradients:
     of_chunk = WeightGradients(chunk, linear_weights(chunk), lambda unit: nullcontext())
     of_chunk.begin()
     return of_chunk
+
+
+def test_layers_come_in_halves_whatever_calls_the_schedule() -> None:
+    """A script whose order is searched has had them whole: what called its schedule did not say what that needs."""
+    schedule: Any = SimpleNamespace(needs={"split"})
+    assert "linear layers" in [patch.name for patch in in_place_of_megatron(schedule, called=print).list()]
 
 
 def test_gradients_are_those_of_a_whole_backward_and_hooks_run_once_in_the_second_half() -> None:

@@ -95,8 +95,9 @@ def carry_out(case: Case, order: str | None = None, placed: bool = True) -> dict
     from megatron.core import pipeline_parallel
     from tiny_pipeline import Pipeline, described
 
+    from evenpipe.megatron.adaptive.schedule import Tuning
     from evenpipe.megatron.schedule import PipelineSchedule
-    from evenpipe.megatron.searched import SearchedSchedule, Searching
+    from evenpipe.megatron.searched import SearchedSchedule
     from evenpipe.megatron.vee import as_interleaved, vee_patches
     from evenpipe.runtime.resources import StageFigures
     from evenpipe.schedule.search.search import Effort
@@ -132,8 +133,8 @@ def carry_out(case: Case, order: str | None = None, placed: bool = True) -> dict
             entered.enter_context(vee_patches().in_force())
             lines: list[str] = []
             if order in LIMIT_BYTES:
-                searching = Searching(LIMIT_BYTES[order], lambda: STATIC_BYTES, 1, lines.append, Effort(0.1))
-                schedule = SearchedSchedule(searching, measure=True)
+                tuning = Tuning(LIMIT_BYTES[order], lambda: STATIC_BYTES, 1, log=lines.append)
+                schedule = SearchedSchedule(tuning, measure=True, effort=Effort(0.1))
             else:
                 of_file = order in UNITS or order == RECOMPUTED
                 schedule = PipelineSchedule(f"file:{table_of(order)}" if of_file else order, measure=True)

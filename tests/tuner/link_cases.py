@@ -18,7 +18,7 @@ from torch import Tensor
 from evenpipe.runtime.channel import Channel, Transfer
 from evenpipe.runtime.connections import connect
 from evenpipe.schedule import Link, links, loop
-from evenpipe.tuner.links import Burst, measure_links
+from evenpipe.tuner.links import Burst, Ends, measure_links
 
 STAGES = 3
 BURSTS = (Burst(1, 4000), Burst(3, 1000))
@@ -42,7 +42,7 @@ def main(stage: int, folder: Path) -> None:
         time.sleep(0.3)  # a stage that comes late does not make its links slow
         channels[slow] = Slow(1, 0, channels[slow]._group, CPU)
     ends = replace(connections, channels=channels)
-    once, again = (measure_links(ends, stage, STAGES, BURSTS, CPU) for _ in range(2))
+    once, again = (measure_links(Ends(ends, stage, STAGES, CPU), BURSTS) for _ in range(2))
     # What follows arrives as it was sent.
     follows = {}
     for link, channel in channels.items():

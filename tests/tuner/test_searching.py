@@ -97,7 +97,7 @@ def test_more_may_wait_for_a_second_half_than_was_saved():
     watch.started(queued)
     waiting.append(500)
     watch.ended(queued)
-    assert watch._bytes[INPUT_GRADIENT, 0] == 530
+    assert watch.nbytes[INPUT_GRADIENT, 0] == {530: 1}
 
 
 def test_a_part_that_is_computed_again_is_known_by_what_it_was_before():

@@ -18,9 +18,9 @@ from evenpipe.cli.partition_shown import front_table, plan_table, ways_to_cut
 from evenpipe.cli.values import bandwidth_gbps, gibibytes, output_file, picture_file, positive, write
 from evenpipe.partition.configurations import MODELS
 from evenpipe.partition.dawnpiper.copies import Workload
-from evenpipe.partition.dawnpiper.problem import PartitionError
+from evenpipe.partition.dawnpiper.problem import PartitionError, Problem
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.search.finding import find_plan, fits_into, largest_batch
+from evenpipe.partition.search.finding import can_fit, find_plan, largest_batch
 from evenpipe.partition.search.plan import Plan
 from evenpipe.planner.descriptions import DescriptionError, device, names
 from evenpipe.report.figures import Division, draw_divisions
@@ -246,7 +246,7 @@ def _run(arguments: Namespace) -> None:
     options = (workload, arguments.stages, limit_bytes, arguments.optimize, source.host_gbps)
     try:
         if arguments.max_batch:
-            profile = source.at(_largest(source, lambda profile: fits_into(profile, *options)))
+            profile = source.at(_largest(source, lambda profile: can_fit(Problem.of(profile, *options))))
         else:
             profile = source.profile()
         plan = find_plan(profile, *options, links=source.links)

@@ -41,8 +41,6 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
 
     #: What follows DeepSpeed's log under a schedule without flushes.
     step_log: StepLog | None = None
-    #: What a batch is carried out with.
-    _stage_type: type[EngineStage] = EngineStage
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -142,7 +140,7 @@ class EvenPipeEngine(PipelineEngine):  # type: ignore[misc]
         """Carry out the program of a batch."""
         program, ours = self._schedule(micro_batches)
         evicts = program.schedule.evictions[self.stage_id] > 0
-        stage = self._stage_type(self, self._boundary, ours.buffer_of, evicts, self.executor.recording(program))
+        stage = EngineStage(self, self._boundary, ours.buffer_of, evicts, self.executor.recording(program))
         with self.executor.batch(program, stage) as self._take:
             self._exec_schedule(ours)
 

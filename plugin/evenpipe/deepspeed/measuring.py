@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, ClassVar
+
+from torch import Tensor
 
 from evenpipe.deepspeed.engine import EvenPipeEngine, resumes_training
 from evenpipe.deepspeed.section import SectionError
+from evenpipe.deepspeed.stage import tensors_of
+from evenpipe.deepspeed.static_memory import static_bytes
+from evenpipe.schedule import Unit
 from evenpipe.settings.contradictions import CONTRADICTIONS_ON_CPU, contradiction_in
 from evenpipe.settings.spelling import SECTION
 from evenpipe.tuner.loop import AdaptiveLoop
-from evenpipe.tuner.process_memory import limit_bytes
+from evenpipe.tuner.part_watch import PartWatch
+from evenpipe.tuner.process_memory import limit_bytes, storage_bytes
 from evenpipe.tuner.searching import SearchLoop
 
 __all__ = ["MeasuringEngine"]
 
 
 class MeasuringEngine(EvenPipeEngine):
-    """Its batches are measured when it asks for that; `_limit_bytes` is the memory of a process.
+    """`_watch` weighs and times the batches that it is set to; `_limit_bytes` is a process' memory.
 
     The state of its `loop` goes into the client's state of a checkpoint, under `_state_name`; subclasses make the loop,
     and take its state up again.
@@ -28,7 +33,9 @@ class MeasuringEngine(EvenPipeEngine):
     loop: AdaptiveLoop | SearchLoop
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._watch = PartWatch(kept=self._kept_bytes)
         super().__init__(*args, **kwargs)
+        self._watch.then, self.executor.observer = self.executor.observer, self._watch
         line = contradiction_in(self.evenpipe, SECTION, CONTRADICTIONS_ON_CPU)
         if self.device.type != "cuda" and line is not None:
             raise SectionError(None, line)
@@ -54,12 +61,20 @@ class MeasuringEngine(EvenPipeEngine):
     def _go_on_by(self, state: Mapping[str, Any] | None) -> None:
         """Take the state of the loop whose checkpoint was loaded; None where there is none."""
 
-    @contextmanager
-    def _measuring(self, measures: bool) -> Iterator[None]:
-        """Within it the store knows what micro-batches save, if it `measures`."""
+    def _train(self, micro_batches: int) -> None:
+        """Carry out a batch; the store knows what micro-batches save if they are weighed."""
         before = self.executor.measure
-        self.executor.measure = before or measures
+        self.executor.measure = before or self._watch.store is not None
         try:
-            yield
+            super()._train(micro_batches)
         finally:
             self.executor.measure = before
+
+    def _kept_bytes(self, unit: Unit) -> int:
+        """Return bytes of what the engine keeps of a micro-batch beside what autograd saves."""
+        buffer = self._schedule(self.micro_batches)[1].buffer_of(unit)
+        kept = [tensor for of_kind in self.pipe_buffers.values() for tensor in tensors_of(of_kind[buffer])]
+        return storage_bytes(tensor for tensor in kept if isinstance(tensor, Tensor))
+
+    def _static_bytes(self) -> int:
+        return static_bytes(self) + self.executor.connections.device_bytes

@@ -14,13 +14,12 @@ from evenpipe.megatron.cpu_mode.core import cpu_mode
 from evenpipe.megatron.cpu_mode.scripts import script_patches as cpu_script_patches
 from evenpipe.megatron.planned_layout import half_layers
 from evenpipe.megatron.schedule_patches import in_place_of_megatron
-from evenpipe.megatron.script.adaptive import adaptive_patches
 from evenpipe.megatron.script.chunks import chunk_patches
 from evenpipe.megatron.script.delayed import delayed_gradients
 from evenpipe.megatron.script.install import script_patches
 from evenpipe.megatron.script.log import log_patches
+from evenpipe.megatron.script.measured import measured_patches
 from evenpipe.megatron.script.predicted_vs_measured import comparison_patches
-from evenpipe.megatron.script.searched import searched_patches
 from evenpipe.megatron.script.two_bw.training import CALLED, two_bw_patches
 from evenpipe.megatron.supported import MEGATRON_CORE, RELEASES
 from evenpipe.megatron.symbols import CHUNKS, TWO_BW, layer_kinds, without_processes
@@ -70,8 +69,7 @@ def _sets() -> dict[Purpose, list[PatchSet]]:
             PatchSet("chunks", [*chunk_patches()], CHUNKS),
             log_patches(_NOTHING),
             PatchSet("2bw", two_bw_patches(_NOTHING), [*TWO_BW, *CALLED]),
-            adaptive_patches(_NOTHING),
-            searched_patches(_NOTHING),
+            measured_patches(_NOTHING),
             comparison_patches(_NOTHING),
             half_layers(_NOTHING),
         ],

@@ -16,9 +16,10 @@ __all__ = ["in_place_of_megatron"]
 _CHOICE = f"{SCHEDULES}:get_forward_backward_func"
 
 
-def in_place_of_megatron(schedule: Callable[..., Any]) -> PatchSet:
+def in_place_of_megatron(schedule: Callable[..., Any], called: Callable[..., Any] | None = None) -> PatchSet:
     """The patches under which `get_forward_backward_func` returns `schedule` where it would return a pipelined one.
 
+    It returns `called` instead, where that calls `schedule`.
     Where `schedule.needs` backwards in two halves, layers can do them too.
     """
     choice = Patch(
@@ -26,7 +27,7 @@ def in_place_of_megatron(schedule: Callable[..., Any]) -> PatchSet:
         targets=(_CHOICE, "megatron.core.pipeline_parallel:get_forward_backward_func"),
         distribution=MEGATRON_CORE,
         versions=recorded(_CHOICE),
-        replacement=around(functools.partial(_choose, schedule)),
+        replacement=around(functools.partial(_choose, called or schedule)),
         reason="Megatron takes groups and a communicator from outside (pg_collection=, p2p_communicator=), but in no "
         "release an order of micro-batches",
         rebinds=True,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
+from evenpipe.megatron.adaptive.schedule import Tuning
+from evenpipe.megatron.adaptive.static_memory import workspace_bytes
 from evenpipe.megatron.recomputing import obstacle
 from evenpipe.megatron.schedule import PipelineSchedule
 from evenpipe.megatron.stage import Batch
@@ -17,22 +19,7 @@ from evenpipe.schedule.search.search import USUAL, Effort
 from evenpipe.tuner.part_watch import PartWatch
 from evenpipe.tuner.searching import Room, SearchLoop
 
-__all__ = ["SearchedSchedule", "Searching"]
-
-
-class Searching(NamedTuple):
-    """The memory limits and callbacks that a searched run is given.
-
-    `limit_bytes` is the memory of every process, and `static_bytes` what this one needs besides activations and links,
-    asked when a batch has been timed. `interval`: iterations between looks at the times; None: so many as take an hour.
-    On all ranks, `log` is given a line for every decision.
-    """
-
-    limit_bytes: int
-    static_bytes: Callable[[], int]
-    interval: int | None = None
-    log: Callable[[str], None] = lambda line: None
-    effort: Effort = USUAL
+__all__ = ["SearchedSchedule"]
 
 
 class SearchedSchedule(PipelineSchedule):
@@ -42,23 +29,25 @@ class SearchedSchedule(PipelineSchedule):
     gradients at once, and layers of three in four micro-batches are recomputed, unless Megatron's settings rule that
     out: `recomputing.obstacle`. All orders of a placement give the same losses and gradients. A call raises
     ScheduleError, on all ranks, where the memory holds no order. `iteration` is the number of the next batch, from 0;
-    who loads a checkpoint sets it. `searching` may be replaced before the first batch. `loop` decides.
+    who loads a checkpoint sets it. `tuning` may be replaced before the first batch: its limit, static bytes, interval
+    and log count. `loop` decides.
     """
 
     offers: ClassVar[frozenset[Need]] = PipelineSchedule.offers | {"times"}
 
     def __init__(
         self,
-        searching: Searching,
+        tuning: Tuning,
         observer: Observer | None = None,
         measure: bool = False,
         connected: Callable[[PipelineSchedule], None] = lambda schedule: None,
+        effort: Effort = USUAL,
     ) -> None:
         self._watch = watch = PartWatch(observer, queued=lambda: queued_bytes(self._model or ()))
         super().__init__(SEARCHED, observer=watch, measure=measure, connected=connected)
         self.iteration = 0
-        self.searching = searching
-        self.loop = SearchLoop(watch, searching.interval, searching.log, searching.effort)
+        self.tuning = tuning
+        self.loop = SearchLoop(watch, tuning.interval, tuning.log, effort)
 
     def program(self, stages: int, micro_batches: int, chunks: int, settings: Any) -> Program:
         """Return the program of the next batch; Megatron's `settings` do not matter."""
@@ -95,8 +84,8 @@ class SearchedSchedule(PipelineSchedule):
         return recomputes
 
     def _room(self, executor: Executor) -> Room:
-        static_bytes = self.searching.static_bytes() + executor.connections.device_bytes
-        return Room(self.searching.limit_bytes, static_bytes)
+        static_bytes = self.tuning.static_bytes() + workspace_bytes() + executor.connections.device_bytes
+        return Room(self.tuning.limit_bytes, static_bytes)
 
     def _executor(self, pipeline: dist.ProcessGroup, batch: Batch) -> Executor:
         executor = super()._executor(pipeline, batch)

@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Division", "Front", "Limit", "Point", "draw_divisions", "draw_front", "draw_limit", "write_png"]
+__all__ = [
+    "Division",
+    "Front",
+    "Limit",
+    "Point",
+    "draw_divisions",
+    "draw_front",
+    "draw_limit",
+    "plain_axes",
+    "write_png",
+]
 
 _GIB = 2**30
 _TEXT, _QUIET, _LIMIT, _CHOSEN, _OTHER = "#2b2b2b", "#777777", "#d1495b", "#2f6db5", "#b9cbe0"
@@ -39,7 +49,7 @@ def _page(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=150, facecolor="white", layout="constrained")
 
 
-def _plain_axes(axes: Axes, label_pt: int, **grid: Any) -> None:
+def plain_axes(axes: Axes, label_pt: int, **grid: Any) -> None:
     """A grid behind what is drawn, and no frame around it."""
     axes.tick_params(labelsize=label_pt, colors=_QUIET, length=0)
     axes.grid(linewidth=0.6, **grid)
@@ -125,7 +135,7 @@ def _finish(axes: Axes, tops: Sequence[float], inside: bool = False) -> None:
             number = axes.annotate(f"{top:.4g}", (stage, top), (0, offset), textcoords="offset points", ha="center")
             number.set(fontsize=6, color=colour, zorder=5)
     axes.xaxis.set_major_locator(MaxNLocator(16, integer=True))
-    _plain_axes(axes, 7, axis="y", color="#e6e6e2")
+    plain_axes(axes, 7, axis="y", color="#e6e6e2")
 
 
 class Point(NamedTuple):
@@ -190,7 +200,7 @@ def draw_front(path: str | os.PathLike[str], shown: Front) -> None:
     # Not down to 0, where nothing is; below the slowest there is room for the legend.
     axes.set_ylim(max(0, min(speeds) - 0.6 * (max(speeds) - min(speeds)) - 0.1 * min(speeds)), 1.05 * max(speeds))
     axes.set_xlim(right=1.06 * shown.limit)
-    _plain_axes(axes, 8, color="#ececea")
+    plain_axes(axes, 8, color="#ececea")
     axes.legend(facecolor="white", edgecolor="none", framealpha=0.9, fontsize=8, loc="lower left", labelcolor=_TEXT)
     lines = [
         f"{number}  {point.gib:.1f} GiB  {point.speed:.2f}/s  {point.name}" for number, point in enumerate(named, 1)
@@ -284,7 +294,7 @@ def _frame(axes: Axes, limit: Limit) -> None:
     axes.set_yticks(shown, [str(size) for size in shown])
     axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_locator(MaxNLocator(20, integer=True))
-    _plain_axes(axes, 8, color="#ececea")
+    plain_axes(axes, 8, color="#ececea")
 
 
 def _out_of_memory(axes: Axes, limit: Limit) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from evenpipe.report.figures import write_png
+from evenpipe.report.figures import plain_axes, write_png
 from evenpipe.simulate.front import Front, Point
 
 if TYPE_CHECKING:
@@ -50,8 +50,5 @@ def _panel(axes: Axes, title: str, front: Front) -> None:
     for at, name in known.items():
         axes.annotate(name, at, (5, -9), textcoords="offset points", fontsize=7, color=_QUIET)
     axes.set_xlim(0.2, right)
-    axes.tick_params(labelsize=8, colors=_QUIET, length=0)
-    axes.grid(linewidth=0.6, color="#ececea")
-    axes.set_axisbelow(True)
-    axes.spines[:].set_visible(False)
+    plain_axes(axes, 8, color="#ececea")
     axes.legend(facecolor="white", edgecolor="none", fontsize=8, loc="lower right", labelcolor=_TEXT)

@@ -91,19 +91,15 @@ def forward_flops(shape: ModelShape, p: int, t: int, b: float) -> float:
     return shape.layers / p * (24 * b * l * h**2 + 4 * b * l**2 * h) / t
 
 
-def required_gbps(nbytes: float, forward_ms: float, *, relaxed: bool = False) -> float:
-    """Return the GB/s (10^9 bytes/s) that transfers of ``nbytes`` need to stay hidden behind compute.
-
-    Strict: one transfer within one forward of f = ``forward_ms`` (Eq. 7-9: bytes / f). Relaxed: an eviction and a load
-    within one backward and one forward, a backward taking 2f (Eq. 10-12: 2 bytes / 3f).
+def required_gbps(nbytes: float, forward_ms: float) -> float:
+    """Return the GB/s (10^9 bytes/s) that a transfer of ``nbytes`` needs to stay hidden behind one forward (Eq. 7-9).
 
     Raises:
         ValueError: a forward time that is not positive.
     """
     if forward_ms <= 0:
         raise ValueError(f"forward time is {forward_ms} ms: give the time of one micro-batch's forward")
-    strict = nbytes / (forward_ms / 1e3) / 1e9
-    return strict * 2 / 3 if relaxed else strict
+    return nbytes / (forward_ms / 1e3) / 1e9
 
 
 _EQUATIONS: Final[dict[Recompute, str]] = {
@@ -163,7 +159,7 @@ def _names(pairs: Sequence[MeasuredPair], most: int = 4) -> str:
 
 
 def _verdict(slow: Sequence[MeasuredPair], strict: float) -> str:
-    relaxed = strict * 2 / 3
+    relaxed = strict * 2 / 3  # an eviction and a load within one backward, of two forwards, and one forward (Eq. 10-12)
     if all(pair.gbps >= relaxed for pair in slow):
         return (
             f"below the {strict:.2f} GB/s that hide a transfer behind one forward, above the {relaxed:.2f} GB/s that "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from evenpipe.runtime.store import ActivationStore
 from evenpipe.runtime.timing import Clock, Stopwatch, clock_for
 from evenpipe.schedule import Action, Message
 
-__all__ = ["Observer", "Resources", "StageFigures", "Waited", "per_stage"]
+__all__ = ["Observer", "Resources", "StageFigures", "Waited", "highest_of_all", "per_stage"]
 
 #: Is told of a wait for a neighbour's message: whether this stage receives it, and how many milliseconds that took.
 Waited = Callable[[Message, bool, float], None]
@@ -111,12 +111,16 @@ class StageFigures(NamedTuple):
 def per_stage(
     mine: StageFigures, stage: int, stages: int, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> tuple[StageFigures, ...]:
-    """Return the largest of each figure, per stage; all ranks of `group` join in one all-reduce of doubles on `device`.
+    """Return the largest of each figure, per stage; all ranks of `group` call it."""
+    table = [mine if at == stage else [0.0] * len(mine) for at in range(stages)]
+    return tuple(map(StageFigures.of_row, highest_of_all(table, device, group)))
 
-    These are exact for all bytes that a machine can hold.
+
+def highest_of_all(table: Sequence[Any], device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
+    """Return a table of any shape with the highest value that a rank of `group` has of each number.
+
+    Numbers travel as doubles, which are exact for all bytes that a machine can hold.
     """
-    table = torch.zeros(stages, len(mine), dtype=torch.float64)
-    table[stage] = torch.tensor(mine, dtype=torch.float64)
-    table = table.to(device)
-    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
-    return tuple(map(StageFigures.of_row, table.tolist()))
+    numbers = torch.tensor(table, dtype=torch.float64, device=device)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+    return numbers.tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -97,24 +97,17 @@ class DryRun:
             alone.stage.backward(unit, alone.gradients(unit))
         return saved
 
-    def _timed(self, alone: _Alone, unit: Unit) -> tuple[_Span, _Span]:
-        """Return the spans of the unit's forward and of its backward."""
+    def _timed(self, alone: _Alone, unit: Unit) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """Return the clock's marks before and after the unit's forward, and before and after its backward."""
         inputs = alone.inputs(unit)
         start = self._clock.mark()
         outputs = alone.stage.forward(unit, inputs)
-        forward = _Span(start, self._clock.mark())
+        forward = start, self._clock.mark()
         alone.tell(unit, inputs, outputs)
         gradients = alone.gradients(unit)
         start = self._clock.mark()
         alone.stage.backward(unit, gradients)
-        return forward, _Span(start, self._clock.mark())
-
-
-class _Span(NamedTuple):
-    """Marks of the clock."""
-
-    start: Any
-    end: Any
+        return forward, (start, self._clock.mark())
 
 
 class _Alone:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import islice, pairwise
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,12 @@ from evenpipe.planner.group_memory import Measured
 from evenpipe.planner.grouped import Candidate
 from evenpipe.runtime.channel import Transfer
 from evenpipe.runtime.connections import Connections
+from evenpipe.runtime.resources import highest_of_all
 from evenpipe.runtime.timing import sending_gbps
 from evenpipe.schedule import Link, links, loop
 from evenpipe.tuner.tuner import Retune, Tuner
 
-__all__ = ["Burst", "fits_on_all", "highest_of_all", "measure_links", "of_all_stages", "retune"]
+__all__ = ["Burst", "Ends", "fits_on_all", "measure_links", "of_all_stages", "retune"]
 
 #: Longer ones take no less for each message.
 _LONGEST_BURST: Final = 8
@@ -29,15 +30,17 @@ _ROUNDS: Final = 5
 _LONGEST_S: Final = 18.0
 
 
+class Ends(NamedTuple):
+    """One stage's ends of all links."""
+
+    connections: Connections
+    stage: int
+    stages: int
+    device: torch.device
+
+
 def retune(
-    tuner: Tuner,
-    connections: Connections,
-    stage: int,
-    stages: int,
-    message_bytes: Mapping[int, int],
-    saved_bytes: Mapping[int, Sequence[int]],
-    iteration: int,
-    device: torch.device,
+    tuner: Tuner, ends: Ends, message_bytes: Mapping[int, int], saved_bytes: Mapping[int, Sequence[int]], iteration: int
 ) -> Retune:
     """Before `iteration`, with nothing under way: every rank calls it, and from then on uses what is returned.
 
@@ -45,13 +48,13 @@ def retune(
     each stage saves for a micro-batch, which an eviction moves. Where several pipelines run side by side, the slowest
     says what a message takes.
     """
-    candidates, where = tuner.candidates, (connections, stage, stages, device)
+    candidates, device = tuner.candidates, ends.device
     samples_ms: dict[tuple[Candidate, Link], list[float]] = defaultdict(list)
     began = time.monotonic()
     for rounds in range(1, _ROUNDS + 1):
-        found = _messages_ms(candidates, message_bytes, *where)
+        found = _messages_ms(candidates, message_bytes, ends)
         if tuner.schedule.programs.bpipe:
-            found |= _evictions_ms(candidates, saved_bytes, *where)
+            found |= _evictions_ms(candidates, saved_bytes, ends)
         for key, taken_ms in found.items():
             samples_ms[key].append(taken_ms)
         [spent_s] = highest_of_all([time.monotonic() - began], device)
@@ -70,37 +73,27 @@ def retune(
 
 
 def _messages_ms(
-    candidates: Sequence[Candidate],
-    message_bytes: Mapping[int, int],
-    connections: Connections,
-    stage: int,
-    stages: int,
-    device: torch.device,
+    candidates: Sequence[Candidate], message_bytes: Mapping[int, int], ends: Ends
 ) -> dict[tuple[Candidate, Link], float]:
     """Return what a message of each candidate takes between neighbours."""
     burst_of = {one: Burst(min(one.k, _LONGEST_BURST), message_bytes[one.b]) for one in candidates}
     bursts = sorted(set(burst_of.values()))
-    tested = links(loop(stages))
+    tested = links(loop(ends.stages))
     nothing = (0.0,) * len(bursts)
-    measured = measure_links(connections, stage, stages, bursts, device)
+    measured = measure_links(ends, bursts)
     mine = [[measured.get(link, nothing)[number] for link in tested] for number in range(len(bursts))]
-    taken_ms = dict(zip(bursts, highest_of_all(mine, device), strict=True))
+    taken_ms = dict(zip(bursts, highest_of_all(mine, ends.device), strict=True))
     return {(one, link): ms for one in candidates for link, ms in zip(tested, taken_ms[burst_of[one]], strict=True)}
 
 
 def _evictions_ms(
-    candidates: Sequence[Candidate],
-    saved_bytes: Mapping[int, Sequence[int]],
-    connections: Connections,
-    stage: int,
-    stages: int,
-    device: torch.device,
+    candidates: Sequence[Candidate], saved_bytes: Mapping[int, Sequence[int]], ends: Ends
 ) -> dict[tuple[Candidate, Link], float]:
     """Return what an eviction and a load of each candidate take between partners."""
-    pairs = links(loop(stages), pairs=True)[len(links(loop(stages))) :]
-    gbps = sending_gbps(connections, stage, device)
-    mine = [1e-6 / gbps if gbps is not None and link.source == stage else 0.0 for link in pairs]
-    byte_ms = dict(zip(pairs, highest_of_all(mine, device), strict=True))
+    pairs = links(loop(ends.stages), pairs=True)[len(links(loop(ends.stages))) :]
+    gbps = sending_gbps(ends.connections, ends.stage, ends.device)
+    mine = [1e-6 / gbps if gbps is not None and link.source == ends.stage else 0.0 for link in pairs]
+    byte_ms = dict(zip(pairs, highest_of_all(mine, ends.device), strict=True))
     return {
         (one, link): ms * saved_bytes[one.b][min(link.source, link.target)]
         for one in candidates
@@ -119,16 +112,6 @@ def fits_on_all(nbytes: int, limit_bytes: int, device: torch.device) -> bool:
     return bool(highest_of_all([nbytes - limit_bytes], device)[0] <= 0)
 
 
-def highest_of_all(table: Sequence[Any], device: torch.device) -> Any:
-    """Return a table of any shape with the highest value that a rank has of each number.
-
-    Numbers travel as doubles, so that bytes are exact.
-    """
-    numbers = torch.tensor(table, dtype=torch.float64, device=device)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX)
-    return numbers.tolist()
-
-
 _ROUND_TRIPS: Final = 5
 
 
@@ -139,17 +122,15 @@ class Burst(NamedTuple):
     nbytes: int
 
 
-def measure_links(
-    connections: Connections, stage: int, stages: int, bursts: Sequence[Burst], device: torch.device
-) -> dict[Link, tuple[float, ...]]:
-    """For each link between neighbours on which `stage` receives, per burst: milliseconds of a message.
+def measure_links(ends: Ends, bursts: Sequence[Burst]) -> dict[Link, tuple[float, ...]]:
+    """For each link between neighbours on which the stage receives, per burst: milliseconds of a message.
 
     All stages of a pipeline call it, between batches; nothing is under way when it returns. Receives are posted ahead,
     as in a batch, so that a message's time is its share of the burst's, end to end. All bursts follow each other, on
     all links of one direction at once, then of the other, as a pipeline uses them. Needs memory for two messages of the
     largest size.
     """
-    probe = _Probe(connections, stage, stages, max(burst.nbytes for burst in bursts), device)
+    probe = _Probe(ends, max(burst.nbytes for burst in bursts))
     latency_ms = probe.latencies_ms()
     return {
         link: tuple((latency_ms[link] + ms) / burst.messages for burst, ms in zip(bursts, taken_ms, strict=True))
@@ -166,12 +147,10 @@ class _Probe:
     there and back.
     """
 
-    def __init__(
-        self, connections: Connections, stage: int, stages: int, most_bytes: int, device: torch.device
-    ) -> None:
+    def __init__(self, ends: Ends, most_bytes: int) -> None:
+        connections, stage, stages, device = ends
         self._channels = connections.channels
         self._stage = stage
-        self._stages = stages
         self._device = device
         before, behind = stage - 1, stage + 1
         #: This stage's ends, None where the line of stages ends: with the stage before it, with the one behind it.

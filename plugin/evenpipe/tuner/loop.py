@@ -22,7 +22,7 @@ from evenpipe.planner.group_memory import (
 )
 from evenpipe.planner.grouped import Candidate, GroupedSchedule
 from evenpipe.runtime.executor import Executor
-from evenpipe.tuner.links import of_all_stages, retune
+from evenpipe.tuner.links import Ends, of_all_stages, retune
 from evenpipe.tuner.tuner import Retune, Tuner, thinned_out
 
 __all__ = ["AdaptiveLoop", "Conditions", "Explored", "decision_line", "explore"]
@@ -260,9 +260,9 @@ class AdaptiveLoop:
             start = time.monotonic()
             sample_bytes = max(stage.message_bytes for stage in conditions.memory)
             messages = {candidate.b: candidate.b * sample_bytes for candidate in tuner.candidates}
-            where = executor.connections, executor.stage_index, self._stages
+            ends = Ends(executor.connections, executor.stage_index, self._stages, executor.device)
             saved = {b: [unit_bytes(stage, b) for stage in conditions.memory] for b in messages}
-            decided = retune(tuner, *where, messages, saved, iteration, executor.device)
+            decided = retune(tuner, ends, messages, saved, iteration)
             self._log(decision_line(decided, self._before, time.monotonic() - start))
             self._before = decided.k, decided.b
         assert tuner.current is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
@@ -13,6 +13,10 @@ from evenpipe.runtime.timing import Clock, SpanRecorder
 from evenpipe.schedule import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Unit
 
 __all__ = ["PartFigures", "PartWatch"]
+
+
+_Times = defaultdict[tuple[Kind, int], list[float]]
+_Sizes = defaultdict[tuple[Kind, int], Counter[int]]
 
 
 class PartFigures(NamedTuple):
@@ -34,9 +38,11 @@ class PartFigures(NamedTuple):
 class PartWatch(Observer):
     """An observer of a stage that passes on to `then` all that it is told.
 
-    `store` records the batch that is weighed, and `timed` is set for one that is timed: before it. `recomputes` says
-    which units are computed again. Bytes that a store does not see: `kept` returns those that a framework keeps of a
-    unit, `queued` all that wait in queues of layers for second halves of backwards.
+    `store` records the batch that is weighed, and `timed` is set for one that is timed: before it. Bytes that a store
+    does not see: `kept` returns those that a framework keeps of a unit, `queued` all that wait in queues of layers for
+    second halves of backwards. `recomputes` says which units are computed again. Since the last `clear`, by kind of
+    action and model chunk: `ms` has the times, and `nbytes` how many micro-batches held so many bytes after it;
+    `recomputed_ms` and `recomputed_bytes` have those of units that are computed again.
     """
 
     def __init__(
@@ -52,32 +58,34 @@ class PartWatch(Observer):
         self._kept = kept
         self._queued = queued
         self._before = 0  # bytes in queues when an input gradient starts
-        self._clock: Clock | None = None
         self._origin: Any = None
         self._spans: SpanRecorder | None = None
-        self._bytes: dict[tuple[Kind, int], int] = defaultdict(int)
-        self._recomputed_bytes: dict[int, int] = defaultdict(int)
-        self._ms: dict[tuple[Kind, int], float] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was seen."""
+        self.ms, self.recomputed_ms = _Times(list), _Times(list)
+        self.nbytes, self.recomputed_bytes = _Sizes(Counter), _Sizes(Counter)
 
     def figures(self, chunks: int) -> list[PartFigures]:
         """Return those of each chunk, once a batch has been weighed and one has been timed."""
         return [
             PartFigures(
-                forward_ms=self._ms[FORWARD, chunk],
-                input_gradient_ms=self._ms[INPUT_GRADIENT, chunk],
-                weight_gradient_ms=self._ms[WEIGHT_GRADIENT, chunk],
-                saved_bytes=self._bytes[FORWARD, chunk],
-                left_bytes=self._bytes[INPUT_GRADIENT, chunk],
-                recomputed_bytes=self._recomputed_bytes[chunk],
+                forward_ms=self._median_ms(FORWARD, chunk),
+                input_gradient_ms=self._median_ms(INPUT_GRADIENT, chunk),
+                weight_gradient_ms=self._median_ms(WEIGHT_GRADIENT, chunk),
+                saved_bytes=max(self.nbytes[FORWARD, chunk], default=0),
+                left_bytes=max(self.nbytes[INPUT_GRADIENT, chunk], default=0),
+                recomputed_bytes=max(self.recomputed_bytes[FORWARD, chunk], default=0),
             )
             for chunk in range(chunks)
         ]
 
+    def _median_ms(self, kind: Kind, chunk: int) -> float:
+        return median(self.ms[kind, chunk] or self.recomputed_ms[kind, chunk])
+
     def batch_started(self, clock: Clock) -> None:
         self.then.batch_started(clock)
-        if self.store is not None:
-            self._bytes.clear()
-            self._recomputed_bytes.clear()
         if self.timed:
             self._origin, self._spans = clock.mark(), SpanRecorder(clock)
 
@@ -92,25 +100,20 @@ class PartWatch(Observer):
         if self._spans is not None:
             self._spans.ended(action)
         if self.store is not None and action.kind in (FORWARD, INPUT_GRADIENT):
+            seen = self.store.nbytes(action.unit) + self._kept(action.unit)
             apart = sum(self.store.lasting_bytes.values()) if action.kind == FORWARD else self._queued() - self._before
-            self._note(action, self.store.nbytes(action.unit) + self._kept(action.unit) + apart)
+            sizes = self.recomputed_bytes if self.recomputes(action.unit) else self.nbytes
+            sizes[action.kind, action.chunk][seen + apart] += 1
         self.then.ended(action)
-
-    def _note(self, action: Action, nbytes: int) -> None:
-        if not self.recomputes(action.unit):
-            key = action.kind, action.chunk
-            self._bytes[key] = max(self._bytes[key], nbytes)
-        elif action.kind == FORWARD:
-            self._recomputed_bytes[action.chunk] = max(self._recomputed_bytes[action.chunk], nbytes)
 
     def remark(self, line: str) -> None:
         self.then.remark(line)
 
     def batch_ended(self) -> None:
         if self._spans is not None:
-            of_kind: dict[tuple[Kind, int], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
             for action, start, end in self._spans.since(self._origin):
-                of_kind[action.kind, action.chunk][self.recomputes(action.unit)].append(end - start)
-            self._ms, self._spans = {key: median(usual or others) for key, (usual, others) in of_kind.items()}, None
+                times = self.recomputed_ms if self.recomputes(action.unit) else self.ms
+                times[action.kind, action.chunk].append(end - start)
+            self._spans = None
         self.store, self.timed = None, False
         self.then.batch_ended()

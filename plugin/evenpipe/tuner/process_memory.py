@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from evenpipe.runtime.resources import highest_of_all
 
 __all__ = ["KeptBytes", "limit_bytes", "reachable_tensors", "static_bytes", "storage_bytes"]
 
@@ -30,9 +31,7 @@ def limit_bytes(gib: float | None, device: torch.device) -> int:
     if gib is not None:
         return int(gib * 2**30)
     _, total = torch.cuda.mem_get_info(device)
-    limit = torch.tensor([_FOR_TENSORS * total], dtype=torch.float64, device=device)
-    dist.all_reduce(limit, dist.ReduceOp.MIN)
-    return int(limit.item())
+    return int(-highest_of_all([-_FOR_TENSORS * total], device)[0])
 
 
 def static_bytes(tensors: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> int:

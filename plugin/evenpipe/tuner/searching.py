@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, NamedTuple
 import torch.distributed as dist
 
 from evenpipe.runtime.executor import Executor
+from evenpipe.runtime.resources import highest_of_all
 from evenpipe.schedule import (
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
@@ -30,7 +31,7 @@ from evenpipe.schedule import (
 from evenpipe.schedule.search.costs import FORMAT, Part, RunCosts, check_caps, held_bytes
 from evenpipe.schedule.search.search import EXPECTED, USUAL, Effort
 from evenpipe.simulate.searched import searched
-from evenpipe.tuner.links import Burst, highest_of_all, measure_links
+from evenpipe.tuner.links import Burst, Ends, measure_links
 from evenpipe.tuner.pace import Pace
 from evenpipe.tuner.part_watch import PartFigures, PartWatch
 
@@ -105,7 +106,9 @@ class SearchLoop:
 
         Raises ScheduleError, on all ranks, where the memory holds none.
         """
-        self._watch.store = executor.store if self._look == "weigh" else None
+        if self._look == "weigh":
+            self._watch.clear()
+            self._watch.store = executor.store
         self._watch.timed = self._look == "time"
         if self.costs is not None and size.micro_batches not in self._found:
             self._log(f"searches an order for {size.stages} stages, {size.micro_batches} micro-batches and their times")
@@ -192,7 +195,7 @@ class SearchLoop:
         places = vee(stages) if size.chunks == 2 else loop(stages)
         [message_bytes] = highest_of_all([executor.counter.largest_sent], device)
         burst = Burst(1, max(1, int(message_bytes)))
-        links_ms = measure_links(executor.connections, stage, stages, [burst], device)
+        links_ms = measure_links(Ends(executor.connections, stage, stages, device), [burst])
         message_ms = max((ms for [ms] in links_ms.values()), default=0.0)
         parts = [[0.0] * len(PartFigures._fields) for _ in places.order]
         for chunk, figures in enumerate(self._watch.figures(places.chunks)):

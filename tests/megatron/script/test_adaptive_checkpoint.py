@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenpipe.megatron.script.adaptive import SAVED
+from evenpipe.megatron.script.measured import TUNED
 
 BESIDE, INSIDE = ".evenpipe_tuner/0000007.json", "iter_0000007/evenpipe_tuner.json"
 LIMIT = 1 << 30
@@ -40,12 +40,12 @@ def files(folder):
 def test_it_is_there_before_megatron_saves_and_inside_afterwards(one_rank, tmp_path, capsys):
     during = []
     assert (
-        SAVED.save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: during.append(files(tmp_path)) or "saved")
+        TUNED.save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: during.append(files(tmp_path)) or "saved")
         == "saved"
     )
     assert during == [[BESIDE]]
     assert files(tmp_path) == [INSIDE]
-    assert SAVED.resumed(megatrons(tmp_path), LIMIT) == STATE
+    assert TUNED.resumed(megatrons(tmp_path), LIMIT) == STATE
     assert capsys.readouterr().out == (
         " [evenpipe] --group-size auto: checkpoint of iteration 7: goes on tuning as it was saved\n"
     )
@@ -59,10 +59,10 @@ def test_a_file_that_a_script_saved_is_gone_on_with(one_rank, tmp_path, capsys):
     (tmp_path / INSIDE).parent.mkdir()
     shutil.copy(file, tmp_path / INSIDE)
     args = megatrons(tmp_path, **settings)
-    assert SAVED.resumed(args, content["state"]["limit_bytes"]) == content["state"]
+    assert TUNED.resumed(args, content["state"]["limit_bytes"]) == content["state"]
     assert "goes on tuning as it was saved" in capsys.readouterr().out
-    assert SAVED.resumed(args, content["state"]["limit_bytes"] - 1) is None
-    SAVED.save(args, 8, str(tmp_path), content["state"], lambda: None)
+    assert TUNED.resumed(args, content["state"]["limit_bytes"] - 1) is None
+    TUNED.save(args, 8, str(tmp_path), content["state"], lambda: None)
     assert json.loads((tmp_path / "iter_0000008" / "evenpipe_tuner.json").read_text()) == content
 
 
@@ -71,9 +71,9 @@ def test_a_job_killed_before_it_was_moved_finds_it(one_rank, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        SAVED.save(megatrons(tmp_path), 7, str(tmp_path), STATE, killed)
+        TUNED.save(megatrons(tmp_path), 7, str(tmp_path), STATE, killed)
     assert files(tmp_path) == [BESIDE]
-    assert SAVED.resumed(megatrons(tmp_path), LIMIT) == STATE
+    assert TUNED.resumed(megatrons(tmp_path), LIMIT) == STATE
 
 
 @pytest.mark.parametrize(
@@ -87,28 +87,28 @@ def test_a_job_killed_before_it_was_moved_finds_it(one_rank, tmp_path):
     ],
 )
 def test_other_settings_tune_anew(one_rank, tmp_path, capsys, others, limit):
-    SAVED.save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
-    assert SAVED.resumed(megatrons(tmp_path, **others), limit) is None
+    TUNED.save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
+    assert TUNED.resumed(megatrons(tmp_path, **others), limit) is None
     assert capsys.readouterr().out.endswith("has no tuner's state of these settings: tunes anew\n")
 
 
 def test_another_iteration_or_none_has_no_state(one_rank, tmp_path, capsys):
-    SAVED.save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
-    assert SAVED.resumed(megatrons(tmp_path, 8), LIMIT) is None
+    TUNED.save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
+    assert TUNED.resumed(megatrons(tmp_path, 8), LIMIT) is None
     assert "iteration 8: has no tuner's state" in capsys.readouterr().out
-    assert SAVED.resumed(megatrons(tmp_path, 0), LIMIT) is None
-    assert SAVED.resumed(Namespace(load=None), LIMIT) is None
+    assert TUNED.resumed(megatrons(tmp_path, 0), LIMIT) is None
+    assert TUNED.resumed(Namespace(load=None), LIMIT) is None
     assert capsys.readouterr().out == ""  # nothing was loaded
 
 
 def test_a_file_that_is_not_whole_tunes_anew(one_rank, tmp_path, capsys):
-    SAVED.save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
+    TUNED.save(megatrons(tmp_path), 7, str(tmp_path), STATE, lambda: None)
     (tmp_path / INSIDE).write_text('{"format": "evenpipe.script_tu')
-    assert SAVED.resumed(megatrons(tmp_path), LIMIT) is None
+    assert TUNED.resumed(megatrons(tmp_path), LIMIT) is None
     assert "tunes anew" in capsys.readouterr().out
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_tuning(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert SAVED.save(megatrons(tmp_path), 7, str(tmp_path / "file"), STATE, lambda: "saved") == "saved"
+    assert TUNED.save(megatrons(tmp_path), 7, str(tmp_path / "file"), STATE, lambda: "saved") == "saved"
     assert "a resumed run will tune anew" in capsys.readouterr().out

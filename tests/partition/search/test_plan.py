@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from evenpipe.partition.dawnpiper.copies import Workload
-from evenpipe.partition.dawnpiper.problem import PartitionError
+from evenpipe.partition.dawnpiper.problem import PartitionError, Problem
 from evenpipe.partition.profile import Profile
-from evenpipe.partition.search.finding import find_plan, fits_into, largest_batch
+from evenpipe.partition.search.finding import can_fit, find_plan, largest_batch
 from evenpipe.partition.search.plan import Plan
 from tests.partition.profiles import random_profile, transformer
 
@@ -120,17 +120,18 @@ def test_a_limit_that_nothing_fits_into_is_refused_with_one_that_is_enough(optim
     with pytest.raises(PartitionError, match=r"^memory_gib=0.0625: no partition fits: give at least [\d.]+") as refused:
         find_plan(profile, workload, 2, GIB // 16, optimize)  # type: ignore[arg-type]
     least = float(str(refused.value).split("at least ")[1].split(",")[0])
-    assert fits_into(profile, workload, 2, int(least * GIB), optimize)  # type: ignore[arg-type]
-    assert not fits_into(profile, workload, 2, int(least * 0.98 * GIB), optimize)  # type: ignore[arg-type]
+    problem = Problem.of(profile, workload, 2, int(least * GIB), optimize)  # type: ignore[arg-type]
+    assert can_fit(problem)
+    assert not can_fit(problem.within(int(least * 0.98 * GIB)))
 
 
 def test_the_largest_batch_is_the_last_that_fits() -> None:
     def fits(size: int) -> bool:
-        return fits_into(transformer(4, micro_batch_size=size), Workload("1f1b", 4), 2, 8 * GIB)
+        return can_fit(Problem.of(transformer(4, micro_batch_size=size), Workload("1f1b", 4), 2, 8 * GIB))
 
     largest = largest_batch(
         lambda size: transformer(4, micro_batch_size=size),
-        lambda profile: fits_into(profile, Workload("1f1b", 4), 2, 8 * GIB),
+        lambda profile: can_fit(Problem.of(profile, Workload("1f1b", 4), 2, 8 * GIB)),
     )
     assert fits(largest)
     assert not fits(largest + 1)

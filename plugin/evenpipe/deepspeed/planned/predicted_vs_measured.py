@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from evenpipe.deepspeed.static_memory import static_bytes
 from evenpipe.partition.code import compare_with_plan
 from evenpipe.partition.search.plan import Plan
-from evenpipe.runtime.resources import StageFigures
+from evenpipe.runtime.resources import StageFigures, highest_of_all
 
 __all__ = ["PlanComparison"]
 
@@ -24,11 +21,9 @@ class PlanComparison:
 
     def __init__(self, engine: Any, plan: Plan) -> None:
         self._plan = plan
-        table = torch.zeros(engine.num_stages, dtype=torch.float64)
-        table[engine.stage_id] = static_bytes(engine)
-        table = table.to(engine.device)
-        dist.all_reduce(table, dist.ReduceOp.MAX)
-        self._static_bytes = [int(nbytes) for nbytes in table.tolist()]
+        mine = static_bytes(engine)
+        table = [mine if stage == engine.stage_id else 0 for stage in range(engine.num_stages)]
+        self._static_bytes = [int(nbytes) for nbytes in highest_of_all(table, engine.device)]
 
     def lines(self, stages: Sequence[StageFigures]) -> list[str]:
         """Return a line a stage, of a batch that was measured."""

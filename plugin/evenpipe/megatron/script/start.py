@@ -99,16 +99,12 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
         schedule = stream = StreamSchedule(config.bpipe, observer, connected=report, schedule=config.spec)
         training = TwoBWLoop(stream, args, config.one_version)
         steps, more = training.step_log, [training.patches()]
-    elif config.group_size == "auto":
-        from evenpipe.megatron.script.adaptive import AdaptiveTraining, adaptive_patches
+    elif config.group_size == "auto" or "times" in config.spec.needs:
+        from evenpipe.megatron.script.measured import AdaptiveTraining, SearchedTraining, measured_patches
 
-        tuned = AdaptiveTraining(config, args, observer, report)
-        schedule, called, more = tuned.schedule, tuned, [adaptive_patches(tuned)]
-    elif "times" in config.spec.needs:
-        from evenpipe.megatron.script.searched import SearchedTraining, searched_patches
-
-        searched = SearchedTraining(config, args, observer, report)
-        schedule, called, more = searched.schedule, searched, [searched_patches(searched)]
+        kind = AdaptiveTraining if config.group_size == "auto" else SearchedTraining
+        measured = kind(config, args, observer, report)
+        schedule, called, more = measured.schedule, measured, [measured_patches(measured)]
     else:
         schedule = PipelineSchedule(config.spec, config.bpipe, observer, connected=report, group_size=config.group_size)
     needs = config.spec.needed(args.virtual_pipeline_model_parallel_size or 1)
@@ -127,7 +123,7 @@ def _plug_in(config: EvenPipeConfig, args: Namespace, plan: WrittenLayout | None
         comparison = LayoutComparison(plan, args)
         compare, more = comparison.tell, [*more, comparison_patches(comparison), half_layers(plan)]
     log = TrainingLog(schedule, args, steps, compare)
-    for patches in (in_place_of_megatron(called or schedule), log_patches(log), *more):
+    for patches in (in_place_of_megatron(schedule, called), log_patches(log), *more):
         patches.apply()
     from evenpipe.runtime.heartbeat import silent_peer
 

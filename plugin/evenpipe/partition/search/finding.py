@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import ceil, inf
 from typing import Final
 
@@ -18,8 +16,9 @@ from evenpipe.partition.search.batch_clock import BatchClock, StageLinks
 from evenpipe.partition.search.choosing import Reached, Way, fastest_batch, longest_ms
 from evenpipe.partition.search.exact import best_partition
 from evenpipe.partition.search.plan import Plan, plan_of
+from evenpipe.schedule import without_cycle_collector
 
-__all__ = ["find_plan", "fits_into", "largest_batch", "least_limit"]
+__all__ = ["can_fit", "find_plan", "largest_batch", "least_limit"]
 
 _GIB: Final = 1 << 30
 #: How many ranges the exact search weighs with memory optimisation: a part of a second; all, in models of so few cuts.
@@ -56,22 +55,10 @@ def find_plan(
     limit that is enough; ScheduleError for a schedule that cannot be.
     """
     began = time.perf_counter()
-    with _no_collection():
+    with without_cycle_collector():  # which walks all of torch and the profile, for a second
         problem = Problem.of(profile, workload, stages, limit_bytes, optimize, host_gbps)
         plan = _plan(problem, workload, links)
     return plan.model_copy(update={"search_ms": (time.perf_counter() - began) * 1e3})
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without Python's collector of reference cycles: it walks all of torch and the profile, which takes a second."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _plan(problem: Problem, workload: Workload, links: StageLinks | None) -> Plan:
@@ -104,16 +91,8 @@ def _plan(problem: Problem, workload: Workload, links: StageLinks | None) -> Pla
     )
 
 
-def fits_into(
-    profile: Profile,
-    workload: Workload,
-    stages: int,
-    limit_bytes: int,
-    optimize: Optimize = "none",
-    host_gbps: float = 0.0,
-) -> bool:
-    """Return whether the exact search finds a plan. Raises as `find_plan` does, except for the limit."""
-    problem = Problem.of(profile, workload, stages, limit_bytes, optimize, host_gbps)
+def can_fit(problem: Problem) -> bool:
+    """Return whether the exact search finds a plan."""
     return best_partition(problem, 0) is not None
 
 
@@ -125,17 +104,13 @@ def _too_little(problem: Problem) -> str:
 
 def least_limit(problem: Problem) -> int:
     """Return bytes a stage that are enough for a partition: within 1 % of the least that is known to be enough."""
-
-    def fits(limit: int) -> bool:
-        return best_partition(problem.within(limit), 0) is not None
-
     high = max(1, problem.limit_bytes)
-    while not fits(high):
+    while not can_fit(problem.within(high)):
         high *= 2
     low = high // 2
     while high > max(low + 1, low * _CLOSE):
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
+        low, high = (low, middle) if can_fit(problem.within(middle)) else (middle, high)
     return high
 
 
@@ -144,7 +119,7 @@ def largest_batch(
 ) -> int:
     """Return the largest multiple of `step`, up to `most`, whose profile `fits`; 0 if there is none.
 
-    `profile_at` gives the profile of micro-batches of so many samples; `fits` cuts it in its own way (`fits_into` in
+    `profile_at` gives the profile of micro-batches of so many samples; `fits` cuts it in its own way (`can_fit` in
     ours). The size doubles while it fits; then it is bisected. Without memory optimisation, a profile that does not fit
     does not with more samples. With it, a few sizes may find no picks although larger ones do: so some larger ones are
     tried at the end, and if any fits, the search goes on from there.

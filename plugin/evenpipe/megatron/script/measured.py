@@ -1,4 +1,4 @@
-"""Adaptive kFkB in Megatron-LM's scripts: what it may use, what it may cut, what it logs, and what is saved of it."""
+"""Megatron-LM's scripts under an order or a group size that the run's own times decide, and what is saved of these."""
 
 from __future__ import annotations
 
@@ -10,36 +10,97 @@ import torch
 
 from evenpipe.megatron.script.hooks import save_patch, set_up_patch, with_values
 from evenpipe.megatron.script.log import say, say_on_last_rank
+from evenpipe.megatron.script.partition import layer_kinds
 from evenpipe.megatron.script.saved_state import SavedState
 from evenpipe.megatron.symbols import ADAPTIVE
 from evenpipe.megatron.unsupported import packs, why_one_size
 from evenpipe.planner.group_memory import PlanError
+from evenpipe.schedule import SEARCHED, ScheduleError
 from evenpipe.settings.config import EvenPipeConfig
+from evenpipe.settings.spelling import flag
 from evenpipe.tuner.process_memory import limit_bytes
 from evenpipe.tuner.samples import LossWeights, loader_of
 from evenpipe.upstream import PatchSet
 from evenpipe.upstream.ending import end_job
 
 if TYPE_CHECKING:
+    from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule
     from evenpipe.megatron.schedule import PipelineSchedule
+    from evenpipe.megatron.searched import SearchedSchedule
     from evenpipe.runtime.executor import Observer
 
-__all__ = ["SAVED", "AdaptiveTraining", "adaptive_patches"]
+__all__ = ["TUNED", "AdaptiveTraining", "MeasuredTraining", "SearchedTraining", "measured_patches"]
+
+#: What times and memory of parts depend on, beside the layout.
+_SETTINGS: Final = ("virtual_pipeline_model_parallel_size", "num_experts", "expert_model_parallel_size", "fp8")
+
+
+def _settings(args: Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name, None) for name in _SETTINGS} | {"layout": layer_kinds(args)}
+
 
 _AUTO: Final = "--group-size auto"
 _ANEW: Final = f"{_AUTO}: what was saved is of other batches or memory: tunes anew"
 _UNEVEN: Final = "samples count different tokens in the loss: add --calculate-per-token-loss, if the script honours it"
-SAVED: Final = SavedState(
+TUNED: Final = SavedState(
     _AUTO, "evenpipe_tuner", "goes on tuning as it was saved", "has no tuner's state of these settings: tunes anew"
+)
+_SEARCHED: Final = SavedState(
+    f"{flag('schedule')} {SEARCHED}",
+    "evenpipe_searched",
+    "trains by the order that was saved",
+    "has no order of these settings: searches anew",
+    _settings,
 )
 
 
-class AdaptiveTraining:
-    """A script's training with --group-size auto. `args` are Megatron's, `config` is what EvenPipe was asked for.
+class MeasuredTraining:
+    """A script's training by what it measures. `args` are Megatron's, `config` is what EvenPipe was asked for.
 
     Make it once arguments are known, have Megatron's loop call it in the place of its forward-backward function, and
-    apply `adaptive_patches`. Where no candidate fits, the job ends with one line.
+    apply `measured_patches`. Where nothing fits the memory, the job ends with one line. Subclasses make `schedule`.
     """
+
+    schedule: AdaptiveSchedule | SearchedSchedule
+
+    def __init__(self, config: EvenPipeConfig, args: Namespace, saved: SavedState) -> None:
+        self.args = args
+        self._config = config
+        self._saved = saved
+
+    def __call__(self, **arguments: Any) -> list[Any]:
+        """One batch, as Megatron's own function would."""
+        # Megatron may run an iteration again, which is to be cut as before.
+        self.schedule.iteration = self.args.curr_iteration
+        try:
+            return self.schedule(**arguments)
+        except (PlanError, ScheduleError) as error:
+            given = self._config.memory_gib
+            end_job(f"{self._saved.asked if given is None else f'--memory-gib {given}'}: {error}")
+
+    def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
+        """Called by all ranks when Megatron has made model and optimizer, and loaded what was to be loaded."""
+        from evenpipe.megatron.adaptive.static_memory import static_bytes
+
+        if optimizer is None:
+            return  # --skip-train
+        limit = limit_bytes(self._config.memory_gib, torch.device(torch.cuda.current_device()))
+        self.schedule.tuning = self.schedule.tuning._replace(
+            limit_bytes=limit, static_bytes=lambda: static_bytes(model, optimizer)
+        )
+        if (state := self._saved.resumed(self.args, limit)) is not None:
+            self.schedule.load_state_dict(state)
+
+    def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
+        """Called by all ranks in the place of Megatron's saving, which is `write`."""
+        state = self.schedule.state_dict() if self.args.rank == 0 else None
+        return write() if state is None else self._saved.save(self.args, iteration, folder, state, write)
+
+
+class AdaptiveTraining(MeasuredTraining):
+    """A script's training with --group-size auto."""
+
+    schedule: AdaptiveSchedule
 
     def __init__(
         self,
@@ -50,8 +111,7 @@ class AdaptiveTraining:
     ) -> None:
         from evenpipe.megatron.adaptive.schedule import AdaptiveSchedule, Tuning
 
-        self.args = args
-        self._config = config
+        super().__init__(config, args, TUNED)
         self._weights: LossWeights | None = None
         self._one_size: str | None = None
         self._warned = False
@@ -72,38 +132,18 @@ class AdaptiveTraining:
         """One batch, as Megatron's own function would."""
         if forward_only:
             return self.schedule(forward_only=True, **arguments)
-        # Megatron may run an iteration again, which is to be cut as before.
-        self.schedule.iteration = self.args.curr_iteration
         if self._weights is not None and (source := loader_of(arguments["data_iterator"])) is not None:
             arguments = arguments | {"data_iterator": self._weights.watch(source)}
-        try:
-            losses = self.schedule(**arguments)
-        except PlanError as error:
-            given = self._config.memory_gib
-            end_job(f"{_AUTO if given is None else f'--memory-gib {given}'}: {error}")
+        losses = super().__call__(**arguments)
         self._warn()
         return losses
 
     def set_up(self, model: Sequence[Any], optimizer: Any) -> None:
         """Called by all ranks when Megatron has made model and optimizer, and loaded what was to be loaded."""
-        from evenpipe.megatron.adaptive.static_memory import static_bytes
-
-        if optimizer is None:
-            return  # --skip-train
         # BERT's loss is a mean over each micro-batch's tokens, whatever Megatron is told.
         per_token = self.args.calculate_per_token_loss and not _is_bert(model)
         self._weights = None if per_token or why_one_size(self.args) is not None else LossWeights()
-        limit = limit_bytes(self._config.memory_gib, torch.device(torch.cuda.current_device()))
-        self.schedule.tuning = self.schedule.tuning._replace(
-            limit_bytes=limit, static_bytes=lambda: static_bytes(model, optimizer)
-        )
-        if (state := SAVED.resumed(self.args, limit)) is not None:
-            self.schedule.load_state_dict(state)
-
-    def save(self, iteration: int, model: Sequence[Any], folder: str, write: Callable[[], Any]) -> Any:
-        """Called by all ranks in the place of Megatron's saving, which is `write`."""
-        state = self.schedule.state_dict() if self.args.rank == 0 else None
-        return write() if state is None else SAVED.save(self.args, iteration, folder, state, write)
+        super().set_up(model, optimizer)
 
     def _sizes(self, loaded: Sequence[Any], given: int) -> Sequence[int] | None:
         reason = why_one_size(self.args)
@@ -128,12 +168,31 @@ class AdaptiveTraining:
             )
 
 
-def adaptive_patches(training: AdaptiveTraining) -> PatchSet:
+class SearchedTraining(MeasuredTraining):
+    """A script's training with --evenpipe-schedule searched."""
+
+    def __init__(
+        self,
+        config: EvenPipeConfig,
+        args: Namespace,
+        observer: Observer | None,
+        connected: Callable[[PipelineSchedule], None],
+    ) -> None:
+        from evenpipe.megatron.adaptive.schedule import Tuning
+        from evenpipe.megatron.searched import SearchedSchedule
+
+        super().__init__(config, args, _SEARCHED)
+        tuning = Tuning(0, int, config.retune_interval, log=lambda line: say_on_last_rank(f"{SEARCHED}: {line}"))
+        self.schedule = SearchedSchedule(tuning, observer, connected=connected)
+
+
+def measured_patches(training: MeasuredTraining) -> PatchSet:
     """Return what calls `training` with Megatron's model, optimizer and checkpoints."""
-    model_and_optimizer = f"{_AUTO}: the first place that has model and optimizer, whose memory counts"
-    saved = f"{_AUTO}: what has been measured and decided is saved beside what Megatron saves"
+    asked = f"{_AUTO}, {_SEARCHED.asked}"
+    model_and_optimizer = f"{asked}: the first place that has model and optimizer, whose memory counts"
     set_up = set_up_patch(training, "model-and-optimizer", model_and_optimizer)
-    return PatchSet("auto", [set_up, save_patch(training, saved)], ADAPTIVE)
+    save = save_patch(training, f"{asked}: what has been measured and decided is saved beside what Megatron saves")
+    return PatchSet("measured", [set_up, save], ADAPTIVE)
 
 
 def _is_bert(model: Sequence[Any]) -> bool:
