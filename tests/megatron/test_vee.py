@@ -91,7 +91,7 @@ def test_parts_that_are_computed_again_save_less(ranks: list[dict[str, Any]]) ->
     shares = [again / usual for again, usual in zip(peaks[RECOMPUTED], peaks["v-min"], strict=True)]
     assert shares[1] == 1.0
     assert shares[0] < 0.55
-    assert max(shares[2:]) < 0.8
+    assert max(shares[2:]) < 0.97
 
 
 def test_timers_of_a_batch_run_as_megatrons(ranks: list[dict[str, Any]]) -> None:

@@ -104,6 +104,7 @@ def test_a_part_that_is_computed_again_is_known_by_what_it_was_before():
     before = _part(PartFigures(1.0, 2.0, 1.0, 100, 90, 7), None, False)
     assert (before.recomputed_bytes, before.recomputed().input_gradient_ms) == (7, 3.0)
     assert _part(PartFigures(1.0, 3.0, 1.0, 0, 0, 7), before, True) == before
+    assert _part(PartFigures(1.0, 2.0, 1.0, 0, 0, 7), before, False) == before  # the other batch is by another order
     assert _part(PartFigures(1.0, 2.0, 1.0, 100, 90, 0), before, False) == before
     assert _part(PartFigures(1.0, 2.0, 1.0, 100, 90, 100), None, False).recomputed_bytes is None  # nothing to gain
 

@@ -254,14 +254,15 @@ def _at_once(schedule: Schedule) -> Schedule:
 
 
 def _part(figures: PartFigures, before: Part | None, recomputed: bool) -> Part:
-    """Return a part's costs; of one that all units have `recomputed`, what they show beside its costs `before`."""
+    """Return a part's costs, beside what it cost `before`: `recomputed`, where all units that were timed are."""
     input_gradient_ms = figures.input_gradient_ms
     saved, left, again = figures.saved_bytes, figures.left_bytes, figures.recomputed_bytes
     if before is not None and recomputed:
         input_gradient_ms *= before.input_gradient_ms / (before.recomputed().input_gradient_ms or 1.0)
+    if before is not None and not saved:  # all units that were weighed are computed again
         saved, left = before.saved_bytes, before.saved_bytes - before.freed_by_input_gradient_bytes
-    elif before is not None:
-        again = before.recomputed_bytes or 0
+    if before is not None:
+        again = again or before.recomputed_bytes or 0
     return Part(
         forward_ms=figures.forward_ms,
         input_gradient_ms=input_gradient_ms,
