@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from evenpipe.schedule import SEARCHED, Program, ScheduleError, Size, build, find, loop, own, vee
-from evenpipe.schedule.search.costs import RunCosts, held_bytes
+from evenpipe.schedule.search.costs import RunCosts
 from evenpipe.schedule.search.problem import Problem
 from evenpipe.schedule.search.search import USUAL, Effort
 from evenpipe.simulate.costs import Costs
@@ -112,15 +112,10 @@ def _placed(costs: RunCosts, program: Program) -> RunCosts | None:
 
 
 def _point(name: str, program: Program, costs: RunCosts) -> Point:
-    schedule = program.schedule
-    places = costs.places(schedule.stages)
-    sizes = [
-        [costs.parts[places.position(stage, chunk)].saved_bytes for chunk in range(schedule.chunks)]
-        for stage in range(schedule.stages)
-    ]
-    simulation = simulate(program, Costs.of_parts(costs, schedule), sizes)
-    if any(schedule.evictions):
-        peak_bytes = max(stage.peak_bytes for stage in simulation.stages)
-    else:
-        peak_bytes = max(map(max, held_bytes(schedule, costs)))
-    return Point(name, peak_bytes, simulation.makespan_ms)
+    stages, chunks = range(program.schedule.stages), range(program.schedule.chunks)
+    places = costs.places(len(stages))
+    parts = [[costs.parts[places.position(stage, chunk)] for chunk in chunks] for stage in stages]
+    saved = [[part.saved_bytes for part in row] for row in parts]
+    left = [[part.saved_bytes - part.freed_by_input_gradient_bytes for part in row] for row in parts]
+    simulation = simulate(program, Costs.of_parts(costs, program.schedule), saved, left)
+    return Point(name, max(stage.peak_bytes for stage in simulation.stages), simulation.makespan_ms)
