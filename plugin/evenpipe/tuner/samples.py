@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from evenpipe.runtime.resources import highest_of_all
 
 __all__ = ["CutError", "LossWeights", "items_of", "loader_of", "micro_batches_of"]
 
@@ -133,9 +134,7 @@ class LossWeights:
         All ranks of the job call it alike. False where no rank has looked at any. `device` is what the ranks exchange
         tensors on.
         """
-        found = torch.tensor([not self.even_here, self._sample is not None], dtype=torch.float32, device=device)
-        dist.all_reduce(found)
-        uneven, looked = found.tolist()
+        uneven, looked = highest_of_all([not self.even_here, self._sample is not None], device)
         return not uneven and bool(looked)
 
     def _look(self, micro_batch: Any) -> None:

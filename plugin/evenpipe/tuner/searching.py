@@ -196,14 +196,11 @@ class SearchLoop:
         [message_bytes] = highest_of_all([executor.counter.largest_sent], device)
         burst = Burst(1, max(1, int(message_bytes)))
         links_ms = measure_links(Ends(executor.connections, stage, stages, device), [burst])
-        message_ms = max((ms for [ms] in links_ms.values()), default=0.0)
+        [message_ms] = highest_of_all([max((ms for [ms] in links_ms.values()), default=0.0)], device)
         parts = [[0.0] * len(PartFigures._fields) for _ in places.order]
         for chunk, figures in enumerate(self._watch.figures(places.chunks)):
             parts[places.position(stage, chunk)] = [*figures]
-        held = [float(room.static_bytes) if at == stage else 0.0 for at in range(stages)]
-        numbers = highest_of_all([message_ms, *held, *(number for part in parts for number in part)], device)
-        message_ms, held, rest = numbers[0], numbers[1 : 1 + stages], iter(numbers[1 + stages :])
-        rows = zip(*[rest] * len(PartFigures._fields), strict=True)
+        held = highest_of_all([room.static_bytes if at == stage else 0 for at in range(stages)], device)
         known = [None] * len(parts) if self.costs is None else self.costs.parts
         recomputed = self._found[size.micro_batches].recomputed if size.micro_batches in self._found else ()
         caps = [limit - int(nbytes) - _UNDER_WAY * int(message_bytes) for nbytes in held]
@@ -218,7 +215,7 @@ class SearchLoop:
             placement="vee" if size.chunks == 2 else "straight",
             parts=[
                 _part(PartFigures(*row), before, at in recomputed)
-                for at, (row, before) in enumerate(zip(rows, known, strict=True))
+                for at, (row, before) in enumerate(zip(highest_of_all(parts, device), known, strict=True))
             ],
             message_ms=message_ms,
             memory_bytes=caps,
