@@ -5,7 +5,8 @@ backward, and messages are free. "uneven", by chance: an embedding of 0.05 of a 
 5 % more or less, an input gradient of 1.0 to 1.3 and a weight gradient of 0.8 to 1.0 of a forward, messages of up to
 0.15 of a stage's forward. "experts": every other half takes 1.1 to 1.4, the others as much less, messages 0.05 to 0.3.
 
-Memory is what the fullest stage saves, 1F1B's = 1. Speed is the busiest stage's work over the batch: 1 where it never
+Memory is what the fullest stage saves, 1F1B's = 1; what is searched may have parts computed again, which leave a
+twentieth of what they save. Speed is the busiest stage's work over the batch: 1 where it never
 waits. "known": the fastest schedule with a name that fits, in which evictions are free. "gain": searched over known.
 "wrong": the same if stages and actions take 5 % more or less than they were searched for, and messages as much longer
 as half a standard normal's absolute value: the mean of 48 samples that the search has not seen, of which the least is
@@ -35,6 +36,7 @@ from evenpipe.simulate.searched import searched
 
 DRAWN: Final = (8, 32)
 UNIT_BYTES: Final = 1000
+SIZES: Final = {"saved_bytes": UNIT_BYTES, "recomputed_bytes": UNIT_BYTES // 20}
 
 
 def halves(kind: str, stages: int) -> RunCosts:
@@ -54,8 +56,7 @@ def halves(kind: str, stages: int) -> RunCosts:
     if kind != "even":
         inputs, weights = chance.uniform(1.0, 1.3), chance.uniform(0.8, 1.0)
     parts = [
-        Part(forward_ms=ms, input_gradient_ms=inputs * ms, weight_gradient_ms=weights * ms, saved_bytes=UNIT_BYTES)
-        for ms in layers
+        Part(forward_ms=ms, input_gradient_ms=inputs * ms, weight_gradient_ms=weights * ms, **SIZES) for ms in layers
     ]
     return RunCosts(format="evenpipe.costs/1", placement="vee", parts=parts, message_ms=message)
 

@@ -22,7 +22,7 @@ from evenpipe.simulate.simulator import simulate
 __all__ = ["LEVELS", "Front", "Point", "front"]
 
 #: Amounts of memory, as parts of what 1F1B's fullest stage saves.
-LEVELS: Final = (0.34, 0.4, 0.5, 0.625, 0.75, 0.875, 1.0, 1.25)
+LEVELS: Final = (0.25, 0.34, 0.4, 0.5, 0.625, 0.75, 0.875, 1.0, 1.25)
 
 
 class Point(NamedTuple):
