@@ -51,11 +51,12 @@ def searched(
         return program, simulate(program, Costs.of_parts(costs, schedule)).makespan_ms
 
     problem = Problem.of(costs, stages, micro_batches, split)
-    found: list[Searched] = []
-    for choice in recomputations(problem):
+    found, choices = list[Searched](), recomputations(problem)
+    each = effort._replace(seconds=effort.seconds / len(choices))
+    for choice in choices:
         if choice:
             told(f"parts {', '.join(map(str, sorted(choice)))} computed again")
-        of_choice = search(replace(problem, recomputed=choice), effort, told=told)
+        of_choice = search(replace(problem, recomputed=choice), each, told=told)
         published = [proven(schedule) for schedule in of_choice.published]
         best_ms = min((ms for _, ms in published), default=math.inf)
         program, ms = next(one for one in (*map(proven, of_choice.best), *published) if one[1] <= best_ms)

@@ -17,15 +17,13 @@ __all__ = ["recomputations"]
 #: Micro-batches a stage, and orders of each choice, by which choices are compared.
 _COMPARED: Final = 3
 _JUSTIFIED: Final = 4
-#: How much slower none may seem, and be searched for all the same.
-_WORTH: Final = 1.15
 
 
 def recomputations(problem: Problem) -> list[frozenset[int]]:
-    """Return one or two choices of parts to compute again, by their positions, for which an order is worth a search.
+    """Return one or two choices of parts to compute again, by their positions: the fastest, and none where that fits.
 
-    All that can be, those of one model chunk, or none; the best choice is changed, one part after another, as long as
-    that makes it faster.
+    Looked at are all that can be, those of one model chunk, and none; the best of these is changed, one part after
+    another, as long as that makes it faster.
     """
     none, able = frozenset[int](), problem.recomputable
     if not able:
@@ -42,7 +40,7 @@ def recomputations(problem: Problem) -> list[frozenset[int]]:
                 times[other] = _batch_ms(few, other)
             if times[other] < times[found] - 1e-9:
                 found, changed = other, True
-    return [none] if not found else [found] if times[none] > _WORTH * times[found] else [found, none]
+    return [found, none] if found and times[none] < NEVER else [found]
 
 
 def _choices(problem: Problem, able: frozenset[int]) -> Iterator[frozenset[int]]:
