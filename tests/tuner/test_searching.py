@@ -83,12 +83,12 @@ def test_the_most_bytes_and_the_median_time_of_a_micro_batch_are_taken(monkeypat
         assert watch.store is None
         assert not watch.timed
     [figures] = watch.figures(1)
-    assert figures == pytest.approx(PartFigures(4.0, 2.0, 2.0, 99, 69, 100))
+    assert figures == pytest.approx(PartFigures(4.0, 2.5, 2.0, 100, 70, 100, 0.0))
 
 
 def test_more_may_wait_for_a_second_half_than_was_saved():
     """Where layers are recomputed, and in queues that a store does not see."""
-    part = _part(PartFigures(1.0, 1.0, 1.0, 100, 170, 0), None, False)
+    part = _part(PartFigures(1.0, 1.0, 1.0, 100, 170, 0, 0), None, False)
     assert (part.saved_bytes, part.freed_by_input_gradient_bytes) == (100, -70)
     watch, queued = PartWatch(queued=lambda: sum(waiting)), Action(INPUT_GRADIENT, 0)
     waiting = [40]  # of another unit
@@ -101,12 +101,13 @@ def test_more_may_wait_for_a_second_half_than_was_saved():
 
 
 def test_a_part_that_is_computed_again_is_known_by_what_it_was_before():
-    before = _part(PartFigures(1.0, 2.0, 1.0, 100, 90, 7), None, False)
-    assert (before.recomputed_bytes, before.recomputed().input_gradient_ms) == (7, 3.0)
-    assert _part(PartFigures(1.0, 3.0, 1.0, 0, 0, 7), before, True) == before
-    assert _part(PartFigures(1.0, 2.0, 1.0, 0, 0, 7), before, False) == before  # the other batch is by another order
-    assert _part(PartFigures(1.0, 2.0, 1.0, 100, 90, 0), before, False) == before
-    assert _part(PartFigures(1.0, 2.0, 1.0, 100, 90, 100), None, False).recomputed_bytes is None  # nothing to gain
+    before = _part(PartFigures(1.0, 2.0, 1.0, 100, 90, 7, 0.7), None, False)
+    assert (before.recomputed_bytes, before.recomputed().input_gradient_ms) == (7, 2.7)
+    assert _part(PartFigures(1.0, 2.7, 1.0, 0, 90, 7, 0), before, True) == before
+    assert _part(PartFigures(1.0, 2.0, 1.0, 0, 90, 7, 0), before, False) == before  # one batch is by another order
+    assert _part(PartFigures(1.0, 2.0, 1.0, 100, 90, 0, 0), before, False) == before
+    assert _part(PartFigures(1.0, 2.7, 1.0, 0, 180, 14, 0), before, True).saved_bytes == 200
+    assert _part(PartFigures(1.0, 2.0, 1.0, 100, 90, 100, 0), None, False).recomputed_bytes is None  # nothing to gain
 
 
 def test_orders_of_another_number_of_parts_are_not_taken():

@@ -35,6 +35,7 @@ from evenpipe.schedule import (
     Programs,
     Queues,
     Schedule,
+    ScheduleError,
     Size,
     Spec,
     Unit,
@@ -269,7 +270,7 @@ class PipelineSchedule:
             executor.device,
             release,
             executor.store.recording if self.bpipe or executor.measure else lambda unit: nullcontext(),
-            self._recomputes(config, program.schedule, pipeline.rank()),
+            self._recomputes(batch, program.schedule, pipeline.rank()),
         )
         try:
             stage.start()
@@ -289,11 +290,13 @@ class PipelineSchedule:
             config.finalize_model_grads_func(list(batch.model), counted, **extra)
         return losses
 
-    def _recomputes(self, config: Any, schedule: Schedule, stage: int) -> Callable[[Unit], bool]:
+    def _recomputes(self, batch: Batch, schedule: Schedule, stage: int) -> Callable[[Unit], bool]:
         """Return what says of a unit whether its layers are computed again."""
         chunks = schedule.recomputed_chunks(stage)
-        if schedule.recomputed and (setting := obstacle(config)) is not None:
-            raise ValueError(f"{setting}: the schedule computes parts of the model again: leave {setting} out")
+        if schedule.recomputed and (found := obstacle(batch.config, batch.model)) is not None:
+            raise ScheduleError(
+                f"{found}: rules out that parts of the model are computed again, as {schedule.name} does: choose one"
+            )
         return lambda unit: unit.chunk in chunks
 
     def _weights(self, chunks: list[torch.nn.Module]) -> list[torch.Tensor]:

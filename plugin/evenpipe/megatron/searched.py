@@ -76,10 +76,10 @@ class SearchedSchedule(PipelineSchedule):
         self.loop.end(executor, self.iteration, size, lambda: self._room(executor))
         return losses
 
-    def _recomputes(self, config: Any, schedule: Schedule, stage: int) -> Callable[[Unit], bool]:
-        recomputes = super()._recomputes(config, schedule, stage)
-        if self.loop.compares and obstacle(config) is None:
-            recomputes = _most
+    def _recomputes(self, batch: Batch, schedule: Schedule, stage: int) -> Callable[[Unit], bool]:
+        recomputes = super()._recomputes(batch, schedule, stage)
+        if self.loop.compares and obstacle(batch.config, batch.model) is None:
+            recomputes = _three_in_four
         self._watch.recomputes = recomputes
         return recomputes
 
@@ -93,5 +93,5 @@ class SearchedSchedule(PipelineSchedule):
         return executor
 
 
-def _most(unit: Unit) -> bool:
+def _three_in_four(unit: Unit) -> bool:
     return unit.micro_batch % 4 > 0

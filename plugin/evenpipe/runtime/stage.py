@@ -88,7 +88,7 @@ class ModuleStage:
     is on another one (None).
     Gradients accumulate in `parameter.grad`; `losses[i]` holds the detached losses. With `recording`, backwards are in
     two halves: `recording(unit)` is entered to save what the second needs. Without, a first half is the whole backward.
-    `recomputed` chunks save their input alone, and are computed again by their backward.
+    `recomputed` chunks save their input alone, and are computed again by their backward: their modules change no state.
     """
 
     def __init__(

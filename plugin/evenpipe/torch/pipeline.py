@@ -60,6 +60,9 @@ class Pipeline(ABC):
         self.stage = ranks.index(dist.get_rank())
         self.chunks = list(chunks)
         self.is_first, self.is_last = (self.stage == end.stage for end in (places.first, places.last))
+        again = [self.chunks[chunk] for chunk in schedule.recomputed_chunks(self.stage)]
+        if any(getattr(one, "track_running_stats", False) for chunk in again for one in chunk.modules()):
+            raise ValueError(f"program: {schedule.name} computes a part with running statistics again: choose another")
         self.loss_chunk = places.last.chunk if self.is_last else None
         #: Of the micro-batches of the last batch, where the model ends.
         self.losses: list[Tensor] = []

@@ -23,8 +23,9 @@ class PartFigures(NamedTuple):
     """One model chunk and one micro-batch: milliseconds, and bytes.
 
     Times are medians. `saved_bytes` is the most that one saved for its backward, and `left_bytes` the most that one
-    kept between the two halves of that. `recomputed_bytes` is the most that one saved that is computed again; the other
-    figures are of those that are not, times of the others only where all are. What no micro-batch shows is 0.
+    kept between the two halves of that. `recomputed_bytes` is the most that one saved that is computed again, whose
+    input gradient takes `recompute_ms` longer, and which shows by what it leaves how much others of its size save. What
+    no micro-batch shows is 0; where all are computed again, the input gradient's time is theirs.
     """
 
     forward_ms: float
@@ -33,6 +34,7 @@ class PartFigures(NamedTuple):
     saved_bytes: int
     left_bytes: int
     recomputed_bytes: int
+    recompute_ms: float
 
 
 class PartWatch(Observer):
@@ -69,20 +71,25 @@ class PartWatch(Observer):
 
     def figures(self, chunks: int) -> list[PartFigures]:
         """Return those of each chunk, once a batch has been weighed and one has been timed."""
-        return [
-            PartFigures(
-                forward_ms=self._median_ms(FORWARD, chunk),
-                input_gradient_ms=self._median_ms(INPUT_GRADIENT, chunk),
-                weight_gradient_ms=self._median_ms(WEIGHT_GRADIENT, chunk),
-                saved_bytes=max(self.nbytes[FORWARD, chunk], default=0),
-                left_bytes=max(self.nbytes[INPUT_GRADIENT, chunk], default=0),
-                recomputed_bytes=max(self.recomputed_bytes[FORWARD, chunk], default=0),
-            )
-            for chunk in range(chunks)
-        ]
+        return [self._of(chunk) for chunk in range(chunks)]
+
+    def _of(self, chunk: int) -> PartFigures:
+        usual_ms, again_ms = self.ms[INPUT_GRADIENT, chunk], self.recomputed_ms[INPUT_GRADIENT, chunk]
+        saved, usual_left = (max(self.nbytes[kind, chunk], default=0) for kind in (FORWARD, INPUT_GRADIENT))
+        again, again_left = (max(self.recomputed_bytes[kind, chunk], default=0) for kind in (FORWARD, INPUT_GRADIENT))
+        left = max(usual_left, again_left)
+        return PartFigures(
+            forward_ms=self._median_ms(FORWARD, chunk),
+            input_gradient_ms=median(usual_ms or again_ms),
+            weight_gradient_ms=self._median_ms(WEIGHT_GRADIENT, chunk),
+            saved_bytes=saved * left // usual_left if usual_left else saved,
+            left_bytes=left,
+            recomputed_bytes=again,
+            recompute_ms=max(0.0, median(again_ms) - median(usual_ms)) if usual_ms and again_ms else 0.0,
+        )
 
     def _median_ms(self, kind: Kind, chunk: int) -> float:
-        return median(self.ms[kind, chunk] or self.recomputed_ms[kind, chunk])
+        return median([*self.ms[kind, chunk], *self.recomputed_ms[kind, chunk]])
 
     def batch_started(self, clock: Clock) -> None:
         self.then.batch_started(clock)

@@ -254,12 +254,14 @@ def _part(figures: PartFigures, before: Part | None, recomputed: bool) -> Part:
     """Return a part's costs, beside what it cost `before`: `recomputed`, where all units that were timed are."""
     input_gradient_ms = figures.input_gradient_ms
     saved, left, again = figures.saved_bytes, figures.left_bytes, figures.recomputed_bytes
+    again_ms: float | None = figures.recompute_ms
     if before is not None and recomputed:
         input_gradient_ms *= before.input_gradient_ms / (before.recomputed().input_gradient_ms or 1.0)
     if before is not None and not saved:  # all units that were weighed are computed again
-        saved, left = before.saved_bytes, before.saved_bytes - before.freed_by_input_gradient_bytes
+        before_left = before.saved_bytes - before.freed_by_input_gradient_bytes
+        saved = int(before.saved_bytes * left / before_left) if before_left else before.saved_bytes
     if before is not None:
-        again = again or before.recomputed_bytes or 0
+        again, again_ms = again or before.recomputed_bytes or 0, again_ms or before.recompute_ms
     return Part(
         forward_ms=figures.forward_ms,
         input_gradient_ms=input_gradient_ms,
@@ -267,6 +269,7 @@ def _part(figures: PartFigures, before: Part | None, recomputed: bool) -> Part:
         saved_bytes=int(saved),
         freed_by_input_gradient_bytes=int(saved - left),
         recomputed_bytes=int(again) if 0 < again < saved else None,
+        recompute_ms=again_ms if 0 < again < saved else None,
     )
 
 

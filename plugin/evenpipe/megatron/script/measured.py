@@ -36,7 +36,10 @@ _SETTINGS: Final = ("virtual_pipeline_model_parallel_size", "num_experts", "expe
 
 
 def _settings(args: Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name, None) for name in _SETTINGS} | {"layout": layer_kinds(args)}
+    from evenpipe.megatron.recomputing import RULED_OUT_BY
+
+    names = (*_SETTINGS, "cuda_graph_impl", *RULED_OUT_BY)
+    return {name: getattr(args, name, None) for name in names} | {"layout": layer_kinds(args)}
 
 
 _AUTO: Final = "--group-size auto"

@@ -31,7 +31,8 @@ class Part(BaseModel):
     ``freed_by_input_gradient_bytes``: what of them is free when the input gradient ends; the rest is when the weight
     gradient does. Less than 0 where the input gradient leaves more than was saved, as where layers are recomputed.
     A whole backward takes both times, and frees all at its end. ``recomputed_bytes``: what of them a forward leaves
-    whose part is computed again, as :meth:`recomputed` says; None where that cannot be.
+    whose part is computed again, as :meth:`recomputed` says; None where that cannot be. ``recompute_ms``: the time that
+    this takes; a forward's, if None.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -42,6 +43,7 @@ class Part(BaseModel):
     saved_bytes: _Bytes = 1
     freed_by_input_gradient_bytes: _Change = 0
     recomputed_bytes: _Bytes | None = None
+    recompute_ms: _Ms | None = None
 
     @model_validator(mode="after")
     def _frees_what_it_saved(self) -> Part:
@@ -57,13 +59,20 @@ class Part(BaseModel):
     def recomputed(self) -> Part:
         """Return the part computed again right before its input gradient, from where on it keeps all that it saves."""
         assert self.recomputed_bytes is not None
+        again_ms = self.forward_ms if self.recompute_ms is None else self.recompute_ms
+        most_bytes = self.saved_bytes + self.grown_bytes
         return Part(
             forward_ms=self.forward_ms,
-            input_gradient_ms=self.forward_ms + self.input_gradient_ms,
+            input_gradient_ms=again_ms + self.input_gradient_ms,
             weight_gradient_ms=self.weight_gradient_ms,
             saved_bytes=self.recomputed_bytes,
-            freed_by_input_gradient_bytes=self.recomputed_bytes - self.saved_bytes,
+            freed_by_input_gradient_bytes=self.recomputed_bytes - most_bytes,
         )
+
+    @property
+    def grown_bytes(self) -> int:
+        """By how much an input gradient leaves more than was saved."""
+        return max(0, -self.freed_by_input_gradient_bytes)
 
     def change(self, action: Action) -> int:
         """Return by how many bytes an action of this part changes what its stage holds."""
@@ -154,12 +163,18 @@ def _sum(numbers: Iterable[Any]) -> Any:
 
 
 def held_bytes(schedule: Schedule, costs: RunCosts) -> list[list[int]]:
-    """Return, per stage, the bytes that it holds after each of its actions; the schedule evicts and swaps nothing."""
+    """Return, per stage, the bytes that it holds after each action, or at a whole backward's turn, if that is more.
+
+    The schedule evicts and swaps nothing.
+    """
     places, parts = schedule.places, costs.recomputing(schedule.recomputed).parts
-    return [
-        [*accumulate(parts[places.position(stage, action.chunk)].change(action) for action in row)]
-        for stage, row in enumerate(schedule.actions)
-    ]
+    rows = []
+    for stage, row in enumerate(schedule.actions):
+        each = [(parts[places.position(stage, action.chunk)], action) for action in row]
+        held = accumulate(part.change(action) for part, action in each)
+        at_turn = (part.saved_bytes + part.grown_bytes if action.kind == BACKWARD else 0 for part, action in each)
+        rows.append([after + more for after, more in zip(held, at_turn, strict=True)])
+    return rows
 
 
 def check_caps(schedule: Schedule, costs: RunCosts) -> None:

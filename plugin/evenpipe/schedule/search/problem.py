@@ -132,7 +132,7 @@ class Problem:
         before = saved.cumsum(axis=1)  # a part's input gradient comes when later parts hold nothing any more
         if not self.split:
             return before[:, -1]
-        grown = np.array([max(0, -one.freed_by_input_gradient_bytes) for one in self._placed])[self.graph.parts]
+        grown = np.array([one.grown_bytes for one in self._placed])[self.graph.parts]
         least: Numbers = (before + grown).max(axis=1)
         return least
 

@@ -31,6 +31,8 @@ def recomputations(problem: Problem) -> list[frozenset[int]]:
     few = replace(problem, micro_batches=min(problem.micro_batches, _COMPARED * problem.places.stages))
     times = {choice: _batch_ms(few, choice) for choice in (none, *_choices(problem, able))}
     found = min(times, key=lambda choice: times[choice])
+    if times[found] >= NEVER:
+        return [able]  # which needs least
     changed = COMPILED
     while changed:
         changed = False
