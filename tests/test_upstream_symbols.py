@@ -48,7 +48,7 @@ OURS: Final = {
     "megatron/layout_model.py": ("sys",),
     "megatron/schedule.py": ("executor",),
     "megatron/script/measured.py": ("schedule",),
-    "megatron/searched.py": ("executor",),
+    "megatron/searched.py": ("executor", "_watch"),
     "megatron/script/log.py": ("_schedule", "schedule"),
     "megatron/train_engine/engine.py": ("adaptive",),
     "runtime/host_memory.py": ("block",),
@@ -80,6 +80,7 @@ COMPUTED: Final = {
     ("runtime/weight_versions.py", "owner"): ("param_data",),
     ("megatron/cpu_mode/core.py", "dispatcher"): ("input_splits", "output_splits"),
     ("megatron/schedule.py", "groups"): (),  # made here
+    ("megatron/recomputing.py", "config"): (),  # settings, for one forward
     ("deepspeed/arrange.py", "module"): (),  # layers, by number
     ("deepspeed/planned/cutting.py", "module"): ("tied_modules", "loss_fn"),
     ("runtime/weight_gradients.py", "weight"): (),  # a mark of ours

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Final
@@ -49,10 +49,14 @@ def recomputing(chunk: nn.Module) -> Iterator[None]:
     blocks = [one for one in chunk.modules() if isinstance(one, TransformerBlock)]
     configs: list[Any] = list({id(one.config): one.config for one in blocks}.values())
     before = [{name: getattr(config, name) for name in _FULL} for config in configs]
-    for config in configs:
-        vars(config).update(_FULL)
+    _set(configs, [_FULL] * len(configs))
     try:
         yield
     finally:
-        for config, values in zip(configs, before, strict=True):
-            vars(config).update(values)
+        _set(configs, before)
+
+
+def _set(configs: Sequence[Any], values: Sequence[Mapping[str, Any]]) -> None:
+    for config, given in zip(configs, values, strict=True):
+        for name, value in given.items():
+            setattr(config, name, value)
