@@ -86,7 +86,7 @@ def test_nothing_waits_for_another_stage(megatron_lm, tmp_path):
         "get_grad_norm_fp32",
         "logical_and_across_model_parallel_group",
         "reduce_max_stat_across_model_parallel_group",
-        "per_stage",
+        "highest_of_all",
         "reduce_aux_losses_tracker_across_ranks",
     }
     # Whether any rank wants the iteration run again: older releases ask within another function.

@@ -269,7 +269,7 @@ def _part(figures: PartFigures, before: Part | None, recomputed: bool) -> Part:
         saved_bytes=int(saved),
         freed_by_input_gradient_bytes=int(saved - left),
         recomputed_bytes=int(again) if 0 < again < saved else None,
-        recompute_ms=again_ms if 0 < again < saved else None,
+        recompute_ms=again_ms or None if 0 < again < saved else None,  # noise may hide it: a forward's time then
     )
 
 
