@@ -166,7 +166,7 @@ def test_a_store_that_fails_is_told_of_once_while_somebody_is_watched(
     """One that only stands still may go on; then others look for this rank's beats again."""
     monkeypatch.setattr(heartbeat.dist, "is_initialized", lambda: True)
     store = Failing(how)
-    lived(store, _Life(watched={1: "rank 1"}))
+    lived(store, _Life(watched={1: "rank 1"}), 50 * BEAT)
     assert capsys.readouterr().err == (
         "evenpipe: the host on which the ranks met does not answer; one that is silent will not be named\n"
     )
